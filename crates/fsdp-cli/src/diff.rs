@@ -110,14 +110,16 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
     let views;
     if !arguments.include.is_empty() || !arguments.exclude.is_empty() {
-        let all_keys = first.metadata().entries.keys();
-        let all_keys = all_keys.chain(second.metadata().entries.keys());
+        let first_keys = first.metadata().entries.keys();
+        let all_keys = first_keys.chain(second.metadata().entries.keys());
         views = [
             View::new(first, |key| keys.rename(key), None)?,
             View::new(second, |key| keys.rename(key), None)?,
         ];
-        let is_empty = |view: &View<'_>| view.metadata().entries.is_empty();
-        ensure!(!views.iter().all(is_empty), UsageError::NothingSelected);
+        ensure!(
+            views.iter().any(|view| !view.metadata().entries.is_empty()),
+            UsageError::NothingSelected
+        );
         keys.check_include(all_keys.map(String::as_str))?;
         [first, second] = views.each_ref().map(|view| view as &dyn Checkpoint);
     }

@@ -325,8 +325,8 @@ impl MachineReport {
             "none"
         };
         let open_files = self.open_files.map(|limit| format!("at most {limit}"));
-        let lacking = self.shared_memory_error.as_ref();
-        let lacking = lacking.map(|error| format!("no: {error}"));
+        let error = self.shared_memory_error.as_ref();
+        let lacking = error.map(|error| format!("no: {error}"));
         let gpus = Some(self.gpus.len()).filter(|&gpus| gpus > 0);
         rows.extend([
             ("secret", secret.to_owned()),

@@ -3,9 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result};
-use fsdp::checkpoint::{
-    CheckpointError, Location, RunFacts, STORAGE_DEADLINE, SaveReport, StepCheckpoint,
-};
+use fsdp::checkpoint::{CheckpointError, Location, STORAGE_DEADLINE, SaveReport, StepCheckpoint};
 use fsdp::formats::FileError;
 use fsdp::formats::storage::Durable;
 use fsdp::layout::{ErrorKind, Failure as _};
@@ -20,9 +18,9 @@ use crate::output;
 
 /// A run's checkpoints, as one rank sees them.
 pub(super) struct Checkpoints {
-    checkpointer: Checkpointer,
-    /// `true` if training goes on during saves.
-    in_background: bool,
+    pub(super) checkpointer: Checkpointer,
+    /// `true` if training continues during saves.
+    pub(super) in_background: bool,
     started: Option<BackgroundSave>,
     /// The damaged checkpoints that saves replace.
     damaged: Vec<Location>,
@@ -117,17 +115,16 @@ fn checkpointer(
 /// # Errors
 /// The errors of the store.
 fn remove_damaged(location: &Location) -> Result<(), FileError> {
-    if location.names()?.iter().all(|name| is_of_save(name)) {
-        Durable::new().remove_checkpoint(location)?;
+    for name in location.names()? {
+        let is_of_save = name == ".metadata"
+            || name.starts_with(".integrity")
+            || name.starts_with("__") && name.ends_with(".distcp");
+        if !is_of_save {
+            return Ok(());
+        }
     }
+    Durable::new().remove_checkpoint(location)?;
     Ok(())
-}
-
-/// Returns `true` for the names that saves give to the objects of a checkpoint.
-fn is_of_save(name: &str) -> bool {
-    name == ".metadata"
-        || name.starts_with(".integrity")
-        || (name.starts_with("__") && name.ends_with(".distcp"))
 }
 
 /// A save in the background.
@@ -171,11 +168,6 @@ impl Checkpoints {
             })
     }
 
-    /// Returns `true` if training goes on during saves.
-    pub(super) const fn saves_in_background(&self) -> bool {
-        self.in_background
-    }
-
     /// Saves the state after a step to the memory tier. A failure is a warning only. Every rank
     /// calls it.
     ///
@@ -204,15 +196,6 @@ impl Checkpoints {
     pub(super) fn clear_memory(&mut self, reports: bool) -> Result<()> {
         let cleared = self.checkpointer.clear_memory();
         unless_lost(cleared, "failed to clear the memory tier", reports).map(drop)
-    }
-
-    /// Sets the facts about the run that later checkpoints record.
-    pub(super) fn set_facts(&mut self, facts: RunFacts) {
-        self.checkpointer.set_facts(facts);
-    }
-
-    pub(super) const fn checkpointer_mut(&mut self) -> &mut Checkpointer {
-        &mut self.checkpointer
     }
 
     /// Saves the state after a step, or starts to. Every rank calls it.

@@ -16,11 +16,12 @@ pub(super) struct Candidates<'a> {
     mode: ResumeMode,
     /// `true` in the process that reports.
     reports: bool,
-    damaged: Vec<Location>,
+    /// The damaged checkpoints that are newer than the one to continue from.
+    pub(super) damaged: Vec<Location>,
     /// The newest step of the memory tier, if it is newer than all undamaged checkpoints.
-    memory: Option<StepCheckpoint>,
+    pub(super) memory: Option<StepCheckpoint>,
     /// `true` if a step of the memory tier turned out to be damaged while it was loaded.
-    is_memory_damaged: bool,
+    pub(super) is_memory_damaged: bool,
     /// The last damage that was found, until the next candidate is chosen.
     damage: Option<(Location, Error)>,
 }
@@ -38,16 +39,6 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Returns `true` if the run may continue from a step of the memory tier.
-    pub(super) fn may_be_in_memory(&self) -> bool {
-        self.mode != ResumeMode::No && !self.is_memory_damaged
-    }
-
-    /// Sets the newest step of the memory tier. It must be newer than [`Self::newest_step`].
-    pub(super) fn set_memory(&mut self, memory: Option<StepCheckpoint>) {
-        self.memory = memory;
-    }
-
     /// Returns the step of the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
@@ -59,16 +50,6 @@ impl<'a> Candidates<'a> {
         let mut checkpoints = list_checkpoints(self.run)?;
         checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
         Ok(checkpoints.last().map(|newest| newest.step))
-    }
-
-    /// Returns the damaged checkpoints that are newer than the one to continue from.
-    pub(super) fn damaged(&self) -> &[Location] {
-        &self.damaged
-    }
-
-    /// Returns `true` if this is the place of the step of the memory tier.
-    pub(super) fn is_memory(&self, path: &Location) -> bool {
-        matches!(&self.memory, Some(memory) if memory.path == *path)
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -85,7 +66,11 @@ impl<'a> Candidates<'a> {
     /// There is no such checkpoint, or it is damaged ([`UnreadableCheckpoint`]).
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         let damage = self.damage.take();
-        let Some(path) = self.undamaged()?.pop() else {
+        let mut checkpoints = self.of_run()?;
+        // The step in memory is newer than all undamaged checkpoints.
+        checkpoints.extend(self.memory.clone());
+        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
+        let Some(StepCheckpoint { path, .. }) = checkpoints.pop() else {
             let directory = self.run.to_string();
             return Err(match damage {
                 Some((_, error)) => error,
@@ -118,15 +103,6 @@ impl<'a> Candidates<'a> {
         }
         self.damage = Some((path, error));
         Ok(())
-    }
-
-    /// Returns the checkpoints that are not known to be damaged, the oldest first.
-    fn undamaged(&self) -> Result<Vec<Location>> {
-        let mut checkpoints = self.of_run()?;
-        // The step in memory is newer than all undamaged checkpoints.
-        checkpoints.extend(self.memory.clone());
-        let paths = checkpoints.into_iter().map(|checkpoint| checkpoint.path);
-        Ok(paths.filter(|path| !self.damaged.contains(path)).collect())
     }
 
     /// Returns the checkpoints of the run, the oldest first.

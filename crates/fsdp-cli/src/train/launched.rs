@@ -12,7 +12,7 @@ use crate::job_failure::{JobError, UnreadableCheckpoint};
 
 /// The place of this process among the ranks, and the way in which they reach each other.
 pub(super) struct Launched {
-    environment: Environment,
+    pub(super) environment: Environment,
     backend: BackendKind,
 }
 
@@ -36,7 +36,8 @@ impl Launched {
             (None, Ok(environment)) if environment.world_size == 1 => return Ok(None),
             (None, Ok(environment)) => environment,
             (None, Err(CommError::Environment { variable, .. }))
-                if is_unset(&variable) && variable == "RANK" =>
+                if variable == "RANK"
+                    && std::env::var_os("RANK").is_none_or(|rank| rank.is_empty()) =>
             {
                 return Ok(None);
             }
@@ -52,15 +53,6 @@ impl Launched {
         }))
     }
 
-    /// Returns the rank of this process.
-    pub(super) const fn rank(&self) -> usize {
-        self.environment.rank
-    }
-
-    pub(super) const fn world_size(&self) -> usize {
-        self.environment.world_size
-    }
-
     /// Returns the number of this rank among those of its machine.
     pub(super) fn local_rank(&self) -> usize {
         self.environment.local_rank.unwrap_or(self.environment.rank)
@@ -71,11 +63,6 @@ impl Launched {
         self.environment
             .local_world_size
             .unwrap_or(self.environment.world_size)
-    }
-
-    /// Returns `true` for rank 0, which reports.
-    pub(super) const fn is_first(&self) -> bool {
-        self.environment.rank == 0
     }
 
     /// Meets the other ranks.
@@ -119,8 +106,4 @@ fn started_by_mpi() -> Result<Environment, CommError> {
         Err(_) if name == "MASTER_ADDR" => Some("localhost".to_owned()),
         value => value.ok(),
     })
-}
-
-fn is_unset(variable: &str) -> bool {
-    std::env::var_os(variable).is_none_or(|value| value.is_empty())
 }

@@ -44,7 +44,7 @@ use self::arguments::{DeviceName, ResumeMode, elastic_job, restarts};
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     let file = arguments.trace.as_ref()?;
     let launched = find_launcher(arguments);
-    let rank = launched.as_ref().map(Launched::rank);
+    let rank = launched.map(|launched| launched.environment.rank);
     Some(own_trace(file, rank, restarts()))
 }
 
@@ -99,7 +99,10 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
     let run = &arguments.checkpoints();
-    let reports = launched.as_ref().is_none_or(Launched::is_first);
+    // If ranks are threads, this process has rank 0.
+    let reports = launched
+        .as_ref()
+        .is_none_or(|launched| launched.environment.rank == 0);
     if reports {
         // Looking for steps in the memory tier would already disturb a run that is saving there, so
         // this comes first.
@@ -127,12 +130,13 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
     loop {
         // Step 1: look for a step in memory that is newer than the newest undamaged checkpoint.
-        if arguments.memory_tier.is_some() && candidates.may_be_in_memory() {
+        let may_be_in_memory =
+            arguments.resume_mode() != ResumeMode::No && !candidates.is_memory_damaged;
+        if arguments.memory_tier.is_some() && may_be_in_memory {
             let newest = candidates.newest_step()?;
-            let found = on_ranks(&ranks, group.as_ref(), |group| {
+            candidates.memory = on_ranks(&ranks, group.as_ref(), |group| {
                 latest_in_memory(arguments, group, newest)
             })?;
-            candidates.set_memory(found);
         }
         // Step 2: check all that can be checked without the other ranks.
         let place = ProcessPlace {
@@ -153,7 +157,9 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
                 // Step 4: load, and train.
                 match &group {
                     Some(group) => launched::run(group, &ranks, &job),
-                    None => run_threads(&ranks, &job),
+                    // All ranks end alike.
+                    None => all_or_cause(ranks.run(|group| rank::run(group, &job))?)
+                        .map(|ended| *ended.first().expect("a job has a rank")),
                 }
             }
             Err(error) => Err(error),
@@ -210,7 +216,10 @@ fn prepare<'a>(
     stop: StopRequest,
 ) -> Result<Option<Job<'a>>> {
     let launched = place.launched;
-    let world_size = launched.map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
+    let world_size = match launched {
+        Some(launched) => launched.environment.world_size,
+        None => arguments.nproc.unwrap_or(1),
+    };
     let mode = arguments.resume_mode();
     let begins = match mode {
         ResumeMode::No => true,
@@ -268,7 +277,8 @@ fn prepare<'a>(
     let mut is_saved = false;
     if let Some(resume) = &resume {
         rows = resume.rows(settings.batch)?;
-        is_saved = !begins && !candidates.is_memory(&resume.path);
+        let is_in_memory = matches!(&candidates.memory, Some(memory) if memory.path == resume.path);
+        is_saved = !begins && !is_in_memory;
         from = Some(StepCheckpoint {
             step: resume.step,
             path: resume.path.clone(),
@@ -283,23 +293,13 @@ fn prepare<'a>(
         is_saved,
         rows,
         resume: Mutex::new(resume.map(Arc::new)),
-        damaged: candidates.damaged().to_vec(),
+        damaged: candidates.damaged.clone(),
         mesh,
         threads_per_rank: place.threads_per_rank,
         device: place.device,
         local_rank: launched.map(Launched::local_rank),
         stop,
     }))
-}
-
-/// Trains with ranks that are threads of this process.
-///
-/// # Errors
-/// The first error of any rank.
-fn run_threads(ranks: &Ranks, job: &Job<'_>) -> Result<RunEnd> {
-    let ended = all_or_cause(ranks.run(|group| rank::run(group, job))?)?;
-    // All ranks end alike.
-    Ok(*ended.first().expect("a job has a rank"))
 }
 
 /// Returns the mesh of hybrid sharding, replicas x shards; `None` for other strategies.

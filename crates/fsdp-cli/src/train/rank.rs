@@ -77,15 +77,6 @@ impl Job<'_> {
 
     /// Returns the open checkpoint that the run continues from; `None` if it starts from the
     /// beginning, or once it has been closed.
-    fn resume(&self) -> Option<Arc<Resume>> {
-        self.lock_resume().clone()
-    }
-
-    /// Closes the checkpoint that was resumed from, so that it may be removed.
-    fn close_resume(&self) {
-        self.lock_resume().take();
-    }
-
     fn lock_resume(&self) -> MutexGuard<'_, Option<Arc<Resume>>> {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -120,13 +111,6 @@ impl Job<'_> {
     }
 }
 
-/// The outcome of a step.
-struct StepOutcome {
-    metrics: StepMetrics,
-    /// `true` if a signal has asked one of the ranks to stop.
-    stops: bool,
-}
-
 struct Rank<'a> {
     job: &'a Job<'a>,
     device: Device,
@@ -158,7 +142,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         .make(job.settings.lr, model.parameters())?;
     // Only f16 has so small a range that the loss needs a scale.
     let has_scaler = job.arguments.mixed_precision == Some(HalfPrecision::F16);
-    let resume = job.resume();
+    let resume = job.lock_resume().clone();
     let only = resume.as_ref().map(|resume| parts(resume, has_scaler));
     let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged, only)?;
     let mut run = TrainState::new(model, vec![optimizer]);
@@ -166,9 +150,10 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         run.scaler = Some(GradScaler::new(GradScalerOptions::default())?);
     }
     if let Some(resume) = resume {
-        restore(&resume, checkpoints.checkpointer_mut(), &mut run)
+        restore(&resume, &mut checkpoints.checkpointer, &mut run)
             .map_err(|error| named_if_damaged(error, &resume.path))?;
-        job.close_resume();
+        // The last rank that closes it lets it be removed.
+        job.lock_resume().take();
     }
     // The learning rate to start from is that of the settings, even if the loaded optimizer has
     // another one.
@@ -203,8 +188,8 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
 /// This is a collective.
 ///
 /// # Errors
-/// On the rank that reports, the errors of [`Reporter::open`]. On the other ranks, an error with the
-/// text of that one.
+/// On the rank that reports, the errors of [`Reporter::open`]. On the other ranks, an error with
+/// the text of that one.
 fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Reporter>> {
     let opened = match group.rank() {
         0 => Reporter::open(job.arguments, job.start()).map(Some),
@@ -238,14 +223,6 @@ fn is_due(done: u64, every: Option<NonZeroU64>) -> bool {
     every.is_some_and(|every| done % every == 0)
 }
 
-/// The update of a step.
-struct Update {
-    lr: f64,
-    /// The norm of all gradients before they were clipped; `None` if they were not finite, and the
-    /// step was skipped.
-    grad_norm: Option<f64>,
-}
-
 impl Rank<'_> {
     /// Runs the steps, with the saves between them, and the end of the run: the last save, and the
     /// text sample.
@@ -254,7 +231,7 @@ impl Rank<'_> {
         let steps = arguments.steps;
         self.tell_start()?;
         for step in self.job.start()..steps {
-            let StepOutcome { metrics, stops } = self.step(step)?;
+            let (metrics, stops) = self.step(step)?;
             if let Some(report) = &mut self.report {
                 report.step(&metrics)?;
                 self.checkpoints.report_if_finished(report)?;
@@ -268,8 +245,7 @@ impl Rank<'_> {
             let saves = stops || done == steps || is_due(done, arguments.save_every);
             // A step whose checkpoint is durable right after the save need not be kept in memory
             // too.
-            let is_needed =
-                !saves || self.checkpoints.saves_in_background() && !stops && done < steps;
+            let is_needed = !saves || self.checkpoints.in_background && !stops && done < steps;
             let memory_every = arguments
                 .memory_tier
                 .as_ref()
@@ -345,7 +321,9 @@ impl Rank<'_> {
 
     /// Does one step on the global batch. All ranks get the same outcome, except for the time, the
     /// speed and the memory of the process, which each rank measures itself.
-    fn step(&mut self, step: u64) -> Result<StepOutcome> {
+    ///
+    /// Returns `true` too if a signal has asked one of the ranks to stop.
+    fn step(&mut self, step: u64) -> Result<(StepMetrics, bool)> {
         let clock = Instant::now();
         let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
         // Gradients are accumulated over the parts of the batch. Ranks communicate them in the last
@@ -356,7 +334,7 @@ impl Rank<'_> {
             loss += self.run.model.no_sync(|_| self.backward(step, part))?;
         }
         loss += self.backward(step, last)?;
-        let Update { lr, grad_norm } = self.update(step)?;
+        let grad_norm = self.update(step)?;
         let parameters = self.run.model.parameters();
         parameters.zero_grad();
         let group = self.run.model.group();
@@ -380,7 +358,7 @@ impl Rank<'_> {
             step,
             time: now(),
             loss: losses.map(f64::from_bits).sum::<f64>() / group.world_size() as f64,
-            lr,
+            lr: self.job.settings.lr * self.job.settings.schedule.factor(step),
             grad_norm,
             skipped: grad_norm.is_none(),
             tokens_per_s: (batch * seq) as f64 / seconds,
@@ -388,23 +366,18 @@ impl Rank<'_> {
             peak_parameter_bytes: peak_bytes.collect(),
             peak_memory_bytes: memory::peak_of_process(),
         };
-        Ok(StepOutcome {
-            metrics,
-            stops: signals.any(|signal| signal > 0),
-        })
+        Ok((metrics, signals.any(|signal| signal > 0)))
     }
 
     /// Updates the parameters, at the learning rate of the step. The update is skipped if the
     /// gradients are not finite and there is a loss scale, or `--nonfinite` is `skip`.
-    fn update(&mut self, step: u64) -> Result<Update> {
-        let settings = &self.job.settings;
+    ///
+    /// Returns the norm of all gradients before they were clipped; `None` if the update was
+    /// skipped.
+    fn update(&mut self, step: u64) -> Result<Option<f64>> {
         for optimizer in &mut self.run.optimizers {
-            settings.schedule.apply(optimizer, step)?;
+            self.job.settings.schedule.apply(optimizer, step)?;
         }
-        let mut update = Update {
-            lr: settings.lr * settings.schedule.factor(step),
-            grad_norm: None,
-        };
         let parameters = self.run.model.parameters();
         if let Some(scaler) = &mut self.run.scaler
             && !scaler.unscale(parameters)?
@@ -412,26 +385,23 @@ impl Rank<'_> {
             // The scale was too large, so it becomes smaller. All ranks have the same result, so
             // all skip the step.
             scaler.update()?;
-            return Ok(update);
+            return Ok(None);
         }
         let norm = match self.job.arguments.clip_grad_norm {
             Some(limit) => parameters.clip_grad_norm(limit),
             None => parameters.finite_grad_norm(),
         };
         let skips = self.job.arguments.nonfinite == NonFinite::Skip;
-        match norm {
+        if matches!(norm, Err(NnError::NonFiniteGradients { .. })) && skips {
             // The norm is that of all ranks' gradients, so all ranks skip the step, or none does.
-            Err(NnError::NonFiniteGradients { .. }) if skips => return Ok(update),
-            norm => {
-                let norm = norm.with_context(|| format!("step {} was not done", step + 1))?;
-                update.grad_norm = Some(norm);
-            }
+            return Ok(None);
         }
+        let grad_norm = norm.with_context(|| format!("step {} was not done", step + 1))?;
         info_span!("optimizer").in_scope(|| self.for_each_optimizer(Optimizer::step))?;
         if let Some(scaler) = &mut self.run.scaler {
             scaler.update()?;
         }
-        Ok(update)
+        Ok(Some(grad_norm))
     }
 
     /// Runs forward and backward of a part of this rank's rows, and returns the part's share of the
@@ -440,7 +410,7 @@ impl Rank<'_> {
         let Job { text, batches, .. } = self.job;
         let rank = self.run.model.group().rank();
         let (tokens, targets) =
-            batches.batch_at(text, self.job.rows_before(step), rank, part, &self.device)?;
+            batches.batch(text, self.job.rows_before(step), (rank, part), &self.device)?;
         let weight = batches.weight(rank, part);
         let model = &self.run.model;
         let loss = info_span!("forward")
@@ -466,7 +436,7 @@ impl Rank<'_> {
             hash: digest.to_string(),
             position,
         });
-        self.checkpoints.set_facts(RunFacts {
+        self.checkpoints.checkpointer.set_facts(RunFacts {
             config: self.job.settings.config_digest()?,
             data,
         });

@@ -142,7 +142,14 @@ impl Reporter {
         lock(&events.file, out.display(), MOMENT)?;
         let checkpoints = lock_checkpoints(arguments, MOMENT)?;
         // Nothing is changed before both locks are held.
-        begin_events(&events.file, start).with_context(|| events.failed_to("open"))?;
+        if start == 0 {
+            // Older events are of a run that ended before its first checkpoint.
+            events
+                .file
+                .set_len(0)
+                .with_context(|| events.failed_to("open"))?;
+        }
+        end_line(&events.file).with_context(|| events.failed_to("open"))?;
         let metrics = LineFile::open(out.join(METRICS_FILE))?;
         length_before(&metrics.file, start)
             .and_then(|length| metrics.file.set_len(length))
@@ -344,8 +351,8 @@ impl Bar {
     }
 }
 
-/// Checks that no other run uses the directories of this one now. [`Reporter::open`] takes the locks
-/// themselves, when this run has something to write.
+/// Checks that no other run uses the directories of this one now. [`Reporter::open`] takes the
+/// locks themselves, when this run has something to write.
 ///
 /// # Errors
 /// Another run holds a lock.
@@ -359,8 +366,8 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
     } else {
         MOMENT
     };
-    // If the file is missing, no run has been here. If it cannot be opened, `Reporter::open` returns
-    // that error.
+    // If the file is missing, no run has been here. If it cannot be opened, `Reporter::open`
+    // returns that error.
     if let Ok(events) = OpenOptions::new()
         .append(true)
         .open(arguments.out.join(EVENTS_FILE))
@@ -407,15 +414,6 @@ fn lock(file: &File, directory: impl Display, patience: Duration) -> Result<()> 
             Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(100)),
         }
     }
-}
-
-/// Prepares the file of events to append to it. If the run starts from the beginning, older events
-/// are removed: they are of a run that ended before its first checkpoint.
-fn begin_events(events: &File, start: u64) -> std::io::Result<()> {
-    if start == 0 {
-        events.set_len(0)?;
-    }
-    end_line(events)
 }
 
 /// Ends the last line of a file, which a kill may have left half written.
