@@ -23,11 +23,11 @@ const MORE_RANKS: [usize; 1] = [5];
 const GROUPS: [&str; 5] = ["save", "load", "full", "background", "conversions"];
 /// The smaller benches: for each its group, the name of its table, its package and its example.
 const EXAMPLES: [(&str, &str, &str, &str); 5] = [
-    ("offline", "Offline commands", "fsdp-dcp", "offline"),
+    ("offline", "Offline commands", "fsdp-tools", "offline"),
     (
         "digests",
         "Digests in a save and a load of one rank",
-        "fsdp-dcp",
+        "fsdp-tools",
         "digest_cost",
     ),
     (

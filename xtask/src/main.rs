@@ -277,7 +277,7 @@ fn test(root: &Path) -> Result<()> {
     let without_stores = [
         "test",
         "--package",
-        "fsdp-dcp",
+        "fsdp-formats",
         "--lib",
         "--locked",
         "--",

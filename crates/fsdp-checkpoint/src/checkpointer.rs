@@ -7,11 +7,11 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::lineage::{DataPosition, Lineage, Parent};
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::verify::with_causes;
 use fsdp_digest::StateDigest;
+use fsdp_formats::Location;
+use fsdp_formats::lineage::{DataPosition, Lineage, Parent};
+use fsdp_formats::storage::Durable;
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
 use fsdp_state::{LoadOptions, LoadReport};
 use tracing::warn;

@@ -4,8 +4,8 @@ use std::fmt;
 use std::io;
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::verify::with_causes;
 use fsdp_flat::FlatError;
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
 use fsdp_state::{LoadError, StateError};
@@ -34,7 +34,7 @@ pub enum CheckpointError {
     Candle(#[from] candle_core::Error),
     /// Files are missing, damaged or of another layout.
     #[error(transparent)]
-    Files(#[from] fsdp_dcp::FileError),
+    Files(#[from] fsdp_formats::FileError),
     /// A directory of checkpoints cannot be read.
     #[error("failed to list the checkpoints in `{}`", path.display())]
     Directory {
@@ -110,30 +110,32 @@ pub struct WrongTensor {
     pub ranks: Vec<usize>,
 }
 
+/// The most tensors, and the most ranks of each, that a message names.
+const LISTED: usize = 8;
+
 /// Lists the first few tensors for a message.
 fn listed(tensors: &[WrongTensor]) -> String {
-    const LISTED: usize = 8;
-    let of = |tensor: &WrongTensor| {
-        let ranks: Vec<String> = tensor
-            .ranks
-            .iter()
-            .take(LISTED)
-            .map(usize::to_string)
-            .collect();
-        let more = if tensor.ranks.len() > LISTED {
-            " and others"
-        } else {
-            ""
-        };
-        format!("`{}` on rank {}{more}", tensor.fqn, ranks.join(", "))
-    };
-    let names: Vec<String> = tensors.iter().take(LISTED).map(of).collect();
-    let (names, more) = (names.join("; "), tensors.len().saturating_sub(LISTED));
-    if more > 0 {
-        format!("{names}; and {more} more tensors")
-    } else {
-        names
+    let mut listed: Vec<String> = tensors.iter().take(LISTED).map(with_ranks).collect();
+    if tensors.len() > LISTED {
+        listed.push(format!("and {} more tensors", tensors.len() - LISTED));
     }
+    listed.join("; ")
+}
+
+/// Names a tensor, and the first few ranks on which it is wrong.
+fn with_ranks(tensor: &WrongTensor) -> String {
+    let ranks: Vec<String> = tensor
+        .ranks
+        .iter()
+        .take(LISTED)
+        .map(usize::to_string)
+        .collect();
+    let more = if tensor.ranks.len() > LISTED {
+        " and others"
+    } else {
+        ""
+    };
+    format!("`{}` on rank {}{more}", tensor.fqn, ranks.join(", "))
 }
 
 impl Failure for CheckpointError {

@@ -6,12 +6,12 @@ use std::hash::Hasher as _;
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
-use fsdp_dcp::FileError;
-use fsdp_dcp::limits::MAX_OBJECT_BYTES;
-use fsdp_dcp::plan::LocalPlan;
-use fsdp_dcp::writer::{PayloadSource, value_item_length};
 use fsdp_flat::RawTensor;
 use fsdp_flat::storage::{HostBytes, to_device};
+use fsdp_formats::FileError;
+use fsdp_formats::limits::MAX_OBJECT_BYTES;
+use fsdp_formats::plan::LocalPlan;
+use fsdp_formats::writer::{PayloadSource, value_item_length};
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;

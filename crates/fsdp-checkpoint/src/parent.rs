@@ -4,12 +4,12 @@
 use std::collections::BTreeSet;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{Checkpoint, open};
-use fsdp_dcp::lineage::Parent;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_digest::{Digest, StateDigest};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{Checkpoint, open};
+use fsdp_formats::lineage::Parent;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
 use tracing::debug;
 

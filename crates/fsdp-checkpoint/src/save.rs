@@ -4,13 +4,13 @@
 use std::time::{Duration, Instant};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::check_replaceable;
-use fsdp_dcp::lineage::Lineage;
-use fsdp_dcp::plan::{Deduplicate, GlobalPlan, plan_part};
-use fsdp_dcp::storage::{Durable, Staging, clean_stale};
-use fsdp_dcp::writer::{Before, RankWritten, WriteOptions, finish, write_changed, write_rank};
 use fsdp_digest::Digest;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::check_replaceable;
+use fsdp_formats::lineage::Lineage;
+use fsdp_formats::plan::{Deduplicate, GlobalPlan, plan_part};
+use fsdp_formats::storage::{Durable, Staging, clean_stale};
+use fsdp_formats::writer::{Before, RankWritten, WriteOptions, finish, write_changed, write_rank};
 use fsdp_state::StateDict;
 use tracing::{debug, info_span};
 
@@ -391,7 +391,7 @@ pub(crate) fn save_part(
         metadata,
         selections,
         ..
-    } = plan_part(&local.plan).map_err(fsdp_dcp::FileError::from)?;
+    } = plan_part(&local.plan).map_err(fsdp_formats::FileError::from)?;
     let [selection] = selections.as_slice() else {
         unreachable!("a part is the plan of one rank");
     };

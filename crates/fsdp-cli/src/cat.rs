@@ -5,15 +5,16 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use clap::error::ErrorKind;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint, stream};
-use fsdp_dcp::elements::{Census, for_each};
-use fsdp_dcp::metadata::{Metadata, TensorEntry};
-use fsdp_dcp::plan::LoadPlanError;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::{FileError, verify};
+use fsdp_formats::FileError;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint, stream};
+use fsdp_formats::metadata::{Metadata, TensorEntry};
+use fsdp_formats::plan::LoadPlanError;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_tools::elements::{Census, for_each};
+use fsdp_tools::verify;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -38,7 +39,7 @@ pub(crate) struct CatArguments {
     #[arg(long, value_name = "FILE")]
     npy: Option<PathBuf>,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

@@ -15,7 +15,7 @@ pub(crate) enum UsageError {
     )]
     NotReplaceable { path: String },
     #[error("`{path}` is the name of a directory, and `--to {to}` writes one file")]
-    NotAFile { path: String, to: &'static str },
+    NotAFile { path: String, to: String },
     #[error(
         "`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source"
     )]
@@ -24,10 +24,7 @@ pub(crate) enum UsageError {
         destination: String,
     },
     #[error("`{option}` has no effect with `--to {to}`")]
-    Unused {
-        option: &'static str,
-        to: &'static str,
-    },
+    Unused { option: &'static str, to: String },
     #[error("`{option}` names `{path}`, which is not a directory that exists")]
     NoDirectory { option: &'static str, path: String },
     #[error("`{glob}` is not a valid glob: {reason}")]

@@ -114,7 +114,7 @@ impl JobError {
 }
 
 /// A process started by `fsdp launch` that failed. Its exit code is passed on.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 #[error("rank {rank} {how}")]
 pub(crate) struct RankEnded {
     pub(crate) rank: usize,

@@ -17,7 +17,7 @@ const TARGETS: [&str; 8] = [
     "fsdp_checkpoint",
     "fsdp_cli",
     "fsdp_comm",
-    "fsdp_dcp",
+    "fsdp_formats",
     "fsdp_flat",
     "fsdp_layout",
     "fsdp_nn",

@@ -4,11 +4,11 @@ use std::error::Error as StdError;
 use std::io;
 
 use anyhow::Error;
-use fsdp_dcp::map::MapError;
-use fsdp_dcp::sign::SignError;
-use fsdp_dcp::tensor_parallel::TensorParallelError;
-use fsdp_dcp::{FileError, FormatError};
+use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{ErrorKind, Failure};
+use fsdp_tools::map::MapError;
+use fsdp_tools::sign::SignError;
+use fsdp_tools::tensor_parallel::TensorParallelError;
 
 use crate::exit_codes;
 use crate::failure::{Broken, ConversionStopped, Damaged, Different, Stopped, UsageError};

@@ -7,6 +7,7 @@ use std::net::Ipv6Addr;
 
 use crate::access::Secret;
 use crate::error::CommError;
+use crate::store::{without_brackets, without_zone};
 
 /// The port of rank 0 unless `MASTER_PORT` is set. It is torch's.
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
@@ -105,8 +106,8 @@ pub struct Environment {
     pub agent_store: Option<String>,
 }
 
-/// The variable of torchrun, and its value, if its agent keeps a store for the ranks.
-const USE_AGENT_STORE: (&str, &str) = ("TORCHELASTIC_USE_AGENT_STORE", "True");
+/// The variable of torchrun that is `True` if its agent keeps a store for the ranks.
+const USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 
 /// The variable of the job's secret. It has no command line option, because command lines can be
 /// seen by everybody.
@@ -157,8 +158,7 @@ impl Environment {
     /// The same as [`from_env`](Self::from_env).
     pub fn from_variables(get: impl Fn(&str) -> Option<String>) -> Result<Self, CommError> {
         let variables = Variables(&get);
-        let has = |name| variables.get(name).is_some();
-        let environment = if has("RANK") {
+        let mut environment = if variables.has("RANK") {
             let job = variables.job(&["TORCHELASTIC_RUN_ID"]);
             Environment {
                 local_rank: variables.number("LOCAL_RANK")?,
@@ -167,7 +167,7 @@ impl Environment {
                 job,
                 ..variables.place(Launcher::Torchrun, "RANK", &["WORLD_SIZE"])?
             }
-        } else if has("OMPI_COMM_WORLD_RANK") {
+        } else if variables.has("OMPI_COMM_WORLD_RANK") {
             Environment {
                 local_rank: variables.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
                 local_world_size: variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
@@ -178,7 +178,7 @@ impl Environment {
                     &["OMPI_COMM_WORLD_SIZE"],
                 )?
             }
-        } else if has("SLURM_STEP_ID") && has("SLURM_PROCID") {
+        } else if variables.has("SLURM_STEP_ID") && variables.has("SLURM_PROCID") {
             let place = variables.place(
                 Launcher::Slurm,
                 "SLURM_PROCID",
@@ -196,14 +196,14 @@ impl Environment {
                 job: variables.job(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
                 ..place
             }
-        } else if has("PMI_RANK") {
+        } else if variables.has("PMI_RANK") {
             Environment {
                 local_rank: variables.number("MPI_LOCALRANKID")?,
                 local_world_size: variables.number("MPI_LOCALNRANKS")?,
                 job: variables.job(&[]),
                 ..variables.place(Launcher::Mpich, "PMI_RANK", &["PMI_SIZE"])?
             }
-        } else if has("JOB_COMPLETION_INDEX") {
+        } else if variables.has("JOB_COMPLETION_INDEX") {
             Environment {
                 job: variables.job(&["JOB_NAME"]),
                 ..variables.place(
@@ -217,14 +217,11 @@ impl Environment {
                            torchrun, mpirun, srun or an indexed Kubernetes job";
             return Err(error("RANK", message));
         };
-        let master_addr = match variables.get("MASTER_ADDR") {
+        environment.master_addr = match variables.get("MASTER_ADDR") {
             Some(address) => checked_host(address)?,
             None => environment.default_master(&variables)?,
         };
-        Ok(Environment {
-            master_addr,
-            ..environment
-        })
+        Ok(environment)
     }
 
     /// Returns the address at which all ranks meet, with its port. Ranks that have no secret and
@@ -272,16 +269,10 @@ impl Environment {
         if self.world_size == 1 || self.is_on_one_host() {
             return Ok("127.0.0.1".to_owned());
         }
-        let hosts = variables
-            .get("SLURM_STEP_NODELIST")
-            .filter(|_| self.launcher == Launcher::Slurm);
-        match hosts.as_deref().map(first_host) {
-            Some(Some(host)) => Ok(host),
-            Some(None) => Err(error(
-                "SLURM_STEP_NODELIST",
-                "names no host: set MASTER_ADDR",
-            )),
-            None => Err(error(
+        match variables.get("SLURM_STEP_NODELIST") {
+            Some(hosts) if self.launcher == Launcher::Slurm => first_host(&hosts)
+                .ok_or_else(|| error("SLURM_STEP_NODELIST", "names no host: set MASTER_ADDR")),
+            _ => Err(error(
                 "MASTER_ADDR",
                 "is not set: it must name the host of rank 0",
             )),
@@ -298,9 +289,7 @@ fn error(variable: &str, message: impl Into<String>) -> CommError {
 
 /// Checks the value of `MASTER_ADDR`. A port in it would be taken for a part of an IPv6 address.
 fn checked_host(address: String) -> Result<String, CommError> {
-    let bare = address.trim_start_matches('[').trim_end_matches(']');
-    // A zone may follow the address itself.
-    let ip = bare.split('%').next().unwrap_or(bare);
+    let ip = without_zone(without_brackets(&address));
     if address.contains(':') && ip.parse::<Ipv6Addr>().is_err() {
         return Err(error(
             "MASTER_ADDR",
@@ -321,13 +310,28 @@ impl Variables<'_> {
             .filter(|value| !value.is_empty())
     }
 
+    fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
     fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, CommError> {
-        let parse = |value: String| {
-            value
-                .parse()
-                .map_err(|_| error(name, format!("is `{value}`, not a number in range")))
+        let Some(value) = self.get(name) else {
+            return Ok(None);
         };
-        self.get(name).map(parse).transpose()
+        match value.parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(error(name, format!("is `{value}`, not a number in range"))),
+        }
+    }
+
+    /// Reads a number that a launcher which has set the variable `rank` must have set too.
+    fn required(&self, name: &str, launcher: Launcher, rank: &str) -> Result<usize, CommError> {
+        self.number(name)?.ok_or_else(|| {
+            error(
+                name,
+                format!("is not set, though {launcher} has set `{rank}`"),
+            )
+        })
     }
 
     /// Reads the rank, the world size, the port and the secret. `sizes` are the variables that may
@@ -338,20 +342,10 @@ impl Variables<'_> {
         rank: &str,
         sizes: &[&str],
     ) -> Result<Environment, CommError> {
-        let size = sizes
-            .iter()
-            .copied()
-            .find(|name| self.get(name).is_some())
-            .unwrap_or(sizes[0]);
-        let needed = |name: &str| {
-            self.number(name)?.ok_or_else(|| {
-                error(
-                    name,
-                    format!("is not set, though {launcher} has set `{rank}`"),
-                )
-            })
-        };
-        let (number, world_size): (usize, usize) = (needed(rank)?, needed(size)?);
+        let set_size = sizes.iter().copied().find(|name| self.has(name));
+        let size = set_size.unwrap_or(sizes[0]);
+        let number = self.required(rank, launcher, rank)?;
+        let world_size = self.required(size, launcher, rank)?;
         if world_size == 0 || world_size > MAX_WORLD_SIZE {
             return Err(error(
                 size,
@@ -391,10 +385,10 @@ impl Variables<'_> {
     /// The restart count is not part of the key. An agent that restarts its ranks because another
     /// agent did so does not count that, so the ranks of one attempt can have different counts.
     fn agent_store(&self, job: &str) -> Option<String> {
-        let (name, value) = USE_AGENT_STORE;
-        self.get(name)
-            .filter(|kept| kept == value)
-            .map(|_| format!("fsdp/{job}/address"))
+        match self.get(USE_AGENT_STORE).as_deref() {
+            Some("True") => Some(format!("fsdp/{job}/address")),
+            _ => None,
+        }
     }
 
     fn secret(&self) -> Result<Option<Secret>, CommError> {
@@ -435,24 +429,18 @@ impl Variables<'_> {
 fn first_host(hosts: &str) -> Option<String> {
     let end = hosts.find([',', '[']).unwrap_or(hosts.len());
     let (prefix, rest) = hosts.split_at(end);
-    let host = match rest.strip_prefix('[') {
-        None => prefix.to_owned(),
-        // The host's name is the text before the brackets, the first number in them, and the text
-        // after them.
-        Some(ranges) => {
-            let (ranges, suffix) = ranges.split_once(']')?;
-            let first = ranges
-                .split([',', '-'])
-                .next()
-                .filter(|first| !first.is_empty())?;
-            let suffix = suffix
-                .split(',')
-                .next()
-                .filter(|suffix| !suffix.contains('['))?;
-            format!("{prefix}{first}{suffix}")
-        }
+    let Some(rest) = rest.strip_prefix('[') else {
+        return (!prefix.is_empty()).then(|| prefix.to_owned());
     };
-    Some(host).filter(|host| !host.is_empty())
+    // The host's name is the text before the brackets, the first number in them, and the text after
+    // them.
+    let (ranges, rest) = rest.split_once(']')?;
+    let number = ranges.split([',', '-']).next()?;
+    let suffix = rest.split(',').next()?;
+    if number.is_empty() || suffix.contains('[') {
+        return None;
+    }
+    Some(format!("{prefix}{number}{suffix}"))
 }
 
 #[cfg(test)]
@@ -578,7 +566,7 @@ mod tests {
     #[test]
     fn only_torchruns_agent_keeps_a_store() {
         let with = |variables: &[(&str, &str)], value| {
-            from(&[variables, &[(USE_AGENT_STORE.0, value)]].concat())
+            from(&[variables, &[(USE_AGENT_STORE, value)]].concat())
         };
         assert_eq!(from(&TORCHRUN).unwrap().agent_store, None);
         assert_eq!(with(&TORCHRUN, "False").unwrap().agent_store, None);

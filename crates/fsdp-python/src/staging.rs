@@ -6,14 +6,14 @@ use std::ffi::OsString;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use fsdp_dcp::checkpoint::check_replaceable;
-use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
-use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::writer::{
+use fsdp_formats::checkpoint::check_replaceable;
+use fsdp_formats::plan::{LocalPlan, SelectedItem, Selection};
+use fsdp_formats::storage::{self, Durable};
+use fsdp_formats::writer::{
     PayloadSource, RankWritten, WriteOptions, decode_item, describe_item, finish_encoded,
     write_rank,
 };
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;
@@ -59,8 +59,10 @@ impl Staging {
             if overwrite {
                 check_replaceable(&target)?;
             }
+            // What saves that were killed have left beside the target is removed first.
             storage::clean_stale(target.clone())?;
             let staging = Durable::new().prepare(target, overwrite)?;
+            // This is known before the ranks write, and would otherwise fail the commit.
             staging.check_replaces_directory()?;
             Ok::<_, FileError>(staging)
         })?;
@@ -109,6 +111,7 @@ impl Staging {
                     "box {bounds} of `{fqn}` does not lie in its shape {shape:?}"
                 )));
             }
+            // The sizes come from the caller, so their product may overflow.
             let bytes = checked_numel(&bounds.sizes)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
@@ -175,6 +178,7 @@ impl Staging {
             .map(|report| serde_json::from_slice(report))
             .collect();
         let written = parsed.map_err(|error| exception(py, error))?;
+        // It is taken out, so that a checkpoint is committed once.
         let staging = self.held().take().ok_or_else(finished)?;
         detached(py, || finish_encoded(staging, &metadata, &written))
     }

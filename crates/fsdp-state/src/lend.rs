@@ -208,7 +208,7 @@ impl Memory {
     /// candle's errors; tensors that are not contiguous.
     pub(crate) fn fill_from(&self, values: &ShardedTensor) -> Result<(), StateError> {
         let Memory::Tensors(tensor) = self else {
-            return Ok(());
+            unreachable!("other memory was not filled in the place of tensors");
         };
         for (LocalShard { tensor: from, .. }, LocalShard { tensor: to, .. }) in
             values.shards().iter().zip(tensor.shards())

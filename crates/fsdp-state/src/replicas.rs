@@ -43,8 +43,8 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     // Step 1: each rank digests what it holds. If all hold the same, one number from each is
     // enough.
     let mut held = StateError::agree(group, OPERATION, None, digests_of(state))?;
-    let summaries = held.each_ref().map(Summary::new);
-    let all: Vec<[Summary; 2]> = group.all_gather_object(&summaries)?;
+    let summaries = held.each_ref().map(DigestSummary::new);
+    let all: Vec<[DigestSummary; 2]> = group.all_gather_object(&summaries)?;
     if all.iter().all(|summaries| *summaries == all[0]) {
         return Ok(());
     }
@@ -139,17 +139,17 @@ const SHARDS: usize = 1;
 
 /// A summary of digests, which is equal on ranks that hold the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-struct Summary {
+struct DigestSummary {
     /// A hash of the names, and of the boxes.
     layout: u64,
     root: Digest,
 }
 
-impl Summary {
+impl DigestSummary {
     fn new(digests: &StateDigest) -> Self {
         let mut hasher = XxHash3_64::new();
         digests.iter().for_each(|(name, _)| name.hash(&mut hasher));
-        Summary {
+        DigestSummary {
             layout: hasher.finish(),
             root: digests.root(),
         }

@@ -49,7 +49,7 @@ impl Leaf {
                 .into());
             }
             StateValue::Tensor(tensor) => Leaf::Whole {
-                dtype: dtype::of(tensor)?,
+                dtype: dtype::file_dtype(tensor.dtype())?,
                 shape: tensor.dims().to_vec(),
             },
             StateValue::Raw(tensor) => Leaf::Whole {

@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 use fsdp::checkpoint::{load, load_in_place, save};
-use fsdp::dcp::reader::CheckpointReader;
+use fsdp::formats::reader::CheckpointReader;
 use fsdp::prelude::*;
 
 use crate::figures::{Case, Figures, Pairs};

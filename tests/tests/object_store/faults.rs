@@ -6,17 +6,17 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use fsdp::checkpoint::{Checkpointer, CheckpointerOptions, Retention};
-use fsdp::dcp::checkpoint;
-use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp::dcp::storage::Durable;
-use fsdp::dcp::{FileError, Location};
-use fsdp_comm::LocalRanks;
+use fsdp::formats::checkpoint;
+use fsdp::formats::reader::{CheckpointReader, OpenOptions};
+use fsdp::formats::storage::Durable;
+use fsdp::formats::{FileError, Location};
+use fsdp::tools::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_comm::{LocalRanks, run_local};
 use fsdp_layout::DType;
 
 use crate::conformance::generation;
 use crate::faulty::{Fail, Faulty};
-use crate::sample::load;
+use crate::load::load;
 use crate::server::{SECRET, Server};
 use crate::state::{State, save};
 
@@ -38,7 +38,7 @@ fn operations(run: impl Fn(&Location)) -> usize {
 
 /// The error tells the operation and the object, and what the store said.
 fn assert_tells(error: &FileError) {
-    let text = fsdp::dcp::verify::with_causes(error);
+    let text = fsdp::layout::with_causes(error);
     assert!(
         text.contains("memory://test/run/c") && text.contains("the test wants it so"),
         "{text}"
@@ -114,7 +114,11 @@ fn a_slow_store_is_waited_for_longer_than_other_collectives() {
     .unwrap();
     // Two lists take longer than the deadline.
     let slow = Faulty::with(store.healed(), Fail::SlowLists(Duration::from_millis(1500)));
-    let ranks = LocalRanks::new(2).deadline(Duration::from_secs(2));
+    let ranks = LocalRanks {
+        world_size: 2,
+        deadline: Duration::from_secs(2),
+        ..LocalRanks::default()
+    };
     let run = ranks.run(|group| {
         let retention = Retention {
             keep_last: 1.try_into().ok(),
@@ -137,7 +141,7 @@ fn a_slow_store_is_waited_for_longer_than_other_collectives() {
 #[test]
 fn a_store_that_cannot_be_written_is_found_before_a_save_and_the_check_leaves_nothing() {
     let check = |store: &Arc<Faulty>| {
-        let run = LocalRanks::new(2).run(|group| {
+        let run = run_local(2, |group| {
             let checkpointer = Checkpointer::new(
                 store.location("run"),
                 &group,
@@ -255,7 +259,7 @@ fn credentials_are_in_no_message() {
     let error = CheckpointReader::open(&location).unwrap_err();
     let text = format!(
         "{} {error:?} {location:?}",
-        fsdp::dcp::verify::with_causes(&error)
+        fsdp::layout::with_causes(&error)
     );
     assert!(
         text.contains("s3://bucket/x") && !text.contains(SECRET),

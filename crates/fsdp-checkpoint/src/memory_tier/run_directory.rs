@@ -8,8 +8,8 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::Path;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::storage::Durable;
+use fsdp_formats::{FileError, Location};
 use fsdp_state::LoadError as _;
 use twox_hash::XxHash3_64;
 

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::FileError;
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::plan::{
+use fsdp_formats::FileError;
+use fsdp_formats::metadata::Metadata;
+use fsdp_formats::plan::{
     Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, PlanSchema, SchemaItem,
     Selection, WriteContent, plan_offers,
 };
@@ -270,7 +270,7 @@ fn plan_pieces(
     hashes: &[PlanHashes],
     pieces: Vec<Vec<PlanPiece>>,
     deduplicate: Deduplicate,
-) -> Result<GlobalPlan, fsdp_dcp::plan::SavePlanError> {
+) -> Result<GlobalPlan, fsdp_formats::plan::SavePlanError> {
     let mut schemas: Vec<PlanSchema> = Vec::new();
     let mut known: HashMap<u128, usize> = HashMap::new();
     let mut offers: Vec<Offer> = Vec::new();

@@ -15,8 +15,8 @@ use fsdp_checkpoint::{
     latest_checkpoint, list_checkpoints, load, load_whole, save, step_path,
 };
 use fsdp_comm::{CommError, LocalRanks, ProcessGroup, run_local};
-use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::storage::{Durable, Step, StepHook};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure as _, TensorBox};
 use fsdp_state::{StateDict, StateValue};
@@ -169,18 +169,21 @@ fn a_rank_that_dies_is_an_error_on_the_others() {
         .into_iter()
         .for_each(|saved| saved.unwrap());
     for dying in 0..3 {
-        let outcomes = LocalRanks::new(3)
-            .deadline(Duration::from_secs(5))
-            .run(|group| {
-                if group.rank() == dying {
-                    return None;
-                }
-                let options = SaveOptions {
-                    overwrite: true,
-                    ..SaveOptions::default()
-                };
-                Some(save(&path, &state(&group, 9.0), &group, &options))
-            });
+        let ranks = LocalRanks {
+            world_size: 3,
+            deadline: Duration::from_secs(5),
+            ..LocalRanks::default()
+        };
+        let outcomes = ranks.run(|group| {
+            if group.rank() == dying {
+                return None;
+            }
+            let options = SaveOptions {
+                overwrite: true,
+                ..SaveOptions::default()
+            };
+            Some(save(&path, &state(&group, 9.0), &group, &options))
+        });
         for outcome in outcomes.unwrap().into_iter().flatten() {
             match outcome {
                 Err(CheckpointError::Comm(CommError::RankLeft { rank, .. })) => {

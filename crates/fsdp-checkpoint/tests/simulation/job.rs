@@ -10,9 +10,9 @@ use fsdp_checkpoint::{
     SaveOptions, list_checkpoints, step_name,
 };
 use fsdp_comm::{LocalRanks, ProcessGroup};
-use fsdp_dcp::checkpoint::{Checkpoint, open};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::writer::WriteOptions;
+use fsdp_formats::checkpoint::{Checkpoint, open};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::writer::WriteOptions;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -83,24 +83,27 @@ impl Shared {
         *locked(&self.machine.schedule) = schedule.clone();
         *locked(&self.outcomes) = vec![Vec::new(); job.saves];
         locked(&self.winners).clear();
-        let ended = LocalRanks::new(job.ranks)
-            .stack_bytes(STACK_BYTES)
-            .turns(schedule.clone())
-            .run(|group| {
-                let rank = group.rank();
-                let done = catch_unwind(AssertUnwindSafe(|| self.rank(job, group)));
-                match done {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) if job.is_quiet => {
-                        self.violation(format!("rank {rank} of a quiet job: {error:#}"))
-                    }
-                    // Something went wrong, and the rank was told: a real one would end with this
-                    // error.
-                    Ok(Err(_)) => {}
-                    Err(panic) if panic.is::<Killed>() => {}
-                    Err(panic) => resume_unwind(panic),
+        let ranks = LocalRanks {
+            world_size: job.ranks,
+            stack_bytes: STACK_BYTES,
+            turns: Some(schedule.clone()),
+            ..LocalRanks::default()
+        };
+        let ended = ranks.run(|group| {
+            let rank = group.rank();
+            let done = catch_unwind(AssertUnwindSafe(|| self.rank(job, group)));
+            match done {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) if job.is_quiet => {
+                    self.violation(format!("rank {rank} of a quiet job: {error:#}"))
                 }
-            });
+                // Something went wrong, and the rank was told: a real one would end with this
+                // error.
+                Ok(Err(_)) => {}
+                Err(panic) if panic.is::<Killed>() => {}
+                Err(panic) => resume_unwind(panic),
+            }
+        });
         if let Err(error) = ended {
             self.violation(format!("a rank panicked: {error}"));
         }
@@ -296,5 +299,5 @@ impl Shared {
 
 /// Returns `true` if an error says that a checkpoint cannot be read.
 fn is_damage(error: &anyhow::Error) -> bool {
-    error.is::<fsdp_dcp::FileError>() || error.is::<CheckpointError>()
+    error.is::<fsdp_formats::FileError>() || error.is::<CheckpointError>()
 }

@@ -7,17 +7,16 @@ mod report;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::{ConvertOptions, OutputFormat, View, convert};
-use fsdp_dcp::map::Mapped;
-use fsdp_dcp::merge::{Average, Lora, LoraConfig};
-use fsdp_dcp::storage::{self, Durable};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::storage::{self, Durable};
+use fsdp_tools::convert::{ConvertOptions, OutputFormat, View, convert};
+use fsdp_tools::map::Mapped;
+use fsdp_tools::merge::{Average, Lora, LoraConfig};
 
 use self::destination::Destination;
 use self::report::WriteReport;
 use crate::failure::{ConversionStopped, UsageError};
-use crate::keys::Keys;
 use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
@@ -36,12 +35,8 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         &arguments.target,
         &arguments.writing,
     )?;
-    let keys = Keys::new(
-        &arguments.include,
-        &arguments.exclude,
-        &arguments.rename,
-        arguments.prefix.as_deref(),
-    )?;
+    let prefix = arguments.prefix.as_deref();
+    let keys = arguments.filter.keys(&arguments.rename, prefix)?;
     let source = destination.open_source(&arguments.source)?;
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
@@ -80,7 +75,7 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
         target: OutputFormat::Dcp {
             ranks: arguments.world_size,
         },
-        name: "dcp",
+        name: "dcp".to_owned(),
         drop_opaque: false,
         with: None,
         plan: None,
@@ -101,7 +96,7 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         &arguments.target,
         &arguments.writing,
     )?;
-    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let keys = arguments.filter.keys(&[], None)?;
     let mut opened = Vec::with_capacity(arguments.from.len());
     for from in &arguments.from {
         opened.push(destination.open_source(from)?);

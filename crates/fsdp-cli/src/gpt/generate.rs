@@ -51,7 +51,8 @@ impl Gpt {
         let mut text = prompt.to_vec();
         // The context begins with the token at `start`. Its first `cached` positions are in the
         // caches.
-        let (mut start, mut cached) = (0, 0);
+        let mut start = 0;
+        let mut cached = 0;
         for _ in 0..length {
             // If the context is full, begin again with its last half: all positions change, so the
             // caches are of no use.

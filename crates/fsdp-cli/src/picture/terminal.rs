@@ -1,6 +1,6 @@
 //! The picture as lines of text.
 
-use fsdp_dcp::metadata::TensorEntry;
+use fsdp_formats::metadata::TensorEntry;
 
 use super::holders::Holdings;
 use super::raster::{Cell, Size};

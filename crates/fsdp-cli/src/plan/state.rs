@@ -3,11 +3,11 @@
 
 use anyhow::Result;
 use clap::ValueEnum;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::metadata::{Entry, Metadata};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::writer::value_item_length;
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::checkpoint;
+use fsdp_formats::metadata::{Entry, Metadata};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::writer::value_item_length;
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 use serde::Serialize;

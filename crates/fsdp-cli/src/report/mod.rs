@@ -11,8 +11,8 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::lineage::chain;
+use fsdp_formats::Location;
+use fsdp_formats::lineage::chain;
 
 use self::history::History;
 use self::metrics::Metrics;

@@ -53,15 +53,12 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn newest_step(&self) -> Result<Option<u64>> {
-        let listed = if self.run.exists()? {
-            list_checkpoints(self.run)?
-        } else {
-            Vec::new()
-        };
-        let undamaged = listed
-            .into_iter()
-            .filter(|checkpoint| !self.damaged.contains(&checkpoint.path));
-        Ok(undamaged.last().map(|newest| newest.step))
+        if !self.run.exists()? {
+            return Ok(None);
+        }
+        let mut checkpoints = list_checkpoints(self.run)?;
+        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
+        Ok(checkpoints.last().map(|newest| newest.step))
     }
 
     /// Returns the damaged checkpoints that are newer than the one to continue from.
@@ -71,9 +68,7 @@ impl<'a> Candidates<'a> {
 
     /// Returns `true` if this is the place of the step of the memory tier.
     pub(super) fn is_memory(&self, path: &Location) -> bool {
-        self.memory
-            .as_ref()
-            .is_some_and(|memory| memory.path == *path)
+        matches!(&self.memory, Some(memory) if memory.path == *path)
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -90,16 +85,16 @@ impl<'a> Candidates<'a> {
     /// There is no such checkpoint, or it is damaged ([`UnreadableCheckpoint`]).
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         let damage = self.damage.take();
-        let Some(path) = self.left()?.pop() else {
-            let none = || {
-                NoCheckpoint {
-                    directory: self.run.to_string(),
-                }
-                .into()
-            };
-            return Err(damage.map_or_else(none, |(_, error)| error));
+        let Some(path) = self.undamaged()?.pop() else {
+            let directory = self.run.to_string();
+            return Err(match damage {
+                Some((_, error)) => error,
+                None => NoCheckpoint { directory }.into(),
+            });
         };
-        if let (Some((damaged, error)), true) = (damage, self.reports) {
+        if let Some((damaged, error)) = damage
+            && self.reports
+        {
             output::talk(&format!(
                 "warning: `{damaged}` is damaged, and the one before it is taken: {error:#}"
             ));
@@ -126,14 +121,12 @@ impl<'a> Candidates<'a> {
     }
 
     /// Returns the checkpoints that are not known to be damaged, the oldest first.
-    fn left(&self) -> Result<Vec<Location>> {
+    fn undamaged(&self) -> Result<Vec<Location>> {
+        let mut checkpoints = self.of_run()?;
         // The step in memory is newer than all undamaged checkpoints.
-        let all = self
-            .of_run()?
-            .into_iter()
-            .chain(self.memory.clone())
-            .map(|StepCheckpoint { path, .. }| path);
-        Ok(all.filter(|path| !self.damaged.contains(path)).collect())
+        checkpoints.extend(self.memory.clone());
+        let paths = checkpoints.into_iter().map(|checkpoint| checkpoint.path);
+        Ok(paths.filter(|path| !self.damaged.contains(path)).collect())
     }
 
     /// Returns the checkpoints of the run, the oldest first.
@@ -141,26 +134,19 @@ impl<'a> Candidates<'a> {
         // A run that was killed before its first checkpoint may have none but in memory.
         let may_be_absent =
             self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
-        let is_there = !may_be_absent || self.run.exists()?;
-        Ok(if is_there {
-            list_checkpoints(self.run)?
-        } else {
-            Vec::new()
-        })
+        if may_be_absent && !self.run.exists()? {
+            return Ok(Vec::new());
+        }
+        Ok(list_checkpoints(self.run)?)
     }
 }
 
 /// Adds to an error in loading a checkpoint that the checkpoint is damaged, if that is the reason.
 pub(super) fn named_if_damaged(error: Error, path: &Location) -> Error {
-    if !is_damage(&error) {
-        return error;
+    match exit_code(&error) {
+        exit_codes::CORRUPT | exit_codes::INCOMPLETE => {
+            error.context(UnreadableCheckpoint { path: path.clone() })
+        }
+        _ => error,
     }
-    error.context(UnreadableCheckpoint { path: path.clone() })
-}
-
-fn is_damage(error: &Error) -> bool {
-    matches!(
-        exit_code(error),
-        exit_codes::CORRUPT | exit_codes::INCOMPLETE
-    )
 }

@@ -39,15 +39,16 @@ impl Port {
         let listener = runtime.block_on(bind(addresses))?;
         let address = listener.local_addr()?;
         let (stop, stopped) = oneshot::channel();
-        let serve = move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = accept_authenticated(&listener, &key, on_authenticated) => {}
-                    _ = stopped => {}
-                }
-            });
-        };
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(serve)?;
+        let thread = thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                runtime.block_on(async {
+                    tokio::select! {
+                        () = accept_authenticated(&listener, &key, on_authenticated) => {}
+                        _ = stopped => {}
+                    }
+                });
+            })?;
         Ok(Port {
             address,
             stop: Some(stop),
@@ -96,7 +97,7 @@ mod tests {
                 .iter()
                 .map(|address| address.parse().unwrap())
                 .collect();
-            Port::open(&addresses, Key::of_job(None, "job"), "test", |_, _| ())
+            Port::open(&addresses, Key::for_job(None, "job"), "test", |_, _| ())
                 .map(|port| port.address())
         };
         // An address for documentation, which no host has.
@@ -108,11 +109,8 @@ mod tests {
         );
         assert_eq!(open(&[]).unwrap_err().kind(), io::ErrorKind::NotFound);
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let (here, port) = (
-            taken.local_addr().unwrap().to_string(),
-            taken.local_addr().unwrap().port(),
-        );
-        let elsewhere = format!("127.0.0.2:{port}");
+        let here = taken.local_addr().unwrap().to_string();
+        let elsewhere = here.replace("127.0.0.1:", "127.0.0.2:");
         assert_eq!(
             open(&[&here, &elsewhere]).unwrap_err().kind(),
             io::ErrorKind::AddrInUse

@@ -14,14 +14,15 @@ mod slot;
 mod turns;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use self::board::Board;
 use self::slot::Slot;
-use crate::backend::{Backend, Plan, Planner, Round};
+use crate::backend::{Backend, Members, Plan, Planner, Round};
 use crate::error::CommError;
+use crate::sync::lock;
 
-pub use self::ranks::{LocalRanks, RANK_STACK_BYTES, run_local};
+pub use self::ranks::{LocalRanks, run_local};
 pub use self::turns::Turns;
 
 /// The state that all ranks of one process share: the ranks that have left, and the groups.
@@ -49,7 +50,7 @@ struct Group {
 impl Hub {
     /// Returns the group with this id. The first rank to ask for it creates it.
     fn group(&self, id: u64, global_ranks: &[usize]) -> Arc<Group> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if let Some(group) = state.groups.get(&id).and_then(Weak::upgrade) {
             return group;
         }
@@ -69,7 +70,7 @@ impl Hub {
     /// Records in all groups, also in those that are made later, that a rank takes no further part.
     /// If a rank leaves more than once, the first reason is kept.
     fn leave(&self, rank: usize, reason: &str) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if state.left.contains_key(&rank) {
             return;
         }
@@ -126,8 +127,8 @@ impl Backend for LocalBackend {
         // Other ranks may read `send` until the end of the closure.
         slots[self.rank].lend(round.number, send, || {
             let records = board.exchange(round, self.rank, record)?;
-            let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
-            let Some(plan) = plan(&records)? else {
+            let slices: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
+            let Some(plan) = plan(&slices)? else {
                 return Ok(());
             };
             let others = (0..slots.len()).filter(|&rank| rank != self.rank);
@@ -145,21 +146,16 @@ impl Backend for LocalBackend {
     fn subgroup(
         &self,
         _round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
+        members: Members,
     ) -> Result<Arc<dyn Backend>, CommError> {
-        let global_ranks: Vec<usize> = ranks
-            .iter()
-            .filter_map(|&rank| self.group.global_ranks.get(rank).copied())
-            .collect();
-        let rank = ranks
-            .iter()
-            .position(|&rank| rank == self.rank)
-            .unwrap_or_default();
-        let group = self.membership.hub.group(id, &global_ranks);
+        let Members {
+            id,
+            global_ranks,
+            rank,
+        } = members;
         Ok(Arc::new(LocalBackend {
             membership: Arc::clone(&self.membership),
-            group,
+            group: self.membership.hub.group(id, &global_ranks),
             rank,
         }))
     }
@@ -179,24 +175,28 @@ impl LocalBackend {
         } = &*self.group;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
-            let loan = plan.reads(rank).then(|| slot.borrow(round.number));
-            if let Some(None) = loan {
+            if !plan.reads(rank) {
+                loans.push(None);
+                continue;
+            }
+            let Some(loan) = slot.borrow(round.number) else {
                 // The slice is not published any more although this rank has not read it. Its owner
                 // withdraws it early only if the round has failed.
                 return Err(board.failure_of(round, self.rank, rank));
-            }
-            loans.push(loan.flatten());
+            };
+            loans.push(Some(loan));
         }
         let sources: Vec<&[u8]> = loans
             .iter()
-            .map(|loan| loan.as_ref().map_or(&[][..], |loan| loan.bytes()))
+            .map(|loan| match loan {
+                Some(loan) => loan.bytes(),
+                None => &[],
+            })
             .collect();
         plan.deliver(&sources, self.rank)
-            .map_err(|(rank, published)| CommError::RankLeft {
-                rank: global_ranks[rank],
-                operation: round.operation.to_owned(),
-                sequence: round.sequence,
-                reason: format!("published only {published} bytes"),
+            .map_err(|(rank, published)| {
+                let reason = format!("published only {published} bytes");
+                round.rank_left(global_ranks[rank], reason)
             })
     }
 }

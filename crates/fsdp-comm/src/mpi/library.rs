@@ -127,8 +127,9 @@ impl Communicator {
             .iter()
             .map(|&rank| int(rank))
             .collect::<Result<Vec<c_int>>>()?;
-        // MPI guarantees tags up to this.
-        let tag = (tag % 32_768) as c_int;
+        // MPI guarantees tags of 15 bits. Those of groups that are made at the same time should
+        // differ, so each bit of the number counts.
+        let tag = (tag.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 49) as c_int;
         // SAFETY: handles are made, used and freed in order; the ranks are as many as is said.
         unsafe {
             let (mut world, mut group) = (ffi::RSMPI_GROUP_NULL, ffi::RSMPI_GROUP_NULL);

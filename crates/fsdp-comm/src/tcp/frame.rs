@@ -64,8 +64,44 @@ pub(super) struct Frame {
     pub(super) body: Vec<u8>,
 }
 
+/// A frame to send.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OutgoingFrame<'a> {
+    pub(super) to: usize,
+    pub(super) kind: Kind,
+    pub(super) group: u64,
+    pub(super) round: u64,
+    pub(super) body: &'a [u8],
+}
+
+impl<'a> OutgoingFrame<'a> {
+    /// Returns a frame that only shows that this rank is alive.
+    pub(super) fn heartbeat(to: usize) -> Self {
+        OutgoingFrame {
+            to,
+            kind: Kind::Heartbeat,
+            group: 0,
+            round: 0,
+            body: b"",
+        }
+    }
+
+    /// Returns the last frame of a rank that leaves in this way.
+    pub(super) fn goodbye(to: usize, reason: &'a [u8]) -> Self {
+        OutgoingFrame {
+            kind: Kind::Goodbye,
+            body: reason,
+            ..OutgoingFrame::heartbeat(to)
+        }
+    }
+
+    pub(super) fn header(&self) -> [u8; HEADER_BYTES] {
+        header(self.kind, self.group, self.round, self.body.len())
+    }
+}
+
 /// A frame to send that no operation of this rank waits for: the answer to a question, or news to
-/// pass on.
+/// forward.
 #[derive(Debug)]
 pub(super) struct Notice {
     pub(super) to: usize,
@@ -75,8 +111,20 @@ pub(super) struct Notice {
     pub(super) body: Vec<u8>,
 }
 
+impl Notice {
+    pub(super) fn as_frame(&self) -> OutgoingFrame<'_> {
+        OutgoingFrame {
+            to: self.to,
+            kind: self.kind,
+            group: self.group,
+            round: self.round,
+            body: &self.body,
+        }
+    }
+}
+
 /// Returns the header of a frame whose body has `body` bytes.
-pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
+fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
     let mut header = [kind as u8; HEADER_BYTES];
     header[1..9].copy_from_slice(&group.to_le_bytes());
     header[9..17].copy_from_slice(&round.to_le_bytes());

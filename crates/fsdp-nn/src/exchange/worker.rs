@@ -4,7 +4,9 @@ use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 
-use crate::{NnError, Result, tasks};
+use crate::tasks;
+
+use crate::error::{NnError, Result};
 
 type Job = Box<dyn FnOnce() + Send>;
 

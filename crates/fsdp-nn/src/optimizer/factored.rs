@@ -9,9 +9,9 @@ use super::local::{LocalParam, LocalState};
 use super::owners::{
     Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners,
 };
-use crate::Result;
 use crate::algorithm::{AdafactorOptions, Algorithm, Squares};
-use crate::parameters::ShardedParameters;
+use crate::error::Result;
+use crate::model::ShardedParameters;
 
 /// The most entries of averages that a parameter has.
 const ENTRIES: usize = 2;

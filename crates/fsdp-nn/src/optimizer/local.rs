@@ -9,9 +9,9 @@ use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
-use crate::Result;
 use crate::algorithm::{Algorithm, Initial, StateKind};
-use crate::handle::FlatParamHandle;
+use crate::error::Result;
+use crate::unit::FlatParamHandle;
 
 /// One value of a parameter's state.
 #[derive(Debug, Clone)]

@@ -10,9 +10,9 @@ use super::newton_schulz::orthogonal;
 use super::owners::{
     Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners,
 };
-use crate::Result;
 use crate::algorithm::{Algorithm, MuonOptions};
-use crate::parameters::ShardedParameters;
+use crate::error::Result;
+use crate::model::ShardedParameters;
 
 /// The key of the momentum in the state.
 const MOMENTUM: &str = "momentum_buffer";

@@ -17,9 +17,8 @@ use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
 use crate::algorithm::{Algorithm, StateEntry, StateKind};
-use crate::optim_state_error::OptimStateError;
-use crate::parameters::{Location, ShardedParameters};
-use crate::{NnError, Result};
+use crate::error::{NnError, OptimStateError, Result};
+use crate::model::parameters::{Location, ShardedParameters};
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
 

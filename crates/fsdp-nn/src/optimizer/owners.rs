@@ -8,8 +8,8 @@ use fsdp_comm::{CommError, Element, ProcessGroup};
 use twox_hash::XxHash3_64;
 
 use super::local::{LocalParam, begin_state};
-use crate::Result;
 use crate::algorithm::Algorithm;
+use crate::error::Result;
 
 /// A parameter that a step updates as a whole.
 pub(super) struct Owned {

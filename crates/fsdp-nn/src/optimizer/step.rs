@@ -10,7 +10,8 @@ use super::local::{LocalParam, LocalState, begin_state, initial_state};
 use super::matrices::step_matrices;
 use super::{Optimizer, on_device};
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
-use crate::{NnError, Result, tasks};
+use crate::error::{NnError, Result};
+use crate::tasks;
 
 impl Optimizer {
     /// Updates all trained parameters that have a gradient, in place, each in one pass over its

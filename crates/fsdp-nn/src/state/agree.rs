@@ -4,7 +4,7 @@ use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_state::{LoadError, StateError};
 
 use super::OptimStateError;
-use crate::{NnError, Result};
+use crate::error::{NnError, Result};
 
 impl LoadError for NnError {
     fn comm(&self) -> Option<&CommError> {

@@ -13,8 +13,8 @@ use indexmap::IndexMap;
 use super::OptimStateError;
 use super::groups::plain;
 use crate::algorithm::{Algorithm, Initial, StateKind};
+use crate::error::{NnError, Result};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
-use crate::{NnError, Result};
 
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]

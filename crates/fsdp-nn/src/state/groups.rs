@@ -7,9 +7,9 @@ use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 
 use super::OptimStateKeyType;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 use crate::optimizer::{GroupUpdate, Optimizer, ParamGroup};
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
 
 /// A param group of a state dict.
 #[derive(Debug, Clone)]

@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use super::OptimStateError;
 use super::entry::Saved;
 use super::local::{LocalStates, portable_state};
+use crate::error::{NnError, Result};
 use crate::optimizer::Optimizer;
-use crate::{NnError, Result};
 
 /// The key of a local parameter that is the same on all ranks, whatever its id is there: torch's
 /// `_OptimStateKey`. A model is sharded as a whole here, so that there is no `is_fsdp_managed`.

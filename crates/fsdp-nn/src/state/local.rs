@@ -14,8 +14,8 @@ use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
 use super::names::key_type_of;
 use super::{LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
 use crate::algorithm::Initial;
+use crate::error::{NnError, Result};
 use crate::optimizer::{LocalParam, LocalState, Optimizer, initial_state};
-use crate::{NnError, Result};
 
 /// The key in a local state dict under which the state of empty pieces is: of parameters of which
 /// this rank has no element. Below it are the same keys as in `state`.

@@ -22,7 +22,7 @@ mod names;
 mod saved;
 mod views;
 
-pub use crate::optim_state_error::OptimStateError;
+pub use crate::error::OptimStateError;
 pub(crate) use groups::{SavedGroup, group_dicts, optim_dict, read_param_groups};
 pub use join::OptimStateKey;
 pub(crate) use join::{join, resolve_keys};

@@ -8,8 +8,8 @@ use fsdp_state::StateDict;
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
-use crate::Result;
-use crate::parameters::ShardedParameters;
+use crate::error::Result;
+use crate::model::ShardedParameters;
 
 /// The keys by which an optimizer state dict names parameters: torch's `OptimStateKeyType`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -12,8 +12,8 @@ use super::entry::{Saved, SavedEntries};
 use super::groups::{SavedGroup, SavedGroups, plain, read_param_groups};
 use super::names::{OptimKey, names_that_count};
 use super::{OptimStateError, OptimStateKeyType};
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 
 /// Optimizer state of a source, by the model's names.
 pub(crate) struct SavedOptim {

@@ -15,14 +15,14 @@ use fsdp_state::{
 };
 
 use super::StateDictOptions;
-use crate::handle::FLAT_PARAM;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
 use crate::state::{
     LiveTarget, MissingState, OptimStateError, SavedGroup, StatePrefixes, live_model_state_dict,
     live_states_and_groups, optim_dict,
 };
-use crate::{NnError, Result};
+use crate::unit::FLAT_PARAM;
 
 /// Returns the state dicts of a model and its optimizers: (model, optimizers). torch's
 /// `get_state_dict`.
@@ -124,7 +124,7 @@ pub fn get_optimizer_state_dict(
     if options.share_storage {
         // The caller may write to the views at any time, so no copy of the state can be left for
         // later.
-        parameters.shared.lend();
+        parameters.shared.values.lend();
     }
     finish(parameters.group(), views, options)
 }

@@ -9,10 +9,10 @@ use fsdp_state::{
 };
 use indexmap::IndexMap;
 
-use crate::parameters::ShardedParameters;
-use crate::settings::StateDictType;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
+use crate::model::state_dict_type::StateDictType;
 use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_buffers};
-use crate::{NnError, Result};
 
 /// Returns the model state dict, of the type that is set ([`ShardedParameters::state_dict_type`]):
 /// torch's `state_dict` of a `FullyShardedDataParallel`. Collective over the model's group. Tensors

@@ -8,17 +8,17 @@ use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
 use super::model::gather;
-use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::settings::{
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
+use crate::model::state_dict_type::{
     FullOptimStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictSettings,
     StateDictType,
 };
+use crate::optimizer::Optimizer;
 use crate::state::{
     LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join,
     load_exactly, load_here, names_that_count, resolve_keys,
 };
-use crate::{NnError, Result};
 
 /// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective
 /// over the model's group.

@@ -2,8 +2,8 @@
 
 use fsdp_state::KeepOn;
 
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 
 /// torch's `StateDictOptions`; the same on every rank.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use fsdp_state::{StateDict, StateError};
 
 use super::{OptimStateError, OptimStateKeyType};
-use crate::Result;
+use crate::error::Result;
 use crate::state::{EMPTY_PIECES, group_dicts, key_type_of, read_param_groups};
 
 /// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`.

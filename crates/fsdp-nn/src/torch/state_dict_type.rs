@@ -1,7 +1,7 @@
 //! torch's `state_dict_type` and its relatives: the settings in force for one model.
 
-use crate::parameters::ShardedParameters;
-use crate::settings::{CurrentSettings, StateDictSettings};
+use crate::model::ShardedParameters;
+use crate::model::state_dict_type::{CurrentSettings, StateDictSettings};
 
 impl ShardedParameters {
     /// Returns the settings in force: torch's `get_state_dict_type`.

@@ -10,9 +10,9 @@ use fsdp_state::{
 };
 
 use super::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
 
 /// Gathers a distributed optimizer state dict, loads it into `fresh` optimizers of an unsharded
 /// model, and requires what they then hold to be, bit for bit, what the `reference` optimizers

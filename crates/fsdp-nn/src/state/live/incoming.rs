@@ -5,11 +5,11 @@ use std::collections::HashSet;
 use fsdp_state::{LoadReport, Mismatch};
 
 use crate::algorithm::Initial;
+use crate::error::{NnError, Result};
 use crate::optimizer::{GroupUpdate, Optimizer};
 use crate::state::OptimStateError;
 use crate::state::entry::{EntryOptions, EntryPlan, Saved};
 use crate::state::saved::SavedOptim;
-use crate::{NnError, Result};
 
 /// A load of optimizers in which the first thing that does not fit is an error of its own, rather
 /// than a line of the report.

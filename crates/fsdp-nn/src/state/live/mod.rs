@@ -18,9 +18,9 @@ use super::groups::number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use super::views::persistent_buffers;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
 
 /// The keys of a source that lead to the state of a model and of its optimizers.
 #[derive(Debug, Clone, Default)]

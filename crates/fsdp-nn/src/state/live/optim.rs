@@ -6,7 +6,7 @@ use fsdp_state::set_element;
 
 use super::incoming::Incoming;
 use super::{Destination, LiveTarget, Part, ask_for};
-use crate::Result;
+use crate::error::Result;
 use crate::optimizer::Optimizer;
 use crate::state::OptimStateError;
 use crate::state::groups::agree_on_groups;
