@@ -1,8 +1,8 @@
 //! `cargo xtask features`: checks each crate on its own, without features, with each feature alone,
 //! and with all together.
 //!
-//! A build of the whole workspace turns on what any crate asks for. So it does not show that a crate
-//! needs a feature, of its own or of a dependency, that it does not name.
+//! A build of the whole workspace turns on what any crate asks for. So it does not show that a
+//! crate needs a feature, of its own or of a dependency, that it does not name.
 
 use std::path::Path;
 

@@ -80,12 +80,12 @@ fn test(root: &Path) -> Result<()> {
         }
     };
     say(&format!(
-        "xtask: gpu: {gpus} found: NCCL with one rank a GPU, and several ranks that share one through the host"
+        "xtask: gpu: {gpus} found: NCCL with one rank a GPU, \
+         and several ranks that share one through the host"
     ));
     if Command::new("nvcc").arg("--version").output().is_err() {
-        say(
-            "xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built",
-        );
+        say("xtask: gpu: there is no `nvcc`: \
+             without a CUDA toolkit only the collectives can be built");
     }
     // The tests of the collectives come first: they need no CUDA toolkit, and soon show if NCCL
     // works. The tests share the GPUs, so they run one at a time.
@@ -245,7 +245,8 @@ fn stand_in(root: &Path) -> Result<()> {
         ("1", "2", "0", &TESTS[4..]),
     ] {
         say(&format!(
-            "xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, {delay} us before each piece of work"
+            "xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, \
+             {delay} us before each piece of work"
         ));
         let mut variables = variables.clone();
         variables.push(("CUDA_STAND_IN_DEVICES", gpus.to_owned()));

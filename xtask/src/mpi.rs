@@ -26,7 +26,8 @@ pub(crate) fn run(root: &Path, train: bool) -> Result<()> {
             "there is no `{missing}`, and {REQUIRED} is set"
         );
         say(&format!(
-            "xtask: mpi was skipped: there is no `{missing}` (Debian: libopenmpi-dev, openmpi-bin and libclang-dev)"
+            "xtask: mpi was skipped: there is no `{missing}` \
+             (Debian: libopenmpi-dev, openmpi-bin and libclang-dev)"
         ));
         return Ok(());
     }

@@ -89,7 +89,8 @@ pub(crate) fn run(root: &Path, arguments: &SoakArguments) -> Result<()> {
     let runs = arguments.runs;
     let first_seed = arguments.seed.unwrap_or_else(rand::random);
     say(&format!(
-        "soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; the first has `--seed {first_seed}`"
+        "soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; \
+         the first has `--seed {first_seed}`"
     ));
     let mut slowest = Duration::ZERO;
     let mut resumed = 0;
@@ -108,7 +109,8 @@ pub(crate) fn run(root: &Path, arguments: &SoakArguments) -> Result<()> {
         }
         if number % 10 == 0 {
             say(&format!(
-                "soak: {number} of {runs} runs, {} failed; {resumed} resumed, the slowest survivor took {:.2} s",
+                "soak: {number} of {runs} runs, {} failed; {resumed} resumed, \
+                 the slowest survivor took {:.2} s",
                 failures.len(),
                 slowest.as_secs_f64()
             ));

@@ -131,7 +131,8 @@ impl Target {
 pub(super) fn markdown(results: &Results) -> String {
     let mut text = format!("Measured on {}.\n\n", results.machine);
     text.push_str(
-        "| case | state | ranks | on | median s | GB/s | × limit | limit | × torch | target | peak above state |\n\
+        "| case | state | ranks | on | median s | GB/s | × limit | limit \
+         | × torch | target | peak above state |\n\
          |---|---|---|---|---|---|---|---|---|---|---|\n",
     );
     for case in &results.cases {

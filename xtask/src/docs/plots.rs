@@ -234,7 +234,8 @@ fn bars(title: &str, legend: &[(&str, &str)], groups: &[BarGroup], scale: Scale)
             let start = base.min(axis.x(bar.value));
             let end = base.max(axis.x(bar.value));
             drawn += &format!(
-                "<rect x=\"{start:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" class=\"{}\"/>\
+                "<rect x=\"{start:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" \
+                 class=\"{}\"/>\
                  <text x=\"{:.1}\" y=\"{:.1}\" class=\"small\">{}</text>\n",
                 end - start,
                 BAR - 2.0,
@@ -253,8 +254,8 @@ fn bars(title: &str, legend: &[(&str, &str)], groups: &[BarGroup], scale: Scale)
         y - GAP + 4.0
     );
     format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {y:.0}\" width=\"{WIDTH}\" height=\"{y:.0}\" \
-         role=\"img\" aria-label=\"{title}\">\n{drawn}</svg>\n"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {y:.0}\" \
+         width=\"{WIDTH}\" height=\"{y:.0}\" role=\"img\" aria-label=\"{title}\">\n{drawn}</svg>\n"
     )
 }
 

@@ -227,7 +227,8 @@ impl DisturbedRun<'_> {
             let waited = hit.elapsed();
             ensure!(
                 waited < limit,
-                "a rank still runs {waited:.1?} after a failure: a step takes {:.1?}, the timeout is {timeout:?}",
+                "a rank still runs {waited:.1?} after a failure: \
+                 a step takes {:.1?}, the timeout is {timeout:?}",
                 self.longest_step
             );
             thread::sleep(Duration::from_millis(10));

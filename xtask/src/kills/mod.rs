@@ -177,8 +177,8 @@ fn one_long_run(
     let alone = effective(&seconds, undisturbed)
         .context("the run that nobody disturbs has done no step")?;
     say(&format!(
-        "kills: {steps} steps of {:.1} ms on {} ranks; undisturbed, with saves, they took {undisturbed:.1?}: effective time \
-         {alone:.3}",
+        "kills: {steps} steps of {:.1} ms on {} ranks; \
+         undisturbed, with saves, they took {undisturbed:.1?}: effective time {alone:.3}",
         seconds.iter().sum::<f64>() * 1e3 / seconds.len() as f64,
         work.ranks
     ));
@@ -199,8 +199,8 @@ fn one_long_run(
     work.check_same(&quiet, &out, steps)?;
     let share = effective(&seconds, disturbed).context("the run took no time")?;
     say(&format!(
-        "kills: {} failures, one every {every:?}, no wrong bit; {counts:?}; {steps} steps took {disturbed:.1?}: effective \
-         time {share:.3}",
+        "kills: {} failures, one every {every:?}, no wrong bit; {counts:?}; \
+         {steps} steps took {disturbed:.1?}: effective time {share:.3}",
         counts.all()
     ));
     let limit = arguments.effective.unwrap_or(0.0);

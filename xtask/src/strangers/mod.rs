@@ -51,7 +51,8 @@ pub(crate) struct StrangersArguments {
     #[arg(long, value_name = "N", default_value_t = 60)]
     seconds: u64,
     /// The number of ranks of each job
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..))]
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(value_parser = clap::value_parser!(u16).range(2..))]
     ranks: u16,
     /// The number of strangers at a time
     #[arg(long, value_name = "N", default_value_t = 4)]
@@ -195,8 +196,8 @@ impl Task<'_> {
         );
         undisturbed.check_same(&alone, &out, steps)?;
         say(&format!(
-            "strangers: {}; no rank ended, none grew by more than {:.1} MiB, {steps} steps and {meetings} meetings have \
-             the bits of undisturbed ones",
+            "strangers: {}; no rank ended, none grew by more than {:.1} MiB, \
+             {steps} steps and {meetings} meetings have the bits of undisturbed ones",
             self.told(),
             mebibytes(grown)
         ));

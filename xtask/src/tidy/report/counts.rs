@@ -232,8 +232,8 @@ impl<'ast> Visit<'ast> for SyntaxReader {
     }
 }
 
-/// Returns the name that a `let` binds; `None` if it takes a value apart, or is there in some builds
-/// only.
+/// Returns the name that a `let` binds; `None` if it takes a value apart, or is there in some
+/// builds only.
 fn bound_name(local: &Local) -> Option<&syn::Ident> {
     let conditional = local
         .attrs
