@@ -6,11 +6,11 @@
 //! ```
 
 use anyhow::{Context as _, Result, ensure};
-use fsdp::dcp::checkpoint::{self, Checkpoint};
-use fsdp::dcp::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp::dcp::reader::OpenOptions;
-use fsdp::dcp::verify::{Level, verify};
+use fsdp::formats::checkpoint::{self, Checkpoint};
+use fsdp::formats::reader::OpenOptions;
 use fsdp::layout::{DType, TensorBox};
+use fsdp::tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
+use fsdp::tools::verify::{Level, verify};
 
 /// Prints the first row of a tensor of `float32`, reading no more than that.
 fn print_first_row(source: &dyn Checkpoint, name: &str, shape: &[usize]) -> Result<()> {

@@ -10,9 +10,9 @@ use anyhow::{Context as _, Result};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::linear;
 use fsdp::checkpoint::{Location, list_checkpoints};
-use fsdp::dcp::checkpoint;
-use fsdp::dcp::verify::{Level, verify};
+use fsdp::formats::checkpoint;
 use fsdp::prelude::*;
+use fsdp::tools::verify::{Level, verify};
 
 /// Takes five steps on every rank, and saves each in the background while the next one is computed.
 fn train(group: &ProcessGroup, place: &Location) -> Result<u64> {

@@ -1,19 +1,19 @@
 //! The fuzz targets, one function for each. Each input must give an error or a value, never a
 //! panic, and a value that was read must be written and read again the same. The tests of
-//! `fsdp-dcp` run the same functions over the seeds.
+//! `fsdp-tools` run the same functions over the seeds.
 
 use std::path::Path;
 
-use fsdp_dcp::checkpoint::{Checkpoint, VALUES_FILE, open};
-use fsdp_dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_dcp::internals::{
+use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE, open};
+use fsdp_formats::internals::{
     Directory, Header, Integrity, StoredTensor, decode_value, encode_value, parse, value_of,
 };
-use fsdp_dcp::metadata::{decode, encode};
-use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions, plan_load};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_formats::metadata::{decode, encode};
+use fsdp_formats::plan::{LoadRequest, ReadPlanOptions, plan_load};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::{PlainValue, TensorBox};
+use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp_tools::verify::{Level, verify};
 
 /// A target, by its name.
 pub type Named = (&'static str, fn(&[u8]));

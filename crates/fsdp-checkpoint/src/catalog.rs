@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use fsdp_dcp::Location;
-use fsdp_dcp::metadata::METADATA_FILE;
+use fsdp_formats::Location;
+use fsdp_formats::metadata::METADATA_FILE;
 
 use crate::CheckpointError;
 
@@ -44,16 +44,17 @@ pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>,
 pub(crate) fn list_steps(
     dir: &Location,
 ) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
-    let (mut committed, mut others) = (Vec::new(), Vec::new());
+    let mut committed = Vec::new();
+    let mut others = Vec::new();
     for name in names(dir)? {
-        if let Some(step) = step_of(&name) {
-            let path = dir.join(&name);
-            let list = if path.join(METADATA_FILE).is_file()? {
-                &mut committed
-            } else {
-                &mut others
-            };
-            list.push(StepCheckpoint { step, path });
+        let Some(step) = step_of(&name) else {
+            continue;
+        };
+        let path = dir.join(&name);
+        if path.join(METADATA_FILE).is_file()? {
+            committed.push(StepCheckpoint { step, path });
+        } else {
+            others.push(StepCheckpoint { step, path });
         }
     }
     committed.sort();
@@ -83,17 +84,18 @@ fn step_of_hidden(name: &str) -> Option<u64> {
 /// Parses the digits of a step; returns `None` for any other text. (Rust's own parser accepts `+5`
 /// too.)
 fn parse_step(digits: &str) -> Option<u64> {
-    digits
-        .bytes()
-        .all(|byte| byte.is_ascii_digit())
-        .then(|| digits.parse().ok())?
+    if digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        digits.parse().ok()
+    } else {
+        None
+    }
 }
 
 /// Returns the names in a directory. Names that are not UTF-8 cannot be checkpoints, and are left
 /// out.
 fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
     dir.names().map_err(|error| match error {
-        fsdp_dcp::FileError::Io { source, .. } => CheckpointError::Directory {
+        fsdp_formats::FileError::Io { source, .. } => CheckpointError::Directory {
             path: dir.name().to_owned(),
             source,
         },

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::metadata::{Entry, Metadata, TensorEntry};
-use fsdp_dcp::plan::LoadRequest;
 use fsdp_digest::{Digest, StateDigest, Sum};
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::{Entry, Metadata, TensorEntry};
+use fsdp_formats::plan::LoadRequest;
 use fsdp_layout::cover::uncovered;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::LoadError as _;
@@ -54,11 +54,12 @@ impl<'a> Comparison<'a> {
 
     /// Adds what this rank has read of a tensor: the sum over each box.
     pub(crate) fn add(&mut self, read: LoadRequest, sums: Vec<Sum>) {
-        let (Some((entry, _, Entry::Tensor(tensor))), Some(recorded)) = (
-            self.metadata.entries.get_full(&read.fqn),
-            self.recorded.get(&read.fqn),
-        ) else {
+        let Some(recorded) = self.recorded.get(&read.fqn) else {
             return;
+        };
+        let Some((entry, _, Entry::Tensor(tensor))) = self.metadata.entries.get_full(&read.fqn)
+        else {
+            unreachable!("a tensor of the checkpoint was read");
         };
         for (bounds, sum) in read.boxes.into_iter().zip(sums) {
             // A whole tensor with the right digest needs no further check. A wrong one is kept with
@@ -75,20 +76,22 @@ impl<'a> Comparison<'a> {
     /// # Errors
     /// [`FileError::Digests`].
     pub(crate) fn check_here(&self) -> Result<(), CheckpointError> {
-        let wrong = self.parts.iter().filter_map(|part| {
-            let (fqn, _) = self.metadata.entries.get_index(part.entry)?;
-            is_whole(&part.bounds, self.metadata.tensor(fqn)?).then(|| fqn.clone())
-        });
-        let names: Vec<String> = wrong.collect();
-        if names.is_empty() {
-            Ok(())
-        } else {
-            Err(FileError::Digests {
-                path: self.path.to_owned(),
-                names,
+        let mut names = Vec::new();
+        for part in &self.parts {
+            if let Some((fqn, Entry::Tensor(tensor))) = self.metadata.entries.get_index(part.entry)
+                && is_whole(&part.bounds, tensor)
+            {
+                names.push(fqn.clone());
             }
-            .into())
         }
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(FileError::Digests {
+            path: self.path.to_owned(),
+            names,
+        }
+        .into())
     }
 
     /// Compares the tensors that all ranks have read together with the recorded digests. Tensors of
@@ -120,9 +123,13 @@ impl<'a> Comparison<'a> {
             |part| 48 + 16 * part.bounds.rank() as u64,
             COMPARING_RANK,
         )?;
-        let outcome = gathered.map(|parts| compare_all(self.metadata, self.recorded, parts));
+        let outcome = gathered.map(|parts| {
+            // Errors name global ranks, also if `group` is a subgroup.
+            let ranks = group.global_ranks().iter().copied();
+            compare_all(self.metadata, self.recorded, ranks.zip(parts))
+        });
         let Compared {
-            mut wrong,
+            wrong,
             mut incomplete,
         } = group.broadcast_object(outcome.as_ref(), COMPARING_RANK)?;
         if !is_unchecked {
@@ -140,14 +147,6 @@ impl<'a> Comparison<'a> {
         CheckpointError::agree(group, operation, None, check_hashes(&unchecked))?;
         if wrong.is_empty() {
             return Ok(());
-        }
-        // Errors name global ranks, also if `group` is a subgroup.
-        let ranks = group.global_ranks();
-        for tensor in &mut wrong {
-            tensor
-                .ranks
-                .iter_mut()
-                .for_each(|rank| *rank = ranks.get(*rank).copied().unwrap_or(*rank));
         }
         Err(CheckpointError::NotAsSaved {
             path: self.path.to_owned(),
@@ -167,8 +166,11 @@ pub(crate) fn check_value(
 ) -> Result<(), CheckpointError> {
     let recorded = checkpoint.digests().and_then(|recorded| recorded.get(fqn));
     if recorded.is_some_and(|recorded| recorded != Digest::of_value(value)) {
-        let (path, names) = (checkpoint.path().to_owned(), vec![fqn.to_owned()]);
-        return Err(FileError::Digests { path, names }.into());
+        return Err(FileError::Digests {
+            path: checkpoint.path().to_owned(),
+            names: vec![fqn.to_owned()],
+        }
+        .into());
     }
     Ok(())
 }
@@ -192,27 +194,27 @@ struct Compared {
     incomplete: Vec<String>,
 }
 
-/// Compares tensors that were read in parts. `parts` are by rank of the group.
-fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSum>>) -> Compared {
+/// Compares tensors that were read in parts, which come with the rank that has read them.
+fn compare_all(
+    metadata: &Metadata,
+    recorded: &StateDigest,
+    parts: impl Iterator<Item = (usize, Vec<BoxSum>)>,
+) -> Compared {
     let mut tensors: BTreeMap<usize, BoxSums> = BTreeMap::new();
-    for (rank, part) in parts
-        .into_iter()
-        .enumerate()
-        .flat_map(|(rank, parts)| parts.into_iter().map(move |part| (rank, part)))
-    {
-        tensors
-            .entry(part.entry)
-            .or_default()
-            .entry(part.bounds)
-            .or_default()
-            .push((rank, part.sum));
+    for (rank, parts) in parts {
+        for part in parts {
+            let boxes = tensors.entry(part.entry).or_default();
+            let sums = boxes.entry(part.bounds).or_default();
+            sums.push((rank, part.sum));
+        }
     }
     let mut compared = Compared::default();
     for (entry, boxes) in tensors {
-        let Some((fqn, _)) = metadata.entries.get_index(entry) else {
+        // Positions come from other ranks, so they are not trusted.
+        let Some((fqn, Entry::Tensor(tensor))) = metadata.entries.get_index(entry) else {
             continue;
         };
-        let (Some(tensor), Some(recorded)) = (metadata.tensor(fqn), recorded.get(fqn)) else {
+        let Some(recorded) = recorded.get(fqn) else {
             continue;
         };
         let (ranks, is_complete) = wrong_ranks(tensor, recorded, boxes);
@@ -234,21 +236,21 @@ fn compare_all(metadata: &Metadata, recorded: &StateDigest, parts: Vec<Vec<BoxSu
 fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> (Vec<usize>, bool) {
     // A rank that has read the whole tensor sends its sum only if it is wrong.
     let whole = TensorBox::whole(&tensor.shape);
-    let of_whole = boxes.remove(&whole).unwrap_or_default();
-    let mut ranks: Vec<usize> = of_whole.into_iter().map(|(rank, _)| rank).collect();
+    let mut ranks: Vec<usize> = Vec::new();
+    for (rank, _) in boxes.remove(&whole).into_iter().flatten() {
+        ranks.push(rank);
+    }
     let elements: usize = boxes.keys().map(TensorBox::numel).sum();
     let is_complete = elements == whole.numel() && uncovered(&whole, boxes.keys()).is_empty();
     // Ranks that have read the same box must have read the same elements.
     let mut all = Sum::default();
     for sums in boxes.values() {
-        let Some(usual) = most_frequent(sums) else {
-            continue;
-        };
-        ranks.extend(
-            sums.iter()
-                .filter(|(_, sum)| *sum != usual)
-                .map(|(rank, _)| *rank),
-        );
+        let usual = most_frequent(sums);
+        for (rank, sum) in sums {
+            if *sum != usual {
+                ranks.push(*rank);
+            }
+        }
         all.add(usual);
     }
     // Boxes that make up the tensor, each element once, add up to its digest.
@@ -261,15 +263,18 @@ fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> (V
 }
 
 /// Returns the sum that most ranks have; of several, the first.
-fn most_frequent(sums: &[(usize, Sum)]) -> Option<Sum> {
-    let count = |sum: &Sum| sums.iter().filter(|(_, other)| other == sum).count();
+fn most_frequent(sums: &[(usize, Sum)]) -> Sum {
     // The last of several largest is the first of the ranks.
-    sums.iter().rev().map(|(_, sum)| *sum).max_by_key(count)
+    sums.iter()
+        .rev()
+        .map(|(_, sum)| *sum)
+        .max_by_key(|sum| sums.iter().filter(|(_, other)| other == sum).count())
+        .expect("a box is listed with the ranks that have read it")
 }
 
 #[cfg(test)]
 mod tests {
-    use fsdp_dcp::metadata::TensorProperties;
+    use fsdp_formats::metadata::TensorProperties;
     use fsdp_layout::DType;
 
     use super::*;

@@ -8,8 +8,8 @@ use fsdp_state::{LoadError as _, digest_state_dict};
 use crate::{CheckpointError, Stateful};
 
 /// Returns the digests of everything in a run's state, by name: those that its checkpoint has, in
-/// any format and saved by any number of ranks (`fsdp digest`, [`fsdp_dcp::digest::digest`]). The
-/// same on every rank.
+/// any format and saved by any number of ranks (`fsdp digest`,
+/// [`fsdp_formats::digest::digest`]). The same on every rank.
 ///
 /// Collectives: one agreement, and those of [`digest_state_dict`].
 ///

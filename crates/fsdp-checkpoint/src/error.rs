@@ -1,11 +1,10 @@
 //! The errors of saving and loading checkpoints.
 
-use std::fmt;
 use std::io;
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::verify::with_causes;
 use fsdp_flat::FlatError;
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
 use fsdp_state::{LoadError, StateError};
@@ -34,7 +33,7 @@ pub enum CheckpointError {
     Candle(#[from] candle_core::Error),
     /// Files are missing, damaged or of another layout.
     #[error(transparent)]
-    Files(#[from] fsdp_dcp::FileError),
+    Files(#[from] fsdp_formats::FileError),
     /// A directory of checkpoints cannot be read.
     #[error("failed to list the checkpoints in `{}`", path.display())]
     Directory {
@@ -110,30 +109,32 @@ pub struct WrongTensor {
     pub ranks: Vec<usize>,
 }
 
+/// The most tensors, and the most ranks of each, that a message names.
+const LISTED: usize = 8;
+
 /// Lists the first few tensors for a message.
 fn listed(tensors: &[WrongTensor]) -> String {
-    const LISTED: usize = 8;
-    let of = |tensor: &WrongTensor| {
-        let ranks: Vec<String> = tensor
-            .ranks
-            .iter()
-            .take(LISTED)
-            .map(usize::to_string)
-            .collect();
-        let more = if tensor.ranks.len() > LISTED {
-            " and others"
-        } else {
-            ""
-        };
-        format!("`{}` on rank {}{more}", tensor.fqn, ranks.join(", "))
-    };
-    let names: Vec<String> = tensors.iter().take(LISTED).map(of).collect();
-    let (names, more) = (names.join("; "), tensors.len().saturating_sub(LISTED));
-    if more > 0 {
-        format!("{names}; and {more} more tensors")
-    } else {
-        names
+    let mut listed: Vec<String> = tensors.iter().take(LISTED).map(with_ranks).collect();
+    if tensors.len() > LISTED {
+        listed.push(format!("and {} more tensors", tensors.len() - LISTED));
     }
+    listed.join("; ")
+}
+
+/// Names a tensor, and the first few ranks on which it is wrong.
+fn with_ranks(tensor: &WrongTensor) -> String {
+    let ranks: Vec<String> = tensor
+        .ranks
+        .iter()
+        .take(LISTED)
+        .map(usize::to_string)
+        .collect();
+    let more = if tensor.ranks.len() > LISTED {
+        " and others"
+    } else {
+        ""
+    };
+    format!("`{}` on rank {}{more}", tensor.fqn, ranks.join(", "))
 }
 
 impl Failure for CheckpointError {
@@ -158,19 +159,12 @@ impl Failure for CheckpointError {
     }
 }
 
-/// An error that is sent to other ranks. Its text includes its causes, such as the system's reason,
-/// because only the text is sent.
-pub(crate) struct WithCauses(pub(crate) CheckpointError);
-
-impl fmt::Display for WithCauses {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&with_causes(&self.0))
-    }
-}
-
-impl Failure for WithCauses {
-    fn kind(&self) -> ErrorKind {
-        self.0.kind()
+/// Returns an error for other ranks. Only its text is sent, so that includes the causes, such as the
+/// system's reason.
+fn with_causes_in_text(error: &CheckpointError) -> StateError {
+    StateError::Other {
+        message: with_causes(error),
+        kind: error.kind(),
     }
 }
 
@@ -185,7 +179,8 @@ pub(crate) fn broadcast_result<T: Serialize + DeserializeOwned>(
     outcome: Result<Option<T>, CheckpointError>,
     root: usize,
 ) -> Result<T, CheckpointError> {
-    Ok(group.broadcast_result(operation, outcome.map_err(WithCauses), root)?)
+    let outcome = outcome.map_err(|error| with_causes_in_text(&error));
+    Ok(group.broadcast_result(operation, outcome, root)?)
 }
 
 impl LoadError for CheckpointError {
@@ -208,11 +203,7 @@ impl LoadError for CheckpointError {
         // agreement.
         let outcome = outcome.map_err(|error| match error {
             CheckpointError::Nn(error) => error,
-            // Other ranks get a message, which has to say the cause too.
-            error => NnError::State(StateError::Other {
-                message: with_causes(&error),
-                kind: error.kind(),
-            }),
+            error => NnError::State(with_causes_in_text(&error)),
         });
         Ok(NnError::agree(group, operation, hash, outcome)?)
     }

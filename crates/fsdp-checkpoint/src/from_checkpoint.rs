@@ -5,8 +5,8 @@ use std::collections::HashMap;
 
 use candle_core::Result as CandleResult;
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_nn::state::{LiveTarget, StatePrefixes};
 use fsdp_nn::torch::StateDictOptions;
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Scope};
@@ -26,20 +26,20 @@ pub struct FromCheckpointOptions {
     /// names in the model, and the same in the checkpoint. `("", "bert")` drops a leading `bert`.
     pub fqn_renames: Vec<(String, String)>,
     /// Options of the load. Values are converted to the model's dtype unless `cast` is turned off.
-    /// Tensors that the model never requests are an error unless `strict` is turned off.
+    /// Tensors that the model never requests are an error unless `strict` is turned off. `only` has
+    /// no effect, since nothing but the model is loaded.
     pub load: LoadOptions,
 }
 
 impl Default for FromCheckpointOptions {
     /// Returns options that rename nothing, and that convert values to the model's dtype.
     fn default() -> Self {
-        let load = LoadOptions {
-            cast: true,
-            ..LoadOptions::default()
-        };
         FromCheckpointOptions {
             fqn_renames: Vec::new(),
-            load,
+            load: LoadOptions {
+                cast: true,
+                ..LoadOptions::default()
+            },
         }
     }
 }
@@ -109,8 +109,8 @@ fn from_open<M>(
         ..StateDictOptions::default()
     };
     let prefix = model_prefix(source.schema());
-    let shapes = shapes(source.schema(), &prefix, &names);
-    let shapes = CheckpointError::agree(with_deadline, OPERATION, None, shapes)?;
+    let found = shapes(source.schema(), &prefix, &names);
+    let shapes = CheckpointError::agree(with_deadline, OPERATION, None, found)?;
     let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
     let prefixes = StatePrefixes {
         model: Some(prefix),
@@ -153,7 +153,7 @@ fn shapes(
 mod tests {
     use candle_core::{DType, Device, Tensor};
     use fsdp_comm::run_local;
-    use fsdp_dcp::reader::CheckpointReader;
+    use fsdp_formats::reader::CheckpointReader;
     use fsdp_state::StateDict;
 
     use super::*;

@@ -40,7 +40,7 @@ pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions, RunFac
 pub use digest::{check_replicas, state_digest};
 pub use error::{CheckpointError, WrongTensor};
 pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
-pub use fsdp_dcp::Location;
+pub use fsdp_formats::Location;
 pub use fsdp_nn::torch::{
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,

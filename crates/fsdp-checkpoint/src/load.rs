@@ -1,10 +1,10 @@
 //! Loading a checkpoint into a state dict: torch's `dcp.load`, into fresh tensors or in place.
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_layout::{KeyPath, PlainValue};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_layout::PlainValue;
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
     FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue,
@@ -176,28 +176,23 @@ pub(crate) fn fill(
     let _span =
         info_span!("load", rank = group.rank(), path = %checkpoint.path().display()).entered();
     // A checkpoint's keys are flat, whatever paths its state dict had.
-    let flattened = flatten_state_dict(state).map(|FlatStateDict { values, paths }| {
-        let flat: StateDict = values
-            .into_iter()
-            .map(|(key, value)| (key, as_leaf(value)))
-            .collect();
-        (flat, paths)
-    });
-    let (flat, paths) = CheckpointError::or_refuse(group, LOAD, flattened)?;
-    let target =
-        CheckpointError::or_refuse(group, LOAD, DictTarget::new(&flat, options.device.clone()))?;
-    let mut target = target.of_checkpoint(in_place);
+    let FlatStateDict { values, paths } =
+        CheckpointError::or_refuse(group, LOAD, flatten_state_dict(state))?;
+    let flat: StateDict = values
+        .into_iter()
+        .map(|(key, value)| (key, as_leaf(value)))
+        .collect();
+    let template = DictTarget::new(&flat, options.device.clone());
+    let mut target = CheckpointError::or_refuse(group, LOAD, template)?.for_checkpoint(in_place);
     let mut source = CheckpointSource::by_flat_key(checkpoint);
     let report =
         load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
     // Put the loaded values back where their keys stand in the nested state dict.
     for (key, value) in target.into_loaded() {
-        if let Some(slot) = paths
+        let slot = paths
             .get(&key.flat_key())
-            .and_then(|path| get_element_mut(state, path))
-        {
-            *slot = value;
-        }
+            .and_then(|path| get_element_mut(state, path));
+        *slot.expect("only keys of the state dict are loaded") = value;
     }
     Ok(report)
 }
@@ -231,18 +226,17 @@ pub fn load_whole(
     let source = CheckpointSource::new(&*checkpoint);
     source.schema().check_gaps()?;
     let key = prefix.join(".");
-    let is_wanted = |path: &KeyPath| path.below(prefix).is_some() || path.flat_key() == key;
-    let wanted = source
-        .schema()
-        .iter()
-        .enumerate()
-        .filter(|(_, (path, _))| is_wanted(path));
-    let positions: Vec<usize> = wanted.map(|(position, _)| position).collect();
-    let mut state = StateDict::new();
-    for (&position, value) in positions.iter().zip(source.values(&positions)?) {
-        if let Some((path, _)) = source.schema().get(position) {
-            set_element(&mut state, path, value)?;
+    let mut positions = Vec::new();
+    let mut paths = Vec::new();
+    for (position, (path, _)) in source.schema().iter().enumerate() {
+        if path.below(prefix).is_some() || path.flat_key() == key {
+            positions.push(position);
+            paths.push(path);
         }
+    }
+    let mut state = StateDict::new();
+    for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
+        set_element(&mut state, path, value)?;
     }
     Ok(state)
 }

@@ -6,12 +6,12 @@ use std::hash::Hasher as _;
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
-use fsdp_dcp::FileError;
-use fsdp_dcp::limits::MAX_OBJECT_BYTES;
-use fsdp_dcp::plan::LocalPlan;
-use fsdp_dcp::writer::{PayloadSource, value_item_length};
 use fsdp_flat::RawTensor;
 use fsdp_flat::storage::{HostBytes, to_device};
+use fsdp_formats::FileError;
+use fsdp_formats::limits::MAX_OBJECT_BYTES;
+use fsdp_formats::plan::LocalPlan;
+use fsdp_formats::writer::{PayloadSource, value_item_length};
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
@@ -57,7 +57,7 @@ impl LocalState {
             let plan = &mut local.plan;
             let boxes = match value {
                 StateValue::Tensor(tensor) => {
-                    let dtype = fsdp_flat::dtype::of(&tensor)?;
+                    let dtype = fsdp_flat::dtype::file_dtype(tensor.dtype())?;
                     plan.add_whole_tensor(&fqn, path, dtype, tensor.dims().to_vec());
                     let whole = TensorBox::whole(tensor.dims());
                     vec![(whole, Payload::Tensor(on_host(&tensor)?))]

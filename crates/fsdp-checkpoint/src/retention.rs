@@ -3,11 +3,11 @@
 use std::io::ErrorKind;
 use std::num::{NonZeroU64, NonZeroUsize};
 
-use fsdp_dcp::checkpoint::{self, LinksInFolder, check_replaceable};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::{Durable, clean_stale};
-use fsdp_dcp::verify::{Level, verify_on_threads};
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::checkpoint::{self, LinksInFolder, check_replaceable};
+use fsdp_formats::complete::is_complete;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::{Durable, clean_stale};
+use fsdp_formats::{FileError, Location};
 use tracing::{info, info_span, warn};
 
 use crate::CheckpointError;
@@ -135,8 +135,8 @@ pub(crate) fn prune_up_to(
 
 /// Returns `true` if a checkpoint can be opened, and all its files are there with the right sizes.
 fn is_whole(path: &Location) -> bool {
-    let report = checkpoint::open(path, OpenOptions::default())
-        // One thread, as training goes on beside it.
-        .and_then(|checkpoint| verify_on_threads(&*checkpoint, Level::Sizes, 1, None));
-    report.is_ok_and(|report| report.problems.is_empty())
+    let complete = checkpoint::open(path, OpenOptions::default())
+        // One thread, as training goes on at the same time.
+        .and_then(|checkpoint| is_complete(&*checkpoint, 1));
+    complete.unwrap_or(false)
 }

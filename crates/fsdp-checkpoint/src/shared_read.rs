@@ -5,7 +5,7 @@ use std::hash::{Hash as _, Hasher as _};
 use std::ops::Range;
 
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::plan::LoadRequest;
+use fsdp_formats::plan::LoadRequest;
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::{DeviceMesh, TensorBox};
 use fsdp_state::engine::Wanted;
@@ -30,30 +30,27 @@ pub(crate) fn replicas(
         (wanted.position, wanted.dtype, &wanted.boxes).hash(&mut hasher);
     }
     let wants = group.all_gather_object(&hasher.finish())?;
-    let mesh = shards(&wants).and_then(|shards| {
-        DeviceMesh::new(
-            &[wants.len() / shards, shards],
-            &["replicate", "shard"],
-            wants.len(),
-        )
-        .ok()
-    });
-    mesh.map(|mesh| group.mesh_group(&mesh, 0)).transpose()
+    let Some(shards) = shards(&wants) else {
+        return Ok(None);
+    };
+    let ranks = wants.len();
+    let mesh = DeviceMesh::new(&[ranks / shards, shards], &["replicate", "shard"], ranks)
+        .expect("replicas and shards make up all ranks");
+    group.mesh_group(&mesh, 0).map(Some)
 }
 
 /// Returns the number of shards, if each rank `r` loads the same as rank `r % shards`. `wants` has
 /// a hash of what each rank loads.
 fn shards(wants: &[u64]) -> Option<usize> {
-    let shards = 1 + wants
-        .iter()
-        .skip(1)
-        .position(|want| Some(want) == wants.first())?;
-    let is_mesh = wants.len().is_multiple_of(shards)
-        && wants
-            .iter()
-            .enumerate()
-            .all(|(rank, want)| *want == wants[rank % shards]);
-    is_mesh.then_some(shards)
+    let (first, others) = wants.split_first()?;
+    // The second rank that loads the same as rank 0 is the first one of the second replica.
+    let shards = 1 + others.iter().position(|want| want == first)?;
+    let mut replicas = wants.chunks(shards);
+    if replicas.all(|replica| *replica == wants[..shards]) {
+        Some(shards)
+    } else {
+        None
+    }
 }
 
 /// The boxes of several tensors, one after the other, as one sequence of bytes. Each replica reads
@@ -95,13 +92,13 @@ impl JoinedBoxes {
             boxes: Vec::new(),
             bytes: 0,
         };
-        for (index, wanted) in wanted.iter().enumerate() {
+        for (tensor, wanted) in wanted.iter().enumerate() {
             let element = wanted.dtype.size_in_bytes() as usize;
-            for (of_tensor, bounds) in wanted.boxes.iter().enumerate() {
+            for (index, bounds) in wanted.boxes.iter().enumerate() {
                 let bytes = bounds.numel() * element;
                 joined.boxes.push(JoinedBox {
-                    wanted: index,
-                    index: of_tensor,
+                    wanted: tensor,
+                    index,
                     start: joined.bytes,
                     bytes,
                     element,
@@ -127,9 +124,9 @@ impl JoinedBoxes {
             // Shares are equally long, except that a cut inside an element is moved to the start of
             // that element. The end of the piece is moved like this too, and the next piece then
             // begins there.
-            let cuts = (0..=replicas)
-                .map(|replica| self.before_element(start + length * replica / replicas));
-            let cuts: Vec<usize> = cuts.collect();
+            let cuts: Vec<usize> = (0..=replicas)
+                .map(|replica| self.before_element(start + length * replica / replicas))
+                .collect();
             all.push(cuts.windows(2).map(|pair| pair[0]..pair[1]).collect());
         }
         all
@@ -138,7 +135,7 @@ impl JoinedBoxes {
     /// Returns the position of the first byte of the element that the byte at `at` belongs to.
     fn before_element(&self, at: usize) -> usize {
         let after = self.boxes.partition_point(|entry| entry.start <= at);
-        match after.checked_sub(1).map(|index| &self.boxes[index]) {
+        match self.boxes[..after].last() {
             Some(entry) if at < entry.start + entry.bytes => {
                 at - (at - entry.start) % entry.element
             }
@@ -151,26 +148,22 @@ impl JoinedBoxes {
         let first = self
             .boxes
             .partition_point(|entry| entry.start + entry.bytes <= range.start);
-        let boxes = self
-            .boxes
-            .iter()
-            .enumerate()
-            .skip(first)
-            .take_while(|(_, entry)| entry.start < range.end);
-        boxes
-            .map(|(index, entry)| {
-                let (from, to) = (
-                    range.start.max(entry.start),
-                    range.end.min(entry.start + entry.bytes),
-                );
-                BoxPart {
+        let mut parts = Vec::new();
+        for (index, entry) in self.boxes.iter().enumerate().skip(first) {
+            if entry.start >= range.end {
+                break;
+            }
+            let from = range.start.max(entry.start);
+            let to = range.end.min(entry.start + entry.bytes);
+            if from < to {
+                parts.push(BoxPart {
                     index,
                     wanted: entry.wanted,
                     bytes: from - entry.start..to - entry.start,
-                }
-            })
-            .filter(|part| !part.bytes.is_empty())
-            .collect()
+                });
+            }
+        }
+        parts
     }
 
     /// Returns the requests that read a range of the sequence. The bytes of their boxes, one after
@@ -187,19 +180,15 @@ impl JoinedBoxes {
             let JoinedBox { index, element, .. } = self.boxes[part.index];
             let bounds = &wanted[part.wanted].boxes[index];
             let elements = part.bytes.start / element..part.bytes.end / element;
-            let boxes = boxes_of_flat_range(&bounds.sizes, elements)
-                .into_iter()
-                .map(|mut inner| {
-                    inner
-                        .offsets
-                        .iter_mut()
-                        .zip(&bounds.offsets)
-                        .for_each(|(inner, outer)| *inner += outer);
-                    inner
-                });
+            let mut boxes = boxes_of_flat_range(&bounds.sizes, elements);
+            for inner in &mut boxes {
+                for (inner, outer) in inner.offsets.iter_mut().zip(&bounds.offsets) {
+                    *inner += outer;
+                }
+            }
             match requests.last_mut() {
-                Some((last, all)) if *last == part.wanted => all.extend(boxes),
-                _ => requests.push((part.wanted, boxes.collect())),
+                Some((last, all)) if *last == part.wanted => all.append(&mut boxes),
+                _ => requests.push((part.wanted, boxes)),
             }
         }
         requests
@@ -216,14 +205,13 @@ mod tests {
     use super::*;
 
     fn wanted(dtype: DType, shape: &[usize], boxes: Vec<TensorBox>) -> Wanted {
-        let (key, shape) = (String::new(), shape.to_vec());
         Wanted {
             position: 0,
             place: 0,
-            key,
+            key: String::new(),
             dtype,
             becomes: dtype,
-            shape,
+            shape: shape.to_vec(),
             boxes,
             is_same_on_all: false,
         }

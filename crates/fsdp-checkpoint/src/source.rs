@@ -3,13 +3,13 @@
 
 use std::collections::{HashMap, HashSet};
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use fsdp_comm::{CommError, ProcessGroup};
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::metadata::Entry;
-use fsdp_dcp::plan::{LoadRequest, ReadPlanOptions};
-use fsdp_dcp::reader::{Destination, ReadOptions};
 use fsdp_flat::storage::{StorageGuard, zeroed_vec};
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::Entry;
+use fsdp_formats::plan::{LoadRequest, ReadPlanOptions};
+use fsdp_formats::reader::{Destination, ReadOptions};
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
 use fsdp_state::{Leaf, Lend, LoadError as _, Memory, Schema, Source, StateValue, lent_bytes};
@@ -74,8 +74,10 @@ impl<'a> CheckpointSource<'a> {
     /// Returns a source in which `path` gives the path of each key. A schema is sorted by path, and
     /// keys follow it.
     fn with_paths(checkpoint: &'a dyn Checkpoint, path: impl Fn(&str) -> KeyPath) -> Self {
-        let entries = checkpoint.metadata().entries.iter();
-        let mut leaves: Vec<(KeyPath, Leaf, String)> = entries
+        let mut leaves: Vec<(KeyPath, Leaf, String)> = checkpoint
+            .metadata()
+            .entries
+            .iter()
             .map(|(key, entry)| (path(key), leaf(entry), key.clone()))
             .collect();
         leaves.sort_by(|(a, ..), (b, ..)| a.cmp(b));
@@ -117,10 +119,17 @@ impl<'a> CheckpointSource<'a> {
 
     /// Leaves out the values whose flat keys `is_left_out` selects, and returns these keys.
     pub(crate) fn without(self, is_left_out: impl Fn(&str) -> bool) -> (Self, Vec<String>) {
-        let leaves = self.schema.iter().cloned().zip(self.keys);
-        let (left_out, kept): (Vec<_>, Vec<_>) = leaves.partition(|(_, key)| is_left_out(key));
-        let (leaves, keys) = kept.into_iter().unzip();
-        let left_out = left_out.into_iter().map(|(_, key)| key).collect();
+        let mut leaves = Vec::new();
+        let mut keys = Vec::new();
+        let mut left_out = Vec::new();
+        for (leaf, key) in self.schema.iter().zip(self.keys) {
+            if is_left_out(&key) {
+                left_out.push(key);
+            } else {
+                leaves.push(leaf.clone());
+                keys.push(key);
+            }
+        }
         (
             CheckpointSource {
                 schema: Schema::new(leaves),
@@ -137,17 +146,17 @@ impl<'a> CheckpointSource<'a> {
         self.checkpoint
     }
 
+    /// Returns the flat key of a position in the schema.
     fn key(&self, position: usize) -> &str {
-        self.keys.get(position).map_or("", String::as_str)
+        &self.keys[position]
     }
 
     /// Returns the request to the checkpoint for boxes of a tensor that is wanted.
     fn request(&self, wanted: &Wanted, boxes: Vec<TensorBox>) -> LoadRequest {
-        let (fqn, shape) = (self.key(wanted.position).to_owned(), wanted.shape.clone());
         LoadRequest {
-            fqn,
+            fqn: self.key(wanted.position).to_owned(),
             dtype: wanted.dtype,
-            shape,
+            shape: wanted.shape.clone(),
             boxes,
         }
     }
@@ -249,15 +258,20 @@ impl<'a> Reading<'a> {
                     positions.clone().map(|index| lend.lend(index)).collect();
                 Ok(memories?)
             });
-            let memories = lent.as_deref_mut().ok();
-            let filled = match &self.source.replicas {
-                Some(replicas) => self.fill_with_replicas(replicas, window, memories)?,
-                None => memories.map_or(Ok(()), |memories| self.fill(window, memories)),
+            let filled = match (&self.source.replicas, &mut lent) {
+                (Some(replicas), Ok(memories)) => {
+                    self.fill_with_replicas(replicas, window, memories)?
+                }
+                (Some(replicas), Err(_)) => self.fill_with_replicas(replicas, window, &mut [])?,
+                (None, Ok(memories)) => self.fill(window, memories),
+                (None, Err(_)) => Ok(()),
             };
             outcome = lent.and_then(|memories| {
                 filled?;
                 for (index, memory) in positions.clone().zip(memories) {
-                    memory.map_or(Ok(()), |memory| lend.filled(index, memory))?;
+                    if let Some(memory) = memory {
+                        lend.filled(index, memory)?;
+                    }
                 }
                 Ok(())
             });
@@ -277,22 +291,18 @@ impl<'a> Reading<'a> {
         &mut self,
         replicas: &ProcessGroup,
         wanted: &[Wanted],
-        memories: Option<&mut [Option<Memory>]>,
+        memories: &mut [Option<Memory>],
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let joined = JoinedBoxes::new(wanted);
         // Step 1: lend the bytes of the memory, and find the place of each box there. A rank that
         // fails here goes on without memory, because the replicas wait for it in the all-gathers.
-        let memories = memories.unwrap_or_default();
         let mut guard = None;
-        let lent = match taken(memories) {
-            Ok(taken) => lent_bytes(memories.iter_mut().map(Option::as_mut), guard.insert(taken))
-                .map_err(Into::into),
-            Err(error) => Err(error),
-        };
-        let (mut lent, mut outcome) = match lent {
-            Ok(lent) => (lent, Ok(())),
-            Err(error) => (Vec::new(), Err(error)),
-        };
+        let mut lent = Vec::new();
+        let mut outcome = taken(memories).and_then(|taken| {
+            let memories = memories.iter_mut().map(Option::as_mut);
+            lent = lent_bytes(memories, guard.insert(taken))?;
+            Ok(())
+        });
         lent.resize_with(wanted.len(), || None);
         let mut places: Vec<Option<&mut [u8]>> = Vec::new();
         for (wanted, buffers) in wanted.iter().zip(lent) {
@@ -313,11 +323,11 @@ impl<'a> Reading<'a> {
                 outcome = self.read(destinations(requests, &mut bytes));
             }
             let counts: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
-            let piece = shares.iter().map(|share| share.start).min().unwrap_or(0)
-                ..shares.iter().map(|share| share.end).max().unwrap_or(0);
+            // The shares follow each other, and there is one for each replica.
+            let piece = shares[0].start..shares[shares.len() - 1].end;
             // Parts of boxes that have no place are received into spare memory.
-            let mut spare = vec![0; piece.len()];
-            let mut spare = spare.as_mut_slice();
+            let mut spare_memory = vec![0; piece.len()];
+            let mut spare = spare_memory.as_mut_slice();
             let mut outputs = Vec::new();
             let mut rest = places.iter_mut().enumerate();
             for part in joined.boxes_in(&piece) {
@@ -375,27 +385,28 @@ impl Source for CheckpointSource<'_> {
             .iter()
             .filter_map(|&position| Wanted::whole(&self.schema, position))
             .collect();
-        let memories = wanted
-            .iter()
-            .map(|wanted| Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes).map(Some));
-        let mut memories = memories.collect::<Result<Vec<_>, _>>()?;
+        let mut memories = Vec::with_capacity(wanted.len());
+        for wanted in &wanted {
+            let memory = Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes)?;
+            memories.push(Some(memory));
+        }
         let mut reading = Reading::new(self, ReadOptions::default());
         reading.fill(&wanted, &mut memories)?;
-        reading
-            .comparison
-            .map_or(Ok(()), |comparison| comparison.check_here())?;
-        let mut tensors: HashMap<usize, Option<Memory>> = wanted
-            .iter()
-            .map(|wanted| wanted.position)
-            .zip(memories)
-            .collect();
+        if let Some(comparison) = &reading.comparison {
+            comparison.check_here()?;
+        }
+        let mut tensors: HashMap<usize, Memory> = HashMap::new();
+        for (wanted, memory) in wanted.iter().zip(memories) {
+            tensors.extend(memory.map(|memory| (wanted.position, memory)));
+        }
         let mut values = Vec::with_capacity(positions.len());
-        for &position in positions {
-            values.push(match tensors.remove(&position).flatten() {
-                Some(memory) => memory.into_value(true, &candle_core::Device::Cpu)?,
+        for position in positions {
+            values.push(match tensors.remove(position) {
+                Some(memory) => memory.into_value(true, &Device::Cpu)?,
                 None => {
-                    let value = self.checkpoint.read_value(self.key(position))?;
-                    check_value(self.checkpoint, self.key(position), &value)?;
+                    let key = self.key(*position);
+                    let value = self.checkpoint.read_value(key)?;
+                    check_value(self.checkpoint, key, &value)?;
                     value.into()
                 }
             });
@@ -476,10 +487,11 @@ impl Source for CheckpointSource<'_> {
         }
         // A rank that failed to read takes part nevertheless, because the others compare what they
         // have read.
-        let compared = reading.comparison.map_or(Ok(()), |comparison| {
-            comparison.check(call.group, call.operation, self.is_compared, |fqns| {
-                self.check_hashes(fqns, wanted)
-            })
+        let Some(comparison) = reading.comparison else {
+            return read;
+        };
+        let compared = comparison.check(call.group, call.operation, self.is_compared, |fqns| {
+            self.check_hashes(fqns, wanted)
         });
         match compared {
             Err(error @ CheckpointError::Comm(_)) => Err(error),

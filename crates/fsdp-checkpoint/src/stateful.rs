@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::checkpoint::Checkpoint;
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::{KeyPath, PathPart};
 use fsdp_nn::state::{
     LiveTarget, MissingState, StatePrefixes, live_model_state_dict, live_optim_state_dict,
@@ -14,8 +14,8 @@ use fsdp_nn::{
     Unchanged,
 };
 use fsdp_state::{
-    LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateValue,
-    flatten_state_dict, load_state, set_element,
+    LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateError,
+    StateValue, flatten_state_dict, is_part_of, load_state, set_element,
 };
 
 use crate::CheckpointError;
@@ -137,6 +137,9 @@ const AVERAGE: &str = "average";
 /// run without optimizers. Names that begin with `model.` in a format of flat keys are the model's
 /// own, as in Hugging Face's files.
 ///
+/// A load may be limited to some of these keys, with [`LoadOptions::only`]. Model and optimizers are
+/// loaded as a whole or not at all.
+///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{Linear, Module, linear};
@@ -226,7 +229,7 @@ impl<M> TrainState<M> {
                 live_optim_state_dict(&optimizers, MissingState::Initial)?,
             );
         }
-        for (key, value) in self.beside()? {
+        for (key, value) in self.values_and_parts()? {
             if let Some(part) = [MODEL, OPTIM]
                 .into_iter()
                 .find(|part| is_part_of(&key, part))
@@ -242,110 +245,193 @@ impl<M> TrainState<M> {
 
     /// Returns the run's plain values, and the states of sampler, scaler and average under their
     /// keys. Tensors share memory with the live ones.
-    fn beside(&self) -> Result<StateDict, CheckpointError> {
-        let mut beside = self.values.clone();
-        let average = self
-            .average
-            .as_ref()
-            .map(AveragedModel::state_dict)
-            .transpose()?;
-        for (key, part) in [
-            (
-                SAMPLER,
-                self.sampler.as_ref().map(ShardedSampler::state_dict),
-            ),
-            (SCALER, self.scaler.as_ref().map(GradScaler::state_dict)),
-            (AVERAGE, average),
-        ] {
-            if let Some(part) = part {
-                beside.insert_new(key, part)?;
-            }
+    fn values_and_parts(&self) -> Result<StateDict, CheckpointError> {
+        let mut values = self.values.clone();
+        if let Some(sampler) = &self.sampler {
+            values.insert_new(SAMPLER, sampler.state_dict())?;
         }
-        Ok(beside)
+        if let Some(scaler) = &self.scaler {
+            values.insert_new(SCALER, scaler.state_dict())?;
+        }
+        if let Some(average) = &self.average {
+            values.insert_new(AVERAGE, average.state_dict()?)?;
+        }
+        Ok(values)
     }
 
-    /// Loads the model and the optimizers. Returns the report, and the other values that were
-    /// loaded.
+    /// Decides what to load, and checks that sampler, scaler and average accept it, before anything
+    /// changes. No communication.
+    fn prepare<'c>(
+        &self,
+        checkpoint: &'c dyn Checkpoint,
+        options: &LoadOptions,
+    ) -> Result<PreparedLoad<'c>, CheckpointError> {
+        // Step 1: take the values that are asked for, on both sides.
+        let all_values = self.values_and_parts()?;
+        let paths = flatten_state_dict(&all_values)?.paths;
+        let mut values: StateDict = all_values
+            .into_iter()
+            .filter(|(key, _)| options.includes(key))
+            .collect();
+        let mut source = CheckpointSource::with_known_paths(checkpoint, &paths);
+        source.schema().check_gaps()?;
+        let absent = self.absent_parts(&values, checkpoint, options);
+        if options.strict && !absent.is_empty() {
+            let mut report = LoadReport::default();
+            report.missing = absent;
+            return Err(StateError::Incompatible {
+                operation: LOAD,
+                report,
+            }
+            .into());
+        }
+        if options.only.is_some() {
+            let has_model_only = model_prefix(source.schema()).is_empty();
+            (source, _) = source.without(|key| {
+                let is_model = has_model_only && !is_part_of(key, OPTIM);
+                !options.includes(if is_model { MODEL } else { key })
+            });
+        }
+        // Step 2: leave out what a load that is not strict need not take.
+        let mut left_out = Vec::new();
+        if !options.strict {
+            (source, left_out) = source.without_foreign_objects(|path| {
+                path.below(&[MODEL]).is_some() || path.below(&[OPTIM]).is_some()
+            })?;
+            // The number of updates alone would become a value of this run. A later average would
+            // go on from it, with weights that were never averaged.
+            if !values.contains_key(AVERAGE) && has_average(checkpoint) {
+                let average;
+                (source, average) = source.without(|key| is_part_of(key, AVERAGE));
+                left_out.extend(average);
+            }
+        }
+        if let Some(average) = &self.average
+            && let Some(StateValue::Dict(state)) = values.get_mut(AVERAGE)
+        {
+            let entries = &checkpoint.metadata().entries;
+            average.retain_saved_names(state, |name| {
+                entries.contains_key(&format!("{AVERAGE}.{name}"))
+            });
+        }
+        // Step 3: check that the parts accept their saved state.
+        if let Some(sampler) = &self.sampler
+            && values.contains_key(SAMPLER)
+        {
+            sampler
+                .clone()
+                .load_state_dict(&saved_part(&source, &values, SAMPLER)?)
+                .map_err(NnError::from)?;
+        }
+        if let Some(scaler) = &self.scaler
+            && values.contains_key(SCALER)
+        {
+            scaler
+                .clone()
+                .load_state_dict(&saved_part(&source, &values, SCALER)?)?;
+        }
+        if self.average.is_some() && values.contains_key(AVERAGE) {
+            AveragedModel::check_n_averaged(&saved_part(&source, &values, AVERAGE)?)?;
+        }
+        Ok(PreparedLoad {
+            source,
+            values,
+            left_out,
+            absent,
+        })
+    }
+
+    /// Returns the keys that are asked for, but that neither this run nor the checkpoint has. The
+    /// model and the optimizers are loaded as a whole, so what lies below their keys is no key
+    /// either.
+    fn absent_parts(
+        &self,
+        values: &StateDict,
+        checkpoint: &dyn Checkpoint,
+        options: &LoadOptions,
+    ) -> Vec<String> {
+        let mut absent = options.only.clone().unwrap_or_default();
+        absent.retain(|part| match part.as_str() {
+            MODEL => false,
+            OPTIM if !self.optimizers.is_empty() => false,
+            part if part != OPTIM && (is_part_of(part, MODEL) || is_part_of(part, OPTIM)) => true,
+            part => {
+                let saved = checkpoint.metadata().entries.keys().map(String::as_str);
+                !values.keys().chain(saved).any(|key| is_part_of(key, part))
+            }
+        });
+        absent
+    }
+
+    /// Loads the model, the optimizers and the values. Returns the report, and the values, with the
+    /// states of sampler, scaler and average among them.
     fn load_live(
         &mut self,
         checkpoint: &dyn Checkpoint,
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<(LoadReport, StateDict), CheckpointError> {
-        let prepared = self.beside().and_then(|mut beside| {
-            let values = flatten_state_dict(&beside)?;
-            let source = CheckpointSource::with_known_paths(checkpoint, &values.paths);
-            source.schema().check_gaps()?;
-            let (mut source, mut left_out) = if options.strict {
-                (source, Vec::new())
-            } else {
-                source.without_foreign_objects(|path| {
-                    [MODEL, OPTIM]
-                        .iter()
-                        .any(|key| path.below(&[key]).is_some())
-                })?
-            };
-            // The number of updates alone would become a value of this run. A later average would
-            // go on from it, with weights that were never averaged.
-            if !options.strict && !beside.contains_key(AVERAGE) && has_average(checkpoint) {
-                let (rest, average) = source.without(|key| is_part_of(key, AVERAGE));
-                source = rest;
-                left_out.extend(average);
-            }
-            if let (Some(average), Some(StateValue::Dict(state))) =
-                (&self.average, beside.get_mut(AVERAGE))
-            {
-                let saved = &checkpoint.metadata().entries;
-                average.retain_saved_names(state, |name| {
-                    saved.contains_key(&format!("{AVERAGE}.{name}"))
-                });
-            }
-            // Check that sampler, scaler and average accept their saved state before anything
-            // changes.
-            let saved = |key: &str| saved_part(&source, &beside, key);
-            set_sampler_and_scaler(&mut self.sampler.clone(), &mut self.scaler.clone(), saved)?;
-            if self.average.is_some() {
-                AveragedModel::check_n_averaged(&saved(AVERAGE)?)?;
-            }
-            let prefixes = StatePrefixes {
-                model: Some(model_prefix(source.schema())),
-                optim: Some(vec![OPTIM.to_owned()]),
-            };
-            let optimizers = self.optimizers.iter_mut().collect();
-            Ok((
-                source,
-                LiveTarget::new(self.model.parameters(), optimizers, prefixes)?,
-                left_out,
-                beside,
-            ))
-        });
-        let (mut source, target, left_out, mut beside) =
-            CheckpointError::or_refuse(group, LOAD, prepared)?;
-        let mut report: LoadReport = {
-            let mut target = target.with_values(&mut beside);
-            load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?
-        };
+        let prepared = self.prepare(checkpoint, options);
+        let PreparedLoad {
+            mut source,
+            mut values,
+            left_out,
+            absent,
+        } = CheckpointError::or_refuse(group, LOAD, prepared)?;
+        let mut optimizers = Vec::new();
+        let mut prefixes = StatePrefixes::default();
+        if options.includes(MODEL) {
+            prefixes.model = Some(model_prefix(source.schema()));
+        }
+        if options.includes(OPTIM) {
+            prefixes.optim = Some(vec![OPTIM.to_owned()]);
+            optimizers.extend(&mut self.optimizers);
+        }
+        let live = LiveTarget::new(self.model.parameters(), optimizers, prefixes);
+        let mut target = CheckpointError::or_refuse(group, LOAD, live)?.with_values(&mut values);
+        let mut report: LoadReport =
+            load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
+        drop(target);
         report.unexpected.extend(left_out);
+        report.missing.extend(absent);
         report.sort();
-        Ok((report, beside))
+        Ok((report, values))
     }
 
-    /// Sets sampler, scaler and average to loaded values, and keeps the remaining values.
-    fn set_beside(&mut self, mut beside: StateDict) -> Result<(), CheckpointError> {
-        let mut part = |key: &str| Ok(dict_of(beside.remove(key)));
-        set_sampler_and_scaler(&mut self.sampler, &mut self.scaler, &mut part)?;
-        if let Some(average) = &mut self.average {
-            average.load_state_dict(&part(AVERAGE)?)?;
+    /// Sets sampler, scaler, average and values to what was loaded.
+    fn set_loaded(&mut self, mut loaded: StateDict) -> Result<(), CheckpointError> {
+        if let Some(sampler) = &mut self.sampler
+            && let Some(state) = loaded.remove(SAMPLER)
+        {
+            sampler
+                .load_state_dict(&dict_of(state))
+                .map_err(NnError::from)?;
         }
-        self.values = beside;
+        if let Some(scaler) = &mut self.scaler
+            && let Some(state) = loaded.remove(SCALER)
+        {
+            scaler.load_state_dict(&dict_of(state))?;
+        }
+        if let Some(average) = &mut self.average
+            && let Some(state) = loaded.remove(AVERAGE)
+        {
+            average.load_state_dict(&dict_of(state))?;
+        }
+        self.values.extend(loaded);
         Ok(())
     }
 }
 
-/// Returns `true` if a key, or its beginning in formats of flat keys, is `part`.
-fn is_part_of(key: &str, part: &str) -> bool {
-    key.strip_prefix(part)
-        .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+/// A load into a run that this rank is ready for.
+struct PreparedLoad<'c> {
+    /// What the checkpoint has of it.
+    source: CheckpointSource<'c>,
+    /// The run's values, and the states of sampler, scaler and average.
+    values: StateDict,
+    /// Keys of the checkpoint that are left out.
+    left_out: Vec<String>,
+    /// Keys that were asked for, and that neither side has.
+    absent: Vec<String>,
 }
 
 /// Returns `true` if a checkpoint holds an average of weights.
@@ -356,49 +442,36 @@ fn has_average(checkpoint: &dyn Checkpoint) -> bool {
     })
 }
 
-/// Returns the values below a key: small values from the checkpoint, and others from `beside`.
+/// Returns the values below a key: small values from the checkpoint, and others from `values`,
+/// which have the key.
 fn saved_part(
     source: &CheckpointSource<'_>,
-    beside: &StateDict,
+    values: &StateDict,
     key: &str,
 ) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
-    part.extend(beside.get(key).map(|here| (key.to_owned(), here.clone())));
-    let leaves = source.schema().iter().enumerate();
-    let saved = leaves.filter(|(position, (path, _))| {
-        source.schema().is_small(*position) && path.below(&[key]).is_some()
-    });
-    let (positions, paths): (Vec<usize>, Vec<&KeyPath>) =
-        saved.map(|(position, (path, _))| (position, path)).unzip();
+    part.extend(values.get(key).map(|here| (key, here.clone())));
+    let mut positions = Vec::new();
+    let mut paths = Vec::new();
+    for (position, (path, _)) in source.schema().iter().enumerate() {
+        if source.schema().is_small(position) && path.below(&[key]).is_some() {
+            positions.push(position);
+            paths.push(path);
+        }
+    }
     for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
         set_element(&mut part, path, value)?;
     }
-    Ok(dict_of(part.remove(key)))
+    Ok(part.remove(key).map(dict_of).unwrap_or_default())
 }
 
-/// Returns the value as a dict; an empty dict if there is none, or it is something else.
-fn dict_of(value: Option<StateValue>) -> StateDict {
+/// Returns the state of a part of the run as a dict. A value that has taken its place in a
+/// checkpoint is none, and the part finds its own values missing then.
+fn dict_of(value: StateValue) -> StateDict {
     match value {
-        Some(StateValue::Dict(dict)) => dict,
+        StateValue::Dict(dict) => dict,
         _ => StateDict::new(),
     }
-}
-
-/// Sets a sampler and a scaler to the states that `part` returns for their keys.
-fn set_sampler_and_scaler(
-    sampler: &mut Option<ShardedSampler>,
-    scaler: &mut Option<GradScaler>,
-    mut part: impl FnMut(&str) -> Result<StateDict, CheckpointError>,
-) -> Result<(), CheckpointError> {
-    if let Some(sampler) = sampler {
-        sampler
-            .load_state_dict(&part(SAMPLER)?)
-            .map_err(NnError::from)?;
-    }
-    if let Some(scaler) = scaler {
-        scaler.load_state_dict(&part(SCALER)?)?;
-    }
-    Ok(())
 }
 
 impl<M> Stateful for TrainState<M> {
@@ -435,8 +508,8 @@ impl<M> Stateful for TrainState<M> {
         group: &ProcessGroup,
         options: &LoadOptions,
     ) -> Result<LoadReport, CheckpointError> {
-        let (report, beside) = self.load_live(checkpoint, group, options)?;
-        self.set_beside(beside)?;
+        let (report, loaded) = self.load_live(checkpoint, group, options)?;
+        self.set_loaded(loaded)?;
         Ok(report)
     }
 }
@@ -444,11 +517,12 @@ impl<M> Stateful for TrainState<M> {
 /// Returns the keys that lead to the model's state in a checkpoint: `model` in that of a run, and
 /// none in one that holds only a model. A flat name that begins with `model.` is the model's own.
 pub(crate) fn model_prefix(schema: &Schema) -> Vec<String> {
-    let is_nested = |path: &KeyPath| matches!(path.0.as_slice(), [PathPart::Key(first), _, ..] if first == MODEL);
-    let is_run = schema.iter().any(|(path, _)| is_nested(path));
-    if is_run {
-        vec![MODEL.to_owned()]
-    } else {
-        Vec::new()
+    for (path, _) in schema.iter() {
+        if let [PathPart::Key(first), _, ..] = path.0.as_slice()
+            && first == MODEL
+        {
+            return vec![MODEL.to_owned()];
+        }
     }
+    Vec::new()
 }

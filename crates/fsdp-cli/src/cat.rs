@@ -5,15 +5,16 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use clap::error::ErrorKind;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint, stream};
-use fsdp_dcp::elements::{Census, for_each};
-use fsdp_dcp::metadata::{Metadata, TensorEntry};
-use fsdp_dcp::plan::LoadPlanError;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::{FileError, verify};
+use fsdp_formats::FileError;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint, stream};
+use fsdp_formats::metadata::{Metadata, TensorEntry};
+use fsdp_formats::plan::LoadPlanError;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_tools::elements::{Census, for_each};
+use fsdp_tools::verify;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -38,7 +39,7 @@ pub(crate) struct CatArguments {
     #[arg(long, value_name = "FILE")]
     npy: Option<PathBuf>,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -183,7 +184,9 @@ impl NamedTensor<'_> {
         };
         if let Some(file) = &arguments.npy {
             if file == Path::new(STDOUT) {
-                return self.print_npy();
+                // For a program that reads it from a pipe.
+                output::raw(&npy_header(self.dtype(), &self.entry.shape)?)?;
+                return self.each_piece(&mut output::raw);
             }
             self.write_npy(file)?;
             shown.npy = Some(file.display().to_string());
@@ -257,12 +260,6 @@ impl NamedTensor<'_> {
             }
             output::raw(text.as_bytes())
         })
-    }
-
-    /// Prints the tensor as a NumPy file, for a program that reads it from a pipe.
-    fn print_npy(&self) -> Result<()> {
-        output::raw(&npy_header(self.dtype(), &self.entry.shape)?)?;
-        self.each_piece(&mut output::raw)
     }
 
     /// Writes the tensor to a new NumPy file, which appears whole or not at all.

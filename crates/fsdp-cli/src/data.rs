@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use fsdp_dcp::digest::{Digest, Sum};
+use fsdp_formats::digest::{Digest, Sum};
 use fsdp_layout::DType;
 use thiserror::Error;
 
@@ -97,15 +97,13 @@ impl Text {
     /// It cannot be read, is empty, or is longer than [`MAX_TEXT_BYTES`].
     pub fn open(path: &Path) -> Result<Self, DataError> {
         let name = path.display().to_string();
-        let failed = |source| DataError::Read {
+        let mut bytes = Vec::new();
+        let read =
+            File::open(path).and_then(|file| file.take(MAX_TEXT_BYTES + 1).read_to_end(&mut bytes));
+        read.map_err(|source| DataError::Read {
             path: path.to_owned(),
             source,
-        };
-        let mut bytes = Vec::new();
-        let file = File::open(path).map_err(failed)?;
-        file.take(MAX_TEXT_BYTES + 1)
-            .read_to_end(&mut bytes)
-            .map_err(failed)?;
+        })?;
         if bytes.len() as u64 > MAX_TEXT_BYTES {
             return Err(DataError::TooLong { name });
         }
@@ -113,19 +111,12 @@ impl Text {
     }
 
     /// Creates a text in memory. `name` is for messages.
-    ///
-    /// # Errors
-    /// It is empty.
-    pub fn new(
-        name: impl Into<String>,
-        bytes: impl Into<Cow<'static, [u8]>>,
-    ) -> Result<Self, DataError> {
-        let (name, bytes) = (name.into(), bytes.into());
+    fn new(name: String, bytes: Vec<u8>) -> Result<Self, DataError> {
         if bytes.is_empty() {
-            Err(DataError::Empty { name })
-        } else {
-            Ok(Text { name, bytes })
+            return Err(DataError::Empty { name });
         }
+        let bytes = bytes.into();
+        Ok(Text { name, bytes })
     }
 
     /// Returns a digest that identifies the text.
@@ -134,18 +125,6 @@ impl Text {
         let mut sum = Sum::default();
         sum.add_bytes(0, &self.bytes);
         sum.finish(DType::U8, &[self.bytes.len()])
-    }
-
-    /// Returns the number of bytes.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.bytes.len()
-    }
-
-    /// Returns `false`: an empty text cannot be made.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
     }
 }
 
@@ -180,6 +159,7 @@ impl Batches {
             ranks,
             accumulation,
         } = *self;
+        // Each backward of each rank needs a row, or ranks would wait for gradients that never come.
         let parts = ranks.saturating_mul(accumulation);
         if parts == 0 || batch < parts {
             return Err(DataError::TooFewRows {
@@ -192,10 +172,10 @@ impl Batches {
         // One byte more for the last target, and another because the start is taken modulo
         // `length - seq - 1`, which must not be 0.
         let needed = seq.saturating_add(2);
-        if text.len() < needed {
+        if text.bytes.len() < needed {
             return Err(DataError::TooShort {
                 name: text.name.clone(),
-                found: text.len(),
+                found: text.bytes.len(),
                 seq,
                 needed,
             });
@@ -205,11 +185,15 @@ impl Batches {
 
     /// Returns the rows of the global batch that one backward of a rank has.
     fn rows(&self, rank: usize, part: usize) -> Range<usize> {
-        let parts = self.ranks * self.accumulation;
         let part = rank * self.accumulation + part;
+        self.first_row(part)..self.first_row(part + 1)
+    }
+
+    /// Returns the first row of one of the parts of all ranks.
+    fn first_row(&self, part: usize) -> usize {
+        let parts = self.ranks * self.accumulation;
         // In 128 bits no product is too large.
-        let first = |part: usize| (part as u128 * self.batch as u128 / parts as u128) as usize;
-        first(part)..first(part + 1)
+        (part as u128 * self.batch as u128 / parts as u128) as usize
     }
 
     /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The
@@ -238,52 +222,38 @@ impl Batches {
         let seq = self.seq;
         self.rows(rank, part).map(move |row| {
             let start = (first + row as u128) * seq as u128;
+            // After the last row that fits, the text begins again.
             (start % (len - seq - 1) as u128) as usize
         })
     }
 
-    /// Returns tokens and targets, each `[rows, seq]` (u32), of backward `part` of a step on one
-    /// rank.
+    /// Returns tokens and targets, each `[rows, seq]` (u32), of one backward of a rank. The global
+    /// batch begins with the row number `first`: that is [`Self::rows_of`] the steps before it, if
+    /// all of them had batches of this size.
     ///
     /// # Errors
     /// The same as [`Self::check`], and candle's errors.
     pub fn batch(
         &self,
         text: &Text,
-        step: u64,
-        rank: usize,
-        part: usize,
-        device: &Device,
-    ) -> Result<(Tensor, Tensor), candle_core::Error> {
-        self.batch_at(text, self.rows_of(step), rank, part, device)
-    }
-
-    /// Returns tokens and targets like [`Self::batch`], of a global batch that begins with the row
-    /// number `first`. For runs whose steps had batches of several sizes.
-    ///
-    /// # Errors
-    /// The same as [`Self::check`], and candle's errors.
-    pub fn batch_at(
-        &self,
-        text: &Text,
         first: u128,
-        rank: usize,
-        part: usize,
+        (rank, part): (usize, usize),
         device: &Device,
     ) -> Result<(Tensor, Tensor), candle_core::Error> {
         self.check(text).map_err(candle_core::Error::wrap)?;
-        let starts: Vec<usize> = self.starts(text.len(), first, rank, part).collect();
-        // The target of each token is the one after it.
-        let rows = |shift: usize| {
-            let row = |&start: &usize| {
-                text.bytes[start + shift..start + shift + self.seq]
-                    .iter()
-                    .map(|&b| u32::from(b))
-            };
-            let tokens: Vec<u32> = starts.iter().flat_map(row).collect();
-            Tensor::from_vec(tokens, (starts.len(), self.seq), device)
-        };
-        Ok((rows(0)?, rows(1)?))
+        let mut tokens = Vec::new();
+        let mut targets = Vec::new();
+        for start in self.starts(text.bytes.len(), first, rank, part) {
+            let row = &text.bytes[start..=start + self.seq];
+            // The target of each token is the one after it.
+            tokens.extend(row[..self.seq].iter().map(|&byte| u32::from(byte)));
+            targets.extend(row[1..].iter().map(|&byte| u32::from(byte)));
+        }
+        let shape = (self.rows(rank, part).len(), self.seq);
+        Ok((
+            Tensor::from_vec(tokens, shape, device)?,
+            Tensor::from_vec(targets, shape, device)?,
+        ))
     }
 }
 
@@ -293,7 +263,7 @@ mod tests {
 
     #[test]
     fn ranks_and_parts_share_the_rows_of_the_global_batch_in_order() {
-        let text = Text::new("t", (0..=255u8).collect::<Vec<_>>()).unwrap();
+        let text = Text::new("t".to_owned(), (0..=255u8).collect()).unwrap();
         let whole = Batches {
             batch: 12,
             seq: 10,
@@ -302,7 +272,7 @@ mod tests {
         };
         for step in [0, 1, 25, u64::MAX] {
             let row = whole.rows_of(step);
-            let all: Vec<usize> = whole.starts(text.len(), row, 0, 0).collect();
+            let all: Vec<usize> = whole.starts(text.bytes.len(), row, 0, 0).collect();
             let expected: Vec<usize> = (0..12)
                 .map(|b| ((u128::from(step) * 12 + b) * 10 % (256 - 10 - 1)) as usize)
                 .collect();
@@ -316,7 +286,7 @@ mod tests {
                 let parts =
                     (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
                 let joined: Vec<usize> = parts
-                    .flat_map(|(r, p)| cut.starts(text.len(), row, r, p))
+                    .flat_map(|(r, p)| cut.starts(text.bytes.len(), row, r, p))
                     .collect();
                 assert_eq!(joined, all);
             }
@@ -354,14 +324,14 @@ mod tests {
 
     #[test]
     fn targets_are_one_byte_further_on() {
-        let text = Text::new("t", b"abcdefgh".to_vec()).unwrap();
+        let text = Text::new("t".to_owned(), b"abcdefgh".to_vec()).unwrap();
         let batches = Batches {
             batch: 2,
             seq: 3,
             ranks: 2,
             accumulation: 1,
         };
-        let (tokens, targets) = batches.batch(&text, 0, 1, 0, &Device::Cpu).unwrap();
+        let (tokens, targets) = batches.batch(&text, 0, (1, 0), &Device::Cpu).unwrap();
         assert_eq!(tokens.to_vec2::<u32>().unwrap(), [[100, 101, 102]]);
         assert_eq!(targets.to_vec2::<u32>().unwrap(), [[101, 102, 103]]);
     }
@@ -369,7 +339,7 @@ mod tests {
     #[test]
     fn texts_without_a_row_and_batches_with_fewer_rows_than_parts_are_refused() {
         assert!(matches!(
-            Text::new("t", b"".to_vec()),
+            Text::new("t".to_owned(), Vec::new()),
             Err(DataError::Empty { .. })
         ));
         let batches = Batches {
@@ -378,12 +348,12 @@ mod tests {
             ranks: 2,
             accumulation: 1,
         };
-        let short = Text::new("t", vec![0; 9]).unwrap();
+        let short = Text::new("t".to_owned(), vec![0; 9]).unwrap();
         assert!(matches!(
             batches.check(&short),
             Err(DataError::TooShort { needed: 10, .. })
         ));
-        let enough = Text::new("t", vec![0; 10]).unwrap();
+        let enough = Text::new("t".to_owned(), vec![0; 10]).unwrap();
         batches.check(&enough).unwrap();
         for (batch, ranks, accumulation) in [
             (4, 5, 1),

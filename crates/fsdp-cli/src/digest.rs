@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::digest::digest;
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint;
+use fsdp_formats::digest::digest;
+use fsdp_formats::reader::OpenOptions;
 use serde::Serialize;
 
+use crate::natural;
 use crate::output;
 use crate::text::escaped;
 use crate::work::Threads;
@@ -28,7 +29,7 @@ pub(crate) struct DigestArguments {
     #[arg(long)]
     recorded: bool,
     /// One JSON object on stdout, with all digests
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
     #[command(flatten)]
     threads: Threads,
@@ -86,7 +87,7 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let mut lines = Vec::new();
     if arguments.each {
         let mut digests: Vec<_> = state.iter().collect();
-        digests.sort_by(|(a, _), (b, _)| natord::compare(a, b));
+        digests.sort_by(|(a, _), (b, _)| natural::compare(a, b));
         for (name, digest) in digests {
             lines.push(format!("{digest}  {}", escaped(name)));
         }

@@ -1,7 +1,9 @@
 //! The errors of the command itself, each with its exit code and a hint. Libraries have errors of
 //! their own.
 
-use fsdp_layout::DType;
+use std::error::Error;
+
+use fsdp_layout::{DType, ErrorKind, Failure};
 
 use crate::exit_codes;
 
@@ -15,7 +17,7 @@ pub(crate) enum UsageError {
     )]
     NotReplaceable { path: String },
     #[error("`{path}` is the name of a directory, and `--to {to}` writes one file")]
-    NotAFile { path: String, to: &'static str },
+    NotAFile { path: String, to: String },
     #[error(
         "`{destination}` and `{source_path}` overlap: a checkpoint cannot be written over its source"
     )]
@@ -24,10 +26,7 @@ pub(crate) enum UsageError {
         destination: String,
     },
     #[error("`{option}` has no effect with `--to {to}`")]
-    Unused {
-        option: &'static str,
-        to: &'static str,
-    },
+    Unused { option: &'static str, to: String },
     #[error("`{option}` names `{path}`, which is not a directory that exists")]
     NoDirectory { option: &'static str, path: String },
     #[error("`{glob}` is not a valid glob: {reason}")]
@@ -200,4 +199,11 @@ pub(crate) struct Different {
     pub(crate) second: String,
     pub(crate) count: usize,
     pub(crate) of: usize,
+}
+
+/// Returns the kind of one cause of an error, if it is an error of this type.
+pub(crate) fn kind_as<E: Failure + Error + 'static>(
+    cause: &(dyn Error + 'static),
+) -> Option<ErrorKind> {
+    cause.downcast_ref::<E>().map(Failure::kind)
 }

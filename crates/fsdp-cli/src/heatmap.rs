@@ -1,11 +1,11 @@
 //! `fsdp diff --heatmap`: where in a tensor two checkpoints differ, and by how much.
 
 use anyhow::Result;
-use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::elements::{Census, for_each};
-use fsdp_dcp::metadata::TensorEntry;
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::TensorEntry;
 use fsdp_layout::boxes::boxes_of_flat_range;
+use fsdp_tools::elements::{Census, for_each};
 
 /// The cells down: along the first dimension.
 const ROWS: usize = 8;

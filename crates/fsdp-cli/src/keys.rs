@@ -1,13 +1,39 @@
 //! The keys that are converted or compared, and their new names.
 
 use anyhow::{Result, bail, ensure};
-use fsdp_dcp::convert::Rename;
-use fsdp_dcp::metadata::Metadata;
+use clap::Args;
+use fsdp_formats::metadata::Metadata;
+use fsdp_tools::convert::Rename;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::failure::UsageError;
 use crate::output;
 use crate::text::escaped;
+
+/// The options that select keys.
+#[derive(Debug, Args)]
+pub(crate) struct KeyFilter {
+    /// Only keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    include: Vec<String>,
+    /// No keys that this glob matches; may be given more than once
+    #[arg(long, value_name = "GLOB")]
+    exclude: Vec<String>,
+}
+
+impl KeyFilter {
+    /// Returns the selected keys, which rules and a prefix rename.
+    ///
+    /// # Errors
+    /// A glob that is none.
+    pub(crate) fn keys<'a>(
+        &'a self,
+        rules: &'a [(String, String)],
+        prefix: Option<&'a str>,
+    ) -> Result<Keys<'a>> {
+        Keys::new(&self.include, &self.exclude, rules, prefix)
+    }
+}
 
 /// `--include`, `--exclude`, `--rename` and `--prefix`.
 pub(crate) struct Keys<'a> {
@@ -239,7 +265,7 @@ mod tests {
         ] {
             metadata.entries.insert(
                 key.to_owned(),
-                fsdp_dcp::metadata::Entry::Bytes(Default::default()),
+                fsdp_formats::metadata::Entry::Bytes(Default::default()),
             );
         }
         let near = nearest("model.up.wieght", &metadata).unwrap();

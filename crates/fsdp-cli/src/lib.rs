@@ -25,6 +25,7 @@ mod manual;
 mod map;
 mod markup;
 mod memory;
+mod natural;
 mod new_file;
 mod outcome;
 mod output;
@@ -61,7 +62,6 @@ mod train;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
@@ -134,12 +134,6 @@ enum Command {
     Man(manual::ManArguments),
 }
 
-/// Runs the command line of this process, and returns its exit code.
-#[must_use]
-pub fn main() -> ExitCode {
-    ExitCode::from(run(std::env::args_os()))
-}
-
 /// Runs a command line, whose first argument is the name of the program, as this process, and
 /// returns its exit code.
 ///
@@ -149,19 +143,13 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let command = parse(&arguments).unwrap_or_else(|error| error.exit());
     #[cfg(feature = "train")]
-    prepare_training(&command);
+    if let Command::Train(arguments) = &command {
+        prepare_training(arguments);
+    }
     // A reader of stdout that has seen enough is not an error, but a training run that stopped
     // halfway must not look done.
     let may_end_early = !command.trains();
-    let result =
-        stop::survive_file_size_limit().and_then(|()| logs::start(command.trace_file().as_deref()));
-    let result = result.and_then(|guard| {
-        let result = execute(command);
-        // Completes the trace file.
-        drop(guard);
-        result
-    });
-    match result {
+    match prepare_and_execute(command) {
         Ok(()) => exit_codes::OK,
         // The run has printed that it was stopped.
         Err(error) if error.is::<failure::Stopped>() => exit_codes::STOPPED,
@@ -173,13 +161,42 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     }
 }
 
+/// Sets this process up for a command, and runs it.
+fn prepare_and_execute(command: Command) -> anyhow::Result<()> {
+    stop::survive_file_size_limit()?;
+    // The trace file is complete when the guard is dropped.
+    let _guard = logs::start(command.trace_file().as_deref())?;
+    execute(command)
+}
+
+/// The options of the commands on checkpoints that an environment variable may set. All others
+/// change what is selected or written, and a variable that somebody has left would change it
+/// unseen.
+const OPTIONS_WITH_VARIABLES: [&str; 4] = ["json", "level", "no_progress", "threads"];
+
+/// Returns the command line. An option `--some-name` may be set by the variable `FSDP_SOME_NAME`
+/// too: any option of the commands that run jobs, and some of the others.
+fn command_line() -> clap::Command {
+    Arguments::command().mut_subcommands(|command| {
+        let runs_jobs = ["train", "launch", "doctor"].contains(&command.get_name());
+        command.mut_args(|option| {
+            let name = option.get_id().as_str();
+            if option.is_positional() || !(runs_jobs || OPTIONS_WITH_VARIABLES.contains(&name)) {
+                return option;
+            }
+            let variable = format!("FSDP_{}", name.to_uppercase());
+            option.env(variable)
+        })
+    })
+}
+
 /// Parses a command line and the environment.
 ///
 /// A flag beats the environment: where only `FSDP_JSON` makes options conflict, it does not count.
 fn parse(arguments: &[OsString]) -> Result<Command, clap::Error> {
-    match parse_with(Arguments::command(), arguments) {
+    match parse_with(command_line(), arguments) {
         Err(error) if error.kind() == ErrorKind::ArgumentConflict => {
-            parse_with(without_json_twin(Arguments::command()), arguments)
+            parse_with(without_json_variable(command_line()), arguments)
         }
         parsed => parsed,
     }
@@ -195,16 +212,12 @@ fn parse_with(command: clap::Command, arguments: &[OsString]) -> Result<Command,
 }
 
 /// Returns the command without the environment variable of `--json`.
-fn without_json_twin(command: clap::Command) -> clap::Command {
+fn without_json_variable(command: clap::Command) -> clap::Command {
     command.mut_subcommands(|command| {
-        let has_json = command
-            .get_arguments()
-            .any(|option| option.get_id() == "json");
-        if has_json {
-            command.mut_arg("json", |json| json.env(None::<&str>))
-        } else {
-            command
-        }
+        command.mut_args(|option| match option.get_id().as_str() {
+            "json" => option.env(None::<&str>),
+            _ => option,
+        })
     })
 }
 
@@ -215,10 +228,7 @@ fn without_json_twin(command: clap::Command) -> clap::Command {
     unsafe_code,
     reason = "candle reads the number of threads from the environment only"
 )]
-fn prepare_training(command: &Command) {
-    let Command::Train(arguments) = command else {
-        return;
-    };
+fn prepare_training(arguments: &train::TrainArguments) {
     let threads = train::threads_per_rank(arguments).to_string();
     // SAFETY: this process has no other thread yet that could read the environment meanwhile.
     unsafe { std::env::set_var(cpu_threads::VARIABLE, threads) };
@@ -231,7 +241,9 @@ fn prepare_training(command: &Command) {
     // The pad is not larger because glibc uses the whole of it before it joins the small free
     // blocks that aligned ones leave between them, so each refused connection would add to the
     // memory of the thread that listens.
-    keep_freed_memory(16 << 20);
+    if cfg!(not(feature = "mimalloc")) {
+        keep_freed_memory(16 << 20);
+    }
 }
 
 /// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the
@@ -311,8 +323,8 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Merge(arguments) => convert::merge(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
-        Command::Completions(arguments) => manual::completions(&arguments, Arguments::command()),
-        Command::Man(arguments) => manual::man(&arguments, Arguments::command()),
+        Command::Completions(arguments) => manual::completions(&arguments, command_line()),
+        Command::Man(arguments) => manual::man(&arguments, command_line()),
     }
 }
 
@@ -327,13 +339,13 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        Arguments::command().debug_assert();
-        without_json_twin(Arguments::command()).debug_assert();
+        command_line().debug_assert();
+        without_json_variable(command_line()).debug_assert();
     }
 
     #[test]
     fn no_variable_changes_what_is_selected_or_written() {
-        for command in Arguments::command().get_subcommands() {
+        for command in command_line().get_subcommands() {
             let runs = ["train", "launch", "doctor"].contains(&command.get_name());
             for option in command.get_opts() {
                 let name = option.get_id().as_str();

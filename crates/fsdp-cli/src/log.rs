@@ -2,8 +2,8 @@
 
 use anyhow::{Result, ensure};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::lineage::{Lineage, Link, Note, chain};
+use fsdp_formats::Location;
+use fsdp_formats::lineage::{Lineage, Link, Note, chain};
 use serde::Serialize;
 
 use crate::failure::Broken;
@@ -18,7 +18,7 @@ pub(crate) struct LogArguments {
     #[arg(value_name = "RUN")]
     run: Location,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

@@ -2,10 +2,10 @@
 
 use anyhow::Result;
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, StepOfRun, steps_of_run};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::with_causes;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, StepOfRun, steps_of_run};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_layout::with_causes;
 use serde::Serialize;
 
 use crate::text::{count, escaped, iec};
@@ -18,7 +18,7 @@ pub(crate) struct LsArguments {
     #[arg(value_name = "RUN")]
     run: Location,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

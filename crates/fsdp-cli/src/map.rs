@@ -5,8 +5,8 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::map::{BUILTIN, Map, Values};
+use fsdp_formats::Location;
+use fsdp_tools::map::{BUILTIN, Map, Values};
 
 use crate::failure::UsageError;
 

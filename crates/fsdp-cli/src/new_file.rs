@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use fsdp_dcp::storage::Durable;
+use fsdp_formats::storage::Durable;
 
 use crate::failure::UsageError;
 

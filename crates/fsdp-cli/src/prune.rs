@@ -2,11 +2,11 @@
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps_of_run};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::Durable;
-use fsdp_dcp::verify::{Level, verify};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps_of_run};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::Durable;
+use fsdp_tools::verify::{Level, verify};
 use serde::Serialize;
 
 use crate::failure::UsageError;
@@ -35,7 +35,7 @@ pub(crate) struct PruneArguments {
     #[arg(long)]
     yes: bool,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 

@@ -53,13 +53,13 @@ impl Ranks {
     /// # Errors
     /// No ranks, ranks that could not be started, ranks that panicked.
     pub fn run<T: Send>(&self, f: impl Fn(ProcessGroup) -> T + Sync) -> Result<Vec<T>, CommError> {
-        let run = |group: ProcessGroup| self.run_one(group.rank(), || f(group));
         let ranks = LocalRanks {
             world_size: self.count,
             deadline: self.deadline,
             ..LocalRanks::default()
         };
-        ranks.run(run)?.into_iter().collect()
+        let results = ranks.run(|group| self.run_one(group.rank(), || f(group)))?;
+        results.into_iter().collect()
     }
 
     /// Runs `f` on this thread as one of the ranks that share this machine, with CPU threads of its

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use fsdp_dcp::Location;
-use fsdp_dcp::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
-use fsdp_dcp::storage::Durable;
+use fsdp_formats::Location;
+use fsdp_formats::storage::Durable;
+use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde::Serialize;
 
 use crate::failure::UsageError;

@@ -3,6 +3,8 @@
 
 use std::borrow::Cow;
 
+use clap::ValueEnum;
+
 /// Returns `true` for control characters, with which terminal commands begin, and for characters
 /// that are invisible or change the direction of text.
 fn is_unsafe(c: char) -> bool {
@@ -60,6 +62,12 @@ pub(crate) fn column_widths<const N: usize>(rows: &[[String; N]]) -> [usize; N] 
         let widths = rows.iter().map(|row| row[column].chars().count());
         widths.fold(0, usize::max)
     })
+}
+
+/// Returns the name of a choice on the command line.
+pub(crate) fn choice_name(choice: &impl ValueEnum) -> String {
+    let value = choice.to_possible_value().expect("no choice is skipped");
+    value.get_name().to_owned()
 }
 
 /// Formats a count with the word for what is counted.

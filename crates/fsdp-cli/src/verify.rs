@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::sign::Signed;
-use fsdp_dcp::verify::{self, Level, Report, with_causes};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::ErrorKind;
+use fsdp_layout::with_causes;
+use fsdp_tools::sign::Signed;
+use fsdp_tools::verify::{self, Level, Report};
 use serde::Serialize;
 
 use crate::failure::Damaged;
@@ -42,7 +43,7 @@ pub(crate) struct VerifyArguments {
     #[arg(value_name = "CKPT")]
     path: Location,
     /// How much to check; each level includes those before it
-    #[arg(long, value_enum, default_value = "hashes", env = "FSDP_LEVEL")]
+    #[arg(long, value_enum, default_value = "hashes")]
     level: LevelName,
     /// Add hashes to a checkpoint that has none, if no problem is found
     #[arg(long)]

@@ -12,7 +12,7 @@ const MAX_THREADS: u64 = 4096;
 #[derive(Debug, Args)]
 pub(crate) struct Threads {
     /// Threads that do the work [default: one for each core]
-    #[arg(long, value_name = "N", env = "FSDP_THREADS",
+    #[arg(long, value_name = "N",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_THREADS))]
     threads: Option<usize>,
 }
@@ -31,10 +31,10 @@ pub(crate) struct Work {
     #[command(flatten)]
     pub(crate) threads: Threads,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     pub(crate) json: bool,
     /// No progress, neither a bar nor lines
-    #[arg(long, env = "FSDP_NO_PROGRESS")]
+    #[arg(long)]
     no_progress: bool,
 }
 

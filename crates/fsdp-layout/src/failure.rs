@@ -66,3 +66,16 @@ impl<F: Failure + ?Sized> Failure for &F {
         (**self).kind()
     }
 }
+
+/// Returns an error and its causes in one line.
+#[must_use]
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}

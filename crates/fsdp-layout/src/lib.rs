@@ -31,7 +31,7 @@ pub mod value;
 
 pub use boxes::{CopyRun, TensorBox};
 pub use dtype::DType;
-pub use failure::{ErrorKind, Failure};
+pub use failure::{ErrorKind, Failure, with_causes};
 pub use flat::{FlatLayout, FlatLayoutError, ShardParamInfo};
 pub use mesh::DeviceMesh;
 pub use path::{KeyPath, PathPart};

@@ -1,13 +1,14 @@
-//! [`FsdpConfig`]: the options that decide how a model is sharded.
+//! [`FsdpConfig`]: the options that decide how a model is sharded, and in which dtypes it is gathered,
+//! computed with and reduced.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 use fsdp_layout::DeviceMesh;
-
-use crate::{MixedPrecision, ShardingStrategy};
+use serde::{Deserialize, Serialize};
 
 /// The moment at which a backward begins to gather its next unit: torch's `BackwardPrefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -119,5 +120,125 @@ impl fmt::Debug for FsdpConfig {
             .field("limit_all_gathers", &self.limit_all_gathers)
             .field("seed", &self.seed)
             .finish_non_exhaustive()
+    }
+}
+
+/// torch's `ShardingStrategy`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ShardingStrategy {
+    /// Parameters are gathered before a unit's forward, freed after it, gathered again for its
+    /// backward, and freed; gradients and optimizer state are sharded. torch's `FULL_SHARD`.
+    #[default]
+    FullShard,
+    /// Like `FullShard`, but parameters stay gathered from forward to backward: torch's
+    /// `SHARD_GRAD_OP`.
+    ShardGradOp,
+    /// Every rank holds everything, and gradients are all-reduced: torch's `NO_SHARD`. A single
+    /// rank always has this strategy.
+    NoShard,
+    /// Like `FullShard` along the last dimension of a 2-D mesh, and replicated along the first:
+    /// gradients are reduce-scattered among the ranks that share shards, then all-reduced across
+    /// replicas. torch's `HYBRID_SHARD`.
+    HybridShard,
+}
+
+impl ShardingStrategy {
+    /// Every strategy.
+    pub const ALL: [ShardingStrategy; 4] = [
+        ShardingStrategy::FullShard,
+        ShardingStrategy::ShardGradOp,
+        ShardingStrategy::NoShard,
+        ShardingStrategy::HybridShard,
+    ];
+
+    /// Returns the name that the command line and the logs use.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            ShardingStrategy::FullShard => "full-shard",
+            ShardingStrategy::ShardGradOp => "shard-grad-op",
+            ShardingStrategy::NoShard => "no-shard",
+            ShardingStrategy::HybridShard => "hybrid-shard",
+        }
+    }
+}
+
+impl fmt::Display for ShardingStrategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ShardingStrategy {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::ALL
+            .into_iter()
+            .find(|strategy| strategy.name() == name);
+        found.ok_or_else(|| {
+            format!(
+                "unknown strategy `{name}`: use {}",
+                Self::ALL.map(Self::name).join(", ")
+            )
+        })
+    }
+}
+
+/// The dtypes of a unit that differ from the dtype of its shards: torch's `MixedPrecision` and
+/// `MixedPrecisionPolicy`.
+///
+/// Shards, optimizer state and checkpoints always have
+/// [`FsdpConfig::dtype`](crate::FsdpConfig::dtype). With `f32` shards, updates that are too small
+/// for a `bf16` value are not lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MixedPrecision {
+    /// The dtype in which parameters are gathered and used in the computation: `BF16` or `F16`
+    /// halve what the all-gathers move. It is the dtype of the model's builder, so parameters are
+    /// requested in it. A parameter that the model requests in another dtype keeps that dtype.
+    pub param: Option<DType>,
+    /// The dtype in which gradients are reduced over ranks; that of the parameters by default.
+    pub reduce: Option<DType>,
+    /// The dtype of running statistics that the model requests; that of shards by default.
+    pub buffer: Option<DType>,
+    /// The dtype to which the output of the model is converted, or of the unit for which this is
+    /// given. Units inside of it do not convert their outputs.
+    pub output: Option<DType>,
+    /// `true` (the default) if the input of [`Unit::forward`](candle_nn::Module::forward) is
+    /// converted to the dtype of the parameters. The inputs of closures
+    /// ([`Unit::run`](crate::Unit::run), the model's own forward) cannot be converted.
+    pub cast_inputs: bool,
+}
+
+impl Default for MixedPrecision {
+    fn default() -> Self {
+        MixedPrecision {
+            param: None,
+            reduce: None,
+            buffer: None,
+            output: None,
+            cast_inputs: true,
+        }
+    }
+}
+
+impl MixedPrecision {
+    /// Returns the setting for the units inside, which do not convert their outputs.
+    pub(crate) const fn inside(self) -> Self {
+        MixedPrecision {
+            output: None,
+            ..self
+        }
+    }
+}
+
+/// Returns a tensor in a dtype, if one is given and the tensor holds floats; others as they are.
+pub(crate) fn cast(tensor: Tensor, dtype: Option<DType>) -> candle_core::Result<Tensor> {
+    match dtype {
+        Some(dtype) if tensor.dtype().is_float() && tensor.dtype() != dtype => {
+            tensor.to_dtype(dtype)
+        }
+        _ => Ok(tensor),
     }
 }

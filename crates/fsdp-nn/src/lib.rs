@@ -18,63 +18,31 @@
 //! the parameter is released after the forward and filled again for the backward. Every weight and
 //! graph node of the model shares that storage, so it needs no change.
 
-mod agreement;
 pub mod algorithm;
-mod averaged;
-mod build;
-mod candle_error;
-mod clip;
-mod comm_hook;
 mod config;
-mod device;
 mod error;
 mod exchange;
-pub mod fully_sharded;
-mod gradient;
-mod handle;
-mod hooks;
-mod init;
-mod last_gradients;
-mod optim_state_error;
+mod model;
 pub mod optimizer;
-pub mod parameters;
-mod precision;
-mod recompute;
-mod registry;
-mod requires_grad;
-pub mod sampler;
-mod scaler;
-mod scaler_error;
-pub mod schedule;
-pub mod scope;
-mod settings;
-mod shared;
 pub mod state;
-mod strategy;
-mod summon;
 mod tasks;
 pub mod torch;
-mod unchanged;
+mod train;
 pub mod unit;
-mod unreached;
 
 pub use algorithm::Algorithm;
-pub use averaged::AveragedModel;
-pub use clip::{ClipOptions, GradNorm, OnNonFinite};
-pub use comm_hook::CommHook;
-pub use config::{BackwardPrefetch, FsdpConfig};
-pub use error::{NnError, Result};
-pub use fully_sharded::FullyShardedDataParallel;
+pub use config::{BackwardPrefetch, FsdpConfig, MixedPrecision, ShardingStrategy};
+pub use error::{BuildError, NnError, Result, ScalerError, StateDictError};
+pub use exchange::Unchanged;
+pub use model::{
+    CommHook, FullParameters, FullyShardedDataParallel, Scope, ShardedParameters, fully_sharded,
+    parameters, scope,
+};
 pub use optimizer::{Optimizer, ParamGroup};
-pub use parameters::ShardedParameters;
-pub use precision::MixedPrecision;
-pub use recompute::{Recomputed, recompute};
-pub use sampler::ShardedSampler;
-pub use scaler::{GradScaler, GradScalerOptions};
-pub use scaler_error::ScalerError;
-pub use schedule::{Decay, Schedule};
-pub use scope::Scope;
-pub use strategy::ShardingStrategy;
-pub use summon::FullParameters;
-pub use unchanged::Unchanged;
-pub use unit::{Unit, UnitOutput};
+pub use train::sampler::ShardedSampler;
+pub use train::schedule::{Decay, Schedule};
+pub use train::{
+    AveragedModel, ClipOptions, GradNorm, GradScaler, GradScalerOptions, OnNonFinite, sampler,
+    schedule,
+};
+pub use unit::{Recomputed, Unit, UnitOutput, recompute};

@@ -3,11 +3,11 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::metadata::{BytesEntry, Entry, encode};
-use fsdp_dcp::plan::{LoadPlanError, LoadRequest};
-use fsdp_dcp::reader::{Destination, OpenOptions, ReadOptions};
-use fsdp_dcp::{FileError, writer};
+use fsdp_formats::checkpoint;
+use fsdp_formats::metadata::{BytesEntry, Entry, encode};
+use fsdp_formats::plan::{LoadPlanError, LoadRequest};
+use fsdp_formats::reader::{Destination, OpenOptions, ReadOptions};
+use fsdp_formats::{FileError, writer};
 use fsdp_layout::TensorBox;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -154,6 +154,7 @@ impl Checkpoint {
                 boxes: vec![bounds],
             });
         }
+        // Each buffer becomes a slice of its own, which no other may overlap.
         Memory::check_apart(&memory)?;
         let buffers = memory.iter_mut().map(Memory::bytes_mut);
         let destinations: Vec<Destination<'_>> = requests

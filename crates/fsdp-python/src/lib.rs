@@ -1,4 +1,4 @@
-//! The native part of the Python package `fsdp_checkpoint`: the engine of `fsdp-dcp`, and the
+//! The native part of the Python package `fsdp_checkpoint`: the engine of `fsdp-formats`, and the
 //! command of `fsdp-cli`.
 //!
 //! The Python files beside it make the public interface of this. Nothing here knows numpy or torch:

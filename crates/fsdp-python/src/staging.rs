@@ -6,14 +6,14 @@ use std::ffi::OsString;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use fsdp_dcp::checkpoint::check_replaceable;
-use fsdp_dcp::plan::{LocalPlan, SelectedItem, Selection};
-use fsdp_dcp::storage::{self, Durable};
-use fsdp_dcp::writer::{
+use fsdp_formats::checkpoint::check_replaceable;
+use fsdp_formats::plan::{LocalPlan, SelectedItem, Selection};
+use fsdp_formats::storage::{self, Durable};
+use fsdp_formats::writer::{
     PayloadSource, RankWritten, WriteOptions, decode_item, describe_item, finish_encoded,
     write_rank,
 };
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use pyo3::prelude::*;
@@ -59,8 +59,10 @@ impl Staging {
             if overwrite {
                 check_replaceable(&target)?;
             }
+            // What saves that were killed have left beside the target is removed first.
             storage::clean_stale(target.clone())?;
             let staging = Durable::new().prepare(target, overwrite)?;
+            // This is known before the ranks write, and would otherwise fail the commit.
             staging.check_replaces_directory()?;
             Ok::<_, FileError>(staging)
         })?;
@@ -109,6 +111,7 @@ impl Staging {
                     "box {bounds} of `{fqn}` does not lie in its shape {shape:?}"
                 )));
             }
+            // The sizes come from the caller, so their product may overflow.
             let bytes = checked_numel(&bounds.sizes)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
@@ -150,7 +153,7 @@ impl Staging {
             ..WriteOptions::default()
         };
         let outcome = py.detach(|| {
-            self.held()
+            self.lock()
                 .as_ref()
                 .map(|staging| write_rank(staging, rank, &plan, &selection, &items, &options))
         });
@@ -175,14 +178,15 @@ impl Staging {
             .map(|report| serde_json::from_slice(report))
             .collect();
         let written = parsed.map_err(|error| exception(py, error))?;
-        let staging = self.held().take().ok_or_else(finished)?;
+        // It is taken out, so that a checkpoint is committed once.
+        let staging = self.lock().take().ok_or_else(finished)?;
         detached(py, || finish_encoded(staging, &metadata, &written))
     }
 
     /// Ends the save without a checkpoint. The rank that prepared it removes the files that were
     /// written.
     fn discard(&self, py: Python<'_>) {
-        py.detach(|| drop(self.held().take()));
+        py.detach(|| drop(self.lock().take()));
     }
 }
 
@@ -196,7 +200,7 @@ impl Staging {
     }
 
     /// Returns the staging directory. A call that panicked has not changed it.
-    fn held(&self) -> MutexGuard<'_, Option<storage::Staging>> {
+    fn lock(&self) -> MutexGuard<'_, Option<storage::Staging>> {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -223,11 +227,11 @@ impl PayloadSource for RankItems {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let held = self
+        let found = self
             .tensors
             .get(fqn)
-            .and_then(|boxes| boxes.iter().find(|(held, _)| held == bounds));
-        let bytes = held
+            .and_then(|boxes| boxes.iter().find(|(planned, _)| planned == bounds));
+        let bytes = found
             .and_then(|(_, memory)| memory.bytes().get(range.start as usize..range.end as usize));
         sink(bytes.ok_or_else(|| FileError::NotStored {
             fqn: fqn.to_owned(),

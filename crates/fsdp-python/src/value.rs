@@ -19,6 +19,7 @@ pub(crate) fn to_python<'py>(
         PlainValue::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
         PlainValue::Int(value) => value.into_pyobject(py)?.into_any(),
         PlainValue::BigInt(bytes) => {
+            // Python's integers of any size are made from bytes by this method only.
             let signed = PyDict::new(py);
             signed.set_item("signed", true)?;
             let int = py.get_type::<PyInt>();
@@ -49,6 +50,7 @@ pub(crate) fn to_python<'py>(
             dict.into_any()
         }
         PlainValue::Tensor(plain) => {
+            // The caller knows which framework's tensors are wanted.
             let shape = PyTuple::new(py, &plain.shape)?;
             tensor.call1((
                 plain.dtype.torch_name(),

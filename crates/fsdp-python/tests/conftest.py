@@ -56,4 +56,4 @@ def bf16_checkpoint() -> Path:
 @pytest.fixture
 def keys() -> Path:
     """A directory with a private key, `key.pem`, and its public key, `key.pub.pem`."""
-    return ROOT / "crates" / "fsdp-dcp" / "tests" / "fixtures" / "signed"
+    return ROOT / "crates" / "fsdp-tools" / "tests" / "fixtures" / "signed"

@@ -152,6 +152,7 @@ fn part_of(
         if source != group.rank() {
             continue;
         }
+        // As a rule a piece is a whole box of this rank, whose bytes are there already.
         if let Some(held) = sources.iter().find(|held| *held.bounds() == bounds) {
             held.read(|bytes| sum.add_box(shape, &bounds, element, bytes))??;
             continue;

@@ -179,13 +179,13 @@ impl Memory {
         }
         // candle can hold some dtypes that it cannot convert. If the dtypes are the same, no
         // conversion is needed.
-        let held = if is_same_dtype {
+        let detour_dtype = if is_same_dtype {
             tensor.dtype()
         } else {
             fsdp_flat::dtype::to_candle(dtype)?
         };
         Ok(Some(ShardedTensor::zeros(
-            held,
+            detour_dtype,
             tensor.shape(),
             &tensor.boxes(),
         )?))
@@ -208,7 +208,7 @@ impl Memory {
     /// candle's errors; tensors that are not contiguous.
     pub(crate) fn fill_from(&self, values: &ShardedTensor) -> Result<(), StateError> {
         let Memory::Tensors(tensor) = self else {
-            return Ok(());
+            unreachable!("other memory was not filled in the place of tensors");
         };
         for (LocalShard { tensor: from, .. }, LocalShard { tensor: to, .. }) in
             values.shards().iter().zip(tensor.shards())

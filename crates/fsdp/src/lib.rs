@@ -12,7 +12,8 @@
 //! | [`ops`] | softmax, norms, attention and other operations of candle models, fast and with gradients |
 //! | [`comm`] | process groups and collectives |
 //! | [`state`], [`flat`], [`layout`] | state dicts, sharded tensors, and the arithmetic of both |
-//! | [`dcp`] | checkpoint files, without any tensor library |
+//! | [`formats`] | checkpoint files of all formats, without any tensor library |
+//! | [`tools`] | conversion, verification, comparison, merging and signing of checkpoints |
 //!
 //! The `fsdp` command is in a separate package, `fsdp-cli`.
 
@@ -20,9 +21,10 @@ pub mod prelude;
 
 pub use fsdp_checkpoint as checkpoint;
 pub use fsdp_comm as comm;
-pub use fsdp_dcp as dcp;
 pub use fsdp_flat as flat;
+pub use fsdp_formats as formats;
 pub use fsdp_layout as layout;
 pub use fsdp_nn as nn;
 pub use fsdp_ops as ops;
 pub use fsdp_state as state;
+pub use fsdp_tools as tools;

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use fsdp::checkpoint::save;
-use fsdp::dcp::checkpoint::open;
-use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp::dcp::reader::OpenOptions;
-use fsdp::dcp::verify::{Level, verify};
+use fsdp::formats::checkpoint::open;
+use fsdp::formats::reader::OpenOptions;
 use fsdp::prelude::*;
+use fsdp::tools::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp::tools::verify::{Level, verify};
 use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
 
 use crate::figures::{Case, Figures, Pairs};

@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 use fsdp::checkpoint::{load, load_in_place, save};
-use fsdp::dcp::reader::CheckpointReader;
+use fsdp::formats::reader::CheckpointReader;
 use fsdp::prelude::*;
 
 use crate::figures::{Case, Figures, Pairs};
@@ -30,7 +30,8 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
         }
         let cases = on_ranks(to, |group| {
             let training = Training::new(group, bench.size, FsdpConfig::default())?;
-            let (group, state) = (training.group(), training.state()?);
+            let group = training.group();
+            let state = training.state()?;
             let own = state_bytes(&state);
             let total = total(group, own)?;
             let raw = bench.directory.join(format!("raw-{}", group.rank()));

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow};
-use fsdp::dcp::metadata::{decode, encode};
-use fsdp::dcp::plan::{LocalPlan, PlanOptions, plan_save, validate_metadata};
+use fsdp::formats::metadata::{decode, encode};
+use fsdp::formats::plan::{LocalPlan, PlanOptions, plan_save, validate_metadata};
 use fsdp::layout::shard::chunk_range;
 use fsdp::layout::{DType, TensorBox};
 

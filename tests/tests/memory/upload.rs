@@ -9,15 +9,15 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp::checkpoint::{SaveOptions, save};
-use fsdp::dcp::Location;
-use fsdp::dcp::object_store::memory::InMemory;
-use fsdp::dcp::object_store::multipart::{MultipartStore, PartId};
-use fsdp::dcp::object_store::path::Path;
-use fsdp::dcp::object_store::{
+use fsdp::formats::Location;
+use fsdp::formats::object_store::memory::InMemory;
+use fsdp::formats::object_store::multipart::{MultipartStore, PartId};
+use fsdp::formats::object_store::path::Path;
+use fsdp::formats::object_store::{
     CopyOptions, GetOptions, GetResult, ListResult, MultipartId, MultipartUpload, ObjectMeta,
     ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
-use fsdp::dcp::writer::WriteOptions;
+use fsdp::formats::writer::WriteOptions;
 use fsdp::state::StateDict;
 use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
 use futures_util::stream::BoxStream;

@@ -2,11 +2,12 @@
 
 use std::process::{Command, Output};
 
-use fsdp::dcp::storage::Durable;
+use fsdp::formats::storage::Durable;
 use serde_json::Value;
 
 use crate::conformance::LARGE;
-use crate::sample::{load, sample};
+use crate::load::load;
+use crate::sample::sample;
 use crate::server::{SECRET, Server};
 use crate::state::save;
 

@@ -8,22 +8,23 @@ use candle_core::{Device, Tensor};
 use fsdp::checkpoint::{
     Checkpointer, CheckpointerOptions, Retention, SaveOptions, prune, step_name,
 };
-use fsdp::dcp::checkpoint::{self, Format};
-use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp::dcp::diff::{Tolerance, diff};
-use fsdp::dcp::object_store::ObjectStoreExt as _;
-use fsdp::dcp::object_store::memory::InMemory;
-use fsdp::dcp::object_store::path::Path as Key;
-use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp::dcp::storage::Durable;
-use fsdp::dcp::verify::{Level, add_integrity, verify};
-use fsdp::dcp::{FileError, Location};
 use fsdp::flat::{LocalShard, ShardedTensor};
+use fsdp::formats::checkpoint::{self, Format};
+use fsdp::formats::object_store::ObjectStoreExt as _;
+use fsdp::formats::object_store::memory::InMemory;
+use fsdp::formats::object_store::path::Path as Key;
+use fsdp::formats::reader::{CheckpointReader, OpenOptions};
+use fsdp::formats::storage::Durable;
+use fsdp::formats::{FileError, Location};
+use fsdp::tools::convert::{ConvertOptions, OutputFormat, convert};
+use fsdp::tools::diff::{Tolerance, diff};
+use fsdp::tools::verify::{Level, add_integrity, verify};
 use fsdp_comm::run_local;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use fsdp_state::StateDict;
 
-use crate::sample::{load, sample};
+use crate::load::load;
+use crate::sample::sample;
 use crate::server::Server;
 use crate::state::{State, save};
 
@@ -283,7 +284,9 @@ fn race_to_a_file(root: &Location) {
 /// Two files may have values files of the same name. Neither takes those of the other, nor a user's
 /// file.
 fn values_of_others_stay(root: &Location) {
-    let (with, other, without) = (root.join("with"), root.join("other"), root.join("without"));
+    let with = root.join("with");
+    let other = root.join("other");
+    let without = root.join("without");
     save(&generation(1), 1, &with, &Durable::new()).unwrap();
     save(&generation(2), 1, &other, &Durable::new()).unwrap();
     save(
@@ -425,8 +428,8 @@ fn sealing_and_damage() {
         .unwrap();
     let opened = CheckpointReader::open(&target).unwrap();
     let length = opened.directory().file(&data).unwrap();
-    let mut bytes = vec![0; fsdp::dcp::storage::ReadAt::len(&*length) as usize];
-    fsdp::dcp::storage::ReadAt::read_exact_at(&*length, 0, &mut bytes).unwrap();
+    let mut bytes = vec![0; fsdp::formats::storage::ReadAt::len(&*length) as usize];
+    fsdp::formats::storage::ReadAt::read_exact_at(&*length, 0, &mut bytes).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     Durable::new()
@@ -534,7 +537,8 @@ fn what_has_not_changed_since_the_last_save_is_copied_by_the_store() {
                 )
                 .unwrap()
             };
-            let (base, lora) = (rows(5.0, 300_000), rows(step as f32, 10));
+            let base = rows(5.0, 300_000);
+            let lora = rows(step as f32, 10);
             let state: StateDict = [
                 ("base", base.into()),
                 ("lora", lora.into()),

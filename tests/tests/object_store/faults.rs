@@ -6,17 +6,17 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use fsdp::checkpoint::{Checkpointer, CheckpointerOptions, Retention};
-use fsdp::dcp::checkpoint;
-use fsdp::dcp::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp::dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp::dcp::storage::Durable;
-use fsdp::dcp::{FileError, Location};
+use fsdp::formats::checkpoint;
+use fsdp::formats::reader::{CheckpointReader, OpenOptions};
+use fsdp::formats::storage::Durable;
+use fsdp::formats::{FileError, Location};
+use fsdp::tools::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_comm::{LocalRanks, run_local};
 use fsdp_layout::DType;
 
 use crate::conformance::generation;
 use crate::faulty::{Fail, Faulty};
-use crate::sample::load;
+use crate::load::load;
 use crate::server::{SECRET, Server};
 use crate::state::{State, save};
 
@@ -38,7 +38,7 @@ fn operations(run: impl Fn(&Location)) -> usize {
 
 /// The error tells the operation and the object, and what the store said.
 fn assert_tells(error: &FileError) {
-    let text = fsdp::dcp::verify::with_causes(error);
+    let text = fsdp::layout::with_causes(error);
     assert!(
         text.contains("memory://test/run/c") && text.contains("the test wants it so"),
         "{text}"
@@ -259,7 +259,7 @@ fn credentials_are_in_no_message() {
     let error = CheckpointReader::open(&location).unwrap_err();
     let text = format!(
         "{} {error:?} {location:?}",
-        fsdp::dcp::verify::with_causes(&error)
+        fsdp::layout::with_causes(&error)
     );
     assert!(
         text.contains("s3://bucket/x") && !text.contains(SECRET),

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fsdp::dcp::Location;
-use fsdp::dcp::object_store::memory::InMemory;
-use fsdp::dcp::object_store::multipart::{MultipartStore, PartId};
-use fsdp::dcp::object_store::path::Path;
-use fsdp::dcp::object_store::{
+use fsdp::formats::Location;
+use fsdp::formats::object_store::memory::InMemory;
+use fsdp::formats::object_store::multipart::{MultipartStore, PartId};
+use fsdp::formats::object_store::path::Path;
+use fsdp::formats::object_store::{
     CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartId, MultipartUpload,
     ObjectMeta, ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };

@@ -10,8 +10,10 @@ mod commands;
 mod conformance;
 mod faults;
 mod faulty;
-#[path = "../../../crates/fsdp-dcp/tests/common/sample.rs"]
+#[path = "../../../crates/fsdp-formats/tests/common/load.rs"]
+mod load;
+#[path = "../../../crates/fsdp-formats/tests/common/sample.rs"]
 mod sample;
 mod server;
-#[path = "../../../crates/fsdp-dcp/tests/common/state.rs"]
+#[path = "../../../crates/fsdp-formats/tests/common/state.rs"]
 mod state;

@@ -10,11 +10,15 @@ use crate::metadata::packages;
 use crate::shell::cargo_output;
 
 /// Each crate with the crates of the project that it may use. Layers point down only.
-const LAYERS: [(&str, &[&str]); 12] = [
+const LAYERS: [(&str, &[&str]); 13] = [
     ("fsdp-ops", &[]),
     ("fsdp-layout", &[]),
     ("fsdp-digest", &["fsdp-layout"]),
-    ("fsdp-dcp", &["fsdp-layout", "fsdp-digest"]),
+    ("fsdp-formats", &["fsdp-layout", "fsdp-digest"]),
+    (
+        "fsdp-tools",
+        &["fsdp-layout", "fsdp-digest", "fsdp-formats"],
+    ),
     ("fsdp-comm", &["fsdp-layout"]),
     ("fsdp-flat", &["fsdp-layout"]),
     (
@@ -30,7 +34,7 @@ const LAYERS: [(&str, &[&str]); 12] = [
         &[
             "fsdp-layout",
             "fsdp-digest",
-            "fsdp-dcp",
+            "fsdp-formats",
             "fsdp-comm",
             "fsdp-flat",
             "fsdp-state",
@@ -42,7 +46,8 @@ const LAYERS: [(&str, &[&str]); 12] = [
         &[
             "fsdp-ops",
             "fsdp-layout",
-            "fsdp-dcp",
+            "fsdp-formats",
+            "fsdp-tools",
             "fsdp-comm",
             "fsdp-flat",
             "fsdp-state",
@@ -50,15 +55,24 @@ const LAYERS: [(&str, &[&str]); 12] = [
             "fsdp-checkpoint",
         ],
     ),
-    ("fsdp-cli", &["fsdp-layout", "fsdp-dcp", "fsdp"]),
-    ("fsdp-python", &["fsdp-layout", "fsdp-dcp", "fsdp-cli"]),
+    (
+        "fsdp-cli",
+        &["fsdp-layout", "fsdp-formats", "fsdp-tools", "fsdp"],
+    ),
+    ("fsdp-python", &["fsdp-layout", "fsdp-formats", "fsdp-cli"]),
 ];
 
 /// The packages that are in no layer: nothing uses them.
 const WITHOUT_LAYER: [&str; 2] = ["fsdp-examples", "fsdp-tests"];
 
 /// The crates that must not use a tensor library.
-const WITHOUT_CANDLE: [&str; 4] = ["fsdp-layout", "fsdp-digest", "fsdp-dcp", "fsdp-comm"];
+const WITHOUT_CANDLE: [&str; 5] = [
+    "fsdp-layout",
+    "fsdp-digest",
+    "fsdp-formats",
+    "fsdp-tools",
+    "fsdp-comm",
+];
 
 /// The packages of tensor libraries, which the command must not need without its feature `train`.
 const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];
@@ -66,6 +80,7 @@ const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];
 /// Checks the dependencies of all crates, as cargo sees them.
 pub(super) fn check(root: &Path) -> Result<Vec<String>> {
     let mut breaches = layers(&dependencies(root)?);
+    // What the command needs through others shows only in the whole tree.
     let tree = [
         "tree",
         "--package",
@@ -126,6 +141,7 @@ fn layers(dependencies: &BTreeMap<String, Vec<String>>) -> Vec<String> {
             .map(|(_, allowed)| *allowed);
         for used in used {
             let ours = LAYERS.iter().any(|(name, _)| name == used);
+            // Whether a dependency from elsewhere is wanted is for review to say.
             if let Some(allowed) = allowed
                 && ours
                 && !allowed.contains(&used.as_str())
@@ -167,7 +183,7 @@ mod tests {
     fn layers_point_down_only() {
         assert!(layers(&package("fsdp-nn", &["fsdp-state", "candle-core", "serde"])).is_empty());
         assert_eq!(layers(&package("fsdp-state", &["fsdp-nn"])).len(), 1);
-        assert_eq!(layers(&package("fsdp-dcp", &["fsdp-comm"])).len(), 1);
+        assert_eq!(layers(&package("fsdp-formats", &["fsdp-comm"])).len(), 1);
         assert_eq!(layers(&package("fsdp-comm", &["candle-core"])).len(), 1);
         assert_eq!(layers(&package("fsdp-new", &[])).len(), 1);
     }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use fsdp_comm::MAX_WORLD_SIZE;
+use fsdp_formats::Location;
 use serde::{Deserialize, Serialize};
 
 /// A save to the memory tier. The one that the run continues from is the greatest.
@@ -45,19 +46,18 @@ impl Part {
         let &["step", step, start, "rank", rank, "of", ranks] = words.as_slice() else {
             return None;
         };
-        let start = u64::from_str_radix(start, 16).ok()?;
-        let of = MemoryStep {
-            start,
-            step: step.parse().ok()?,
-            ranks: ranks.parse().ok()?,
-        };
         let part = Part {
-            of,
+            of: MemoryStep {
+                start: u64::from_str_radix(start, 16).ok()?,
+                step: step.parse().ok()?,
+                ranks: ranks.parse().ok()?,
+            },
             rank: rank.parse().ok()?,
         };
         // Only the exact spelling that `Display` writes is accepted, so one part has one name.
         let is_exact = part.to_string() == name;
-        (is_exact && part.rank < of.ranks && of.ranks <= MAX_WORLD_SIZE).then_some(part)
+        let ranks = part.of.ranks;
+        (is_exact && part.rank < ranks && ranks <= MAX_WORLD_SIZE).then_some(part)
     }
 }
 
@@ -70,6 +70,13 @@ pub(super) struct PartCopy {
     /// The name of the directory that holds it: the directory of the rank that saved it, or that of
     /// the rank's buddy.
     pub(super) holder: String,
+}
+
+impl PartCopy {
+    /// Returns the path of the copy in the run's directory on its host.
+    pub(super) fn place(&self, root: &Location) -> Location {
+        root.join(&self.holder).join(self.part.to_string())
+    }
 }
 
 /// A part to be sent from one rank to another.
@@ -88,17 +95,16 @@ pub(super) struct Transfer {
 /// buddies of that host's ranks. A single rank is its own buddy.
 pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
     let ranks = hosts.len();
-    let ranks_of = |host: usize| hosts.iter().filter(|other| **other == host).count();
     let largest = hosts
         .iter()
         .copied()
-        .max_by_key(|&host| ranks_of(host))
-        .unwrap_or_default();
+        .max_by_key(|&host| ranks_on(host, hosts))
+        .expect("a group has ranks");
+    let of_largest = ranks_on(largest, hosts);
     // The ranks form a ring, in which the ranks of a host are neighbours. Those of the largest host
     // come first.
     let mut ring: Vec<usize> = (0..ranks).collect();
     ring.sort_by_key(|&rank| (hosts[rank] != largest, hosts[rank]));
-    let of_largest = ranks_of(largest);
     let others = ranks - of_largest;
     let mut buddies = vec![0; ranks];
     for (at, &rank) in ring.iter().enumerate() {
@@ -112,6 +118,10 @@ pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
         buddies[rank] = ring[buddy % ranks];
     }
     buddies
+}
+
+fn ranks_on(host: usize, hosts: &[usize]) -> usize {
+    hosts.iter().filter(|other| **other == host).count()
 }
 
 /// The most ranks that a message names.
@@ -191,12 +201,9 @@ pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
     let mut transfers = Vec::new();
     for (part, holders) in holders {
         // The hosts that have the part take turns as senders.
-        let lacking = all.difference(&holders);
-        transfers.extend(
-            lacking
-                .zip(holders.iter().cycle())
-                .map(|(&to, &from)| Transfer { part, from, to }),
-        );
+        for (&to, &from) in all.difference(&holders).zip(holders.iter().cycle()) {
+            transfers.push(Transfer { part, from, to });
+        }
     }
     transfers
 }
@@ -206,17 +213,19 @@ pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
 pub(super) fn rounds(transfers: Vec<Transfer>) -> Vec<Vec<Transfer>> {
     let mut rounds: Vec<Vec<Transfer>> = Vec::new();
     for transfer in transfers {
-        let is_free = |round: &&mut Vec<Transfer>| {
-            round
-                .iter()
-                .all(|other| other.from != transfer.from && other.to != transfer.to)
-        };
-        match rounds.iter_mut().find(is_free) {
+        match rounds.iter_mut().find(|round| has_room(round, transfer)) {
             Some(round) => round.push(transfer),
             None => rounds.push(vec![transfer]),
         }
     }
     rounds
+}
+
+/// Returns `true` if neither rank of a transfer sends or receives in the same way in a round.
+fn has_room(round: &[Transfer], transfer: Transfer) -> bool {
+    round
+        .iter()
+        .all(|other| other.from != transfer.from && other.to != transfer.to)
 }
 
 #[cfg(test)]

@@ -17,16 +17,16 @@
 //! parts of all ranks of one save exist. If a part is damaged, its copy is used.
 
 mod arithmetic;
+mod exchange;
 mod run_directory;
-mod send;
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::storage::{Durable, clean_stale};
-use fsdp_dcp::verify::with_causes;
-use fsdp_dcp::{Location, parts};
+use fsdp_formats::storage::{Durable, clean_stale};
+use fsdp_formats::{Location, parts};
+use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
 use fsdp_state::{LoadError as _, StateDict};
 use tracing::{info_span, warn};
@@ -35,8 +35,8 @@ use self::arithmetic::{
     MemoryStep, Part, PartCopy, Transfer, buddies, missing_ranks, newest_complete, newest_whole,
     rounds, share, steps, transfers,
 };
+use self::exchange::exchange;
 use self::run_directory::{RunDirectory, make_private};
-use self::send::send;
 use crate::catalog::{StepCheckpoint, step_name};
 use crate::local_state::LocalState;
 use crate::plan::{PlanCache, Planned};
@@ -72,6 +72,27 @@ impl MemoryTier {
         }
     }
 
+    /// Finds the run's directory in the tier for an operation. If it has none yet, `create` makes
+    /// one; without `create` this returns `None`. `deadline` is that of the operation.
+    fn open(
+        &mut self,
+        operation: &'static str,
+        deadline: Option<Duration>,
+        create: bool,
+    ) -> Result<Option<RunDirectory>, CheckpointError> {
+        let group = with_storage_deadline(&self.group, deadline);
+        if let Some(found) = &self.run_directory {
+            return Ok(Some(RunDirectory {
+                group,
+                operation,
+                ..found.clone()
+            }));
+        }
+        self.run_directory =
+            RunDirectory::find(&self.directory, &self.run, group, operation, create)?;
+        Ok(self.run_directory.clone())
+    }
+
     /// Saves the state of a step. Afterwards the tier holds this step and the newest whole one
     /// before it.
     ///
@@ -84,7 +105,6 @@ impl MemoryTier {
         state: Result<StateDict, CheckpointError>,
         options: &SaveOptions,
     ) -> Result<SaveReport, CheckpointError> {
-        const OPERATION: &str = "save to memory";
         let clock = Instant::now();
         let group = with_storage_deadline(&self.group, options.deadline);
         let rank = group.rank();
@@ -97,74 +117,55 @@ impl MemoryTier {
         let Planned { local, .. } =
             self.plans
                 .plan(&group, &operation, options.deduplicate, local)?;
-        let Some(RunDirectory { root, hosts }) = self.open(&group, true)? else {
-            return Err(CheckpointError::NotAMemoryTier {
-                path: self.directory.name().to_owned(),
-            });
+        let Some(tier) = self.open("save to memory", options.deadline, true)? else {
+            unreachable!("a directory that was missing has been made");
         };
-        let copies = list_all(&group, OPERATION, &root, &hosts)?;
-        let start = self.start_of_save(&group, step, &copies)?;
+        let copies = tier.list()?;
         let this_step = MemoryStep {
-            start,
+            start: self.start_of_save(&group, step, &copies)?,
             step,
             ranks: group.world_size(),
         };
         // Step 2: make room. Of the older steps, only the newest complete one is kept. Steps from
         // this one on are removed too: they are of a save that failed, or the run has gone back
-        // behind them and does not continue from them. Ranks of one host share a directory, so only
-        // the first of them removes.
+        // behind them and does not continue from them.
         let older: Vec<PartCopy> = copies
             .into_iter()
             .filter(|copy| copy.part.of.step < step)
             .collect();
         let kept = newest_complete(&older);
-        let removed = if hosts[rank] == rank {
-            remove_all_but(&root, kept)
-        } else {
-            Ok(())
-        };
-        CheckpointError::agree(&group, OPERATION, None, removed)?;
+        tier.on_each_host(|root| remove_all_but(root, kept))?;
         // Step 3: write this rank's own part. The run's directory may have been removed since the
         // last save.
-        let part = Part {
+        let place = tier.place(Part {
             of: this_step,
             rank,
-        };
-        let own = place_of(&root, rank, part);
-        let is_object_store = own.local().is_none();
-        let threads = threads(
-            Access::Write,
-            options.write.threads,
-            &group,
-            is_object_store,
-        );
-        let bytes = make_private(&root).and_then(|()| save_part(&own, &local, rank, threads));
-        let rank_bytes = CheckpointError::agree(&group, OPERATION, None, bytes)?;
+        });
+        let is_object_store = place.local().is_none();
+        let asked = options.write.threads;
+        let threads = threads(Access::Write, asked, &group, is_object_store);
+        let written =
+            make_private(&tier.root).and_then(|()| save_part(&place, &local, rank, threads));
+        let rank_bytes = tier.agree(written)?;
         // Step 4: copy each part to the buddy of its rank. From then on the step survives the loss
         // of any one rank's files, or of any one host.
         let mut transfers = Vec::new();
-        for (from, to) in buddies(&hosts).into_iter().enumerate() {
+        for (from, to) in buddies(&tier.hosts).into_iter().enumerate() {
             // A rank without another one is its own buddy.
             if from != to {
-                transfers.push(Transfer {
-                    part: Part {
-                        of: this_step,
-                        rank: from,
-                    },
-                    from,
-                    to,
-                });
+                let part = Part {
+                    of: this_step,
+                    rank: from,
+                };
+                transfers.push(Transfer { part, from, to });
             }
         }
         for round in rounds(transfers) {
-            send(&group, OPERATION, &round, |&Transfer { part, from, to }| {
-                (place_of(&root, from, part), place_of(&root, to, part))
-            })?;
+            tier.transfer(&round, &[])?;
         }
-        let total_bytes = group.all_gather_object(&rank_bytes)?.into_iter().sum();
         Ok(SaveReport {
             rank_bytes,
-            total_bytes,
+            total_bytes: group.all_gather_object(&rank_bytes)?.into_iter().sum(),
             linked_bytes: 0,
             digest: None,
             duration: clock.elapsed(),
@@ -188,103 +189,53 @@ impl MemoryTier {
             return Ok(start);
         }
         // The time also exceeds the numbers of starts on other hosts, which cannot be seen now and
-        // may come back.
+        // may come back. A clock that is wrong is no reason not to save: the number then exceeds
+        // only those that can be seen.
         let time = SystemTime::now()
             .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        let time = u64::try_from(time.as_nanos()).unwrap_or_default();
+            .map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
         let next = newest.map_or(0, |newest| newest.start.saturating_add(1));
         let start = group.broadcast_object(Some(&time.max(next)), 0)?;
         self.start = Some(start);
         Ok(start)
     }
 
-    /// Returns the newest whole step, if it is newer than `durable`, the step of the newest
-    /// checkpoint; the `durable` that rank 0 passes counts. Each host then has all parts of the
-    /// step, joined to an ordinary checkpoint. Newer steps, which are damaged or were never
-    /// completed, are removed.
+    /// Returns the newest whole step, if it is newer than `after`, the step of the newest
+    /// checkpoint; the `after` that rank 0 passes counts. Each host then has all parts of the step,
+    /// joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed,
+    /// are removed.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage; with `strict`, a step that was completed and
     /// is damaged.
     pub(crate) fn newest(
         &mut self,
-        durable: Option<u64>,
+        after: Option<u64>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        const OPERATION: &str = "look into the memory tier";
-        let group = with_storage_deadline(&self.group, None);
-        let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else {
+        let Some(tier) = self.open("look into the memory tier", None, false)? else {
             return Ok(None);
         };
-        let durable: Option<u64> = group.broadcast_object(Some(&durable), 0)?;
+        let after: Option<u64> = tier.group.broadcast_object(Some(&after), 0)?;
         // Step 1: find the newest step of which every part has a copy that is not damaged. Every
         // rank has the same list of copies, so all of them choose the same step.
-        let copies = list_all(&group, OPERATION, &root, &hosts)?;
-        let mut found = None;
-        for (step, missing) in steps(&copies) {
-            if durable.is_some_and(|durable| durable >= step.step) {
-                break;
-            }
-            if !missing.is_empty() {
-                if group.rank() == 0 {
-                    warn!(step = step.step, ranks = ?missing, "the memory tier lacks parts of a step; using an older step");
-                }
-                continue;
-            }
-            let copies: Vec<PartCopy> = copies
-                .iter()
-                .filter(|copy| copy.part.of == step)
-                .cloned()
-                .collect();
-            let sound = check(&group, &root, &hosts, &copies)?;
-            match steps(&sound).pop() {
-                Some((step, missing)) if missing.is_empty() => {
-                    found = Some((step, sound));
-                    break;
-                }
-                damaged => {
-                    // If no copy of any part is sound, the list is empty, and the parts of all
-                    // ranks are missing.
-                    let ranks = damaged
-                        .map_or_else(|| missing_ranks(step, &BTreeSet::new()), |(_, ranks)| ranks);
-                    if strict {
-                        return Err(CheckpointError::DamagedMemory {
-                            step: step.step,
-                            ranks,
-                        });
-                    }
-                    if group.rank() == 0 {
-                        warn!(
-                            step = step.step,
-                            ?ranks,
-                            "all copies of some parts are damaged; using an older step"
-                        );
-                    }
-                }
-            }
-        }
+        let copies = tier.list()?;
+        let found = tier.find_sound(&copies, after, strict)?;
         // Step 2: remove the steps that were passed over. The run continues from an older one, so a
         // later resume must not find them.
-        let found_step = found.as_ref().map(|(step, _)| *step);
-        let newest = found_step.map(|step| step.step).or(durable).unwrap_or(0);
+        let chosen = found.as_ref().map(|(step, _)| *step);
+        let newest = chosen.map(|step| step.step).or(after).unwrap_or(0);
         let mut passed: BTreeSet<MemoryStep> = copies.iter().map(|copy| copy.part.of).collect();
-        passed.retain(|step| step.step >= newest && Some(*step) != found_step);
-        let leads = hosts[group.rank()] == group.rank();
-        let removed = if leads {
-            remove_parts(&root, |part| passed.contains(&part.of))
-        } else {
-            Ok(())
-        };
-        CheckpointError::agree(&group, OPERATION, None, removed)?;
+        passed.retain(|step| step.step >= newest && Some(*step) != chosen);
+        tier.on_each_host(|root| remove_parts(root, |part| passed.contains(&part.of)))?;
         // Step 3: give each host the parts that it lacks, and join them.
         let Some((step, copies)) = found else {
             return Ok(None);
         };
-        let joined = self.join(&group, &root, &hosts, step, &copies);
+        let joined = tier.join(step, &copies);
         if joined.is_err() {
             // Parts that were received for this would leave less space for the next attempt.
-            remove_received(&root, &hosts, &copies, group.rank());
+            tier.remove_received(&copies);
         }
         joined.map(Some)
     }
@@ -294,12 +245,10 @@ impl MemoryTier {
     /// # Errors
     /// The same on every rank: errors of the storage.
     pub(crate) fn newest_listed(&mut self) -> Result<Option<u64>, CheckpointError> {
-        let group = with_storage_deadline(&self.group, None);
-        let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else {
+        let Some(tier) = self.open("list the memory tier", None, false)? else {
             return Ok(None);
         };
-        let copies = list_all(&group, "list the memory tier", &root, &hosts)?;
-        Ok(newest_whole(&copies).map(|newest| newest.step))
+        Ok(newest_whole(&tier.list()?).map(|newest| newest.step))
     }
 
     /// Removes the run's directories from the tier.
@@ -307,152 +256,220 @@ impl MemoryTier {
     /// # Errors
     /// The same on every rank: errors of the storage.
     pub(crate) fn clear(&mut self) -> Result<(), CheckpointError> {
-        const OPERATION: &str = "clear the memory tier";
-        let group = with_storage_deadline(&self.group, None);
-        let Some(RunDirectory { root, hosts }) = self.open(&group, false)? else {
+        let Some(tier) = self.open("clear the memory tier", None, false)? else {
             return Ok(());
         };
         // The next save makes new directories.
         self.run_directory = None;
-        // The ranks of a host share its directory, so only the first of them removes it.
-        let removed = if hosts[group.rank()] == group.rank() {
-            remove(&root)
+        tier.on_each_host(remove)
+    }
+}
+
+impl RunDirectory {
+    /// Turns an error of any rank into an error of every rank. Collective: an agreement.
+    fn agree<T>(&self, outcome: Result<T, CheckpointError>) -> Result<T, CheckpointError> {
+        CheckpointError::agree(&self.group, self.operation, None, outcome)
+    }
+
+    /// Does something with the run's directory on the first rank of each host, because the ranks of
+    /// a host share the directory. Returns the default on the other ranks. Collective: an
+    /// agreement.
+    fn on_each_host<T: Default>(
+        &self,
+        work: impl FnOnce(&Location) -> Result<T, CheckpointError>,
+    ) -> Result<T, CheckpointError> {
+        let rank = self.group.rank();
+        let outcome = if self.hosts[rank] == rank {
+            work(&self.root)
         } else {
-            Ok(())
+            Ok(T::default())
         };
-        CheckpointError::agree(&group, OPERATION, None, removed)
+        self.agree(outcome)
+    }
+
+    /// Returns the path of a part in the directory of this rank.
+    fn place(&self, part: Part) -> Location {
+        self.root
+            .join(format!("rank-{}", self.group.rank()))
+            .join(part.to_string())
+    }
+
+    /// Returns the path of a part on this host: that of one of these copies, or else in the
+    /// directory of this rank.
+    fn place_on_host(&self, part: Part, copies: &[PartCopy]) -> Location {
+        let rank = self.group.rank();
+        match copies
+            .iter()
+            .find(|copy| copy.host == rank && copy.part == part)
+        {
+            Some(copy) => copy.place(&self.root),
+            None => self.place(part),
+        }
+    }
+
+    /// Makes the transfers of a round. `copies` are the places from which parts are sent, if they
+    /// are not in the directories of the ranks that send them. Collectives: those of
+    /// [`exchange`].
+    fn transfer(&self, round: &[Transfer], copies: &[PartCopy]) -> Result<(), CheckpointError> {
+        let rank = self.group.rank();
+        let outgoing = round.iter().find(|transfer| transfer.from == rank);
+        let incoming = round.iter().find(|transfer| transfer.to == rank);
+        exchange(
+            &self.group,
+            self.operation,
+            outgoing.map(|transfer| (self.place_on_host(transfer.part, copies), transfer.to)),
+            incoming.map(|transfer| (self.place(transfer.part), transfer.from)),
+        )?;
+        Ok(())
+    }
+
+    /// Lists the parts on all hosts. Every rank gets the same list. Collective: an agreement and an
+    /// object all-gather.
+    fn list(&self) -> Result<Vec<PartCopy>, CheckpointError> {
+        let listed = self.on_each_host(|root| list(root, self.group.rank()))?;
+        let all = self.group.all_gather_object(&listed)?;
+        Ok(all.into_iter().flatten().collect())
+    }
+
+    /// Returns the newest step after `after` of which every part has a copy that is not damaged,
+    /// with these copies. Collectives: an agreement and an object all-gather for each step that is
+    /// checked.
+    ///
+    /// # Errors
+    /// The same on every rank: a copy that cannot be read; with `strict`, a step that was completed
+    /// and is damaged.
+    fn find_sound(
+        &self,
+        copies: &[PartCopy],
+        after: Option<u64>,
+        strict: bool,
+    ) -> Result<Option<(MemoryStep, Vec<PartCopy>)>, CheckpointError> {
+        for (step, missing) in steps(copies) {
+            if after.is_some_and(|after| after >= step.step) {
+                break;
+            }
+            if !missing.is_empty() {
+                if self.group.rank() == 0 {
+                    warn!(
+                        step = step.step,
+                        ranks = ?missing,
+                        "the memory tier lacks parts of a step; using an older step"
+                    );
+                }
+                continue;
+            }
+            let mut sound = copies.to_vec();
+            sound.retain(|copy| copy.part.of == step);
+            self.retain_sound(&mut sound)?;
+            let present: BTreeSet<usize> = sound.iter().map(|copy| copy.part.rank).collect();
+            let ranks = missing_ranks(step, &present);
+            if ranks.is_empty() {
+                return Ok(Some((step, sound)));
+            }
+            if strict {
+                return Err(CheckpointError::DamagedMemory {
+                    step: step.step,
+                    ranks,
+                });
+            }
+            if self.group.rank() == 0 {
+                warn!(
+                    step = step.step,
+                    ?ranks,
+                    "all copies of some parts are damaged; using an older step"
+                );
+            }
+        }
+        Ok(None)
+    }
+
+    /// Checks every byte of these copies and retains the sound ones. The ranks of a host share the
+    /// checks. Collective: an agreement and an object all-gather.
+    ///
+    /// # Errors
+    /// The same on every rank: a copy that cannot be read.
+    fn retain_sound(&self, copies: &mut Vec<PartCopy>) -> Result<(), CheckpointError> {
+        // Check this rank's share, and then tell each other which copies are damaged.
+        let rank = self.group.rank();
+        let damaged: Result<Vec<Option<Damaged>>, CheckpointError> =
+            share(copies, &self.hosts, rank)
+                .into_iter()
+                .map(|copy| {
+                    let damage = damage_of(copy.place(&self.root))?;
+                    Ok(damage.map(|damage| (copy.clone(), damage)))
+                })
+                .collect();
+        let own: Vec<Damaged> = self.agree(damaged)?.into_iter().flatten().collect();
+        for (damaged, problem) in self.group.all_gather_object(&own)?.into_iter().flatten() {
+            if rank == 0 {
+                warn!(
+                    step = damaged.part.of.step,
+                    rank = damaged.part.rank,
+                    holder = damaged.holder,
+                    problem,
+                    "a part in the memory tier is damaged"
+                );
+            }
+            copies.retain(|copy| *copy != damaged);
+        }
+        Ok(())
     }
 
     /// Joins the parts of a step to a checkpoint on every host, after each host has received the
     /// parts that it lacks. If this fails, parts that were received stay.
     fn join(
         &self,
-        group: &ProcessGroup,
-        root: &Location,
-        hosts: &[usize],
         step: MemoryStep,
         copies: &[PartCopy],
     ) -> Result<StepCheckpoint, CheckpointError> {
-        const OPERATION: &str = "load from memory";
-        let rank = group.rank();
-        let place_on = |host: usize, part: Part| {
-            let copy = copies
-                .iter()
-                .find(|copy| copy.host == host && copy.part == part);
-            copy.map(|copy| root.join(&copy.holder).join(part.to_string()))
-        };
-        // The lowest rank of a host receives the parts that the host lacks, in its own directory.
-        let received = |part: Part| place_of(root, hosts[rank], part);
-        for round in rounds(transfers(copies, hosts)) {
+        let rank = self.group.rank();
+        for round in rounds(transfers(copies, &self.hosts)) {
             // A damaged copy may have the same path as the sound one that replaces it.
-            let into = round
-                .iter()
-                .find(|transfer| transfer.to == rank)
-                .map(|transfer| received(transfer.part));
-            let removed = into.as_ref().map_or(Ok(()), remove);
-            CheckpointError::agree(group, OPERATION, None, removed)?;
-            send(
-                group,
-                OPERATION,
-                &round,
-                |&Transfer { part, from, .. }| {
-                    (
-                        place_on(from, part).unwrap_or_else(|| received(part)),
-                        received(part),
-                    )
-                },
-            )?;
+            let removed = match round.iter().find(|transfer| transfer.to == rank) {
+                Some(transfer) => remove(&self.place(transfer.part)),
+                None => Ok(()),
+            };
+            self.agree(removed)?;
+            self.transfer(&round, copies)?;
         }
-        let path = root.join(step_name(step.step));
-        let joined = if hosts[rank] == rank {
-            let place = |rank| Part { of: step, rank };
-            let places = (0..step.ranks)
-                .map(place)
-                .map(|part| place_on(rank, part).unwrap_or_else(|| received(part)));
-            parts::join(&path, &places.collect::<Vec<_>>()).map_err(CheckpointError::from)
-        } else {
-            Ok(())
-        };
-        CheckpointError::agree(group, OPERATION, None, joined)?;
+        let path = self.root.join(step_name(step.step));
+        self.on_each_host(|_| {
+            let places: Vec<Location> = (0..step.ranks)
+                .map(|rank| self.place_on_host(Part { of: step, rank }, copies))
+                .collect();
+            Ok(parts::join(&path, &places)?)
+        })?;
         Ok(StepCheckpoint {
             step: step.step,
             path,
         })
     }
 
-    /// Finds the run's directory in the tier. If it has none yet, `create` makes one; without
-    /// `create` this returns `None`.
-    fn open(
-        &mut self,
-        group: &ProcessGroup,
-        create: bool,
-    ) -> Result<Option<RunDirectory>, CheckpointError> {
-        if self.run_directory.is_none() {
-            self.run_directory = RunDirectory::find(&self.directory, &self.run, group, create)?;
-        }
-        Ok(self.run_directory.clone())
-    }
-}
-
-/// Removes the parts that a rank receives so that its host has all parts of a step. A failure is
-/// only logged.
-fn remove_received(root: &Location, hosts: &[usize], copies: &[PartCopy], rank: usize) {
-    for transfer in transfers(copies, hosts)
-        .iter()
-        .filter(|transfer| transfer.to == rank)
-    {
-        let place = place_of(root, rank, transfer.part);
-        if let Err(error) = remove(&place) {
-            warn!(path = %place, %error, "failed to remove a part that was received");
+    /// Removes the parts that this rank has received so that its host has all parts of a step. A
+    /// failure is only logged.
+    fn remove_received(&self, copies: &[PartCopy]) {
+        for transfer in transfers(copies, &self.hosts) {
+            let place = self.place(transfer.part);
+            if transfer.to == self.group.rank()
+                && let Err(error) = remove(&place)
+            {
+                warn!(path = %place, %error, "failed to remove a part that was received");
+            }
         }
     }
 }
 
-/// Returns the path of a part in the directory of the rank `holder`.
-fn place_of(root: &Location, holder: usize, part: Part) -> Location {
-    root.join(holder_name(holder)).join(part.to_string())
-}
-
-/// Returns the name of the directory with the parts that a rank keeps.
-fn holder_name(rank: usize) -> String {
-    format!("rank-{rank}")
-}
-
-/// Lists the parts on all hosts. Every rank gets the same list. Collective: an agreement and an
-/// object all-gather.
-fn list_all(
-    group: &ProcessGroup,
-    operation: &str,
-    root: &Location,
-    hosts: &[usize],
-) -> Result<Vec<PartCopy>, CheckpointError> {
-    let rank = group.rank();
-    let listed = if hosts[rank] == rank {
-        list(root)
-    } else {
-        Ok(Vec::new())
-    };
-    let listed = CheckpointError::agree(group, operation, None, listed)?;
-    let listed = listed.into_iter().map(|(holder, part)| PartCopy {
-        part,
-        host: rank,
-        holder,
-    });
-    let all = group.all_gather_object(&listed.collect::<Vec<_>>())?;
-    Ok(all.into_iter().flatten().collect())
-}
-
-/// Lists the parts in a run's directory of this host, with the directories of the ranks that keep
-/// them.
-fn list(root: &Location) -> Result<Vec<(String, Part)>, CheckpointError> {
+/// Lists the parts in a run's directory of this host, whose first rank is `host`.
+fn list(root: &Location, host: usize) -> Result<Vec<PartCopy>, CheckpointError> {
     let mut found = Vec::new();
     for holder in names_in(root, "rank-")? {
-        let names = root.join(&holder).names()?;
-        found.extend(
-            names
-                .iter()
-                .filter_map(|name| Some((holder.clone(), Part::from_name(name)?))),
-        );
+        for name in root.join(&holder).names()? {
+            found.extend(Part::from_name(&name).map(|part| PartCopy {
+                part,
+                host,
+                holder: holder.clone(),
+            }));
+        }
     }
     Ok(found)
 }
@@ -460,11 +477,10 @@ fn list(root: &Location) -> Result<Vec<(String, Part)>, CheckpointError> {
 /// Returns the names in a run's directory that begin with `prefix`; no names if the directory was
 /// removed meanwhile.
 fn names_in(root: &Location, prefix: &str) -> Result<Vec<String>, CheckpointError> {
-    let mut names = if root.exists()? {
-        root.names()?
-    } else {
-        Vec::new()
-    };
+    if !root.exists()? {
+        return Ok(Vec::new());
+    }
+    let mut names = root.names()?;
     names.retain(|name| name.starts_with(prefix));
     Ok(names)
 }
@@ -481,49 +497,6 @@ fn damage_of(part: Location) -> Result<Option<String>, CheckpointError> {
         }
         Err(error) => Ok(Some(with_causes(&error))),
     }
-}
-
-/// Checks every byte of these copies and returns the sound ones. The ranks of a host share the
-/// checks. Collective: an agreement and an object all-gather.
-///
-/// # Errors
-/// The same on every rank: a copy that cannot be read.
-fn check(
-    group: &ProcessGroup,
-    root: &Location,
-    hosts: &[usize],
-    copies: &[PartCopy],
-) -> Result<Vec<PartCopy>, CheckpointError> {
-    // Check this rank's share, and then tell each other which copies are damaged.
-    let own = share(copies, hosts, group.rank()).into_iter();
-    let damaged = own.map(|copy| {
-        let damage = damage_of(root.join(&copy.holder).join(copy.part.to_string()))?;
-        Ok(damage.map(|damage| (copy.clone(), damage)))
-    });
-    let damaged: Result<Vec<Option<Damaged>>, CheckpointError> = damaged.collect();
-    let damaged = CheckpointError::agree(group, "check the memory tier", None, damaged)?;
-    let damaged: Vec<Damaged> = damaged.into_iter().flatten().collect();
-    let damaged: Vec<Damaged> = group
-        .all_gather_object(&damaged)?
-        .into_iter()
-        .flatten()
-        .collect();
-    if group.rank() == 0 {
-        for (copy, problem) in &damaged {
-            warn!(
-                step = copy.part.of.step,
-                rank = copy.part.rank,
-                holder = copy.holder,
-                problem,
-                "a part in the memory tier is damaged"
-            );
-        }
-    }
-    Ok(copies
-        .iter()
-        .filter(|copy| damaged.iter().all(|(other, _)| other != *copy))
-        .cloned()
-        .collect())
 }
 
 /// Removes the parts of all steps but `kept` from a run's directory on this host, and what was left
@@ -547,11 +520,8 @@ fn remove_parts(root: &Location, is_old: impl Fn(Part) -> bool) -> Result<(), Ch
                 remove(&holder.join(&name))?;
             }
             // A staging directory `.NAME.tmp-<nonce>` is removed unless a running process uses it.
-            let target = name
-                .strip_prefix('.')
-                .and_then(|name| name.split_once('.'))
-                .map(|(target, _)| target);
-            if let Some(target) = target {
+            if let Some((target, _)) = name.strip_prefix('.').and_then(|name| name.split_once('.'))
+            {
                 clean_stale(holder.join(target))?;
             }
         }

@@ -1,8 +1,8 @@
 //! Plans of the save of a large mixture of experts on many ranks: ranks send little data, and the
 //! plan is the right one.
 
-use fsdp_dcp::metadata::{Entry, decode, encode};
-use fsdp_dcp::plan::{plan_save, validate_metadata};
+use fsdp_formats::metadata::{Entry, decode, encode};
+use fsdp_formats::plan::{plan_save, validate_metadata};
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
@@ -165,11 +165,11 @@ fn twenty_nine_thousand_parameters_on_a_thousand_ranks_are_planned_within_a_roun
     let bytes = encode(&metadata);
     assert!(bytes.len() < 256 << 20, "{}", bytes.len());
     let directory = tempfile::tempdir().unwrap();
-    let staging = fsdp_dcp::storage::Durable::new()
+    let staging = fsdp_formats::storage::Durable::new()
         .prepare(directory.path().join("step"), false)
         .unwrap();
     staging
-        .commit(fsdp_dcp::metadata::METADATA_FILE, &bytes)
+        .commit(fsdp_formats::metadata::METADATA_FILE, &bytes)
         .unwrap();
     let read = decode(&std::fs::read(directory.path().join("step/.metadata")).unwrap()).unwrap();
     assert_eq!(read.entries.len(), metadata.entries.len());

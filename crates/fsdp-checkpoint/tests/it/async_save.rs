@@ -13,11 +13,11 @@ use fsdp_checkpoint::{
     load_whole, step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::storage::{HostSliceMut, release};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::{Durable, Step, StepHook};
 use fsdp_layout::TensorBox;
 use fsdp_state::{StateDict, StateValue};
 

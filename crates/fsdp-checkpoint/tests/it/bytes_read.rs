@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{LoadOptions, SaveOptions, Stateful as _, save};
 use fsdp_comm::run_local;
-use fsdp_dcp::reader::CheckpointReader;
 use fsdp_flat::ShardedTensor;
+use fsdp_formats::reader::CheckpointReader;
 use fsdp_layout::FlatLayout;
 use fsdp_state::{StateDict, StateValue};
 

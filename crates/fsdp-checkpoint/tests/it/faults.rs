@@ -15,8 +15,8 @@ use fsdp_checkpoint::{
     latest_checkpoint, list_checkpoints, load, load_whole, save, step_path,
 };
 use fsdp_comm::{CommError, LocalRanks, ProcessGroup, run_local};
-use fsdp_dcp::storage::{Durable, Step, StepHook};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::storage::{Durable, Step, StepHook};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{ErrorKind, Failure as _, TensorBox};
 use fsdp_state::{StateDict, StateValue};

@@ -15,12 +15,12 @@ use fsdp_checkpoint::{
     Checkpointer, CheckpointerOptions, LoadOptions, SaveOptions, SaveReport, load, save,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::open;
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::TensorBox;
 use fsdp_state::{StateDict, StateValue};
+use fsdp_tools::verify::{Level, verify};
 
 const RANKS: usize = 2;
 /// Elements of a row: each rank has one of each tensor.

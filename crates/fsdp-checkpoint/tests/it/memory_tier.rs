@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, Checkpointer, CheckpointerOptions, StepCheckpoint};
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::TensorBox;
 use fsdp_state::StateDict;
+use fsdp_tools::verify::{Level, verify};
 use tempfile::TempDir;
 
 /// The rows of a tensor that is dealt out to ranks.
@@ -120,7 +120,7 @@ impl Run {
             );
             // It is an ordinary checkpoint, of which every byte has a hash, and which has all
             // values.
-            let opened = fsdp_dcp::reader::CheckpointReader::open(&path).unwrap();
+            let opened = fsdp_formats::reader::CheckpointReader::open(&path).unwrap();
             let report = verify(&opened, Level::Hashes, None).unwrap();
             assert!(report.problems.is_empty(), "{:?}", report.problems);
             assert_eq!(
@@ -452,7 +452,7 @@ fn a_step_that_is_in_use_and_cannot_be_removed_does_not_come_back() {
     let readers: Vec<_> = run
         .parts_of(30)
         .iter()
-        .map(|part| fsdp_dcp::reader::CheckpointReader::open(part.as_path()).unwrap())
+        .map(|part| fsdp_formats::reader::CheckpointReader::open(part.as_path()).unwrap())
         .collect();
     run.on_ranks(2, |checkpointer, group| {
         checkpointer.load(5u64, &mut state(group, 0)).unwrap();
@@ -655,7 +655,7 @@ fn a_checkpoint_after_a_resume_from_memory_continues_the_chain() {
         checkpointer.save(15u64, &state(group, 15)).unwrap();
     });
     let open = |step: u64| {
-        fsdp_dcp::checkpoint::open(
+        fsdp_formats::checkpoint::open(
             run.0.path().join(format!("run/step-{step:08}")),
             OpenOptions { verify: true },
         )
@@ -683,7 +683,7 @@ fn a_run_below_the_directory_of_its_tier_continues_from_its_own_checkpoints() {
         checkpointer.load_latest(&mut state(&group, 0)).unwrap();
         checkpointer.save(15, &state(&group, 15)).unwrap();
         let path = dir.path().join("run/step-00000015");
-        let saved = fsdp_dcp::checkpoint::open(path, OpenOptions { verify: true }).unwrap();
+        let saved = fsdp_formats::checkpoint::open(path, OpenOptions { verify: true }).unwrap();
         assert_eq!(
             saved.lineage().unwrap().parent.map(|parent| parent.step),
             Some(10)

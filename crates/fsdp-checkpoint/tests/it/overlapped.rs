@@ -13,9 +13,9 @@ use fsdp_checkpoint::{
     step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_flat::storage::{HostSliceMut, release};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::TensorBox;
 use fsdp_nn::algorithm::{AdamOptions, Algorithm};
 use fsdp_nn::{

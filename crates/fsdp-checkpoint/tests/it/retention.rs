@@ -10,9 +10,9 @@ use fsdp_checkpoint::{
     step_path,
 };
 use fsdp_comm::run_local;
-use fsdp_dcp::reader::{CheckpointReader, OpenOptions};
-use fsdp_dcp::storage::{Durable, Step, StepHook};
-use fsdp_dcp::{Location, checkpoint};
+use fsdp_formats::reader::{CheckpointReader, OpenOptions};
+use fsdp_formats::storage::{Durable, Step, StepHook};
+use fsdp_formats::{Location, checkpoint};
 use fsdp_state::StateDict;
 
 fn save_steps(dir: &Path, steps: &[u64]) {

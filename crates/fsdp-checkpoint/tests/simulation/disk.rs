@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Component, Path};
 
-use fsdp_dcp::storage::{EntryKind, Identity, LockKind, Status};
+use fsdp_formats::storage::{EntryKind, Identity, LockKind, Status};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use fsdp_dcp::FormatError;
-use fsdp_dcp::storage::{
+use fsdp_formats::FormatError;
+use fsdp_formats::storage::{
     EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError,
     ReadAt, Status,
 };

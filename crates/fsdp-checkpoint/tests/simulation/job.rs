@@ -10,9 +10,9 @@ use fsdp_checkpoint::{
     SaveOptions, list_checkpoints, step_name,
 };
 use fsdp_comm::{LocalRanks, ProcessGroup};
-use fsdp_dcp::checkpoint::{Checkpoint, open};
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::writer::WriteOptions;
+use fsdp_formats::checkpoint::{Checkpoint, open};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::writer::WriteOptions;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -299,5 +299,5 @@ impl Shared {
 
 /// Returns `true` if an error says that a checkpoint cannot be read.
 fn is_damage(error: &anyhow::Error) -> bool {
-    error.is::<fsdp_dcp::FileError>() || error.is::<CheckpointError>()
+    error.is::<fsdp_formats::FileError>() || error.is::<CheckpointError>()
 }

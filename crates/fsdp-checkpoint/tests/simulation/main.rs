@@ -1,4 +1,4 @@
-//! The deterministic simulation of saves: real code of `fsdp-checkpoint`, `fsdp-dcp` and
+//! The deterministic simulation of saves: real code of `fsdp-checkpoint`, `fsdp-formats` and
 //! `fsdp-comm` on a simulated disk. It finds nothing, and finds every bug that is put in on
 //! purpose.
 //!

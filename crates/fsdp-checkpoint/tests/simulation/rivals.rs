@@ -4,7 +4,7 @@
 use anyhow::{Context as _, Result};
 use fsdp_checkpoint::{CheckpointError, Location, SaveOptions, save};
 use fsdp_comm::ProcessGroup;
-use fsdp_dcp::writer::WriteOptions;
+use fsdp_formats::writer::WriteOptions;
 use fsdp_layout::DeviceMesh;
 
 use super::job::{Job, Shared};

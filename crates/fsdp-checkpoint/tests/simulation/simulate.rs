@@ -4,10 +4,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, Result, ensure};
 use fsdp_checkpoint::{Location, list_checkpoints, step_name};
-use fsdp_dcp::checkpoint::open;
-use fsdp_dcp::internals::recover;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::verify::{Level, verify_on_threads};
+use fsdp_formats::checkpoint::open;
+use fsdp_formats::internals::recover;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_tools::verify::{Level, verify_on_threads};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 

@@ -2,8 +2,8 @@
 
 use anyhow::{Context as _, Result, ensure};
 use candle_core::{DType, Device, Tensor};
-use fsdp_dcp::checkpoint::Checkpoint;
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_layout::TensorBox;
 use fsdp_state::StateDict;
 

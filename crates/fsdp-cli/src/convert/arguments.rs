@@ -3,14 +3,16 @@
 use anyhow::{Result, bail};
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
-use fsdp_dcp::Location;
-use fsdp_dcp::convert::{Cast, OutputFormat};
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::{Rules, TensorParallelPlan};
+use fsdp_formats::Location;
+use fsdp_formats::metadata::Metadata;
 use fsdp_layout::DType;
+use fsdp_tools::convert::{Cast, OutputFormat};
+use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
 
 use crate::failure::UsageError;
+use crate::keys::KeyFilter;
 use crate::map::MapArguments;
+use crate::text::choice_name;
 use crate::work::Work;
 
 /// The largest number of ranks of a checkpoint.
@@ -38,18 +40,6 @@ pub(crate) enum To {
     HfSharded,
     /// One file that torch.load(weights_only=True) opens
     Torch,
-}
-
-impl To {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            To::Dcp => "dcp",
-            To::Safetensors => "safetensors",
-            To::Hf => "hf",
-            To::HfSharded => "hf-sharded",
-            To::Torch => "torch",
-        }
-    }
 }
 
 /// The dtypes to cast to.
@@ -144,12 +134,8 @@ pub(crate) struct ConvertArguments {
     pub(super) destination: Location,
     #[command(flatten)]
     pub(super) target: TargetArguments,
-    /// Only keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) include: Vec<String>,
-    /// No keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) exclude: Vec<String>,
+    #[command(flatten)]
+    pub(super) filter: KeyFilter,
     /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes
     /// `model.`. May be given more than once: the first rule that fits a key counts
     #[arg(long, value_name = "OLD=NEW", value_parser = rename_rule)]
@@ -220,12 +206,8 @@ pub(crate) struct MergeArguments {
     pub(super) lora: Option<Location>,
     #[command(flatten)]
     pub(super) target: TargetArguments,
-    /// Only keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) include: Vec<String>,
-    /// No keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    pub(super) exclude: Vec<String>,
+    #[command(flatten)]
+    pub(super) filter: KeyFilter,
     #[command(flatten)]
     pub(super) writing: WriteArguments,
 }
@@ -275,11 +257,9 @@ impl TargetArguments {
     }
 
     /// Returns the error that the format does not have an option.
-    const fn unused(&self, option: &'static str) -> UsageError {
-        UsageError::Unused {
-            option,
-            to: self.to.name(),
-        }
+    fn unused(&self, option: &'static str) -> UsageError {
+        let to = choice_name(&self.to);
+        UsageError::Unused { option, to }
     }
 }
 

@@ -3,22 +3,23 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail, ensure};
-use fsdp_dcp::checkpoint::{self, Checkpoint};
-use fsdp_dcp::convert::OutputFormat;
-use fsdp_dcp::reader::OpenOptions;
-use fsdp_dcp::tensor_parallel::TensorParallelPlan;
-use fsdp_dcp::{FileError, Location};
+use fsdp_formats::checkpoint::{self, Checkpoint};
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::{ErrorKind, Failure as _};
+use fsdp_tools::convert::OutputFormat;
+use fsdp_tools::tensor_parallel::TensorParallelPlan;
 
 use super::arguments::{TargetArguments, WriteArguments};
 use crate::failure::UsageError;
+use crate::text::choice_name;
 
 /// The place to write to, and the options of writing.
 pub(super) struct Destination<'a> {
     pub(super) path: &'a Location,
     pub(super) target: OutputFormat,
     /// The name of the format on the command line.
-    pub(super) name: &'static str,
+    pub(super) name: String,
     pub(super) drop_opaque: bool,
     /// The directory whose configuration and tokenizer are copied.
     pub(super) with: Option<&'a Location>,
@@ -40,7 +41,7 @@ impl<'a> Destination<'a> {
         Ok(Destination {
             path,
             target: target.format()?,
-            name: target.to.name(),
+            name: choice_name(&target.to),
             drop_opaque: target.drop_opaque,
             with: target.with()?,
             plan: None,
@@ -64,7 +65,7 @@ impl<'a> Destination<'a> {
             });
         }
         if self.is_one_file() && path.ends_with('/') {
-            let to = self.name;
+            let to = self.name.clone();
             bail!(UsageError::NotAFile { path, to });
         }
         if is_taken {

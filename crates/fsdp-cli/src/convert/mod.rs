@@ -7,17 +7,16 @@ mod report;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::{ConvertOptions, OutputFormat, View, convert};
-use fsdp_dcp::map::Mapped;
-use fsdp_dcp::merge::{Average, Lora, LoraConfig};
-use fsdp_dcp::storage::{self, Durable};
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::storage::{self, Durable};
+use fsdp_tools::convert::{ConvertOptions, OutputFormat, View, convert};
+use fsdp_tools::map::Mapped;
+use fsdp_tools::merge::{Average, Lora, LoraConfig};
 
 use self::destination::Destination;
 use self::report::WriteReport;
 use crate::failure::{ConversionStopped, UsageError};
-use crate::keys::Keys;
 use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
@@ -36,12 +35,8 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         &arguments.target,
         &arguments.writing,
     )?;
-    let keys = Keys::new(
-        &arguments.include,
-        &arguments.exclude,
-        &arguments.rename,
-        arguments.prefix.as_deref(),
-    )?;
+    let prefix = arguments.prefix.as_deref();
+    let keys = arguments.filter.keys(&arguments.rename, prefix)?;
     let source = destination.open_source(&arguments.source)?;
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
@@ -52,22 +47,18 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
     let converted: &dyn Checkpoint = match &mapped {
         Some(mapped) => {
-            talk_of_unmatched(mapped.unmatched());
+            let unmatched = mapped.unmatched();
+            if !unmatched.is_empty() {
+                let keys = count(unmatched.len(), "key matches", "keys match");
+                output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
+                output::talk_keys(unmatched);
+            }
             mapped
         }
         None => &view,
     };
     destination.plan = arguments.plan(converted.metadata(), &places)?;
     write(converted, &destination)
-}
-
-/// Tells which keys no rule of a map matches.
-fn talk_of_unmatched(unmatched: &[String]) {
-    if !unmatched.is_empty() {
-        let keys = count(unmatched.len(), "key matches", "keys match");
-        output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
-        output::talk_keys(unmatched);
-    }
 }
 
 /// Writes a checkpoint for another number of ranks: `fsdp reshard`.
@@ -80,7 +71,7 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
         target: OutputFormat::Dcp {
             ranks: arguments.world_size,
         },
-        name: "dcp",
+        name: "dcp".to_owned(),
         drop_opaque: false,
         with: None,
         plan: None,
@@ -101,7 +92,7 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         &arguments.target,
         &arguments.writing,
     )?;
-    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let keys = arguments.filter.keys(&[], None)?;
     let mut opened = Vec::with_capacity(arguments.from.len());
     for from in &arguments.from {
         opened.push(destination.open_source(from)?);
@@ -170,17 +161,17 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             progress: Some(&|bytes| bar.add(bytes)),
             durable: Some(&durable),
         };
-        let converted = convert(source, destination.path, destination.target, options);
+        let outcome = convert(source, destination.path, destination.target, options);
         drop(bar);
-        // The library only knows that a step was refused.
-        if let (Err(_), Some(signal)) = (&converted, stop.signal()) {
+        // The library only knows that a step was refused, and not that a signal was the reason.
+        if let (Err(_), Some(signal)) = (&outcome, stop.signal()) {
             bail!(ConversionStopped {
                 signal,
                 destination: destination.path.to_string(),
             });
         }
         let converted =
-            converted.with_context(|| format!("failed to write `{}`", destination.path))?;
+            outcome.with_context(|| format!("failed to write `{}`", destination.path))?;
         report.set_written(source, converted);
     }
     report.print(work.json)

@@ -1,14 +1,15 @@
 //! The report of what was, or would be, written.
 
 use anyhow::Result;
-use fsdp_dcp::checkpoint::Checkpoint;
-use fsdp_dcp::convert::Converted;
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::tensor_parallel::TensorParallelPlan;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::metadata::Metadata;
+use fsdp_tools::convert::Converted;
+use fsdp_tools::tensor_parallel::TensorParallelPlan;
 use serde::Serialize;
 
 use super::destination::Destination;
 use crate::inspect;
+use crate::natural;
 use crate::output;
 use crate::text::{count, escaped, iec};
 
@@ -26,7 +27,7 @@ pub(super) struct WriteReport {
     schema: u32,
     source: String,
     destination: String,
-    to: &'static str,
+    to: String,
     dry_run: bool,
     tensors: usize,
     values: usize,
@@ -94,7 +95,7 @@ impl WriteReport {
         let aside_file = destination.values_file().filter(|_| values > 0);
         if aside_file.is_some() {
             aside.extend(metadata.values().map(|(key, _)| key.to_owned()));
-            aside.sort_by(|a, b| natord::compare(a, b));
+            aside.sort_by(|a, b| natural::compare(a, b));
         }
         let is_dry_run = destination.writing.dry_run;
         let plan = destination.plan.as_ref();
@@ -102,7 +103,7 @@ impl WriteReport {
             schema: SCHEMA,
             source: source.path().display().to_string(),
             destination: destination.path.to_string(),
-            to: destination.name,
+            to: destination.name.clone(),
             dry_run: is_dry_run,
             tensors,
             values,
@@ -125,10 +126,10 @@ impl WriteReport {
         self.tensors = written.tensors;
         self.bytes = written.bytes;
         self.aside = written.aside;
-        self.aside.sort_by(|a, b| natord::compare(a, b));
+        self.aside.sort_by(|a, b| natural::compare(a, b));
         self.aside_file = written.aside_file;
         self.quantized = written.quantized;
-        self.quantized.sort_by(|a, b| natord::compare(a, b));
+        self.quantized.sort_by(|a, b| natural::compare(a, b));
         self.containers = written.containers;
         self.copied = written.copied;
         self.left_behind = written.left_behind;
@@ -184,7 +185,7 @@ impl WriteReport {
 
     /// Tells on stderr what the destination holds in another way than the source, or not at all.
     fn talk_of_differences(&self) {
-        let format = self.to;
+        let format = &self.to;
         if let Some(file) = &self.aside_file {
             let are = if self.dry_run { "would be" } else { "are" };
             let what = format!("values that `{format}` cannot hold {are} in `{file}`:");

@@ -1,9 +1,7 @@
 //! The sizes of the model.
 
-use serde::{Deserialize, Serialize};
-
 /// The sizes of a [`Gpt`](super::Gpt).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GptConfig {
     /// The number of blocks.
     pub layers: usize,

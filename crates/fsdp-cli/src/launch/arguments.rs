@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::str::FromStr;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use clap::builder::BoolishValueParser;
 use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE, Secret};
@@ -32,39 +32,39 @@ Examples:
 pub(crate) struct LaunchArguments {
     /// Number of processes on this node. With MIN:MAX a job on one node begins with MAX, and each
     /// restart leaves out the processes that failed, down to MIN
-    #[arg(long, value_name = "N|MIN:MAX", env = "FSDP_NPROC")]
-    pub(super) nproc: Processes,
+    #[arg(long, value_name = "N|MIN:MAX")]
+    pub(super) nproc: ProcessCount,
     /// Seconds after which a job that has shrunk below MAX saves, and is started again with MAX
     /// processes [default: never]
-    #[arg(long, value_name = "SECONDS", env = "FSDP_REGROW_AFTER")]
+    #[arg(long, value_name = "SECONDS")]
     pub(super) regrow_after: Option<NonZeroU64>,
     /// Number of nodes; `fsdp launch` is started on each
-    #[arg(long, value_name = "K", default_value = "1", env = "FSDP_NNODES")]
+    #[arg(long, value_name = "K", default_value = "1")]
     nnodes: NonZeroUsize,
     /// This node among them, from 0
-    #[arg(long, value_name = "R", default_value_t = 0, env = "FSDP_NODE_RANK")]
+    #[arg(long, value_name = "R", default_value_t = 0)]
     node_rank: usize,
     /// Host of node 0 [default: 127.0.0.1 on one node]
-    #[arg(long, value_name = "HOST", env = "FSDP_MASTER_ADDR")]
+    #[arg(long, value_name = "HOST")]
     master_addr: Option<String>,
     /// Port on which rank 0 listens [default: a free one on one node, else 29500]
-    #[arg(long, value_name = "PORT", env = "FSDP_MASTER_PORT")]
+    #[arg(long, value_name = "PORT")]
     master_port: Option<u16>,
     /// Name that tells this job from others on the same port; the same on all nodes [default:
     /// random on one node, else made of address, port and sizes; required with --insecure on
     /// several nodes]
-    #[arg(long, value_name = "ID", env = "FSDP_JOB_ID")]
+    #[arg(long, value_name = "ID")]
     job_id: Option<String>,
     /// Let the ranks of several nodes meet without a secret, although anybody in the network could
     /// join them then
-    #[arg(long, env = "FSDP_INSECURE", value_parser = BoolishValueParser::new())]
+    #[arg(long, value_parser = BoolishValueParser::new())]
     insecure: bool,
     /// Seconds between asking processes to end and killing them
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "FSDP_GRACE")]
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub(super) grace: u64,
     /// Times that all processes are started again after one has failed. `fsdp train` continues from
     /// its newest checkpoint then
-    #[arg(long, value_name = "R", default_value_t = 0, env = "FSDP_MAX_RESTARTS")]
+    #[arg(long, value_name = "R", default_value_t = 0)]
     pub(super) max_restarts: u32,
     /// The program and its arguments
     #[arg(
@@ -78,28 +78,27 @@ pub(crate) struct LaunchArguments {
 
 /// The number of processes of a node, which may shrink from `most` to `least`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Processes {
+pub(super) struct ProcessCount {
     pub(super) least: usize,
     pub(super) most: usize,
 }
 
-impl FromStr for Processes {
+impl FromStr for ProcessCount {
     type Err = String;
 
     /// Reads `N` or `MIN:MAX`.
     fn from_str(text: &str) -> Result<Self, String> {
         let (least, most) = text.split_once(':').unwrap_or((text, text));
-        let number = |text: &str| {
-            text.parse()
-                .ok()
-                .filter(|count| (1..=MAX_PROCESSES).contains(count))
-        };
-        match (number(least), number(most)) {
-            (Some(least), Some(most)) if least <= most => Ok(Processes { least, most }),
-            _ => Err(format!(
-                "it must be a number from 1 to {MAX_PROCESSES}, or two as MIN:MAX"
-            )),
+        if let (Ok(least), Ok(most)) = (least.parse(), most.parse())
+            && 1 <= least
+            && least <= most
+            && most <= MAX_PROCESSES
+        {
+            return Ok(ProcessCount { least, most });
         }
+        Err(format!(
+            "it must be a number from 1 to {MAX_PROCESSES}, or two as MIN:MAX"
+        ))
     }
 }
 
@@ -109,7 +108,7 @@ const SECRET: &str = "FSDP_SECRET";
 
 /// The place at which all ranks of a job meet, and the data that all of them share.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct Rendezvous {
     world_size: usize,
     nproc: usize,
     node_rank: usize,
@@ -119,8 +118,9 @@ pub(super) struct Place {
     /// `None` where the ranks inherit what this process has: the secret of all nodes, or none.
     secret: Option<Secret>,
     insecure: bool,
-    /// The number of restarts before this attempt, and of those that are allowed.
-    restarts: (u32, u32),
+    /// The number of restarts before this attempt.
+    restarts: u32,
+    max_restarts: u32,
 }
 
 impl LaunchArguments {
@@ -129,28 +129,26 @@ impl LaunchArguments {
     ///
     /// # Errors
     /// Options that do not go together; no free port.
-    pub(super) fn place(&self, nproc: usize, restarts: u32) -> Result<Place> {
-        let (nnodes, node_rank) = (self.nnodes.get(), self.node_rank);
+    pub(super) fn rendezvous(&self, nproc: usize, restarts: u32) -> Result<Rendezvous> {
+        let nnodes = self.nnodes.get();
+        let node_rank = self.node_rank;
         let several = nnodes > 1;
         // The launchers of several nodes do not talk to each other, so none knows what another has
         // left.
         if several && self.nproc.least < self.nproc.most {
-            return Err(JobError::ElasticNodes { nnodes }.into());
+            bail!(JobError::ElasticNodes { nnodes });
         }
         if node_rank >= nnodes {
-            return Err(JobError::NodeRank { node_rank, nnodes }.into());
+            bail!(JobError::NodeRank { node_rank, nnodes });
         }
-        let world_size = nproc
-            .checked_mul(nnodes)
-            .filter(|&size| size <= MAX_WORLD_SIZE);
-        let world_size = world_size.ok_or(JobError::WorldSize {
-            nproc,
-            nnodes,
-            max: MAX_WORLD_SIZE,
-        })?;
+        let world_size = nproc.saturating_mul(nnodes);
+        let max = MAX_WORLD_SIZE;
+        if world_size > max {
+            bail!(JobError::WorldSize { nproc, nnodes, max });
+        }
         let master_addr = match &self.master_addr {
             Some(address) => address.clone(),
-            None if several => return Err(JobError::MasterAddr { nnodes }.into()),
+            None if several => bail!(JobError::MasterAddr { nnodes }),
             None => LOCALHOST.to_string(),
         };
         let master_port = match self.master_port {
@@ -163,7 +161,7 @@ impl LaunchArguments {
             // Without a secret the name is all that tells jobs apart, and others may come to the
             // same one.
             None if several && self.insecure && !has_secret() => {
-                return Err(JobError::JobName { nnodes }.into());
+                bail!(JobError::JobName { nnodes });
             }
             // All nodes must come to the same name.
             None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
@@ -176,8 +174,7 @@ impl LaunchArguments {
         } else {
             Some(Secret::random().context("failed to make a secret")?)
         };
-        let (insecure, restarts) = (self.insecure, (restarts, self.max_restarts));
-        Ok(Place {
+        Ok(Rendezvous {
             world_size,
             nproc,
             node_rank,
@@ -185,8 +182,9 @@ impl LaunchArguments {
             master_port,
             job,
             secret,
-            insecure,
+            insecure: self.insecure,
             restarts,
+            max_restarts: self.max_restarts,
         })
     }
 
@@ -197,14 +195,13 @@ impl LaunchArguments {
         if has_secret() || self.insecure || is_loopback {
             return Ok(());
         }
-        Err(JobError::Secret {
+        bail!(JobError::Secret {
             nnodes: self.nnodes.get(),
-        }
-        .into())
+        })
     }
 }
 
-impl Place {
+impl Rendezvous {
     /// Returns the global rank of the process with this local rank on this node.
     pub(super) const fn rank(&self, local_rank: usize) -> usize {
         self.node_rank * self.nproc + local_rank
@@ -224,14 +221,12 @@ impl Place {
             // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
             ("FSDP_INSECURE", self.insecure.to_string()),
-            ("TORCHELASTIC_RESTART_COUNT", self.restarts.0.to_string()),
-            ("TORCHELASTIC_MAX_RESTARTS", self.restarts.1.to_string()),
+            ("TORCHELASTIC_RESTART_COUNT", self.restarts.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string()),
         ];
-        variables.extend(
-            self.secret
-                .as_ref()
-                .map(|secret| (SECRET, secret.text().to_owned())),
-        );
+        if let Some(secret) = &self.secret {
+            variables.push((SECRET, secret.text().to_owned()));
+        }
         variables
     }
 }
@@ -244,8 +239,8 @@ fn has_secret() -> bool {
 /// Finds a port that is free now. If another program takes it before rank 0 does, the ranks report
 /// that.
 fn free_port() -> Result<u16> {
-    let port = TcpListener::bind((LOCALHOST, 0))
-        .and_then(|listener| listener.local_addr())
-        .map(|bound| bound.port());
-    port.with_context(|| format!("no free port on {LOCALHOST}: name one with `--master-port`"))
+    let bound = TcpListener::bind((LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    let address = bound
+        .with_context(|| format!("no free port on {LOCALHOST}: name one with `--master-port`"))?;
+    Ok(address.port())
 }

@@ -2,6 +2,7 @@
 //! has left behind.
 
 use std::collections::HashSet;
+use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 
@@ -22,9 +23,11 @@ pub(super) struct Processes(Vec<Process>);
 /// A process of this machine.
 #[derive(Debug, PartialEq, Eq)]
 struct Process {
-    id: i32,
-    parent: i32,
-    group: i32,
+    id: Pid,
+    /// `None` for the first process of the system.
+    parent: Option<Pid>,
+    /// `None` for a process of the kernel, and for one that is about to end.
+    group: Option<Pid>,
     /// `true` if the process has ended, and its parent has not read its status yet.
     has_ended: bool,
 }
@@ -32,45 +35,41 @@ struct Process {
 impl Processes {
     /// Lists all processes.
     pub(super) fn list() -> Self {
-        let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-        let stats =
-            entries.filter_map(|entry| std::fs::read_to_string(entry.path().join("stat")).ok());
-        Processes(stats.filter_map(|stat| parse(&stat)).collect())
+        let mut processes = Vec::new();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            // Not all entries are processes, and a process may end meanwhile.
+            if let Ok(stat) = fs::read_to_string(entry.path().join("stat")) {
+                processes.extend(Process::parse(&stat));
+            }
+        }
+        Processes(processes)
     }
 
     /// Returns `true` if a process of a group still runs.
     pub(super) fn run_in(&self, group: Pid) -> bool {
-        self.0
-            .iter()
-            .any(|process| process.group == group.as_raw_nonzero().get() && !process.has_ended)
+        let mut processes = self.0.iter();
+        processes.any(|process| process.group == Some(group) && !process.has_ended)
     }
 
     /// Returns `true` if a process has ended, and its status has not been read yet.
     pub(super) fn has_ended(&self, id: Pid) -> bool {
-        self.0
-            .iter()
-            .any(|process| process.id == id.as_raw_nonzero().get() && process.has_ended)
+        let mut processes = self.0.iter();
+        processes.any(|process| process.id == id && process.has_ended)
     }
 
     /// Reads the statuses of the processes that ranks have left behind and that have ended, so that
     /// the system can forget them. Returns the group and the status of each. `own` are the
     /// processes that are waited for elsewhere.
     pub(super) fn reap_orphans(&self, own: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
-        let this = getpid().as_raw_nonzero().get();
-        let ended = self
-            .0
-            .iter()
-            .filter(|process| process.has_ended && process.parent == this);
+        let this = getpid();
         let mut found = Vec::new();
-        for process in ended {
-            let (Some(id), Some(group)) = (Pid::from_raw(process.id), Pid::from_raw(process.group))
-            else {
-                continue;
-            };
-            if own.contains(&id) {
-                continue;
-            }
-            if let Ok(Some((_, status))) = waitpid(Some(id), WaitOptions::NOHANG) {
+        for process in &self.0 {
+            let is_orphan = process.parent == Some(this) && !own.contains(&process.id);
+            if is_orphan
+                && process.has_ended
+                && let Some(group) = process.group
+                && let Ok(Some((_, status))) = waitpid(Some(process.id), WaitOptions::NOHANG)
+            {
                 found.push((group, ExitStatus::from_raw(status.as_raw())));
             }
         }
@@ -78,20 +77,31 @@ impl Processes {
     }
 }
 
-/// Parses a process's `stat` file.
-fn parse(stat: &str) -> Option<Process> {
-    // The name of the program is in parentheses, and may contain any characters.
-    let (id, _) = stat.split_once(' ')?;
-    let (_, fields) = stat.rsplit_once(") ")?;
-    let mut fields = fields.split(' ');
-    let has_ended = matches!(fields.next()?, "Z" | "X");
-    let (parent, group) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-    Some(Process {
-        id: id.parse().ok()?,
-        parent,
-        group,
-        has_ended,
-    })
+impl Process {
+    /// Parses a process's `stat` file.
+    fn parse(stat: &str) -> Option<Self> {
+        // The name of the program is in parentheses, and may contain any characters.
+        let (id, _) = stat.split_once(' ')?;
+        let (_, fields) = stat.rsplit_once(") ")?;
+        let mut fields = fields.split(' ');
+        let has_ended = matches!(fields.next()?, "Z" | "X");
+        Some(Process {
+            id: pid(id)?,
+            parent: pid(fields.next()?),
+            group: pid(fields.next()?),
+            has_ended,
+        })
+    }
+}
+
+/// Parses the number of a process; `None` where there is none, which the system writes as 0 or -1.
+fn pid(field: &str) -> Option<Pid> {
+    let number = field.parse().ok()?;
+    if number > 0 {
+        Pid::from_raw(number)
+    } else {
+        None
+    }
 }
 
 #[cfg(test)]
@@ -101,14 +111,17 @@ mod tests {
     #[test]
     fn the_name_of_a_program_cannot_confuse() {
         let running = Process {
-            id: 12,
-            parent: 3,
-            group: 4,
+            id: Pid::from_raw(12).unwrap(),
+            parent: Pid::from_raw(3),
+            group: Pid::from_raw(4),
             has_ended: false,
         };
-        assert_eq!(parse("12 (a) Z (b) 7) S 3 4 5 0 -1\n"), Some(running));
-        assert!(parse("12 (sh) Z 3 4 5 0\n").unwrap().has_ended);
-        assert_eq!(parse("12 (sh) S"), None);
-        assert_eq!(parse(""), None);
+        assert_eq!(
+            Process::parse("12 (a) Z (b) 7) S 3 4 5 0 -1\n"),
+            Some(running)
+        );
+        assert!(Process::parse("12 (sh) Z 3 4 5 0\n").unwrap().has_ended);
+        assert_eq!(Process::parse("12 (sh) S"), None);
+        assert_eq!(Process::parse(""), None);
     }
 }

@@ -1,10 +1,12 @@
 //! The exits of a node's processes, and which of them caused the others.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::ExitStatus;
+use std::{env, fs};
+
+use tempfile::TempDir;
 
 use crate::exit_codes;
 
@@ -33,12 +35,12 @@ impl Exit {
 
     /// Returns the exit code, as shells do for signals.
     pub(super) fn code(self) -> u8 {
-        let code = self
-            .status
-            .code()
-            .or_else(|| self.status.signal().map(|signal| 128 + signal));
-        code.and_then(|code| u8::try_from(code).ok())
-            .unwrap_or(exit_codes::INTERNAL)
+        let code = match (self.status.code(), self.status.signal()) {
+            (Some(code), _) => code,
+            (None, Some(signal)) => 128 + signal,
+            (None, None) => return exit_codes::INTERNAL,
+        };
+        u8::try_from(code).unwrap_or(exit_codes::INTERNAL)
     }
 
     /// Returns a text on how the process ended, such as `failed with exit code 7`.
@@ -103,12 +105,33 @@ pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: Option<&Path>) -> u
 
 /// Returns the ranks that a rank has named in its note; none if it has left no note.
 fn blamed(rank: usize, blame_dir: Option<&Path>) -> Vec<usize> {
-    let note =
-        blame_dir.and_then(|directory| fs::read_to_string(directory.join(rank.to_string())).ok());
-    let note = note.unwrap_or_default();
+    let Some(directory) = blame_dir else {
+        return Vec::new();
+    };
+    // Most ranks have left no note.
+    let Ok(note) = fs::read_to_string(directory.join(rank.to_string())) else {
+        return Vec::new();
+    };
     note.split_whitespace()
         .filter_map(|rank| rank.parse().ok())
         .collect()
+}
+
+/// Makes the directory in which ranks note the ranks because of which they failed. Returns `None`
+/// where none can be made: the notes are a help that no job depends on.
+pub(super) fn notes_directory() -> Option<TempDir> {
+    // The last two are for a `TMPDIR` that cannot be used.
+    let places = [env::temp_dir(), "/tmp".into(), "/dev/shm".into()];
+    let made = places
+        .iter()
+        .find_map(|place| tempfile::tempdir_in(place).ok());
+    if made.is_none() {
+        tracing::warn!(
+            "no directory for temporary files: a rank that fails because of another one cannot \
+             note that"
+        );
+    }
+    made
 }
 
 /// Lists all exits, those that are alike together: `rank 1 failed with exit code 7; ranks 0, 2-3
@@ -116,41 +139,38 @@ fn blamed(rank: usize, blame_dir: Option<&Path>) -> Vec<usize> {
 pub(super) fn list(exits: &[Exit]) -> String {
     let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for exit in exits {
-        let asked = if exit.was_asked && exit.is_failure() {
-            " after being asked to end"
-        } else {
-            ""
-        };
-        alike
-            .entry(format!("{}{asked}", exit.describe()))
-            .or_default()
-            .push(exit.rank);
+        let mut how = exit.describe();
+        if exit.was_asked && exit.is_failure() {
+            how.push_str(" after being asked to end");
+        }
+        alike.entry(how).or_default().push(exit.rank);
     }
-    let lines = alike
+    let texts: Vec<String> = alike
         .into_iter()
-        .map(|(how, ranks)| format!("{} {how}", ranks_text(ranks)));
-    lines.collect::<Vec<_>>().join("; ")
+        .map(|(how, ranks)| format!("{} {how}", ranks_text(ranks)))
+        .collect();
+    texts.join("; ")
 }
 
 /// Returns some ranks as text: `rank 3`, or `ranks 0, 2-5`.
 pub(super) fn ranks_text(mut ranks: Vec<usize>) -> String {
     ranks.sort_unstable();
     let mut ranges: Vec<(usize, usize)> = Vec::new();
-    for rank in &ranks {
+    for &rank in &ranks {
         match ranges.last_mut() {
-            Some((_, last)) if *last + 1 == *rank => *last = *rank,
-            _ => ranges.push((*rank, *rank)),
+            Some((_, last)) if *last + 1 == rank => *last = rank,
+            _ => ranges.push((rank, rank)),
         }
     }
-    let text = ranges.iter().map(|(first, last)| {
-        if first == last {
-            first.to_string()
-        } else {
-            format!("{first}-{last}")
-        }
-    });
+    let texts: Vec<String> = ranges
+        .into_iter()
+        .map(|range| match range {
+            (first, last) if first == last => first.to_string(),
+            (first, last) => format!("{first}-{last}"),
+        })
+        .collect();
     let plural = if ranks.len() == 1 { "" } else { "s" };
-    format!("rank{plural} {}", text.collect::<Vec<_>>().join(", "))
+    format!("rank{plural} {}", texts.join(", "))
 }
 
 #[cfg(test)]

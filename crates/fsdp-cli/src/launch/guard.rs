@@ -32,16 +32,20 @@ impl Guard {
     /// # Errors
     /// This program cannot be started again.
     pub(super) fn start() -> Result<Guard> {
-        let mut command = Command::new(this_program()?);
-        // The guard must outlive a signal to the launcher's process group, such as that of Ctrl-C.
-        // So it gets a group of its own.
-        command
+        // On Linux this names the program even if its file has been replaced since.
+        let program = if cfg!(target_os = "linux") {
+            PathBuf::from("/proc/self/exe")
+        } else {
+            std::env::current_exe().context("failed to find this program")?
+        };
+        let mut process = Command::new(program)
             .arg(COMMAND)
+            // The guard must outlive a signal to the launcher's process group, such as that of
+            // Ctrl-C. So it gets a group of its own.
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
-            .stderr(Stdio::null());
-        let mut process = command
+            .stderr(Stdio::null())
             .spawn()
             .context("failed to start the guard of the processes")?;
         let pipe = process.stdin.take();
@@ -81,9 +85,8 @@ impl Guard {
     }
 
     fn tell(&mut self, line: &str) -> io::Result<()> {
-        self.pipe
-            .as_mut()
-            .map_or(Ok(()), |pipe| pipe.write_all(line.as_bytes()))
+        let pipe = self.pipe.as_mut().expect("it is closed only on drop");
+        pipe.write_all(line.as_bytes())
     }
 }
 
@@ -97,13 +100,15 @@ impl Drop for Guard {
 }
 
 /// Guards process groups until stdin is closed: the guard's side.
+#[expect(clippy::disallowed_methods, reason = "notes are no checkpoints")]
 pub(crate) fn run() {
     // Whoever asks all processes of a job to stop asks this one too. It is needed until the
     // launcher has ended.
     let _stays = Signals::new(REQUESTS);
-    let (mut groups, mut directory) = (BTreeSet::new(), None);
-    for line in io::stdin().lock().lines() {
-        let Ok(line) = line else { break };
+    let mut groups = BTreeSet::new();
+    let mut directory = None;
+    // A line that the launcher cannot have written ends the watch, as its end does.
+    for line in io::stdin().lock().lines().map_while(Result::ok) {
         let Some((sign, rest)) = line.split_at_checked(1) else {
             break;
         };
@@ -119,20 +124,7 @@ pub(crate) fn run() {
         kill_process_group(group, Signal::KILL).ok();
     }
     if let Some(directory) = directory {
-        remove_notes(&directory);
+        // The launcher may have removed it.
+        std::fs::remove_dir_all(directory).ok();
     }
-}
-
-/// Removes the directory of the ranks' notes, unless the launcher has done so.
-#[expect(clippy::disallowed_methods, reason = "notes are no checkpoints")]
-fn remove_notes(directory: &Path) {
-    std::fs::remove_dir_all(directory).ok();
-}
-
-/// Returns the file of this program, which on Linux works even if it has been replaced since.
-fn this_program() -> Result<PathBuf> {
-    if cfg!(target_os = "linux") {
-        return Ok(PathBuf::from("/proc/self/exe"));
-    }
-    std::env::current_exe().context("failed to find this program")
 }

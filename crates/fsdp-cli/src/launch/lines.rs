@@ -3,10 +3,9 @@
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::io::{BufRead as _, BufReader, Read};
-use std::process::{ChildStderr, ChildStdout};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,74 +30,69 @@ const STACK_BYTES: usize = 256 << 10;
 const LAST_LINES: usize = 8;
 const LAST_LINE_BYTES: usize = 400;
 
-/// The threads that copy lines.
-pub(super) struct Lines {
+/// The threads that copy the output of the processes.
+pub(super) struct RankOutput {
     /// Nothing is ever sent: each thread holds a clone, and `ended` closes when all of them are
     /// dropped.
     running: Sender<Infallible>,
     ended: Receiver<Infallible>,
-    progress: Arc<Progress>,
-    last: Arc<Mutex<LastLines>>,
+    copied: Arc<Copied>,
 }
 
-/// The progress of all threads.
+/// The progress of all threads, and what they keep.
 #[derive(Default)]
-struct Progress {
+struct Copied {
     /// The number of lines that are being written.
     writing: AtomicUsize,
     /// The number of lines that have been written.
     written: AtomicUsize,
+    last: Mutex<LastLines>,
 }
 
 /// The last lines on stderr of each process.
 pub(super) type LastLines = HashMap<usize, VecDeque<String>>;
 
-impl Lines {
+/// Starts a thread of little memory for a rank.
+///
+/// # Errors
+/// The system does not allow it.
+pub(super) fn spawn(name: &str, rank: usize, work: impl FnOnce() + Send + 'static) -> Result<()> {
+    thread::Builder::new()
+        .name(format!("{name}-{rank}"))
+        .stack_size(STACK_BYTES)
+        .spawn(work)
+        .with_context(|| format!("failed to start a thread for rank {rank}"))?;
+    Ok(())
+}
+
+impl RankOutput {
     pub(super) fn new() -> Self {
         let (running, ended) = mpsc::channel();
-        Lines {
+        RankOutput {
             running,
             ended,
-            progress: Arc::default(),
-            last: Arc::default(),
+            copied: Arc::default(),
         }
     }
 
-    /// Copies the output of a process until it ends.
+    /// Copies a stream of a process until it ends.
     ///
     /// # Errors
-    /// Threads cannot be started.
+    /// A thread cannot be started.
     pub(super) fn copy(
         &self,
         rank: usize,
-        stdout: Option<ChildStdout>,
-        stderr: Option<ChildStderr>,
+        from: Option<impl Read + Send + 'static>,
+        to: Stream,
     ) -> Result<()> {
-        if let Some(stdout) = stdout {
-            self.start(rank, stdout, Stream::Stdout)?;
-        }
-        if let Some(stderr) = stderr {
-            self.start(rank, stderr, Stream::Stderr)?;
-        }
-        Ok(())
-    }
-
-    /// Starts the thread that copies one stream of a process. `running` is dropped when the thread
-    /// ends, which is how [`finish`](Self::finish) notices that all threads have ended.
-    fn start(&self, rank: usize, from: impl Read + Send + 'static, to: Stream) -> Result<()> {
-        let (running, progress) = (self.running.clone(), Arc::clone(&self.progress));
-        let last = (to == Stream::Stderr).then(|| Arc::clone(&self.last));
-        let copy = move || {
-            copy(rank, from, to, &progress, last.as_deref());
+        let from = from.expect("the processes are started with pipes");
+        let running = self.running.clone();
+        let copied = Arc::clone(&self.copied);
+        spawn("lines", rank, move || {
+            copied.copy(rank, from, to);
+            // This is how `finish` notices that all threads have ended.
             drop(running);
-        };
-        let thread = thread::Builder::new()
-            .name(format!("lines-{rank}"))
-            .stack_size(STACK_BYTES);
-        thread
-            .spawn(copy)
-            .map(drop)
-            .with_context(|| format!("failed to start a thread for rank {rank}"))
+        })
     }
 
     /// Waits until all output is written, and returns the last lines of each process. A process
@@ -107,59 +101,56 @@ impl Lines {
     /// longer once `is_asked_to_end` returns `true`.
     pub(super) fn finish(self, mut is_asked_to_end: impl FnMut() -> bool) -> LastLines {
         drop(self.running);
-        let (mut quiet_since, mut written) = (Instant::now(), 0);
+        let mut quiet_since = Instant::now();
+        let mut written_before = 0;
         while self.ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            let (before, is_asked) = (written, is_asked_to_end());
-            written = self.progress.written.load(Ordering::Acquire);
-            let is_blocked = self.progress.writing.load(Ordering::Acquire) > 0;
-            if written != before || is_blocked && !is_asked {
+            let is_asked = is_asked_to_end();
+            let written = self.copied.written.load(Ordering::Acquire);
+            let is_blocked = self.copied.writing.load(Ordering::Acquire) > 0;
+            if written != written_before || is_blocked && !is_asked {
                 quiet_since = Instant::now();
             } else if quiet_since.elapsed() >= QUIET {
                 break;
             }
+            written_before = written;
         }
-        std::mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.copied.lock_last())
     }
 }
 
-/// Copies one stream. If stdout is closed, the pipe is closed too, so that the process notices.
-fn copy(
-    rank: usize,
-    from: impl Read,
-    to: Stream,
-    progress: &Progress,
-    last: Option<&Mutex<LastLines>>,
-) {
-    let mut from = BufReader::new(from);
-    let prefix = format!("[{rank}] ").into_bytes();
-    let mut line = prefix.clone();
-    while from
-        .by_ref()
-        .take(MAX_LINE_BYTES)
-        .read_until(b'\n', &mut line)
-        .is_ok_and(|read| read > 0)
-    {
-        if !line.ends_with(b"\n") {
-            line.push(b'\n');
+impl Copied {
+    /// Copies one stream. If stdout is closed, the pipe is closed too, so that the process notices.
+    fn copy(&self, rank: usize, from: impl Read, to: Stream) {
+        let mut from = BufReader::new(from);
+        let prefix = format!("[{rank}] ").into_bytes();
+        let mut line = prefix.clone();
+        while from
+            .by_ref()
+            .take(MAX_LINE_BYTES)
+            .read_until(b'\n', &mut line)
+            .is_ok_and(|read| read > 0)
+        {
+            if !line.ends_with(b"\n") {
+                line.push(b'\n');
+            }
+            if to == Stream::Stderr {
+                let mut last = self.lock_last();
+                keep(&line[prefix.len()..], last.entry(rank).or_default());
+            }
+            // While a line is being written, output is not finished, however long that takes.
+            self.writing.fetch_add(1, Ordering::AcqRel);
+            let passed_on = output::pass_on(to, &line);
+            self.writing.fetch_sub(1, Ordering::AcqRel);
+            self.written.fetch_add(1, Ordering::AcqRel);
+            if passed_on.is_err() {
+                break;
+            }
+            line.truncate(prefix.len());
         }
-        if let Some(last) = last {
-            keep(
-                &line[prefix.len()..],
-                last.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .entry(rank)
-                    .or_default(),
-            );
-        }
-        // While a line is being written, output is not finished, however long that takes.
-        progress.writing.fetch_add(1, Ordering::AcqRel);
-        let written = output::pass_on(to, &line);
-        progress.writing.fetch_sub(1, Ordering::AcqRel);
-        progress.written.fetch_add(1, Ordering::AcqRel);
-        if written.is_err() {
-            break;
-        }
-        line.truncate(prefix.len());
+    }
+
+    fn lock_last(&self) -> MutexGuard<'_, LastLines> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

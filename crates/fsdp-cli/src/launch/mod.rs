@@ -5,7 +5,6 @@ mod descendants;
 mod exits;
 pub(crate) mod guard;
 mod lines;
-mod notes;
 #[cfg(target_os = "linux")]
 #[expect(unsafe_code, reason = "a system call between fork and exec")]
 mod parent;
@@ -16,20 +15,21 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Result, bail, ensure};
 use fsdp::comm::BLAME_DIR;
+use tempfile::TempDir;
 
 pub(crate) use self::arguments::LaunchArguments;
-use self::exits::Cause;
 use self::guard::Guard;
-use self::lines::{LastLines, Lines};
-use self::running::{Ended, RunningProcesses};
+use self::lines::{LastLines, RankOutput};
+use self::running::{JobEnd, RunningProcesses};
 use self::signals::Events;
 use crate::cpu_threads;
 use crate::exit_codes;
 use crate::failure::Stopped;
 use crate::job_failure::{JobError, RankEnded};
-use crate::output;
+use crate::output::{self, Stream};
+use crate::text::or_word;
 
 /// The longest duration that is used in computations with time. Longer ones are cut to it, so that
 /// no point in time overflows.
@@ -51,8 +51,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// on return.
 pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     // Mistakes in the options are found before anything is started.
-    let processes = arguments.nproc;
-    arguments.place(processes.most, 0)?;
+    arguments.rendezvous(arguments.nproc.most, 0)?;
     // Listen for signals, before there is a process that a signal to this one would leave behind.
     let events = Events::listen()?;
     descendants::adopt_orphans();
@@ -61,46 +60,23 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     loop {
         let before = attempts.nproc;
         let start = Instant::now();
-        let outcome = attempt(&attempts, &events)?;
-        let next = match outcome {
-            Outcome::Done => return Ok(()),
-            Outcome::Stopped => return Err(Stopped.into()),
-            Outcome::Regrows { unsaved } => attempts.regrow(unsaved)?,
-            Outcome::Failed {
+        let next = match attempt(&attempts, &events)? {
+            AttemptOutcome::Done => return Ok(()),
+            AttemptOutcome::Stopped => bail!(Stopped),
+            AttemptOutcome::Regrows { unsaved } => attempts.regrow(unsaved)?,
+            AttemptOutcome::Failed {
                 failure,
                 may_restart,
                 lost,
             } => attempts.restart(failure, may_restart, lost, start.elapsed())?,
         };
-        let Next {
-            why,
-            failure,
-            pause,
-            is_restart,
-        } = next;
-        let who = match attempts.nproc {
-            1 if before == 1 => "the process".to_owned(),
-            1 => "1 process".to_owned(),
-            all if all == before => format!("all {all} processes"),
-            some => format!("{some} processes"),
-        };
-        let after = if pause.is_zero() {
-            String::new()
-        } else {
-            format!(" in {pause:?}")
-        };
-        let count = if is_restart {
-            format!(
-                " (restart {} of {})",
-                attempts.restarts, arguments.max_restarts
-            )
-        } else {
-            String::new()
-        };
-        output::talk(&format!("{why}; starting {who} again{after}{count}"));
-        if events.requested_within(pause) {
+        output::talk(&attempts.announcement(&next, before));
+        if events.requested_within(next.pause) {
             // A signal has asked this launcher to end while no process ran.
-            return Err(failure.map_or_else(|| Stopped.into(), Into::into));
+            match next.failure {
+                Some(failure) => bail!(failure),
+                None => bail!(Stopped),
+            }
         }
     }
 }
@@ -121,7 +97,6 @@ struct Attempts<'a> {
 
 /// The way to the next attempt.
 struct Next {
-    why: String,
     /// The failure that made it necessary, if there was one.
     failure: Option<RankEnded>,
     pause: Duration,
@@ -131,27 +106,28 @@ struct Next {
 
 impl<'a> Attempts<'a> {
     fn new(arguments: &'a LaunchArguments) -> Self {
-        let regrow_after = arguments
-            .regrow_after
-            .map(|seconds| Duration::from_secs(seconds.get()).min(LONGEST));
-        let nproc = arguments.nproc.most;
+        let regrow_after = arguments.regrow_after;
         Attempts {
             arguments,
-            nproc,
+            nproc: arguments.nproc.most,
             restarts: 0,
             early: 0,
-            regrow_after,
+            regrow_after: regrow_after.map(|seconds| duration(seconds.get())),
             has_regrown: false,
         }
+    }
+
+    fn has_shrunk(&self) -> bool {
+        self.nproc < self.arguments.nproc.most
     }
 
     /// Returns the time at which the next attempt should stop, to be followed by one with all
     /// processes.
     fn stop_at(&self) -> Option<Instant> {
-        let has_shrunk = self.nproc < self.arguments.nproc.most;
-        self.regrow_after
-            .filter(|_| has_shrunk)
-            .map(|after| Instant::now() + after)
+        match self.regrow_after {
+            Some(after) if self.has_shrunk() => Some(Instant::now() + after),
+            _ => None,
+        }
     }
 
     /// Prepares an attempt with all processes. It is free if all processes have saved.
@@ -160,28 +136,20 @@ impl<'a> Attempts<'a> {
     /// Not all processes have saved, and no restart is left.
     fn regrow(&mut self, unsaved: Option<RankEnded>) -> Result<Next> {
         self.nproc = self.arguments.nproc.most;
-        (self.has_regrown, self.early) = (true, 0);
-        let pause = Duration::ZERO;
-        let Some(failure) = unsaved else {
-            let why = "all processes stopped and saved".to_owned();
-            return Ok(Next {
-                why,
-                failure: None,
-                pause,
-                is_restart: false,
-            });
-        };
-        output::talk("not all processes had saved before they ended: choose a longer `--grace`");
-        // This counts as a restart. So a program that never saves is not started over and over.
-        if self.restarts == self.arguments.max_restarts {
-            return Err(failure.into());
+        self.has_regrown = true;
+        self.early = 0;
+        let is_restart = unsaved.is_some();
+        if let Some(failure) = &unsaved {
+            output::talk(
+                "not all processes had saved before they ended: choose a longer `--grace`",
+            );
+            // This counts as a restart. So a program that never saves is not started over and over.
+            self.count_restart(failure)?;
         }
-        self.restarts += 1;
         Ok(Next {
-            why: failure.to_string(),
-            failure: Some(failure),
-            pause,
-            is_restart: true,
+            failure: unsaved,
+            pause: Duration::ZERO,
+            is_restart,
         })
     }
 
@@ -197,60 +165,86 @@ impl<'a> Attempts<'a> {
         lasted: Duration,
     ) -> Result<Next> {
         let least = self.arguments.nproc.least;
-        let has_shrunk = self.nproc < self.arguments.nproc.most;
+        let is_refused = failure.code == exit_codes::USAGE;
         // A number of processes that the program refuses is no reason to end a job that may have
         // fewer. Nothing was computed, so it is not a restart.
-        if may_restart && failure.code == exit_codes::USAGE && has_shrunk && self.nproc > least {
+        if may_restart && is_refused && self.has_shrunk() && self.nproc > least {
             self.nproc -= 1;
-            let (why, pause) = (failure.to_string(), Duration::ZERO);
             return Ok(Next {
-                why,
                 failure: Some(failure),
-                pause,
+                pause: Duration::ZERO,
                 is_restart: false,
             });
         }
         // Any other mistake on the command line would only be repeated.
-        if !may_restart
-            || failure.code == exit_codes::USAGE
-            || self.restarts == self.arguments.max_restarts
-        {
-            return Err(failure.into());
-        }
-        if std::mem::take(&mut self.has_regrown)
-            && self.regrow_after.is_some_and(|after| lasted < after)
+        ensure!(may_restart && !is_refused, failure);
+        self.count_restart(&failure)?;
+        if let Some(after) = &mut self.regrow_after
+            && self.has_regrown
+            && lasted < *after
         {
             // The attempt with all processes failed early: the machine still lacks something that
             // they need. Each such attempt costs a restart, so wait twice as long before the next
             // one.
-            self.regrow_after = self
-                .regrow_after
-                .map(|after| after.saturating_mul(2).min(LONGEST));
+            *after = after.saturating_mul(2).min(LONGEST);
         }
+        self.has_regrown = false;
         self.early = if lasted < EARLY { self.early + 1 } else { 0 };
         self.nproc = self.nproc.saturating_sub(lost).max(least);
-        self.restarts += 1;
-        let pause = pause_after(self.early);
         Ok(Next {
-            why: failure.to_string(),
             failure: Some(failure),
-            pause,
+            pause: pause_after(self.early),
             is_restart: true,
         })
     }
+
+    /// Counts a restart after a failure.
+    ///
+    /// # Errors
+    /// The failure, if no restart is left.
+    fn count_restart(&mut self, failure: &RankEnded) -> Result<()> {
+        ensure!(self.restarts < self.arguments.max_restarts, failure.clone());
+        self.restarts += 1;
+        Ok(())
+    }
+
+    /// Returns a line about the next attempt, after one of `before` processes.
+    fn announcement(&self, next: &Next, before: usize) -> String {
+        let why = or_word(next.failure.as_ref(), "all processes stopped and saved");
+        let who = match self.nproc {
+            1 if before == 1 => "the process".to_owned(),
+            1 => "1 process".to_owned(),
+            all if all == before => format!("all {all} processes"),
+            some => format!("{some} processes"),
+        };
+        let mut line = format!("{why}; starting {who} again");
+        if !next.pause.is_zero() {
+            line.push_str(&format!(" in {:?}", next.pause));
+        }
+        if next.is_restart {
+            let most = self.arguments.max_restarts;
+            line.push_str(&format!(" (restart {} of {most})", self.restarts));
+        }
+        line
+    }
+}
+
+/// Returns a duration that was given in seconds, cut to the longest.
+fn duration(seconds: u64) -> Duration {
+    Duration::from_secs(seconds).min(LONGEST)
 }
 
 /// Returns the pause after this many attempts in a row that have failed early: none after the
 /// first, then 1 second, 2, 4 and so on.
 fn pause_after(early: u32) -> Duration {
-    let seconds = early
-        .checked_sub(2)
-        .map_or(0, |doubled| 1u64.checked_shl(doubled).unwrap_or(u64::MAX));
-    Duration::from_secs(seconds).min(LONGEST_PAUSE)
+    let Some(doubled) = early.checked_sub(2) else {
+        return Duration::ZERO;
+    };
+    Duration::from_secs(2u64.saturating_pow(doubled)).min(LONGEST_PAUSE)
 }
 
 /// The outcome of one attempt at a job.
-enum Outcome {
+enum AttemptOutcome {
     Done,
     /// A signal stopped the processes, and they have saved.
     Stopped,
@@ -272,94 +266,87 @@ enum Outcome {
 ///
 /// # Errors
 /// Processes that cannot be started.
-fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<Outcome> {
+fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
     let &Attempts {
         arguments, nproc, ..
     } = attempts;
     // On one node each attempt has its own secret and its own port: no process of another attempt
     // can join it.
-    let place = arguments.place(nproc, attempts.restarts)?;
+    let rendezvous = arguments.rendezvous(nproc, attempts.restarts)?;
     // Step 1: start the processes. Each is watched before anything else can fail, so that a failure
     // ends it.
-    let grace = Duration::from_secs(arguments.grace).min(LONGEST);
     let mut guard = Guard::start()?;
-    let notes = notes::directory();
+    let notes = exits::notes_directory();
     if let Some(notes) = &notes {
         guard.remove(notes.path());
     }
+    let grace = duration(arguments.grace);
     let mut ranks = RunningProcesses::new(events, grace, attempts.stop_at(), guard);
-    let lines = Lines::new();
+    let output = RankOutput::new();
     for local_rank in 0..nproc {
-        let rank = place.rank(local_rank);
-        let mut command = command(arguments, nproc)?;
-        command.envs(place.variables(local_rank));
+        let rank = rendezvous.rank(local_rank);
+        let mut command = command(arguments, nproc);
+        command.envs(rendezvous.variables(local_rank));
         match &notes {
             Some(notes) => command.env(BLAME_DIR, notes.path()),
             None => command.env_remove(BLAME_DIR),
         };
-        let mut child = command.spawn().map_err(|source| JobError::Program {
-            program: program(arguments),
-            source,
+        let mut child = command.spawn().map_err(|source| {
+            let program = arguments.program[0].to_string_lossy().into_owned();
+            JobError::Program { program, source }
         })?;
-        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let stdout = child.stdout.take();
+        let stderr = child.stderr.take();
         ranks.watch(rank, child)?;
-        lines.copy(rank, stdout, stderr)?;
+        output.copy(rank, stdout, Stream::Stdout)?;
+        output.copy(rank, stderr, Stream::Stderr)?;
     }
     // Step 2: wait for all processes, then for the rest of their output.
-    let ended = ranks.wait();
-    let mut got_signal = ended.as_ref().is_ok_and(|ended| ended.got_signal);
-    let last_lines = lines.finish(|| {
+    let waited = ranks.wait();
+    let mut got_signal = waited.as_ref().is_ok_and(|end| end.got_signal);
+    let last_lines = output.finish(|| {
         got_signal |= events.requested_within(Duration::ZERO);
         got_signal
     });
-    let mut ended = ended?;
-    ended.got_signal = got_signal;
+    let mut end = waited?;
+    end.got_signal = got_signal;
     if got_signal {
         // Nobody may be reading stderr either.
         events.end_at_next_request();
     }
-    Ok(report(
-        ended,
-        &last_lines,
-        notes.as_ref().map(tempfile::TempDir::path),
-    ))
+    Ok(report(end, &last_lines, notes.as_ref().map(TempDir::path)))
 }
 
 /// Reports the exits of all processes, unless all went well.
-fn report(ended: Ended, last_lines: &LastLines, notes: Option<&Path>) -> Outcome {
-    let Ended {
-        exits,
-        first_signal: signal,
-        got_signal,
-        was_stopped,
-    } = ended;
-    let Some(cause) = exits::cause(&exits, notes) else {
-        return Outcome::Done;
+fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptOutcome {
+    let exits = &end.exits;
+    let Some(cause) = exits::cause(exits, notes) else {
+        return AttemptOutcome::Done;
     };
-    let lost = exits::lost(&exits, &cause, notes);
-    let Cause { exit, because_of } = cause;
-    let rank = exit.rank;
-    let regrows = was_stopped && !got_signal;
+    let exit = cause.exit;
+    let regrows = end.was_stopped && !end.got_signal;
     if !exit.is_failure() {
         if regrows {
-            return Outcome::Regrows { unsaved: None };
+            return AttemptOutcome::Regrows { unsaved: None };
         }
         output::talk("all processes stopped and saved, as they were told");
-        return Outcome::Stopped;
+        return AttemptOutcome::Stopped;
     }
     if exits.len() > 1 {
-        output::talk(&format!("all exits: {}", exits::list(&exits)));
+        output::talk(&format!("all exits: {}", exits::list(exits)));
     }
+    let lost = exits::lost(exits, &cause, notes);
+    let rank = exit.rank;
     let mut how = exit.describe();
-    if let Some(signal) = signal {
+    if let Some(signal) = end.first_signal {
         how.push_str(&format!(", after signal {signal} to `fsdp launch`"));
-    } else if !because_of.is_empty() {
-        how.push_str(&format!(" because of {}", exits::ranks_text(because_of)));
-    }
-    if signal.is_none() {
-        let lines = last_lines.get(&rank).into_iter().flatten();
-        let lines: String = lines.map(|line| format!("\n  {line}")).collect();
-        if !lines.is_empty() {
+    } else {
+        if !cause.because_of.is_empty() {
+            let others = exits::ranks_text(cause.because_of);
+            how.push_str(&format!(" because of {others}"));
+        }
+        if let Some(lines) = last_lines.get(&rank) {
+            let lines: String = lines.iter().map(|line| format!("\n  {line}")).collect();
             output::talk(&format!("the last lines of rank {rank}:{lines}"));
         }
     }
@@ -368,35 +355,29 @@ fn report(ended: Ended, last_lines: &LastLines, notes: Option<&Path>) -> Outcome
         how,
         code: exit.code(),
     };
-    if regrows
-        && exits
-            .iter()
-            .all(|exit| exit.was_asked || !exit.is_failure())
-    {
+    let mut failures = exits.iter().filter(|exit| exit.is_failure());
+    if regrows && failures.all(|exit| exit.was_asked) {
         // No process is lost: they were killed, or died of the signal, before they had saved.
-        return Outcome::Regrows {
+        return AttemptOutcome::Regrows {
             unsaved: Some(failure),
         };
     }
     // After a signal to the launcher nobody wants a restart.
-    Outcome::Failed {
+    AttemptOutcome::Failed {
         failure,
-        may_restart: !got_signal,
+        may_restart: !end.got_signal,
         lost,
     }
 }
 
 /// Returns the command of one of `nproc` processes.
-fn command(arguments: &LaunchArguments, nproc: usize) -> Result<Command> {
+fn command(arguments: &LaunchArguments, nproc: usize) -> Command {
     use std::os::unix::process::CommandExt as _;
 
-    let (program, rest) = arguments
-        .program
-        .split_first()
-        .context("no program was named")?;
-    let mut command = Command::new(program);
+    // clap requires the program.
+    let mut command = Command::new(&arguments.program[0]);
     command
-        .args(rest)
+        .args(&arguments.program[1..])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
@@ -411,15 +392,7 @@ fn command(arguments: &LaunchArguments, nproc: usize) -> Result<Command> {
     }
     #[cfg(target_os = "linux")]
     parent::end_with_this_process(&mut command);
-    Ok(command)
-}
-
-fn program(arguments: &LaunchArguments) -> String {
-    arguments
-        .program
-        .first()
-        .map(|program| program.to_string_lossy().into_owned())
-        .unwrap_or_default()
+    command
 }
 
 #[cfg(test)]

@@ -10,19 +10,18 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 /// spawn it, because that thread lives as long as this process.
 pub(super) fn end_with_this_process(command: &mut Command) {
     let parent = getpid();
-    let before_exec = move || {
-        set_parent_process_death_signal(Some(Signal::KILL))?;
-        // If the parent ended before the line above, no signal comes any more. Then the new process
-        // must not run.
-        if getppid() == Some(parent) {
-            Ok(())
-        } else {
-            Err(io::Error::from(io::ErrorKind::NotConnected))
-        }
-    };
     // SAFETY: between fork and exec this makes two system calls; it takes no locks and allocates
     // nothing.
     unsafe {
-        command.pre_exec(before_exec);
+        command.pre_exec(move || {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            // If the parent ended before the line above, no signal comes any more. Then the new
+            // process must not run.
+            if getppid() == Some(parent) {
+                Ok(())
+            } else {
+                Err(io::Error::from(io::ErrorKind::NotConnected))
+            }
+        });
     }
 }

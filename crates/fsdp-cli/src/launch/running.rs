@@ -4,15 +4,16 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, ExitStatus};
 use std::sync::mpsc::RecvTimeoutError;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use super::descendants::Processes;
 use super::exits::{Exit, ranks_text};
 use super::guard::Guard;
+use super::lines::spawn;
 use super::signals::{Event, Events};
 use crate::output;
 use crate::stop::REQUESTS;
@@ -24,8 +25,6 @@ const SETTLE: Duration = Duration::from_secs(2);
 
 /// The time between two looks at the processes that ranks have started.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
-
-const STACK_BYTES: usize = 256 << 10;
 
 /// The processes of this node. The system does not reuse the id of a process until its status has
 /// been read, so a signal cannot reach another process.
@@ -42,14 +41,11 @@ pub(super) struct RunningProcesses<'e> {
     events: &'e Events,
     grace: Duration,
     guard: Guard,
-    /// The processes that have ended, in the order in which they ended.
-    exits: Vec<Exit>,
     stage: Stage,
     /// The time at which the processes are asked to stop, to be started again in another number.
     stop_at: Option<Instant>,
-    was_stopped: bool,
-    first_signal: Option<i32>,
-    got_signal: bool,
+    /// What has happened so far.
+    end: JobEnd,
 }
 
 /// The way in which the processes end.
@@ -66,19 +62,9 @@ enum Stage {
     Killed,
 }
 
-impl Stage {
-    /// Returns the time at which the next stage begins.
-    const fn until(self) -> Option<Instant> {
-        match self {
-            Stage::Running | Stage::Killed => None,
-            Stage::Settling(until) | Stage::Ending(until) => Some(until),
-        }
-    }
-}
-
 /// The end of all processes.
-#[derive(Debug)]
-pub(super) struct Ended {
+#[derive(Debug, Default)]
+pub(super) struct JobEnd {
     /// The exits, in the order in which they happened.
     pub(super) exits: Vec<Exit>,
     /// The signal that the launcher passed on before any process failed.
@@ -106,12 +92,9 @@ impl<'e> RunningProcesses<'e> {
             events,
             grace,
             guard,
-            exits: Vec::new(),
             stage: Stage::Running,
             stop_at,
-            was_stopped: false,
-            first_signal: None,
-            got_signal: false,
+            end: JobEnd::default(),
         }
     }
 
@@ -124,42 +107,23 @@ impl<'e> RunningProcesses<'e> {
         self.running.insert(rank, child);
         self.guard.watch(process)?;
         let events = self.events.sender.clone();
-        let watch = move || {
+        spawn("watch", rank, move || {
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-            while matches!(
-                waitid(WaitId::Pid(process), options),
-                Err(rustix::io::Errno::INTR)
-            ) {}
+            while waitid(WaitId::Pid(process), options).is_err_and(|error| error == Errno::INTR) {}
             // Sending fails only when all is over.
             events.send(Event::Ended(rank)).ok();
-        };
-        let thread = thread::Builder::new()
-            .name(format!("watch-{rank}"))
-            .stack_size(STACK_BYTES);
-        thread
-            .spawn(watch)
-            .map(drop)
-            .with_context(|| format!("failed to start a thread for rank {rank}"))
+        })
     }
 
     /// Waits until all processes have ended.
     ///
     /// # Errors
     /// The status of a process cannot be read.
-    pub(super) fn wait(mut self) -> Result<Ended> {
+    pub(super) fn wait(mut self) -> Result<JobEnd> {
         while !self.running.is_empty() {
-            let until = [self.stage_ends(), self.look_at]
-                .into_iter()
-                .flatten()
-                .min();
-            let event = match until {
-                Some(until) => self
-                    .events
-                    .receiver
-                    .recv_timeout(until.saturating_duration_since(Instant::now())),
-                None => self.events.receiver.recv().map_err(RecvTimeoutError::from),
-            };
-            match event {
+            let times = [self.stage_ends(), self.look_at];
+            let next = times.into_iter().flatten().min();
+            match self.events.next(next) {
                 Ok(Event::Ended(rank)) => self.ended(rank)?,
                 Ok(Event::ChildEnded) => self.look_soon(),
                 Ok(Event::Signal(number)) => self.pass_on(number),
@@ -170,23 +134,15 @@ impl<'e> RunningProcesses<'e> {
             // from coming.
             self.time_has_come()?;
         }
-        let exits = std::mem::take(&mut self.exits);
-        let (first_signal, got_signal, was_stopped) =
-            (self.first_signal, self.got_signal, self.was_stopped);
-        Ok(Ended {
-            exits,
-            first_signal,
-            got_signal,
-            was_stopped,
-        })
+        Ok(std::mem::take(&mut self.end))
     }
 
     /// Returns the time at which this stage ends by itself.
     fn stage_ends(&self) -> Option<Instant> {
-        if matches!(self.stage, Stage::Running) {
-            self.stop_at
-        } else {
-            self.stage.until()
+        match self.stage {
+            Stage::Running => self.stop_at,
+            Stage::Settling(until) | Stage::Ending(until) => Some(until),
+            Stage::Killed => None,
         }
     }
 
@@ -202,17 +158,15 @@ impl<'e> RunningProcesses<'e> {
         if let Some(signal) = Signal::from_named_raw(number) {
             self.signal(signal);
         }
-        if !REQUESTS.contains(&number) {
+        if !is_request(number) {
             return;
         }
-        self.got_signal = true;
-        match self.stage {
-            Stage::Running => {
-                self.first_signal.get_or_insert(number);
-                self.stage = Stage::Ending(Instant::now() + self.grace);
-            }
-            Stage::Settling(_) => self.stage = Stage::Ending(Instant::now() + self.grace),
-            Stage::Ending(_) | Stage::Killed => {}
+        self.end.got_signal = true;
+        if matches!(self.stage, Stage::Running) {
+            self.end.first_signal = Some(number);
+        }
+        if matches!(self.stage, Stage::Running | Stage::Settling(_)) {
+            self.stage = Stage::Ending(Instant::now() + self.grace);
         }
     }
 
@@ -255,7 +209,7 @@ impl<'e> RunningProcesses<'e> {
                 self.look_soon();
             }
             Stage::Running => {
-                self.was_stopped = true;
+                self.end.was_stopped = true;
                 self.signal(Signal::TERM);
                 self.stage = Stage::Ending(Instant::now() + self.grace);
             }
@@ -263,7 +217,7 @@ impl<'e> RunningProcesses<'e> {
         }
     }
 
-    /// Notes the end of a rank's own process.
+    /// Handles the end of a rank's own process.
     fn ended(&mut self, rank: usize) -> Result<()> {
         let Some(child) = self.running.get(&rank) else {
             return Ok(());
@@ -275,7 +229,6 @@ impl<'e> RunningProcesses<'e> {
             Stage::Ending(_) => {
                 self.outlived.insert(rank);
                 self.look_soon();
-                Ok(())
             }
             Stage::Running | Stage::Settling(_) if died_of_request(Pid::from_child(child)) => {
                 self.outlived.insert(rank);
@@ -283,10 +236,10 @@ impl<'e> RunningProcesses<'e> {
                 if matches!(self.stage, Stage::Running) && self.outlived.contains(&rank) {
                     self.stage = Stage::Settling(Instant::now() + SETTLE);
                 }
-                Ok(())
             }
-            Stage::Running | Stage::Settling(_) | Stage::Killed => self.finish(rank),
+            Stage::Running | Stage::Settling(_) | Stage::Killed => self.finish(rank)?,
         }
+        Ok(())
     }
 
     /// Looks at the processes that ranks have started: takes the status of those that have ended,
@@ -298,18 +251,14 @@ impl<'e> RunningProcesses<'e> {
             .iter()
             .map(|(&rank, child)| (rank, Pid::from_child(child)))
             .collect();
-        let own: HashSet<Pid> = ranks
-            .iter()
-            .map(|&(_, process)| process)
-            .chain([self.guard.process()])
-            .collect();
+        let mut own: HashSet<Pid> = ranks.iter().map(|&(_, process)| process).collect();
+        own.insert(self.guard.process());
         for (group, status) in processes.reap_orphans(&own) {
             // If a process that a rank has started ends before the rank's own process, that tells
             // nothing about the rank.
-            let of_rank = ranks
-                .iter()
-                .find(|&&(_, process)| process == group && processes.has_ended(process));
-            if let Some(&(rank, _)) = of_rank {
+            if processes.has_ended(group)
+                && let Some(&(rank, _)) = ranks.iter().find(|&&(_, process)| process == group)
+            {
                 self.last.insert(rank, status);
             }
         }
@@ -336,21 +285,19 @@ impl<'e> RunningProcesses<'e> {
         kill_process_group(process, Signal::KILL).ok();
         // Forget the process before `wait` frees its id, which another process may get.
         self.guard.forget(process);
-        let own = child
+        let mut status = child
             .wait()
             .with_context(|| format!("failed to wait for rank {rank}"))?;
         // Where a shell died of the request to stop, the program that it has started tells how the
         // rank ended.
-        let last = self.last.remove(&rank).filter(|_| {
-            own.signal()
-                .is_some_and(|signal| REQUESTS.contains(&signal))
-        });
-        let exit = Exit::new(
-            rank,
-            last.unwrap_or(own),
-            matches!(self.stage, Stage::Ending(_) | Stage::Killed),
-        );
-        self.exits.push(exit);
+        if let Some(last) = self.last.remove(&rank)
+            && status.signal().is_some_and(is_request)
+        {
+            status = last;
+        }
+        let was_asked = matches!(self.stage, Stage::Ending(_) | Stage::Killed);
+        let exit = Exit::new(rank, status, was_asked);
+        self.end.exits.push(exit);
         if exit.is_failure() && matches!(self.stage, Stage::Running) {
             if !self.running.is_empty() {
                 output::talk(&format!(
@@ -375,10 +322,15 @@ impl<'e> RunningProcesses<'e> {
 /// stays unread.
 fn died_of_request(process: Pid) -> bool {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
-    let status = waitid(WaitId::Pid(process), options).ok().flatten();
-    status
-        .and_then(|status| status.terminating_signal())
-        .is_some_and(|signal| REQUESTS.contains(&signal))
+    match waitid(WaitId::Pid(process), options) {
+        Ok(Some(status)) => status.terminating_signal().is_some_and(is_request),
+        _ => false,
+    }
+}
+
+/// Returns `true` for a signal by which programs are asked to stop.
+fn is_request(signal: i32) -> bool {
+    REQUESTS.contains(&signal)
 }
 
 impl Drop for RunningProcesses<'_> {

@@ -26,7 +26,7 @@ pub(super) enum Event {
 /// The events that have not been handled yet, in the order in which they happened.
 pub(super) struct Events {
     pub(super) sender: Sender<Event>,
-    pub(super) receiver: Receiver<Event>,
+    receiver: Receiver<Event>,
     ends_at_request: Arc<AtomicBool>,
 }
 
@@ -40,28 +40,27 @@ impl Events {
         let ends_at_request = Arc::new(AtomicBool::new(false));
         // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end
         // this process, and all others with it.
-        let signals = [&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat();
-        let signals = [&not_ignored(&signals)[..], &[SIGCHLD]].concat();
-        let mut signals = Signals::new(signals).context("failed to listen for signals")?;
-        let (to, ends) = (sender.clone(), Arc::clone(&ends_at_request));
-        let forward = move || {
-            for signal in signals.forever() {
-                if ends.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
-                    end_by(signal);
-                }
-                let event = if signal == SIGCHLD {
-                    Event::ChildEnded
-                } else {
-                    Event::Signal(signal)
-                };
-                if to.send(event).is_err() {
-                    break;
-                }
-            }
-        };
+        let mut handled = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
+        handled.push(SIGCHLD);
+        let mut signals = Signals::new(handled).context("failed to listen for signals")?;
+        let to = sender.clone();
+        let ends = Arc::clone(&ends_at_request);
         thread::Builder::new()
             .name("signals".to_owned())
-            .spawn(forward)
+            .spawn(move || {
+                for signal in signals.forever() {
+                    if ends.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
+                        end_by(signal);
+                    }
+                    let event = match signal {
+                        SIGCHLD => Event::ChildEnded,
+                        signal => Event::Signal(signal),
+                    };
+                    if to.send(event).is_err() {
+                        break;
+                    }
+                }
+            })
             .context("failed to start a thread")?;
         Ok(Events {
             sender,
@@ -70,20 +69,30 @@ impl Events {
         })
     }
 
+    /// Waits for the next event, until a time if there is one.
+    ///
+    /// # Errors
+    /// The time has come.
+    pub(super) fn next(&self, until: Option<Instant>) -> Result<Event, RecvTimeoutError> {
+        match until {
+            Some(until) => {
+                let time = until.saturating_duration_since(Instant::now());
+                self.receiver.recv_timeout(time)
+            }
+            None => self.receiver.recv().map_err(RecvTimeoutError::from),
+        }
+    }
+
     /// Returns `true` if this process has been asked to end, or is asked to within this time. Only
     /// for times in which no process runs: all other events are dropped.
     pub(super) fn requested_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
-        loop {
-            match self
-                .receiver
-                .recv_timeout(until.saturating_duration_since(Instant::now()))
-            {
-                Ok(Event::Signal(signal)) if REQUESTS.contains(&signal) => return true,
-                Ok(_) => {}
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return false,
+        while let Ok(event) = self.next(Some(until)) {
+            if matches!(event, Event::Signal(signal) if REQUESTS.contains(&signal)) {
+                return true;
             }
         }
+        false
     }
 
     /// Lets the next request to end this process end it at once.

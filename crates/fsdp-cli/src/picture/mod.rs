@@ -10,13 +10,13 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
-use fsdp_dcp::Location;
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::reader::OpenOptions;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint;
+use fsdp_formats::reader::OpenOptions;
 
 use self::holders::Holdings;
 use crate::failure::UsageError;
-use crate::keys::Keys;
+use crate::keys::KeyFilter;
 use crate::markup::page;
 use crate::new_file::{check_free, write};
 use crate::output;
@@ -38,12 +38,8 @@ pub(crate) struct PictureArguments {
     /// A checkpoint of any format
     #[arg(value_name = "CKPT")]
     path: Location,
-    /// Only keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    include: Vec<String>,
-    /// No keys that this glob matches; may be given more than once
-    #[arg(long, value_name = "GLOB")]
-    exclude: Vec<String>,
+    #[command(flatten)]
+    filter: KeyFilter,
     /// Show at most N tensors, the first by name [default: 32 in a terminal, 300 in a file]
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_TENSORS))]
     limit: Option<usize>,
@@ -58,7 +54,7 @@ pub(crate) struct PictureArguments {
     overwrite: bool,
     /// One JSON object on stdout: the boxes and bytes of each file. Those of each tensor are in
     /// `fsdp inspect --json`
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
 }
 
@@ -72,7 +68,7 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
         check_free(file, arguments.overwrite)?;
     }
     let source = checkpoint::open(&arguments.path, OpenOptions::default())?;
-    let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    let keys = arguments.filter.keys(&[], None)?;
     let holdings = Holdings::new(arguments.path.to_string(), &*source, &keys);
     if holdings.is_empty() && !source.metadata().entries.is_empty() {
         bail!(UsageError::NothingSelected);

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
 use clap::{ArgGroup, Args};
-use fsdp_dcp::Location;
+use fsdp_formats::Location;
 use serde::Serialize;
 
 use self::cost::Links;
@@ -86,7 +86,7 @@ pub(crate) struct PlanArguments {
     #[arg(long, value_name = "MINUTES", default_value_t = 10.0, value_parser = positive)]
     restart: f64,
     /// One JSON object on stdout
-    #[arg(long, env = "FSDP_JSON")]
+    #[arg(long)]
     json: bool,
     /// A picture of the effective time against the interval between saves
     #[arg(long, value_name = "FILE.svg")]

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
-use fsdp_dcp::metadata::encode_in_pieces;
-use fsdp_dcp::plan::{LocalPlan, Offer, PlanOptions, WriteContent, plan_offers};
-use fsdp_dcp::writer::predict_file_lengths;
+use fsdp_formats::metadata::encode_in_pieces;
+use fsdp_formats::plan::{LocalPlan, Offer, PlanOptions, WriteContent, plan_offers};
+use fsdp_formats::writer::predict_file_lengths;
 use fsdp_layout::flat::aligned_numel;
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{FlatLayout, TensorBox};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, UNIX_EPOCH};
 
-use fsdp_dcp::lineage::{Link, Note};
+use fsdp_formats::lineage::{Link, Note};
 
 use super::chart::chart;
 use super::history::History;

@@ -3,10 +3,11 @@
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
+use candle_core::DType;
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use clap::{ArgAction, Args, ValueEnum};
 use fsdp::checkpoint::Location;
-use fsdp::nn::BackwardPrefetch;
+use fsdp::nn::{BackwardPrefetch, MixedPrecision};
 use fsdp::prelude::*;
 
 use super::optimizers::OptimizerName;
@@ -75,6 +76,21 @@ pub(super) enum HalfPrecision {
     F16,
 }
 
+impl HalfPrecision {
+    /// Returns the dtypes of a run: reductions are in f32.
+    pub(super) fn precision(self) -> MixedPrecision {
+        let param = match self {
+            HalfPrecision::Bf16 => DType::BF16,
+            HalfPrecision::F16 => DType::F16,
+        };
+        MixedPrecision {
+            param: Some(param),
+            reduce: Some(DType::F32),
+            ..MixedPrecision::default()
+        }
+    }
+}
+
 /// The reaction to gradients that are not finite.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum NonFinite {
@@ -92,15 +108,6 @@ pub(super) enum ScheduleName {
 }
 
 impl ScheduleName {
-    /// Returns the name on the command line and in checkpoints.
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            ScheduleName::Constant => "constant",
-            ScheduleName::Cosine => "cosine",
-            ScheduleName::Linear => "linear",
-        }
-    }
-
     /// Returns the library's option.
     pub(super) const fn decay(self) -> Decay {
         match self {
@@ -167,179 +174,177 @@ Examples:
 )]
 pub(crate) struct TrainArguments {
     /// Text to train on; its bytes are the tokens [default: a text that comes with the program]
-    #[arg(help_heading = RUN, long, value_name = "FILE", env = "FSDP_DATA")]
+    #[arg(help_heading = RUN, long, value_name = "FILE")]
     pub(super) data: Option<PathBuf>,
     /// Directory of the checkpoints and of metrics.jsonl
-    #[arg(help_heading = RUN, long, value_name = "DIR", env = "FSDP_OUT")]
+    #[arg(help_heading = RUN, long, value_name = "DIR")]
     pub(super) out: PathBuf,
     /// Place for the checkpoints instead of --out: a directory, or the URL of an object store
     /// (s3://, gs://, az://)
-    #[arg(help_heading = RUN, long, value_name = "LOCATION", env = "FSDP_CHECKPOINT_DIR", value_parser = location())]
+    #[arg(help_heading = RUN, long, value_name = "LOCATION", value_parser = location())]
     pub(super) checkpoint_dir: Option<Location>,
     /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks
     /// is given now, or from the one before if it is damaged. With --resume=strict a damaged one is
     /// an error; with --resume=auto a run without checkpoints begins. Sizes, batch, learning rate,
     /// its schedule, optimizer and text are the checkpoint's unless given
     #[arg(help_heading = RUN, long, value_name = "MODE", value_enum, num_args = 0..=1, require_equals = true, default_value_t,
-          default_missing_value = "newest", env = "FSDP_RESUME")]
+          default_missing_value = "newest")]
     pub(super) resume: ResumeMode,
     /// Start from a checkpoint of the same model, PyTorch's too: model, optimizer and step, as far
     /// as it has them. Sizes, batch, learning rate, optimizer and text are the checkpoint's unless
     /// given
-    #[arg(help_heading = RUN, long, value_name = "CKPT", conflicts_with = "resume", env = "FSDP_INIT_FROM")]
+    #[arg(help_heading = RUN, long, value_name = "CKPT", conflicts_with = "resume")]
     pub(super) init_from: Option<Location>,
     /// Number of ranks; each holds its own shard [default: as many as the launcher started, or 1]
-    #[arg(help_heading = RANKS, long, value_name = "N", env = "FSDP_NPROC",
+    #[arg(help_heading = RANKS, long, value_name = "N",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
     pub(super) nproc: Option<usize>,
     /// How ranks reach each other: they are threads of this process (local), or the processes that
     /// a launcher (tcp; nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a
     /// launcher started several, else local]
-    #[arg(help_heading = RANKS, long, value_enum, env = "FSDP_BACKEND")]
+    #[arg(help_heading = RANKS, long, value_enum)]
     pub(super) backend: Option<BackendName>,
     /// Device of each rank; if there are several GPUs, the one with its number on this machine
     /// [default: cuda with --backend nccl, else cpu]
-    #[arg(help_heading = RANKS, long, value_enum, env = "FSDP_DEVICE")]
+    #[arg(help_heading = RANKS, long, value_enum)]
     pub(super) device: Option<DeviceName>,
     /// CPU threads of each rank, candle's included [default: RAYON_NUM_THREADS, or an equal share
     /// of the machine's. Where the launcher does not say how many ranks a machine has, the share is
     /// that of all ranks]
-    #[arg(help_heading = RANKS, long, value_name = "THREADS", env = "FSDP_THREADS")]
+    #[arg(help_heading = RANKS, long, value_name = "THREADS")]
     pub(super) threads: Option<NonZeroUsize>,
     /// Seconds after which ranks stop waiting for each other
-    #[arg(help_heading = RANKS, long, value_name = "SECONDS", default_value = "60", env = "FSDP_TIMEOUT")]
+    #[arg(help_heading = RANKS, long, value_name = "SECONDS", default_value = "60")]
     pub(super) timeout: NonZeroU64,
     /// Total number of steps, those before a resume included
-    #[arg(help_heading = RUN, long, value_name = "S", default_value_t = 100, env = "FSDP_STEPS")]
+    #[arg(help_heading = RUN, long, value_name = "S", default_value_t = 100)]
     pub(super) steps: u64,
     /// Save a checkpoint after every K steps, and after the last [default: after the last only]
-    #[arg(help_heading = CHECKPOINTS, long, value_name = "K", env = "FSDP_SAVE_EVERY")]
+    #[arg(help_heading = CHECKPOINTS, long, value_name = "K")]
     pub(super) save_every: Option<NonZeroU64>,
     /// Keep steps between the checkpoints in this directory of each host, which should be a tmpfs
     /// such as /dev/shm. Each rank saves its part there, and another rank, on another host if there
     /// is one, keeps a copy. --resume continues from the newest step, here or in the checkpoints.
     /// The last two steps are kept until the run is complete
-    #[arg(help_heading = CHECKPOINTS, long, value_name = "DIR", env = "FSDP_MEMORY_TIER")]
+    #[arg(help_heading = CHECKPOINTS, long, value_name = "DIR")]
     pub(super) memory_tier: Option<PathBuf>,
     /// Save to --memory-tier after every K steps
-    #[arg(help_heading = CHECKPOINTS, long, value_name = "K", requires = "memory_tier", default_value = "10",
-          env = "FSDP_MEMORY_EVERY")]
+    #[arg(help_heading = CHECKPOINTS, long, value_name = "K", requires = "memory_tier", default_value = "10")]
     pub(super) memory_every: NonZeroU64,
     /// Write only what has changed since the last checkpoint; data files that are mostly the same
     /// are hard links
-    #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_INCREMENTAL")]
+    #[arg(help_heading = CHECKPOINTS, long)]
     pub(super) incremental: bool,
     /// Go on training while checkpoints are written: a step waits only for a copy of the state
-    #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_ASYNC_SAVE")]
+    #[arg(help_heading = CHECKPOINTS, long)]
     pub(super) async_save: bool,
     /// On a resume, let replicas (no-shard, hybrid-shard) share the reading: each reads a part of
     /// the checkpoint and sends it to the others. Always on for object stores; for files it is
     /// worthwhile if many hosts read them over a network
-    #[arg(help_heading = CHECKPOINTS, long, env = "FSDP_READ_ONCE")]
+    #[arg(help_heading = CHECKPOINTS, long)]
     pub(super) read_once: bool,
     /// Remove checkpoints but the newest K, once a new one is whole [default: keep all]
-    #[arg(help_heading = CHECKPOINTS, long, value_name = "K", env = "FSDP_KEEP_LAST")]
+    #[arg(help_heading = CHECKPOINTS, long, value_name = "K")]
     pub(super) keep_last: Option<NonZeroUsize>,
     /// Keep checkpoints that --keep-last would remove if their step is a multiple of N
-    #[arg(help_heading = CHECKPOINTS, long, value_name = "N", requires = "keep_last", env = "FSDP_KEEP_EVERY")]
+    #[arg(help_heading = CHECKPOINTS, long, value_name = "N", requires = "keep_last")]
     pub(super) keep_every: Option<NonZeroU64>,
     /// Rows of the global batch; at least --nproc times --accumulate [default: 12]
-    #[arg(help_heading = MODEL, long, value_name = "B", env = "FSDP_BATCH", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "B", value_parser = size())]
     pub(super) batch: Option<usize>,
     /// Tokens of a row, and the model's longest context [default: 64]
-    #[arg(help_heading = MODEL, long, value_name = "T", env = "FSDP_SEQ", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "T", value_parser = size())]
     pub(super) seq: Option<usize>,
     /// Blocks of the model [default: 2]
-    #[arg(help_heading = MODEL, long, value_name = "L", env = "FSDP_LAYERS",
+    #[arg(help_heading = MODEL, long, value_name = "L",
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_LAYERS))]
     pub(super) layers: Option<usize>,
     /// Attention heads of a block [default: 4]
-    #[arg(help_heading = MODEL, long, value_name = "H", env = "FSDP_HEADS", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "H", value_parser = size())]
     pub(super) heads: Option<usize>,
     /// Width of the model [default: 64]
-    #[arg(help_heading = MODEL, long, value_name = "C", env = "FSDP_HIDDEN", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "C", value_parser = size())]
     pub(super) hidden: Option<usize>,
     /// Seed of the initial parameters and of the text sample [default: 0]
-    #[arg(help_heading = MODEL, long, value_name = "Z", env = "FSDP_SEED")]
+    #[arg(help_heading = MODEL, long, value_name = "Z")]
     pub(super) seed: Option<u64>,
     /// Learning rate [default: 0.001]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "X", env = "FSDP_LR", value_parser = learning_rate)]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "X", value_parser = learning_rate)]
     pub(super) lr: Option<f64>,
     /// The way in which the learning rate falls to 0, or not at all [default: constant]
-    #[arg(help_heading = OPTIMIZER, long, value_enum, env = "FSDP_SCHEDULE")]
+    #[arg(help_heading = OPTIMIZER, long, value_enum)]
     pub(super) schedule: Option<ScheduleName>,
     /// Steps in which the learning rate rises from 0 [default: 0]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "N", env = "FSDP_WARMUP", value_parser = steps())]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "N", value_parser = steps())]
     pub(super) warmup: Option<u64>,
     /// Steps after which the learning rate has fallen [default: --steps of the first run]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "S", env = "FSDP_SCHEDULE_STEPS", value_parser = steps())]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "S", value_parser = steps())]
     pub(super) schedule_steps: Option<u64>,
     /// Optimizer, with torch's defaults. muon takes the matrices of the blocks, and leaves the rest
     /// to adamw [default: adamw]
-    #[arg(help_heading = OPTIMIZER, long, value_enum, env = "FSDP_OPTIMIZER")]
+    #[arg(help_heading = OPTIMIZER, long, value_enum)]
     pub(super) optimizer: Option<OptimizerName>,
     /// Strategy of sharding: full-shard, shard-grad-op, no-shard or hybrid-shard
-    #[arg(help_heading = SHARDING, long, default_value_t, env = "FSDP_STRATEGY")]
+    #[arg(help_heading = SHARDING, long, default_value_t)]
     pub(super) strategy: ShardingStrategy,
     /// Replicas of the model under hybrid-shard
-    #[arg(help_heading = SHARDING, long, value_name = "R", default_value = "2", env = "FSDP_REPLICAS")]
+    #[arg(help_heading = SHARDING, long, value_name = "R", default_value = "2")]
     pub(super) replicas: NonZeroUsize,
     /// The optimizer sees the model's own parameters: the default
-    #[arg(help_heading = SHARDING, long, overrides_with = "flat", env = "FSDP_USE_ORIG_PARAMS")]
+    #[arg(help_heading = SHARDING, long, overrides_with = "flat")]
     pub(super) use_orig_params: bool,
     /// The optimizer sees one FlatParameter per unit
-    #[arg(help_heading = SHARDING, long, overrides_with = "use_orig_params", env = "FSDP_FLAT")]
+    #[arg(help_heading = SHARDING, long, overrides_with = "use_orig_params")]
     pub(super) flat: bool,
     /// Compute in this type, with parameters, reductions and optimizer state in f32. With f16 the
     /// loss is scaled
-    #[arg(help_heading = SHARDING, long, value_enum, env = "FSDP_MIXED_PRECISION")]
+    #[arg(help_heading = SHARDING, long, value_enum)]
     pub(super) mixed_precision: Option<HalfPrecision>,
     /// Keep shards and optimizer state in the host's memory, also where the device is a GPU
-    #[arg(help_heading = SHARDING, long, env = "FSDP_CPU_OFFLOAD")]
+    #[arg(help_heading = SHARDING, long)]
     pub(super) cpu_offload: bool,
     /// Scale gradients down so that their norm over all parameters is at most this
-    #[arg(help_heading = OPTIMIZER, long, value_name = "NORM", env = "FSDP_CLIP_GRAD_NORM", value_parser = positive)]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "NORM", value_parser = positive)]
     pub(super) clip_grad_norm: Option<f64>,
     /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the
     /// update of that step
-    #[arg(help_heading = OPTIMIZER, long, value_enum, default_value_t, env = "FSDP_NONFINITE")]
+    #[arg(help_heading = OPTIMIZER, long, value_enum, default_value_t)]
     pub(super) nonfinite: NonFinite,
     /// Gradient accumulation: forward and backward passes of each rank per step. Only the last one
     /// reduces gradients over the ranks
-    #[arg(help_heading = OPTIMIZER, long, value_name = "A", default_value_t = 1, env = "FSDP_ACCUMULATE", value_parser = size())]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "A", default_value_t = 1, value_parser = size())]
     pub(super) accumulate: usize,
     /// Compute the activations of each block again in the backward, instead of keeping them: less
     /// memory, more time
-    #[arg(help_heading = SHARDING, long, env = "FSDP_ACTIVATION_CHECKPOINTING")]
+    #[arg(help_heading = SHARDING, long)]
     pub(super) activation_checkpointing: bool,
     /// When a backward begins to gather its next unit, beside the computation. Takes the memory of
     /// one more unit, and pays where ranks wait for the network; no effect on GPUs
-    #[arg(help_heading = SHARDING, long, value_enum, default_value_t, env = "FSDP_BACKWARD_PREFETCH")]
+    #[arg(help_heading = SHARDING, long, value_enum, default_value_t)]
     pub(super) backward_prefetch: PrefetchName,
     /// Begin to gather the next unit of a forward before the present one is computed, beside the
     /// computation
-    #[arg(help_heading = SHARDING, long, env = "FSDP_FORWARD_PREFETCH")]
+    #[arg(help_heading = SHARDING, long)]
     pub(super) forward_prefetch: bool,
     /// Gather at most one unit ahead, rather than three: less memory
-    #[arg(help_heading = SHARDING, long, value_name = "BOOL", action = ArgAction::Set, default_value_t = true,
-          env = "FSDP_LIMIT_ALL_GATHERS")]
+    #[arg(help_heading = SHARDING, long, value_name = "BOOL", action = ArgAction::Set, default_value_t = true)]
     pub(super) limit_all_gathers: bool,
     /// Check after every K steps that ranks which hold the same weights, optimizer state or values
     /// hold the same bits
-    #[arg(help_heading = SHARDING, long, value_name = "K", env = "FSDP_CHECK_REPLICAS")]
+    #[arg(help_heading = SHARDING, long, value_name = "K")]
     pub(super) check_replicas: Option<NonZeroU64>,
     /// Bytes of the text sample at the end
-    #[arg(help_heading = OUTPUT, long, value_name = "BYTES", default_value_t = 200, env = "FSDP_SAMPLE")]
+    #[arg(help_heading = OUTPUT, long, value_name = "BYTES", default_value_t = 200)]
     pub(super) sample: usize,
     /// Write a trace of the time spent to FILE, for Perfetto or chrome://tracing; each process its
     /// own, with its rank in the name
-    #[arg(help_heading = OUTPUT, long, value_name = "FILE", env = "FSDP_TRACE")]
+    #[arg(help_heading = OUTPUT, long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
     /// One JSON object a line on stdout for the start, each step, each checkpoint and the end
-    #[arg(help_heading = OUTPUT, long, env = "FSDP_JSON")]
+    #[arg(help_heading = OUTPUT, long)]
     pub(super) json: bool,
     /// No progress bar, also on a terminal
-    #[arg(help_heading = OUTPUT, long, env = "FSDP_NO_PROGRESS")]
+    #[arg(help_heading = OUTPUT, long)]
     pub(super) no_progress: bool,
 }
 
@@ -347,62 +352,33 @@ impl TrainArguments {
     /// Returns the options that must be the same on all ranks, as text: they decide what ranks
     /// compute together, and in which order they call collectives.
     pub(super) fn of_all_ranks(&self) -> String {
-        let Self {
-            steps,
-            save_every,
-            memory_tier,
-            memory_every,
-            incremental,
-            async_save,
-            read_once,
-            ..
-        } = self;
-        let Self {
-            strategy,
-            replicas,
-            use_orig_params,
-            flat,
-            mixed_precision,
-            cpu_offload,
-            ..
-        } = self;
-        let Self {
-            clip_grad_norm,
-            nonfinite,
-            accumulate,
-            activation_checkpointing,
-            check_replicas,
-            sample,
-            ..
-        } = self;
-        format!(
-            "{:?} {:?} {:?}",
-            (
-                steps,
-                save_every,
-                memory_tier.is_some(),
-                memory_every,
-                incremental,
-                async_save,
-                read_once
-            ),
-            (
-                strategy,
-                replicas,
-                use_orig_params,
-                flat,
-                mixed_precision,
-                cpu_offload
-            ),
-            (
-                clip_grad_norm,
-                nonfinite,
-                accumulate,
-                activation_checkpointing,
-                check_replicas,
-                sample
-            ),
-        )
+        let saves = (
+            self.save_every,
+            // The directory may differ from host to host.
+            self.memory_tier.is_some(),
+            self.memory_every,
+            self.incremental,
+            self.async_save,
+            self.read_once,
+            self.check_replicas,
+        );
+        let sharding = (
+            self.strategy,
+            self.replicas,
+            self.use_orig_params,
+            self.flat,
+            self.mixed_precision,
+            self.cpu_offload,
+            self.activation_checkpointing,
+        );
+        let steps = (
+            self.steps,
+            self.clip_grad_norm,
+            self.nonfinite,
+            self.accumulate,
+            self.sample,
+        );
+        format!("{saves:?} {sharding:?} {steps:?}")
     }
 
     /// Returns which checkpoint to continue from. A process that a launcher has started again goes
@@ -422,28 +398,26 @@ impl TrainArguments {
 
     /// Returns the place of the checkpoints.
     pub(super) fn checkpoints(&self) -> Location {
-        self.checkpoint_dir
-            .clone()
-            .unwrap_or_else(|| (&self.out).into())
+        match &self.checkpoint_dir {
+            Some(location) => location.clone(),
+            None => Location::from(&self.out),
+        }
     }
 }
 
 /// Returns the number of times that a launcher has started this process again.
 pub(super) fn restarts() -> u64 {
+    // Without a launcher there is no such variable.
     let count = std::env::var("TORCHELASTIC_RESTART_COUNT");
-    count
-        .ok()
-        .and_then(|count| count.trim().parse().ok())
-        .unwrap_or(0)
+    count.map_or(0, |count| count.trim().parse().unwrap_or(0))
 }
 
 /// Returns torchrun's name of this job, which stays the same when its processes are started again;
 /// `None` if it has none.
 pub(super) fn elastic_job() -> Option<String> {
     // torchrun gives the name `none` to a job without one.
-    std::env::var("TORCHELASTIC_RUN_ID")
-        .ok()
-        .filter(|job| !job.is_empty() && job != "none")
+    let job = std::env::var("TORCHELASTIC_RUN_ID").ok()?;
+    (!job.is_empty() && job != "none").then_some(job)
 }
 
 fn learning_rate(text: &str) -> Result<f64, String> {

@@ -2,20 +2,34 @@
 
 use anyhow::Result;
 use fsdp::checkpoint::CheckpointError;
-use fsdp::dcp::metadata::Entry;
+use fsdp::formats::metadata::Entry;
 use fsdp::prelude::*;
 use fsdp::state::StateError;
 
 use super::settings::Resume;
 use crate::gpt::Gpt;
 use crate::job_failure::OtherModel;
+use crate::natural;
 
 /// The key of a gradient scaler's scale in a checkpoint.
 const SCALE: &str = "scaler.scale";
 
-/// Loads the model, and the optimizer and the gradient scaler (if there is one) of a checkpoint:
-/// each rank reads the bytes that it needs, to where they belong. The run's other values stay as
-/// they are. This is a collective.
+/// Returns the parts of a checkpoint that a run loads: the model, and the optimizer if it holds a
+/// usable one. If the run in it was in another precision, it holds no scaler. Then this run begins
+/// with its own scaler. The run's other values stay as they are.
+pub(super) fn parts(resume: &Resume, has_scaler: bool) -> Vec<String> {
+    let mut parts = vec!["model".to_owned()];
+    if resume.optimizer {
+        parts.push("optim".to_owned());
+    }
+    if has_scaler && resume.checkpoint.metadata().entries.contains_key(SCALE) {
+        parts.push("scaler".to_owned());
+    }
+    parts
+}
+
+/// Loads the [`parts`] of a checkpoint, to which the checkpointer is limited: each rank reads the
+/// bytes that it needs, to where they belong. This is a collective.
 ///
 /// # Errors
 /// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.
@@ -32,21 +46,9 @@ pub(super) fn restore(
         }
         .into());
     }
-    let kept = std::mem::take(&mut run.values);
-    let optimizers = if resume.optimizer {
-        Vec::new()
-    } else {
-        std::mem::take(&mut run.optimizers)
-    };
-    // If the run was in another precision before, no scaler was saved. Then this run begins with
-    // its own scaler.
-    let has_scaler = resume.read(SCALE, |value| Some(value.clone()))?.is_some();
-    let scaler = if has_scaler { None } else { run.scaler.take() };
-    let loaded = checkpointer.load(&resume.path, run);
-    run.scaler = run.scaler.take().or(scaler);
-    run.optimizers.extend(optimizers);
-    run.values = kept;
-    let report = loaded.map_err(without_advice)?;
+    let report = checkpointer
+        .load(&resume.path, run)
+        .map_err(without_advice)?;
     // Other programs may save more beside model and optimizer, which is left alone. Nothing that
     // the run needs may be missing.
     if report.missing.is_empty() {
@@ -118,6 +120,6 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
             ));
         }
     }
-    lines.sort_by(|a, b| natord::compare(a, b));
+    lines.sort_by(|a, b| natural::compare(a, b));
     Ok(lines)
 }

@@ -328,7 +328,7 @@ fn every_checkpoint_of_a_run_names_its_parent_and_a_broken_chain_is_seen() {
     // A file of another program beside a checkpoint's own has no part in the chain.
     let beside = concat!(
         env!("CARGO_MANIFEST_DIR"),
-        "/../fsdp-dcp/tests/fixtures/lightning/meta.pt"
+        "/../fsdp-tools/tests/fixtures/lightning/meta.pt"
     );
     fs::copy(beside, format!("{}/meta.pt", steps(4))).unwrap();
     assert_eq!(log(&out), rows);

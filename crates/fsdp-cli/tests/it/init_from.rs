@@ -8,8 +8,8 @@
 use std::fs;
 use std::path::Path;
 
-use fsdp::dcp::internals::ArchiveLayout;
-use fsdp::dcp::metadata::{BytesEntry, Entry, StorageInfo, decode, encode};
+use fsdp::formats::internals::ArchiveLayout;
+use fsdp::formats::metadata::{BytesEntry, Entry, StorageInfo, decode, encode};
 use fsdp_cli::exit_codes;
 use predicates::str::contains;
 use tempfile::TempDir;

@@ -63,7 +63,7 @@ fn a_flag_beats_the_environment() {
 }
 
 fn foreign(name: &str) -> String {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fsdp-dcp/tests/fixtures");
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fsdp-tools/tests/fixtures");
     fixtures.join(name).to_str().unwrap().to_owned()
 }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 use fsdp_cli::exit_codes;
-use fsdp_dcp::metadata::{
+use fsdp_formats::metadata::{
     Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
 use fsdp_layout::{DType, TensorBox};

@@ -17,7 +17,7 @@ use crate::common::fsdp;
 
 fn fixture(name: &str) -> String {
     format!(
-        "{}/../fsdp-dcp/tests/fixtures/signed/{name}",
+        "{}/../fsdp-tools/tests/fixtures/signed/{name}",
         env!("CARGO_MANIFEST_DIR")
     )
 }

@@ -72,7 +72,7 @@ impl Default for ScheduleFreeOptions {
 pub(super) const NAME: &str = "AdamWScheduleFree";
 
 impl ScheduleFreeOptions {
-    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+    pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let values = [
             ("lr", self.lr),
             ("eps", self.eps),
@@ -81,15 +81,14 @@ impl ScheduleFreeOptions {
             ("weight_lr_power", self.weight_lr_power),
             ("weight_sum", self.weight_sum),
         ];
-        at_least_zero(NAME, &values)?;
+        at_least_zero(algorithm, &values)?;
         // An infinite rate would make the weights NaN. Before the first step, `lr_max` is -1.
         if !(self.lr_max.is_finite() && self.lr_max >= -1.0) {
-            let (key, value, range) = ("lr_max", self.lr_max, "finite and at least -1");
             return Err(AlgorithmError::OutOfRange {
-                algorithm: NAME,
-                key,
-                value,
-                range,
+                algorithm,
+                key: "lr_max",
+                value: self.lr_max,
+                range: "finite and at least -1",
             });
         }
         // `betas[0]` may not be 0, because `switch_weight` divides by it.
@@ -104,7 +103,7 @@ impl ScheduleFreeOptions {
         ] {
             if !(least..1.0).contains(&value) {
                 return Err(AlgorithmError::OutOfRange {
-                    algorithm: NAME,
+                    algorithm,
                     key,
                     value,
                     range,
@@ -216,7 +215,8 @@ impl ScheduleFreeOptions {
         exp_avg_sqs: &mut [T],
     ) {
         let factors = self.factors();
-        let (beta2, second_weight) = (scalar::<T>(self.betas.1), scalar::<T>(1.0 - self.betas.1));
+        let beta2 = scalar::<T>(self.betas.1);
+        let second_weight = scalar::<T>(1.0 - self.betas.1);
         let bias_correction = scalar::<T>(factors.bias_correction);
         let eps = Element::from_scalar(self.eps);
         let decay = (self.weight_decay != 0.0).then(|| Element::from_scalar(self.weight_decay));
@@ -226,13 +226,16 @@ impl ScheduleFreeOptions {
         for (((param, &grad), z), exp_avg_sq) in
             params.iter_mut().zip(grads).zip(zs).zip(exp_avg_sqs)
         {
-            let (y, g) = (Element::load(*param), Element::load(grad));
+            let y = Element::load(*param);
+            let g = Element::load(grad);
             // AdamW's step, without its average of gradients.
             let v = Element::load(*exp_avg_sq)
                 .mul(beta2)
                 .addcmul(g, g, second_weight);
-            let normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
-            let normalized = decay.map_or(normalized, |decay| normalized.add_scaled(y, decay));
+            let mut normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
+            if let Some(decay) = decay {
+                normalized = normalized.add_scaled(y, decay);
+            }
             // Both `y` and `z` move, each from the `z` before this step.
             let old_z = Element::load(*z);
             *exp_avg_sq = v.store();

@@ -2,7 +2,7 @@
 
 use fsdp_comm::ProcessGroup;
 
-use crate::Result;
+use crate::error::Result;
 
 /// Makes another group of the same ranks.
 fn duplicate(group: &ProcessGroup) -> Result<Option<ProcessGroup>, fsdp_comm::CommError> {

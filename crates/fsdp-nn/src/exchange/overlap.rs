@@ -7,17 +7,17 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fsdp_comm::ProcessGroup;
 use tracing::{trace, warn};
 
 use super::order::Order;
+use super::shared::Shared;
 use super::unit::{Gathered, Reduction, UnitExchange};
 use super::worker::{Ticket, Worker};
 use crate::config::{BackwardPrefetch, FsdpConfig};
-use crate::shared::Shared;
-use crate::{NnError, Result};
+use crate::error::{NnError, Result};
 
 /// The largest number of prefetched units, unless [`FsdpConfig::limit_all_gathers`] limits it to
 /// one.
@@ -49,8 +49,6 @@ pub(crate) struct Overlap {
     /// The ranks that gather together.
     shard: Option<ProcessGroup>,
     shared: Arc<Shared>,
-    /// The units by their numbers; set once all of them are made.
-    units: OnceLock<Vec<Arc<UnitExchange>>>,
     state: Mutex<State>,
 }
 
@@ -60,7 +58,7 @@ struct State {
     forward: Order,
     backward: Order,
     /// The units that are being prefetched: the next ones of the order, in that order.
-    gathers: VecDeque<(usize, Ticket<Gathered>)>,
+    gathers: VecDeque<(Arc<UnitExchange>, Ticket<Gathered>)>,
     /// The reductions whose results have not been taken yet. Only the last one may still be
     /// running.
     reductions: Vec<(usize, Ticket<Reduction>)>,
@@ -113,15 +111,8 @@ impl Overlap {
             worker,
             shard,
             shared,
-            units: OnceLock::new(),
             state: Mutex::default(),
         })
-    }
-
-    /// Sets the units of the model, by their numbers, once all of them are made.
-    pub(crate) fn complete(&self, units: Vec<Arc<UnitExchange>>) {
-        // A second call cannot happen: a model is completed once.
-        let _ = self.units.set(units);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -177,11 +168,9 @@ impl Overlap {
         if let Some(order) = state.order() {
             order.record_use(unit.number);
         }
-        if state
+        if let Some((_, ticket)) = state
             .gathers
-            .front()
-            .is_some_and(|(number, _)| *number == unit.number)
-            && let Some((_, ticket)) = state.gathers.pop_front()
+            .pop_front_if(|(next, _)| next.number == unit.number)
         {
             return self.take_gathered(unit, ticket);
         }
@@ -194,7 +183,7 @@ impl Overlap {
     /// Waits for a gather that runs in the background, and returns what it has gathered.
     fn take_gathered(&self, unit: &UnitExchange, ticket: Ticket<Gathered>) -> Result<Gathered> {
         let gathered = ticket.wait();
-        self.shared.count_released(unit.unsharded_bytes());
+        self.shared.memory.count_released(unit.unsharded_bytes());
         gathered.map_err(|error| in_background(unit, "all-gather", error))
     }
 
@@ -217,22 +206,19 @@ impl Overlap {
         }
         let begun = state.gathers.len();
         let next = state.order().map_or(&[][..], |order| order.next());
-        let next: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
-        for number in next {
-            let Some(unit) = self.units.get().and_then(|units| units.get(number)) else {
-                return;
-            };
+        let ahead: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
+        for number in ahead {
+            let unit = Arc::clone(&self.shared.units()[number]);
             // The unit is still gathered from an earlier use. If it is released before the model
             // uses it again, it is gathered on demand then.
-            if self.shared.is_whole(number) {
+            if unit.is_gathered() {
                 return;
             }
             trace!(unit = %unit.name, "gather ahead");
-            self.shared.count_held(unit.unsharded_bytes());
-            let unit = Arc::clone(unit);
-            state
-                .gathers
-                .push_back((number, self.worker.submit(move || unit.gather())));
+            self.shared.memory.count_held(unit.unsharded_bytes());
+            let gathered = Arc::clone(&unit);
+            let ticket = self.worker.submit(move || gathered.gather());
+            state.gathers.push_back((unit, ticket));
         }
     }
 
@@ -246,10 +232,8 @@ impl Overlap {
     /// the first error of any.
     fn discard_gathers(&self, state: &mut State) -> Result<()> {
         let mut discarded = Ok(());
-        while let Some((number, ticket)) = state.gathers.pop_front() {
-            if let Some(unit) = self.units.get().and_then(|units| units.get(number)) {
-                discarded = discarded.and(self.take_gathered(unit, ticket).map(drop));
-            }
+        while let Some((unit, ticket)) = state.gathers.pop_front() {
+            discarded = discarded.and(self.take_gathered(&unit, ticket).map(drop));
         }
         discarded
     }

@@ -1,5 +1,7 @@
 //! The collectives of one unit: its parameters are gathered, and its gradients reduced.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use candle_core::{DType, Device, Tensor};
 use fsdp_comm::{Element, ProcessGroup, ReduceOp};
 use fsdp_flat::storage::{
@@ -10,13 +12,14 @@ use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::FlatEntry;
 use tracing::trace;
 
+use super::device;
+use super::gradient::add;
 use super::groups::Groups;
-use crate::gradient::add;
-use crate::precision::cast;
-use crate::{Result, device, tasks};
+use crate::config::cast;
+use crate::error::Result;
+use crate::tasks;
 
-/// The parts of one unit that its collectives need. They never change, so another thread can run
-/// the collectives.
+/// The parts of one unit that its collectives need, which another thread may run.
 #[derive(Debug)]
 pub(crate) struct UnitExchange {
     /// The index of the unit among those of the model.
@@ -36,8 +39,8 @@ pub(crate) struct UnitExchange {
     pub(crate) groups: Groups,
     /// This rank's shard; `None` if the parameters' own storages hold the authoritative values.
     pub(crate) flat: Option<FlatParameter>,
-    /// The tensors that the model computes with.
-    pub(crate) tensors: Vec<Tensor>,
+    /// `true` while the parameters are gathered: their storages are filled.
+    pub(crate) is_gathered: AtomicBool,
 }
 
 /// The gathered values of each parameter, to be put into the tensors of the unit.
@@ -61,6 +64,16 @@ pub(crate) struct Reduction {
 }
 
 impl UnitExchange {
+    /// Returns `true` while the parameters are gathered: their storages are filled.
+    pub(crate) fn is_gathered(&self) -> bool {
+        self.is_gathered.load(Ordering::Relaxed)
+    }
+
+    /// Records that the parameters' storages have been filled or released.
+    pub(crate) fn set_gathered(&self, is_gathered: bool) {
+        self.is_gathered.store(is_gathered, Ordering::Relaxed);
+    }
+
     /// Returns the bytes of the whole parameters.
     pub(crate) fn unsharded_bytes(&self) -> usize {
         self.layout.numels().iter().sum::<usize>() * self.compute_dtype.size_in_bytes()
@@ -71,16 +84,15 @@ impl UnitExchange {
         Err(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter").into())
     }
 
-    /// Gathers the parameters from all ranks' shards. [`Self::fill`] then puts them into the
-    /// model's tensors. Collectives: one all-gather over the shard group, none if nothing is
-    /// sharded.
+    /// Gathers the parameters from all ranks' shards, without putting them into the model's
+    /// tensors. Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather(&self) -> Result<Gathered> {
         let Some(flat) = &self.flat else {
             return Ok(Vec::new());
         };
         // Cast before the collective, so that the narrower dtype is sent.
-        let shard = cast(flat.shard().clone(), Some(self.compute_dtype))?;
-        let shard = to_device(&shard, &self.device)?;
+        let computed = cast(flat.shard().clone(), Some(self.compute_dtype))?;
+        let shard = to_device(&computed, &self.device)?;
         let Some(group) = &self.groups.shard else {
             return self.parts(&shard);
         };
@@ -135,22 +147,16 @@ impl UnitExchange {
         }, else self.unsupported())
     }
 
-    /// Puts gathered parameters into the model's tensors. No communication.
-    pub(crate) fn fill(&self, gathered: Gathered) -> Result<()> {
-        Ok(self
-            .tensors
-            .iter()
-            .zip(gathered)
-            .try_for_each(|(tensor, contents)| contents.put(tensor))?)
-    }
-
     /// Cuts an unsharded FlatParameter into the values of each parameter.
     pub(crate) fn parts(&self, whole: &Tensor) -> Result<Gathered> {
-        let params = 0..self.tensors.len();
-        params
+        (0..self.layout.fqns().len())
             .map(|param| {
                 let range = self.layout.param_range(param);
-                Ok(Contents::of(&whole.narrow(0, range.start, range.len())?)?)
+                Ok(Contents::from_tensor(&whole.narrow(
+                    0,
+                    range.start,
+                    range.len(),
+                )?)?)
             })
             .collect()
     }

@@ -9,9 +9,9 @@ use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
-use crate::Result;
 use crate::algorithm::{Algorithm, Initial, StateKind};
-use crate::handle::FlatParamHandle;
+use crate::error::Result;
+use crate::unit::FlatParamHandle;
 
 /// One value of a parameter's state.
 #[derive(Debug, Clone)]
@@ -56,9 +56,7 @@ impl LocalParam {
     /// Returns `true` if it is trained now. The parameters of a FlatParameter are either all
     /// trained or all frozen.
     pub(crate) fn requires_grad(&self) -> bool {
-        self.params()
-            .first()
-            .is_some_and(|&param| self.handle.params[param].requires_grad())
+        self.handle.params[self.params()[0]].requires_grad()
     }
 
     /// Returns the positions in the unit of the model's parameters that it is made of.
@@ -87,9 +85,10 @@ impl LocalParam {
 
     /// Returns its name in torch: the parameter's name, or `<unit>._flat_param`.
     pub(crate) fn name(&self) -> String {
-        match (self.is_flat, self.fqns().pop()) {
-            (false, Some(fqn)) => fqn,
-            _ => self.handle.flat_param_name(),
+        if self.is_flat {
+            self.handle.flat_param_name()
+        } else {
+            self.fqns().remove(0)
         }
     }
 
@@ -130,11 +129,10 @@ impl LocalParam {
 
     /// Returns the same parameter without any state.
     pub(crate) fn without_state(&self) -> Self {
-        let (handle, segments) = (Arc::clone(&self.handle), self.segments.clone());
         LocalParam {
-            handle,
+            handle: Arc::clone(&self.handle),
             is_flat: self.is_flat,
-            segments,
+            segments: self.segments.clone(),
             numel: self.numel,
             state: None,
         }
@@ -243,15 +241,15 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                 );
             }
             (StateKind::LikeParameter, Initial::Value(value)) => {
-                let flat = zeros(&[local.numel], local.handle.dtype())?;
+                let on_host = zeros(&[local.numel], local.handle.dtype())?;
                 if value != 0.0 {
                     with_float!(local.handle.dtype(), T => {
-                        let mut data = HostSliceMut::<T>::write(&flat)?;
+                        let mut data = HostSliceMut::<T>::write(&on_host)?;
                         data.fill(<T as candle_core::WithDType>::from_f64(value));
                         data.finish()?;
                     }, else ());
                 }
-                let flat = to_device(&flat, local.handle.shard_device())?;
+                let flat = to_device(&on_host, local.handle.shard_device())?;
                 state
                     .entries
                     .insert(entry.name.to_owned(), LocalState::Piece(flat));
@@ -281,9 +279,9 @@ fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
         with_float!(local.handle.dtype(), T => {
             let from = HostSlice::<T>::read(&piece)?;
             let target = flat.narrow(0, segment.start, segment.len)?;
-            let mut target = HostSliceMut::<T>::write(&target)?;
-            target.copy_from_slice(&from);
-            target.finish()?;
+            let mut to = HostSliceMut::<T>::write(&target)?;
+            to.copy_from_slice(&from);
+            to.finish()?;
         }, else ());
     }
     Ok(to_device(&flat, local.handle.shard_device())?)

@@ -16,10 +16,9 @@ use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 use indexmap::IndexMap;
 
-use crate::algorithm::{Algorithm, StateEntry, StateKind};
-use crate::optim_state_error::OptimStateError;
-use crate::parameters::{Location, ShardedParameters};
-use crate::{NnError, Result};
+use crate::algorithm::{Algorithm, StateKind};
+use crate::error::{NnError, OptimStateError, Result};
+use crate::model::parameters::{Location, ShardedParameters};
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
 
@@ -70,7 +69,7 @@ impl ParamGroup {
 }
 
 /// The hyperparameters that a group is to have, and the keys that its algorithm does not know.
-pub type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
+pub(crate) type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 
 /// torch's optimizers over a sharded model: SGD, Adam, AdamW, Adagrad, Adafactor, Muon, and
 /// schedule-free AdamW ([`Algorithm`]).
@@ -166,7 +165,9 @@ impl Optimizer {
             for fqn in &*group.fqns {
                 let Location { handle, .. } = parameters.location(fqn)?;
                 if optimizer.local_of.contains_key(fqn) {
-                    return Err(NnError::DuplicateParameter { fqn: fqn.clone() });
+                    return Err(NnError::options(format!(
+                        "parameter `{fqn}` is in more than one parameter group"
+                    )));
                 }
                 let local = match flat_locals.get(&handle) {
                     Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
@@ -219,13 +220,13 @@ impl Optimizer {
         if self.group_of_local[local] == group {
             return Ok(local);
         }
-        let mut others = self.locals[local].handle.params.iter();
-        let first = others.find(|other| self.local_of.contains_key(&other.fqn));
-        let first = first.map_or_else(String::new, |other| other.fqn.clone());
-        Err(NnError::SplitFlatParameter {
-            first,
-            second: fqn.to_owned(),
-        })
+        let first = self.locals[local]
+            .handle
+            .params
+            .iter()
+            .find(|other| self.local_of.contains_key(&other.fqn))
+            .expect("a FlatParameter has a local parameter since one of its names was grouped");
+        Err(split_flat_parameter(&first.fqn, fqn))
     }
 
     /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it, and
@@ -233,10 +234,12 @@ impl Optimizer {
     fn add_local(&mut self, fqn: &str, group: usize) -> Result<usize> {
         let Location { handle, param } = self.parameters.location(fqn)?;
         let handle = Arc::clone(&self.parameters.handles[handle]);
-        let (layout, rank) = (handle.layout(), handle.shard_rank());
+        let layout = handle.layout();
+        let rank = handle.shard_rank();
         let is_flat = !self.parameters.use_orig_params();
-        let (segments, numel) = if is_flat {
-            let mut segments = Vec::new();
+        let mut segments = Vec::new();
+        let numel;
+        if is_flat {
             for (param, info) in layout.shard_param_infos(rank).into_iter().enumerate() {
                 if let Some(info) = info {
                     segments.push(Segment {
@@ -246,20 +249,17 @@ impl Optimizer {
                     });
                 }
             }
-            (segments, layout.sharded_numel())
+            numel = layout.sharded_numel();
         } else {
-            let len = layout
-                .shard_param_info(param, rank)
-                .map_or(0, |info| info.numel_in_shard);
-            (
-                vec![Segment {
-                    param,
-                    start: 0,
-                    len,
-                }],
-                len,
-            )
-        };
+            // A rank may have no element of a parameter.
+            let info = layout.shard_param_info(param, rank);
+            numel = info.map_or(0, |info| info.numel_in_shard);
+            segments.push(Segment {
+                param,
+                start: 0,
+                len: numel,
+            });
+        }
         self.locals.push(LocalParam {
             handle,
             is_flat,
@@ -284,10 +284,7 @@ impl Optimizer {
                 .iter()
                 .partition(|param| self.local_of.contains_key(&param.fqn));
             if let (Some(first), Some(second)) = (inside.first(), outside.first()) {
-                return Err(NnError::SplitFlatParameter {
-                    first: first.fqn.clone(),
-                    second: second.fqn.clone(),
-                });
+                return Err(split_flat_parameter(&first.fqn, &second.fqn));
             }
         }
         Ok(())
@@ -341,8 +338,7 @@ impl Optimizer {
     }
 
     /// Returns the position of the parameter's group; `None` if this optimizer does not hold it.
-    #[must_use]
-    pub fn group_of(&self, fqn: &str) -> Option<usize> {
+    fn group_of(&self, fqn: &str) -> Option<usize> {
         Some(self.group_of_local[self.local_index(fqn)?])
     }
 
@@ -393,16 +389,6 @@ impl Optimizer {
             .iter()
             .flat_map(|group| group.fqns())
             .map(String::as_str)
-    }
-
-    /// Returns the state entries that the parameter's algorithm keeps, in torch's order; none if
-    /// this optimizer does not hold it.
-    #[must_use]
-    pub fn state_schema(&self, fqn: &str) -> Vec<StateEntry> {
-        match self.group_of(fqn) {
-            Some(group) => self.groups[group].algorithm.state_entries().collect(),
-            None => Vec::new(),
-        }
     }
 
     /// Returns `true` if an entry of a parameter's state is shaped like the parameter.
@@ -498,12 +484,18 @@ impl Optimizer {
     }
 }
 
+/// Returns the error for two parameters of one FlatParameter of which only one is in a group.
+fn split_flat_parameter(first: &str, second: &str) -> NnError {
+    NnError::options(format!(
+        "parameters `{first}` and `{second}` are of one FlatParameter, so they must be in one parameter \
+         group: set `use_orig_params` or group them together"
+    ))
+}
+
 /// Checks that an algorithm can update a local parameter.
 fn check_algorithm(algorithm: &Algorithm, local: &LocalParam) -> Result<()> {
     algorithm.check_parameters(!local.is_flat)?;
-    if let Some(dtype) = fsdp_flat::dtype::from_candle(local.handle.dtype()) {
-        algorithm.check_dtype(dtype)?;
-    }
+    algorithm.check_dtype(local.handle.file_dtype())?;
     let shapes = local.handle.layout().shapes();
     local
         .params()

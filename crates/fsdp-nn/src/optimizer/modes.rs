@@ -7,7 +7,7 @@ use fsdp_flat::with_float;
 use super::Optimizer;
 use super::local::{LocalParam, LocalState};
 use crate::algorithm::{Algorithm, ScheduleFreeOptions, lerp};
-use crate::{NnError, Result};
+use crate::error::{NnError, Result};
 
 impl Optimizer {
     /// Turns the parameters of schedule-free groups into the points at which gradients are

@@ -27,7 +27,9 @@ pub(super) fn orthogonal(
         let update = rounded(&((&gram * b)? + (gram.matmul(&gram)? * c)?)?)?;
         x = rounded(&((&x * a)? + update.matmul(&x)?)?)?;
     }
-    let x = if is_tall { x.t()?.contiguous()? } else { x };
+    if is_tall {
+        x = x.t()?.contiguous()?;
+    }
     x.to_dtype(DType::BF16)?.flatten_all()?.to_vec1()
 }
 

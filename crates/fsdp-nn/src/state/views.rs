@@ -4,9 +4,9 @@ use fsdp_state::{StateDict, StateValue};
 
 use super::OptimStateKeyType;
 use super::groups::{SavedGroup, optim_dict};
-use crate::Result;
+use crate::error::Result;
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
 
 /// The state that a parameter without any is given in a state dict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,14 +15,14 @@ use fsdp_state::{
 };
 
 use super::StateDictOptions;
-use crate::handle::FLAT_PARAM;
+use crate::error::{NnError, Result, StateDictError};
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
 use crate::state::{
     LiveTarget, MissingState, OptimStateError, SavedGroup, StatePrefixes, live_model_state_dict,
     live_states_and_groups, optim_dict,
 };
-use crate::{NnError, Result};
+use crate::unit::FLAT_PARAM;
 
 /// Returns the state dicts of a model and its optimizers: (model, optimizers). torch's
 /// `get_state_dict`.
@@ -124,7 +124,7 @@ pub fn get_optimizer_state_dict(
     if options.share_storage {
         // The caller may write to the views at any time, so no copy of the state can be left for
         // later.
-        parameters.shared.lend();
+        parameters.shared.values.lend();
     }
     finish(parameters.group(), views, options)
 }
@@ -258,8 +258,10 @@ pub fn set_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_state_dict",
-        Some(model),
-        Some(optim),
+        Dicts {
+            model: Some(model),
+            optim: Some(optim),
+        },
         parameters,
         optimizers,
         options,
@@ -278,8 +280,10 @@ pub fn set_model_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_model_state_dict",
-        Some(model),
-        None,
+        Dicts {
+            model: Some(model),
+            optim: None,
+        },
         parameters,
         &mut [],
         options,
@@ -300,33 +304,41 @@ pub fn set_optimizer_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_optimizer_state_dict",
-        None,
-        Some(optim),
+        Dicts {
+            model: None,
+            optim: Some(optim),
+        },
         parameters,
         optimizers,
         options,
     )
 }
 
+/// The state dicts to load.
+#[derive(Clone, Copy)]
+struct Dicts<'a> {
+    model: Option<&'a StateDict>,
+    optim: Option<&'a StateDict>,
+}
+
 /// Loads the dicts that are given. All three functions that set state call this.
 fn set(
     operation: &'static str,
-    model: Option<&StateDict>,
-    optim: Option<&StateDict>,
+    dicts: Dicts<'_>,
     parameters: &ShardedParameters,
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
     let group = parameters.group();
     let mut state = StateDict::new();
-    for (key, dict) in [("model", model), ("optim", optim)] {
+    for (key, dict) in [("model", dicts.model), ("optim", dicts.optim)] {
         state.extend(dict.map(|dict| (key, dict.clone().into())));
     }
     let mut checked = options.check(parameters);
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not
     // checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
-        checked = checked.and_then(|()| check_dicts(model, optim, parameters));
+        checked = checked.and_then(|()| check_dicts(dicts, parameters));
     }
     let mut source = if options.broadcast_from_rank0 {
         DictSource::on_root(group, operation, 0, checked.map(|()| Some(&state)))?
@@ -336,21 +348,16 @@ fn set(
     };
     // An empty model dict stands for none.
     let has_model = source.schema().has_key("model");
-    let key = |key: &str| Some(vec![key.to_owned()]);
     let prefixes = StatePrefixes {
-        model: key("model").filter(|_| has_model),
-        optim: key("optim").filter(|_| optim.is_some()),
+        model: has_model.then(|| vec!["model".to_owned()]),
+        optim: dicts.optim.map(|_| vec!["optim".to_owned()]),
     };
     let optimizers = optimizers
         .iter_mut()
         .map(|optimizer| &mut **optimizer)
         .collect();
-    let target = NnError::or_refuse(
-        group,
-        operation,
-        LiveTarget::new(parameters, optimizers, prefixes),
-    )?;
-    let mut target = target
+    let target = LiveTarget::new(parameters, optimizers, prefixes);
+    let mut target = NnError::or_refuse(group, operation, target)?
         .with_names(
             |name| options.name_in_model(name),
             |name| options.renamed_in_model(name),
@@ -370,23 +377,14 @@ fn set(
 /// Keys of FlatParameters are those of a local state dict, which another function loads. An
 /// optimizers' dict without state must not pass for one of parameters that have not been stepped:
 /// the state of all of them would be lost.
-fn check_dicts(
-    model: Option<&StateDict>,
-    optim: Option<&StateDict>,
-    parameters: &ShardedParameters,
-) -> Result<()> {
-    let is_flat_param =
-        |key: &str| key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key);
-    if let Some(key) = model
-        .into_iter()
-        .flat_map(StateDict::keys)
-        .find(|key| is_flat_param(key))
-    {
-        return Err(NnError::FlatParameterKey {
-            key: key.to_owned(),
-        });
+fn check_dicts(dicts: Dicts<'_>, parameters: &ShardedParameters) -> Result<()> {
+    for key in dicts.model.into_iter().flat_map(StateDict::keys) {
+        if key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key) {
+            let key = key.to_owned();
+            return Err(StateDictError::FlatParameterKey { key }.into());
+        }
     }
-    let Some(optim) = optim.filter(|optim| !optim.is_empty()) else {
+    let Some(optim) = dicts.optim.filter(|optim| !optim.is_empty()) else {
         return Ok(());
     };
     let is_flat = optim

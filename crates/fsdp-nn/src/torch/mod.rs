@@ -41,7 +41,7 @@ mod rekey;
 mod state_dict_type;
 mod verify;
 
-pub use crate::settings::{
+pub use crate::model::state_dict_type::{
     FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig,
     OptimStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictConfig,
     StateDictSettings, StateDictType,

@@ -2,8 +2,8 @@
 
 use fsdp_state::KeepOn;
 
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
+use crate::model::ShardedParameters;
 
 /// torch's `StateDictOptions`; the same on every rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,14 +69,14 @@ impl StateDictOptions {
     /// Refuses options that contradict each other, and submodules that the model does not have.
     pub(super) fn check(&self, parameters: &ShardedParameters) -> Result<()> {
         if self.broadcast_from_rank0 && !self.full_state_dict {
-            return Err(NnError::Options {
-                problem: "full_state_dict must be true when broadcast_from_rank0 is true",
-            });
+            return Err(NnError::options(
+                "full_state_dict must be true when broadcast_from_rank0 is true",
+            ));
         }
         if !self.keep_submodule_prefixes && self.submodules.len() != 1 {
-            return Err(NnError::Options {
-                problem: "without keep_submodule_prefixes exactly one submodule must be named",
-            });
+            return Err(NnError::options(
+                "without keep_submodule_prefixes exactly one submodule must be named",
+            ));
         }
         let mut names: Vec<&str> = parameters.fqns().collect();
         names.extend(
@@ -86,13 +86,13 @@ impl StateDictOptions {
                 .chain(parameters.buffers().keys())
                 .map(String::as_str),
         );
-        let is_unknown = |module: &&String| !names.iter().any(|name| below(name, module).is_some());
-        match self.submodules.iter().find(is_unknown) {
-            Some(module) => Err(NnError::UnknownSubmodule {
-                module: module.clone(),
-            }),
-            None => Ok(()),
+        for module in &self.submodules {
+            if !names.iter().any(|name| below(name, module).is_some()) {
+                let module = module.clone();
+                return Err(StateDictError::UnknownSubmodule { module }.into());
+            }
         }
+        Ok(())
     }
 
     /// Returns the options beside `strict` that decide what is loaded, and where: all ranks must

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use fsdp_state::{StateDict, StateError};
 
 use super::{OptimStateError, OptimStateKeyType};
-use crate::Result;
+use crate::error::Result;
 use crate::state::{EMPTY_PIECES, group_dicts, key_type_of, read_param_groups};
 
 /// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`.
@@ -52,17 +52,17 @@ pub fn rekey_optim_state_dict(
     if key_type_of(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
         return Ok(state.copy()?);
     }
-    let ids: HashMap<&str, usize> = names
-        .iter()
-        .enumerate()
-        .rev()
-        .map(|(id, name)| (name.as_ref(), id))
-        .collect();
-    let rekey = |key: &str| match key_type {
-        OptimStateKeyType::ParamName => names
-            .get(key.parse::<usize>().ok()?)
-            .map(|name| name.as_ref().to_owned()),
-        OptimStateKeyType::ParamId => ids.get(key).map(usize::to_string),
+    let keys = match key_type {
+        OptimStateKeyType::ParamName => NewKeys::Names(names),
+        // Of a name that is there twice, the first counts.
+        OptimStateKeyType::ParamId => NewKeys::Ids(
+            names
+                .iter()
+                .enumerate()
+                .rev()
+                .map(|(id, name)| (name.as_ref(), id))
+                .collect(),
+        ),
     };
     // Other keys of the dict stay as they are.
     let mut result = state.clone();
@@ -72,21 +72,26 @@ pub fn rekey_optim_state_dict(
         };
         let mut rekeyed = StateDict::new();
         for (key, value) in states {
-            let unknown = || OptimStateError::UnknownState {
-                key: key.clone(),
-                count: names.len(),
+            let Some(new_key) = keys.rekey(key) else {
+                return Err(OptimStateError::UnknownState {
+                    key: key.clone(),
+                    count: names.len(),
+                }
+                .into());
             };
-            rekeyed.insert_new(rekey(key).ok_or_else(unknown)?, value.clone())?;
+            rekeyed.insert_new(new_key, value.clone())?;
         }
         result.insert(part, rekeyed);
     }
     if state.contains_key("param_groups") {
         for (index, group) in groups.iter_mut().enumerate() {
             for key in &mut group.params {
-                *key = rekey(key).ok_or_else(|| OptimStateError::UnknownParam {
-                    index,
-                    key: key.clone(),
-                })?;
+                *key = keys
+                    .rekey(key)
+                    .ok_or_else(|| OptimStateError::UnknownParam {
+                        index,
+                        key: key.clone(),
+                    })?;
             }
             if key_type == OptimStateKeyType::ParamId {
                 group.params.sort_by_key(|id| id.parse::<usize>().ok());
@@ -96,6 +101,27 @@ pub fn rekey_optim_state_dict(
         result.insert("param_groups", group_dicts(groups));
     }
     Ok(result.copy()?)
+}
+
+/// The keys that take the place of those of a state dict.
+enum NewKeys<'a, N> {
+    /// The names, by their ids.
+    Names(&'a [N]),
+    /// The ids, by their names.
+    Ids(HashMap<&'a str, usize>),
+}
+
+impl<N: AsRef<str>> NewKeys<'_, N> {
+    /// Returns the new key; `None` if the old one is none that is known.
+    fn rekey(&self, key: &str) -> Option<String> {
+        match self {
+            NewKeys::Names(names) => {
+                let name = names.get(key.parse::<usize>().ok()?)?;
+                Some(name.as_ref().to_owned())
+            }
+            NewKeys::Ids(ids) => ids.get(key).map(usize::to_string),
+        }
+    }
 }
 
 /// Returns a state dict without a prefix that a wrapper put before its names (`module.` for DDP,

@@ -1,7 +1,7 @@
 //! torch's `state_dict_type` and its relatives: the settings in force for one model.
 
-use crate::parameters::ShardedParameters;
-use crate::settings::{CurrentSettings, StateDictSettings};
+use crate::model::ShardedParameters;
+use crate::model::state_dict_type::{CurrentSettings, StateDictSettings};
 
 impl ShardedParameters {
     /// Returns the settings in force: torch's `get_state_dict_type`.
@@ -27,7 +27,7 @@ impl ShardedParameters {
     ///         candle_nn::linear(3, 2, scope.vb())
     ///     })?;
     ///     let parameters = model.parameters();
-    ///     let sharded = parameters.state_dict_type(StateDictSettings::of(StateDictType::Sharded), || {
+    ///     let sharded = parameters.state_dict_type(StateDictSettings::from(StateDictType::Sharded), || {
     ///         torch::state_dict(parameters)
     ///     })?;
     ///     assert!(sharded.get("weight").unwrap().as_sharded().is_some());

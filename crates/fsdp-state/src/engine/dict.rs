@@ -80,6 +80,7 @@ impl<'a> DictSource<'a> {
         let Outline { schema, small } = group.broadcast_object(outline.as_ref(), root)?;
         Ok(DictSource {
             values: match values {
+                // The root keeps its tensors. The others get only what came with the schema.
                 Some(values) => values,
                 None => values_of_others(root, &schema, small)?,
             },
@@ -157,7 +158,8 @@ impl<'a> DictSource<'a> {
         wanted: &Wanted,
         wanted_on: &WantedOn<'_>,
     ) -> Option<Layout> {
-        let (path, leaf) = self.schema.get(wanted.position)?;
+        let leaf = self.schema.get(wanted.position);
+        let (path, leaf) = leaf.expect("what is wanted is in the schema");
         let mut have = Vec::with_capacity(group.world_size());
         let mut want = Vec::with_capacity(group.world_size());
         // If the boxes of a single rank are unknown, all ranks have to be asked.

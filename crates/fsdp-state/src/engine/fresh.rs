@@ -7,7 +7,7 @@ use fsdp_layout::{KeyPath, TensorBox};
 use indexmap::IndexMap;
 use itertools::EitherOrBoth;
 
-use super::options::LoadOptions;
+use super::options::{LoadOptions, is_part_of};
 use super::target::{Plan, Target, Values, Wanted};
 use crate::keep_on::GatherOptions;
 use crate::lend::Memory;
@@ -20,7 +20,7 @@ use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
 pub struct DictTarget<'a> {
     template: &'a StateDict,
     /// `true` if each rank reads from a checkpoint for itself.
-    is_of_checkpoint: bool,
+    is_for_checkpoint: bool,
     /// `true` if the template's own tensors are filled.
     is_in_place: bool,
     /// `true` if ranks may have different whole tensors under one name.
@@ -42,7 +42,7 @@ impl<'a> DictTarget<'a> {
         let (schema, values) = Schema::with_values(template)?;
         Ok(DictTarget {
             template,
-            is_of_checkpoint: false,
+            is_for_checkpoint: false,
             is_in_place: false,
             has_own_tensors: false,
             schema,
@@ -56,8 +56,8 @@ impl<'a> DictTarget<'a> {
     /// for different names, and names that only the checkpoint has are no error. With `in_place`
     /// the template's own tensors are filled, instead of new ones.
     #[must_use]
-    pub const fn of_checkpoint(mut self, in_place: bool) -> Self {
-        self.is_of_checkpoint = true;
+    pub const fn for_checkpoint(mut self, in_place: bool) -> Self {
+        self.is_for_checkpoint = true;
         self.is_in_place = in_place;
         self.with_own_tensors()
     }
@@ -107,7 +107,7 @@ impl<'a> DictTarget<'a> {
         // who share its memory.
         let is_filled =
             current.tensor().is_some() && (self.is_in_place || saved.tensor().is_some());
-        saved.is_scalar() && current.is_scalar() && !(self.is_of_checkpoint && is_filled)
+        saved.is_scalar() && current.is_scalar() && !(self.is_for_checkpoint && is_filled)
     }
 
     /// Checks that the template's tensors can be filled where they are.
@@ -138,13 +138,22 @@ impl Target for DictTarget<'_> {
         options: &LoadOptions,
     ) -> Result<Plan, E> {
         let mut plan = Plan {
-            refuses_unexpected: !self.is_of_checkpoint,
+            refuses_unexpected: !self.is_for_checkpoint,
             ..Plan::default()
         };
         // Step 1: compare what the source has with the template, name by name. Small values are
         // copied, and memory is wanted for all others.
         let mut by_value: Vec<(usize, usize)> = Vec::new();
+        let mut absent = options.only.clone().unwrap_or_default();
         for leaves in source.compare(&self.schema) {
+            if options.only.is_some() {
+                let (_, (path, _)) = leaves.clone().reduce(|either, _| either);
+                let key = path.flat_key();
+                if !options.includes(&key) {
+                    continue;
+                }
+                absent.retain(|part| !is_part_of(&key, part));
+            }
             match leaves {
                 EitherOrBoth::Left((_, (path, _))) => plan.report.unexpected.push(path.flat_key()),
                 EitherOrBoth::Right((_, (path, _))) => plan.report.missing.push(path.flat_key()),
@@ -173,6 +182,7 @@ impl Target for DictTarget<'_> {
                 }
             }
         }
+        plan.report.missing.append(&mut absent);
         // Step 2: take the small values.
         let positions: Vec<usize> = by_value.iter().map(|(from, _)| *from).collect();
         let values = small(&positions)?;
@@ -186,7 +196,7 @@ impl Target for DictTarget<'_> {
         }
         // Values that move between ranks need targets that agree. From a checkpoint each rank may
         // load what it likes.
-        if !self.is_of_checkpoint {
+        if !self.is_for_checkpoint {
             plan.common.target = self.schema.clone();
         }
         Ok(plan)

@@ -72,6 +72,7 @@ impl<'a, T: Target> Lending<'a, T> {
             }
             stretches.push(((storage, start), (end, self.lent.len())));
         }
+        // Only now, because a tensor that overlaps must leave no trace.
         self.stretches.extend(stretches);
         self.lent.push(tensor.clone());
         None
@@ -116,19 +117,20 @@ impl<T: Target> Lend for Lending<'_, T> {
     }
 
     fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        match (self.detours.remove(&wanted), memory) {
-            // Staged: keep the new values until all of them are there.
-            (Some(home), Memory::Tensors(values)) if self.is_staged(wanted) => {
-                self.staged.push((home, values));
-                Ok(())
-            }
-            // The values could not be read straight into the target's memory: copy them there.
-            (Some(home), Memory::Tensors(values)) => {
-                home.fill_from(&values)?;
-                self.target.filled(&self.wanted[wanted], home)
-            }
+        let Some(home) = self.detours.remove(&wanted) else {
             // This is the target's memory itself.
-            (_, memory) => self.target.filled(&self.wanted[wanted], memory),
+            return self.target.filled(&self.wanted[wanted], memory);
+        };
+        let Memory::Tensors(values) = memory else {
+            unreachable!("a detour is made of tensors");
+        };
+        if self.is_staged(wanted) {
+            // All new values must be there before the first one takes effect.
+            self.staged.push((home, values));
+            return Ok(());
         }
+        // The values could not be read straight into the target's memory: copy them there.
+        home.fill_from(&values)?;
+        self.target.filled(&self.wanted[wanted], home)
     }
 }

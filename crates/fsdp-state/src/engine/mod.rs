@@ -21,6 +21,6 @@ pub use dict::{BoxesOn, DictSource};
 pub use fresh::DictTarget;
 pub(crate) use fresh::Whole;
 pub use load::{LoadError, load_state};
-pub use options::LoadOptions;
+pub use options::{LoadOptions, is_part_of};
 pub use source::{LoadCall, Source, WantedOn};
 pub use target::{Common, Plan, Target, Values, Wanted};

@@ -14,6 +14,11 @@ pub struct LoadOptions {
     /// In a load of a checkpoint into a state dict, names that only the checkpoint has are never an
     /// error.
     pub strict: bool,
+    /// The top-level keys to load, such as `model` and `optim` of a training run; `None` (the
+    /// default) for all. In state dicts of flat keys a top-level key is a whole key, or its
+    /// beginning up to a dot. Everything else is ignored in the source, and stays as it is in the
+    /// target. A key that neither side has counts as missing.
+    pub only: Option<Vec<String>>,
     /// `true` if values may be converted to the dtype of the target. torch's `dcp.load` always
     /// converts.
     pub cast: bool,
@@ -53,19 +58,43 @@ impl LoadOptions {
     pub(super) fn in_common(&self) -> String {
         let LoadOptions {
             strict,
+            only,
             staged,
             verify,
             read_once,
             ..
         } = self;
-        format!("strict: {strict}, staged: {staged}, verify: {verify}, read_once: {read_once:?}")
+        let only = only
+            .as_ref()
+            .map_or("all".to_owned(), |keys| keys.join(", "));
+        format!(
+            "strict: {strict}, only: {only}, staged: {staged}, verify: {verify}, \
+             read_once: {read_once:?}"
+        )
     }
+
+    /// Returns `true` if a flat key is to be loaded.
+    #[must_use]
+    pub fn includes(&self, key: &str) -> bool {
+        match &self.only {
+            Some(parts) => parts.iter().any(|part| is_part_of(key, part)),
+            None => true,
+        }
+    }
+}
+
+/// Returns `true` if a flat key is the top-level key `part`, or begins with it and a dot.
+#[must_use]
+pub fn is_part_of(key: &str, part: &str) -> bool {
+    key.strip_prefix(part)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
         LoadOptions {
             strict: true,
+            only: None,
             cast: false,
             staged: false,
             device: None,

@@ -8,7 +8,7 @@ use fsdp_layout::boxes::copy_runs;
 
 use super::packing::{BoxBytes, Outgoing, copy_elements, read_box, with_packed};
 use super::route::{Layout, Piece, Route, windows};
-use super::slots::{Part, carve};
+use super::slots::{SlotPart, carve};
 use crate::lend::{Lend, Memory, lent_bytes};
 use crate::memory::try_reserve;
 use crate::{StateError, StateValue};
@@ -230,6 +230,7 @@ impl<'g> Exchange<'g> {
             };
             if let Some(slots) = slots_of_items.next().flatten() {
                 transfer.slots = slots;
+                // A wrong size would shift all elements that come after it.
                 if !transfer.has_slots_of_wanted_sizes() {
                     transfer.slots.clear();
                     self.failure = Some(StateError::SharedMemory {
@@ -245,6 +246,7 @@ impl<'g> Exchange<'g> {
     /// Runs the collective of a route.
     fn route(&mut self, transfers: &mut [Transfer<'_>], route: &Route) -> Result<(), CommError> {
         match route {
+            // The only route without a collective: every rank has what it wants.
             Route::Local => {
                 self.copy_own(transfers);
                 Ok(())
@@ -279,6 +281,7 @@ impl<'g> Exchange<'g> {
         mut run: impl FnMut(&mut Self, &mut [Transfer<'_>]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         self.copy_own(transfers);
+        // Several tensors fit into a bucket together, so only a single one may be too large.
         let [transfer] = transfers else {
             return run(self, transfers);
         };
@@ -372,6 +375,7 @@ impl<'g> Exchange<'g> {
             }
         }
         self.group.broadcast(&mut packed, root)?;
+        // A rank that has failed has no slots, and drops what it received.
         let mut rest = &packed[..];
         for transfer in transfers {
             let (bytes, after) = rest.split_at(transfer.layout.bytes());
@@ -391,9 +395,11 @@ impl<'g> Exchange<'g> {
         let rank = group.rank();
         let ranks = group.world_size();
         let mut wanted = vec![0; ranks];
-        for (to, wanted) in wanted.iter_mut().enumerate() {
-            let bytes = transfers.iter().map(|it| it.layout.bytes_wanted(to));
-            *wanted = bytes.sum();
+        for (to, bytes) in wanted.iter_mut().enumerate() {
+            *bytes = transfers
+                .iter()
+                .map(|transfer| transfer.layout.bytes_wanted(to))
+                .sum();
         }
         // The root copies its own values and does not send them.
         wanted[root] = 0;
@@ -414,6 +420,7 @@ impl<'g> Exchange<'g> {
                     .filter(|&to| to != root)
                     .for_each(|to| self.pack_for(transfers, to, &mut send));
             }
+            // The pieces of a rank that gets nothing in this round come in another one.
             let arrives = if counts[rank] > 0 {
                 incoming(transfers, rank)
             } else {
@@ -486,6 +493,8 @@ impl<'g> Exchange<'g> {
                 .flat_map(|transfer| transfer.slots.iter_mut().map(|slot| &mut **slot));
             return run(&mut carve(slots.collect(), &parts));
         }
+        // There are too many runs, or this rank has no memory for them after a failure. It still
+        // receives them, so that the others are not kept waiting.
         let bytes = pieces
             .iter()
             .map(|(transfer, piece)| transfers[*transfer].bytes_of(&piece.bounds))
@@ -577,6 +586,7 @@ fn in_sender_order(
     for (index, transfer) in transfers.iter().enumerate() {
         pieces.extend(pieces_of(transfer).into_iter().map(|piece| (index, piece)));
     }
+    // The sort is stable, so the tensors of one sender stay in their order.
     pieces.sort_by_key(|(_, piece)| piece.source);
     pieces
 }
@@ -599,7 +609,7 @@ fn counts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)], ranks: usize) -
 
 /// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too
 /// many parts.
-fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Part>> {
+fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<SlotPart>> {
     let mut first = Vec::with_capacity(transfers.len());
     let mut slots = 0;
     for transfer in transfers {

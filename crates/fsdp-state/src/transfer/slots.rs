@@ -4,13 +4,13 @@
 use std::ops::Range;
 
 /// A part of one of several slices: the position of the slice, and a range of its bytes.
-pub(super) type Part = (usize, Range<usize>);
+pub(super) type SlotPart = (usize, Range<usize>);
 
 /// Returns parts of `slices` in the order in which they are asked for.
 ///
 /// # Panics
 /// If parts overlap or lie outside their slice.
-pub(super) fn carve<'a>(slices: Vec<&'a mut [u8]>, parts: &[Part]) -> Vec<&'a mut [u8]> {
+pub(super) fn carve<'a>(slices: Vec<&'a mut [u8]>, parts: &[SlotPart]) -> Vec<&'a mut [u8]> {
     // Slices can only be split from front to back, so this goes by position and then puts the parts
     // in order again.
     let mut order: Vec<usize> = (0..parts.len()).collect();

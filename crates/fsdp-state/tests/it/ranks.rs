@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use fsdp_comm::{LocalRanks, ProcessGroup};
-use fsdp_flat::storage::{HostBytes, TensorBuffer};
+use fsdp_flat::storage::{HostBytes, HostBytesMut, zeros};
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::shard::chunk_range;
@@ -79,9 +79,11 @@ impl Numbers {
 /// Makes a tensor of arbitrary bits, NaNs included.
 pub(crate) fn tensor(shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     let mut numbers = Numbers(seed);
-    let mut buffer = TensorBuffer::zeros(shape, dtype).unwrap();
-    buffer.bytes_mut().fill_with(|| numbers.next() as u8);
-    buffer.into_tensor()
+    let tensor = zeros(shape, dtype).unwrap();
+    let mut bytes = HostBytesMut::write(&tensor).unwrap();
+    bytes.fill_with(|| numbers.next() as u8);
+    bytes.finish().unwrap();
+    tensor
 }
 
 pub(crate) fn f32s(shape: &[usize], seed: u64) -> Tensor {

@@ -452,7 +452,7 @@ impl Run {
 pub(crate) fn keys(dir: &Path, step: u64) -> Vec<String> {
     let path = step_path(dir, step);
     let checkpoint =
-        fsdp_dcp::checkpoint::open(path, fsdp_dcp::reader::OpenOptions::default()).unwrap();
+        fsdp_formats::checkpoint::open(path, fsdp_formats::reader::OpenOptions::default()).unwrap();
     let mut keys: Vec<String> = checkpoint.metadata().entries.keys().cloned().collect();
     keys.sort_unstable();
     keys

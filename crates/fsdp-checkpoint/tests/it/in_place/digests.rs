@@ -9,11 +9,11 @@ use fsdp_checkpoint::{
     state_digest,
 };
 use fsdp_comm::{Operation, run_local};
-use fsdp_dcp::checkpoint;
-use fsdp_dcp::digest::digest;
-use fsdp_dcp::internals::{INTEGRITY_FILE, Integrity};
-use fsdp_dcp::reader::OpenOptions;
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint;
+use fsdp_formats::digest::digest;
+use fsdp_formats::internals::{INTEGRITY_FILE, Integrity};
+use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::{ErrorKind, Failure as _, PlainValue, TensorBox};
 use fsdp_nn::ShardingStrategy;
 use fsdp_state::{StateDict, StateError, digest_state_dict};

@@ -7,6 +7,7 @@
 
 mod digests;
 mod load;
+mod parts;
 mod replicas;
 mod resume;
 mod silent;

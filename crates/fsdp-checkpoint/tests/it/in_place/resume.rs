@@ -94,7 +94,7 @@ fn resume(path: &Path, run: &mut Run, in_place: bool) {
     .unwrap();
 }
 
-fn bits(run: &Run) -> Vec<String> {
+pub(crate) fn bits(run: &Run) -> Vec<String> {
     let state = run.state_dict().unwrap();
     let whole = gather_state_dict(&state, run.model.group(), &GatherOptions::default()).unwrap();
     let leaves = flatten_containers(&whole).unwrap().values.into_iter();
@@ -307,7 +307,7 @@ fn values_under_names_of_the_model_or_the_optimizers_cannot_be_saved() {
 
 /// Steps of a run whose batches a sampler deals, at the rates of a schedule, with a scaler. Returns
 /// the samples of all ranks in each step.
-fn train_on(run: &mut Run, steps: Range<u64>) -> Vec<Vec<u64>> {
+pub(crate) fn train_on(run: &mut Run, steps: Range<u64>) -> Vec<Vec<u64>> {
     let group = run.model.group().clone();
     let schedule = Schedule {
         decay: Decay::Cosine,
@@ -332,7 +332,7 @@ fn train_on(run: &mut Run, steps: Range<u64>) -> Vec<Vec<u64>> {
 }
 
 /// Gives a run a sampler and a scaler.
-fn with_parts(mut run: Run, samples: u64) -> Run {
+pub(crate) fn with_parts(mut run: Run, samples: u64) -> Run {
     let options = SamplerOptions {
         samples,
         batch: 6,

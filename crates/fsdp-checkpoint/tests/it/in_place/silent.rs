@@ -13,14 +13,14 @@ use fsdp_checkpoint::{
     state_digest,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_dcp::FileError;
-use fsdp_dcp::checkpoint::{Checkpoint, Format, open};
-use fsdp_dcp::metadata::Metadata;
-use fsdp_dcp::reader::{OpenOptions, Slot};
-use fsdp_dcp::storage::CheckedDirectory;
 use fsdp_digest::StateDigest;
 use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::HostSliceMut;
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::{Checkpoint, Format, open};
+use fsdp_formats::metadata::Metadata;
+use fsdp_formats::reader::{OpenOptions, Slot};
+use fsdp_formats::storage::CheckedDirectory;
 use fsdp_layout::PlainValue;
 use fsdp_nn::ShardingStrategy;
 use fsdp_state::{StateDict, StateError, StateValue, digest_state_dict, flatten_state_dict};

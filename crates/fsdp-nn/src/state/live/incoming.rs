@@ -5,11 +5,11 @@ use std::collections::HashSet;
 use fsdp_state::{LoadReport, Mismatch};
 
 use crate::algorithm::Initial;
+use crate::error::{NnError, Result};
 use crate::optimizer::{GroupUpdate, Optimizer};
 use crate::state::OptimStateError;
 use crate::state::entry::{EntryOptions, EntryPlan, Saved};
 use crate::state::saved::SavedOptim;
-use crate::{NnError, Result};
 
 /// A load of optimizers in which the first thing that does not fit is an error of its own, rather
 /// than a line of the report.
@@ -47,11 +47,10 @@ impl Incoming {
         } else {
             missing_states(optimizer, saved)?
         };
-        let is_missed = |fqn: &str| exact.is_some() || lacks_state.contains(fqn);
         let mut missing = Vec::new();
-        let groups = saved
-            .groups
-            .match_with(optimizer, &mut missing, is_missed)?;
+        let groups = saved.groups.match_with(optimizer, &mut missing, |fqn| {
+            exact.is_some() || lacks_state.contains(fqn)
+        })?;
         // A group that was not saved (`param_groups.<index>` in `missing`) keeps its
         // hyperparameters. A group that was saved must have all of them; one that it lacks is
         // `param_groups.<index>.<key>` in `missing`.
@@ -69,7 +68,7 @@ impl Incoming {
         let mut plans = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {
             let fqns = local.fqns();
-            let first = fqns.first().map_or("", String::as_str);
+            let first = &fqns[0];
             let entries: Vec<_> = fqns
                 .iter()
                 .map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty()))
@@ -90,7 +89,7 @@ impl Incoming {
                     let fqn = if local.is_flat {
                         local.name()
                     } else {
-                        first.to_owned()
+                        first.clone()
                     };
                     return Err(OptimStateError::MissingEntry {
                         fqn,
@@ -150,12 +149,9 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
     match kind {
         OptimStateError::WrongShape { fqn, name, .. }
         | OptimStateError::WrongDType { fqn, name, .. } => {
-            let (parameters, entry) = (
-                optimizer.parameters(),
-                saved.states.get(fqn).and_then(|e| e.get(name)),
-            );
-            let dtype = fsdp_flat::dtype::from_candle(parameters.dtype(fqn)?);
-            let dtype = dtype.map_or_else(String::new, |dtype| dtype.to_string());
+            let parameters = optimizer.parameters();
+            let entry = saved.states.get(fqn).and_then(|entries| entries.get(name));
+            let dtype = parameters.handles[parameters.location(fqn)?.handle].file_dtype();
             let shape = match kind {
                 OptimStateError::WrongShape { expected, .. } => expected,
                 _ => parameters.shape(fqn)?,
@@ -166,14 +162,11 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
                 current: format!("{dtype} {shape:?}"),
             })
         }
-        OptimStateError::DifferingTypes { name, types, fqns } => {
-            let fqn = fqns.first().map_or("", String::as_str);
-            Ok(Mismatch {
-                fqn: format!("{fqn}.{name}"),
-                saved: types.join(", "),
-                current: "a tensor".to_owned(),
-            })
-        }
+        OptimStateError::DifferingTypes { name, types, fqns } => Ok(Mismatch {
+            fqn: format!("{}.{name}", fqns[0]),
+            saved: types.join(", "),
+            current: "a tensor".to_owned(),
+        }),
         _ => Err(error),
     }
 }
@@ -190,8 +183,11 @@ fn check_presence(optimizer: &Optimizer, saved: &SavedOptim) -> Result<()> {
             .iter()
             .find(|param| saved.has_state(&param.fqn));
         if let (Some((param, _)), Some(other)) = (lacking.next(), other) {
-            let (fqn, other) = (param.fqn.clone(), other.fqn.clone());
-            return Err(OptimStateError::MissingState { fqn, other }.into());
+            return Err(OptimStateError::MissingState {
+                fqn: param.fqn.clone(),
+                other: other.fqn.clone(),
+            }
+            .into());
         }
     }
     Ok(())

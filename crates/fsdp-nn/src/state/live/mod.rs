@@ -18,9 +18,9 @@ use super::groups::number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use super::views::persistent_buffers;
+use crate::error::{NnError, Result};
+use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
-use crate::parameters::ShardedParameters;
-use crate::{NnError, Result};
 
 /// The keys of a source that lead to the state of a model and of its optimizers.
 #[derive(Debug, Clone, Default)]
@@ -149,13 +149,13 @@ impl<'a> LiveTarget<'a> {
         in_model: impl Fn(&str) -> String + 'a,
         in_optimizers: impl Fn(&str) -> String + 'a,
     ) -> Self {
-        (self.rename, self.rename_in_optimizers) = (Box::new(in_model), Box::new(in_optimizers));
+        self.rename = Box::new(in_model);
+        self.rename_in_optimizers = Box::new(in_optimizers);
         self
     }
 
     /// Lets frozen parameters be missing from the source, if `ignore_frozen`.
-    #[must_use]
-    pub const fn ignore_frozen(mut self, ignore_frozen: bool) -> Self {
+    pub(crate) const fn ignore_frozen(mut self, ignore_frozen: bool) -> Self {
         self.ignore_frozen = ignore_frozen;
         self
     }
@@ -256,14 +256,10 @@ impl<'a> LiveTarget<'a> {
                     .iter()
                     .any(|tensor| !tensor.is_contiguous()) =>
             {
-                let (saved, current) = (
-                    "a tensor".to_owned(),
-                    "a tensor that is not contiguous".to_owned(),
-                );
                 plan.report.mismatched.push(Mismatch {
                     fqn: key,
-                    saved,
-                    current,
+                    saved: "a tensor".to_owned(),
+                    current: "a tensor that is not contiguous".to_owned(),
                 });
             }
             Ok(wanted) => {
@@ -323,14 +319,10 @@ impl<'a> LiveTarget<'a> {
                         .extend((1..path.0.len()).map(|depth| KeyPath(path.0[..depth].to_vec()))),
                     // A value that is no container lies on the way.
                     Err(StateError::WrongContainer { expected, .. }) => {
-                        let (saved, current) = (
-                            leaf.to_string(),
-                            format!("a value where the checkpoint has a {expected}"),
-                        );
                         plan.report.mismatched.push(Mismatch {
                             fqn: path.flat_key(),
-                            saved,
-                            current,
+                            saved: leaf.to_string(),
+                            current: format!("a value where the checkpoint has a {expected}"),
                         });
                     }
                     Err(error) => return Err(error.into()),
@@ -352,59 +344,46 @@ impl<'a> LiveTarget<'a> {
                     self.add(wanted, here.clone(), Part::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
-                    let (saved, current) = (leaf.to_string(), here.kind().to_owned());
                     plan.report.mismatched.push(Mismatch {
                         fqn: path.flat_key(),
-                        saved,
-                        current,
+                        saved: leaf.to_string(),
+                        current: here.kind().to_owned(),
                     });
                 }
                 (None, None) => plan.report.unexpected.push(path.flat_key()),
             }
         }
         // A list of plain values is one value in some formats, and its elements are in others.
-        let is_saved = |path: &KeyPath| {
-            (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())))
-        };
-        let missing = Schema::from_state(current)?;
-        let missing = missing
-            .iter()
-            .filter(|(path, _)| !is_saved(path) && !opened.contains(path));
-        plan.report
-            .missing
-            .extend(missing.map(|(path, _)| path.flat_key()));
-        (self.values, self.new_values) = (Some(current), new_values);
+        for (path, _) in Schema::from_state(current)?.iter() {
+            let is_saved =
+                (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())));
+            if !is_saved && !opened.contains(path) {
+                plan.report.missing.push(path.flat_key());
+            }
+        }
+        self.values = Some(current);
+        self.new_values = new_values;
         Ok(())
     }
 
     /// Sorts the positions of a source's leaves by the part of the target that they belong to.
     fn sort(&self, schema: &Schema) -> Sorted {
-        let is_parameter =
-            |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
+        let optim = self.prefixes.optim.as_ref();
+        let model = self.prefixes.model.as_ref();
         let mut sorted = Sorted::default();
         for (position, (path, _)) in schema.iter().enumerate() {
-            if let Some(inside) = self
-                .prefixes
-                .optim
-                .as_ref()
-                .and_then(|prefix| path.below(prefix))
-            {
-                // Without an optimizer nothing can be taken.
-                match OptimKey::read(&inside.0, &is_parameter)
-                    .filter(|_| !self.optimizers.is_empty())
-                {
-                    Some(key) => sorted.optim.push((key, position)),
-                    None => sorted.unreadable.push(inside.flat_key()),
+            if let Some(inside) = optim.and_then(|prefix| path.below(prefix)) {
+                let key = OptimKey::read(&inside.0, &|name| {
+                    self.parameters.contains(&(self.rename_in_optimizers)(name))
+                });
+                match key {
+                    // Without an optimizer nothing can be taken.
+                    Some(key) if !self.optimizers.is_empty() => sorted.optim.push((key, position)),
+                    _ => sorted.unreadable.push(inside.flat_key()),
                 }
-            } else if let Some(inside) = self
-                .prefixes
-                .model
-                .as_ref()
-                .and_then(|prefix| path.below(prefix))
-            {
-                sorted
-                    .model
-                    .push(((self.rename)(&inside.flat_key()), position));
+            } else if let Some(inside) = model.and_then(|prefix| path.below(prefix)) {
+                let name = (self.rename)(&inside.flat_key());
+                sorted.model.push((name, position));
             } else {
                 sorted.values.push(position);
             }
@@ -455,10 +434,11 @@ impl Target for LiveTarget<'_> {
         self.plan_values(&load, &sorted.values, &mut plan)?;
         // The order of the schema is that of all ranks. The values beside the model come last,
         // since an average has the model's buffers too, whose names in the model count.
-        let is_beside =
-            |wanted: &Wanted| matches!(self.destinations[wanted.place].part, Part::Value(_));
-        plan.wanted
-            .sort_by_key(|wanted| (is_beside(wanted), wanted.position));
+        plan.wanted.sort_by_key(|wanted| {
+            let destination = &self.destinations[wanted.place];
+            let is_value = matches!(destination.part, Part::Value(_));
+            (is_value, wanted.position)
+        });
         Ok(plan)
     }
 

@@ -1,9 +1,0 @@
-//! Directories of `torch.distributed.checkpoint`: `.metadata`, and a file of items for each rank.
-
-pub(crate) mod item;
-mod opaque;
-pub mod parts;
-pub(crate) mod reader;
-pub(crate) mod reshard;
-pub(crate) mod sidecars;
-pub mod writer;

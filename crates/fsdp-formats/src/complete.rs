@@ -1,0 +1,251 @@
+//! Checks whether all that a checkpoint names is there, without reading its elements.
+
+use fsdp_layout::{ErrorKind, TensorBox, with_causes};
+
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::Checkpoint;
+use crate::kind::kind_of;
+use crate::metadata::{Entry, Replica, StorageInfo, TensorEntry};
+use crate::plan::{ChunkError, validate_chunks};
+use crate::threads::on_each;
+
+/// A problem with the contents of a checkpoint.
+#[derive(Debug)]
+pub struct Problem {
+    /// The flat key, where one is concerned.
+    pub fqn: Option<String>,
+    /// The file, relative to the checkpoint, where one is concerned.
+    pub file: Option<String>,
+    /// The first bad byte in that file, where it is known.
+    pub offset: Option<u64>,
+    /// The error, with its causes.
+    pub error: String,
+    /// The kind of the error: a file that cannot be read may be sound.
+    pub kind: ErrorKind,
+}
+
+impl Problem {
+    /// Makes the problem with a key, or with the item that is stored for it.
+    #[must_use]
+    pub fn with_key(
+        fqn: &str,
+        stored: Option<&StorageInfo>,
+        error: &(dyn std::error::Error + 'static),
+    ) -> Self {
+        Problem {
+            fqn: Some(fqn.to_owned()),
+            file: stored.map(|stored| stored.relative_path.clone()),
+            offset: corrupt_at(error).or_else(|| stored.map(|stored| stored.offset)),
+            error: with_causes(error),
+            kind: kind_of(error),
+        }
+    }
+
+    /// Makes the problem with a file.
+    #[must_use]
+    pub fn with_file(name: &str, error: &(dyn std::error::Error + 'static)) -> Self {
+        Problem {
+            fqn: None,
+            file: Some(name.to_owned()),
+            offset: corrupt_at(error),
+            error: with_causes(error),
+            kind: kind_of(error),
+        }
+    }
+}
+
+/// Returns where in its file a corrupt block starts.
+fn corrupt_at(error: &(dyn std::error::Error + 'static)) -> Option<u64> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(FormatError::Corrupt { offset, .. }) = error.downcast_ref() {
+            return Some(*offset);
+        }
+        next = error.source();
+    }
+    None
+}
+
+/// The findings about the items of a checkpoint.
+#[derive(Debug, Default)]
+pub struct ItemFindings {
+    /// The problems, in the order of the keys.
+    pub problems: Vec<Problem>,
+    /// The keys of values that hold objects of unknown types, and of tensors that are such objects,
+    /// with the type of each. They are never built. They are no problems.
+    pub opaque: Vec<(String, String)>,
+}
+
+/// Returns `true` if a checkpoint's metadata is consistent, and all its files are there with the
+/// right sizes. For a trainer's folder, that is so if it is so for each checkpoint in it.
+///
+/// # Errors
+/// Files outside of the checkpoint's directory ([`FileError::Path`]).
+pub fn is_complete(checkpoint: &dyn Checkpoint, threads: usize) -> Result<bool, FileError> {
+    let parts = checkpoint.parts();
+    if parts.is_empty() {
+        return Ok(check_metadata(checkpoint).is_empty()
+            && check_items(checkpoint, threads)?.problems.is_empty());
+    }
+    for part in &parts {
+        if !is_complete(part.checkpoint, threads)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Checks the metadata alone: every key is stored, and the chunks of each tensor are inside of it,
+/// disjoint and complete.
+#[must_use]
+pub fn check_metadata(checkpoint: &dyn Checkpoint) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (fqn, entry) in &checkpoint.metadata().entries {
+        match entry {
+            Entry::Bytes(bytes) => {
+                if bytes.stored.is_none() {
+                    let error = FileError::NotStored { fqn: fqn.clone() };
+                    problems.push(Problem::with_key(fqn, None, &error));
+                }
+            }
+            Entry::Tensor(tensor) => {
+                let covered = validate_chunks(
+                    &tensor.shape,
+                    tensor.chunks.iter().map(|chunk| &chunk.bounds),
+                );
+                match covered {
+                    Err(error) => problems.push(Problem::with_key(fqn, None, &error)),
+                    Ok(covered) => {
+                        let numel = TensorBox::whole(&tensor.shape).numel();
+                        if covered != numel {
+                            let error = ChunkError::Incomplete { covered, numel };
+                            problems.push(Problem::with_key(fqn, None, &error));
+                        }
+                    }
+                }
+                if tensor
+                    .chunks
+                    .iter()
+                    .any(|chunk| !chunk.bounds.is_empty() && chunk.stored.is_none())
+                {
+                    let error = FileError::NotStored { fqn: fqn.clone() };
+                    problems.push(Problem::with_key(fqn, None, &error));
+                }
+            }
+        }
+    }
+    problems
+}
+
+/// Checks that files are long enough for their items, and that each item is what the metadata says.
+/// Reads one element of each chunk, in linear time.
+///
+/// # Errors
+/// Files outside of the checkpoint's directory ([`FileError::Path`]).
+pub fn check_items(checkpoint: &dyn Checkpoint, threads: usize) -> Result<ItemFindings, FileError> {
+    let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
+    let parts = on_each(
+        &entries,
+        threads,
+        |(fqn, entry)| -> Result<ItemFindings, FileError> {
+            let mut part = ItemFindings::default();
+            match entry {
+                Entry::Bytes(bytes) => match refuse_paths(checkpoint.read_value(fqn))? {
+                    Ok(_) => {}
+                    Err(error) => match error.opaque_type() {
+                        Some(of) => part.opaque.push(((*fqn).clone(), of)),
+                        None => {
+                            part.problems.push(Problem::with_key(
+                                fqn,
+                                bytes.stored.as_ref(),
+                                &error,
+                            ));
+                        }
+                    },
+                },
+                Entry::Tensor(tensor) => chunk_ends(checkpoint, fqn, tensor, &mut part)?,
+            }
+            Ok(part)
+        },
+    );
+    let mut findings = ItemFindings::default();
+    for part in parts {
+        let part = part?;
+        findings.problems.extend(part.problems);
+        findings.opaque.extend(part.opaque);
+    }
+    Ok(findings)
+}
+
+/// Reads the last element of each chunk of a tensor: if that is there, the whole chunk is.
+fn chunk_ends(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    tensor: &TensorEntry,
+    findings: &mut ItemFindings,
+) -> Result<(), FileError> {
+    // Chunks that do not make up their tensor have been reported, and cannot be read.
+    if validate_chunks(
+        &tensor.shape,
+        tensor.chunks.iter().map(|chunk| &chunk.bounds),
+    )
+    .is_err()
+    {
+        return Ok(());
+    }
+    let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
+    let mut opaque = None;
+    for chunk in tensor
+        .chunks
+        .iter()
+        .filter(|chunk| !chunk.bounds.is_empty())
+    {
+        let Some(stored) = &chunk.stored else {
+            continue;
+        };
+        let at = chunk
+            .bounds
+            .offsets
+            .iter()
+            .zip(&chunk.bounds.sizes)
+            .map(|(offset, size)| offset + size - 1);
+        let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
+        // Read this chunk alone. An ordinary read would plan over all chunks, for each of them
+        // again.
+        let this = Replica {
+            fqn: fqn.to_owned(),
+            bounds: Some(chunk.bounds.clone()),
+            stored: stored.clone(),
+        };
+        let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? else {
+            continue;
+        };
+        let Some(of) = error.opaque_type() else {
+            findings
+                .problems
+                .push(Problem::with_key(fqn, Some(stored), &error));
+            continue;
+        };
+        // An opaque tensor cannot be read here, but its bytes must be there, up to the last.
+        opaque = Some(of);
+        let end = stored.length.saturating_sub(1);
+        if let Err(error) = refuse_paths(checkpoint.read_stored(fqn, stored, end, &mut [0]))? {
+            findings
+                .problems
+                .push(Problem::with_key(fqn, Some(stored), &error));
+        }
+    }
+    findings
+        .opaque
+        .extend(opaque.map(|of| (fqn.to_owned(), of)));
+    Ok(())
+}
+
+/// Turns a path that leads out of the checkpoint, or through a link, into an error of the whole
+/// verification. Other errors of the read are returned inside, for the report.
+fn refuse_paths<T>(read: Result<T, FileError>) -> Result<Result<T, FileError>, FileError> {
+    match read {
+        Err(error @ FileError::Path { .. }) => Err(error),
+        read => Ok(read),
+    }
+}

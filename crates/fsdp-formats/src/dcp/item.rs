@@ -1,0 +1,328 @@
+//! The items of a `.distcp` file that are tensors: their layout, which is known before the data is,
+//! and how to find the payload in one.
+//!
+//! An item is what `torch.save` makes of one tensor or one value, with [`ROOT`] as its root
+//! directory. Items of values are in [`value`](crate::torch::value).
+
+use std::ops::Range;
+
+use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::{DType, TensorBox};
+
+use crate::error::FormatError;
+use crate::limits::MAX_OBJECT_BYTES;
+use crate::payload::slot::Slot;
+use crate::pickle::{PickleError, PickleErrorKind, parse, write};
+use crate::storage::read_at::{BlockReader, ReadAt, Window};
+use crate::strided::read_overlap;
+use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
+use crate::torch::zip::{ArchiveLayout, Directory, ROOT};
+
+/// The bytes of one tensor item around its payload, in a form that `torch.load(weights_only=True)`
+/// accepts.
+///
+/// ```
+/// use fsdp_formats::internals::TensorItem;
+/// use fsdp_layout::DType;
+/// let item = TensorItem::new(DType::F32, &[2, 3])?;
+/// assert_eq!(item.payload_length(), 24);
+/// assert_eq!(item.payload_offset() % 64, 0);
+///
+/// let payload: Vec<u8> = [1f32, 2., 3., 4., 5., 6.].iter().flat_map(|v| v.to_le_bytes()).collect();
+/// let crc = crc32fast::hash(&payload);
+/// let whole = [item.head(crc), payload, item.tail(crc)].concat();
+/// assert_eq!(whole.len() as u64, item.length());
+/// # Ok::<(), fsdp_formats::FormatError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct TensorItem {
+    layout: ArchiveLayout,
+    payload_length: u64,
+}
+
+impl TensorItem {
+    /// Lays out the item of a row-major tensor of this type and shape.
+    pub fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
+        check_writable(dtype)?;
+        let length = checked_numel(shape)
+            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+        let payload_length =
+            length
+                .filter(|&length| length < i64::MAX as u64)
+                .ok_or(FormatError::Limit {
+                    what: "tensor length",
+                    value: u64::MAX,
+                    limit: i64::MAX as u64,
+                })?;
+        let mut pickle = Vec::with_capacity(256);
+        write::proto(&mut pickle, 2);
+        write_tensor(&mut pickle, 0, dtype, shape);
+        write::op(&mut pickle, write::STOP);
+        Ok(TensorItem {
+            layout: ArchiveLayout::new(ROOT, pickle, &[payload_length]),
+            payload_length,
+        })
+    }
+
+    /// Returns the bytes of the whole item.
+    #[must_use]
+    pub fn length(&self) -> u64 {
+        self.layout.length()
+    }
+
+    /// Returns where the payload starts, from the start of the item: a multiple of 64.
+    #[must_use]
+    pub fn payload_offset(&self) -> u64 {
+        self.layout.storage_offset(0)
+    }
+
+    /// Returns the bytes of the payload.
+    #[must_use]
+    pub fn payload_length(&self) -> u64 {
+        self.payload_length
+    }
+
+    /// Returns the bytes before the payload, given its CRC-32.
+    #[must_use]
+    pub fn head(&self, crc: u32) -> Vec<u8> {
+        self.layout.head(crc)
+    }
+
+    /// Returns the bytes after the payload, given its CRC-32.
+    #[must_use]
+    pub fn tail(&self, crc: u32) -> Vec<u8> {
+        self.layout.tail(&[crc])
+    }
+}
+
+/// The bytes of an item around its payload. An item that this library has written is recognized by
+/// them, and then its zip directory and its pickle need no parsing.
+#[derive(Debug)]
+pub(crate) struct KnownItem {
+    length: u64,
+    head: EndBytes,
+    tail: EndBytes,
+    tensor: StoredTensor,
+}
+
+/// The bytes at one end of an item, and the position in them of the CRC-32 of its payload. The CRC
+/// differs from item to item, and all other bytes are the same in each.
+#[derive(Debug)]
+struct EndBytes {
+    bytes: Vec<u8>,
+    crc: usize,
+}
+
+/// The length of a CRC-32 in bytes.
+const CRC_BYTES: usize = 4;
+
+impl EndBytes {
+    /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two
+    /// of them.
+    fn new(with_crc: impl Fn(u32) -> Vec<u8>) -> Self {
+        let (bytes, other) = (with_crc(0), with_crc(u32::MAX));
+        let crc = bytes
+            .iter()
+            .zip(&other)
+            .position(|(a, b)| a != b)
+            .unwrap_or(bytes.len());
+        EndBytes { bytes, crc }
+    }
+
+    /// Returns `true` if other bytes are the same, except for the CRC.
+    fn is_same(&self, other: &[u8]) -> bool {
+        let after = (self.crc + CRC_BYTES).min(self.bytes.len());
+        self.bytes.len() == other.len()
+            && self.bytes[..self.crc] == other[..self.crc]
+            && self.bytes[after..] == other[after..]
+    }
+}
+
+impl KnownItem {
+    /// Makes the item of a row-major tensor of this type and shape.
+    pub(crate) fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
+        let item = TensorItem::new(dtype, shape)?;
+        // `TensorItem` has a single storage, whose key is 0.
+        let tensor = TensorRef::row_major("0".to_owned(), item.payload_length(), dtype, shape);
+        Ok(KnownItem {
+            length: item.length(),
+            head: EndBytes::new(|crc| item.head(crc)),
+            tail: EndBytes::new(|crc| item.tail(crc)),
+            tensor: StoredTensor {
+                tensor,
+                storage_offset: item.payload_offset(),
+            },
+        })
+    }
+
+    /// Returns the bytes of the whole item.
+    pub(crate) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Returns `true` if the bytes at both ends of an item are those of this one, except for the
+    /// CRC of the payload.
+    fn is_same(&self, item: &Ends<'_>) -> bool {
+        let last = if item.tail.is_empty() {
+            &item.head
+        } else {
+            &item.tail
+        };
+        let tail = last
+            .len()
+            .checked_sub(self.tail.bytes.len())
+            .map(|start| &last[start..]);
+        let head = item.head.get(..self.head.bytes.len());
+        item.len() == self.length
+            && head.is_some_and(|head| self.head.is_same(head))
+            && tail.is_some_and(|tail| self.tail.is_same(tail))
+    }
+}
+
+/// A tensor found in an item, and where its storage lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredTensor {
+    /// The tensor, as the item's pickle has it.
+    pub tensor: TensorRef,
+    /// The start of its storage, counted from the start of the item.
+    pub storage_offset: u64,
+}
+
+impl StoredTensor {
+    /// Finds the tensor in the item that is all of `item`, reading its ends only.
+    pub fn locate(item: &dyn ReadAt) -> Result<Self, FormatError> {
+        Self::locate_known(item, None)
+    }
+
+    /// Finds the tensor as [`Self::locate`] does, but without parsing an item that is the `known`
+    /// one.
+    pub(crate) fn locate_known(
+        item: &dyn ReadAt,
+        known: Option<&KnownItem>,
+    ) -> Result<Self, FormatError> {
+        let item = &Ends::new(item)?;
+        if let Some(known) = known.filter(|known| known.is_same(item)) {
+            return Ok(known.tensor.clone());
+        }
+        let directory = Directory::read(item)?;
+        directory.check_byte_order(item)?;
+        let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+        let parsed = parse(&pickle)?;
+        let Some(tensor) = TensorRef::of(&parsed, parsed.root())? else {
+            // A class or object of unknown type is opaque; any other value is not what the metadata
+            // says.
+            return Err(match parsed.wrong(parsed.root(), "a tensor") {
+                error @ PickleError {
+                    kind: PickleErrorKind::Global { .. },
+                    ..
+                } => error.into(),
+                _ => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),
+            });
+        };
+        let name = format!("data/{}", tensor.storage);
+        let record = directory.get(&name)?;
+        if record.length < tensor.storage_bytes {
+            let found = format!("one of {}", record.length);
+            return Err(FormatError::unexpected(
+                format!("a storage of {} bytes", tensor.storage_bytes),
+                found,
+            ));
+        }
+        let storage_offset = directory.data_offset(item, &name, record)?;
+        Ok(StoredTensor {
+            tensor,
+            storage_offset,
+        })
+    }
+
+    /// Reads a part of the tensor: `overlap` of the box `bounds` that the item holds, into a slot.
+    pub fn read<S: ReadAt + ?Sized>(
+        &self,
+        reader: &mut BlockReader<'_, S>,
+        item_offset: u64,
+        bounds: &TensorBox,
+        overlap: &TensorBox,
+        slot: &mut Slot<'_>,
+    ) -> Result<(), FormatError> {
+        let mut layout = self.tensor.layout.clone();
+        layout.bounds = bounds.clone();
+        let element = self.tensor.dtype.size_in_bytes() as usize;
+        read_overlap(
+            reader,
+            item_offset + self.storage_offset,
+            element,
+            &layout,
+            overlap,
+            slot,
+        )
+    }
+}
+
+/// An item whose first and last bytes are in memory, because its zip structure and its pickle are
+/// there.
+struct Ends<'a> {
+    item: Window<'a>,
+    head: Vec<u8>,
+    tail: Vec<u8>,
+}
+
+/// Bytes at the start of an item: enough for the head of any tensor item of ours or torch's.
+const HEAD: u64 = 1536;
+/// Bytes at the end of an item: enough for its directory.
+const TAIL: u64 = 1024;
+/// The length up to which an item is read at once.
+const WHOLE: u64 = 8 << 10;
+
+impl<'a> Ends<'a> {
+    /// Reads the beginning and the end of an item, where the small records of its archive are, or
+    /// all of a short one.
+    fn new(item: &'a dyn ReadAt) -> Result<Self, FormatError> {
+        let len = item.len();
+        let (head, tail) = if len <= WHOLE {
+            (len, 0)
+        } else {
+            // Read no more than one hash block at each end. The payload between them has large
+            // blocks.
+            let head = item.block_at(0).map_or(HEAD, |block| block.end.min(HEAD));
+            let tail = item
+                .block_at(len - 1)
+                .map_or(TAIL, |block| (len - block.start).min(TAIL));
+            (head, tail)
+        };
+        let (mut head, mut tail) = (vec![0; head as usize], vec![0; tail as usize]);
+        item.read_exact_at(0, &mut head)?;
+        item.read_exact_at(len - tail.len() as u64, &mut tail)?;
+        Ok(Ends {
+            item: Window::new(item, 0, len)?,
+            head,
+            tail,
+        })
+    }
+}
+
+impl ReadAt for Ends<'_> {
+    fn len(&self) -> u64 {
+        self.item.len()
+    }
+
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        self.item.has_hole(range)
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        let tail_start = self.len() - self.tail.len() as u64;
+        match offset.checked_add(dst.len() as u64) {
+            Some(end) if end <= self.head.len() as u64 => {
+                self.head.as_slice().read_exact_at(offset, dst)
+            }
+            Some(_) if offset >= tail_start => {
+                self.tail.as_slice().read_exact_at(offset - tail_start, dst)
+            }
+            _ => self.item.read_exact_at(offset, dst),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "item_tests.rs"]
+mod tests;

@@ -1,0 +1,356 @@
+//! Reading a DCP checkpoint: by ranges, in parallel, directly into the destination.
+
+mod error;
+mod items;
+mod read;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use fsdp_digest::StateDigest;
+use fsdp_layout::{DType, PlainValue, TensorBox};
+
+use crate::budget::Budget;
+use crate::dcp::item::KnownItem;
+use crate::error::{FileError, FormatError};
+use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
+use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
+use crate::plan::LoadPlanError;
+use crate::safetensors::header::Header;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::lineage::Lineage;
+use crate::storage::location::Location;
+use crate::torch::value::decode_value_within;
+
+use self::error::ReadError;
+use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
+use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
+use crate::formats::replicas::check_replicas;
+use crate::metadata::Replica;
+use crate::payload::slot::Slot;
+use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
+
+/// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is
+/// none.
+type Blobs = HashMap<(String, u64), Option<Arc<Header>>>;
+/// The items that this library writes for tensors, by their dtype and shape; `None` where it writes
+/// none.
+type KnownItems = HashMap<(DType, Vec<usize>), Option<Arc<KnownItem>>>;
+
+/// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
+///
+/// Data files are opened when they are first needed. If the checkpoint has an integrity file, every
+/// byte that is read is checked against it.
+pub struct CheckpointReader {
+    directory: CheckedDirectory,
+    metadata: Metadata,
+    blobs: Mutex<Blobs>,
+    known_items: Mutex<KnownItems>,
+}
+
+impl fmt::Debug for CheckpointReader {
+    /// Writes the directory and the metadata, and not what was read of the files so far.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = f.debug_struct("CheckpointReader");
+        text.field("directory", &self.directory)
+            .field("metadata", &self.metadata)
+            .finish_non_exhaustive()
+    }
+}
+
+impl CheckpointReader {
+    /// Opens the checkpoint in this directory.
+    ///
+    /// Without `.metadata`, the rank-local files `__{rank}.metadata` are merged (torch's
+    /// `use_collectives=False`). Without those either, the error is [`FileError::NotCommitted`].
+    pub fn open(location: impl Into<Location>) -> Result<Self, FileError> {
+        Self::open_with(location, OpenOptions::default())
+    }
+
+    /// Opens the checkpoint in this directory, with options.
+    pub fn open_with(
+        location: impl Into<Location>,
+        options: OpenOptions,
+    ) -> Result<Self, FileError> {
+        let location = location.into();
+        let path = location.name();
+        let not_committed = |reason| FileError::NotCommitted {
+            path: path.to_owned(),
+            reason,
+        };
+        let directory = match CheckedDirectory::open(&location, options.verify, Links::Refuse) {
+            Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                return Err(not_committed("there is nothing"));
+            }
+            directory => directory?,
+        };
+        let mut parts = Vec::new();
+        for name in metadata_files(&directory)? {
+            let bytes = directory.read_small(&name, MAX_PICKLE_BYTES)?;
+            parts.push(decode(&bytes).map_err(|error| directory.file_error(&name, error.into()))?);
+        }
+        let metadata = match parts.len() {
+            0 => return Err(not_committed(missing_metadata(path))),
+            1 => parts.swap_remove(0),
+            _ => Metadata::merge(parts),
+        };
+        Ok(CheckpointReader {
+            directory,
+            metadata,
+            blobs: Mutex::default(),
+            known_items: Mutex::default(),
+        })
+    }
+
+    /// Returns what the checkpoint holds.
+    #[must_use]
+    pub fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    /// Returns the checkpoint's path or URL.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Returns the checkpoint's directory, which opens its files.
+    #[must_use]
+    pub fn directory(&self) -> &CheckedDirectory {
+        &self.directory
+    }
+
+    /// Returns `true` if what is read is checked against an integrity file.
+    #[must_use]
+    pub fn has_integrity(&self) -> bool {
+        self.directory.has_integrity()
+    }
+
+    /// Returns the bytes of data files that were read so far.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.directory.bytes_read()
+    }
+
+    /// Reads boxes of many tensors into buffers; see [`Checkpoint::read`].
+    pub fn read(
+        &self,
+        destinations: Vec<Destination<'_>>,
+        options: ReadOptions,
+    ) -> Result<ReadDone, FileError> {
+        Checkpoint::read(self, destinations, options)
+    }
+
+    /// Reads one box of a tensor into its row-major bytes, in the checkpoint's dtype.
+    ///
+    /// ```no_run
+    /// use fsdp_formats::reader::CheckpointReader;
+    /// use fsdp_layout::TensorBox;
+    /// let checkpoint = CheckpointReader::open("checkpoints/step-20")?;
+    /// // Rows 2 and 3 of a [1024, 768] tensor of f32.
+    /// let mut rows = vec![0; 2 * 768 * 4];
+    /// checkpoint.read_box("model.wte.weight", &TensorBox::new(vec![2, 0], vec![2, 768]), &mut rows)?;
+    /// # Ok::<(), fsdp_formats::FileError>(())
+    /// ```
+    pub fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
+        Checkpoint::read_box(self, fqn, bounds, dst)
+    }
+
+    /// Reads a non-tensor value.
+    pub fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.read_stored_value(fqn, self.place_of_value(fqn)?)
+    }
+
+    pub(crate) fn read_stored_value(
+        &self,
+        fqn: &str,
+        stored: &StorageInfo,
+    ) -> Result<PlainValue, FileError> {
+        self.stored_value(stored, false)
+            .map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    /// Returns where the bytes of a value are stored. A key that is missing, or that has a tensor,
+    /// is an error.
+    fn place_of_value(&self, fqn: &str) -> Result<&StorageInfo, FileError> {
+        let stored = match self.metadata.entries.get(fqn) {
+            None => {
+                return Err(LoadPlanError::Missing {
+                    fqn: fqn.to_owned(),
+                }
+                .into());
+            }
+            Some(Entry::Tensor(_)) => {
+                return Err(LoadPlanError::Kind {
+                    fqn: fqn.to_owned(),
+                    saved: "tensor",
+                    wanted: "value",
+                }
+                .into());
+            }
+            Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
+        };
+        stored.ok_or_else(|| FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })
+    }
+
+    /// Reads and decodes a value. With `describes`, objects that cannot be built become
+    /// descriptions of themselves instead of errors.
+    fn stored_value(&self, stored: &StorageInfo, describes: bool) -> Result<PlainValue, ReadError> {
+        // The budget is computed from the stored length and not from the decompressed one, so that
+        // a small compressed file cannot take much memory.
+        let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
+        // A buffer that grows takes up to three times what is in it.
+        let bytes = self.item_bytes(stored, budget.left() / 2)?;
+        budget
+            .charge(
+                "decompressed length",
+                (bytes.len() as u64).saturating_sub(stored.length),
+            )
+            .map_err(FormatError::from)?;
+        Ok(decode_value_within(&bytes, budget, describes)?)
+    }
+}
+
+impl Checkpoint for CheckpointReader {
+    fn format(&self) -> Format {
+        Format::Dcp
+    }
+
+    fn path(&self) -> &Path {
+        CheckpointReader::path(self)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        CheckpointReader::metadata(self)
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        CheckpointReader::directory(self)
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests()
+    }
+
+    fn lineage(&self) -> Option<&Lineage> {
+        self.directory.lineage()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        self.fill(fqn, slots)
+    }
+
+    fn check_read(
+        &self,
+        requests: &[LoadRequest],
+        options: ReadPlanOptions,
+    ) -> Result<LoadPlan, FileError> {
+        self.check_planned(requests, options)
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        CheckpointReader::read_value(self, fqn)
+    }
+
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        if let Some(tensor) = self.metadata.tensor(fqn) {
+            return Ok(self.opaque_tensor(fqn, tensor));
+        }
+        let stored = self.place_of_value(fqn)?;
+        self.opaque_value(stored)
+            .map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        let chunks = self
+            .metadata
+            .tensor(fqn)
+            .into_iter()
+            .flat_map(|tensor| &tensor.chunks);
+        if let Some(stored) = chunks.filter_map(|chunk| chunk.stored.as_ref()).next() {
+            return self
+                .describe_tensor(stored)
+                .map_err(|error| self.item_error(fqn, stored, error));
+        }
+        let stored = self.place_of_value(fqn)?;
+        self.stored_value(stored, true)
+            .map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        let most = Budget::new(stored.length, PICKLE_FACTOR).left() / 2;
+        self.item_bytes(stored, most)
+            .map_err(|error| self.item_error(fqn, stored, error))
+    }
+
+    fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        self.check_items(keys)
+    }
+
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_replicas(self, keys)
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        self.read_quantizer(fqn)
+    }
+
+    fn read_replica(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        self.read_copy(replica, bounds, dst)
+    }
+
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
+        self.read_stored_value(&replica.fqn, &replica.stored)
+    }
+}
+
+/// Returns the likely reason why a directory has no metadata.
+fn missing_metadata(path: &Path) -> &'static str {
+    let is_staging = path
+        .file_name()
+        .and_then(|name| name.to_str())
+        .is_some_and(|name| name.contains(".tmp-"));
+    if is_staging {
+        "it is a staging directory of a save that did not finish"
+    } else {
+        "it has no `.metadata`"
+    }
+}
+
+/// Returns the names of the metadata files: `.metadata`, or those of the ranks in order.
+pub(crate) fn metadata_files(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
+    if directory.has(METADATA_FILE)? {
+        return Ok(vec![METADATA_FILE.to_owned()]);
+    }
+    let names = directory.names()?;
+    let mut ranks: Vec<u32> = names
+        .iter()
+        .filter_map(|name| rank_of_metadata(name))
+        .collect();
+    ranks.sort_unstable();
+    Ok(ranks
+        .into_iter()
+        .map(|rank| format!("__{rank}.metadata"))
+        .collect())
+}
+
+/// Returns the rank in the name of a rank's own metadata file.
+fn rank_of_metadata(name: &str) -> Option<u32> {
+    let rank = name
+        .strip_prefix("__")?
+        .strip_suffix(".metadata")?
+        .parse()
+        .ok()?;
+    // Only torch's spelling counts: `__01.metadata` is some other file.
+    (format!("__{rank}.metadata") == name).then_some(rank)
+}

@@ -1,0 +1,117 @@
+//! The files of `torch.save` beside a DCP directory's own, in which trainers keep what is no
+//! sharded tensor.
+//!
+//! ```text
+//! meta.pt       Lightning: loops, callbacks, hyperparameters, schedulers
+//! common.pt     Megatron-core: arguments, iteration, the groups of the optimizer
+//! ```
+//!
+//! Both frameworks put their contents at the top level of the state dict that they load, beside the
+//! keys of the directory. So their keys are at the top level here too.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use fsdp_layout::{KeyPath, PathPart};
+
+use super::reader::CheckpointReader;
+use crate::error::{FileError, FormatError};
+use crate::formats::assembled::{Assembled, Assembler, Held};
+use crate::formats::checkpoint::{Checkpoint, Format};
+use crate::formats::joined::{Joined, Part};
+use crate::formats::read::OpenOptions;
+use crate::formats::structure::Structure;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt as _;
+use crate::torch::legacy;
+use crate::torch::read::{add, read_flat};
+
+/// The names of such files.
+pub const SIDECAR_FILES: [&str; 2] = ["common.pt", "meta.pt"];
+
+/// Opens a DCP directory with the files beside its own.
+pub(crate) fn open(
+    location: &Location,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
+    let own = CheckpointReader::open_with(location, options)?;
+    let mut sidecars = Vec::new();
+    let mut taken: HashSet<String> = own.metadata().entries.keys().cloned().collect();
+    for name in SIDECAR_FILES {
+        if is_there(own.directory(), name)? {
+            let sidecar = open_sidecar(location, name, options, &taken)?;
+            taken.extend(sidecar.metadata().entries.keys().cloned());
+            sidecars.push((name, sidecar));
+        }
+    }
+    if sidecars.is_empty() {
+        return Ok(Box::new(own));
+    }
+    let directory = CheckedDirectory::open(location, options.verify, Links::Refuse)?;
+    let mut joined = Joined::new(Format::Dcp, location.name(), directory);
+    joined.add(Part::default(), Box::new(own))?;
+    for (name, sidecar) in sidecars {
+        joined.add(
+            Part {
+                place: name.to_owned(),
+                ..Part::default()
+            },
+            Box::new(sidecar),
+        )?;
+    }
+    Ok(Box::new(joined.finish()))
+}
+
+/// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. A
+/// file that begins differently was not written by the framework.
+fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
+    match directory.has(name) {
+        // A link that leads out is not a part of the checkpoint.
+        Err(FileError::Path { .. }) | Ok(false) => return Ok(false),
+        has => has?,
+    };
+    let file = directory.extra_file(name)?;
+    let mut start = [0; legacy::START_LENGTH];
+    if file.len() < start.len() as u64 {
+        return Ok(false);
+    }
+    file.read_exact_at(0, &mut start)
+        .map_err(|source| directory.file_error(name, source))?;
+    Ok(start.starts_with(b"PK") || legacy::is_start(&start))
+}
+
+/// Opens one such file. A file that cannot be read as separate keys becomes one opaque value under
+/// its file name.
+fn open_sidecar(
+    location: &Location,
+    name: &str,
+    options: OpenOptions,
+    taken: &HashSet<String>,
+) -> Result<Assembled, FileError> {
+    let directory = CheckedDirectory::open_for(location, name, options.verify)?;
+    let mut assembler = Assembler::new(Format::Torch, location.join(name).name(), directory);
+    let name: Arc<str> = Arc::from(name);
+    let of = match read_flat(assembler.directory(), &name) {
+        Ok(flat) => match flat.found.keys().find(|key| taken.contains(*key)) {
+            Some(key) => {
+                format!("a state dict with `{key}`, which another file of the directory has too")
+            }
+            None if !matches!(flat.structure, Structure::Dict(_)) => "what is no dict".to_owned(),
+            None => {
+                add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
+                return Ok(assembler.finish(Some(flat.structure)));
+            }
+        },
+        Err(FileError::File {
+            source: FormatError::Unsupported { what },
+            ..
+        }) => what,
+        Err(error) => return Err(error),
+    };
+    let path = KeyPath(vec![PathPart::Key(name.to_string())]);
+    let length = assembler.directory().file(&name)?.len();
+    assembler.add_value(&path, &name, Held::whole_file(of, &name, length))?;
+    Ok(assembler.finish(None))
+}

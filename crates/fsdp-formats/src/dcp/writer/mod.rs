@@ -1,0 +1,416 @@
+//! Writing a DCP checkpoint: each rank writes its own file directly from the tensors' memory, and
+//! one rank commits.
+//!
+//! The steps of a save by N ranks, each with the ranks that take it:
+//!
+//! 1. all: make a [`LocalPlan`] of what the rank holds; gather them on rank 0
+//! 2. rank 0: [`plan_save`](crate::plan::plan_save), [`Durable::prepare`]; scatter the
+//!    [`Selection`]s, broadcast the staging directory's name
+//! 3. all: [`Durable::join`] (rank 0 has it already), [`write_rank`]; gather the [`RankWritten`]s
+//!    on rank 0
+//! 4. rank 0: [`finish`], which writes `.metadata` and `.integrity` and commits
+//!
+//! If any rank fails before step 4, rank 0 drops its [`Staging`], which removes everything.
+//!
+//! ```
+//! use std::borrow::Cow;
+//! use std::ops::Range;
+//! use fsdp_formats::FileError;
+//! use fsdp_formats::storage::Durable;
+//! use fsdp_formats::plan::{plan_save, LocalPlan, PlanOptions};
+//! use fsdp_formats::reader::CheckpointReader;
+//! use fsdp_formats::writer::{finish, write_rank, PayloadSource, WriteOptions};
+//! use fsdp_layout::{DType, PlainValue, TensorBox};
+//!
+//! /// What this rank holds: one tensor, and the step.
+//! struct State(Vec<u8>);
+//!
+//! impl PayloadSource for State {
+//!     fn payload(
+//!         &self,
+//!         _fqn: &str,
+//!         _bounds: &TensorBox,
+//!         range: Range<u64>,
+//!         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+//!     ) -> Result<(), FileError> {
+//!         sink(&self.0[range.start as usize..range.end as usize])
+//!     }
+//!
+//!     fn value(&self, _fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
+//!         Ok(Cow::Owned(PlainValue::Int(20)))
+//!     }
+//! }
+//!
+//! let parent = tempfile::tempdir()?;
+//! let target = parent.path().join("step-20");
+//! let state = State(vec![1, 2, 3, 4, 5, 6]);
+//! let mut plan = LocalPlan::default();
+//! plan.add_value("step", None, 1000);
+//! plan.add_tensor("w", None, DType::U8, vec![2, 3], vec![TensorBox::whole(&[2, 3])]);
+//!
+//! let plans = [plan];
+//! let global = plan_save(&plans, PlanOptions::default())?;
+//! let staging = Durable::new().prepare(&target, false)?;
+//! let written = write_rank(&staging, 0, &plans[0], &global.selections[0], &state, &WriteOptions::default())?;
+//! finish(staging, global.metadata, &[written], None)?;
+//!
+//! let checkpoint = CheckpointReader::open(&target)?;
+//! assert_eq!(checkpoint.read_tensor("w")?, state.0);
+//! assert_eq!(checkpoint.read_value("step")?, PlainValue::Int(20));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`Selection`]: crate::plan::Selection
+//! [`Durable::prepare`]: crate::storage::Durable::prepare
+//! [`Durable::join`]: crate::storage::Durable::join
+
+mod layout;
+mod payload;
+mod predict;
+mod unchanged;
+mod written;
+
+pub use crate::payload::source::PayloadSource;
+pub use crate::torch::value::{decode_item, describe_item, encode_value, value_item_length};
+pub use predict::predict_file_lengths;
+pub use unchanged::{Before, BoxSum, box_sums, unchanged_entries};
+pub use written::{RankWritten, WrittenFile, WrittenItem};
+
+use std::collections::{HashMap, HashSet};
+
+use fsdp_digest::{Part, StateDigest};
+use fsdp_layout::DType;
+
+use crate::digest::check_copy;
+use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint;
+use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode, encode};
+use crate::plan::{LocalPlan, Selection};
+use crate::storage::Staging;
+use crate::storage::integrity::{FileIntegrity, Integrity};
+use crate::storage::lineage::Lineage;
+use crate::threads::default_threads;
+
+/// The options of a rank that writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriteOptions {
+    /// Threads that hash and write. Each needs about 1 MiB. `None` (the default) takes one for each
+    /// core, up to four; in a save of several ranks, those of one host share its cores.
+    pub threads: Option<usize>,
+    /// `true` (the default) if the digests of what is written are recorded.
+    pub digests: bool,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        WriteOptions {
+            threads: None,
+            digests: true,
+        }
+    }
+}
+
+/// Writes the selected items of one rank to its file, hashes and digests them on the way, and
+/// fsyncs it. No communication.
+pub fn write_rank(
+    staging: &Staging,
+    rank: usize,
+    plan: &LocalPlan,
+    selection: &Selection,
+    source: &dyn PayloadSource,
+    options: &WriteOptions,
+) -> Result<RankWritten, FileError> {
+    write_changed(staging, rank, plan, selection, source, options, None)
+}
+
+/// Writes like [`write_rank`], but links files of the checkpoint `before` that are mostly
+/// unchanged. Then only the items that have changed are written, to another file. No communication.
+pub fn write_changed(
+    staging: &Staging,
+    rank: usize,
+    plan: &LocalPlan,
+    selection: &Selection,
+    source: &dyn PayloadSource,
+    options: &WriteOptions,
+    before: Option<Before<'_>>,
+) -> Result<RankWritten, FileError> {
+    let threads = options.threads.unwrap_or_else(default_threads);
+    let linked = match before.filter(|_| options.digests) {
+        Some(before) => unchanged::link(staging, rank, plan, selection, source, before, threads)?,
+        None => unchanged::Linked::default(),
+    };
+    let is_linked: HashSet<(u32, u32)> = linked
+        .items
+        .iter()
+        .map(|item| (item.entry, item.chunk))
+        .collect();
+    let rest = selection
+        .kept
+        .iter()
+        .filter(|item| !is_linked.contains(&(item.entry, item.chunk)));
+    let rest = Selection {
+        kept: rest.copied().collect(),
+    };
+    let mut written = RankWritten {
+        files: linked.files,
+        items: linked.items,
+        payload_bytes: linked.payload_bytes,
+        linked_bytes: linked.payload_bytes,
+    };
+    if rest.kept.is_empty() {
+        return Ok(written);
+    }
+    // The first name that no linked file has.
+    let is_free = |name: &String| written.files.iter().all(|file| file.name != *name);
+    let name = (0..)
+        .map(|number| staging.data_file_of(rank, number))
+        .find(is_free)
+        .unwrap_or_default();
+    let layout = layout::FileLayout::new(plan, &rest, source, options.digests)?;
+    let file = staging.create(&name, layout.length)?;
+    let (integrity, parts) = payload::write(&file, &layout, source, threads)?;
+    file.finish()?;
+    let number = written.files.len() as u32;
+    written.items.extend(
+        layout
+            .items
+            .iter()
+            .zip(parts)
+            .map(|(placed, part)| WrittenItem {
+                file: number,
+                entry: placed.selected.entry,
+                chunk: placed.selected.chunk,
+                offset: placed.offset,
+                length: placed.length,
+                part: options.digests.then_some(part),
+            }),
+    );
+    written.files.push(WrittenFile { name, integrity });
+    written.payload_bytes += layout
+        .items
+        .iter()
+        .map(|placed| placed.payload_length())
+        .sum::<u64>();
+    Ok(written)
+}
+
+/// Records in the metadata where the items of all ranks are stored.
+fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), FileError> {
+    for rank in written {
+        for item in &rank.items {
+            let Some(file) = rank.files.get(item.file as usize) else {
+                continue;
+            };
+            let place = match metadata.entries.get_index_mut(item.entry as usize) {
+                Some((_, Entry::Bytes(bytes))) => &mut bytes.stored,
+                Some((_, Entry::Tensor(tensor))) => {
+                    match tensor.chunks.get_mut(item.chunk as usize) {
+                        Some(chunk) => &mut chunk.stored,
+                        None => continue,
+                    }
+                }
+                None => continue,
+            };
+            *place = Some(StorageInfo {
+                relative_path: file.name.clone(),
+                offset: item.offset,
+                length: item.length,
+                // An item that was copied as stored keeps the transforms of its bytes, such as
+                // compression.
+                transforms: place
+                    .take()
+                    .map_or_else(Vec::new, |before| before.transforms),
+            });
+        }
+    }
+    check_placed(metadata)
+}
+
+/// Checks that everything is stored somewhere. Otherwise a chunk that no rank wrote would be
+/// missing silently.
+fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
+    let unplaced = metadata.entries.iter().find(|(_, entry)| match entry {
+        Entry::Bytes(bytes) => bytes.stored.is_none(),
+        Entry::Tensor(tensor) => tensor.chunks.iter().any(|chunk| chunk.stored.is_none()),
+    });
+    match unplaced {
+        Some((fqn, _)) => Err(FileError::NotStored { fqn: fqn.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// Returns the digests of everything that was written, from the parts of all ranks; `None` if some
+/// rank has computed none.
+fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
+    let mut parts = vec![Part::default(); metadata.entries.len()];
+    for item in written.iter().flat_map(|rank| &rank.items) {
+        if let Some(part) = parts.get_mut(item.entry as usize) {
+            part.add(item.part?);
+        }
+    }
+    let digests = metadata
+        .entries
+        .iter()
+        .zip(parts)
+        .filter_map(|((fqn, entry), part)| match (entry, part) {
+            (Entry::Tensor(tensor), part) => Some((
+                fqn.clone(),
+                part.finish(tensor.properties.dtype, &tensor.shape),
+            )),
+            (Entry::Bytes(_), Part::Value(digest)) => Some((fqn.clone(), digest)),
+            // A value that no rank wrote is an error elsewhere.
+            (Entry::Bytes(_), Part::Elements(_)) => None,
+        });
+    Some(digests.collect())
+}
+
+/// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits.
+/// Returns the digests of the saved tensors and values, which are in `.integrity` too, unless
+/// [`WriteOptions::digests`] was off.
+///
+/// `metadata` is that of the global plan, `written` has the report of each rank, and `lineage` is
+/// recorded with the checkpoint. If an item was written by no rank, nothing is committed.
+pub fn finish(
+    staging: Staging,
+    metadata: Metadata,
+    written: &[RankWritten],
+    lineage: Option<Lineage>,
+) -> Result<Option<StateDigest>, FileError> {
+    finish_with(staging, metadata, written, lineage, None)
+}
+
+/// Ends the copy of a checkpoint like [`finish`], with the lineage of the original. If the original
+/// has digests, and those of the copy differ, nothing is committed.
+pub fn finish_copy(
+    staging: Staging,
+    metadata: Metadata,
+    written: &[RankWritten],
+    original: &dyn Checkpoint,
+) -> Result<Option<StateDigest>, FileError> {
+    finish_with(
+        staging,
+        metadata,
+        written,
+        original.lineage().cloned(),
+        original.digests(),
+    )
+}
+
+/// Puts the places of all written items into the metadata, and commits. Digests that differ from
+/// those of `original`, whose copy this is, are an error.
+fn finish_with(
+    staging: Staging,
+    mut metadata: Metadata,
+    written: &[RankWritten],
+    lineage: Option<Lineage>,
+    original: Option<&StateDigest>,
+) -> Result<Option<StateDigest>, FileError> {
+    place_items(&mut metadata, written)?;
+    let digests = digests(&metadata, written);
+    if let Some(digests) = &digests {
+        check_copy(staging.target(), original, digests)?;
+    }
+    commit(staging, &encode(&metadata), written, digests, lineage)
+}
+
+/// Returns the digests of the items in the metadata, found by their places in the ranks' files;
+/// `None` if some item has none.
+fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
+    let mut parts: HashMap<(&str, u64), Part> = HashMap::new();
+    for rank in written {
+        for item in &rank.items {
+            let file = rank.files.get(item.file as usize)?;
+            parts.insert((&file.name, item.offset), item.part?);
+        }
+    }
+    let part_at = |stored: &StorageInfo| {
+        parts
+            .get(&(stored.relative_path.as_str(), stored.offset))
+            .copied()
+    };
+    let mut digests = StateDigest::default();
+    for (fqn, entry) in &metadata.entries {
+        let mut whole = Part::default();
+        let (dtype, shape) = match entry {
+            Entry::Tensor(tensor) => {
+                for chunk in &tensor.chunks {
+                    whole.add(part_at(chunk.stored.as_ref()?)?);
+                }
+                (tensor.properties.dtype, tensor.shape.as_slice())
+            }
+            Entry::Bytes(bytes) => {
+                whole.add(part_at(bytes.stored.as_ref()?)?);
+                // The digest of a value is finished: no dtype counts.
+                (DType::U8, &[][..])
+            }
+        };
+        digests.insert(fqn.clone(), whole.finish(dtype, shape));
+    }
+    Some(digests)
+}
+
+/// Ends a save like [`finish`], with a `.metadata` that the caller has encoded, as torch does. The
+/// ranks' items are matched with that metadata by their places in the files.
+///
+/// # Errors
+/// Besides those of [`finish`]: metadata that this crate cannot decode, or that names files which
+/// no rank has written. Then nothing is committed.
+pub fn finish_encoded(
+    staging: Staging,
+    metadata: &[u8],
+    written: &[RankWritten],
+) -> Result<(), FileError> {
+    let path = staging.directory().join(METADATA_FILE);
+    let decoded = decode(metadata).map_err(|error| FileError::File {
+        path,
+        source: error.into(),
+    })?;
+    check_placed(&decoded)?;
+    let files: HashSet<&str> = written
+        .iter()
+        .flat_map(|rank| &rank.files)
+        .map(|file| file.name.as_str())
+        .collect();
+    for (fqn, _, stored) in decoded.stored() {
+        if !files.contains(stored.relative_path.as_str()) {
+            return Err(FileError::NotStored {
+                fqn: fqn.to_owned(),
+            });
+        }
+    }
+    let digests = digests_by_place(&decoded, written);
+    commit(staging, metadata, written, digests, None).map(drop)
+}
+
+/// Writes the hashes, the digests and the lineage, and commits with this `.metadata`. Returns the
+/// digests.
+pub(super) fn commit(
+    staging: Staging,
+    metadata: &[u8],
+    written: &[RankWritten],
+    digests: Option<StateDigest>,
+    lineage: Option<Lineage>,
+) -> Result<Option<StateDigest>, FileError> {
+    let files = written
+        .iter()
+        .flat_map(|rank| &rank.files)
+        .map(|file| (file.name.clone(), file.integrity.clone()));
+    let mut integrity = Integrity {
+        files: files.collect(),
+        digests: digests.clone(),
+        lineage,
+    };
+    staging.check_files(integrity.files.keys())?;
+    let mut own = FileIntegrity::default();
+    own.push_bytes(metadata);
+    integrity.files.insert(METADATA_FILE.to_owned(), own);
+    let name = staging.integrity_file();
+    let integrity = integrity.encode().map_err(|source| FileError::File {
+        path: staging.directory().join(&name),
+        source,
+    })?;
+    // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
+    staging.write(&name, &integrity)?;
+    staging.commit(METADATA_FILE, metadata)?;
+    Ok(digests)
+}

@@ -1,0 +1,340 @@
+//! The shared part of all views of checkpoints, which change keys, shapes or dtypes, or show
+//! several checkpoints as one.
+//!
+//! A layer says where the content of each key comes from. All methods of a [`Checkpoint`] follow
+//! from that, in the same way for all layers.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::path::Path;
+
+use fsdp_digest::StateDigest;
+use fsdp_layout::{PlainValue, TensorBox};
+
+use super::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
+use super::lookup::no_value;
+use super::structure::Structure;
+use crate::error::FileError;
+use crate::metadata::{Metadata, Replica, StorageInfo};
+use crate::payload::slot::Slot;
+use crate::storage::checked_directory::CheckedDirectory;
+
+/// The origin of the content at a key of a layer.
+#[derive(Debug, Clone, Copy)]
+pub enum Origin<'o> {
+    /// The content that the source at this position has at this key.
+    Source(usize, &'o str),
+    /// A value that the layer itself holds.
+    Value(&'o PlainValue),
+    /// A tensor that [`Layer::read_made`] makes.
+    Made,
+}
+
+/// A checkpoint that is seen through a layer.
+pub enum LayerSource<'s> {
+    /// Somebody else's.
+    Lent(&'s dyn Checkpoint),
+    /// The layer's own.
+    Own(Box<dyn Checkpoint>),
+}
+
+impl<'s> std::ops::Deref for LayerSource<'s> {
+    type Target = dyn Checkpoint + 's;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            LayerSource::Lent(source) => *source,
+            LayerSource::Own(source) => &**source,
+        }
+    }
+}
+
+/// The checkpoints that are seen through a layer, and what is seen of them.
+pub struct Seen<'s> {
+    /// At least one checkpoint, once the layer is read.
+    pub sources: Vec<LayerSource<'s>>,
+    /// The tensors and values.
+    pub metadata: Metadata,
+    /// The nested containers of the keys, where they are known.
+    pub structure: Option<Structure>,
+}
+
+impl<'s> Seen<'s> {
+    /// Returns what is seen of a single checkpoint.
+    pub fn of(
+        source: &'s dyn Checkpoint,
+        metadata: Metadata,
+        structure: Option<Structure>,
+    ) -> Self {
+        Seen {
+            sources: vec![LayerSource::Lent(source)],
+            metadata,
+            structure,
+        }
+    }
+}
+
+/// A checkpoint through which one or several others are seen: its sources.
+pub trait Layer: Send + Sync {
+    /// Returns its sources, and what it holds.
+    fn seen(&self) -> &Seen<'_>;
+
+    /// Returns the source at a position.
+    fn source(&self, index: usize) -> &dyn Checkpoint {
+        &*self.seen().sources[index]
+    }
+
+    /// Returns the names, types and shapes of the tensors and values that it holds.
+    fn metadata(&self) -> &Metadata {
+        &self.seen().metadata
+    }
+
+    /// Returns the origin of the content at a key, which must be in the metadata.
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o>;
+
+    /// Fills boxes of a tensor whose origin is [`Origin::Made`].
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
+
+    /// Adds the sources, by position, and the keys that a tensor of [`Origin::Made`] is computed
+    /// from.
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>);
+
+    /// Returns its format.
+    fn format(&self) -> Format {
+        self.source(0).format()
+    }
+
+    /// Returns its place.
+    fn path(&self) -> &Path {
+        self.source(0).path()
+    }
+
+    /// Returns its files.
+    fn directory(&self) -> &CheckedDirectory {
+        self.source(0).directory()
+    }
+
+    /// Returns the parts, if the first source has some.
+    fn parts(&self) -> Vec<PartOf<'_>> {
+        self.source(0).parts()
+    }
+
+    /// Returns the key that the content at a key has in the whole of these parts, if it comes from
+    /// there as it is.
+    fn key_in_parts<'o>(&'o self, fqn: &'o str) -> Option<&'o str> {
+        match self.origin(fqn) {
+            Origin::Source(0, name) => self.source(0).key_in_parts(name),
+            _ => None,
+        }
+    }
+
+    /// Returns the digests of its tensors and values, if some were recorded.
+    fn digests(&self) -> Option<&StateDigest> {
+        None
+    }
+
+    /// Turns a place from this layer's metadata into that of a source, whose paths are relative to
+    /// the source.
+    fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
+        let _ = source;
+        Cow::Borrowed(stored)
+    }
+
+    /// Returns the number of bytes that were read from data files so far.
+    fn bytes_read(&self) -> u64 {
+        self.seen()
+            .sources
+            .iter()
+            .map(|source| source.bytes_read())
+            .sum()
+    }
+}
+
+/// Returns the origin of a key, or the error that there is none.
+fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
+    if !layer.metadata().entries.contains_key(fqn) {
+        return Err(no_value(layer.metadata(), fqn));
+    }
+    Ok(layer.origin(fqn))
+}
+
+/// Returns the source that stores the bytes of a key, and the key there. A key whose content the
+/// layer makes is an error.
+fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
+    match origin_of(layer, fqn)? {
+        Origin::Source(source, name) => Ok((source, name)),
+        _ => Err(FileError::NotStored {
+            fqn: fqn.to_owned(),
+        }),
+    }
+}
+
+/// Returns a replica with the key and the paths that it has in a source.
+fn replica_in<L: Layer>(layer: &L, source: usize, name: &str, replica: &Replica) -> Replica {
+    let stored = layer.stored_in(source, &replica.stored).into_owned();
+    Replica {
+        fqn: name.to_owned(),
+        bounds: replica.bounds.clone(),
+        stored,
+    }
+}
+
+/// Runs a check on each source, for the keys of the source that the chosen keys of the layer come
+/// from.
+fn check_sources<L: Layer>(
+    layer: &L,
+    keys: KeyFilter<'_>,
+    check: &dyn Fn(&dyn Checkpoint, KeyFilter<'_>) -> Result<(), FileError>,
+) -> Result<(), FileError> {
+    let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.seen().sources.len()];
+    let mut inputs = Vec::new();
+    for fqn in layer.metadata().entries.keys().filter(|fqn| keys(fqn)) {
+        match layer.origin(fqn) {
+            Origin::Source(source, name) => drop(needed[source].insert(name.to_owned())),
+            Origin::Value(_) => {}
+            Origin::Made => layer.inputs_of_made(fqn, &mut inputs),
+        }
+    }
+    for (source, name) in inputs {
+        needed[source].insert(name);
+    }
+    let needed = needed.iter().enumerate();
+    needed
+        .into_iter()
+        .try_for_each(|(index, keys)| check(layer.source(index), &|fqn| keys.contains(fqn)))
+}
+
+impl<L: Layer> Checkpoint for L {
+    fn format(&self) -> Format {
+        Layer::format(self)
+    }
+
+    fn path(&self) -> &Path {
+        Layer::path(self)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        Layer::metadata(self)
+    }
+
+    fn structure(&self) -> Option<&Structure> {
+        self.seen().structure.as_ref()
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        Layer::directory(self)
+    }
+
+    fn parts(&self) -> Vec<PartOf<'_>> {
+        Layer::parts(self)
+    }
+
+    fn key_in_parts<'c>(&'c self, fqn: &'c str) -> Option<&'c str> {
+        Layer::key_in_parts(self, fqn)
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        Layer::digests(self)
+    }
+
+    fn notes(&self) -> Vec<(&str, &str)> {
+        self.source(0).notes()
+    }
+
+    fn has_stale_digests(&self) -> bool {
+        self.source(0).has_stale_digests()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).read_boxes(name, slots),
+            Origin::Made => self.read_made(fqn, slots),
+            Origin::Value(_) => Err(FileError::NotStored {
+                fqn: fqn.to_owned(),
+            }),
+        }
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).read_value(name),
+            Origin::Value(value) => Ok(value.clone()),
+            Origin::Made => Err(no_value(Layer::metadata(self), fqn)),
+        }
+    }
+
+    fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).opaque_type(name),
+            // A tensor that is made of an opaque one cannot be read; the error of that read says
+            // so.
+            Origin::Value(_) | Origin::Made => Ok(None),
+        }
+    }
+
+    fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).describe_value(name),
+            _ => self.read_value(fqn),
+        }
+    }
+
+    fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
+        match origin_of(self, fqn)? {
+            Origin::Source(source, name) => self.source(source).quantizer(name),
+            _ => Ok(None),
+        }
+    }
+
+    fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
+        let (source, name) = source_of(self, fqn)?;
+        self.source(source)
+            .read_item(name, &self.stored_in(source, stored))
+    }
+
+    fn read_stored(
+        &self,
+        fqn: &str,
+        stored: &StorageInfo,
+        at: u64,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        let (source, name) = source_of(self, fqn)?;
+        self.source(source)
+            .read_stored(name, &self.stored_in(source, stored), at, dst)
+    }
+
+    fn read_replica(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        match origin_of(self, &replica.fqn)? {
+            Origin::Source(source, name) => self.source(source).read_replica(
+                &replica_in(self, source, name, replica),
+                bounds,
+                dst,
+            ),
+            _ => self.read_boxes(&replica.fqn, &mut [Slot::new(bounds.clone(), dst)]),
+        }
+    }
+
+    fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
+        let (source, name) = source_of(self, &replica.fqn)?;
+        self.source(source)
+            .read_value_replica(&replica_in(self, source, name, replica))
+    }
+
+    fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_sources(self, keys, &|source, keys| source.check_stored(keys))
+    }
+
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_sources(self, keys, &|source, keys| source.check_copies(keys))
+    }
+
+    fn bytes_read(&self) -> u64 {
+        Layer::bytes_read(self)
+    }
+}

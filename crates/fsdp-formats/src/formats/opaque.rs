@@ -1,0 +1,90 @@
+//! Opaque tensors: items that nothing here can read, but that can be named, compared and copied as
+//! they are stored.
+
+use fsdp_digest::Digest;
+use fsdp_layout::PlainValue;
+use twox_hash::XxHash3_128;
+
+use super::checkpoint::Checkpoint;
+use super::lookup::tensor_of;
+use crate::error::FileError;
+use crate::metadata::StorageInfo;
+use crate::threads::on_each;
+
+/// The bytes of an item that are read at once.
+const AT_ONCE: u64 = 1 << 20;
+
+/// Returns the keys of the values and tensors that are opaque, and the type of each, in the order
+/// of the metadata.
+pub fn opaque_entries(
+    source: &dyn Checkpoint,
+    threads: usize,
+) -> Result<Vec<(String, String)>, FileError> {
+    let keys: Vec<&String> = source.metadata().entries.keys().collect();
+    let types = on_each(&keys, threads, |fqn| source.opaque_type(fqn));
+    let mut opaque = Vec::new();
+    for (fqn, of) in keys.into_iter().zip(types) {
+        opaque.extend(of?.map(|of| (fqn.clone(), of)));
+    }
+    Ok(opaque)
+}
+
+/// Gives the bytes of an item as they are stored, piece by piece.
+pub fn stream_stored(
+    source: &dyn Checkpoint,
+    fqn: &str,
+    stored: &StorageInfo,
+    at_once: u64,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+) -> Result<(), FileError> {
+    let mut buffer = vec![0; stored.length.min(at_once) as usize];
+    let mut at = 0;
+    while at < stored.length {
+        let piece = &mut buffer[..(stored.length - at).min(at_once) as usize];
+        source.read_stored(fqn, stored, at, piece)?;
+        sink(piece)?;
+        at += piece.len() as u64;
+    }
+    Ok(())
+}
+
+/// Returns a hash over the bytes of an item as they are stored.
+pub(crate) fn hash_of_item(
+    source: &dyn Checkpoint,
+    fqn: &str,
+    stored: &StorageInfo,
+) -> Result<u128, FileError> {
+    let mut hasher = XxHash3_128::new();
+    stream_stored(source, fqn, stored, AT_ONCE, &mut |bytes| {
+        hasher.write(bytes);
+        Ok(())
+    })?;
+    Ok(hasher.finish_128())
+}
+
+/// Returns the digest of an opaque tensor: over its boxes, and the bytes of each as they are
+/// stored. A copy has the same digest, since opaque tensors are never cut into other boxes.
+pub fn digest_of_opaque(source: &dyn Checkpoint, fqn: &str) -> Result<Digest, FileError> {
+    let mut chunks = Vec::new();
+    for chunk in &tensor_of(source.metadata(), fqn)?.chunks {
+        let Some(stored) = &chunk.stored else {
+            continue;
+        };
+        let hash = hash_of_item(source, fqn, stored)?;
+        chunks.push((chunk.bounds.clone(), hash));
+    }
+    chunks.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let sizes = |sizes: &[usize]| {
+        PlainValue::List(
+            sizes
+                .iter()
+                .map(|&size| PlainValue::Int(size as i64))
+                .collect(),
+        )
+    };
+    let chunks = chunks.iter().map(|(bounds, hash)| {
+        let hash = PlainValue::Bytes(hash.to_le_bytes().to_vec());
+        PlainValue::Tuple(vec![sizes(&bounds.offsets), sizes(&bounds.sizes), hash])
+    });
+    Ok(Digest::of_value(&PlainValue::List(chunks.collect())))
+}

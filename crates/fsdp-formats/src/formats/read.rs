@@ -1,0 +1,415 @@
+//! Reading parts of many tensors at once, by several threads: the same for every format.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
+use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::{DType, TensorBox};
+use tracing::{debug_span, info_span};
+
+use crate::error::{FileError, wrong_box};
+use crate::metadata::{Metadata, TensorEntry};
+use crate::payload::slot::{Slot, SlotDigest};
+use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::threads::{default_threads, on_threads};
+
+/// The options of opening a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OpenOptions {
+    /// `true` to check what is read against the integrity file, where there is one.
+    pub verify: bool,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        OpenOptions { verify: true }
+    }
+}
+
+/// The boxes wanted of a tensor, and where they go.
+#[derive(Debug)]
+pub struct Destination<'d> {
+    /// Key, dtype, shape and boxes.
+    pub request: LoadRequest,
+    /// The bytes of each box, row-major, in the dtype of the *checkpoint* (which is the request's,
+    /// unless casts are allowed).
+    pub buffers: Vec<&'d mut [u8]>,
+    /// `true` if the caller compares the sums of this tensor with its digest, together with those
+    /// of other readers that read the rest of it. If sums are asked for and the checkpoint has such
+    /// a digest, the hashes of its bytes are not checked.
+    pub is_compared: bool,
+}
+
+impl<'d> Destination<'d> {
+    /// Makes a destination whose bytes are checked by this read.
+    #[must_use]
+    pub fn new(request: LoadRequest, buffers: Vec<&'d mut [u8]>) -> Self {
+        Destination {
+            request,
+            buffers,
+            is_compared: false,
+        }
+    }
+}
+
+/// The options of a read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReadOptions {
+    /// The strictness of the plan of the read.
+    pub plan: ReadPlanOptions,
+    /// Threads that read; four times as many from an object store, where they mostly wait.
+    pub threads: usize,
+    /// `true` to sum over what is read, for whoever compares the sums with the recorded digests.
+    pub digest: bool,
+}
+
+/// The outcome of a read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ReadDone {
+    /// The plan, which lists the requests that were missing, if that was allowed.
+    pub plan: LoadPlan,
+    /// The sum over the elements of each box, by request, if it was asked for.
+    pub sums: Vec<Vec<Sum>>,
+    /// The requests, in the order of the destinations.
+    pub requests: Vec<LoadRequest>,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        ReadOptions {
+            plan: ReadPlanOptions::default(),
+            threads: default_threads(),
+            digest: false,
+        }
+    }
+}
+
+/// The size from which destinations are cut, so that threads can share them.
+pub(super) const LARGE_DESTINATION: usize = 64 << 20;
+
+/// Boxes of one tensor that one thread fills.
+struct Job<'d> {
+    request: usize,
+    /// The position in the request of the box that each slot is of.
+    boxes: Vec<usize>,
+    slots: Vec<Slot<'d>>,
+}
+
+/// A function that fills boxes of one tensor, which a plan has checked. Called from several threads
+/// at once.
+pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync + 'f;
+
+/// A checkpoint's files, and all that was recorded of their content.
+#[derive(Clone, Copy)]
+pub(crate) struct Files<'c> {
+    pub(crate) metadata: &'c Metadata,
+    pub(crate) directory: &'c CheckedDirectory,
+    pub(crate) digests: Option<&'c StateDigest>,
+}
+
+/// A request, and what was recorded of its tensor.
+struct RecordedRequest<'c> {
+    request: LoadRequest,
+    /// The tensor in the checkpoint; `None` if it is missing.
+    tensor: Option<&'c TensorEntry>,
+    /// The digest of the tensor, if sums are asked for.
+    digest: Option<Digest>,
+    /// See [`Destination::is_compared`].
+    is_compared: bool,
+}
+
+impl RecordedRequest<'_> {
+    /// Returns the type of the elements in the checkpoint, or the requested one for a tensor that
+    /// is missing there.
+    fn dtype(&self) -> DType {
+        self.tensor
+            .map_or(self.request.dtype, |tensor| tensor.properties.dtype)
+    }
+
+    /// Returns the tensor and its digest if the request is for the tensor as a whole, in one box,
+    /// so that what is read can be compared with the digest. Returns `None` otherwise, and if no
+    /// digest was recorded.
+    fn whole(&self) -> Option<(&TensorEntry, Digest)> {
+        let (tensor, [bounds]) = (self.tensor?, &self.request.boxes[..]) else {
+            return None;
+        };
+        let is_whole = tensor.shape == bounds.sizes && !bounds.is_empty();
+        Some((tensor, self.digest.filter(|_| is_whole)?))
+    }
+}
+
+impl<'c> Files<'c> {
+    /// Looks up what was recorded of the tensor of a request.
+    fn look_up(
+        &self,
+        request: LoadRequest,
+        is_compared: bool,
+        with_digest: bool,
+    ) -> RecordedRequest<'c> {
+        let digest = self
+            .digests
+            .filter(|_| with_digest)
+            .and_then(|digests| digests.get(&request.fqn));
+        RecordedRequest {
+            tensor: self.metadata.tensor(&request.fqn),
+            request,
+            digest,
+            is_compared,
+        }
+    }
+
+    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read
+    /// without checking hashes. The error tells which bytes are wrong. If none are, the sums tell
+    /// the caller that something else is.
+    fn check_differing(
+        &self,
+        wanted: &[RecordedRequest<'_>],
+        sums: &[Vec<Sum>],
+    ) -> Result<(), FileError> {
+        let mut differing = HashSet::new();
+        for (wanted, sums) in wanted.iter().zip(sums) {
+            let Some((tensor, recorded)) = wanted.whole() else {
+                continue;
+            };
+            let found = sums
+                .first()
+                .map(|sum| sum.finish(tensor.properties.dtype, &tensor.shape));
+            if found != Some(recorded) {
+                differing.insert(wanted.request.fqn.as_str());
+            }
+        }
+        if differing.is_empty() {
+            Ok(())
+        } else {
+            self.check_hashes(&differing)
+        }
+    }
+
+    /// Checks the hashes of the files that hold these tensors.
+    fn check_hashes(&self, fqns: &HashSet<&str>) -> Result<(), FileError> {
+        let stored = self
+            .metadata
+            .stored()
+            .filter(|(name, ..)| fqns.contains(name))
+            .map(|(_, _, stored)| stored);
+        let names: BTreeSet<&str> = stored.map(|stored| stored.relative_path.as_str()).collect();
+        for name in names {
+            let file = self.directory.file(name)?;
+            file.verify_whole()
+                .map_err(|source| self.directory.file_error(name, source))?;
+        }
+        Ok(())
+    }
+}
+
+/// Plans and reads many tensors at once: in the order of the files, by several threads, each byte
+/// once.
+///
+/// Where sums are asked for, tensors that are read whole are checked by their digests, and by their
+/// hashes only if those differ. So are tensors of which the caller compares the sums
+/// ([`Destination::is_compared`]).
+pub(crate) fn read_in_parallel(
+    files: Files<'_>,
+    destinations: Vec<Destination<'_>>,
+    options: ReadOptions,
+    fill: &FillBoxes<'_>,
+) -> Result<ReadDone, FileError> {
+    let mut wanted = Vec::with_capacity(destinations.len());
+    let mut buffers = Vec::with_capacity(destinations.len());
+    for destination in destinations {
+        wanted.push(files.look_up(destination.request, destination.is_compared, options.digest));
+        buffers.push(destination.buffers);
+    }
+    // Nothing is read before all requests and all buffers are known to be right.
+    let plan = plan_load(
+        files.metadata,
+        wanted.iter().map(|wanted| &wanted.request),
+        options.plan,
+    )?;
+    let mut jobs = jobs(&wanted, buffers, &plan, options.threads)?;
+    // The jobs are taken in the order of the files: a job stands where the first read of its
+    // request does.
+    let mut position = vec![usize::MAX; wanted.len()];
+    for (at, read) in plan.reads.iter().enumerate().rev() {
+        position[read.request] = at;
+    }
+    jobs.sort_by_key(|job| position[job.request]);
+    if options.digest {
+        for job in &mut jobs {
+            let wanted = &wanted[job.request];
+            sum_over(job, wanted)?;
+            let is_compared =
+                (wanted.digest.is_some() && wanted.is_compared) || wanted.whole().is_some();
+            job.slots
+                .iter_mut()
+                .for_each(|slot| slot.is_compared = is_compared);
+        }
+    }
+    let sums = wanted
+        .iter()
+        .map(|wanted| vec![Sum::default(); wanted.request.boxes.len()])
+        .collect();
+    let sums: Mutex<Vec<Vec<Sum>>> = Mutex::new(sums);
+    let threads = options
+        .threads
+        .saturating_mul(files.directory.threads_per_reader())
+        .clamp(1, jobs.len().max(1));
+    let bytes: usize = jobs
+        .iter()
+        .flat_map(|job| &job.slots)
+        .map(|slot| slot.bytes.len())
+        .sum();
+    let queue = Mutex::new(jobs.into_iter());
+    let failed = AtomicBool::new(false);
+    info_span!("read", bytes, threads).in_scope(|| {
+        on_threads(threads, || {
+            // After an error the others stop at their next job.
+            while !failed.load(Ordering::Relaxed) {
+                let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(mut job) = job else { break };
+                let fqn = &wanted[job.request].request.fqn;
+                let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.slots));
+                failed.fetch_or(done.is_err(), Ordering::Relaxed);
+                done?;
+                let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+                for (&index, slot) in job.boxes.iter().zip(&job.slots) {
+                    let sum = slot.digest.as_ref().map(SlotDigest::sum);
+                    sums[job.request][index].add(sum.unwrap_or_default());
+                }
+            }
+            Ok(())
+        })
+    })?;
+    let mut sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if options.digest {
+        files.check_differing(&wanted, &sums)?;
+    } else {
+        sums.clear();
+    }
+    let requests = wanted.into_iter().map(|wanted| wanted.request).collect();
+    Ok(ReadDone {
+        plan,
+        sums,
+        requests,
+    })
+}
+
+/// Asks for sums over what the slots of a job are filled with.
+fn sum_over(job: &mut Job<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
+    let Some(tensor) = wanted.tensor else {
+        return Ok(());
+    };
+    for slot in &mut job.slots {
+        let element = tensor.properties.dtype.size_in_bytes() as usize;
+        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element);
+        let place = place.map_err(|error| wrong_box(&wanted.request.fqn, &error))?;
+        slot.digest = Some(SlotDigest::new(place));
+    }
+    Ok(())
+}
+
+/// Checks the buffers, and makes a job of each tensor; several of a large one.
+fn jobs<'d>(
+    wanted: &[RecordedRequest<'_>],
+    buffers: Vec<Vec<&'d mut [u8]>>,
+    plan: &LoadPlan,
+    threads: usize,
+) -> Result<Vec<Job<'d>>, FileError> {
+    let mut jobs = Vec::with_capacity(wanted.len());
+    let mut missing = vec![false; wanted.len()];
+    for &index in &plan.missing {
+        missing[index] = true;
+    }
+    for (index, (wanted, buffers)) in wanted.iter().zip(buffers).enumerate() {
+        if missing[index] {
+            continue;
+        }
+        let (request, dtype) = (&wanted.request, wanted.dtype());
+        check_buffers(request, dtype, &buffers)?;
+        let mut whole = Job {
+            request: index,
+            boxes: Vec::new(),
+            slots: Vec::with_capacity(buffers.len()),
+        };
+        for (number, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {
+            if buffer.len() > LARGE_DESTINATION && threads > 1 {
+                let parts = split(bounds, buffer, dtype.size_in_bytes() as usize);
+                jobs.extend(parts.into_iter().map(|part| Job {
+                    request: index,
+                    boxes: vec![number],
+                    slots: vec![part],
+                }));
+            } else if !buffer.is_empty() {
+                whole.boxes.push(number);
+                whole.slots.push(Slot::new(bounds.clone(), buffer));
+            }
+        }
+        if !whole.slots.is_empty() {
+            jobs.push(whole);
+        }
+    }
+    Ok(jobs)
+}
+
+/// Checks that there is one buffer for each box, and that it has the length of the box in bytes.
+pub(super) fn check_buffers(
+    request: &LoadRequest,
+    dtype: DType,
+    buffers: &[&mut [u8]],
+) -> Result<(), FileError> {
+    let given = buffers.iter().map(|buffer| buffer.len() as u64).sum();
+    if buffers.len() != request.boxes.len() {
+        let planned = request
+            .boxes
+            .iter()
+            .filter_map(|bounds| byte_length(bounds, dtype))
+            .sum::<usize>() as u64;
+        return Err(FileError::PayloadLength {
+            fqn: request.fqn.clone(),
+            given,
+            planned,
+        });
+    }
+    for (bounds, buffer) in request.boxes.iter().zip(buffers) {
+        let planned = byte_length(bounds, dtype).unwrap_or(usize::MAX);
+        if buffer.len() != planned {
+            return Err(FileError::PayloadLength {
+                fqn: request.fqn.clone(),
+                given,
+                planned: planned as u64,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Returns the bytes of a box; `None` if they are more than this machine can count.
+pub fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
+    checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
+}
+
+/// Cuts a box and its bytes along its first dimension that has an extent, into parts of about
+/// [`LARGE_DESTINATION`].
+fn split<'d>(bounds: &TensorBox, mut buffer: &'d mut [u8], element: usize) -> Vec<Slot<'d>> {
+    let Some(dim) = bounds.sizes.iter().position(|&size| size > 1) else {
+        return vec![Slot::new(bounds.clone(), buffer)];
+    };
+    let row = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
+    let rows_at_once = (LARGE_DESTINATION / row.max(1)).max(1);
+    let mut parts = Vec::new();
+    let mut start = 0;
+    while start < bounds.sizes[dim] {
+        let rows = rows_at_once.min(bounds.sizes[dim] - start);
+        let mut part = bounds.clone();
+        part.offsets[dim] += start;
+        part.sizes[dim] = rows;
+        let (now, rest) = std::mem::take(&mut buffer).split_at_mut(rows * row);
+        parts.push(Slot::new(part, now));
+        buffer = rest;
+        start += rows;
+    }
+    parts
+}

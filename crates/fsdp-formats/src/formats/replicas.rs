@@ -1,0 +1,177 @@
+//! Compares replicas: with rank-local metadata, and in shards that each rank wrote for itself,
+//! there are several copies of replicated tensors and values. A load takes the first copy. If
+//! another copy differs, the ranks no longer had the same values.
+
+use fsdp_layout::TensorBox;
+use thiserror::Error;
+
+use super::checkpoint::{Checkpoint, KeyFilter};
+use super::lookup::tensor_of;
+use super::opaque::hash_of_item;
+use super::stream::{check_expansion, stream_boxes};
+use crate::error::FileError;
+use crate::metadata::{BytesEntry, Entry, Replica, StorageInfo};
+use crate::plan::{ChunkError, validate_chunks};
+
+/// An error in the comparison of two copies.
+#[derive(Debug, Error)]
+pub enum ReplicaError {
+    #[error("this copy of the {what} differs from the first one")]
+    /// The copy has other bits.
+    Differs {
+        /// The kind of what was compared.
+        what: &'static str,
+    },
+    /// The copy cannot be read.
+    #[error("this copy cannot be read")]
+    Read(#[from] FileError),
+    /// The box of the copy does not fit the tensor.
+    #[error("this copy cannot be of this tensor")]
+    Chunk(#[from] ChunkError),
+}
+
+/// Compares a replica with the copy that a load takes, bit for bit.
+pub fn compare(
+    checkpoint: &dyn Checkpoint,
+    replica: &Replica,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<(), ReplicaError> {
+    match &replica.bounds {
+        Some(bounds) => tensor(checkpoint, replica, bounds, progress),
+        None => value(checkpoint, replica),
+    }
+}
+
+/// Compares all replicas of the tensors and values with these keys. The first replica that differs
+/// is an error.
+pub(crate) fn check_replicas(
+    checkpoint: &dyn Checkpoint,
+    keys: KeyFilter<'_>,
+) -> Result<(), FileError> {
+    for replica in checkpoint
+        .metadata()
+        .replicas
+        .iter()
+        .filter(|replica| keys(&replica.fqn))
+    {
+        let differs = |what: String| FileError::Differing {
+            fqn: replica.fqn.clone(),
+            what,
+            first: first_file(checkpoint, replica).to_owned(),
+            second: replica.stored.relative_path.clone(),
+        };
+        match compare(checkpoint, replica, None) {
+            Ok(()) => {}
+            Err(ReplicaError::Read(error)) => return Err(error),
+            Err(ReplicaError::Differs { .. }) => {
+                return Err(differs("is not the same in both".to_owned()));
+            }
+            Err(error @ ReplicaError::Chunk(_)) => {
+                return Err(differs(format!("cannot be read ({error})")));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns the file of the copy that a load takes.
+fn first_file<'c>(checkpoint: &'c dyn Checkpoint, replica: &Replica) -> &'c str {
+    let chunks = checkpoint
+        .metadata()
+        .tensor(&replica.fqn)
+        .into_iter()
+        .flat_map(|tensor| &tensor.chunks);
+    let first = chunks
+        .into_iter()
+        .find(|chunk| Some(&chunk.bounds) == replica.bounds.as_ref());
+    first
+        .and_then(|chunk| chunk.stored.as_ref())
+        .map_or("", |stored| &stored.relative_path)
+}
+
+/// Compares a replica of a value with the first copy.
+fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
+    let is_same = match checkpoint.read_value(&replica.fqn) {
+        // A value that cannot be read is compared by its stored bytes.
+        Err(error) if error.opaque_type().is_some() => {
+            let Some(Entry::Bytes(BytesEntry {
+                stored: Some(stored),
+            })) = checkpoint.metadata().entries.get(&replica.fqn)
+            else {
+                return Err(error.into());
+            };
+            let (first, this) = (
+                checkpoint.read_item(&replica.fqn, stored)?,
+                checkpoint.read_item(&replica.fqn, &replica.stored)?,
+            );
+            first == this
+        }
+        first => first?.same_bits(&checkpoint.read_value_replica(replica)?),
+    };
+    if !is_same {
+        return Err(ReplicaError::Differs { what: "value" });
+    }
+    Ok(())
+}
+
+/// Returns `true` if two items are the same as they are stored.
+fn same_stored(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    first: &StorageInfo,
+    second: &StorageInfo,
+) -> Result<bool, FileError> {
+    Ok(first.length == second.length
+        && first.transforms == second.transforms
+        && hash_of_item(checkpoint, fqn, first)? == hash_of_item(checkpoint, fqn, second)?)
+}
+
+/// Compares a replica of a tensor's box with the elements that the checkpoint gives there, piece by
+/// piece.
+fn tensor(
+    checkpoint: &dyn Checkpoint,
+    replica: &Replica,
+    whole: &TensorBox,
+    progress: Option<&(dyn Fn(u64) + Sync)>,
+) -> Result<(), ReplicaError> {
+    let entry = tensor_of(checkpoint.metadata(), &replica.fqn)?;
+    validate_chunks(&entry.shape, [whole])?;
+    if checkpoint.opaque_type(&replica.fqn)?.is_some() {
+        let first = entry
+            .chunks
+            .iter()
+            .find(|chunk| chunk.bounds == *whole)
+            .and_then(|chunk| chunk.stored.as_ref());
+        let same = match first {
+            Some(first) => same_stored(checkpoint, &replica.fqn, first, &replica.stored)?,
+            None => false,
+        };
+        return if same {
+            Ok(())
+        } else {
+            Err(ReplicaError::Differs { what: "chunk" })
+        };
+    }
+    let dtype = entry.properties.dtype;
+    let length = whole.numel() as u64 * dtype.size_in_bytes();
+    check_expansion(checkpoint, &replica.fqn, length)?;
+    let mut first = Vec::new();
+    let mut same = true;
+    let mut read = |part: &TensorBox, dst: &mut [u8]| {
+        checkpoint.read_replica(replica, part, dst)?;
+        first.resize(dst.len(), 0);
+        checkpoint.read_box(&replica.fqn, part, &mut first)?;
+        same = same && first == dst;
+        Ok(())
+    };
+    stream_boxes::<FileError>(&mut read, dtype, whole, 0..length, &mut |bytes| {
+        if let Some(progress) = progress {
+            progress(bytes.len() as u64);
+        }
+        Ok(())
+    })?;
+    if !same {
+        return Err(ReplicaError::Differs { what: "chunk" });
+    }
+    Ok(())
+}

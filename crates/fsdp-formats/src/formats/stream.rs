@@ -1,0 +1,134 @@
+//! Reading a tensor as a stream of bytes, in pieces of bounded size.
+
+use std::ops::Range;
+
+use fsdp_layout::boxes::boxes_of_flat_range;
+use fsdp_layout::{DType, TensorBox};
+
+use super::checkpoint::Checkpoint;
+use super::lookup::request_of;
+use crate::budget::{Budget, FREE};
+use crate::error::FileError;
+use crate::payload::slot::Slot;
+use crate::plan::{ReadPlanOptions, plan_load};
+
+/// The bytes of a tensor that [`stream`] reads at once.
+const PIECE: usize = 16 << 20;
+
+/// Reads bytes `range` of the row-major box `bounds` of a tensor, in order, in pieces of bounded
+/// size.
+///
+/// `range` must begin and end between elements.
+pub fn stream<E: From<FileError>>(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    dtype: DType,
+    bounds: &TensorBox,
+    range: Range<u64>,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    check_expansion(checkpoint, fqn, range.end)?;
+    if range.is_empty() {
+        return Ok(());
+    }
+    // The box is planned once, and then read piece by piece.
+    let request = request_of(checkpoint.metadata(), fqn, bounds)?;
+    plan_load(
+        checkpoint.metadata(),
+        [&request],
+        ReadPlanOptions::default(),
+    )
+    .map_err(FileError::from)?;
+    let mut read = |part: &TensorBox, dst: &mut [u8]| {
+        checkpoint.read_boxes(fqn, &mut [Slot::new(part.clone(), dst)])
+    };
+    stream_boxes(&mut read, dtype, bounds, range, sink)
+}
+
+/// The largest ratio of a tensor's bytes to its stored bytes, for tensors whose elements are
+/// repeated by strides of 0.
+const EXPANSION: u64 = 16;
+
+/// Refuses a tensor with vastly more elements than are stored, so that a small file cannot cause an
+/// unbounded amount of work.
+pub fn check_expansion(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    length: u64,
+) -> Result<(), FileError> {
+    if length <= FREE {
+        return Ok(());
+    }
+    let chunks = checkpoint
+        .metadata()
+        .tensor(fqn)
+        .into_iter()
+        .flat_map(|tensor| &tensor.chunks);
+    let stored = chunks.filter_map(|chunk| chunk.stored.as_ref());
+    // The growth of a transformed item is bounded where the transform is undone.
+    let bytes = stored.map(|stored| {
+        if stored.transforms.is_empty() {
+            stored.length
+        } else {
+            u64::MAX / EXPANSION
+        }
+    });
+    let bytes = bytes.fold(0, u64::saturating_add);
+    Budget::new(bytes, EXPANSION)
+        .charge("bytes of elements that are not stored", length)
+        .map_err(|over| FileError::Item {
+            fqn: fqn.to_owned(),
+            path: checkpoint.path().to_owned(),
+            offset: 0,
+            source: over.into(),
+        })
+}
+
+/// A function that fills a buffer with the row-major bytes of a box.
+type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'r;
+
+/// Streams as [`stream`] does, but calls `read` for the bytes of each box instead of reading a
+/// checkpoint.
+pub fn stream_boxes<E: From<FileError>>(
+    read: &mut ReadBox<'_>,
+    dtype: DType,
+    bounds: &TensorBox,
+    range: Range<u64>,
+    sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    let element = dtype.size_in_bytes() as usize;
+    let (mut at, end) = (range.start as usize / element, range.end as usize / element);
+    let row: usize = bounds.sizes.get(1..).unwrap_or_default().iter().product();
+    let most = (PIECE / element).max(1);
+    let mut buffer = vec![0; (end - at).min(most) * element];
+    while at < end {
+        let mut next = end.min(at + most);
+        // End the piece at the end of a row, if at least one whole row fits: then fewer boxes make
+        // up the piece.
+        if next < end && row > 0 && next / row > at.div_ceil(row) {
+            next -= next % row;
+        }
+        // A flat range is several boxes, whose bytes follow each other in the buffer.
+        let mut filled = 0;
+        for part in boxes_of_flat_range(&bounds.sizes, at..next) {
+            let offsets = part
+                .offsets
+                .iter()
+                .zip(&bounds.offsets)
+                .map(|(a, b)| a + b)
+                .collect();
+            let length = part.numel() * element;
+            read(
+                &TensorBox::new(offsets, part.sizes),
+                &mut buffer[filled..filled + length],
+            )?;
+            filled += length;
+        }
+        sink(&buffer[..filled])?;
+        at = next;
+    }
+    Ok(())
+}

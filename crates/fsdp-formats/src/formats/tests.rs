@@ -1,0 +1,376 @@
+//! Every format reads with as many threads as it is asked to, and the bytes do not depend on how
+//! many those are.
+
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use fsdp_layout::{DType, TensorBox};
+
+use super::checkpoint::{Checkpoint, Format};
+use super::read::{Destination, OpenOptions, ReadOptions};
+use crate::error::{FileError, FormatError};
+use crate::metadata::{
+    Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
+};
+use crate::open::open;
+use crate::pickle::write;
+use crate::plan::LoadRequest;
+use crate::storage::backend::{EntryKind, Links, ReadDirectory, Stage, Storage};
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt;
+use crate::storage::{Durable, Staging};
+use crate::torch::tensor_ref::write_tensor;
+use crate::torch::zip::{ArchiveLayout, ROOT};
+
+/// The number of tensors in the checkpoint.
+const TENSORS: usize = 6;
+/// The number of bytes of each tensor.
+const BYTES: usize = 300_000;
+
+fn name(tensor: usize) -> String {
+    format!("layers.{tensor}.weight")
+}
+
+fn bytes_of(tensor: usize) -> Vec<u8> {
+    (0..BYTES)
+        .map(|at| (at * 31 + tensor * 7 + at / 251) as u8)
+        .collect()
+}
+
+/// Writes a DCP directory by hand.
+fn write_dcp(path: &Path) {
+    let staging: Staging = Durable::new().prepare(path, false).unwrap();
+    let item = crate::dcp::item::TensorItem::new(DType::U8, &[BYTES]).unwrap();
+    let file = staging
+        .create("__0_0.distcp", item.length() * TENSORS as u64)
+        .unwrap();
+    let mut metadata = Metadata::default();
+    for tensor in 0..TENSORS {
+        let bytes = bytes_of(tensor);
+        let (offset, crc) = (item.length() * tensor as u64, crc32fast::hash(&bytes));
+        file.write_at(offset, &[item.head(crc), bytes, item.tail(crc)].concat())
+            .unwrap();
+        let stored = StorageInfo {
+            relative_path: "__0_0.distcp".to_owned(),
+            offset,
+            length: item.length(),
+            transforms: Vec::new(),
+        };
+        let chunks = vec![Chunk {
+            bounds: TensorBox::whole(&[BYTES]),
+            stored: Some(stored),
+        }];
+        let entry = TensorEntry {
+            properties: TensorProperties::of(DType::U8),
+            shape: vec![BYTES],
+            chunks,
+        };
+        metadata.entries.insert(name(tensor), Entry::Tensor(entry));
+    }
+    file.finish().unwrap();
+    staging.commit(METADATA_FILE, &encode(&metadata)).unwrap();
+}
+
+/// Writes a safetensors file with these tensors.
+fn write_safetensors(path: &Path, tensors: std::ops::Range<usize>) {
+    let all: Vec<(String, Vec<u8>)> = tensors
+        .map(|tensor| (name(tensor), bytes_of(tensor)))
+        .collect();
+    let views = all.iter().map(|(name, bytes)| {
+        let shape = vec![bytes.len()];
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, shape, bytes);
+        (name.clone(), view.unwrap())
+    });
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+/// Writes a file of `torch.save`.
+fn write_torch(path: &Path) {
+    let mut pickle = Vec::new();
+    write::proto(&mut pickle, 2);
+    write::op(&mut pickle, write::EMPTY_DICT);
+    write::op(&mut pickle, write::MARK);
+    for tensor in 0..TENSORS {
+        write::text(&mut pickle, &name(tensor));
+        write_tensor(&mut pickle, tensor, DType::U8, &[BYTES]);
+    }
+    write::op(&mut pickle, write::SETITEMS);
+    write::op(&mut pickle, write::STOP);
+    let layout = ArchiveLayout::new(ROOT, pickle, &[BYTES as u64; TENSORS]);
+    let storages: Vec<Vec<u8>> = (0..TENSORS).map(bytes_of).collect();
+    let crcs: Vec<u32> = storages
+        .iter()
+        .map(|bytes| crc32fast::hash(bytes))
+        .collect();
+    let file = std::fs::File::create_new(path).unwrap();
+    file.write_all_at(&layout.head(crcs[0]), 0).unwrap();
+    for (index, bytes) in storages.iter().enumerate() {
+        let offset = layout.storage_offset(index);
+        if index > 0 {
+            let header = layout.storage_header(index, crcs[index]);
+            file.write_all_at(&header, offset - header.len() as u64)
+                .unwrap();
+        }
+        file.write_all_at(bytes, offset).unwrap();
+    }
+    file.write_all_at(&layout.tail(&crcs), layout.tail_offset())
+        .unwrap();
+}
+
+/// Writes the same checkpoint in every format.
+fn every_format(parent: &Path) -> Vec<(Format, PathBuf)> {
+    let dcp = parent.join("dcp");
+    write_dcp(&dcp);
+    let file = parent.join("one.safetensors");
+    write_safetensors(&file, 0..TENSORS);
+    let directory = parent.join("directory");
+    std::fs::create_dir(&directory).unwrap();
+    write_safetensors(&directory.join("a.safetensors"), 0..TENSORS / 2);
+    write_safetensors(&directory.join("b.safetensors"), TENSORS / 2..TENSORS);
+    let torch = parent.join("one.pt");
+    write_torch(&torch);
+    vec![
+        (Format::Dcp, dcp),
+        (Format::SafetensorsFile, file),
+        (Format::SafetensorsDirectory, directory),
+        (Format::Torch, torch),
+    ]
+}
+
+/// Reads a part of every tensor.
+fn read(checkpoint: &dyn Checkpoint, threads: usize) -> Vec<Vec<u8>> {
+    let bounds = TensorBox::new(vec![1000], vec![BYTES - 5000]);
+    let mut buffers = vec![vec![0; bounds.numel()]; TENSORS];
+    let destinations = buffers.iter_mut().enumerate().map(|(tensor, buffer)| {
+        let (fqn, shape, boxes) = (name(tensor), vec![BYTES], vec![bounds.clone()]);
+        Destination::new(
+            LoadRequest {
+                fqn,
+                dtype: DType::U8,
+                shape,
+                boxes,
+            },
+            vec![buffer],
+        )
+    });
+    checkpoint
+        .read(
+            destinations.collect(),
+            ReadOptions {
+                threads,
+                ..ReadOptions::default()
+            },
+        )
+        .unwrap();
+    buffers
+}
+
+#[test]
+fn one_thread_and_many_read_the_same_bytes_of_every_format() {
+    let parent = tempfile::tempdir().unwrap();
+    let mut first = None;
+    for (format, path) in every_format(parent.path()) {
+        let checkpoint = open(&path, OpenOptions::default()).unwrap();
+        assert_eq!(checkpoint.format(), format);
+        for threads in [1, 4] {
+            let bytes = read(&*checkpoint, threads);
+            assert_eq!(
+                *first.get_or_insert_with(|| bytes.clone()),
+                bytes,
+                "{format} with {threads} threads"
+            );
+        }
+    }
+}
+
+#[test]
+fn every_format_reads_with_several_threads_at_once() {
+    let parent = tempfile::tempdir().unwrap();
+    for (format, path) in every_format(parent.path()) {
+        for (threads, expected) in [(1, false), (2, true)] {
+            let meeting = Arc::new(Meeting::default());
+            let inner: Arc<dyn Storage> =
+                Arc::new(crate::storage::local::LocalStorage::new(path.clone()));
+            let location = Location::with_storage(Arc::new(Watched {
+                inner,
+                meeting: meeting.clone(),
+            }));
+            let checkpoint = open(location, OpenOptions::default()).unwrap();
+            // What opening reads is not what is watched.
+            meeting.begin(expected);
+            read(&*checkpoint, threads);
+            assert_eq!(meeting.met(), expected, "{format} with {threads} threads");
+        }
+    }
+}
+
+/// A place where reads wait until two are under way at once.
+#[derive(Debug, Default)]
+struct Meeting {
+    state: Mutex<MeetingState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct MeetingState {
+    /// `true` once reads count.
+    has_begun: bool,
+    /// `true` if the first read waits for a second one.
+    waits: bool,
+    under_way: usize,
+    met: bool,
+}
+
+impl Meeting {
+    fn begin(&self, waits: bool) {
+        let mut state = self.state.lock().unwrap();
+        (state.has_begun, state.waits) = (true, waits);
+    }
+
+    fn met(&self) -> bool {
+        self.state.lock().unwrap().met
+    }
+
+    /// Runs a read. The first one waits for another, for so long that only a serial reader lets it
+    /// wait in vain.
+    fn attend<T>(&self, read: impl FnOnce() -> T) -> T {
+        let mut state = self.state.lock().unwrap();
+        if !state.has_begun {
+            drop(state);
+            return read();
+        }
+        state.under_way += 1;
+        state.met |= state.under_way > 1;
+        self.changed.notify_all();
+        if state.waits {
+            let limit = Duration::from_secs(20);
+            let waited = self
+                .changed
+                .wait_timeout_while(state, limit, |state| !state.met && state.waits);
+            state = waited.unwrap().0;
+            // Waited in vain: the others need not.
+            state.waits &= state.met;
+        }
+        drop(state);
+        let outcome = read();
+        self.state.lock().unwrap().under_way -= 1;
+        outcome
+    }
+}
+
+/// A storage whose reads attend a meeting.
+struct Watched {
+    inner: Arc<dyn Storage>,
+    meeting: Arc<Meeting>,
+}
+
+impl Watched {
+    fn wrap(&self, inner: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Arc::new(Watched {
+            inner,
+            meeting: self.meeting.clone(),
+        })
+    }
+}
+
+impl Storage for Watched {
+    fn name(&self) -> &Path {
+        self.inner.name()
+    }
+
+    fn child(&self, below: &str) -> Arc<dyn Storage> {
+        self.wrap(self.inner.child(below))
+    }
+
+    fn parent(&self) -> Arc<dyn Storage> {
+        self.wrap(self.inner.parent())
+    }
+
+    fn exists(&self) -> Result<bool, FileError> {
+        self.inner.exists()
+    }
+
+    fn kind(&self) -> Result<Option<EntryKind>, FileError> {
+        self.inner.kind()
+    }
+
+    fn names(&self) -> Result<Vec<String>, FileError> {
+        self.inner.names()
+    }
+
+    fn tree(&self) -> Result<Vec<String>, FileError> {
+        self.inner.tree()
+    }
+
+    fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
+        Ok(Box::new(WatchedDirectory {
+            inner: self.inner.open(links)?,
+            meeting: self.meeting.clone(),
+        }))
+    }
+
+    fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
+        self.inner.prepare(durable, overwrite)
+    }
+
+    fn join(&self, durable: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
+        self.inner.join(durable, name)
+    }
+
+    fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError> {
+        self.inner.remove_checkpoint(durable)
+    }
+
+    fn remove_uncommitted(&self) -> Result<bool, FileError> {
+        self.inner.remove_uncommitted()
+    }
+}
+
+#[derive(Debug)]
+struct WatchedDirectory {
+    inner: Box<dyn ReadDirectory>,
+    meeting: Arc<Meeting>,
+}
+
+impl ReadDirectory for WatchedDirectory {
+    fn name(&self) -> &Path {
+        self.inner.name()
+    }
+
+    fn names(&self) -> Result<Vec<String>, FileError> {
+        self.inner.names()
+    }
+
+    fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError> {
+        Ok(Box::new(WatchedFile {
+            inner: self.inner.file(relative)?,
+            meeting: self.meeting.clone(),
+        }))
+    }
+
+    fn threads_per_reader(&self) -> usize {
+        1
+    }
+
+    fn bytes_per_read(&self) -> u64 {
+        self.inner.bytes_per_read()
+    }
+}
+
+struct WatchedFile {
+    inner: Box<dyn ReadAt>,
+    meeting: Arc<Meeting>,
+}
+
+impl ReadAt for WatchedFile {
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        self.meeting
+            .attend(|| self.inner.read_exact_at(offset, dst))
+    }
+}

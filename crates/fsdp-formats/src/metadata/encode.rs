@@ -1,0 +1,304 @@
+//! Writes torch's `Metadata` pickle: protocol 4, nothing random, so the same metadata gives the
+//! same bytes.
+
+use std::collections::HashMap;
+
+use fsdp_layout::PathPart;
+
+use super::{
+    Entry, MemoryFormat, Metadata, StorageInfo, StorageMeta, TensorEntry, TensorProperties,
+};
+use crate::pickle::write;
+
+const METADATA: &str = "torch.distributed.checkpoint.metadata";
+
+/// Encodes metadata as torch's `FileSystemReader` reads it.
+///
+/// ```
+/// use fsdp_formats::metadata::{decode, encode, Metadata};
+/// let metadata = Metadata { version: Some("1.0.0".into()), ..Metadata::default() };
+/// assert_eq!(decode(&encode(&metadata))?, metadata);
+/// # Ok::<(), fsdp_formats::PickleError>(())
+/// ```
+#[must_use]
+pub fn encode(metadata: &Metadata) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    encode_in_pieces(metadata, &mut |piece| bytes.extend_from_slice(piece));
+    bytes
+}
+
+/// Encodes metadata as [`encode`] does, and hands over the bytes in order in pieces of about a
+/// mebibyte. So the whole, which is gigabytes for many thousand ranks, need never be in memory.
+pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
+    let mut e = Encoder {
+        out: Vec::new(),
+        sink,
+        memo: HashMap::new(),
+        memoized: 0,
+    };
+    write::proto(&mut e.out, 4);
+    e.object(METADATA, "Metadata", |e| {
+        e.field("state_dict_metadata", |e| {
+            e.dict(metadata.entries.iter(), |e, (fqn, entry)| {
+                e.text(fqn);
+                match entry {
+                    Entry::Tensor(tensor) => e.tensor(tensor),
+                    Entry::Bytes(_) => e.new_object(METADATA, "BytesStorageMetadata"),
+                }
+            });
+        });
+        e.field("planner_data", |e| match &metadata.planner_data {
+            None => write::none(&mut e.out),
+            Some(paths) => e.dict(paths.iter(), |e, (fqn, path)| {
+                e.text(fqn);
+                write::open_tuple(&mut e.out, path.0.len());
+                for part in &path.0 {
+                    match part {
+                        PathPart::Key(key) => e.text(key),
+                        PathPart::Index(index) => write::unsigned(&mut e.out, *index as u64),
+                    }
+                }
+                write::close_tuple(&mut e.out, path.0.len());
+            }),
+        });
+        e.field("storage_data", |e| e.storage_data(metadata));
+        e.field("storage_meta", |e| match &metadata.storage_meta {
+            None => write::none(&mut e.out),
+            Some(meta) => e.storage_meta(meta),
+        });
+        e.field("version", |e| e.optional_text(metadata.version.as_deref()));
+    });
+    write::op(&mut e.out, write::STOP);
+    (e.sink)(&e.out);
+}
+
+/// The length from which what is encoded is handed over.
+const PIECE: usize = 1 << 20;
+
+struct Encoder<'m, 's> {
+    /// The bytes that are not handed over yet.
+    out: Vec<u8>,
+    sink: &'s mut dyn FnMut(&[u8]),
+    /// Memo index of what was written before: texts, globals and a few objects, by a key of its
+    /// own.
+    memo: HashMap<(&'static str, &'m str), u32>,
+    memoized: u32,
+}
+
+impl<'m> Encoder<'m, '_> {
+    /// Hands over what is encoded so far, if it is long enough.
+    fn spill(&mut self) {
+        if self.out.len() >= PIECE {
+            (self.sink)(&self.out);
+            self.out.clear();
+        }
+    }
+
+    /// Writes a value once, and afterwards only refers to it.
+    fn shared(&mut self, kind: &'static str, key: &'m str, value: impl FnOnce(&mut Self)) {
+        match self.memo.get(&(kind, key)) {
+            Some(&index) => match u8::try_from(index) {
+                Ok(index) => self.out.extend_from_slice(&[b'h', index]),
+                Err(_) => {
+                    self.out.extend_from_slice(b"j");
+                    self.out.extend_from_slice(&index.to_le_bytes());
+                }
+            },
+            None => {
+                value(self);
+                write::op(&mut self.out, 0x94);
+                self.memo.insert((kind, key), self.memoized);
+                self.memoized += 1;
+            }
+        }
+    }
+
+    fn text(&mut self, text: &'m str) {
+        self.shared("", text, |e| write::text4(&mut e.out, text));
+    }
+
+    fn optional_text(&mut self, text: Option<&'m str>) {
+        match text {
+            Some(text) => self.text(text),
+            None => write::none(&mut self.out),
+        }
+    }
+
+    /// Writes a reference to a Python class or function.
+    fn global(&mut self, module: &'static str, name: &'static str) {
+        self.shared(module, name, |e| {
+            e.text(module);
+            e.text(name);
+            write::op(&mut e.out, 0x93);
+        });
+    }
+
+    /// Writes an object of a class, without attributes.
+    fn new_object(&mut self, module: &'static str, name: &'static str) {
+        self.global(module, name);
+        write::op(&mut self.out, write::EMPTY_TUPLE);
+        write::op(&mut self.out, write::NEWOBJ);
+    }
+
+    /// Writes an object whose state is a dict of fields.
+    fn object(&mut self, module: &'static str, name: &'static str, fields: impl FnOnce(&mut Self)) {
+        self.new_object(module, name);
+        write::op(&mut self.out, write::EMPTY_DICT);
+        write::op(&mut self.out, write::MARK);
+        fields(self);
+        write::op(&mut self.out, write::SETITEMS);
+        write::op(&mut self.out, write::BUILD);
+    }
+
+    /// Writes an attribute of an object: its name, then its value.
+    fn field(&mut self, name: &'static str, value: impl FnOnce(&mut Self)) {
+        self.text(name);
+        value(self);
+    }
+
+    /// Writes a dict, of which `item` writes each key and value.
+    fn dict<T>(&mut self, items: impl Iterator<Item = T>, mut item: impl FnMut(&mut Self, T)) {
+        write::op(&mut self.out, write::EMPTY_DICT);
+        write::op(&mut self.out, write::MARK);
+        for value in items {
+            item(self, value);
+            self.spill();
+        }
+        write::op(&mut self.out, write::SETITEMS);
+    }
+
+    /// Writes a `torch.Size`.
+    fn size(&mut self, sizes: &[usize]) {
+        self.global("torch", "Size");
+        write::sizes(&mut self.out, sizes);
+        write::close_tuple(&mut self.out, 1);
+        write::op(&mut self.out, write::REDUCE);
+    }
+
+    /// Writes the entry of a tensor: its properties, its shape, and its boxes.
+    fn tensor(&mut self, tensor: &'m TensorEntry) {
+        self.object(METADATA, "TensorStorageMetadata", |e| {
+            e.field("properties", |e| e.properties(&tensor.properties));
+            e.field("size", |e| e.size(&tensor.shape));
+            e.field("chunks", |e| {
+                write::op(&mut e.out, write::EMPTY_LIST);
+                write::op(&mut e.out, write::MARK);
+                for chunk in &tensor.chunks {
+                    e.object(METADATA, "ChunkStorageMetadata", |e| {
+                        e.field("offsets", |e| e.size(&chunk.bounds.offsets));
+                        e.field("sizes", |e| e.size(&chunk.bounds.sizes));
+                    });
+                    e.spill();
+                }
+                write::op(&mut e.out, write::APPENDS);
+            });
+        });
+    }
+
+    /// Writes the properties of a tensor: torch builds them from a tuple.
+    fn properties(&mut self, properties: &TensorProperties) {
+        self.new_object(METADATA, "TensorProperties");
+        write::op(&mut self.out, write::MARK);
+        self.global("torch", properties.dtype.torch_name());
+        self.shared("a layout", "torch.strided", |e| {
+            e.global("torch.serialization", "_get_layout");
+            e.text("torch.strided");
+            write::close_tuple(&mut e.out, 1);
+            write::op(&mut e.out, write::REDUCE);
+        });
+        write::bool(&mut self.out, properties.requires_grad);
+        let (format, name) = match properties.memory_format {
+            MemoryFormat::Contiguous => (0, "contiguous"),
+            MemoryFormat::ChannelsLast => (1, "channels_last"),
+            MemoryFormat::Preserve => (2, "preserve"),
+        };
+        self.shared("a memory format", name, |e| {
+            e.global(METADATA, "_MEM_FORMAT_ENCODING");
+            write::int(&mut e.out, format);
+            write::close_tuple(&mut e.out, 1);
+            write::op(&mut e.out, write::REDUCE);
+        });
+        write::bool(&mut self.out, properties.pin_memory);
+        match &properties.strides {
+            Some(strides) => write::sizes(&mut self.out, strides),
+            None => write::none(&mut self.out),
+        }
+        write::op(&mut self.out, write::TUPLE);
+        write::op(&mut self.out, write::BUILD);
+    }
+
+    /// Writes the dict that leads from each value and box to the place of its bytes.
+    fn storage_data(&mut self, metadata: &'m Metadata) {
+        write::op(&mut self.out, write::EMPTY_DICT);
+        write::op(&mut self.out, write::MARK);
+        for (fqn, entry) in &metadata.entries {
+            match entry {
+                Entry::Bytes(bytes) => {
+                    if let Some(stored) = &bytes.stored {
+                        self.index(fqn, None);
+                        self.storage_info(stored);
+                    }
+                }
+                Entry::Tensor(tensor) => {
+                    for (index, chunk) in tensor.chunks.iter().enumerate() {
+                        if let Some(stored) = &chunk.stored {
+                            self.index(fqn, Some((index, &chunk.bounds.offsets)));
+                            self.storage_info(stored);
+                            self.spill();
+                        }
+                    }
+                }
+            }
+        }
+        write::op(&mut self.out, write::SETITEMS);
+    }
+
+    /// Writes the key of a value, or of a box of a tensor, in the dict of places.
+    fn index(&mut self, fqn: &'m str, chunk: Option<(usize, &[usize])>) {
+        self.object(METADATA, "MetadataIndex", |e| {
+            e.field("fqn", |e| e.text(fqn));
+            e.field("index", |e| match chunk {
+                Some((index, _)) => write::unsigned(&mut e.out, index as u64),
+                None => write::none(&mut e.out),
+            });
+            if let Some((_, offsets)) = chunk {
+                e.field("offset", |e| e.size(offsets));
+            }
+        });
+    }
+
+    /// Writes the place of the bytes of one value or box.
+    fn storage_info(&mut self, stored: &'m StorageInfo) {
+        self.object(
+            "torch.distributed.checkpoint.filesystem",
+            "_StorageInfo",
+            |e| {
+                e.field("relative_path", |e| e.text(&stored.relative_path));
+                e.field("offset", |e| write::unsigned(&mut e.out, stored.offset));
+                e.field("length", |e| write::unsigned(&mut e.out, stored.length));
+                if !stored.transforms.is_empty() {
+                    e.field("transform_descriptors", |e| {
+                        write::op(&mut e.out, write::EMPTY_LIST);
+                        write::op(&mut e.out, write::MARK);
+                        for transform in &stored.transforms {
+                            e.text(transform);
+                        }
+                        write::op(&mut e.out, write::APPENDS);
+                    });
+                }
+            },
+        );
+    }
+
+    /// Writes torch's `StorageMeta`.
+    fn storage_meta(&mut self, meta: &'m StorageMeta) {
+        self.object(METADATA, "StorageMeta", |e| {
+            e.field("checkpoint_id", |e| {
+                e.optional_text(meta.checkpoint_id.as_deref())
+            });
+            e.field("save_id", |e| e.optional_text(meta.save_id.as_deref()));
+            e.field("load_id", |e| e.optional_text(meta.load_id.as_deref()));
+            e.field("modules", |e| write::op(&mut e.out, write::EMPTY_LIST));
+        });
+    }
+}

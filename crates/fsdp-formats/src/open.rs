@@ -1,0 +1,337 @@
+//! Opens a checkpoint of any format, which is recognized by its content.
+
+use crate::dcp::reader::{CheckpointReader, metadata_files};
+use crate::dcp::sidecars;
+use crate::deepspeed;
+use crate::error::{FileError, FormatError};
+use crate::folder;
+use crate::formats::checkpoint::Checkpoint;
+use crate::formats::extra::{ExtraFiles, is_data_of_dcp};
+use crate::formats::read::OpenOptions;
+use crate::formats::weights;
+use crate::gguf;
+use crate::metadata::METADATA_FILE;
+use crate::numpy;
+use crate::rank_files;
+use crate::safetensors::read::SafetensorsCheckpoint;
+use crate::steps::steps_of_run;
+use crate::storage::backend::{EntryKind, Links};
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::checked_file::CheckedFile;
+use crate::storage::location::Location;
+use crate::storage::read_at::ReadAt as _;
+use crate::torch::zip::Directory;
+use crate::torch::{self, legacy};
+
+/// Opens the checkpoint that is at a path, or at the URL of an object store.
+///
+/// The format is recognized by the content, not the name: a DCP directory, a directory of
+/// safetensors files (Hugging Face's layout, or torch's `HuggingFaceStorageWriter`), one
+/// safetensors file, or one torch archive (`.pt`, `.pth`, `.bin`). A trainer's folder, which holds
+/// several of them, is recognized by the names in it.
+///
+/// # Errors
+/// [`FileError::NotCommitted`] if there is no checkpoint; errors in the files.
+pub fn open(
+    location: impl Into<Location>,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
+    let location = location.into();
+    match location.storage().kind()? {
+        None => Err(FileError::NotCommitted {
+            path: location.name().to_owned(),
+            reason: "there is nothing",
+        }),
+        Some(EntryKind::Directory) => open_directory(&location, options),
+        Some(EntryKind::File | EntryKind::Special) => open_file(&location, options),
+    }
+}
+
+/// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links
+/// could lead from folder to folder without end.
+fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    if location.storage().kind()? == Some(EntryKind::Directory) {
+        let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
+        if metadata_files(&directory)?.is_empty() && folder::is_there(&directory.names()?) {
+            return Err(unsupported(
+                location,
+                "a trainer's folder inside of another one",
+            ));
+        }
+    }
+    open(location.clone(), options)
+}
+
+/// Checks that a checkpoint directory may be written here, replacing what exists. That is allowed
+/// if nothing exists, for an empty directory, and for a checkpoint, damaged or not, whose directory
+/// holds nothing else that would be lost.
+///
+/// # Errors
+/// [`FileError::NotReplaceable`] and [`FileError::HoldsOthers`].
+pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
+    let refused = |wanted| {
+        Err(FileError::NotReplaceable {
+            path: location.name().to_owned(),
+            wanted,
+        })
+    };
+    match location.storage().kind()? {
+        None => return Ok(()),
+        Some(EntryKind::Directory) => {}
+        Some(EntryKind::File | EntryKind::Special) => return refused("directory"),
+    }
+    if let Some(name) = location.storage().names_not_utf8()?.into_iter().next() {
+        return Err(FileError::HoldsOthers {
+            path: location.name().to_owned(),
+            name,
+        });
+    }
+    if location.names()?.is_empty() {
+        return Ok(());
+    }
+    match open_directory(location, OpenOptions { verify: false }) {
+        Ok(checkpoint) => match ExtraFiles::of(&*checkpoint)?.foreign() {
+            None => Ok(()),
+            Some(name) => Err(FileError::HoldsOthers {
+                path: location.name().to_owned(),
+                name: name.to_owned(),
+            }),
+        },
+        // A directory that holds nothing but data files of DCP may be replaced: its metadata are
+        // lost.
+        Err(FileError::NotCommitted { .. })
+            if location.names()?.iter().all(|name| is_data_of_dcp(name)) =>
+        {
+            Ok(())
+        }
+        Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
+        // A directory that is refused for what it holds is not damaged.
+        Err(FileError::File {
+            source: FormatError::Unsupported { .. },
+            ..
+        }) => refused("checkpoint directory"),
+        // A damaged checkpoint may be replaced. It is not known any more which files are its own,
+        // but directories are not, so there must be none.
+        Err(_) => match location
+            .names()?
+            .into_iter()
+            .find(|name| is_directory(location, name))
+        {
+            None => Ok(()),
+            Some(name) => Err(FileError::HoldsOthers {
+                path: location.name().to_owned(),
+                name,
+            }),
+        },
+    }
+}
+
+/// Returns `true` if a name in a directory is that of a directory, or if that is not known.
+fn is_directory(location: &Location, name: &str) -> bool {
+    location
+        .join(name)
+        .storage()
+        .kind()
+        .map_or(true, |kind| kind == Some(EntryKind::Directory))
+}
+
+/// The ending of the names of safetensors files.
+const SAFETENSORS: &str = ".safetensors";
+
+/// Opens a directory, whose format the names in it tell. The order of the checks matters: a folder
+/// of a trainer also has the names of other formats.
+fn open_directory(
+    location: &Location,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
+    let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
+    if !metadata_files(&directory)?.is_empty() {
+        return sidecars::open(location, options);
+    }
+    let names = directory.names()?;
+    if folder::is_there(&names) {
+        return folder::open(location, &names, options, &open_part);
+    }
+    if deepspeed::universal::is_there(location, &names)? {
+        return Ok(Box::new(deepspeed::universal::open(location, options)?));
+    }
+    if deepspeed::is_there(&names) {
+        return Ok(Box::new(deepspeed::zero::open(location, options)?));
+    }
+    if rank_files::is_checkpointing(&names) {
+        return Ok(Box::new(rank_files::open_checkpointing(location, options)?));
+    }
+    if rank_files::is_there(&names) {
+        return Ok(Box::new(rank_files::open(location, options)?));
+    }
+    if names
+        .iter()
+        .any(|name| name.ends_with(SAFETENSORS) || weights::is_known(name, SAFETENSORS))
+    {
+        return Ok(Box::new(SafetensorsCheckpoint::open_directory(
+            location, options,
+        )?));
+    }
+    let files = torch::index::weights(&names);
+    if !files.is_empty() {
+        return Ok(Box::new(torch::index::open(location, &files, options)?));
+    }
+    if !steps_of_run(location)?.is_empty() {
+        let reason = "it is the folder of a run, whose checkpoints lie below it";
+        return Err(FileError::NotCommitted {
+            path: location.name().to_owned(),
+            reason,
+        });
+    }
+    if let Some(what) = megatron(&directory, &names)? {
+        return Err(unsupported(location, what));
+    }
+    // A directory of no known format gets the error of a DCP directory without metadata.
+    Ok(Box::new(CheckpointReader::open_with(location, options)?))
+}
+
+/// Returns what a directory is in one of Megatron's formats that are not read; `None` for any other
+/// directory.
+fn megatron(
+    directory: &CheckedDirectory,
+    names: &[String],
+) -> Result<Option<&'static str>, FileError> {
+    const CONFIG: &str = "metadata.json";
+    const MAX_CONFIG_BYTES: u64 = 1 << 20;
+    if names.iter().any(|name| name == CONFIG) {
+        let config = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        let config: Option<serde_json::Value> = serde_json::from_slice(&config).ok();
+        if config.is_some_and(|config| {
+            config
+                .get("sharded_backend")
+                .is_some_and(|backend| backend == "zarr")
+        }) {
+            return Ok(Some(
+                "Megatron-core's format `zarr` (Megatron-core saves `torch_dist` by default)",
+            ));
+        }
+    }
+    let is_old = names.iter().any(|name| name.starts_with("mp_rank_"));
+    Ok(is_old.then_some(
+        "Megatron-LM's old format, with a directory `mp_rank_…` for each rank (name the file in one of them),",
+    ))
+}
+
+/// Returns, judging by its name, which part of a directory a file is; `None` if the name does not
+/// tell.
+fn part_of_directory(name: &str) -> Option<&'static str> {
+    if name == METADATA_FILE || is_data_of_dcp(name) {
+        Some("a file of a DCP directory (name the directory),")
+    } else if name.ends_with(".index.json") {
+        Some("an index of the files of a model (name their directory),")
+    } else {
+        None
+    }
+}
+
+/// Opens a file. The error of one that is a part of a directory says so.
+fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
+    match open_content(location, options) {
+        Err(error @ FileError::File { .. }) => {
+            let (_, name) = location.split()?;
+            Err(part_of_directory(name).map_or(error, |what| unsupported(location, what)))
+        }
+        opened => opened,
+    }
+}
+
+/// Opens a file, whose format its first bytes tell.
+fn open_content(
+    location: &Location,
+    options: OpenOptions,
+) -> Result<Box<dyn Checkpoint>, FileError> {
+    let (parent, name) = location.split()?;
+    let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+    let file = match directory.file(name) {
+        // The user named it, so it is not a path inside a checkpoint.
+        Err(FileError::Path { reason, .. }) => {
+            return Err(unsupported(
+                location,
+                &format!("what is no regular file ({reason})"),
+            ));
+        }
+        file => file?,
+    };
+    match first_bytes(location, &file)?.as_slice() {
+        [b'P', b'K', 3 | 5, ..] => open_archive(location, directory),
+        bytes if legacy::is_start(bytes) => {
+            Ok(Box::new(torch::read::open(location, directory, None)?))
+        }
+        bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported(
+            location,
+            "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
+        )),
+        bytes if bytes.starts_with(numpy::START) => {
+            Ok(Box::new(numpy::open_array(location, directory)?))
+        }
+        bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, directory)?)),
+        // Eight bytes of length, and JSON.
+        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
+            location, directory, options,
+        )?)),
+        _ => Err(unsupported(
+            location,
+            "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,",
+        )),
+    }
+}
+
+/// Reads the first bytes of a file, by which its format is recognized. They are not checked yet,
+/// because a file of no known format may have no hashes that are meant for it.
+fn first_bytes(location: &Location, file: &CheckedFile) -> Result<Vec<u8>, FileError> {
+    let mut bytes = vec![0; file.len().min(16) as usize];
+    file.unchecked()
+        .read_exact_at(0, &mut bytes)
+        .map_err(|source| FileError::File {
+            path: location.name().to_owned(),
+            source,
+        })?;
+    Ok(bytes)
+}
+
+/// Opens a zip archive, which is torch's or NumPy's.
+fn open_archive(
+    location: &Location,
+    directory: CheckedDirectory,
+) -> Result<Box<dyn Checkpoint>, FileError> {
+    let (_, name) = location.split()?;
+    let file = directory.file(name)?;
+    let rooted = match Directory::read(&*file) {
+        Ok(archive) if !numpy::is_archive(&archive) => {
+            return Ok(Box::new(torch::read::open(
+                location,
+                directory,
+                Some(archive),
+            )?));
+        }
+        rooted => rooted,
+    };
+    // The records of NumPy's archives have no root, and may be compressed, so such an archive was
+    // not read yet, or not with the names of its records.
+    match (Directory::read_rootless(&*file), rooted) {
+        (Ok(archive), _) if numpy::is_archive(&archive) => Ok(Box::new(numpy::open_archive(
+            location, directory, &archive,
+        )?)),
+        (_, Err(error)) => Err(directory.file_error(name, error)),
+        (_, Ok(archive)) => Ok(Box::new(torch::read::open(
+            location,
+            directory,
+            Some(archive),
+        )?)),
+    }
+}
+
+fn unsupported(location: &Location, what: &str) -> FileError {
+    let source = FormatError::Unsupported {
+        what: what.to_owned(),
+    };
+    FileError::File {
+        path: location.name().to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,303 @@
+//! Writing payloads to their places in a file: hashing, checksums and writing in one pass over
+//! pieces that fit the cache, by several threads.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crc32fast::Hasher;
+use fsdp_digest::{BoxPlace, Sum};
+use fsdp_layout::TensorBox;
+use tracing::debug_span;
+use twox_hash::XxHash3_64;
+
+use super::source::PayloadSource;
+use crate::error::FileError;
+use crate::storage::StagedFile;
+use crate::storage::integrity::block_length;
+use crate::threads::on_threads;
+
+/// The number of bytes that are hashed, and then written, at a time.
+pub(crate) const AT_ONCE: u64 = 1 << 20;
+/// The length of the parts in which threads share a payload: a multiple of every block length.
+pub(crate) const PART: u64 = 32 << 20;
+
+/// The outcome of a task.
+#[derive(Debug, Default)]
+pub(crate) struct Done {
+    /// The checksum of a part, to be combined with those of the other parts; empty for a batch.
+    pub(crate) crc: Hasher,
+    /// The hashes of the blocks: of a part, or of the items of a batch one after the other.
+    pub(crate) hashes: Vec<u64>,
+    /// The sum over a part, for the digest of its tensor.
+    pub(crate) sum: Sum,
+    /// The sums over the items of a batch.
+    pub(crate) sums: Vec<Sum>,
+}
+
+/// A payload, and its place in the file.
+#[derive(Debug, Clone, Copy)]
+pub struct PlannedPayload<'p> {
+    /// The flat key of its tensor.
+    pub fqn: &'p str,
+    /// The box of the tensor.
+    pub bounds: &'p TensorBox,
+    /// Where it begins in the file.
+    pub offset: u64,
+    /// Its length in bytes.
+    pub length: u64,
+    /// The place of the box in its tensor; without one, no sum for a digest is made.
+    pub place: Option<&'p BoxPlace>,
+}
+
+impl PlannedPayload<'_> {
+    /// Returns the length of its hash blocks.
+    pub fn block_length(&self) -> u64 {
+        block_length(self.length)
+    }
+}
+
+/// The checksum, the hashes and the sum of a payload.
+#[derive(Debug, Clone, Default)]
+pub struct WrittenPayload {
+    /// The checksum, if one was computed.
+    pub crc: u32,
+    /// The hashes of the blocks.
+    pub hashes: Vec<u64>,
+    /// The sum over the elements, for the digest of the tensor.
+    pub sum: Sum,
+}
+
+/// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is
+/// called with the checksum of each payload as soon as that has been written; without it no
+/// checksums are computed.
+pub fn write_payloads(
+    file: &StagedFile,
+    payloads: &[PlannedPayload<'_>],
+    source: &dyn PayloadSource,
+    threads: usize,
+    whole: Option<&(dyn Fn(usize, u32) -> Result<(), FileError> + Sync)>,
+) -> Result<Vec<WrittenPayload>, FileError> {
+    let parts = payloads.iter().enumerate().flat_map(|(index, payload)| {
+        (0..payload.length.div_ceil(PART))
+            .map(move |part| (index, part * PART, (part * PART + PART).min(payload.length)))
+    });
+    let parts: Vec<(usize, u64, u64)> = parts.collect();
+    let with_checksum = whole.is_some();
+    let whole = whole.unwrap_or(&|_, _| Ok(()));
+    let done = in_parallel(
+        &parts,
+        file.writers(threads),
+        |&(index, ..)| Some(index),
+        |&(index, start, end), buffer| {
+            write_part(
+                file,
+                &payloads[index],
+                start..end,
+                source,
+                with_checksum,
+                buffer,
+            )
+        },
+        whole,
+    )?;
+    // Empty payloads have no parts, so `whole` is called for them here.
+    for (index, _) in payloads
+        .iter()
+        .enumerate()
+        .filter(|(_, payload)| payload.length == 0)
+    {
+        whole(index, 0)?;
+    }
+    let mut written = vec![WrittenPayload::default(); payloads.len()];
+    let mut crcs = vec![Hasher::new(); payloads.len()];
+    for ((index, ..), done) in parts.into_iter().zip(done) {
+        crcs[index].combine(&done.crc);
+        written[index].hashes.extend(done.hashes);
+        written[index].sum.add(done.sum);
+    }
+    for (written, crc) in written.iter_mut().zip(crcs) {
+        written.crc = crc.finalize();
+    }
+    Ok(written)
+}
+
+/// Writes a part of a payload.
+pub(crate) fn write_part(
+    file: &StagedFile,
+    payload: &PlannedPayload<'_>,
+    range: Range<u64>,
+    source: &dyn PayloadSource,
+    with_checksum: bool,
+    buffer: &mut Vec<u8>,
+) -> Result<Done, FileError> {
+    buffer.clear();
+    let planned = range.end - range.start;
+    let mut sink = PartSink {
+        file,
+        payload,
+        at: payload.offset + range.start,
+        end: payload.offset + range.end,
+        block: payload.block_length(),
+        with_checksum,
+        buffer,
+        done: Done::default(),
+    };
+    let mut given = 0u64;
+    source.payload(payload.fqn, payload.bounds, range, &mut |bytes| {
+        given += bytes.len() as u64;
+        check_length(payload.fqn, given, planned, false)?;
+        sink.put(bytes)
+    })?;
+    check_length(payload.fqn, given, planned, true)?;
+    Ok(sink.done)
+}
+
+/// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of
+/// the tasks.
+///
+/// Consecutive tasks may be parts of the same payload; `whole` is called when the last of them is
+/// done, with the checksum of all. The bytes around the payload are written then, and not at the
+/// end, because an object store receives files in large parts, and parts with holes would have to
+/// be kept in memory.
+pub(crate) fn in_parallel<T: Sync>(
+    tasks: &[T],
+    threads: usize,
+    payload: impl Fn(&T) -> Option<usize>,
+    run: impl Fn(&T, &mut Vec<u8>) -> Result<Done, FileError> + Sync,
+    whole: impl Fn(usize, u32) -> Result<(), FileError> + Sync,
+) -> Result<Vec<Done>, FileError> {
+    let payloads: Vec<Option<usize>> = tasks.iter().map(payload).collect();
+    // The first task of a payload counts those that are not done.
+    let parts = payloads.chunk_by(|a, b| a.is_some() && a == b);
+    let parts: Vec<Range<usize>> = parts
+        .scan(0, |at, part| {
+            Some(std::mem::replace(at, *at + part.len())..*at)
+        })
+        .collect();
+    let left: Vec<AtomicUsize> = parts
+        .iter()
+        .map(|part| AtomicUsize::new(part.len()))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let failed = AtomicBool::new(false);
+    let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
+    let work = || -> Result<(), FileError> {
+        let mut buffer = Vec::new();
+        while !failed.load(Ordering::Relaxed) {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let (Some(task), Some(result)) = (tasks.get(index), results.get(index)) else {
+                break;
+            };
+            let done = run(task, &mut buffer);
+            failed.fetch_or(done.is_err(), Ordering::Relaxed);
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = done?;
+            let part = parts.partition_point(|part| part.end <= index);
+            // The thread that ends the last part of a payload writes what stands around it.
+            if left[part].fetch_sub(1, Ordering::AcqRel) == 1
+                && let Some(payload) = payloads[index]
+            {
+                let mut crc = Hasher::new();
+                for result in &results[parts[part].clone()] {
+                    crc.combine(&result.lock().unwrap_or_else(PoisonError::into_inner).crc);
+                }
+                let written = whole(payload, crc.finalize());
+                failed.fetch_or(written.is_err(), Ordering::Relaxed);
+                written?;
+            }
+        }
+        Ok(())
+    };
+    on_threads(threads.clamp(1, tasks.len().max(1)), work)?;
+    Ok(results
+        .into_iter()
+        .map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner))
+        .collect())
+}
+
+/// Checks that a source gave no more bytes than planned; and, once it is done (`whole`), no fewer.
+pub(crate) fn check_length(
+    fqn: &str,
+    given: u64,
+    planned: u64,
+    whole: bool,
+) -> Result<(), FileError> {
+    if given > planned || (whole && given < planned) {
+        return Err(FileError::PayloadLength {
+            fqn: fqn.to_owned(),
+            given,
+            planned,
+        });
+    }
+    Ok(())
+}
+
+/// A sink that receives the bytes of a part in order, hashes and writes them. Pieces that are large
+/// enough are written without a copy.
+struct PartSink<'a> {
+    file: &'a StagedFile,
+    payload: &'a PlannedPayload<'a>,
+    at: u64,
+    end: u64,
+    block: u64,
+    with_checksum: bool,
+    buffer: &'a mut Vec<u8>,
+    done: Done,
+}
+
+impl PartSink<'_> {
+    /// Takes the next bytes of the part. Whole blocks are written at once. Smaller pieces are
+    /// collected in the buffer until there is enough for a write.
+    fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
+        while !bytes.is_empty() {
+            let left = self.end - self.at;
+            // A write has whole blocks, or all that is left of the part.
+            let wanted = left.min(AT_ONCE.max(self.block)) as usize;
+            let have = bytes.len() as u64;
+            let direct = if have >= left {
+                left
+            } else {
+                have - have % self.block
+            }
+            .min(wanted as u64) as usize;
+            if self.buffer.is_empty() && direct > 0 {
+                let (now, rest) = bytes.split_at(direct);
+                self.write(now)?;
+                bytes = rest;
+                continue;
+            }
+            let take = (wanted - self.buffer.len()).min(bytes.len());
+            let (now, rest) = bytes.split_at(take);
+            self.buffer.extend_from_slice(now);
+            bytes = rest;
+            if self.buffer.len() == wanted {
+                let gathered = std::mem::take(self.buffer);
+                self.write(&gathered)?;
+                *self.buffer = gathered;
+                self.buffer.clear();
+            }
+        }
+        Ok(())
+    }
+
+    /// Hashes and writes bytes that are whole blocks, or end the part.
+    fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
+        debug_span!("hash", bytes = bytes.len()).in_scope(|| {
+            let mut at = self.at - self.payload.offset;
+            for block in bytes.chunks(self.block as usize) {
+                self.done.hashes.push(XxHash3_64::oneshot(block));
+                if self.with_checksum {
+                    self.done.crc.update(block);
+                }
+                // The block is in the processor's cache now.
+                if let Some(place) = self.payload.place {
+                    self.done.sum.add_piece(place, at, block);
+                }
+                at += block.len() as u64;
+            }
+        });
+        self.file.write_at(self.at, bytes)?;
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+}

@@ -1,0 +1,437 @@
+//! The header of a safetensors file: 8 bytes of length, then JSON.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use fsdp_layout::DType;
+use fsdp_layout::boxes::checked_numel;
+use indexmap::IndexMap;
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::budget::{Budget, FREE};
+use crate::error::FormatError;
+use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
+use crate::storage::read_at::{ReadAt, read_whole};
+
+/// The content of a file's header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Header {
+    /// `__metadata__`
+    pub metadata: IndexMap<String, String>,
+    /// The tensors, in the header's order.
+    pub tensors: IndexMap<String, TensorInfo>,
+    /// The start of the data in the file.
+    pub data: u64,
+}
+
+/// One tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// First byte, from the start of the data.
+    pub start: u64,
+    /// The byte after its last.
+    pub end: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawInfo {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (u64, u64),
+}
+
+/// The JSON object; a key that occurs twice is an error, as `serde_json` by itself would take the
+/// last.
+#[derive(Default)]
+struct RawHeader {
+    metadata: IndexMap<String, String>,
+    tensors: IndexMap<String, RawInfo>,
+}
+
+impl<'de> Deserialize<'de> for RawHeader {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = RawHeader;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+                let mut header = RawHeader::default();
+                let mut has_metadata = false;
+                while let Some(key) = map.next_key::<String>()? {
+                    let twice = if key == METADATA {
+                        // The `safetensors` library reads `null` as no notes.
+                        header.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
+                        std::mem::replace(&mut has_metadata, true)
+                    } else {
+                        let info = map.next_value()?;
+                        header.tensors.insert(key, info).is_some()
+                    };
+                    if twice {
+                        return Err(A::Error::custom("a key stands twice"));
+                    }
+                }
+                Ok(header)
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+fn malformed(reason: impl ToString) -> FormatError {
+    FormatError::Malformed {
+        what: "safetensors header",
+        reason: reason.to_string(),
+    }
+}
+
+/// The header's key of the file's metadata, a map from strings to strings.
+const METADATA: &str = "__metadata__";
+
+/// The dtype of 4-bit floats, two in a byte. Shapes count the floats; an element of torch's dtype
+/// is a pair of them.
+const PACKED_FLOAT4: &str = "F4";
+
+/// In `__metadata__`: the dtypes that safetensors has no name for, by key, as a JSON object. Such a
+/// tensor is stored as its bytes: `U8`, with one more dimension, the bytes of an element.
+pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
+
+/// Limits the memory that the JSON of a header takes, by its length: a file may well have a hundred
+/// thousand tensors.
+fn charge_header(json: &[u8]) -> Result<(), FormatError> {
+    Ok(Budget::new(json.len() as u64 + FREE, 1).charge_json("memory for the header", json)?)
+}
+
+/// Limits the memory that other JSON takes, such as a text of a header: a short one can describe
+/// much.
+pub fn charge_text(text: impl AsRef<[u8]>, what: &'static str) -> Result<(), FormatError> {
+    let text = text.as_ref();
+    Ok(Budget::new(text.len() as u64, 1).charge_json(what, text)?)
+}
+
+/// Reads the dtypes under [`RAW_DTYPES`].
+fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DType>, FormatError> {
+    let Some(text) = metadata.get(RAW_DTYPES) else {
+        return Ok(HashMap::new());
+    };
+    charge_text(text, "memory for dtypes")?;
+    let names: HashMap<String, String> = serde_json::from_str(text).map_err(malformed)?;
+    let mut dtypes = HashMap::with_capacity(names.len());
+    for (key, name) in names {
+        let Some(dtype) = DType::from_torch_name(&name) else {
+            return Err(FormatError::Unsupported {
+                what: format!("the dtype `{name}` of `{key}`"),
+            });
+        };
+        dtypes.insert(key, dtype);
+    }
+    Ok(dtypes)
+}
+
+impl Header {
+    /// Reads the header of the file that is all of `source`, and checks that the tensors fill the
+    /// rest of the file.
+    pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
+        let mut length = [0; 8];
+        source.read_exact_at(0, &mut length)?;
+        let length = u64::from_le_bytes(length);
+        if length > MAX_SAFETENSORS_HEADER_BYTES {
+            let limit = MAX_SAFETENSORS_HEADER_BYTES;
+            return Err(FormatError::Limit {
+                what: "safetensors header length",
+                value: length,
+                limit,
+            });
+        }
+        if length > source.len().saturating_sub(8) {
+            return Err(malformed("the file is cut short: it ends inside it"));
+        }
+        let json = read_whole(source, 8, length)?;
+        charge_header(&json)?;
+        if json.first() != Some(&b'{') {
+            return Err(malformed("it does not start with `{`"));
+        }
+        let raw: RawHeader = serde_json::from_slice(&json).map_err(malformed)?;
+        let data = 8 + length;
+        let mut dtypes = raw_dtypes(&raw.metadata)?;
+        let mut tensors = IndexMap::with_capacity(raw.tensors.len());
+        for (name, mut info) in raw.tensors {
+            // Shapes of 4-bit floats count the floats. Here an element is a pair of them, so the
+            // last dimension halves.
+            let dtype = match (info.dtype.as_str(), info.shape.last_mut()) {
+                (PACKED_FLOAT4, Some(size)) if size.is_multiple_of(2) => {
+                    *size /= 2;
+                    DType::F4E2M1FnX2
+                }
+                (other, _) => DType::from_safetensors_name(other).ok_or_else(|| {
+                    let what = format!(
+                        "the safetensors dtype `{other}` of `{name}` with shape {:?}",
+                        info.shape
+                    );
+                    FormatError::Unsupported { what }
+                })?,
+            };
+            let (start, end) = info.data_offsets;
+            let bytes = checked_numel(&info.shape)
+                .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+            if !is_sane_shape(&info.shape)
+                || bytes.is_none()
+                || start.checked_add(bytes.unwrap_or(0)) != Some(end)
+            {
+                return Err(malformed(format!(
+                    "the offsets of `{name}` do not fit its shape"
+                )));
+            }
+            // A tensor of a dtype without a name in safetensors is stored as bytes. Its last
+            // dimension counts the bytes of an element, so it is taken away.
+            let dtype = match dtypes.remove(&name) {
+                None => dtype,
+                Some(of) => match (dtype, info.shape.pop()) {
+                    (DType::U8, Some(size)) if size as u64 == of.size_in_bytes() => of,
+                    _ => {
+                        return Err(malformed(format!(
+                            "`{name}` does not hold the bytes of `{of}`"
+                        )));
+                    }
+                },
+            };
+            tensors.insert(
+                name,
+                TensorInfo {
+                    dtype,
+                    shape: info.shape,
+                    start,
+                    end,
+                },
+            );
+        }
+        // The tensors follow each other without gaps, in any order, up to the end of the file.
+        let mut ranges: Vec<(u64, u64)> = tensors
+            .values()
+            .map(|info: &TensorInfo| (info.start, info.end))
+            .collect();
+        ranges.sort_unstable();
+        let mut at = 0;
+        for (start, end) in ranges {
+            if start != at {
+                return Err(malformed("tensors overlap, or leave gaps"));
+            }
+            at = end;
+        }
+        if data.checked_add(at) != Some(source.len()) {
+            return Err(malformed("the tensors do not end where the file does"));
+        }
+        Ok(Header {
+            metadata: raw.metadata,
+            tensors,
+            data,
+        })
+    }
+
+    /// Encodes a header for these tensors, `(name, dtype, shape)`, whose data follows in this
+    /// order. It is padded with at least 8 spaces, so that the data starts at a multiple of 64. For
+    /// dtypes that safetensors does not know, see `RAW_DTYPES`. A header that [`Header::read`]
+    /// would refuse is an error.
+    pub fn encode<'t>(
+        metadata: &IndexMap<String, String>,
+        tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,
+    ) -> Result<Vec<u8>, FormatError> {
+        let mut metadata = metadata.clone();
+        let mut raw = serde_json::Map::new();
+        let mut entries = Vec::new();
+        let mut at = 0u64;
+        for (name, dtype, shape) in tensors {
+            if name == METADATA {
+                let what = format!("a tensor named `{METADATA}`, which the format reserves,");
+                return Err(FormatError::Unsupported { what });
+            }
+            let mut stored = shape.to_vec();
+            let dtype_name = dtype.safetensors_name().unwrap_or_else(|| {
+                raw.insert(name.to_owned(), dtype.torch_name().into());
+                stored.push(dtype.size_in_bytes() as usize);
+                "U8"
+            });
+            let bytes = checked_numel(shape)
+                .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+            let end = bytes
+                .and_then(|bytes| at.checked_add(bytes))
+                .ok_or_else(|| malformed("the tensors are too large"))?;
+            let info = serde_json::json!({ "dtype": dtype_name, "shape": stored, "data_offsets": [at, end] });
+            entries.push((name.to_owned(), info));
+            at = end;
+        }
+        if !raw.is_empty() {
+            let dtypes = serde_json::Value::Object(raw).to_string();
+            charge_text(&dtypes, "memory for dtypes")?;
+            metadata.insert(RAW_DTYPES.to_owned(), dtypes);
+        }
+        let mut object = serde_json::Map::new();
+        if !metadata.is_empty() {
+            object.insert(
+                METADATA.to_owned(),
+                serde_json::to_value(metadata).map_err(malformed)?,
+            );
+        }
+        object.extend(entries);
+        let mut json = serde_json::to_vec(&object).map_err(malformed)?;
+        // Pad by at least 8 spaces, which is more than the `safetensors` crate ever pads by. A file
+        // that it writes again so has a header of another length. Readers tell by that length
+        // whether digests are of this file or of an earlier one.
+        json.extend([b' '; 8]);
+        while !(8 + json.len()).is_multiple_of(64) {
+            json.push(b' ');
+        }
+        let length = json.len() as u64;
+        if length > MAX_SAFETENSORS_HEADER_BYTES {
+            let limit = MAX_SAFETENSORS_HEADER_BYTES;
+            return Err(FormatError::Limit {
+                what: "safetensors header length",
+                value: length,
+                limit,
+            });
+        }
+        charge_header(&json)?;
+        let mut bytes = length.to_le_bytes().to_vec();
+        bytes.extend(json);
+        Ok(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(json: &str, data: usize) -> Vec<u8> {
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(json.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    }
+
+    #[test]
+    fn the_safetensors_crate_reads_what_we_write() {
+        let metadata = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        let tensors = [
+            ("b", DType::F32, &[2usize, 3][..]),
+            ("a", DType::BF16, &[][..]),
+            ("none", DType::I64, &[0, 4][..]),
+        ];
+        let mut bytes = Header::encode(&metadata, tensors).unwrap();
+        assert_eq!(bytes.len() % 64, 0);
+        bytes.extend(0..26);
+        let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(
+            theirs.tensor("b").unwrap().data(),
+            (0..24).collect::<Vec<u8>>()
+        );
+        assert_eq!(theirs.tensor("a").unwrap().data(), [24, 25]);
+        let ours = Header::read(&bytes).unwrap();
+        assert_eq!(ours.metadata, metadata);
+        assert_eq!(
+            ours.tensors["b"],
+            TensorInfo {
+                dtype: DType::F32,
+                shape: vec![2, 3],
+                start: 0,
+                end: 24
+            }
+        );
+        // What safetensors does not know is stored as bytes.
+        let mut bytes =
+            Header::encode(&metadata, [("c", DType::Complex128, &[3usize, 1][..])]).unwrap();
+        bytes.extend(0..48);
+        let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(theirs.tensor("c").unwrap().shape(), [3, 1, 16]);
+        let ours = Header::read(&bytes).unwrap();
+        assert_eq!(
+            ours.tensors["c"],
+            TensorInfo {
+                dtype: DType::Complex128,
+                shape: vec![3, 1],
+                start: 0,
+                end: 48
+            }
+        );
+        let lying = String::from_utf8_lossy(&bytes[8..bytes.len() - 48])
+            .replace("complex128", "complex64 ");
+        assert!(
+            Header::read(&[&bytes[..8], lying.as_bytes(), &bytes[bytes.len() - 48..]].concat())
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn packed_floats_are_pairs_as_in_torch() {
+        let header = |shape: &str, end: u64| {
+            format!(r#"{{"a":{{"dtype":"F4","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
+        };
+        let read = Header::read(&file(&header("[3,8]", 12), 12)).unwrap();
+        assert_eq!(
+            read.tensors["a"],
+            TensorInfo {
+                dtype: DType::F4E2M1FnX2,
+                shape: vec![3, 4],
+                start: 0,
+                end: 12
+            }
+        );
+        for shape in ["[3]", "[]"] {
+            let error = Header::read(&file(&header(shape, 1), 1))
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains("`F4` of `a`"), "{error}");
+        }
+    }
+
+    #[test]
+    fn notes_may_be_null() {
+        let json = r#"{"__metadata__":null,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
+        let read = Header::read(&file(json, 1)).unwrap();
+        assert!(read.metadata.is_empty() && read.tensors.len() == 1);
+    }
+
+    #[test]
+    fn headers_that_lie_are_refused() {
+        let entry = |shape: &str, offsets: &str| {
+            format!(r#"{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}"#)
+        };
+        assert!(Header::read(&file(&entry("[2]", "[0,8]"), 8)).is_ok());
+        for (json, data) in [
+            (entry("[2]", "[0,8]"), 7),
+            (entry("[2]", "[0,8]"), 9),
+            (entry("[2]", "[1,9]"), 9),
+            (entry("[2]", "[8,0]"), 8),
+            (entry("[3]", "[0,8]"), 8),
+            (entry("[18446744073709551615,2]", "[0,8]"), 8),
+            (entry("[-1]", "[0,8]"), 8),
+            (entry("[2]", "[0,18446744073709551615]"), 8),
+            (r#"{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}"#.to_owned(), 8),
+            (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}"#.to_owned(), 6),
+            (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#.to_owned(), 4),
+            ("[]".to_owned(), 0),
+            ("[".repeat(10_000), 0),
+            (format!("{{\"a\":{}", "[".repeat(10_000)), 0),
+        ] {
+            assert!(Header::read(&file(&json, data)).is_err(), "{:.80}", json);
+        }
+        for length in [0u64, 7, 1 << 32, 1 << 63, u64::MAX] {
+            assert!(Header::read(&length.to_le_bytes().to_vec()).is_err());
+        }
+        let good = file(&entry("[2]", "[0,8]"), 8);
+        for end in 0..good.len() {
+            assert!(
+                Header::read(&good[..end].to_vec()).is_err(),
+                "prefix of {end} bytes"
+            );
+        }
+    }
+}

@@ -1,0 +1,721 @@
+//! safetensors files as checkpoints.
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use fsdp_digest::StateDigest;
+use fsdp_layout::boxes::row_major_strides;
+use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use tracing::warn;
+
+use super::header::{Header, TensorInfo, charge_text};
+use super::paths::{self, PATHS};
+use super::sidecar::{
+    DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text,
+    is_about_file, layout_text, shard_name, values_beside, values_hash, values_names,
+};
+use super::slices::{RANK_NOTE, RankNote, SliceBox, rank_in_name};
+use super::values_read;
+use crate::budget::Budget;
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
+use crate::formats::index::Index;
+use crate::formats::lookup::{check_length, no_value, tensor_of};
+use crate::formats::read::OpenOptions;
+use crate::formats::replicas::check_replicas;
+use crate::formats::weights::{SHARD, Weights, in_two_files};
+use crate::limits::{MAX_INDEX_BYTES, MAX_LISTED_FILES, MAX_TENSOR_RANK, is_sane_shape};
+use crate::metadata::{
+    BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
+};
+use crate::payload::slot::Slot;
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::location::Location;
+use crate::storage::read_at::BlockReader;
+use crate::strided::{StridedLayout, read_overlap};
+
+/// One safetensors file, or a directory of them.
+#[derive(Debug)]
+pub(crate) struct SafetensorsCheckpoint {
+    path: PathBuf,
+    format: Format,
+    directory: CheckedDirectory,
+    metadata: Metadata,
+    values: HashMap<String, PlainValue>,
+    /// The strides of chunks that lie among others of their tensor, by file and the position of the
+    /// first element.
+    strides: HashMap<(String, u64), Vec<usize>>,
+    /// The boxes of each tensor that are there already.
+    boxes: HashMap<String, HashSet<TensorBox>>,
+    /// The file in which each tensor was found first, and `true` if a note in it says which part of
+    /// the tensor the file holds.
+    first: HashMap<String, (String, bool)>,
+    /// The places of all keys, where a header or a values file has them.
+    paths: Option<IndexMap<String, KeyPath>>,
+    /// The notes in the headers, by key. If several files have the same key, the first one counts.
+    notes: IndexMap<String, String>,
+    /// The digests in the header of a single file.
+    digests: Option<StateDigest>,
+    /// `true` if the header has digests of what the file held before.
+    has_stale_digests: bool,
+}
+
+/// The ending of the names of safetensors files.
+const ENDING: &str = ".safetensors";
+
+/// The memory that a part of a tensor takes, besides the first.
+const PART: u64 = 512;
+
+/// The texts in the header of a file.
+struct Texts {
+    texts: IndexMap<String, String>,
+    /// The text of [`DIGESTS_LAYOUT`] that the file would have if its digests were written with it.
+    layout: String,
+    /// The note of the tensor-parallel rank that the file is of.
+    rank: Option<RankNote>,
+}
+
+/// torch's note of where in its tensor a shard lies.
+#[derive(Deserialize)]
+struct ShardNote {
+    saved_offsets: Vec<usize>,
+}
+
+impl SafetensorsCheckpoint {
+    /// Creates a checkpoint without files; [`Self::add_file`] adds them.
+    fn without_files(location: &Location, format: Format, directory: CheckedDirectory) -> Self {
+        SafetensorsCheckpoint {
+            path: location.name().to_owned(),
+            format,
+            directory,
+            metadata: Metadata::default(),
+            values: HashMap::new(),
+            strides: HashMap::new(),
+            boxes: HashMap::new(),
+            first: HashMap::new(),
+            paths: None,
+            notes: IndexMap::new(),
+            digests: None,
+            has_stale_digests: false,
+        }
+    }
+
+    /// Opens one file in its directory. Values are taken from `NAME.values.json` beside it, if it
+    /// exists.
+    pub(crate) fn open_file(
+        location: &Location,
+        directory: CheckedDirectory,
+        options: OpenOptions,
+    ) -> Result<Self, FileError> {
+        let (_, name) = location.split()?;
+        let mut opened = Self::without_files(location, Format::SafetensorsFile, directory);
+        // The header has the hash of the values file, if there is one: a file of that name alone
+        // proves nothing.
+        let Texts {
+            mut texts,
+            layout,
+            rank,
+        } = opened.add_file(name, None)?;
+        if rank.is_none() && opened.has_other_ranks(name)? {
+            return Err(opened.unnoted_rank(name));
+        }
+        opened.check_not_a_shard(name, &texts)?;
+        if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
+            if texts.get(DIGESTS_LAYOUT) == Some(&layout) {
+                opened.digests = Some(
+                    digests_of_text(text)
+                        .map_err(|error| opened.directory.file_error(name, error))?,
+                );
+            } else {
+                opened.has_stale_digests = true;
+                let path = opened.path.display();
+                warn!(%path, "another program has written the file again: the digests in it are stale, and not compared");
+            }
+        }
+        let hash = texts.swap_remove(VALUES_HASH);
+        let Some(hash) = hash else {
+            return Ok(opened.with_paths());
+        };
+        let values = values_beside(name);
+        // A process that was killed between two renames may have left it under its first name.
+        let mut is_there = false;
+        for name in &values_names(&values, &hash) {
+            if opened.directory.has(name)? {
+                is_there = true;
+                let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
+                if values_hash(&bytes) == hash {
+                    opened.add_values(name, &bytes)?;
+                    return Ok(opened.with_paths());
+                }
+            }
+        }
+        if !is_there {
+            return Err(FileError::MissingFiles {
+                path: opened.path,
+                files: vec![values],
+            });
+        }
+        let reason = format!("its values are not in `{values}`, which is of another checkpoint");
+        Err(opened.directory.file_error(
+            name,
+            FormatError::Malformed {
+                what: "checkpoint",
+                reason,
+            },
+        ))
+    }
+
+    /// Opens a directory: the files that its `*.safetensors.index.json` lists, or else all
+    /// `*.safetensors` except further variants of the same model ([`Weights`]).
+    ///
+    /// Shards that torch's `HuggingFaceStorageWriter` wrote become chunks of whole tensors. Values
+    /// are taken from [`VALUES_FILE`].
+    pub(crate) fn open_directory(
+        location: impl Into<Location>,
+        options: OpenOptions,
+    ) -> Result<Self, FileError> {
+        let location = location.into();
+        let directory = CheckedDirectory::open(&location, options.verify, Links::Follow)?;
+        directory.check_covered()?;
+        let names = directory.names()?;
+        let mut opened = Self::without_files(&location, Format::SafetensorsDirectory, directory);
+        match Weights::choose(&opened.directory, &names, ENDING)? {
+            Weights::Indexed(index) => opened.add_indexed(index)?,
+            Weights::Files(files) => {
+                let mut shards = 0;
+                let mut first: Option<RankNote> = None;
+                for name in &files {
+                    let Texts { texts, rank, .. } = opened.add_file(name, None)?;
+                    if let Some(rank) = rank {
+                        opened.check_rank(name, &rank, first.as_ref().unwrap_or(&rank))?;
+                        first.get_or_insert(rank);
+                    }
+                    let noted = texts
+                        .get(SHARDS)
+                        .and_then(|count| count.parse().ok())
+                        .unwrap_or(0);
+                    shards = shards.max(noted);
+                }
+                opened.check_shards(&names, shards)?;
+                opened.check_rank_files(&names, first.as_ref())?;
+            }
+        }
+        if opened.directory.has(VALUES_FILE)? {
+            let bytes = opened.directory.read_small(VALUES_FILE, MAX_INDEX_BYTES)?;
+            opened.add_values(VALUES_FILE, &bytes)?;
+        }
+        Ok(opened.with_paths())
+    }
+
+    /// Takes over the paths, if the checkpoint that this came from was a nested state dict: then
+    /// all keys have one.
+    fn with_paths(mut self) -> Self {
+        let entries = &self.metadata.entries;
+        let paths = self.paths.take();
+        self.metadata.planner_data =
+            paths.filter(|paths| entries.keys().all(|key| paths.contains_key(key)));
+        self
+    }
+
+    /// Refuses the shard of one of several ranks. Nothing in it tells how large the whole tensors
+    /// are, so that those of the first shard would look whole.
+    fn check_not_a_shard(
+        &self,
+        name: &str,
+        texts: &IndexMap<String, String>,
+    ) -> Result<(), FileError> {
+        let is_shard = |name: &str| name.starts_with(SHARD) && name.ends_with(ENDING);
+        if !is_shard(name) || !texts.contains_key(SHARDING) {
+            return Ok(());
+        }
+        let count = texts
+            .get(SHARDS)
+            .and_then(|count| count.parse().ok())
+            .unwrap_or(0usize);
+        // A rank may have written several files, which have its number in common.
+        let number = |name: &str| name.get(SHARD.len()..SHARD.len() + 5).map(str::to_owned);
+        let names = self.directory.names()?;
+        if count > 1
+            || names
+                .iter()
+                .any(|other| is_shard(other) && number(other) != number(name))
+        {
+            let what =
+                "the shard of one of several ranks (name the directory, which has the others),"
+                    .to_owned();
+            return Err(self
+                .directory
+                .file_error(name, FormatError::Unsupported { what }));
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if a file is named as that of a tensor-parallel rank, and files of other
+    /// ranks are beside it.
+    fn has_other_ranks(&self, name: &str) -> Result<bool, FileError> {
+        let Some(rank) = rank_in_name(name) else {
+            return Ok(false);
+        };
+        Ok(self
+            .directory
+            .names()?
+            .iter()
+            .filter_map(|other| rank_in_name(other))
+            .any(|other| other != rank))
+    }
+
+    /// Returns the error of a tensor-parallel rank's file without a note of its parts. All ranks'
+    /// files have the same keys, and nothing else tells parts from copies.
+    fn unnoted_rank(&self, name: &str) -> FileError {
+        let what = "a file of a tensor-parallel rank without a note of the parts that it holds, as vLLM and SGLang \
+                    write it,"
+            .to_owned();
+        self.directory
+            .file_error(name, FormatError::Unsupported { what })
+    }
+
+    /// Checks that all shards exist that the checkpoint was written in. Another file does not stand
+    /// in for one.
+    fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
+        // The number comes from a file and may be absurdly large, so only the first few missing
+        // names are made.
+        let missing = (0..shards)
+            .map(shard_name)
+            .filter(|name| names.binary_search(name).is_err());
+        self.directory
+            .check_missing(missing.take(MAX_LISTED_FILES).collect())
+    }
+
+    /// Checks that a file is of the same ranks as the first one.
+    fn check_rank(&self, name: &str, rank: &RankNote, first: &RankNote) -> Result<(), FileError> {
+        if rank.files == first.files && rank.rank < rank.files.len() {
+            return Ok(());
+        }
+        let reason = "it is not of the same tensor-parallel ranks as the files before".to_owned();
+        Err(self.directory.file_error(
+            name,
+            FormatError::Malformed {
+                what: "note of a rank",
+                reason,
+            },
+        ))
+    }
+
+    /// Checks that all files of tensor-parallel ranks are there that were written.
+    fn check_rank_files(&self, names: &[String], note: Option<&RankNote>) -> Result<(), FileError> {
+        // The numbers come from a file: only the first few names are kept.
+        let missing = note
+            .into_iter()
+            .flat_map(RankNote::names)
+            .filter(|name| names.binary_search(name).is_err());
+        self.directory
+            .check_missing(missing.take(MAX_LISTED_FILES).collect())
+    }
+
+    /// Adds the tensors that an index names, each from the file that it gives.
+    fn add_indexed(&mut self, index: Index) -> Result<(), FileError> {
+        for (file, keys) in index.files(&self.directory)? {
+            self.add_file(file, Some((&index, &keys)))?;
+        }
+        // In the order of the index, which is the model's.
+        let order = index.weight_map;
+        self.metadata
+            .entries
+            .sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+        Ok(())
+    }
+
+    /// Adds the tensors of a file, except those that the index lists for another file. The index
+    /// comes with the keys that it lists for this file. Returns the metadata strings in the file's
+    /// header.
+    fn add_file(
+        &mut self,
+        name: &str,
+        index: Option<(&Index, &[&str])>,
+    ) -> Result<Texts, FileError> {
+        let file = self.directory.file(name)?;
+        let error = |source| self.directory.file_error(name, source);
+        let malformed = |reason: String| {
+            error(FormatError::Malformed {
+                what: "safetensors header",
+                reason,
+            })
+        };
+        let header = Header::read(&*file).map_err(error)?;
+        for (key, text) in header
+            .metadata
+            .iter()
+            .filter(|(key, _)| !is_about_file(key))
+        {
+            self.notes
+                .entry(key.clone())
+                .or_insert_with(|| text.clone());
+        }
+        if let Some(text) = header.metadata.get(PATHS) {
+            self.paths = Some(paths::decode(text).map_err(error)?);
+        }
+        let sharding: HashMap<String, ShardNote> =
+            note(&header, SHARDING).map_err(error)?.unwrap_or_default();
+        let rank: Option<RankNote> = note(&header, RANK_NOTE).map_err(error)?;
+        if rank.is_none() && index.is_none() && rank_in_name(name).is_some_and(|rank| rank > 0) {
+            return Err(self.unnoted_rank(name));
+        }
+        let mut budget = Budget::new(header.data, 1);
+        let due = index.map_or(&[][..], |(_, keys)| keys);
+        if let Some(missing) = due.iter().find(|key| !header.tensors.contains_key(**key)) {
+            return Err(malformed(format!(
+                "it does not hold `{missing}`, which the index looks for here"
+            )));
+        }
+        let tensors = header
+            .tensors
+            .iter()
+            .map(|(fqn, info)| (fqn.as_str(), info.dtype, &info.shape[..], info.start));
+        let layout = layout_text(header.data, tensors);
+        for (fqn, info) in header.tensors {
+            if index.is_some_and(|(index, _)| index.is_elsewhere(&fqn, name)) {
+                continue;
+            }
+            // Parts that several ranks have written, and their copies of whole tensors, are noted
+            // as such.
+            let is_noted = rank.is_some() || sharding.contains_key(&fqn);
+            let here = || (name.to_owned(), is_noted);
+            let (first, is_first_noted) = self.first.entry(fqn.clone()).or_insert_with(here);
+            if first != name && !(is_noted && *is_first_noted) {
+                return Err(in_two_files(&self.directory, &fqn, first, name));
+            }
+            let slice = rank.as_ref().and_then(|rank| rank.tensors.get(&fqn));
+            // A small note may have many ranges.
+            let more = slice.map_or(0, |slice| slice.ranges.len().saturating_sub(1) as u64);
+            budget
+                .charge("memory for parts of tensors", more.saturating_mul(PART))
+                .map_err(|over| error(over.into()))?;
+            let (shape, parts) = match slice {
+                Some(slice) => (slice.shape.clone(), slice.boxes(&info.shape)),
+                None => {
+                    let bounds = saved_box(sharding.get(&fqn), &info);
+                    // The global shape is noted nowhere: it is what the shards reach.
+                    let ends = bounds.as_ref().map(|of| {
+                        of.offsets
+                            .iter()
+                            .zip(&of.sizes)
+                            .map(|(a, b)| a + b)
+                            .collect()
+                    });
+                    (
+                        ends.unwrap_or_default(),
+                        bounds.map(|bounds| {
+                            vec![SliceBox {
+                                bounds,
+                                offset: 0,
+                                strides: None,
+                            }]
+                        }),
+                    )
+                }
+            };
+            let parts = parts
+                .ok_or_else(|| malformed(format!("the saved offsets of `{fqn}` make no sense")))?;
+            let entry = self.metadata.entries.entry(fqn.clone()).or_insert_with(|| {
+                let properties = TensorProperties::of(info.dtype);
+                Entry::Tensor(TensorEntry {
+                    properties,
+                    shape: shape.clone(),
+                    chunks: Vec::new(),
+                })
+            });
+            let Entry::Tensor(tensor) = entry else {
+                continue;
+            };
+            let is_same =
+                tensor.properties.dtype == info.dtype && tensor.shape.len() == shape.len();
+            if !is_same || (rank.is_some() && tensor.shape != shape) {
+                return Err(malformed(format!(
+                    "`{fqn}` is another tensor than in the files before"
+                )));
+            }
+            for (size, end) in tensor.shape.iter_mut().zip(shape) {
+                *size = (*size).max(end);
+            }
+            if !is_sane_shape(&tensor.shape) {
+                return Err(malformed(format!(
+                    "the saved offsets of `{fqn}` make no sense"
+                )));
+            }
+            let element = info.dtype.size_in_bytes();
+            for SliceBox {
+                bounds,
+                offset,
+                strides,
+            } in parts
+            {
+                let stored = StorageInfo {
+                    relative_path: name.to_owned(),
+                    offset: header.data + info.start + offset * element,
+                    length: bounds.numel() as u64 * element,
+                    transforms: Vec::new(),
+                };
+                if let Some(strides) = strides {
+                    self.strides
+                        .insert((name.to_owned(), stored.offset), strides);
+                }
+                // Replicated tensors are in the file of every rank.
+                if !self
+                    .boxes
+                    .entry(fqn.clone())
+                    .or_default()
+                    .insert(bounds.clone())
+                {
+                    self.metadata.replicas.push(Replica {
+                        fqn: fqn.clone(),
+                        bounds: Some(bounds),
+                        stored,
+                    });
+                } else {
+                    tensor.chunks.push(Chunk {
+                        bounds,
+                        stored: Some(stored),
+                    });
+                }
+            }
+        }
+        Ok(Texts {
+            texts: header.metadata,
+            layout,
+            rank,
+        })
+    }
+
+    /// Reads what a slot wants of the chunk `whole`.
+    fn read_stored(
+        &self,
+        fqn: &str,
+        dtype: DType,
+        whole: &TensorBox,
+        stored: &StorageInfo,
+        slot: &mut Slot<'_>,
+    ) -> Result<(), FileError> {
+        let Some(overlap) = whole.intersect(&slot.bounds) else {
+            return Ok(());
+        };
+        let file = self.directory.file(&stored.relative_path)?;
+        let strides = self
+            .strides
+            .get(&(stored.relative_path.clone(), stored.offset))
+            .cloned();
+        let strides = strides.unwrap_or_else(|| row_major_strides(&whole.sizes));
+        let layout = StridedLayout {
+            bounds: whole.clone(),
+            offset: 0,
+            strides,
+        };
+        let element = dtype.size_in_bytes() as usize;
+        let mut reader = BlockReader::new(&*file);
+        read_overlap(&mut reader, stored.offset, element, &layout, &overlap, slot).map_err(
+            |source| {
+                let path = self.directory.path().join(&stored.relative_path);
+                FileError::Item {
+                    fqn: fqn.to_owned(),
+                    path,
+                    offset: stored.offset,
+                    source,
+                }
+            },
+        )
+    }
+
+    /// Adds the values of a values file.
+    fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
+        // Tensors inside values lie among the others, under keys of their own; here they belong to
+        // their value again.
+        let mut inside = HashSet::new();
+        // Several values may name one tensor.
+        let mut budget = Budget::new(
+            self.metadata
+                .stored()
+                .map(|(_, _, stored)| stored.length)
+                .sum(),
+            1,
+        );
+        let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
+            let missing = || FormatError::Malformed {
+                what: "values file",
+                reason: format!("no tensor `{key}`"),
+            };
+            let tensor = self.metadata.tensor(key).ok_or_else(missing)?;
+            let stored: u64 = tensor
+                .chunks
+                .iter()
+                .filter_map(|chunk| Some(chunk.stored.as_ref()?.length))
+                .sum();
+            let bounds = TensorBox::whole(&tensor.shape);
+            budget.charge("bytes of tensors in values", stored)?;
+            let mut data = vec![0; stored as usize];
+            self.read_box(key, &bounds, &mut data)
+                .map_err(|_| missing())?;
+            inside.insert(key.to_owned());
+            Ok(PlainTensor {
+                dtype: tensor.properties.dtype,
+                shape: bounds.sizes,
+                data,
+            })
+        };
+        let side = values_read::decode_values(bytes, &mut load)
+            .map_err(|error| self.directory.file_error(name, error))?;
+        self.metadata.entries.retain(|key, _| !inside.contains(key));
+        self.metadata
+            .replicas
+            .retain(|replica| !inside.contains(&replica.fqn));
+        for (fqn, value) in side.values {
+            if self.metadata.entries.contains_key(&fqn) {
+                // Another program has added a tensor of that name. Neither may hide the other.
+                let reason = format!("`{fqn}` is a value in it, and a tensor beside it");
+                return Err(self.directory.file_error(
+                    name,
+                    FormatError::Malformed {
+                        what: "values file",
+                        reason,
+                    },
+                ));
+            }
+            let stored = StorageInfo {
+                relative_path: name.to_owned(),
+                offset: 0,
+                length: bytes.len() as u64,
+                transforms: Vec::new(),
+            };
+            self.metadata.entries.insert(
+                fqn.clone(),
+                Entry::Bytes(BytesEntry {
+                    stored: Some(stored),
+                }),
+            );
+            self.values.insert(fqn, value);
+        }
+        self.paths = self.paths.take().or(side.paths);
+        Ok(())
+    }
+}
+
+/// Reads a note: an entry of a header's `__metadata__` whose text is JSON. Returns `None` if it is
+/// not there.
+fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, FormatError> {
+    let Some(text) = header.metadata.get(key) else {
+        return Ok(None);
+    };
+    charge_text(text, "memory for shards")?;
+    let read = serde_json::from_str(text);
+    read.map(Some).map_err(|error| FormatError::Malformed {
+        what: "safetensors header",
+        reason: error.to_string(),
+    })
+}
+
+/// Returns the box of a tensor that torch's note says a shard is; all of it without a note. `None`
+/// if the note makes no sense.
+fn saved_box(saved: Option<&ShardNote>, info: &TensorInfo) -> Option<TensorBox> {
+    let offsets = match saved {
+        Some(saved) if info.dtype.safetensors_name().is_none() => {
+            // Noted for the bytes that it is stored as, which have a dimension more.
+            let dimensions = saved.saved_offsets.len().saturating_sub(1);
+            saved.saved_offsets[..dimensions].to_vec()
+        }
+        Some(saved) => saved.saved_offsets.clone(),
+        None => vec![0; info.shape.len()],
+    };
+    let is_shard = offsets.len() == info.shape.len() && offsets.len() <= MAX_TENSOR_RANK;
+    let fits = offsets
+        .iter()
+        .zip(&info.shape)
+        .all(|(offset, size)| offset.checked_add(*size).is_some());
+    (is_shard && fits).then(|| TensorBox::new(offsets, info.shape.clone()))
+}
+
+impl Checkpoint for SafetensorsCheckpoint {
+    fn format(&self) -> Format {
+        self.format
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn directory(&self) -> &CheckedDirectory {
+        &self.directory
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        self.directory.digests().or(self.digests.as_ref())
+    }
+
+    fn notes(&self) -> Vec<(&str, &str)> {
+        self.notes
+            .iter()
+            .map(|(key, text)| (key.as_str(), text.as_str()))
+            .collect()
+    }
+
+    fn has_stale_digests(&self) -> bool {
+        self.has_stale_digests && self.digests().is_none()
+    }
+
+    fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let tensor = tensor_of(&self.metadata, fqn)?;
+        for chunk in &tensor.chunks {
+            for slot in slots
+                .iter_mut()
+                .filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
+            {
+                let stored = chunk.stored.as_ref().ok_or_else(|| FileError::NotStored {
+                    fqn: fqn.to_owned(),
+                })?;
+                self.read_stored(fqn, tensor.properties.dtype, &chunk.bounds, stored, slot)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn read_replica(
+        &self,
+        replica: &Replica,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        let Replica {
+            fqn,
+            bounds: Some(whole),
+            stored,
+        } = replica
+        else {
+            return Err(no_value(&self.metadata, &replica.fqn));
+        };
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
+        self.read_stored(
+            fqn,
+            dtype,
+            whole,
+            stored,
+            &mut Slot::new(bounds.clone(), dst),
+        )
+    }
+
+    fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
+        check_replicas(self, keys)
+    }
+
+    fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
+        self.values
+            .get(fqn)
+            .cloned()
+            .ok_or_else(|| no_value(&self.metadata, fqn))
+    }
+}

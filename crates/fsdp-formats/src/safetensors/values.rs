@@ -1,0 +1,145 @@
+//! Non-tensor values as JSON, beside formats that cannot hold them.
+//!
+//! ```text
+//! {
+//!   "format": "fsdp-values", "version": 1,
+//!   "values": { "step": 20, "optim.betas": {"$tuple": [0.9, 0.95]}, "rng": {"$bytes": "00ff"} }
+//! }
+//! ```
+//!
+//! Files of earlier versions also have the paths of all keys, which are in the header now:
+//! `"paths": {"list.0": ["list", 0], …}`.
+//!
+//! None, bools, integers, floats, text, lists, and dicts with text keys are plain JSON. Other
+//! values are objects with a single key that starts with `$`: `$tuple`, `$set`, `$bytes`
+//! (hexadecimal), `$float` (bits, hexadecimal, for NaN and infinities), `$int` (little-endian two's
+//! complement, hexadecimal), `$dict` (pairs), `$tensor` (the key of a tensor among the others), and
+//! the names of the types of [`PythonType`](fsdp_layout::PythonType), such as `$torch.dtype`, with
+//! the value that describes the object.
+
+use std::collections::HashSet;
+
+use fsdp_layout::{PlainTensor, PlainValue};
+use indexmap::IndexMap;
+use serde_json::{Map, Value, json};
+
+use crate::error::FormatError;
+
+pub(super) const FORMAT: &str = "fsdp-values";
+pub(super) const VERSION: u64 = 1;
+
+pub(super) fn malformed(reason: impl ToString) -> FormatError {
+    FormatError::Malformed {
+        what: "values file",
+        reason: reason.to_string(),
+    }
+}
+
+/// A function that stores a tensor that was inside a value among the other tensors, and returns the
+/// key that it has got. Its argument is a key by the tensor's path (`py.tuple.0`); tensors in one
+/// value may have the same one.
+type StoreTensor<'f, 'v> = dyn FnMut(String, &'v PlainTensor) -> String + 'f;
+
+/// Encodes a values file. An error comes with the key of the value that cannot be written.
+pub fn encode_values<'v>(
+    values: &'v IndexMap<String, PlainValue>,
+    tensor: &mut StoreTensor<'_, 'v>,
+) -> Result<Vec<u8>, (String, FormatError)> {
+    let mut object = Map::new();
+    for (fqn, value) in values {
+        let json = to_json(value, fqn, 0, tensor).map_err(|error| (fqn.clone(), error))?;
+        object.insert(fqn.clone(), json);
+    }
+    let file = json!({ "format": FORMAT, "version": VERSION, "values": object });
+    let mut bytes =
+        serde_json::to_vec_pretty(&file).map_err(|error| (String::new(), malformed(error)))?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+/// Returns a value as JSON, in the form that the module describes.
+fn to_json<'v>(
+    value: &'v PlainValue,
+    path: &str,
+    depth: usize,
+    tensor: &mut StoreTensor<'_, 'v>,
+) -> Result<Value, FormatError> {
+    // The JSON reader accepts 128 levels of nesting, and a dict with a tag takes three of them.
+    const DEEPEST: usize = 40;
+    if depth >= DEEPEST {
+        return Err(FormatError::Limit {
+            what: "nesting of a value in JSON",
+            value: depth as u64,
+            limit: DEEPEST as u64,
+        });
+    }
+    let mut all = |items: &'v [PlainValue]| -> Result<Value, FormatError> {
+        let items = items.iter().enumerate();
+        let items =
+            items.map(|(index, item)| to_json(item, &format!("{path}.{index}"), depth + 1, tensor));
+        Ok(Value::Array(items.collect::<Result<_, _>>()?))
+    };
+    Ok(match value {
+        PlainValue::None => Value::Null,
+        PlainValue::Bool(value) => json!(value),
+        PlainValue::Int(value) => json!(value),
+        PlainValue::BigInt(bytes) => json!({ "$int": base16ct::lower::encode_string(bytes) }),
+        PlainValue::Float(value) => {
+            // A decimal number, if reading it returns the same bits.
+            let plain = json!(value);
+            let back = serde_json::from_str::<f64>(&plain.to_string());
+            if back.is_ok_and(|back| back.to_bits() == value.to_bits()) {
+                plain
+            } else {
+                json!({ "$float": format!("{:016x}", value.to_bits()) })
+            }
+        }
+        PlainValue::Str(text) => json!(text),
+        PlainValue::Bytes(bytes) => json!({ "$bytes": base16ct::lower::encode_string(bytes) }),
+        PlainValue::List(items) => all(items)?,
+        PlainValue::Tuple(items) => json!({ "$tuple": all(items)? }),
+        PlainValue::Set(items) => json!({ "$set": all(items)? }),
+        PlainValue::Dict(entries) => {
+            // A JSON object has different texts as keys.
+            let texts: HashSet<&str> = entries.iter().filter_map(|(key, _)| key.as_str()).collect();
+            let plain =
+                texts.len() == entries.len() && !texts.iter().any(|text| text.starts_with('$'));
+            let mut object = Map::new();
+            let mut pairs = Vec::new();
+            for (key, value) in entries {
+                let json_key = to_json(key, path, depth + 1, tensor)?;
+                let name = json_key
+                    .as_str()
+                    .map_or_else(|| json_key.to_string(), str::to_owned);
+                let value = to_json(value, &format!("{path}.{name}"), depth + 1, tensor)?;
+                match (plain, key.as_str()) {
+                    (true, Some(key)) => {
+                        object.insert(key.to_owned(), value);
+                    }
+                    _ => pairs.push(json!([json_key, value])),
+                }
+            }
+            if plain {
+                Value::Object(object)
+            } else {
+                json!({ "$dict": pairs })
+            }
+        }
+        PlainValue::Tensor(inside) => {
+            json!({ "$tensor": tensor(path.to_owned(), inside) })
+        }
+        PlainValue::Typed(of, description) => {
+            let mut object = Map::new();
+            object.insert(
+                format!("${}", of.name()),
+                to_json(description, path, depth + 1, tensor)?,
+            );
+            Value::Object(object)
+        }
+        other => {
+            return Err(FormatError::Unsupported {
+                what: format!("a value of type `{}` in JSON", other.type_name()),
+            });
+        }
+    })
+}

@@ -1,0 +1,403 @@
+//! Reads a values file directly into plain values. Every element is charged to the memory budget
+//! before it is built.
+
+use std::fmt;
+
+use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue, PythonType};
+use indexmap::IndexMap;
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+use super::values::{FORMAT, VERSION, malformed};
+use crate::budget::Budget;
+use crate::error::FormatError;
+
+/// The content of a values file.
+#[derive(Debug, Default)]
+pub struct ValuesFile {
+    /// The values, by flat key.
+    pub values: IndexMap<String, PlainValue>,
+    /// The paths of all keys, including those of tensors, in the nested state dict. Only files of
+    /// earlier versions have them.
+    pub paths: Option<IndexMap<String, KeyPath>>,
+}
+
+/// Reads a values file. `tensor` reads the tensor with a given key, for values that contain
+/// tensors.
+pub fn decode_values(
+    bytes: &[u8],
+    tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
+) -> Result<ValuesFile, FormatError> {
+    let elements = Budget::new(0, 1);
+    let text = Budget::new(bytes.len() as u64, 1);
+    let mut context = Context {
+        elements,
+        text,
+        tensor,
+        error: None,
+    };
+    let mut json = serde_json::Deserializer::from_slice(bytes);
+    let read = FileSeed(&mut context)
+        .deserialize(&mut json)
+        .and_then(|values| json.end().map(|()| values));
+    // The JSON reader turns an error of these visitors into a text, so the original one is returned
+    // instead.
+    match (read, context.error) {
+        (Ok(values), _) => Ok(values),
+        (Err(_), Some(error)) => Err(error),
+        (Err(error), None) => Err(malformed(error)),
+    }
+}
+
+/// The state that the readers of the parts share.
+struct Context<'c> {
+    elements: Budget,
+    text: Budget,
+    tensor: &'c mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
+    /// The first error that is not JSON's.
+    error: Option<FormatError>,
+}
+
+impl Context<'_> {
+    /// Charges an element with `text` bytes of text to the memory budget.
+    fn charge<E: Error>(&mut self, text: usize) -> Result<(), E> {
+        // A list that grows holds its items twice.
+        let element = 2 * size_of::<PlainValue>() as u64;
+        let charged = self.elements.charge("memory for values", element);
+        let charged = charged.and_then(|()| self.text.charge("memory for text", text as u64));
+        charged.map_err(|over| self.fail(over.into()))
+    }
+
+    /// Keeps an error to be returned by [`decode_values`], and returns the one that stops the JSON
+    /// reader.
+    fn fail<E: Error>(&mut self, error: FormatError) -> E {
+        let for_reader = E::custom(&error);
+        self.error.get_or_insert(error);
+        for_reader
+    }
+
+    fn malformed<E: Error>(&mut self, reason: impl ToString) -> E {
+        self.fail(malformed(reason))
+    }
+}
+
+/// Reads the whole file.
+struct FileSeed<'s, 'c>(&'s mut Context<'c>);
+
+impl<'de> DeserializeSeed<'de> for FileSeed<'_, '_> {
+    type Value = ValuesFile;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<ValuesFile, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for FileSeed<'_, '_> {
+    type Value = ValuesFile;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of values")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ValuesFile, A::Error> {
+        let FileSeed(context) = self;
+        let (mut values, mut paths) = (None, None);
+        let (mut is_format, mut is_version) = (false, false);
+        while let Some(key) = map.next_key::<String>()? {
+            match key.as_str() {
+                "format" => is_format = map.next_value::<String>()? == FORMAT,
+                "version" => is_version = map.next_value::<u64>()? <= VERSION,
+                "values" => values = Some(map.next_value_seed(ValuesSeed(context))?),
+                "paths" => {
+                    let value = map.next_value_seed(ValueSeed(context))?;
+                    paths = Some(paths_of(value).map_err(|error| context.fail(error))?);
+                }
+                _ => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        if !(is_format && is_version) {
+            return Err(context.malformed("it is of another format or a later version"));
+        }
+        let values = values.ok_or_else(|| context.malformed("it has no `values`"))?;
+        Ok(ValuesFile { values, paths })
+    }
+}
+
+/// Reads the paths of earlier files: a dict of lists of texts and positions.
+fn paths_of(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError> {
+    let PlainValue::Dict(paths) = value else {
+        return Err(malformed("the paths are no object"));
+    };
+    let path_of = |(fqn, path)| match (fqn, path) {
+        (PlainValue::Str(fqn), PlainValue::List(parts)) => Ok((fqn, KeyPath(parts_of(parts)?))),
+        _ => Err(malformed("a path is no list")),
+    };
+    paths.into_iter().map(path_of).collect()
+}
+
+/// Reads a path from its parts: texts and positions.
+fn parts_of(parts: Vec<PlainValue>) -> Result<Vec<PathPart>, FormatError> {
+    let part_of = |part| match part {
+        PlainValue::Str(key) => Ok(PathPart::Key(key)),
+        PlainValue::Int(index) if index >= 0 => Ok(PathPart::Index(index as usize)),
+        _ => Err(malformed("a path's part is neither text nor a position")),
+    };
+    parts.into_iter().map(part_of).collect()
+}
+
+/// Reads the values by their flat keys, which may be any text.
+struct ValuesSeed<'s, 'c>(&'s mut Context<'c>);
+
+impl<'de> DeserializeSeed<'de> for ValuesSeed<'_, '_> {
+    type Value = IndexMap<String, PlainValue>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ValuesSeed<'_, '_> {
+    type Value = IndexMap<String, PlainValue>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of values by key")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut values = IndexMap::new();
+        while let Some(key) = map.next_key::<String>()? {
+            self.0.charge(key.len() + size_of::<String>())?;
+            values.insert(key, map.next_value_seed(ValueSeed(self.0))?);
+        }
+        Ok(values)
+    }
+}
+
+/// Reads one value.
+struct ValueSeed<'s, 'c>(&'s mut Context<'c>);
+
+impl<'de> DeserializeSeed<'de> for ValueSeed<'_, '_> {
+    type Value = PlainValue;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<PlainValue, D::Error> {
+        self.0.charge(0)?;
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
+    type Value = PlainValue;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<PlainValue, E> {
+        Ok(PlainValue::None)
+    }
+
+    fn visit_bool<E: Error>(self, value: bool) -> Result<PlainValue, E> {
+        Ok(PlainValue::Bool(value))
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<PlainValue, E> {
+        Ok(PlainValue::Int(value))
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<PlainValue, E> {
+        Ok(i64::try_from(value).map_or(PlainValue::Float(value as f64), PlainValue::Int))
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<PlainValue, E> {
+        Ok(PlainValue::Float(value))
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<PlainValue, E> {
+        self.0.charge(text.len())?;
+        Ok(PlainValue::Str(text.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<PlainValue, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element_seed(ValueSeed(self.0))? {
+            list.push(item);
+        }
+        Ok(PlainValue::List(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PlainValue, A::Error> {
+        let ValueSeed(context) = self;
+        let mut entries: Vec<(PlainValue, PlainValue)> = Vec::new();
+        while let Some(key) = map.next_key::<String>()? {
+            context.charge(key.len())?;
+            let value = map.next_value_seed(ValueSeed(context))?;
+            if entries.is_empty() && key.starts_with('$') {
+                if map.next_key::<IgnoredAny>()?.is_some() {
+                    return Err(context.malformed("an object with a tag holds more than that"));
+                }
+                return tagged(context, &key, value).map_err(|error| context.fail(error));
+            }
+            entries.push((key.into(), value));
+        }
+        Ok(PlainValue::Dict(entries))
+    }
+}
+
+/// Returns the value of an object with a tag, such as a tuple for `{"$tuple": [1, 2]}`. `value` is
+/// what stands behind the tag. The documentation of `values.rs` lists the tags.
+fn tagged(
+    context: &mut Context<'_>,
+    tag: &str,
+    value: PlainValue,
+) -> Result<PlainValue, FormatError> {
+    Ok(match (tag, value) {
+        ("$tuple", PlainValue::List(items)) => PlainValue::Tuple(items),
+        ("$set", PlainValue::List(items)) => PlainValue::Set(items),
+        ("$tuple" | "$set", _) => return Err(malformed("a tagged value is no list")),
+        ("$bytes", PlainValue::Str(text)) => PlainValue::Bytes(unhex(&text)?),
+        ("$int", PlainValue::Str(text)) => PlainValue::BigInt(unhex(&text)?),
+        ("$bytes" | "$int", _) => return Err(malformed("bytes are not in hexadecimal")),
+        ("$float", PlainValue::Str(text)) if is_hexadecimal(&text) => PlainValue::Float(
+            f64::from_bits(u64::from_str_radix(&text, 16).map_err(malformed)?),
+        ),
+        ("$float", _) => return Err(malformed("the bits of a float are not in hexadecimal")),
+        ("$dict", PlainValue::List(pairs)) => {
+            let pair_of = |pair| match pair {
+                PlainValue::List(pair) => <[PlainValue; 2]>::try_from(pair).ok(),
+                _ => None,
+            };
+            let pairs: Option<Vec<[PlainValue; 2]>> = pairs.into_iter().map(pair_of).collect();
+            let pairs = pairs.ok_or_else(|| malformed("a dict is no list of pairs"))?;
+            PlainValue::Dict(pairs.into_iter().map(|[key, value]| (key, value)).collect())
+        }
+        ("$dict", _) => return Err(malformed("a dict is no list of pairs")),
+        ("$tensor", PlainValue::Str(key)) => PlainValue::Tensor((context.tensor)(&key)?),
+        ("$tensor", _) => return Err(malformed("a tensor's key is no text")),
+        (tag, value) => match tag.strip_prefix('$').and_then(PythonType::from_name) {
+            Some(of) if of.fits(&value) => PlainValue::typed(of, value),
+            Some(of) => {
+                return Err(malformed(format!(
+                    "a `{}` from a value of type `{}`",
+                    of.name(),
+                    value.type_name()
+                )));
+            }
+            None => return Err(malformed(format!("unknown tag `{tag}`"))),
+        },
+    })
+}
+
+/// Returns `true` if the text consists of hexadecimal digits. (Rust's parsers also accept a sign.)
+fn is_hexadecimal(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// Reads bytes in hexadecimal.
+fn unhex(text: &str) -> Result<Vec<u8>, FormatError> {
+    base16ct::mixed::decode_vec(text).map_err(|_| malformed("bytes are not in hexadecimal"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::safetensors::values::encode_values;
+    use fsdp_layout::DType;
+
+    fn no_tensor(_: &str) -> Result<PlainTensor, FormatError> {
+        Err(malformed("no tensor"))
+    }
+
+    #[test]
+    fn values_survive() {
+        let tensor = PlainTensor {
+            dtype: DType::U8,
+            shape: vec![1],
+            data: vec![9],
+        };
+        let value = PlainValue::List(vec![
+            PlainValue::None,
+            PlainValue::Bool(true),
+            PlainValue::Int(i64::MIN),
+            PlainValue::BigInt(vec![1, 2, 3, 4, 5, 6, 7, 8, 9]),
+            0.1.into(),
+            1.0.into(),
+            f64::NAN.into(),
+            f64::NEG_INFINITY.into(),
+            (-0.0).into(),
+            5e-324.into(),
+            1.7976931348623157e308.into(),
+            "naïve ☃".into(),
+            PlainValue::Bytes(vec![0, 255]),
+            PlainValue::Tuple(vec![PlainValue::Set(vec![PlainValue::Int(1)])]),
+            PlainValue::Dict(vec![("a".into(), PlainValue::None)]),
+            PlainValue::Dict(vec![
+                ("a".into(), PlainValue::Int(1)),
+                ("a".into(), PlainValue::Int(2)),
+            ]),
+            PlainValue::Dict(vec![("$tuple".into(), PlainValue::None)]),
+            PlainValue::Dict(vec![
+                (PlainValue::Int(1), PlainValue::None),
+                ("x".into(), 2.5.into()),
+            ]),
+            PlainValue::Tuple(vec![PlainValue::Tensor(tensor.clone())]),
+            PlainValue::typed(PythonType::DType, "torch.bfloat16"),
+            PlainValue::typed(
+                PythonType::Size,
+                PlainValue::Tuple(vec![PlainValue::Int(3)]),
+            ),
+        ]);
+        let values = IndexMap::from([("a.0".to_owned(), value.clone())]);
+        let mut keys = Vec::new();
+        let mut store = |key: String, _: &PlainTensor| {
+            keys.push(key.clone());
+            key
+        };
+        let bytes = encode_values(&values, &mut store).unwrap();
+        assert_eq!(keys, ["a.0.18.0"]);
+        let mut load = |key: &str| {
+            assert_eq!(key, "a.0.18.0");
+            Ok(tensor.clone())
+        };
+        let read = decode_values(&bytes, &mut load).unwrap();
+        assert!(
+            read.values["a.0"].same_bits(&value),
+            "{:?}",
+            read.values["a.0"]
+        );
+    }
+
+    #[test]
+    fn broken_files_are_errors() {
+        let values = IndexMap::from([("a".to_owned(), PlainValue::Tuple(vec![1.5.into()]))]);
+        let bytes = encode_values(&values, &mut |key, _| key).unwrap();
+        for end in 0..bytes.len() - 2 {
+            assert!(decode_values(&bytes[..end], &mut no_tensor).is_err());
+        }
+        for text in [
+            r#"{"format":"fsdp-values","version":2,"values":{}}"#,
+            r#"{"values":{}}"#,
+            "[]",
+        ] {
+            assert!(decode_values(text.as_bytes(), &mut no_tensor).is_err());
+        }
+        let tagged = |inner: &str| {
+            format!(r#"{{"format":"fsdp-values","version":1,"values":{{"a":{inner}}}}}"#)
+        };
+        for inner in [
+            r#"{"$x":1}"#,
+            r#"{"$bytes":"0"}"#,
+            r#"{"$bytes":"zz"}"#,
+            r#"{"$bytes":"+f"}"#,
+            r#"{"$float":"+3ff0000000000000"}"#,
+            r#"{"$tuple":1}"#,
+            r#"{"$dict":[[1]]}"#,
+            r#"{"$float":"x"}"#,
+            r#"{"$torch.dtype":1}"#,
+            r#"{"$torch.Size":{"$tuple":["a"]}}"#,
+        ] {
+            assert!(
+                decode_values(tagged(inner).as_bytes(), &mut no_tensor).is_err(),
+                "{inner}"
+            );
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Short texts of values for messages, in Python's notation.
+
+use fsdp_layout::{PlainValue, PythonType};
+
+/// The maximum length of a text in bytes. Longer ones are cut off.
+const LONGEST: usize = 200;
+
+/// Returns the text of a value.
+pub fn shown(value: &PlainValue) -> String {
+    let mut text = String::new();
+    put(value, &mut text);
+    if text.len() > LONGEST {
+        let end = (0..=LONGEST)
+            .rev()
+            .find(|&end| text.is_char_boundary(end))
+            .unwrap_or(0);
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}
+
+/// Appends the text of a value, unless the text is long enough already.
+fn put(value: &PlainValue, text: &mut String) {
+    if text.len() > LONGEST {
+        return;
+    }
+    match value {
+        PlainValue::None => text.push_str("None"),
+        PlainValue::Bool(true) => text.push_str("True"),
+        PlainValue::Bool(false) => text.push_str("False"),
+        PlainValue::Int(number) => text.push_str(&number.to_string()),
+        PlainValue::BigInt(bytes) => text.push_str(&format!("an integer of {} bytes", bytes.len())),
+        PlainValue::Float(number) => text.push_str(&format!("{number:?}")),
+        PlainValue::Str(string) => {
+            // Escape no more of a long string than is shown.
+            let start: String = string.chars().take(LONGEST).collect();
+            text.push_str(&format!("{start:?}"));
+        }
+        PlainValue::Bytes(bytes) => text.push_str(&format!("{} bytes", bytes.len())),
+        PlainValue::List(items) => put_all("[", items, "]", text),
+        PlainValue::Tuple(items) if items.len() == 1 => put_all("(", items, ",)", text),
+        PlainValue::Tuple(items) => put_all("(", items, ")", text),
+        PlainValue::Set(items) => put_all("{", items, "}", text),
+        PlainValue::Dict(items) => {
+            text.push('{');
+            for (index, (key, value)) in items.iter().enumerate().take(LONGEST) {
+                text.push_str(if index > 0 { ", " } else { "" });
+                put(key, text);
+                text.push_str(": ");
+                put(value, text);
+            }
+            text.push('}');
+        }
+        PlainValue::Tensor(tensor) => {
+            text.push_str(&format!("a tensor of {} {:?}", tensor.dtype, tensor.shape))
+        }
+        PlainValue::Typed(PythonType::DType | PythonType::QScheme, name) => {
+            text.push_str(name.as_str().unwrap_or_default());
+        }
+        PlainValue::Typed(of, description) => {
+            text.push_str(&format!("{}(", of.name()));
+            put(description, text);
+            text.push(')');
+        }
+        other => text.push_str(&format!("a {}", other.type_name())),
+    }
+}
+
+/// Appends the items of a container between `open` and `close`. Of a long one only the first are
+/// shown.
+fn put_all(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
+    text.push_str(open);
+    for (index, item) in items.iter().enumerate().take(LONGEST) {
+        text.push_str(if index > 0 { ", " } else { "" });
+        put(item, text);
+    }
+    text.push_str(close);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_looks_as_in_python() {
+        let value = PlainValue::Dict(vec![
+            ("a".into(), PlainValue::Tuple(vec![1i64.into(), 0.5.into()])),
+            (
+                1i64.into(),
+                PlainValue::List(vec![PlainValue::Bool(true), PlainValue::None]),
+            ),
+            (
+                "b".into(),
+                PlainValue::Tuple(vec![PlainValue::Bytes(vec![0; 3])]),
+            ),
+            (
+                "c".into(),
+                PlainValue::typed(PythonType::DType, "torch.float16"),
+            ),
+            (
+                "d".into(),
+                PlainValue::typed(
+                    PythonType::Size,
+                    PlainValue::Tuple(vec![2i64.into(), 3i64.into()]),
+                ),
+            ),
+            ("e".into(), PlainValue::typed(PythonType::Device, "cuda:0")),
+        ]);
+        let text = r#"{"a": (1, 0.5), 1: [True, None], "b": (3 bytes,), "c": torch.float16, "d": torch.Size((2, 3)), "e": torch.device("cuda:0")}"#;
+        assert_eq!(shown(&value), text);
+    }
+
+    #[test]
+    fn a_long_value_is_cut_short() {
+        let deep = (0..10_000).fold(PlainValue::None, |inner, _| PlainValue::List(vec![inner]));
+        let long = PlainValue::List(vec![PlainValue::Str("ä".repeat(5_000)); 5_000]);
+        for value in [&deep, &long] {
+            let text = shown(value);
+            assert!(
+                text.len() <= LONGEST + '…'.len_utf8() && text.ends_with('…'),
+                "{text}"
+            );
+        }
+        // Dropping a deep value would call itself as often.
+        std::mem::forget(deep);
+    }
+}

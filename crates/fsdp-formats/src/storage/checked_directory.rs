@@ -1,0 +1,381 @@
+//! The files of a checkpoint: opened safely, counted, and checked where an integrity file covers
+//! them.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fsdp_digest::StateDigest;
+use twox_hash::XxHash3_64;
+
+use super::backend::{Links, ReadDirectory};
+use super::checked_file::CheckedFile;
+use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
+use super::lineage::Lineage;
+use super::location::Location;
+use super::read_at::read_whole;
+use crate::error::{FileError, FormatError};
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
+use crate::storage::names::METADATA_FILE;
+
+/// The number of files that are kept open; a load that needs more opens them again.
+const OPEN_FILES: usize = 200;
+
+/// The content of an integrity file.
+#[derive(Debug)]
+struct Known {
+    /// The hashes of files, by their paths.
+    hashes: HashMap<String, Arc<FileIntegrity>>,
+    digests: Option<StateDigest>,
+    lineage: Option<Lineage>,
+}
+
+/// The directory, or the prefix in an object store, of a checkpoint.
+#[derive(Debug)]
+pub struct CheckedDirectory {
+    directory: Box<dyn ReadDirectory>,
+    integrity: Option<Known>,
+    files: Mutex<HashMap<String, Arc<CheckedFile>>>,
+    bytes_read: Arc<AtomicU64>,
+}
+
+impl CheckedDirectory {
+    /// Opens a directory. With `verify`, its integrity file is read, if there is one.
+    #[doc(hidden)]
+    pub fn open(location: &Location, verify: bool, links: Links) -> Result<Self, FileError> {
+        let mut directory = Self::open_unchecked(location, links)?;
+        if verify {
+            directory.integrity = directory.read_directory_integrity()?;
+        }
+        Ok(directory)
+    }
+
+    /// Opens the directory of a checkpoint that is the single file `name`. With `verify`, the
+    /// integrity file of that file is read, if there is one; [`integrity_beside`] returns its name.
+    /// Symbolic links are followed.
+    pub(crate) fn open_beside(
+        location: &Location,
+        name: &str,
+        verify: bool,
+    ) -> Result<Self, FileError> {
+        let mut directory = Self::open_unchecked(location, Links::Follow)?;
+        let integrity = integrity_beside(name);
+        if verify && directory.has(&integrity)? {
+            directory.integrity = Some(known(directory.read_integrity(&integrity)?));
+        }
+        Ok(directory)
+    }
+
+    /// Opens a directory to read one of its files, which another program may have put there. The
+    /// file is checked if the directory's integrity file lists it.
+    pub(crate) fn open_for(
+        location: &Location,
+        name: &str,
+        verify: bool,
+    ) -> Result<Self, FileError> {
+        let mut directory = Self::open(location, verify, Links::Refuse)?;
+        let known = directory.integrity.take().map(|mut known| {
+            known.hashes.retain(|file, _| file == name);
+            Known {
+                digests: None,
+                lineage: None,
+                ..known
+            }
+        });
+        directory.integrity = known.filter(|known| !known.hashes.is_empty());
+        Ok(directory)
+    }
+
+    fn open_unchecked(location: &Location, links: Links) -> Result<Self, FileError> {
+        let directory = location.storage().open(links)?;
+        Ok(CheckedDirectory {
+            directory,
+            integrity: None,
+            files: Mutex::default(),
+            bytes_read: Arc::default(),
+        })
+    }
+
+    /// Reads the integrity file of a directory.
+    ///
+    /// In an object store several saves to one target may have left theirs, each under a name of
+    /// its own. The right one has the hash of the `.metadata` that was committed.
+    fn read_directory_integrity(&self) -> Result<Option<Known>, FileError> {
+        if self.has(INTEGRITY_FILE)? {
+            return Ok(Some(known(self.read_integrity(INTEGRITY_FILE)?)));
+        }
+        let mut names = self.names()?;
+        names.retain(|name| {
+            name.strip_prefix(INTEGRITY_FILE)
+                .is_some_and(|rest| rest.starts_with('-'))
+        });
+        let mut found = None;
+        for name in &names {
+            let integrity = self.read_integrity(name)?;
+            let is_right = names.len() == 1 || self.covers_metadata(&integrity)?;
+            // If none is right, the last one is used, so that reading the `.metadata` fails with
+            // the right error.
+            found = Some(integrity);
+            if is_right {
+                break;
+            }
+        }
+        Ok(found.map(known))
+    }
+
+    fn read_integrity(&self, name: &str) -> Result<Integrity, FileError> {
+        let bytes = self.read_small(name, MAX_INTEGRITY_BYTES)?;
+        Integrity::decode(&bytes).map_err(|source| self.file_error(name, source))
+    }
+
+    /// Returns `true` if an integrity file has the hash of the `.metadata` that is here, or none of
+    /// a `.metadata`.
+    fn covers_metadata(&self, integrity: &Integrity) -> Result<bool, FileError> {
+        let Some(metadata) = integrity.files.get(METADATA_FILE) else {
+            return Ok(true);
+        };
+        let bytes = self.read_small(METADATA_FILE, MAX_PICKLE_BYTES)?;
+        Ok(check(metadata, METADATA_FILE, &bytes).is_ok())
+    }
+
+    /// Returns the number of threads that should read in place of each one that would read from a
+    /// disk.
+    pub(crate) fn threads_per_reader(&self) -> usize {
+        self.directory.threads_per_reader()
+    }
+
+    /// Returns `true` if its files are objects of an object store, so that each read of them comes
+    /// over the network.
+    #[must_use]
+    pub fn is_object_store(&self) -> bool {
+        self.directory.is_object_store()
+    }
+
+    /// Returns its path, or its URL.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.directory.name()
+    }
+
+    /// Returns `true` if an integrity file is there and in use.
+    #[must_use]
+    pub fn has_integrity(&self) -> bool {
+        self.integrity.is_some()
+    }
+
+    /// Returns the digests of tensors and values that the integrity file has.
+    pub(crate) fn digests(&self) -> Option<&StateDigest> {
+        self.integrity.as_ref()?.digests.as_ref()
+    }
+
+    /// Returns the hashes that the integrity file has of a file.
+    pub(crate) fn hashes(&self, relative: &str) -> Option<&FileIntegrity> {
+        Some(self.integrity.as_ref()?.hashes.get(relative)?)
+    }
+
+    /// Returns the lineage that the integrity file has.
+    pub(crate) fn lineage(&self) -> Option<&Lineage> {
+        self.integrity.as_ref()?.lineage.as_ref()
+    }
+
+    /// Returns the files that the integrity file covers, sorted.
+    #[doc(hidden)]
+    pub fn covered(&self) -> Vec<String> {
+        let mut names: Vec<String> = self
+            .integrity
+            .iter()
+            .flat_map(|known| known.hashes.keys().cloned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Checks that all files that the integrity file lists exist. Some formats have no list of
+    /// their files, so a missing one would go unnoticed without this.
+    pub(crate) fn check_covered(&self) -> Result<(), FileError> {
+        let mut missing = Vec::new();
+        for name in self.covered() {
+            if !self.has(&name)? {
+                missing.push(name);
+            }
+        }
+        self.check_missing(missing)
+    }
+
+    /// Makes an error of files that are missing, if there are any.
+    pub(crate) fn check_missing(&self, files: Vec<String>) -> Result<(), FileError> {
+        if files.is_empty() {
+            return Ok(());
+        }
+        Err(FileError::MissingFiles {
+            path: self.path().to_owned(),
+            files,
+        })
+    }
+
+    /// Returns the bytes that were read from its files so far.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` if there is a regular file of this name.
+    pub fn has(&self, relative: &str) -> Result<bool, FileError> {
+        match self.directory.file(relative) {
+            Ok(_) => Ok(true),
+            Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the names of the entries directly in it, sorted; those that are not UTF-8 are left
+    /// out.
+    #[doc(hidden)]
+    pub fn names(&self) -> Result<Vec<String>, FileError> {
+        self.directory.names()
+    }
+
+    /// Returns the names that [`CheckedDirectory::names`] leaves out, sorted, as messages show
+    /// them.
+    pub(crate) fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
+        self.directory.names_not_utf8()
+    }
+
+    /// Opens a file below the directory. Where there is an integrity file, it must cover this one.
+    pub fn file(&self, relative: &str) -> Result<Arc<CheckedFile>, FileError> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = files.get(relative) {
+            return Ok(file.clone());
+        }
+        let opened = self.directory.file(relative)?;
+        let integrity = self.integrity_of(relative)?.cloned();
+        let at_once = self.directory.bytes_per_read();
+        let file = Arc::new(CheckedFile::new(
+            opened,
+            at_once,
+            relative,
+            integrity,
+            self.bytes_read.clone(),
+        ));
+        if files.len() >= OPEN_FILES {
+            files.clear();
+        }
+        files.insert(relative.to_owned(), file.clone());
+        Ok(file)
+    }
+
+    /// Opens a file that another program may have put beside the checkpoint's own. It is checked if
+    /// the integrity file lists it.
+    #[doc(hidden)]
+    pub fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
+        let opened = self.directory.file(relative)?;
+        let integrity = self
+            .integrity
+            .as_ref()
+            .and_then(|known| known.hashes.get(relative))
+            .cloned();
+        let at_once = self.directory.bytes_per_read();
+        Ok(CheckedFile::new(
+            opened,
+            at_once,
+            relative,
+            integrity,
+            self.bytes_read.clone(),
+        ))
+    }
+
+    /// Reads a whole file of at most `limit` bytes, and checks it against the integrity file, if
+    /// there is one.
+    #[doc(hidden)]
+    pub fn read_small(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
+        let path = self.path().join(relative);
+        let file = self.directory.file(relative)?;
+        let length = file.len();
+        if length > limit {
+            let source = FormatError::Limit {
+                what: "file length",
+                value: length,
+                limit,
+            };
+            return Err(FileError::File { path, source });
+        }
+        let bytes =
+            read_whole(&*file, 0, length).map_err(|source| FileError::File { path, source })?;
+        if let Some(integrity) = self.integrity_of(relative)? {
+            check(integrity, relative, &bytes)
+                .map_err(|source| self.file_error(relative, source))?;
+        }
+        Ok(bytes)
+    }
+
+    /// Returns the error of a file from the reason.
+    #[doc(hidden)]
+    pub fn file_error(&self, relative: &str, source: FormatError) -> FileError {
+        FileError::File {
+            path: self.path().join(relative),
+            source,
+        }
+    }
+
+    /// Returns the hashes of a file. Where there is an integrity file, a file that it does not list
+    /// is an error.
+    fn integrity_of(&self, relative: &str) -> Result<Option<&Arc<FileIntegrity>>, FileError> {
+        let Some(known) = &self.integrity else {
+            return Ok(None);
+        };
+        if let Some(integrity) = known.hashes.get(relative) {
+            return Ok(Some(integrity));
+        }
+        let reason = "the integrity file does not list it".to_owned();
+        Err(self.file_error(
+            relative,
+            FormatError::Malformed {
+                what: "checkpoint",
+                reason,
+            },
+        ))
+    }
+}
+
+/// Converts the content of an integrity file into the form in which readers of its files can share
+/// the hashes.
+fn known(integrity: Integrity) -> Known {
+    let hashes = integrity
+        .files
+        .into_iter()
+        .map(|(path, file)| (path, Arc::new(file)))
+        .collect();
+    Known {
+        hashes,
+        digests: integrity.digests,
+        lineage: integrity.lineage,
+    }
+}
+
+/// Checks a file that is in memory.
+fn check(integrity: &FileIntegrity, name: &str, bytes: &[u8]) -> Result<(), FormatError> {
+    let (length, expected) = (bytes.len() as u64, integrity.length());
+    if expected != length {
+        let (offset, end) = (length.min(expected), length.max(expected));
+        return Err(FormatError::Corrupt {
+            file: name.to_owned(),
+            offset,
+            end,
+        });
+    }
+    for block in integrity.blocks() {
+        let Range { start: offset, end } = block.range;
+        if XxHash3_64::oneshot(&bytes[offset as usize..end as usize]) != block.hash {
+            return Err(FormatError::Corrupt {
+                file: name.to_owned(),
+                offset,
+                end,
+            });
+        }
+    }
+    Ok(())
+}

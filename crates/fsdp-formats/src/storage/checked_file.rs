@@ -1,0 +1,257 @@
+//! A checkpoint's file: read by position, counted, and checked wherever hashes are known.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use twox_hash::XxHash3_64;
+
+use super::integrity::{FileIntegrity, HashedBlock};
+use super::read_at::{ReadAt, beyond_the_end};
+use crate::error::FormatError;
+
+/// A file whose bytes are checked against its hashes, if it has any.
+pub struct CheckedFile {
+    file: Arc<dyn ReadAt>,
+    /// The number of bytes that are read at once before they are hashed.
+    bytes_per_read: u64,
+    /// Its path, relative to the checkpoint.
+    name: String,
+    integrity: Option<Arc<FileIntegrity>>,
+    /// The count of all bytes read from the checkpoint.
+    bytes_read: Arc<AtomicU64>,
+}
+
+impl std::fmt::Debug for CheckedFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CheckedFile")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl CheckedFile {
+    /// Wraps an open file. Every byte read from it raises `bytes_read`.
+    pub(super) fn new(
+        file: Box<dyn ReadAt>,
+        bytes_per_read: u64,
+        name: &str,
+        integrity: Option<Arc<FileIntegrity>>,
+        bytes_read: Arc<AtomicU64>,
+    ) -> Self {
+        CheckedFile {
+            file: file.into(),
+            bytes_per_read,
+            name: name.to_owned(),
+            integrity,
+            bytes_read,
+        }
+    }
+
+    /// Reads without checking.
+    fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        self.file.read_exact_at(offset, dst)?;
+        self.bytes_read
+            .fetch_add(dst.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn corrupt(&self, range: Range<u64>) -> FormatError {
+        FormatError::Corrupt {
+            file: self.name.clone(),
+            offset: range.start,
+            end: range.end,
+        }
+    }
+
+    /// Checks the bytes of a whole block.
+    fn check(&self, block: HashedBlock, bytes: &[u8]) -> Result<(), FormatError> {
+        if XxHash3_64::oneshot(bytes) != block.hash {
+            return Err(self.corrupt(block.range));
+        }
+        Ok(())
+    }
+
+    /// Returns the same file without its hashes, for bytes that are checked in another way.
+    pub(crate) fn unchecked(&self) -> Self {
+        let (file, name, bytes_read) = (
+            self.file.clone(),
+            self.name.clone(),
+            self.bytes_read.clone(),
+        );
+        CheckedFile {
+            file,
+            bytes_per_read: self.bytes_per_read,
+            name,
+            integrity: None,
+            bytes_read,
+        }
+    }
+
+    /// Cuts the file into parts of whole blocks, which [`verify`](Self::verify) can check on
+    /// different threads. There are none for a file without hashes. A file whose length is not that
+    /// in the integrity file is an error.
+    #[doc(hidden)]
+    pub fn parts(&self) -> Result<Vec<Range<u64>>, FormatError> {
+        const PART: u64 = 64 << 20;
+        let Some(integrity) = &self.integrity else {
+            return Ok(Vec::new());
+        };
+        let (length, expected) = (self.len(), integrity.length());
+        if expected != length {
+            return Err(self.corrupt(length.min(expected)..length.max(expected)));
+        }
+        let mut parts = Vec::new();
+        let mut start = 0;
+        for block in integrity.blocks() {
+            if block.range.end - start >= PART || block.range.end == length {
+                parts.push(start..block.range.end);
+                start = block.range.end;
+            }
+        }
+        Ok(parts)
+    }
+
+    /// Reads the whole file, and checks it against its hashes. The first block that differs is the
+    /// error.
+    pub(crate) fn verify_whole(&self) -> Result<(), FormatError> {
+        self.parts()?
+            .into_iter()
+            .try_for_each(|part| self.verify(part, None))
+    }
+
+    /// Reads and checks one of its [`parts`](Self::parts), a block at a time. Fails at the first
+    /// block that does not have its hash. `progress` is called with the number of bytes of each
+    /// block that has been checked.
+    #[doc(hidden)]
+    pub fn verify(
+        &self,
+        part: Range<u64>,
+        progress: Option<&(dyn Fn(u64) + Sync)>,
+    ) -> Result<(), FormatError> {
+        let Some(integrity) = &self.integrity else {
+            return Ok(());
+        };
+        let mut buffer = Vec::new();
+        let mut at = part.start;
+        while let Some(block) = integrity
+            .block_at(at)
+            .filter(|block| block.range.start < part.end)
+        {
+            at = block.range.end;
+            buffer.resize((block.range.end - block.range.start) as usize, 0);
+            self.read(block.range.start, &mut buffer)?;
+            self.check(block, &buffer)?;
+            if let Some(progress) = progress {
+                progress(buffer.len() as u64);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the whole blocks between `offset` and `end`, the first of which must begin at
+    /// `offset`. They are at most as many as are read at once, but at least one if there is any.
+    fn whole_blocks(&self, integrity: &FileIntegrity, offset: u64, end: u64) -> Vec<HashedBlock> {
+        let mut blocks: Vec<HashedBlock> = Vec::new();
+        let mut at = offset;
+        while let Some(block) = integrity.block_at(at) {
+            let is_too_much = !blocks.is_empty() && block.range.end - offset > self.bytes_per_read;
+            if block.range.start != at || block.range.end > end || is_too_much {
+                break;
+            }
+            at = block.range.end;
+            blocks.push(block);
+        }
+        blocks
+    }
+}
+
+impl ReadAt for CheckedFile {
+    fn len(&self) -> u64 {
+        self.file.len()
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        if self.integrity.is_some() {
+            return self.read_in_pieces(offset, dst, &mut |_, _| ());
+        }
+        let end = offset
+            .checked_add(dst.len() as u64)
+            .filter(|&end| end <= self.len());
+        end.ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        self.read(offset, dst)
+    }
+
+    fn read_in_pieces(
+        &self,
+        mut offset: u64,
+        mut dst: &mut [u8],
+        seen: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<(), FormatError> {
+        let end = offset
+            .checked_add(dst.len() as u64)
+            .ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        if end > self.len() {
+            return Err(beyond_the_end(offset, dst.len()));
+        }
+        let mut done = 0;
+        let Some(integrity) = &self.integrity else {
+            for piece in dst.chunks_mut(self.bytes_per_read as usize) {
+                self.read(offset + done as u64, piece)?;
+                seen(done, piece);
+                done += piece.len();
+            }
+            return Ok(());
+        };
+        while offset < end {
+            // Blocks that are wanted whole are read together, straight into their place, and then
+            // hashed one by one.
+            let whole = self.whole_blocks(integrity, offset, end);
+            if let Some(last) = whole.last() {
+                let (now, rest) = dst.split_at_mut((last.range.end - offset) as usize);
+                let start = offset;
+                offset = last.range.end;
+                self.read(start, now)?;
+                for block in whole {
+                    let bytes =
+                        (block.range.start - start) as usize..(block.range.end - start) as usize;
+                    self.check(block, &now[bytes.clone()])?;
+                    seen(done + bytes.start, &now[bytes]);
+                }
+                done += now.len();
+                dst = rest;
+                continue;
+            }
+            // A block that is wanted in part must be read whole, so that its hash can be checked. A
+            // byte that no hash covers was added later.
+            let block = integrity
+                .block_at(offset)
+                .ok_or_else(|| self.corrupt(offset..self.len()))?;
+            if block.range.end > self.len() {
+                return Err(self.corrupt(block.range));
+            }
+            let from = (offset - block.range.start) as usize;
+            let mut scratch = vec![0; (block.range.end - block.range.start) as usize];
+            self.read(block.range.start, &mut scratch)?;
+            self.check(block, &scratch)?;
+            let take = dst.len().min(scratch.len() - from);
+            let (now, rest) = dst.split_at_mut(take);
+            now.copy_from_slice(&scratch[from..from + take]);
+            seen(done, now);
+            done += take;
+            (offset, dst) = (offset + take as u64, rest);
+        }
+        Ok(())
+    }
+
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        self.file.has_hole(range)
+    }
+
+    fn block_at(&self, offset: u64) -> Option<Range<u64>> {
+        self.integrity
+            .as_ref()?
+            .block_at(offset)
+            .map(|block| block.range)
+    }
+}

@@ -1,0 +1,294 @@
+//! Bytes that can be read by position: files, checked or not, memory, and windows into them.
+
+use std::ops::Range;
+
+use crate::error::FormatError;
+
+/// A source of bytes that several threads read by position.
+pub trait ReadAt: Send + Sync {
+    /// Returns the number of bytes.
+    fn len(&self) -> u64;
+
+    /// Returns `true` if there are no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
+
+    /// Does the same as [`ReadAt::read_exact_at`], and shows `seen` each piece, in order, while it
+    /// is in the processor's cache: where it begins in `dst`, and its bytes.
+    fn read_in_pieces(
+        &self,
+        offset: u64,
+        dst: &mut [u8],
+        seen: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<(), FormatError> {
+        self.read_exact_at(offset, dst)?;
+        seen(0, dst);
+        Ok(())
+    }
+
+    /// Returns `true` if it is known that nothing was ever written to some of a range: the file is
+    /// larger than what it takes on the disk.
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        let _ = range;
+        false
+    }
+
+    /// Returns the range around `offset` that one hash covers, if there is one: reading any of it
+    /// costs reading it all.
+    fn block_at(&self, offset: u64) -> Option<Range<u64>> {
+        let _ = offset;
+        None
+    }
+}
+
+/// The length from which bytes that are read whole are looked at for holes.
+const LARGE: u64 = 1 << 20;
+
+/// Reads a whole range into memory. It is for metadata, headers, directories and values, not for
+/// elements of tensors.
+///
+/// A large range with a hole is refused. A sparse file takes no space on a disk, but reading it
+/// could fill the memory, and no program writes such metadata.
+pub fn read_whole<S: ReadAt + ?Sized>(
+    source: &S,
+    offset: u64,
+    length: u64,
+) -> Result<Vec<u8>, FormatError> {
+    let end = offset
+        .checked_add(length)
+        .filter(|&end| end <= source.len());
+    let end =
+        end.ok_or_else(|| beyond_the_end(offset, usize::try_from(length).unwrap_or(usize::MAX)))?;
+    if length >= LARGE && source.has_hole(offset..end) {
+        let reason = format!(
+            "{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them"
+        );
+        return Err(FormatError::Malformed {
+            what: "file",
+            reason,
+        });
+    }
+    let mut bytes = vec![0; length as usize];
+    source.read_exact_at(offset, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Returns the error of a read that goes beyond the end.
+pub(crate) fn beyond_the_end(offset: u64, length: usize) -> FormatError {
+    let source = std::io::Error::new(
+        std::io::ErrorKind::UnexpectedEof,
+        "the file ends before that",
+    );
+    FormatError::Read {
+        offset,
+        length: length as u64,
+        source,
+    }
+}
+
+impl ReadAt for [u8] {
+    fn len(&self) -> u64 {
+        <[u8]>::len(self) as u64
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        let range = usize::try_from(offset)
+            .ok()
+            .and_then(|start| Some(start..start.checked_add(dst.len())?));
+        let bytes = range
+            .and_then(|range| self.get(range))
+            .ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        dst.copy_from_slice(bytes);
+        Ok(())
+    }
+}
+
+/// Bytes that are borrowed.
+#[derive(Debug)]
+pub(crate) struct Borrowed<'b>(pub(crate) &'b [u8]);
+
+impl ReadAt for Borrowed<'_> {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        self.0.read_exact_at(offset, dst)
+    }
+}
+
+impl ReadAt for Vec<u8> {
+    fn len(&self) -> u64 {
+        Vec::len(self) as u64
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        self.as_slice().read_exact_at(offset, dst)
+    }
+}
+
+/// A range of another source, with positions of its own.
+#[derive(Clone, Copy)]
+pub struct Window<'a> {
+    source: &'a dyn ReadAt,
+    start: u64,
+    len: u64,
+}
+
+impl<'a> Window<'a> {
+    /// Makes a window of bytes `start .. start + len` of `source`, which must hold them.
+    pub fn new(source: &'a dyn ReadAt, start: u64, len: u64) -> Result<Self, FormatError> {
+        match start.checked_add(len) {
+            Some(end) if end <= source.len() => Ok(Window { source, start, len }),
+            _ => Err(beyond_the_end(
+                start,
+                usize::try_from(len).unwrap_or(usize::MAX),
+            )),
+        }
+    }
+}
+
+impl std::fmt::Debug for Window<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Window")
+            .field("start", &self.start)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ReadAt for Window<'_> {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        match offset.checked_add(dst.len() as u64) {
+            Some(end) if end <= self.len => self.source.read_exact_at(self.start + offset, dst),
+            _ => Err(beyond_the_end(offset, dst.len())),
+        }
+    }
+
+    fn has_hole(&self, range: Range<u64>) -> bool {
+        self.source
+            .has_hole(self.start.saturating_add(range.start)..self.start.saturating_add(range.end))
+    }
+
+    fn block_at(&self, offset: u64) -> Option<Range<u64>> {
+        // Cut to the window. The source reads the rest of the block all the same, to check it.
+        let block = self.source.block_at(self.start + offset)?;
+        Some(block.start.saturating_sub(self.start)..(block.end - self.start).min(self.len))
+    }
+}
+
+/// A reader of many small pieces in ascending order, which reads each underlying byte once: it
+/// keeps the last block.
+#[derive(Debug)]
+pub struct BlockReader<'a, S: ?Sized> {
+    source: &'a S,
+    block: Vec<u8>,
+    block_start: u64,
+}
+
+/// The size from which pieces are read straight into their destination, where no hash asks for
+/// more.
+const DIRECT: usize = 32 << 10;
+/// The number of bytes that are read at once around small pieces.
+const READ_AHEAD: u64 = 256 << 10;
+
+impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
+    /// Makes a reader that has read nothing yet.
+    pub fn new(source: &'a S) -> Self {
+        BlockReader {
+            source,
+            block: Vec::new(),
+            block_start: 0,
+        }
+    }
+
+    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead. `seen`
+    /// is shown each piece, as [`ReadAt::read_in_pieces`] does.
+    pub(crate) fn read(
+        &mut self,
+        mut offset: u64,
+        mut dst: &mut [u8],
+        limit: u64,
+        seen: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result<(), FormatError> {
+        let mut done = 0;
+        while !dst.is_empty() {
+            let cached = self.block_start..self.block_start + self.block.len() as u64;
+            if cached.contains(&offset) {
+                let from = (offset - cached.start) as usize;
+                let take = dst.len().min(self.block.len() - from);
+                dst[..take].copy_from_slice(&self.block[from..from + take]);
+                seen(done, &dst[..take]);
+                done += take;
+                offset += take as u64;
+                dst = &mut dst[take..];
+                continue;
+            }
+            let end = offset + dst.len() as u64;
+            let direct = match self.source.block_at(offset) {
+                // The piece begins with a whole block: read that block, and the whole blocks after
+                // it, straight to their destination.
+                Some(block) if block.start == offset && block.end <= end => {
+                    self.whole_blocks(block.end, end)
+                }
+                // The piece begins with a part of a block: read the whole block, because only that
+                // can be checked, and keep it for the next piece.
+                Some(block) => {
+                    self.load(block)?;
+                    continue;
+                }
+                None if dst.len() >= DIRECT => end,
+                None => {
+                    let ahead = (offset + READ_AHEAD)
+                        .min(limit)
+                        .min(self.source.len())
+                        .max(end);
+                    self.load(offset..ahead)?;
+                    continue;
+                }
+            };
+            let take = (direct - offset) as usize;
+            self.source
+                .read_in_pieces(offset, &mut dst[..take], &mut |at, piece| {
+                    seen(done + at, piece)
+                })?;
+            done += take;
+            offset = direct;
+            dst = &mut dst[take..];
+        }
+        Ok(())
+    }
+
+    /// Returns where the blocks end that lie one after the other from `start`, all of them before
+    /// `end`.
+    fn whole_blocks(&self, start: u64, end: u64) -> u64 {
+        let mut at = start;
+        while let Some(next) = self.source.block_at(at).filter(|next| next.end <= end) {
+            if next.start != at || next.is_empty() {
+                break;
+            }
+            at = next.end;
+        }
+        at
+    }
+
+    /// Reads a range into the buffer that is kept.
+    fn load(&mut self, block: Range<u64>) -> Result<(), FormatError> {
+        self.block.clear();
+        self.block.resize((block.end - block.start) as usize, 0);
+        self.block_start = block.start;
+        let read = self.source.read_exact_at(block.start, &mut self.block);
+        if read.is_err() {
+            self.block.clear();
+        }
+        read
+    }
+}

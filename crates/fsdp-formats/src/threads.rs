@@ -1,0 +1,71 @@
+//! Runs the same function over many items on several threads.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread::Builder;
+
+use tracing::Span;
+
+use crate::error::FileError;
+
+/// Returns how many threads to use by default: one for each core, up to four. More do not make a
+/// disk faster.
+pub fn default_threads() -> usize {
+    // Counting the cores reads several files of the system, so they are counted once.
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS
+        .get_or_init(|| std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4)))
+}
+
+/// Runs `work` on each item by several threads, and returns the outcomes in the order of the items.
+pub fn on_each<T: Sync, R: Send>(
+    items: &[T],
+    threads: usize,
+    work: impl Fn(&T) -> R + Sync,
+) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let outcomes: Vec<Mutex<Option<R>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    let take = || {
+        while let Some((item, outcome)) = {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            items.get(index).zip(outcomes.get(index))
+        } {
+            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(work(item));
+        }
+        Ok(())
+    };
+    // The work itself cannot fail here: its outcomes are results.
+    let _ = on_threads(threads.clamp(1, items.len().max(1)), take);
+    outcomes
+        .into_iter()
+        .filter_map(|outcome| outcome.into_inner().unwrap_or_else(PoisonError::into_inner))
+        .collect()
+}
+
+/// Runs `work` on `threads` threads, of which this one is the first; all of them count as the
+/// current span.
+///
+/// The outcome is the first error in the order of the threads.
+pub(crate) fn on_threads(
+    threads: usize,
+    work: impl Fn() -> Result<(), FileError> + Sync,
+) -> Result<(), FileError> {
+    let span = Span::current();
+    std::thread::scope(|scope| {
+        // Where the system grants no more threads, those that there are do the work.
+        let others = (1..threads).map_while(|_| {
+            Builder::new()
+                .spawn_scoped(scope, || span.in_scope(&work))
+                .ok()
+        });
+        let others: Vec<_> = others.collect();
+        let mut outcome = work();
+        for other in others {
+            let theirs = other
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            outcome = outcome.and(theirs);
+        }
+        outcome
+    })
+}

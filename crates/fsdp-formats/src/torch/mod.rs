@@ -1,0 +1,12 @@
+//! Files of `torch.save`: a zip archive with a pickle, and the storages that it names; before torch
+//! 1.6, pickles and storages one after the other.
+
+pub(crate) mod flat;
+pub(crate) mod index;
+pub(crate) mod legacy;
+pub(crate) mod read;
+mod sharded;
+mod storages;
+pub(crate) mod tensor_ref;
+pub(crate) mod value;
+pub(crate) mod zip;

@@ -1,0 +1,408 @@
+//! The description of a tensor in a pickle: a storage by key, and where the elements lie in it.
+
+use fsdp_layout::boxes::row_major_strides;
+use fsdp_layout::{DType, TensorBox};
+
+use crate::error::FormatError;
+use crate::limits::{MAX_STORAGE_KEY_BYTES, is_sane_shape};
+use crate::pickle::write;
+use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, check_attributes};
+use crate::strided::StridedLayout;
+
+/// A tensor whose bytes are in a storage record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorRef {
+    /// Key of the storage: the record `data/<key>`.
+    pub storage: String,
+    /// Bytes of the storage.
+    pub storage_bytes: u64,
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// The places of the elements in the storage.
+    pub layout: StridedLayout,
+    /// The node that says how the tensor is quantized, if it is: a tuple `(scheme, scale, zero
+    /// point)`, or `(scheme, scales, zero points, axis)`.
+    pub quantizer: Option<NodeId>,
+    /// `true` if the tensor has a class or attributes of its own in Python, which are not kept.
+    pub loses_attributes: bool,
+}
+
+/// The most objects of a Parameter or of a tensor with attributes that wrap a plain tensor, one in
+/// the other, and the tensor itself.
+pub(super) const MAX_WRAPPERS: usize = 4;
+
+impl TensorRef {
+    /// Returns a row-major tensor that is all of its storage.
+    pub(crate) fn row_major(
+        storage: String,
+        storage_bytes: u64,
+        dtype: DType,
+        shape: &[usize],
+    ) -> TensorRef {
+        let layout = StridedLayout {
+            bounds: TensorBox::whole(shape),
+            offset: 0,
+            strides: torch_strides(shape),
+        };
+        TensorRef {
+            storage,
+            storage_bytes,
+            dtype,
+            shape: shape.to_vec(),
+            layout,
+            quantizer: None,
+            loses_attributes: false,
+        }
+    }
+
+    /// Returns about how many bytes its description takes.
+    pub(crate) fn description_bytes(&self) -> u64 {
+        // The shape, the strides, and the offsets and sizes of the bounds.
+        (size_of::<TensorRef>() + self.storage.len() + 4 * size_of::<usize>() * self.shape.len())
+            as u64
+    }
+
+    /// Returns the tensor that this node describes; `None` if it describes something else.
+    pub fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<TensorRef>, PickleError> {
+        // Parameters and tensors with attributes wrap a plain one.
+        let mut id = id;
+        let mut loses_attributes = false;
+        for _ in 0..MAX_WRAPPERS {
+            let Node::Object(object) = p.node(id) else {
+                return Ok(None);
+            };
+            let args = p.args(object);
+            loses_attributes |= object.state.is_some_and(|state| has_attributes(p, state));
+            match (object.global, args) {
+                (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
+                    let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
+                    return Ok(Some(TensorRef {
+                        quantizer: Some(*quantizer),
+                        loses_attributes,
+                        ..found
+                    }));
+                }
+                // The arguments are (tensor, requires_grad, hooks), and then the attributes, if
+                // there are any.
+                (Global::RebuildParameter, [inner, rest @ ..]) => {
+                    loses_attributes |= rest.get(2).is_some_and(|&state| has_attributes(p, state));
+                    id = *inner;
+                }
+                // (function, class, arguments, attributes): the arguments are those of the
+                // function.
+                (Global::RebuildFromTypeV2, [function, class, arguments, rest @ ..]) => {
+                    loses_attributes |= is_subclass(p, *class)
+                        || rest.first().is_some_and(|&state| has_attributes(p, state));
+                    let arguments = p.sequence(*arguments)?;
+                    match (p.node(*function), arguments) {
+                        (Node::Global(Global::RebuildParameter), [inner, ..]) => id = *inner,
+                        (Node::Global(global), arguments) => {
+                            let found = rebuilt(p, id, *global, arguments)?.ok_or_else(|| {
+                                p.wrong(*function, "a function that rebuilds a tensor")
+                            })?;
+                            return Ok(Some(TensorRef {
+                                loses_attributes,
+                                ..found
+                            }));
+                        }
+                        // The class says more about what it is.
+                        (Node::Foreign(..), _) if matches!(p.node(*class), Node::Foreign(..)) => {
+                            return Err(p.wrong(*class, "a class of plain tensors"));
+                        }
+                        _ => return Err(p.wrong(*function, "a function that rebuilds a tensor")),
+                    }
+                }
+                (global, args) => {
+                    let found = rebuilt(p, id, global, args)?;
+                    return Ok(found.map(|found| TensorRef {
+                        loses_attributes,
+                        ..found
+                    }));
+                }
+            }
+        }
+        Err(p.error(
+            id,
+            PickleErrorKind::Value {
+                what: "a tensor is wrapped too many times",
+            },
+        ))
+    }
+}
+
+/// Returns `true` if a class is not one of torch's own.
+fn is_subclass(p: &Pickle<'_>, class: NodeId) -> bool {
+    matches!(p.node(class), Node::Foreign(module, _) if *module != "torch" && !module.starts_with("torch."))
+}
+
+/// Returns `true` if the state of an object has any attributes: a dict, or a tuple of a dict (or
+/// `None`) and a dict of slots. Many tensors may share a longer tuple, so what else is in it is not
+/// looked at.
+fn has_attributes(p: &Pickle<'_>, state: NodeId) -> bool {
+    match p.node(state) {
+        Node::Tuple(_) => p
+            .sequence(state)
+            .is_ok_and(|parts| parts.iter().take(2).any(|&part| is_filled(p, part))),
+        _ => is_filled(p, state),
+    }
+}
+
+/// Returns `true` for a dict that is not empty.
+fn is_filled(p: &Pickle<'_>, id: NodeId) -> bool {
+    matches!(p.node(id), Node::Dict(attributes) if !attributes.is_empty())
+}
+
+/// Returns the tensor that one of torch's functions rebuilds from these arguments; `None` for other
+/// functions.
+fn rebuilt(
+    p: &Pickle<'_>,
+    at: NodeId,
+    function: Global,
+    args: &[NodeId],
+) -> Result<Option<TensorRef>, PickleError> {
+    let (args, dtype, metadata) = match (function, args) {
+        (Global::RebuildTensor | Global::RebuildTensorV2, [a, b, c, d, rest @ ..]) => {
+            ([*a, *b, *c, *d], None, rest.get(2))
+        }
+        (Global::RebuildTensorV3, [a, b, c, d, _grad, _hooks, dtype, rest @ ..]) => {
+            let Node::Global(Global::DType(of)) = *p.node(*dtype) else {
+                return Err(p.wrong(*dtype, "a dtype"));
+            };
+            ([*a, *b, *c, *d], Some(of), rest.first())
+        }
+        _ => return Ok(None),
+    };
+    if let Some(&metadata) = metadata {
+        check_resolved(p, metadata)?;
+    }
+    tensor(p, at, args, dtype).map(Some)
+}
+
+/// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only
+/// when they are needed, and saves just a flag, so the elements in the storage are not those of the
+/// tensor.
+fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
+    let Node::Dict(flags) = p.node(metadata) else {
+        return Ok(());
+    };
+    // Many tensors may share them.
+    check_attributes(p.node(metadata)).map_err(|kind| p.error(metadata, kind))?;
+    for &(key, value) in flags {
+        let name = match (p.node(key), p.node(value)) {
+            (Node::Str("conj"), Node::Bool(true)) => {
+                "Tensor (its conjugation is pending: `resolve_conj`)"
+            }
+            (Node::Str("neg"), Node::Bool(true)) => {
+                "Tensor (its negation is pending: `resolve_neg`)"
+            }
+            _ => continue,
+        };
+        return Err(p.error(
+            value,
+            PickleErrorKind::Global {
+                module: "torch".to_owned(),
+                name: name.to_owned(),
+            },
+        ));
+    }
+    Ok(())
+}
+
+/// A storage that a pickle refers to.
+pub(crate) struct StorageRef {
+    /// Its key: the record `data/<key>`.
+    pub(crate) key: String,
+    /// Its length in bytes.
+    pub(crate) bytes: u64,
+    /// The type of its elements; `None` if it is untyped.
+    dtype: Option<DType>,
+    /// The node of its class.
+    class: NodeId,
+}
+
+impl StorageRef {
+    /// Returns the storage that this node, a persistent id, describes.
+    pub(crate) fn of(p: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
+        let Node::PersistentId(persistent) = *p.node(id) else {
+            return Err(p.wrong(id, "a storage"));
+        };
+        let [kind, class, key, _location, numel, ..] = *p.sequence(persistent)? else {
+            return Err(p.wrong(persistent, "a storage's five values"));
+        };
+        if p.str(kind)? != "storage" {
+            return Err(p.wrong(kind, "the word `storage`"));
+        }
+        let dtype = match p.node(class) {
+            Node::Global(Global::TypedStorage(dtype)) => Some(*dtype),
+            Node::Global(Global::UntypedStorage) => None,
+            _ => return Err(p.wrong(class, "a storage class")),
+        };
+        let bytes = p
+            .unsigned(numel)?
+            .checked_mul(dtype.map_or(1, DType::size_in_bytes));
+        let bytes = bytes.ok_or_else(|| {
+            p.error(
+                id,
+                PickleErrorKind::Value {
+                    what: "a storage is too large",
+                },
+            )
+        })?;
+        Ok(StorageRef {
+            key: storage_key(p, key)?.to_owned(),
+            bytes,
+            dtype,
+            class,
+        })
+    }
+
+    /// Returns torch's name of its class.
+    pub(crate) fn class(&self) -> String {
+        match self.dtype.and_then(storage_class) {
+            Some(class) => format!("torch.{class}"),
+            None => "torch.UntypedStorage".to_owned(),
+        }
+    }
+}
+
+/// Returns the key of a storage. Each tensor has a copy of it, so it must not be long: torch writes
+/// a number.
+pub(super) fn storage_key<'a>(p: &Pickle<'a>, key: NodeId) -> Result<&'a str, PickleError> {
+    let text = p.str(key)?;
+    let (value, limit) = (text.len() as u64, MAX_STORAGE_KEY_BYTES as u64);
+    if value > limit {
+        return Err(p.error(
+            key,
+            PickleErrorKind::Limit {
+                what: "length of a storage's key",
+                value,
+                limit,
+            },
+        ));
+    }
+    Ok(text)
+}
+
+/// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its
+/// storage. `untyped` is the dtype where the storage has none.
+fn tensor(
+    p: &Pickle<'_>,
+    at: NodeId,
+    args: [NodeId; 4],
+    untyped: Option<DType>,
+) -> Result<TensorRef, PickleError> {
+    let [storage, offset, shape, strides] = args;
+    let storage = StorageRef::of(p, storage)?;
+    let (Some(dtype), true) = (
+        storage.dtype.or(untyped),
+        storage.dtype.is_none() == untyped.is_some(),
+    ) else {
+        return Err(p.wrong(storage.class, "a storage class"));
+    };
+    let absurd = |what| p.error(at, PickleErrorKind::Value { what });
+    let shape = p.sizes(shape)?;
+    let strides = p.sizes(strides)?;
+    if shape.len() != strides.len() {
+        return Err(absurd("a tensor's shape and strides differ in length"));
+    }
+    let offset = p.unsigned(offset)?;
+    if !is_sane_shape(&shape) {
+        return Err(absurd("a tensor has too many elements"));
+    }
+    if !shape.contains(&0) {
+        let last = shape
+            .iter()
+            .zip(&strides)
+            .try_fold(offset, |at, (&size, &stride)| {
+                at.checked_add((size as u64 - 1).checked_mul(stride as u64)?)
+            });
+        let end = last.and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
+        if end.is_none_or(|end| end > storage.bytes) {
+            return Err(absurd("a tensor reaches beyond its storage"));
+        }
+    }
+    let layout = StridedLayout {
+        bounds: TensorBox::whole(&shape),
+        offset,
+        strides,
+    };
+    Ok(TensorRef {
+        storage: storage.key,
+        storage_bytes: storage.bytes,
+        dtype,
+        shape,
+        layout,
+        quantizer: None,
+        loses_attributes: false,
+    })
+}
+
+/// Returns the name of torch's typed storage class; `None` where torch uses an untyped one.
+fn storage_class(dtype: DType) -> Option<&'static str> {
+    crate::pickle::STORAGES
+        .iter()
+        .find(|(_, of)| *of == dtype)
+        .map(|(class, _)| *class)
+}
+
+/// Checks that torch can rebuild a tensor of this type from its bytes alone.
+pub fn check_writable(dtype: DType) -> Result<(), FormatError> {
+    if dtype.is_quantized() {
+        // Scale and zero point are not part of the elements.
+        return Err(FormatError::Unsupported {
+            what: format!("writing the quantized dtype `{dtype}` as a torch tensor"),
+        });
+    }
+    Ok(())
+}
+
+/// Writes the pickle of a row-major tensor whose bytes are the whole storage `key`.
+pub fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &[usize]) {
+    let numel: u64 = shape.iter().map(|&size| size as u64).product();
+    let class = storage_class(dtype);
+    let function = if class.is_some() {
+        "_rebuild_tensor_v2"
+    } else {
+        "_rebuild_tensor_v3"
+    };
+    write::global(out, "torch._utils", function);
+    write::op(out, write::MARK);
+    // The storage, as a persistent id.
+    write::op(out, write::MARK);
+    write::text(out, "storage");
+    match class {
+        Some(class) => write::global(out, "torch", class),
+        None => write::global(out, "torch.storage", "UntypedStorage"),
+    }
+    write::text(out, &key.to_string());
+    write::text(out, "cpu");
+    write::unsigned(
+        out,
+        if class.is_some() {
+            numel
+        } else {
+            numel * dtype.size_in_bytes()
+        },
+    );
+    write::op(out, write::TUPLE);
+    write::op(out, write::BINPERSID);
+    write::int(out, 0);
+    write::sizes(out, shape);
+    write::sizes(out, &torch_strides(shape));
+    write::bool(out, false);
+    write::global(out, "collections", "OrderedDict");
+    write::op(out, write::EMPTY_TUPLE);
+    write::op(out, write::REDUCE);
+    if class.is_none() {
+        write::global(out, "torch", dtype.torch_name());
+    }
+    write::op(out, write::TUPLE);
+    write::op(out, write::REDUCE);
+}
+
+/// Returns row-major strides as torch has them: a dimension of 0 counts as 1.
+fn torch_strides(shape: &[usize]) -> Vec<usize> {
+    row_major_strides(&shape.iter().map(|&size| size.max(1)).collect::<Vec<_>>())
+}

@@ -1,0 +1,47 @@
+//! The zip container of torch: stored entries only, one root directory, tensor storages aligned.
+//!
+//! ```text
+//! header  <root>/data.pkl           a pickle, protocol 2
+//! header  <root>/.format_version    "1"
+//! header  <root>/.storage_alignment "64"
+//! header  <root>/byteorder          "little"
+//! header  <root>/version            "3\n"
+//! header  <root>/data/0             raw bytes of storage 0, starting at a multiple of 64 from the archive's start
+//!         …
+//! central directory, zip64 end records where needed, end record
+//! ```
+//!
+//! [`Directory`] reads it by range; [`ArchiveLayout`] says where each byte will lie before any
+//! storage is there.
+
+mod checksums;
+mod inflate;
+mod layout;
+mod read;
+
+pub use checksums::check_records;
+pub(crate) use inflate::{Deflated, Kept};
+pub use layout::ArchiveLayout;
+#[cfg(test)]
+use layout::STORAGE_ALIGNMENT;
+pub use read::Directory;
+pub(crate) use read::Record;
+
+/// The root directory of the archives in `.distcp` files.
+pub const ROOT: &str = "archive";
+
+/// The numbers that the parts of a zip archive begin with.
+pub(crate) const LOCAL_HEADER: u32 = 0x0403_4b50;
+pub(crate) const DIRECTORY_ENTRY: u32 = 0x0201_4b50;
+pub(crate) const END: u32 = 0x0605_4b50;
+pub(crate) const ZIP64_END: u32 = 0x0606_4b50;
+pub(crate) const ZIP64_LOCATOR: u32 = 0x0706_4b50;
+/// The number of the extra field that holds lengths and positions of 64 bits.
+pub(crate) const ZIP64_EXTRA: u16 = 1;
+/// The length of a local header, without the name and the extra fields.
+const LOCAL_HEADER_BYTES: u64 = 30;
+/// The content of a 32-bit field whose value is in the zip64 record.
+pub(crate) const IN_ZIP64: u32 = u32::MAX;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,228 @@
+//! What all units of one model share.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use candle_core::DType;
+
+use super::unchanged::{Readers, Unchanged};
+use super::unit::UnitExchange;
+
+/// What all units of one model share.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// The units by their numbers; set once all of them are made.
+    units: OnceLock<Vec<Arc<UnitExchange>>>,
+    pub(crate) memory: Memory,
+    pub(crate) reductions: Reductions,
+    pub(crate) forwards: Forwards,
+    pub(crate) values: Values,
+}
+
+impl Shared {
+    /// Sets the units of the model, by their numbers, once all of them are made.
+    pub(crate) fn complete(&self, units: Vec<Arc<UnitExchange>>) {
+        self.units
+            .set(units)
+            .expect("the units of a model are built once");
+    }
+
+    /// Returns the units by their numbers.
+    pub(super) fn units(&self) -> &[Arc<UnitExchange>] {
+        self.units
+            .get()
+            .expect("a model computes only after all of its units are built")
+    }
+
+    /// Returns the names of the parameters that are not gathered now, and those of their units.
+    pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
+        let mut parameters = Vec::new();
+        let mut units = Vec::new();
+        for unit in self.units().iter().filter(|unit| !unit.is_gathered()) {
+            parameters.extend_from_slice(unit.layout.fqns());
+            units.push(unit.name.clone());
+        }
+        (parameters, units)
+    }
+
+    /// Returns `true` if the shards may have been written since a forward gathered them. The same
+    /// on every rank.
+    pub(crate) fn may_be_stale(&self, gathered_in: u64) -> bool {
+        self.values.is_lent() && !self.forwards.is_running_as(gathered_in)
+    }
+}
+
+/// The bytes of parameters on this rank.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    bytes: AtomicUsize,
+    peak_bytes: AtomicUsize,
+}
+
+impl Memory {
+    /// Counts bytes of parameters that are held from now on.
+    pub(crate) fn count_held(&self, bytes: usize) {
+        let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Counts bytes of parameters that are held no more.
+    pub(crate) fn count_released(&self, bytes: usize) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns the bytes of parameters that this rank holds now.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the most bytes of parameters that this rank has ever held.
+    pub(crate) fn peak_bytes(&self) -> usize {
+        self.peak_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// How gradients are reduced, and how often they have been.
+#[derive(Debug, Default)]
+pub(crate) struct Reductions {
+    /// `true` while backwards do not reduce gradients over ranks.
+    no_sync: AtomicBool,
+    /// `true` while backwards do not reduce gradients over replicas.
+    no_all_reduce: AtomicBool,
+    /// The dtype in which gradients are sent, if it is another than that of the reduction.
+    sent_dtype: OnceLock<DType>,
+    count: AtomicU64,
+}
+
+impl Reductions {
+    /// Returns `true` if a backward reduces gradients.
+    pub(crate) fn syncs(&self) -> bool {
+        !self.no_sync.load(Ordering::Relaxed)
+    }
+
+    /// Turns the reduction of gradients off or on, and returns the previous setting.
+    pub(crate) fn set_no_sync(&self, no_sync: bool) -> bool {
+        self.no_sync.swap(no_sync, Ordering::Relaxed)
+    }
+
+    /// Returns `true` if a backward reduces gradients over replicas too.
+    pub(crate) fn all_reduces(&self) -> bool {
+        !self.no_all_reduce.load(Ordering::Relaxed)
+    }
+
+    /// Turns the reduction of gradients over replicas off or on.
+    pub(crate) fn set_no_all_reduce(&self, no_all_reduce: bool) {
+        self.no_all_reduce.store(no_all_reduce, Ordering::Relaxed);
+    }
+
+    /// Returns the dtype in which gradients are sent, if it is another than that of the reduction.
+    pub(crate) fn sent_dtype(&self) -> Option<DType> {
+        self.sent_dtype.get().copied()
+    }
+
+    /// Sets the dtype in which gradients are sent. Returns `false` if one has been set already,
+    /// which stays.
+    pub(crate) fn set_sent_dtype(&self, dtype: DType) -> bool {
+        self.sent_dtype.set(dtype).is_ok()
+    }
+
+    /// Counts a reduction of gradients.
+    pub(crate) fn count_one(&self) {
+        self.count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the number of reductions of gradients so far.
+    pub(crate) fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+}
+
+/// The forwards of the model.
+#[derive(Debug, Default)]
+pub(crate) struct Forwards {
+    /// The forwards that are running, one inside the other.
+    running: AtomicUsize,
+    /// The forwards so far; those inside others do not count.
+    count: AtomicU64,
+}
+
+/// A forward of the model, until it is dropped.
+pub(crate) struct RunningForward<'a>(&'a Forwards);
+
+impl Drop for RunningForward<'_> {
+    fn drop(&mut self) {
+        self.0.running.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Forwards {
+    /// Begins a forward of the model.
+    pub(crate) fn begin(&self) -> RunningForward<'_> {
+        if self.running.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.count.fetch_add(1, Ordering::Relaxed);
+        }
+        RunningForward(self)
+    }
+
+    /// Returns `true` while exactly one forward of the model runs, and none inside of it.
+    pub(crate) fn is_outermost(&self) -> bool {
+        self.running.load(Ordering::Relaxed) == 1
+    }
+
+    /// Returns the number of the current forward, or of the last one.
+    pub(crate) fn number(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` while the forward with this number runs.
+    fn is_running_as(&self, number: u64) -> bool {
+        self.running.load(Ordering::Relaxed) > 0 && number == self.number()
+    }
+}
+
+/// The changes of the parameters' values, and the readers for whom they wait.
+#[derive(Debug, Default)]
+pub(crate) struct Values {
+    /// The changes so far.
+    changes: AtomicU64,
+    /// `true` once views of the shards have been lent to somebody who may write into them at any
+    /// time.
+    lent: AtomicBool,
+    readers: Arc<Readers>,
+}
+
+impl Values {
+    /// Counts a change of values, and returns its number: the number of changes so far.
+    pub(crate) fn change(&self) -> u64 {
+        self.changes.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Returns the number of the last change of values.
+    pub(crate) fn last_change(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    /// Records that views of the shards were lent to be written into.
+    pub(crate) fn lend(&self) {
+        self.lent.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if somebody may write into views of the shards at any time.
+    fn is_lent(&self) -> bool {
+        self.lent.load(Ordering::Relaxed)
+    }
+
+    /// Returns a guard for whom changes wait; `None` if views have been lent to be written into.
+    pub(crate) fn keep_unchanged(&self) -> Option<Unchanged> {
+        if self.is_lent() {
+            None
+        } else {
+            Some(Unchanged::new(&self.readers))
+        }
+    }
+
+    /// Waits until nobody keeps the values unchanged. Called before any value changes.
+    pub(crate) fn wait_for_readers(&self) {
+        self.readers.wait();
+    }
+}

@@ -1,0 +1,94 @@
+//! Values that stay as they are while they are being read, such as by a save in the background.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tracing::info_span;
+
+/// A guard, from [`ShardedParameters::keep_unchanged`](crate::ShardedParameters::keep_unchanged).
+/// As long as it lives, the parameters, the state of their optimizers, and averages of them stay as
+/// they are. Whatever would change them waits.
+#[derive(Debug)]
+pub struct Unchanged {
+    readers: Arc<Readers>,
+}
+
+impl Unchanged {
+    pub(super) fn new(readers: &Arc<Readers>) -> Self {
+        readers.begin();
+        Unchanged {
+            readers: Arc::clone(readers),
+        }
+    }
+
+    /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The
+    /// changes go on once no other guard is left.
+    pub fn release(self) -> Duration {
+        self.readers.waited()
+    }
+}
+
+impl Drop for Unchanged {
+    fn drop(&mut self) {
+        self.readers.end();
+    }
+}
+
+/// The readers of values that must not change meanwhile.
+#[derive(Debug, Default)]
+pub(super) struct Readers {
+    state: Mutex<Reading>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Reading {
+    /// The number of readers.
+    readers: usize,
+    /// The time at which the first change began to wait for these readers.
+    waiting_since: Option<Instant>,
+}
+
+impl Readers {
+    /// Waits until nobody reads. Called before any value changes.
+    pub(super) fn wait(&self) {
+        let mut reading = self.lock();
+        if reading.readers == 0 {
+            return;
+        }
+        let _span = info_span!("wait for a copy of the state").entered();
+        reading.waiting_since.get_or_insert_with(Instant::now);
+        while reading.readers > 0 {
+            reading = self
+                .ended
+                .wait(reading)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Adds a reader: changes wait from now on.
+    fn begin(&self) {
+        self.lock().readers += 1;
+    }
+
+    /// Removes a reader. If it was the last one, the changes that wait go on.
+    fn end(&self) {
+        let mut reading = self.lock();
+        reading.readers -= 1;
+        if reading.readers == 0 {
+            reading.waiting_since = None;
+            self.ended.notify_all();
+        }
+    }
+
+    /// Returns for how long a change has waited so far; zero if none waits.
+    fn waited(&self) -> Duration {
+        self.lock()
+            .waiting_since
+            .map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Reading> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

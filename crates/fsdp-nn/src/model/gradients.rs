@@ -1,0 +1,144 @@
+//! The end of a backward: all ranks reduce the gradients that are left, and agree on the parameters
+//! that got one.
+
+use std::sync::atomic::Ordering;
+
+use fsdp_comm::ReduceOp;
+use tracing::warn;
+
+use super::parameters::ShardedParameters;
+use crate::error::Result;
+use crate::unit::Unreduced;
+
+/// The most parameters that the warning names.
+const NAMED: usize = 8;
+
+impl ShardedParameters {
+    /// Ends a backward that has come to all parameters that it reaches: waits until all gradients
+    /// are reduced, those of the root unit among them.
+    ///
+    /// Collectives: unless gradients are accumulated without communication, one all-reduce of a
+    /// byte for each unit and each parameter. While replicas do not reduce, one all-gather of a
+    /// byte for each unit over the shard group instead. Then the reductions of units that have
+    /// gradients left on any rank.
+    pub(crate) fn finish_backward(&self) -> Result<()> {
+        for handle in self.handles.iter().rev() {
+            handle.end_backward()?;
+        }
+        if !self.shared.reductions.syncs() {
+            return Ok(());
+        }
+        // A rank may have nothing left of a unit that others have gradients of: its batch did not
+        // come to the root, or no earlier backward to the unit. All ranks go through the same
+        // units, in the same order.
+        let own: Vec<u8> = self
+            .handles
+            .iter()
+            .map(|handle| handle.unreduced().to_byte())
+            .collect();
+        if !self.shared.reductions.all_reduces() && self.replicate_group().is_some() {
+            let unreduced = self.unreduced_in_replica(own)?;
+            return self.reduce_rest(&unreduced);
+        }
+        let touched = self.handles.iter().flat_map(|handle| handle.touched());
+        let mut bytes: Vec<u8> = own.into_iter().chain(touched.map(u8::from)).collect();
+        if self.group().world_size() > 1 {
+            self.group().all_reduce(&mut bytes, ReduceOp::Max)?;
+        }
+        let (unreduced, touched) = bytes.split_at(self.handles.len());
+        self.reduce_rest(unreduced)?;
+        self.set_has_gradient(
+            &touched
+                .iter()
+                .map(|&touched| touched != 0)
+                .collect::<Vec<bool>>(),
+        );
+        Ok(())
+    }
+
+    /// Returns what the ranks of this replica have left to reduce of each unit, as bytes. Partial
+    /// gradients stay: only other replicas have more of them.
+    fn unreduced_in_replica(&self, mut own: Vec<u8>) -> Result<Vec<u8>> {
+        let partial = Unreduced::Partial.to_byte();
+        own.iter_mut()
+            .filter(|byte| **byte == partial)
+            .for_each(|byte| *byte = Unreduced::Nothing.to_byte());
+        let Some(group) = self.shard_group() else {
+            return Ok(own);
+        };
+        let of_ranks = group.all_gather_object(&own)?;
+        Ok((0..own.len())
+            .map(|unit| of_ranks.iter().map(|bytes| bytes[unit]).max().unwrap_or(0))
+            .collect())
+    }
+
+    /// Reduces what all ranks together have left, given as one byte for each unit, and waits for
+    /// all reductions.
+    fn reduce_rest(&self, unreduced: &[u8]) -> Result<()> {
+        for (handle, &unreduced) in self.handles.iter().zip(unreduced).rev() {
+            handle.reduce_rest(Unreduced::from_byte(unreduced))?;
+        }
+        self.handles
+            .iter()
+            .try_for_each(|handle| handle.take_reduced())
+    }
+
+    /// Returns `true` if the parameter has got a gradient on any rank since the last
+    /// [`Self::zero_grad`]. One that the loss does not depend on, or only through operations
+    /// without a backward, has none: its [`Self::gradient`] is zero where its unit has gradients,
+    /// and optimizers leave it as it is. No communication.
+    ///
+    /// The ranks agree on it in
+    /// [`FullyShardedDataParallel::backward`](crate::FullyShardedDataParallel::backward).
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`](crate::NnError::UnknownParameter).
+    pub fn has_gradient(&self, fqn: &str) -> Result<bool> {
+        let location = self.location(fqn)?;
+        Ok(self.handles[location.handle].has_gradient(location.param))
+    }
+
+    /// Records which parameters got a gradient on any rank, and warns, once, of those without one.
+    /// No communication.
+    pub(crate) fn set_has_gradient(&self, has_gradient: &[bool]) {
+        let mut rest = has_gradient;
+        for handle in &self.handles {
+            let of_unit;
+            (of_unit, rest) = rest.split_at(handle.params.len());
+            handle.set_has_gradient(of_unit.to_vec());
+        }
+        // Every rank has the same result, so one warning is enough.
+        if !self.looked_for_unreached.swap(true, Ordering::Relaxed) && self.group().rank() == 0 {
+            self.warn_of_unreached(has_gradient);
+        }
+    }
+
+    /// Warns of trained parameters that got no gradient. `has_gradient` is in the order of all
+    /// parameters.
+    fn warn_of_unreached(&self, has_gradient: &[bool]) {
+        let params = self.handles.iter().flat_map(|handle| &handle.params);
+        let unreached: Vec<&str> = params
+            .zip(has_gradient)
+            .filter(|(param, has_gradient)| param.requires_grad() && !**has_gradient)
+            .map(|(param, _)| param.fqn.as_str())
+            .collect();
+        if unreached.is_empty() {
+            return;
+        }
+        let mut names = unreached
+            .iter()
+            .take(NAMED)
+            .map(|fqn| format!("`{fqn}`"))
+            .collect::<Vec<_>>()
+            .join(", ");
+        if unreached.len() > NAMED {
+            names += &format!(" and {} more", unreached.len() - NAMED);
+        }
+        warn!(
+            "no gradient comes to {} of the trained parameters, which stay as they are: {names}. Either the loss does not \
+             depend on them, or an operation without a backward cuts their gradients off: candle's fused ones \
+             (softmax_last_dim, RmsNorm, LayerNorm, rope, sdpa) have none, those of `fsdp_ops` do",
+            unreached.len()
+        );
+    }
+}

@@ -1,0 +1,595 @@
+//! [`ShardedParameters`]: the parameters of a sharded model on one rank, with their names, units
+//! and live values.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{DType, Tensor, TensorId, Var};
+use fsdp_comm::ProcessGroup;
+use fsdp_flat::ShardedTensor;
+use fsdp_flat::sharded::copy_overlap;
+use fsdp_layout::TensorBox;
+use indexmap::IndexMap;
+
+use super::build::{Built, NEW, agree_on_model, build_units, describe};
+use super::registry::{SharedRegistry, lock};
+use super::state_dict_type::CurrentSettings;
+use crate::config::{FsdpConfig, ShardingStrategy};
+use crate::error::{NnError, Result};
+use crate::exchange::{Groups, Overlap, Shared, Unchanged};
+use crate::unit::{FlatParamHandle, Parameter};
+
+/// The place of a parameter: its unit's handle, and its number there.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Location {
+    pub(crate) handle: usize,
+    pub(crate) param: usize,
+}
+
+/// The parameters and buffers of a model that is sharded over a process group, on this rank.
+///
+/// Methods do not communicate unless their documentation says so.
+#[derive(Debug)]
+pub struct ShardedParameters {
+    group: ProcessGroup,
+    groups: Groups,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    pub(crate) handles: Vec<Arc<FlatParamHandle>>,
+    locations: IndexMap<String, Location>,
+    aliases: IndexMap<String, String>,
+    buffers: IndexMap<String, (Tensor, bool)>,
+    ignored: Vec<(String, Var)>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) overlap: Option<Arc<Overlap>>,
+    pub(crate) settings: CurrentSettings,
+    /// `true` while the parameters have the values of an average, which has theirs.
+    pub(crate) has_average: AtomicBool,
+    /// `true` once parameters without a gradient have been looked for.
+    pub(super) looked_for_unreached: AtomicBool,
+    /// `true` if a mesh was given.
+    pub(crate) on_mesh: bool,
+    /// The part of the layout that each rank of the group has.
+    shard_ranks: Vec<usize>,
+}
+
+impl ShardedParameters {
+    /// Shards the model that `build` has declared, and returns it. Collectives: two agreements; for
+    /// `HybridShard` the creation of two subgroups; with prefetching, the creation of one more for
+    /// each group that the model is sharded or replicated over.
+    pub(crate) fn new<M>(
+        group: ProcessGroup,
+        config: &FsdpConfig,
+        registry: &SharedRegistry,
+        build: Result<M>,
+    ) -> Result<(Self, M)> {
+        let mut registry = lock(registry);
+        // Agree before anything is laid out: from different declarations the ranks would make
+        // different shards.
+        let declared = build.and_then(|module| Ok((module, registry.complete()?)));
+        let (module, aliases) = agree_on_model(&group, NEW, declared, |(_, aliases)| {
+            describe(config, &registry, aliases)
+        })?;
+        let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| {
+            Vec::new()
+        })?;
+        let Built {
+            groups,
+            strategy,
+            handles,
+            shared,
+            overlap,
+            ..
+        } = built;
+        let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
+        for (handle, unit) in handles.iter().enumerate() {
+            for (param, parameter) in unit.params.iter().enumerate() {
+                places.insert(&parameter.fqn, Location { handle, param });
+            }
+        }
+        // Keep the order in which the model declared the parameters, which is not the order of
+        // units.
+        let locations = registry
+            .params
+            .keys()
+            .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
+            .collect();
+        let shard_ranks = shard_ranks(&group, &groups, config);
+        let mut ignored = Vec::with_capacity(registry.ignored.len());
+        for name in &registry.ignored {
+            // The builder got an error for an ignored parameter that could not be made.
+            if let Some((tensor, _)) = registry.buffers.get(name) {
+                ignored.push((name.clone(), Var::from_tensor(tensor)?));
+            }
+        }
+        let parameters = ShardedParameters {
+            group,
+            groups,
+            strategy,
+            use_orig_params: config.use_orig_params,
+            locations,
+            handles,
+            aliases,
+            buffers: std::mem::take(&mut registry.buffers),
+            ignored,
+            shared,
+            overlap,
+            settings: CurrentSettings::default(),
+            has_average: AtomicBool::new(false),
+            looked_for_unreached: AtomicBool::new(false),
+            on_mesh: config.mesh.is_some(),
+            shard_ranks,
+        };
+        Ok((parameters, module))
+    }
+
+    /// Prepares the backward of a loss: tells each unit which of its parameters the backward will
+    /// reach.
+    pub(crate) fn begin_backward(&self, loss: &Tensor) {
+        let reached: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+        for handle in &self.handles {
+            // The root unit is reduced last on all ranks, whatever parameters the backward reaches
+            // on each of them.
+            if handle.is_root {
+                handle.reduce_last();
+            } else {
+                handle.begin_backward(&reached);
+            }
+        }
+    }
+
+    /// Returns the root unit, if it has parameters.
+    pub(crate) fn root(&self) -> Option<&Arc<FlatParamHandle>> {
+        self.handles.first().filter(|handle| handle.is_root)
+    }
+
+    /// Converts an error of a computation. candle's error about released memory becomes one that
+    /// names the sharded units.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || self.shared.sharded())
+    }
+
+    /// Returns `true` if `other` is this very model on this rank, and not one like it.
+    pub(crate) fn is_same_model(&self, other: &ShardedParameters) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// Returns all ranks that train the model.
+    #[must_use]
+    pub const fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Returns the ranks that together hold one copy of the parameters, each a shard; `None` if
+    /// every rank holds all of them.
+    #[must_use]
+    pub const fn shard_group(&self) -> Option<&ProcessGroup> {
+        self.groups.shard.as_ref()
+    }
+
+    /// Returns the ranks that hold the same values as this one; `None` if there are no others.
+    #[must_use]
+    pub const fn replicate_group(&self) -> Option<&ProcessGroup> {
+        self.groups.replicate.as_ref()
+    }
+
+    /// Returns the strategy in use. On a single rank it is always `NoShard`.
+    #[must_use]
+    pub const fn strategy(&self) -> ShardingStrategy {
+        self.strategy
+    }
+
+    /// Returns `true` if the optimizer sees the model's own parameters rather than FlatParameters.
+    #[must_use]
+    pub const fn use_orig_params(&self) -> bool {
+        self.use_orig_params
+    }
+
+    /// Returns the names of all parameters, in the order in which the model declared them. A tied
+    /// parameter is listed once, by its first name.
+    pub fn fqns(&self) -> impl Iterator<Item = &str> {
+        self.locations.keys().map(String::as_str)
+    }
+
+    /// Returns the aliases of tied parameters, each with the parameter's own name.
+    #[must_use]
+    pub const fn aliases(&self) -> &IndexMap<String, String> {
+        &self.aliases
+    }
+
+    /// Returns the buffers by name, with `true` for those that are saved. They are whole on every
+    /// rank.
+    #[must_use]
+    pub const fn buffers(&self) -> &IndexMap<String, (Tensor, bool)> {
+        &self.buffers
+    }
+
+    /// Returns the parameters that [`FsdpConfig::ignored_states`] selects, by name: candle
+    /// variables, to be trained by one of candle's optimizers. They are among the [`Self::buffers`]
+    /// too. To keep them equal on all ranks, reduce their gradients before each step.
+    #[must_use]
+    pub fn ignored_states(&self) -> &[(String, Var)] {
+        &self.ignored
+    }
+
+    /// Returns the parameter's name for a name or an alias.
+    #[must_use]
+    pub fn canonical_fqn<'a>(&'a self, fqn: &'a str) -> &'a str {
+        self.aliases.get(fqn).map_or(fqn, String::as_str)
+    }
+
+    /// Returns the place of a parameter in its unit.
+    pub(crate) fn location(&self, fqn: &str) -> Result<Location> {
+        let fqn = self.canonical_fqn(fqn);
+        self.locations
+            .get(fqn)
+            .copied()
+            .ok_or_else(|| NnError::UnknownParameter {
+                fqn: fqn.to_owned(),
+            })
+    }
+
+    /// Returns `true` if there is a parameter of this name or alias.
+    #[must_use]
+    pub fn contains(&self, fqn: &str) -> bool {
+        self.location(fqn).is_ok()
+    }
+
+    /// Returns the parameter's global shape.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn shape(&self, fqn: &str) -> Result<&[usize]> {
+        let Location { handle, param } = self.location(fqn)?;
+        Ok(&self.handles[handle].layout().shapes()[param])
+    }
+
+    /// Returns the parameter's dtype.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn dtype(&self, fqn: &str) -> Result<DType> {
+        Ok(self.handles[self.location(fqn)?.handle].dtype())
+    }
+
+    /// Returns `true` if the parameter is trained now: see [`Self::set_requires_grad`].
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn requires_grad(&self, fqn: &str) -> Result<bool> {
+        let Location { handle, param } = self.location(fqn)?;
+        Ok(self.handles[handle].params[param].requires_grad())
+    }
+
+    /// Returns the boxes of the parameter that this rank owns.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn boxes(&self, fqn: &str) -> Result<Vec<TensorBox>> {
+        let Location { handle, param } = self.location(fqn)?;
+        let handle = &self.handles[handle];
+        Ok(handle.layout().param_boxes(param, handle.shard_rank()))
+    }
+
+    /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group
+    /// does not have owns none.
+    pub(crate) fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
+        let Location { handle, param } = self.location(fqn)?;
+        let Some(&shard_rank) = self.shard_ranks.get(rank) else {
+            return Ok(Vec::new());
+        };
+        Ok(self.handles[handle].layout().param_boxes(param, shard_rank))
+    }
+
+    /// Returns the parameter's live values on this rank, as views: the next optimizer step changes
+    /// them. No communication.
+    ///
+    /// The views are for reading. Call [`Self::lend`] before writing into them.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn parameter(&self, fqn: &str) -> Result<ShardedTensor> {
+        let Location { handle, param } = self.location(fqn)?;
+        self.handles[handle].sharded_param(param)
+    }
+
+    /// Returns a flat view of this rank's part of the parameter's live values; `None` if it has
+    /// none. No communication.
+    pub(crate) fn local_piece(&self, fqn: &str) -> Result<Option<Tensor>> {
+        let Location { handle, param } = self.location(fqn)?;
+        self.handles[handle].local_piece(param)
+    }
+
+    /// Returns the parameter's reduced gradient on this rank, in its boxes, as views; `None` before
+    /// a backward that communicates, or after `zero_grad`. No communication.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn gradient(&self, fqn: &str) -> Result<Option<ShardedTensor>> {
+        let Location { handle, param } = self.location(fqn)?;
+        let handle = &self.handles[handle];
+        if handle.grad().is_none() {
+            return Ok(None);
+        }
+        let shape = &handle.layout().shapes()[param];
+        match handle.grad_piece(param)? {
+            Some(piece) => {
+                let boxes = handle.layout().param_boxes(param, handle.shard_rank());
+                Ok(Some(ShardedTensor::from_flat(shape, boxes, &piece)?))
+            }
+            None => Ok(Some(ShardedTensor::new(
+                handle.dtype(),
+                shape.clone(),
+                Vec::new(),
+            )?)),
+        }
+    }
+
+    /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's
+    /// boxes; elements outside of them are ignored. On an error nothing has been written. No
+    /// communication.
+    ///
+    /// # Errors
+    /// An unknown name, another shape or dtype, boxes that are not covered, or
+    /// [`NnError::UnitInUse`].
+    pub fn set_parameter(&self, fqn: &str, values: &ShardedTensor) -> Result<()> {
+        let Location { handle, param } = self.location(fqn)?;
+        let handle = &self.handles[handle];
+        let target = handle.sharded_param(param)?;
+        check_values(fqn, values, &target)?;
+        handle.begin_change()?;
+        write_boxes(values, &target)
+    }
+
+    /// Returns `true` for a tensor that is itself a parameter.
+    pub(crate) fn has_tensor(&self, id: TensorId) -> bool {
+        self.handles
+            .iter()
+            .flat_map(|handle| &handle.params)
+            .any(|param| param.tensor.id() == id)
+    }
+
+    /// Returns the units, other than the root, that do not check themselves whether their values
+    /// have changed between forward and backward. The output of the model checks them.
+    pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
+        self.handles
+            .iter()
+            .filter(|handle| !handle.needs_gather() && !handle.is_root)
+            .cloned()
+            .collect()
+    }
+
+    /// Returns `true` while the model has the average of its weights in the place of the weights:
+    /// see [`AveragedModel::swap`](crate::AveragedModel::swap).
+    #[must_use]
+    pub fn has_average(&self) -> bool {
+        self.has_average.load(Ordering::Relaxed)
+    }
+
+    /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
+    /// communication.
+    pub(crate) fn begin_change_of_all(&self) -> Result<()> {
+        self.handles
+            .iter()
+            .try_for_each(|handle| handle.begin_change())
+    }
+
+    /// Prepares a change of a parameter's unit: a backward of an earlier forward becomes an error.
+    /// No communication.
+    pub(crate) fn begin_change(&self, fqn: &str) -> Result<()> {
+        let Location { handle, .. } = self.location(fqn)?;
+        self.handles[handle].begin_change()
+    }
+
+    /// Returns the bytes of parameters that are in memory on this rank now: its shards, and the
+    /// units that are gathered.
+    #[must_use]
+    pub fn parameter_bytes(&self) -> usize {
+        self.shared.memory.bytes()
+    }
+
+    /// Returns the largest number of bytes of parameters that were ever in memory on this rank.
+    #[must_use]
+    pub fn peak_parameter_bytes(&self) -> usize {
+        self.shared.memory.peak_bytes()
+    }
+
+    /// Releases all gathered parameters of sharded units: torch's `reshard`. No communication, but
+    /// every rank must call it, because all ranks have to gather again.
+    ///
+    /// # Errors
+    /// [`NnError::UnitInUse`] inside a forward; candle's errors.
+    pub fn reshard(&self) -> Result<()> {
+        self.handles.iter().try_for_each(|handle| handle.reshard())
+    }
+
+    /// Allows the caller to write into views of the live parameters ([`Self::parameter`]), now or
+    /// later. Gathered copies are released, and from now on every forward gathers anew, because a
+    /// copy could be out of date. No communication, but every rank must call it.
+    ///
+    /// Do not write between a forward and its backward: the backward would compute with the new
+    /// values, without an error.
+    ///
+    /// # Errors
+    /// [`NnError::UnitInUse`] inside a forward; candle's errors.
+    pub fn lend(&self) -> Result<()> {
+        self.reshard()?;
+        self.wait_for_readers();
+        self.shared.values.lend();
+        Ok(())
+    }
+
+    /// Returns a guard. As long as it lives, whatever would change these parameters, the state of
+    /// their optimizers or an average of them waits: [`Optimizer::step`](crate::Optimizer::step),
+    /// [`Self::lend`], [`Self::set_parameter`], loads,
+    /// [`AveragedModel::update`](crate::AveragedModel::update). Forwards and backwards do not wait.
+    /// A save in the background copies the state meanwhile. Returns `None` once views have been
+    /// lent ([`Self::lend`]), because whoever has them may write at any time. No communication.
+    ///
+    /// Move the guard to the thread that reads: a thread that holds the guard and changes the
+    /// parameters waits forever.
+    #[must_use]
+    pub fn keep_unchanged(&self) -> Option<Unchanged> {
+        self.shared.values.keep_unchanged()
+    }
+
+    /// Waits until nobody [keeps the values unchanged](Self::keep_unchanged).
+    pub(crate) fn wait_for_readers(&self) {
+        self.shared.values.wait_for_readers();
+    }
+
+    /// Drops all gradients: torch's `zero_grad(set_to_none=True)`.
+    pub fn zero_grad(&self) {
+        self.handles.iter().for_each(|handle| handle.zero_grad());
+    }
+}
+
+/// Checks that values can be written to the place of a parameter.
+pub(crate) fn check_values(
+    fqn: &str,
+    values: &ShardedTensor,
+    target: &ShardedTensor,
+) -> Result<()> {
+    if values.shape() != target.shape() {
+        return Err(NnError::Flat(fsdp_flat::FlatError::ShapeMismatch {
+            name: fqn.to_owned(),
+            expected: target.shape().to_vec(),
+            found: values.shape().to_vec(),
+        }));
+    }
+    check_boxes(values, target)
+}
+
+/// Checks that `values` can be copied into `target`'s boxes.
+fn check_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
+    if let Some(shard) = target
+        .shards()
+        .iter()
+        .find(|shard| !values.covers(&shard.bounds))
+    {
+        return Err(NnError::Flat(fsdp_flat::FlatError::NotCovered {
+            wanted: shard.bounds.clone(),
+        }));
+    }
+    if target.local_numel() > 0 && values.dtype() != target.dtype() {
+        return Err(NnError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
+            lhs: target.dtype(),
+            rhs: values.dtype(),
+            op: "load a parameter",
+        }));
+    }
+    Ok(())
+}
+
+/// Returns the part of a layout that each rank of a group has.
+fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Vec<usize> {
+    let ranks = 0..group.world_size();
+    match (&groups.shard, config.strategy, &config.mesh) {
+        (None, ..) => vec![0; group.world_size()],
+        // Shards lie along the second dimension of the mesh.
+        (Some(_), ShardingStrategy::HybridShard, Some(mesh)) => ranks
+            .map(|rank| {
+                mesh.coordinate(rank)
+                    .and_then(|at| at.get(1).copied())
+                    .unwrap_or(0)
+            })
+            .collect(),
+        _ => ranks.collect(),
+    }
+}
+
+/// Copies `values` into the memory of `target`'s boxes, all of which they must cover. Does nothing
+/// if they are views of that memory.
+pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
+    if values.is_same_view(target) {
+        return Ok(());
+    }
+    check_boxes(values, target)?;
+    for shard in target.shards() {
+        for from in values.shards() {
+            copy_overlap(&from.tensor, &from.bounds, &shard.tensor, &shard.bounds)?;
+        }
+    }
+    Ok(())
+}
+
+impl ShardedParameters {
+    /// Chooses by name which parameters are trained from now on: torch's `requires_grad_`, for
+    /// gradual unfreezing. The others are frozen: later backwards bring them no gradients, and
+    /// optimizers leave them as they are. Only parameters that
+    /// [`FsdpConfig::requires_grad`](crate::FsdpConfig::requires_grad) names can be trained at all.
+    /// Gradients that are there stay; call it between [`Self::zero_grad`] and the next backward.
+    /// Collectives: one agreement.
+    ///
+    /// # Errors
+    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a choice of some of a unit's parameters;
+    /// [`NnError::DifferentModels`] if ranks choose differently. One rank's error is every rank's,
+    /// and changes nothing.
+    pub fn set_requires_grad(&self, requires_grad: impl Fn(&str) -> bool) -> Result<()> {
+        let params = self.handles.iter().flat_map(|handle| &handle.params);
+        let chosen: Vec<(&Parameter, bool)> = params
+            .map(|param| (param, requires_grad(&param.fqn)))
+            .collect();
+        let checked = self.check_choice(&chosen).map(|()| chosen);
+        let agreed = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
+            describe_choice(chosen)
+        })?;
+        for (param, requires_grad) in agreed {
+            param.set_requires_grad(requires_grad);
+        }
+        Ok(())
+    }
+
+    /// Checks a choice of the parameters to train: they must have been built as trainable, and
+    /// without `use_orig_params` a unit's parameters must all be chosen or none.
+    fn check_choice(&self, chosen: &[(&Parameter, bool)]) -> Result<()> {
+        if let Some((param, _)) = chosen
+            .iter()
+            .find(|(param, requires_grad)| *requires_grad && !param.is_trainable)
+        {
+            return Err(NnError::options(format!(
+                "parameter `{}` was built frozen, so it gets no gradient: select it in \
+                 `FsdpConfig::requires_grad`, and freeze it with `set_requires_grad` until it is to be trained",
+                param.fqn
+            )));
+        }
+        if self.use_orig_params() {
+            return Ok(());
+        }
+        let mut rest = chosen;
+        for handle in &self.handles {
+            let of_unit;
+            (of_unit, rest) = rest.split_at(handle.params.len());
+            check_uniform(handle, of_unit)?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks that a FlatParameter is trained as a whole, or not at all.
+fn check_uniform(handle: &FlatParamHandle, chosen: &[(&Parameter, bool)]) -> Result<()> {
+    let first = chosen
+        .first()
+        .is_some_and(|(_, requires_grad)| *requires_grad);
+    match chosen
+        .iter()
+        .position(|(_, requires_grad)| *requires_grad != first)
+    {
+        Some(param) => Err(fsdp_flat::FlatError::MixedRequiresGrad {
+            fqn: handle.params[param].fqn.clone(),
+        }
+        .into()),
+        None => Ok(()),
+    }
+}
+
+/// Describes the trained and the frozen parameters in lines, which the ranks compare to check that
+/// all made the same choice.
+fn describe_choice(chosen: &[(&Parameter, bool)]) -> Vec<String> {
+    let lines = chosen.iter().map(|(param, requires_grad)| {
+        let state = if *requires_grad { "trained" } else { "frozen" };
+        format!("the parameter `{}` {state}", param.fqn)
+    });
+    lines.collect()
+}

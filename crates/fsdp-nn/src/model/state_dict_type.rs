@@ -1,0 +1,337 @@
+//! The state dict that a model gives: torch's `StateDictType` and its configs, set for a scope.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::Device;
+use fsdp_state::{GatherOptions, KeepOn};
+
+use crate::error::{Result, StateDictError};
+
+/// torch's `StateDictType`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum StateDictType {
+    /// Whole tensors under the model's names.
+    #[default]
+    Full,
+    /// The model's names, each tensor as the boxes that a rank owns.
+    Sharded,
+    /// One flat tensor a unit, as it lies on the rank.
+    Local,
+}
+
+/// torch's `FullStateDictConfig`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FullStateDictConfig {
+    /// `true` if tensors are put on the CPU.
+    pub offload_to_cpu: bool,
+    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank
+    /// 0 has one.
+    pub rank0_only: bool,
+}
+
+/// torch's `ShardedStateDictConfig`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ShardedStateDictConfig {
+    /// `true` if tensors are put on the CPU.
+    pub offload_to_cpu: bool,
+}
+
+/// torch's `LocalStateDictConfig`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LocalStateDictConfig {
+    /// `true` if tensors are put on the CPU.
+    pub offload_to_cpu: bool,
+}
+
+/// torch's `FullOptimStateDictConfig`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FullOptimStateDictConfig {
+    /// `true` if tensors are put on the CPU; they are by default.
+    pub offload_to_cpu: bool,
+    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank
+    /// 0 has one.
+    pub rank0_only: bool,
+}
+
+impl Default for FullOptimStateDictConfig {
+    fn default() -> Self {
+        FullOptimStateDictConfig {
+            offload_to_cpu: true,
+            rank0_only: false,
+        }
+    }
+}
+
+/// torch's `ShardedOptimStateDictConfig`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardedOptimStateDictConfig {
+    /// `true` if tensors are put on the CPU; they are by default.
+    pub offload_to_cpu: bool,
+}
+
+impl Default for ShardedOptimStateDictConfig {
+    fn default() -> Self {
+        ShardedOptimStateDictConfig {
+            offload_to_cpu: true,
+        }
+    }
+}
+
+/// torch's `LocalOptimStateDictConfig`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LocalOptimStateDictConfig {
+    /// `true` if tensors are put on the CPU.
+    pub offload_to_cpu: bool,
+}
+
+/// The config of a model state dict, of the class that its [`StateDictType`] asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateDictConfig {
+    /// For [`StateDictType::Full`].
+    Full(FullStateDictConfig),
+    /// For [`StateDictType::Sharded`].
+    Sharded(ShardedStateDictConfig),
+    /// For [`StateDictType::Local`].
+    Local(LocalStateDictConfig),
+}
+
+/// The config of an optimizer state dict, of the class that its [`StateDictType`] asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OptimStateDictConfig {
+    /// For [`StateDictType::Full`].
+    Full(FullOptimStateDictConfig),
+    /// For [`StateDictType::Sharded`].
+    Sharded(ShardedOptimStateDictConfig),
+    /// For [`StateDictType::Local`].
+    Local(LocalOptimStateDictConfig),
+}
+
+impl From<StateDictType> for StateDictConfig {
+    /// Returns the default config of a type.
+    fn from(state_dict_type: StateDictType) -> Self {
+        match state_dict_type {
+            StateDictType::Full => StateDictConfig::Full(FullStateDictConfig::default()),
+            StateDictType::Sharded => StateDictConfig::Sharded(ShardedStateDictConfig::default()),
+            StateDictType::Local => StateDictConfig::Local(LocalStateDictConfig::default()),
+        }
+    }
+}
+
+impl StateDictConfig {
+    /// Returns `true` if tensors are put on the CPU.
+    #[must_use]
+    pub const fn offload_to_cpu(&self) -> bool {
+        match self {
+            StateDictConfig::Full(config) => config.offload_to_cpu,
+            StateDictConfig::Sharded(config) => config.offload_to_cpu,
+            StateDictConfig::Local(config) => config.offload_to_cpu,
+        }
+    }
+
+    /// Returns `true` if only rank 0 has the state dict.
+    #[must_use]
+    pub const fn rank0_only(&self) -> bool {
+        matches!(
+            self,
+            StateDictConfig::Full(FullStateDictConfig {
+                rank0_only: true,
+                ..
+            })
+        )
+    }
+
+    /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
+    pub(crate) fn gather_options(&self) -> GatherOptions {
+        gather_options(self.rank0_only(), self.offload_to_cpu())
+    }
+
+    /// Returns torch's name of the config's class, for messages.
+    const fn class(&self) -> &'static str {
+        match self {
+            StateDictConfig::Full(_) => "FullStateDictConfig",
+            StateDictConfig::Sharded(_) => "ShardedStateDictConfig",
+            StateDictConfig::Local(_) => "LocalStateDictConfig",
+        }
+    }
+}
+
+impl From<StateDictType> for OptimStateDictConfig {
+    /// Returns the default config of a type.
+    fn from(state_dict_type: StateDictType) -> Self {
+        match state_dict_type {
+            StateDictType::Full => OptimStateDictConfig::Full(FullOptimStateDictConfig::default()),
+            StateDictType::Sharded => {
+                OptimStateDictConfig::Sharded(ShardedOptimStateDictConfig::default())
+            }
+            StateDictType::Local => {
+                OptimStateDictConfig::Local(LocalOptimStateDictConfig::default())
+            }
+        }
+    }
+}
+
+impl OptimStateDictConfig {
+    /// Returns `true` if tensors are put on the CPU.
+    #[must_use]
+    pub const fn offload_to_cpu(&self) -> bool {
+        match self {
+            OptimStateDictConfig::Full(config) => config.offload_to_cpu,
+            OptimStateDictConfig::Sharded(config) => config.offload_to_cpu,
+            OptimStateDictConfig::Local(config) => config.offload_to_cpu,
+        }
+    }
+
+    /// Returns `true` if only rank 0 has the state dict.
+    #[must_use]
+    pub const fn rank0_only(&self) -> bool {
+        matches!(
+            self,
+            OptimStateDictConfig::Full(FullOptimStateDictConfig {
+                rank0_only: true,
+                ..
+            })
+        )
+    }
+
+    /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
+    pub(crate) fn gather_options(&self) -> GatherOptions {
+        gather_options(self.rank0_only(), self.offload_to_cpu())
+    }
+
+    /// Returns the name of torch's class, for messages.
+    const fn class(&self) -> &'static str {
+        match self {
+            OptimStateDictConfig::Full(_) => "FullOptimStateDictConfig",
+            OptimStateDictConfig::Sharded(_) => "ShardedOptimStateDictConfig",
+            OptimStateDictConfig::Local(_) => "LocalOptimStateDictConfig",
+        }
+    }
+}
+
+/// Returns which ranks get a full state dict and on which device, from torch's two options.
+fn gather_options(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
+    let keep_on = if rank0_only {
+        KeepOn::Ranks(vec![0])
+    } else {
+        KeepOn::All
+    };
+    GatherOptions {
+        keep_on,
+        device: offload_to_cpu.then_some(Device::Cpu),
+    }
+}
+
+/// torch's `StateDictSettings`: a type and configs of its classes. The same on every rank. `Full`
+/// by default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateDictSettings {
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig,
+    optim_state_dict_config: OptimStateDictConfig,
+}
+
+impl Default for StateDictSettings {
+    fn default() -> Self {
+        StateDictSettings::from(StateDictType::Full)
+    }
+}
+
+impl From<StateDictType> for StateDictSettings {
+    /// Returns a type with its default configs.
+    fn from(state_dict_type: StateDictType) -> Self {
+        StateDictSettings {
+            state_dict_type,
+            state_dict_config: StateDictConfig::from(state_dict_type),
+            optim_state_dict_config: OptimStateDictConfig::from(state_dict_type),
+        }
+    }
+}
+
+impl StateDictSettings {
+    /// Returns a type with these configs; `None` is the default one.
+    ///
+    /// # Errors
+    /// [`StateDictError::ConfigType`] for a config of another type's class.
+    ///
+    /// ```
+    /// use fsdp_nn::torch::{LocalStateDictConfig, StateDictConfig, StateDictSettings, StateDictType};
+    /// let config = StateDictConfig::Local(LocalStateDictConfig::default());
+    /// let error = StateDictSettings::new(StateDictType::Full, Some(config), None).unwrap_err();
+    /// assert!(error.to_string().starts_with("expected state_dict_config of type `FullStateDictConfig`"));
+    /// ```
+    pub fn new(
+        state_dict_type: StateDictType,
+        state_dict_config: Option<StateDictConfig>,
+        optim_state_dict_config: Option<OptimStateDictConfig>,
+    ) -> Result<Self> {
+        let default = StateDictSettings::from(state_dict_type);
+        let model = state_dict_config.unwrap_or(default.state_dict_config);
+        let optim = optim_state_dict_config.unwrap_or(default.optim_state_dict_config);
+        check_class(
+            "state_dict_config",
+            default.state_dict_config.class(),
+            model.class(),
+        )?;
+        check_class(
+            "optim_state_dict_config",
+            default.optim_state_dict_config.class(),
+            optim.class(),
+        )?;
+        Ok(StateDictSettings {
+            state_dict_config: model,
+            optim_state_dict_config: optim,
+            ..default
+        })
+    }
+
+    /// Returns the type.
+    #[must_use]
+    pub const fn state_dict_type(&self) -> StateDictType {
+        self.state_dict_type
+    }
+
+    /// Returns the config of model state dicts.
+    #[must_use]
+    pub const fn state_dict_config(&self) -> &StateDictConfig {
+        &self.state_dict_config
+    }
+
+    /// Returns the config of optimizer state dicts.
+    #[must_use]
+    pub const fn optim_state_dict_config(&self) -> &OptimStateDictConfig {
+        &self.optim_state_dict_config
+    }
+}
+
+/// Refuses a config of another class than the type asks for.
+fn check_class(which: &'static str, expected: &'static str, found: &'static str) -> Result<()> {
+    if expected == found {
+        Ok(())
+    } else {
+        Err(StateDictError::ConfigType {
+            which,
+            expected,
+            found,
+        }
+        .into())
+    }
+}
+
+/// The settings in force for one model.
+#[derive(Debug, Default)]
+pub(crate) struct CurrentSettings(Mutex<StateDictSettings>);
+
+impl CurrentSettings {
+    /// Puts settings in force, and returns those before.
+    pub(crate) fn replace(&self, settings: StateDictSettings) -> StateDictSettings {
+        std::mem::replace(
+            &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner),
+            settings,
+        )
+    }
+
+    /// Returns the settings in force.
+    pub(crate) fn get(&self) -> StateDictSettings {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,159 @@
+//! The whole parameters on every rank, to look at or to change.
+
+use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::HostBytes;
+
+use candle_core::Tensor;
+use indexmap::{IndexMap, IndexSet};
+
+use super::build::agree_on_model;
+use super::parameters::{Location, ShardedParameters};
+use crate::error::{BuildError, NnError, Result};
+use crate::unit::InUse;
+
+const WRITE_BACK: &str = "FullParameters::write_back";
+
+/// All parameters of a model, whole on every rank, until it is dropped: torch's
+/// `summon_full_params`. Made by [`ShardedParameters::summon_full_params`].
+///
+/// While it lives, nothing else can change the parameters: an optimizer's step, a load or a reshard
+/// is an error.
+#[derive(Debug)]
+pub struct FullParameters<'a> {
+    parameters: &'a ShardedParameters,
+    whole: IndexMap<String, Tensor>,
+    /// The names whose values have been replaced.
+    replaced: IndexSet<String>,
+    in_use: Vec<InUse>,
+}
+
+impl ShardedParameters {
+    /// Gathers all parameters whole on every rank, in the dtype of shards: torch's
+    /// `summon_full_params`. It takes the memory of the whole model on each rank. What is changed
+    /// is written back by [`FullParameters::write_back`] only, as with `writeback=True` in torch;
+    /// dropping it changes nothing. Collectives: one all-gather for each unit, none where nothing
+    /// is sharded.
+    ///
+    /// ```
+    /// use candle_nn::linear;
+    /// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, NnError};
+    /// fsdp_comm::run_local(3, |group| {
+    ///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(4, 2, scope.vb()))?;
+    ///     let mut whole = model.parameters().summon_full_params()?;
+    ///     let doubled = (whole.get("weight")? * 2.0)?;
+    ///     whole.set("weight", doubled)?;
+    ///     whole.write_back()?;
+    ///     Ok::<(), NnError>(())
+    /// })?
+    /// .into_iter()
+    /// .collect::<Result<Vec<()>, _>>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The errors of the all-gathers.
+    pub fn summon_full_params(&self) -> Result<FullParameters<'_>> {
+        let in_use = self.handles.iter().map(InUse::new).collect();
+        let mut units: Vec<Vec<Tensor>> = Vec::with_capacity(self.handles.len());
+        for handle in &self.handles {
+            units.push(handle.gather_whole()?);
+        }
+        let mut whole = IndexMap::new();
+        for fqn in self.fqns() {
+            let Location { handle, param } = self.location(fqn)?;
+            whole.insert(fqn.to_owned(), units[handle][param].clone());
+        }
+        Ok(FullParameters {
+            parameters: self,
+            whole,
+            replaced: IndexSet::new(),
+            in_use,
+        })
+    }
+}
+
+impl FullParameters<'_> {
+    /// Returns a parameter, by its name or one that is tied to it.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`].
+    pub fn get(&self, fqn: &str) -> Result<&Tensor> {
+        let name = self.parameters.canonical_fqn(fqn);
+        self.whole
+            .get(name)
+            .ok_or_else(|| NnError::UnknownParameter {
+                fqn: fqn.to_owned(),
+            })
+    }
+
+    /// Returns the parameters by name, in the order in which the model declared them.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.whole
+            .iter()
+            .map(|(fqn, tensor)| (fqn.as_str(), tensor))
+    }
+
+    /// Replaces the value of a parameter here; the model gets it with [`Self::write_back`]. No
+    /// communication.
+    ///
+    /// # Errors
+    /// [`NnError::UnknownParameter`]; a value of another shape or dtype.
+    pub fn set(&mut self, fqn: &str, value: Tensor) -> Result<()> {
+        let there = self.get(fqn)?;
+        if there.dims() != value.dims() || there.dtype() != value.dtype() {
+            return Err(BuildError::Conflict {
+                fqn: fqn.to_owned(),
+                asked: format!("{:?} {:?}", value.dims(), value.dtype()),
+                existing: format!("{:?} {:?}", there.dims(), there.dtype()),
+            }
+            .into());
+        }
+        let name = self.parameters.canonical_fqn(fqn).to_owned();
+        self.whole.insert(name.clone(), value.detach());
+        self.replaced.insert(name);
+        Ok(())
+    }
+
+    /// Writes what has been [`set`](Self::set) into the model: each rank its own part.
+    ///
+    /// Collectives: one agreement, in which ranks compare hashes of the values. If they differed,
+    /// parts of different values would be mixed in one parameter.
+    ///
+    /// # Errors
+    /// [`NnError::DifferentModels`] if the ranks have set different parameters or values, and
+    /// [`NnError::UnitInUse`] while somebody else uses a unit. One rank's error is every rank's,
+    /// and changes nothing.
+    pub fn write_back(self) -> Result<()> {
+        let FullParameters {
+            parameters,
+            whole,
+            replaced,
+            in_use,
+        } = self;
+        drop(in_use);
+        let prepared = parameters.reshard().and_then(|()| {
+            let values = replaced.iter().filter_map(|fqn| whole.get_key_value(fqn));
+            values
+                .map(|(fqn, value)| Ok((fqn, value, hash(value)?)))
+                .collect::<Result<Vec<_>>>()
+        });
+        let values = agree_on_model(parameters.group(), WRITE_BACK, prepared, |values| {
+            values
+                .iter()
+                .map(|(fqn, _, hash)| {
+                    format!("the parameter `{fqn}` with values of hash {hash:016x}")
+                })
+                .collect()
+        })?;
+        for (fqn, value, _) in values {
+            parameters.set_parameter(fqn, &ShardedTensor::from_whole(value))?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns a hash of a tensor's elements.
+fn hash(value: &Tensor) -> Result<u64> {
+    let value = value.contiguous()?;
+    Ok(twox_hash::XxHash3_64::oneshot(&HostBytes::read(&value)?))
+}

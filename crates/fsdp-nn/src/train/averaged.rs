@@ -1,0 +1,344 @@
+//! A running average of the weights of a model.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_flat::ShardedTensor;
+use fsdp_flat::storage::{HostSlice, HostSliceMut, owned_copy};
+use fsdp_flat::with_float;
+use fsdp_state::{StateDict, StateError, StateValue};
+use indexmap::IndexMap;
+
+use crate::algorithm::lerp;
+use crate::error::{NnError, Result};
+use crate::model::parameters::{ShardedParameters, check_values, write_boxes};
+use crate::state::names_that_count;
+
+/// The key of the number of updates.
+const N_AVERAGED: &str = "n_averaged";
+const LOAD: &str = "AveragedModel::load_state_dict";
+/// The prefix of the parameters' names.
+const MODULE: &str = "module.";
+
+/// An exponential moving average of a sharded model's weights: torch's `AveragedModel` with
+/// `get_ema_multi_avg_fn(decay)`. Each rank averages its shard; no method communicates.
+///
+/// The first [`Self::update`] copies the weights, and each later one moves the average towards them
+/// by `1 - decay`. Call [`Self::swap`] before an evaluation, to exchange weights and average, and
+/// again after it.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, linear};
+/// use fsdp_nn::algorithm::{Algorithm, SgdOptions};
+/// use fsdp_nn::{AveragedModel, FsdpConfig, FullyShardedDataParallel, NnError, Optimizer};
+///
+/// fsdp_comm::run_local(2, |group| {
+///     let model = FullyShardedDataParallel::new(group, FsdpConfig::default(), |scope| linear(3, 1, scope.vb()))?;
+///     let mut optimizer = Optimizer::new(model.parameters(), Algorithm::Sgd(SgdOptions::default()))?;
+///     let mut average = AveragedModel::new(model.parameters(), 0.999)?;
+///     let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+///     let loss = || model.forward(|layer| layer.forward(&x)?.sqr()?.mean_all());
+///     for _ in 0..3 {
+///         model.backward(&loss()?)?;
+///         optimizer.step()?;
+///         model.parameters().zero_grad();
+///         average.update()?;
+///     }
+///     average.swap()?;
+///     let _of_the_average = loss()?;
+///     average.swap()?;
+///     Ok::<(), NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// In a checkpoint the average is a value beside model and optimizer: `TrainState::average` saves
+/// and loads it.
+#[derive(Debug)]
+pub struct AveragedModel {
+    parameters: Arc<ShardedParameters>,
+    decay: f64,
+    n_averaged: i64,
+    /// This rank's part of the average of each parameter, flat; `None` where it has none.
+    average: IndexMap<String, Option<Tensor>>,
+    /// `true` while the model has the average, and this the weights.
+    is_swapped: bool,
+}
+
+impl AveragedModel {
+    /// Makes an average that begins as a copy of the weights. It takes as much memory as the
+    /// shards.
+    ///
+    /// # Errors
+    /// [`NnError::Options`] for a decay that is not between 0 and 1; [`NnError::Swapped`] while
+    /// the model has another average; candle's errors.
+    pub fn new(parameters: &Arc<ShardedParameters>, decay: f64) -> Result<Self> {
+        if !(0.0..=1.0).contains(&decay) {
+            return Err(NnError::options(format!(
+                "the decay of an average of weights is {decay}, but must be between 0 and 1"
+            )));
+        }
+        if parameters.has_average() {
+            return Err(NnError::Swapped);
+        }
+        let mut average = IndexMap::new();
+        for fqn in parameters.fqns() {
+            let piece = parameters.local_piece(fqn)?;
+            let copy = piece.map(|piece| owned_copy(&piece)).transpose()?;
+            average.insert(fqn.to_owned(), copy);
+        }
+        Ok(AveragedModel {
+            parameters: Arc::clone(parameters),
+            decay,
+            n_averaged: 0,
+            average,
+            is_swapped: false,
+        })
+    }
+
+    /// Returns `true` if this averages the weights of this very model, and not of one like it.
+    #[must_use]
+    pub fn belongs_to(&self, parameters: &ShardedParameters) -> bool {
+        self.parameters.is_same_model(parameters)
+    }
+
+    /// Returns the number of updates so far.
+    #[must_use]
+    pub const fn n_averaged(&self) -> i64 {
+        self.n_averaged
+    }
+
+    /// Updates the average with the current weights. Call it after each optimizer step, on every
+    /// rank.
+    ///
+    /// # Errors
+    /// [`NnError::Swapped`] while the model has this average or another one; candle's errors.
+    pub fn update(&mut self) -> Result<()> {
+        if self.parameters.has_average() {
+            return Err(NnError::Swapped);
+        }
+        self.parameters.wait_for_readers();
+        let weight = if self.n_averaged == 0 {
+            1.0
+        } else {
+            1.0 - self.decay
+        };
+        for (fqn, average) in &self.average {
+            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
+                continue;
+            };
+            if !average.device().is_cpu() {
+                let moved = ((average * (1.0 - weight))? + (param * weight)?)?;
+                average.slice_set(&moved.contiguous()?, 0, 0)?;
+                continue;
+            }
+            with_float!(average.dtype(), T => {
+                lerp(&mut HostSliceMut::<T>::write(average)?, &HostSlice::<T>::read(&param)?, weight);
+            }, else ());
+        }
+        self.n_averaged = self.n_averaged.saturating_add(1);
+        Ok(())
+    }
+
+    /// Exchanges the weights of the model with the average. Until it is called again, the model
+    /// computes with the average. Its state dict is that of the average then, for a model to be
+    /// published, but a step of an optimizer, a save or load of a run, and a load of the model are
+    /// errors. Every rank must call it.
+    ///
+    /// If the average is dropped while the model has it, the weights are lost: the model keeps the
+    /// average, and cannot be trained any more.
+    ///
+    /// # Errors
+    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`] while the model has another
+    /// average; candle's errors.
+    pub fn swap(&mut self) -> Result<()> {
+        if self.parameters.has_average() && !self.is_swapped {
+            return Err(NnError::Swapped);
+        }
+        self.parameters.reshard()?;
+        self.parameters.wait_for_readers();
+        for (fqn, average) in &self.average {
+            self.parameters.begin_change(fqn)?;
+            let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
+                continue;
+            };
+            if !average.device().is_cpu() {
+                let before = param.copy()?;
+                param.slice_set(average, 0, 0)?;
+                average.slice_set(&before, 0, 0)?;
+                continue;
+            }
+            with_float!(average.dtype(), T => {
+                let mut average = HostSliceMut::<T>::write(average)?;
+                let mut param = HostSliceMut::<T>::write(&param)?;
+                average.swap_with_slice(&mut param);
+            }, else ());
+        }
+        self.is_swapped = !self.is_swapped;
+        self.parameters
+            .has_average
+            .store(self.is_swapped, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Returns the average under torch's keys: `n_averaged`, and `module.NAME` for each name of
+    /// each parameter and for each persistent buffer. Parameters are views of the average, sharded
+    /// like the model; buffers are the model's own.
+    ///
+    /// # Errors
+    /// [`NnError::Swapped`] while the model has the average.
+    pub fn state_dict(&self) -> Result<StateDict> {
+        if self.is_swapped {
+            return Err(NnError::Swapped);
+        }
+        let mut state = StateDict::new();
+        state.insert(N_AVERAGED, Tensor::new(self.n_averaged, &Device::Cpu)?);
+        for fqn in self.average.keys() {
+            state.insert(format!("{MODULE}{fqn}"), self.sharded(fqn)?);
+        }
+        for (alias, fqn) in self.parameters.aliases() {
+            state.insert(format!("{MODULE}{alias}"), self.sharded(fqn)?);
+        }
+        let persistent = self
+            .parameters
+            .buffers()
+            .iter()
+            .filter(|(_, (_, persistent))| *persistent);
+        for (name, (buffer, _)) in persistent {
+            state.insert(format!("{MODULE}{name}"), buffer.clone());
+        }
+        Ok(state)
+    }
+
+    /// Leaves out of the state dict of the average those names of tied parameters under which
+    /// nothing was saved, if something was saved under another of their names. `is_saved` gets keys
+    /// of the state dict.
+    pub fn retain_saved_names(&self, state: &mut StateDict, is_saved: impl Fn(&str) -> bool) {
+        let mut tied: IndexMap<&str, Vec<String>> = IndexMap::new();
+        for (alias, fqn) in self.parameters.aliases() {
+            tied.entry(fqn)
+                .or_insert_with(|| vec![format!("{MODULE}{fqn}")])
+                .push(format!("{MODULE}{alias}"));
+        }
+        for keys in tied.values() {
+            let (saved, others): (Vec<&String>, Vec<&String>) =
+                keys.iter().partition(|key| is_saved(key));
+            if !saved.is_empty() {
+                others.into_iter().for_each(|key| _ = state.remove(key));
+            }
+        }
+    }
+
+    /// Checks that an average can go on from the number of updates in a state dict. A load of a
+    /// whole run checks it before anything changes.
+    ///
+    /// # Errors
+    /// [`StateError::Incompatible`] names the key.
+    pub fn check_n_averaged(state: &StateDict) -> Result<()> {
+        if state.get(N_AVERAGED).and_then(count_of).is_some() {
+            return Ok(());
+        }
+        let mut report = fsdp_state::LoadReport::default();
+        report.missing.push(N_AVERAGED.to_owned());
+        Err(StateError::Incompatible {
+            operation: LOAD,
+            report,
+        }
+        .into())
+    }
+
+    /// Loads a state dict, whose parameters must cover this rank's shards. A tied parameter may be
+    /// there under any of its names. Values that are views of the average itself, which a load in
+    /// place has already filled, are not copied. Buffers belong to the model, and are not read.
+    ///
+    /// # Errors
+    /// [`StateError::Incompatible`] names keys that are missing or have another kind of value;
+    /// those of a [`ShardedParameters::set_parameter`]; [`NnError::Swapped`]. Nothing has been
+    /// changed then.
+    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        if self.is_swapped {
+            return Err(NnError::Swapped);
+        }
+        let mut report = fsdp_state::LoadReport::default();
+        let count = state.get(N_AVERAGED).and_then(count_of);
+        report
+            .missing
+            .extend(count.is_none().then(|| N_AVERAGED.to_owned()));
+        let mut taken = Vec::with_capacity(self.average.len());
+        let names = state.keys().filter_map(|key| key.strip_prefix(MODULE));
+        let chosen = names_that_count(
+            &self.parameters,
+            names.filter(|name| self.parameters.contains(name)),
+        );
+        for fqn in self.average.keys() {
+            let key = format!(
+                "{MODULE}{}",
+                chosen.get(fqn.as_str()).unwrap_or(&fqn.as_str())
+            );
+            match state.get(&key) {
+                Some(StateValue::Sharded(sharded)) => {
+                    taken.push((fqn, self.sharded(fqn)?, sharded.clone()))
+                }
+                Some(StateValue::Tensor(whole)) => {
+                    taken.push((fqn, self.sharded(fqn)?, ShardedTensor::from_whole(whole)));
+                }
+                _ => report.missing.push(key),
+            }
+        }
+        let Some(count) = count.filter(|_| report.missing.is_empty()) else {
+            return Err(StateError::Incompatible {
+                operation: LOAD,
+                report,
+            }
+            .into());
+        };
+        for (fqn, target, values) in &taken {
+            check_values(fqn, values, target)?;
+        }
+        self.parameters.wait_for_readers();
+        for (_, target, values) in &taken {
+            write_boxes(values, target)?;
+        }
+        self.n_averaged = count;
+        Ok(())
+    }
+
+    /// Returns the average of a parameter as this rank's boxes of it.
+    fn sharded(&self, fqn: &str) -> Result<ShardedTensor> {
+        let shape = self.parameters.shape(fqn)?;
+        match self.average.get(fqn) {
+            Some(Some(flat)) => Ok(ShardedTensor::from_flat(
+                shape,
+                self.parameters.boxes(fqn)?,
+                flat,
+            )?),
+            _ => Ok(ShardedTensor::new(
+                self.parameters.dtype(fqn)?,
+                shape.to_vec(),
+                Vec::new(),
+            )?),
+        }
+    }
+}
+
+/// Returns the number of updates that a value holds.
+fn count_of(value: &StateValue) -> Option<i64> {
+    let count: Option<i64> = match value {
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => tensor
+            .flatten_all()
+            .ok()?
+            .to_dtype(DType::I64)
+            .ok()?
+            .get(0)
+            .ok()?
+            .to_scalar()
+            .ok(),
+        StateValue::Plain(value) => value.as_int(),
+        _ => None,
+    };
+    count.filter(|count| *count >= 0)
+}

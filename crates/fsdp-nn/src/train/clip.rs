@@ -1,0 +1,174 @@
+//! The norm of all gradients together, and clipping by it.
+
+use candle_core::WithDType;
+use fsdp_comm::ReduceOp;
+use fsdp_flat::storage::{HostSlice, HostSliceMut};
+use fsdp_flat::with_float;
+
+use crate::algorithm::multiply;
+use crate::error::{NnError, Result};
+use crate::exchange::device;
+use crate::model::ShardedParameters;
+use crate::tasks;
+
+/// A norm of all gradients together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum GradNorm {
+    /// The square root of the sum of squares.
+    #[default]
+    L2,
+    /// The largest absolute value.
+    Infinity,
+}
+
+/// The reaction to gradients of some rank that are NaN or infinite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnNonFinite {
+    /// Every rank gets the same error, and the gradients stay as they are: torch's
+    /// `error_if_nonfinite=True`.
+    #[default]
+    Error,
+    /// Every rank drops its gradients. The next optimizer step then updates no parameter and no
+    /// state.
+    Skip,
+    /// The gradients are scaled all the same, by zero or by NaN, and a step would spread that to
+    /// all parameters: torch's default, `error_if_nonfinite=False`. For those who look at the norm
+    /// before they step.
+    Scale,
+}
+
+/// Options of [`ShardedParameters::clip_grad_norm_with`]; the same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ClipOptions {
+    /// The norm by which gradients are clipped: torch's `norm_type`.
+    pub norm: GradNorm,
+    /// The reaction to gradients that are not finite.
+    pub on_non_finite: OnNonFinite,
+}
+
+impl ShardedParameters {
+    /// Returns the 2-norm of all gradients together, the same on every rank; 0 without gradients.
+    /// Collectives: one all-reduce of one number over the shard group, none where nothing is
+    /// sharded.
+    ///
+    /// # Errors
+    /// The all-reduce's.
+    pub fn grad_norm(&self) -> Result<f64> {
+        self.grad_norm_of(GradNorm::L2)
+    }
+
+    /// Returns a norm of all gradients together, the same on every rank; 0 without gradients, NaN
+    /// if any gradient is NaN. Collectives: those of [`Self::grad_norm`].
+    ///
+    /// # Errors
+    /// The all-reduce's.
+    pub fn grad_norm_of(&self, norm: GradNorm) -> Result<f64> {
+        let mut total = [0f64];
+        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
+            let local = if !grad.device().is_cpu() {
+                device::norm_part(&grad, norm == GradNorm::Infinity)?
+            } else {
+                with_float!(grad.dtype(), T => {
+                    let values = HostSlice::<T>::read(&grad)?;
+                    match norm {
+                        GradNorm::L2 => tasks::sum(&values, |x| WithDType::to_f64(x).powi(2)),
+                        GradNorm::Infinity => values.iter().map(|x| WithDType::to_f64(*x).abs()).fold(0.0, larger),
+                    }
+                }, else 0.0)
+            };
+            total[0] = if norm == GradNorm::L2 {
+                total[0] + local
+            } else {
+                larger(total[0], local)
+            };
+        }
+        if let Some(group) = self.shard_group() {
+            let op = if norm == GradNorm::L2 {
+                ReduceOp::Sum
+            } else {
+                ReduceOp::Max
+            };
+            group.all_reduce(&mut total, op)?;
+        }
+        Ok(if norm == GradNorm::L2 {
+            total[0].sqrt()
+        } else {
+            total[0]
+        })
+    }
+
+    /// Returns the norm of the gradients, like [`Self::grad_norm`], if all gradients of all ranks
+    /// are finite. Where they are not, a step can be skipped: every rank gets the same error, and
+    /// nothing has been changed.
+    ///
+    /// # Errors
+    /// [`NnError::NonFiniteGradients`]; those of [`Self::grad_norm`].
+    pub fn finite_grad_norm(&self) -> Result<f64> {
+        let norm = self.grad_norm()?;
+        if norm.is_finite() {
+            Ok(norm)
+        } else {
+            Err(NnError::NonFiniteGradients { norm })
+        }
+    }
+
+    /// Scales all gradients so that their total 2-norm over all ranks is at most `max_norm`, and
+    /// returns the norm before scaling, the same on every rank. torch's `clip_grad_norm_` with
+    /// `error_if_nonfinite=True`. Collectives: as [`Self::grad_norm`].
+    ///
+    /// # Errors
+    /// [`NnError::Options`] for a norm that is negative or NaN; the errors of
+    /// [`Self::finite_grad_norm`]. The gradients are unchanged then.
+    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
+        self.clip_grad_norm_with(max_norm, ClipOptions::default())
+    }
+
+    /// Clips as [`Self::clip_grad_norm`], by a norm of choice, and with a choice of what happens
+    /// where gradients are not finite. The norm that is returned tells every rank of that: it is
+    /// infinite or NaN on all of them, or on none.
+    ///
+    /// # Errors
+    /// [`NnError::Options`] for a norm that is negative or NaN; the all-reduce's; with
+    /// [`OnNonFinite::Error`] also [`NnError::NonFiniteGradients`].
+    pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
+        if max_norm.is_nan() || max_norm < 0.0 {
+            return Err(NnError::options(format!(
+                "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and not NaN"
+            )));
+        }
+        let norm = self.grad_norm_of(options.norm)?;
+        if !norm.is_finite() {
+            match options.on_non_finite {
+                OnNonFinite::Error => return Err(NnError::NonFiniteGradients { norm }),
+                OnNonFinite::Skip => {
+                    self.zero_grad();
+                    return Ok(norm);
+                }
+                OnNonFinite::Scale => {}
+            }
+        }
+        let scale = max_norm / (norm + 1e-6);
+        if scale < 1.0 || scale.is_nan() {
+            self.scale_gradients(scale)?;
+        }
+        Ok(norm)
+    }
+
+    /// Multiplies all gradients of this rank. No communication.
+    pub(crate) fn scale_gradients(&self, scale: f64) -> Result<()> {
+        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
+            if !grad.device().is_cpu() {
+                device::scale(&grad, scale)?;
+                continue;
+            }
+            // A half type may not hold the factor: a product with it rounded could be zero.
+            with_float!(grad.dtype(), T => multiply(&mut HostSliceMut::<T>::write(&grad)?, scale), else ());
+        }
+        Ok(())
+    }
+}
+
+/// Returns the larger of two numbers, or NaN if one of them is NaN.
+fn larger(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
+}

@@ -1,0 +1,12 @@
+//! What surrounds the steps of a training: gradient clipping and scaling, schedules of learning
+//! rates, averages of weights, and the samples of each rank.
+
+mod averaged;
+mod clip;
+pub mod sampler;
+mod scaler;
+pub mod schedule;
+
+pub use averaged::AveragedModel;
+pub use clip::{ClipOptions, GradNorm, OnNonFinite};
+pub use scaler::{GradScaler, GradScalerOptions};

@@ -1,0 +1,377 @@
+//! Loss scaling, for gradients that `f16` cannot hold as they are.
+
+use std::sync::Arc;
+
+use candle_core::{Tensor, WithDType};
+use fsdp_comm::ReduceOp;
+use fsdp_flat::storage::HostSliceMut;
+use fsdp_flat::with_float;
+use fsdp_layout::PlainValue;
+use fsdp_state::StateDict;
+
+use crate::error::{Result, ScalerError};
+use crate::exchange::device;
+use crate::model::ShardedParameters;
+use crate::optimizer::Optimizer;
+
+/// Options of a [`GradScaler`], with torch's defaults; the same on every rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GradScalerOptions {
+    /// The scale at the beginning; 65536 by default.
+    pub init_scale: f64,
+    /// The factor by which the scale grows; 2 by default.
+    pub growth_factor: f64,
+    /// The factor by which the scale falls after gradients that were not finite; 0.5 by default.
+    pub backoff_factor: f64,
+    /// The number of consecutive steps with finite gradients after which the scale grows; 2000 by
+    /// default.
+    pub growth_interval: u32,
+    /// `true` (the default) to scale losses. With `false`, [`GradScaler::scale`] returns the loss
+    /// as it is, and [`GradScaler::step`] always steps the optimizer.
+    pub enabled: bool,
+}
+
+impl Default for GradScalerOptions {
+    fn default() -> Self {
+        GradScalerOptions {
+            init_scale: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            enabled: true,
+        }
+    }
+}
+
+/// Scales losses, so that small gradients are not lost in `f16`, and skips steps whose gradients
+/// the scale has made too large: torch's `GradScaler` and `ShardedGradScaler`. All ranks skip the
+/// same steps and have the same scale.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, linear};
+/// use fsdp_nn::algorithm::{AdamOptions, Algorithm};
+/// use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, GradScaler, GradScalerOptions, MixedPrecision, NnError, Optimizer};
+///
+/// fsdp_comm::run_local(2, |group| {
+///     let mixed_precision = MixedPrecision { param: Some(DType::F16), ..MixedPrecision::default() };
+///     let config = FsdpConfig { mixed_precision, ..FsdpConfig::default() };
+///     let model = FullyShardedDataParallel::new(group, config, |scope| linear(3, 1, scope.vb()))?;
+///     let mut optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
+///     let mut scaler = GradScaler::new(GradScalerOptions { init_scale: 256.0, ..GradScalerOptions::default() })?;
+///     let x = Tensor::ones((2, 3), DType::F16, &Device::Cpu)?;
+///     for _ in 0..3 {
+///         let loss = model.forward(|layer| layer.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all())?;
+///         model.backward(&scaler.scale(&loss)?)?;
+///         scaler.unscale(model.parameters())?; // Only for what looks at gradients, such as clipping.
+///         scaler.step(&mut optimizer)?;
+///         scaler.update()?;
+///         model.parameters().zero_grad();
+///     }
+///     Ok::<(), NnError>(())
+/// })?
+/// .into_iter()
+/// .collect::<Result<Vec<()>, _>>()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// Set `TrainState::scaler` to save and load its state with the run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GradScaler {
+    options: GradScalerOptions,
+    /// A number of `f32`, as in torch.
+    scale: f32,
+    growth_tracker: u32,
+    /// The models whose gradients have been unscaled since the last update.
+    unscaled: Vec<Unscaled>,
+}
+
+/// The gradients of one model, once they have been unscaled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Unscaled {
+    /// The identity of the model: the address of what its units share.
+    model: usize,
+    /// The number of the model's reductions of gradients up to then.
+    reductions: u64,
+    /// `true` if the gradients of all ranks were finite.
+    is_finite: bool,
+}
+
+impl GradScaler {
+    /// Makes a scaler.
+    ///
+    /// # Errors
+    /// [`ScalerError::OutOfRange`].
+    pub fn new(options: GradScalerOptions) -> Result<Self> {
+        let GradScalerOptions {
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+        } = options;
+        let scale = init_scale as f32;
+        for (key, value, is_fine, range) in [
+            (
+                "init_scale",
+                init_scale,
+                scale.is_finite() && scale > 0.0,
+                "finite and positive in f32",
+            ),
+            (
+                "growth_factor",
+                growth_factor,
+                growth_factor.is_finite() && growth_factor > 1.0,
+                "finite and above 1",
+            ),
+            (
+                "backoff_factor",
+                backoff_factor,
+                backoff_factor > 0.0 && backoff_factor < 1.0,
+                "between 0 and 1",
+            ),
+            (
+                "growth_interval",
+                growth_interval.into(),
+                growth_interval > 0,
+                "at least 1",
+            ),
+        ] {
+            if enabled && !is_fine {
+                return Err(ScalerError::OutOfRange { key, value, range }.into());
+            }
+        }
+        Ok(GradScaler {
+            options,
+            scale,
+            growth_tracker: 0,
+            unscaled: Vec::new(),
+        })
+    }
+
+    /// Returns the scale; 1 if the scaler is not enabled.
+    #[must_use]
+    pub fn get_scale(&self) -> f64 {
+        if self.options.enabled {
+            self.scale.into()
+        } else {
+            1.0
+        }
+    }
+
+    /// Returns a loss times the scale, for the backward. No communication.
+    ///
+    /// # Errors
+    /// candle's errors.
+    pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        if self.options.enabled {
+            Ok((loss * self.get_scale())?)
+        } else {
+            Ok(loss.clone())
+        }
+    }
+
+    /// Divides all gradients of a model by the scale, and returns `true` if those of all ranks are
+    /// finite. Call it before clipping gradients; otherwise [`Self::step`] does it. Collectives:
+    /// one all-reduce of a number over all ranks.
+    ///
+    /// # Errors
+    /// [`ScalerError::UnscaledTwice`], [`ScalerError::NewGradients`]; the all-reduce's.
+    pub fn unscale(&mut self, parameters: &ShardedParameters) -> Result<bool> {
+        if !self.options.enabled {
+            return Ok(true);
+        }
+        if self.unscaled_of(parameters)?.is_some() {
+            return Err(ScalerError::UnscaledTwice.into());
+        }
+        let own = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
+        // An error of this rank must not leave the others waiting.
+        let is_own_finite = *own.as_ref().unwrap_or(&false);
+        let mut found = [f32::from(u8::from(!is_own_finite))];
+        parameters.group().all_reduce(&mut found, ReduceOp::Max)?;
+        own?;
+        let is_finite = found[0] == 0.0;
+        self.unscaled.push(Unscaled {
+            model: Arc::as_ptr(&parameters.shared).addr(),
+            reductions: parameters.shared.reductions.count(),
+            is_finite,
+        });
+        Ok(is_finite)
+    }
+
+    /// Returns what is known of a model's gradients; `None` if they have not been unscaled since
+    /// the last update.
+    ///
+    /// # Errors
+    /// [`ScalerError::NewGradients`].
+    fn unscaled_of(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
+        let model = Arc::as_ptr(&parameters.shared).addr();
+        let found = self
+            .unscaled
+            .iter()
+            .find(|unscaled| unscaled.model == model)
+            .copied();
+        if found.is_some_and(|found| found.reductions != parameters.shared.reductions.count()) {
+            return Err(ScalerError::NewGradients.into());
+        }
+        Ok(found)
+    }
+
+    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did.
+    /// Unscales the gradients first unless [`Self::unscale`] was called since the last
+    /// [`Self::update`]. Several optimizers, of one model or of several, may step one after the
+    /// other. Collectives: those of [`Self::unscale`], and the optimizer's.
+    ///
+    /// # Errors
+    /// The errors of the optimizer and of [`Self::unscale`].
+    pub fn step(&mut self, optimizer: &mut Optimizer) -> Result<bool> {
+        if self.options.enabled {
+            let is_finite = match self.unscaled_of(optimizer.parameters())? {
+                Some(unscaled) => unscaled.is_finite,
+                None => self.unscale(optimizer.parameters())?,
+            };
+            if !is_finite {
+                return Ok(false);
+            }
+        }
+        optimizer.step()?;
+        Ok(true)
+    }
+
+    /// Updates the scale after a step: it falls if the step was skipped, and grows after enough
+    /// steps that were not. No communication.
+    ///
+    /// # Errors
+    /// [`ScalerError::NothingToUpdate`].
+    pub fn update(&mut self) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        if self.unscaled.is_empty() {
+            return Err(ScalerError::NothingToUpdate.into());
+        }
+        let is_finite = self.unscaled.drain(..).all(|unscaled| unscaled.is_finite);
+        if !is_finite {
+            // A scale of 0 could not grow again.
+            self.scale = (self.scale * self.options.backoff_factor as f32).max(f32::MIN_POSITIVE);
+            self.growth_tracker = 0;
+        } else if self.growth_tracker.saturating_add(1) < self.options.growth_interval {
+            self.growth_tracker += 1;
+        } else {
+            let grown = self.scale * self.options.growth_factor as f32;
+            self.scale = if grown.is_finite() { grown } else { self.scale };
+            self.growth_tracker = 0;
+        }
+        Ok(())
+    }
+
+    /// Returns the state under torch's keys: `scale`, `growth_factor`, `backoff_factor`,
+    /// `growth_interval` and `_growth_tracker`; nothing if the scaler is not enabled. Take it after
+    /// [`Self::update`].
+    #[must_use]
+    pub fn state_dict(&self) -> StateDict {
+        let mut state = StateDict::new();
+        if self.options.enabled {
+            state.insert("scale", f64::from(self.scale));
+            state.insert("growth_factor", self.options.growth_factor);
+            state.insert("backoff_factor", self.options.backoff_factor);
+            state.insert("growth_interval", i64::from(self.options.growth_interval));
+            state.insert("_growth_tracker", i64::from(self.growth_tracker));
+        }
+        state
+    }
+
+    /// Loads the state of a scaler, which may be torch's. A scaler that is not enabled ignores it,
+    /// as in torch. No communication.
+    ///
+    /// # Errors
+    /// [`ScalerError::State`] and [`ScalerError::OutOfRange`], and nothing has been changed.
+    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        let options = GradScalerOptions {
+            init_scale: float(state, "scale")?,
+            growth_factor: float(state, "growth_factor")?,
+            backoff_factor: float(state, "backoff_factor")?,
+            growth_interval: count(state, "growth_interval")?,
+            enabled: true,
+        };
+        let growth_tracker = count(state, "_growth_tracker")?;
+        let loaded = GradScaler {
+            growth_tracker,
+            ..GradScaler::new(options)?
+        };
+        // The scale at the beginning of this run stays the same.
+        let init_scale = self.options.init_scale;
+        *self = GradScaler {
+            options: GradScalerOptions {
+                init_scale,
+                ..options
+            },
+            ..loaded
+        };
+        Ok(())
+    }
+}
+
+/// Reads a float from the state of a scaler.
+fn float(state: &StateDict, key: &'static str) -> Result<f64> {
+    value(state, key, "a float", PlainValue::as_float)
+}
+
+/// Reads a count from the state of a scaler.
+fn count(state: &StateDict, key: &'static str) -> Result<u32> {
+    value(state, key, "a count", |value| {
+        u32::try_from(value.as_int()?).ok()
+    })
+}
+
+/// Reads a value from the state of a scaler.
+fn value<T>(
+    state: &StateDict,
+    key: &'static str,
+    expected: &'static str,
+    convert: impl FnOnce(&PlainValue) -> Option<T>,
+) -> Result<T> {
+    let found = match state.get(key).map(|value| value.as_plain()) {
+        None => "nothing",
+        Some(None) => "a tensor or dict",
+        Some(Some(plain)) => match convert(plain) {
+            Some(value) => return Ok(value),
+            None => plain.type_name(),
+        },
+    };
+    let error = ScalerError::State {
+        key,
+        found,
+        expected,
+    };
+    Err(error.into())
+}
+
+impl ShardedParameters {
+    /// Multiplies the gradients of this rank by `factor`, and returns `true` if all of them were
+    /// finite before. No communication.
+    fn unscale_gradients(&self, factor: f32) -> Result<bool> {
+        let factor = f64::from(factor);
+        let mut is_finite = true;
+        for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
+            if !grad.device().is_cpu() {
+                // A sum of squares on the GPU is not finite if an element is not, and only that sum
+                // comes to the host.
+                is_finite &= device::norm_part(&grad, false)?.is_finite();
+                device::scale(&grad, factor)?;
+                continue;
+            }
+            with_float!(grad.dtype(), T => {
+                for x in HostSliceMut::<T>::write(&grad)?.iter_mut() {
+                    let value = WithDType::to_f64(*x);
+                    is_finite &= value.is_finite();
+                    *x = <T as WithDType>::from_f64(value * factor);
+                }
+            }, else ());
+        }
+        Ok(is_finite)
+    }
+}

@@ -1,0 +1,267 @@
+//! The backward of a unit: its gradients are collected, flattened and reduced over ranks.
+
+use std::collections::HashSet;
+
+use candle_core::{Tensor, TensorId};
+use fsdp_flat::storage::{HostSliceMut, zeros_on};
+use fsdp_flat::with_float;
+
+use super::gradients::{Backward, Gradients, Unreduced, Unsharded};
+use super::handle::{FlatParamHandle, HandleState};
+use crate::config::cast;
+use crate::error::Result;
+use crate::exchange::gradient::{copy_gradient, flat_gradient};
+use crate::exchange::{Moment, Reduction, device};
+use crate::tasks;
+
+impl FlatParamHandle {
+    /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the
+    /// backward has finished with those of its parameters that are among them.
+    pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
+        let mut expected = self.params_in_graph();
+        expected.retain(|&param| reached.contains(&self.params[param].tensor.id()));
+        self.state().gradients.backward = Backward::Expecting(expected);
+    }
+
+    /// Prepares a backward in which this unit is reduced after all others, by
+    /// [`Self::reduce_rest`].
+    pub(crate) fn reduce_last(&self) {
+        self.state().gradients.backward = Backward::ReducesLast;
+    }
+
+    /// Returns the numbers of the parameters that a backward may come to.
+    fn params_in_graph(&self) -> HashSet<usize> {
+        let params = self.params.iter().enumerate();
+        params
+            .filter(|(_, param)| param.is_in_graph)
+            .map(|(number, _)| number)
+            .collect()
+    }
+
+    /// Receives the gradient of one parameter from candle's backward, which no longer needs the
+    /// parameter. When the last gradient of the unit has arrived, the parameters are released and
+    /// the gradients are reduced over ranks.
+    pub(crate) fn receive_grad(&self, param: usize, grad: &Tensor) -> Result<()> {
+        let mut state = self.state();
+        let gradients = &mut state.gradients;
+        if self.params[param].requires_grad() {
+            // The gradient is kept as candle made it. The flat buffer for all gradients of the unit
+            // is allocated only after the gathered parameters have been released, so that both are
+            // never in memory together.
+            gradients.received.push((param, grad.detach()));
+        }
+        // No `begin_backward` said which parameters are reached: expect all that the graph has.
+        if matches!(gradients.backward, Backward::Idle | Backward::Reduced) {
+            gradients.backward = Backward::Expecting(self.params_in_graph());
+        }
+        let Backward::Expecting(expected) = &mut gradients.backward else {
+            return Ok(());
+        };
+        expected.remove(&param);
+        if !expected.is_empty() || self.keeps_until_the_end() {
+            return Ok(());
+        }
+        self.end_backward_locked(&mut state)?;
+        // Without a new gradient there is nothing to reduce over the shard group. What earlier
+        // backwards left to be summed over replicas waits for the end of this one.
+        if self.shared.reductions.syncs() && state.gradients.unsharded.is_some() {
+            state.gradients.backward = Backward::Reduced;
+            self.reduce_locked(&mut state.gradients)?;
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if it cannot be known when a backward no longer needs the parameters, because
+    /// it does not come to all of them.
+    fn keeps_until_the_end(&self) -> bool {
+        self.needs_gather() && self.params.iter().any(|param| !param.is_in_graph)
+    }
+
+    /// Copies the received gradients into the unsharded flat gradient, or adds them to it.
+    fn flatten_received(&self, gradients: &mut Gradients) -> Result<()> {
+        let mut received = std::mem::take(&mut gradients.received);
+        if received.is_empty() {
+            return Ok(());
+        }
+        for (param, _) in &received {
+            gradients.touched[*param] = true;
+        }
+        let exchange = &self.exchange;
+        // Several threads are fastest if they add to a buffer of zeros. A single one is faster if
+        // it writes each element once, without zeros first.
+        if gradients.unsharded.is_none() && exchange.device.is_cpu() && tasks::is_alone() {
+            let (first, others) = self.first_gradients(received);
+            gradients.unsharded = Some(self.flatten(first)?);
+            received = others;
+        }
+        let Unsharded { flat, written } = self.unsharded_or_zeros(&mut gradients.unsharded)?;
+        for (param, grad) in received {
+            let grad = cast(grad, Some(exchange.reduce_dtype))?;
+            let range = exchange.layout.param_range(param);
+            let accumulate = std::mem::replace(&mut written[param], true);
+            if !exchange.device.is_cpu() {
+                device::copy_gradient(&grad, flat, range, accumulate)?;
+            } else {
+                with_float!(exchange.reduce_dtype, T => {
+                    copy_gradient::<T>(&grad, &mut HostSliceMut::write(flat)?[range], accumulate)?;
+                }, else exchange.unsupported()?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Splits gradients into the first one of each parameter, and the others.
+    fn first_gradients(
+        &self,
+        received: Vec<(usize, Tensor)>,
+    ) -> (Vec<Option<Tensor>>, Vec<(usize, Tensor)>) {
+        let mut first: Vec<Option<Tensor>> = vec![None; self.params.len()];
+        let mut others = Vec::new();
+        for (param, grad) in received {
+            if first[param].is_some() {
+                others.push((param, grad));
+            } else {
+                first[param] = Some(grad);
+            }
+        }
+        (first, others)
+    }
+
+    /// Makes the unsharded flat gradient of at most one gradient of each parameter.
+    fn flatten(&self, grads: Vec<Option<Tensor>>) -> Result<Unsharded> {
+        let exchange = &self.exchange;
+        let written = grads.iter().map(Option::is_some).collect();
+        let numel = exchange.layout.padded_unsharded_numel();
+        let flat = with_float!(exchange.reduce_dtype, T => {
+            Tensor::from_vec(flat_gradient::<T>(&exchange.layout, grads)?, numel, &exchange.device)?
+        }, else return exchange.unsupported());
+        Ok(Unsharded { flat, written })
+    }
+
+    /// Returns the unsharded flat gradient, one of zeros if there was none.
+    fn unsharded_or_zeros<'g>(
+        &self,
+        unsharded: &'g mut Option<Unsharded>,
+    ) -> Result<&'g mut Unsharded> {
+        match unsharded {
+            Some(unsharded) => Ok(unsharded),
+            none => Ok(none.insert(Unsharded {
+                flat: self.zeros(self.exchange.layout.padded_unsharded_numel())?,
+                written: vec![false; self.params.len()],
+            })),
+        }
+    }
+
+    /// Makes a flat gradient of zeros.
+    fn zeros(&self, numel: usize) -> Result<Tensor> {
+        let exchange = &self.exchange;
+        Ok(zeros_on(&[numel], exchange.reduce_dtype, &exchange.device)?)
+    }
+
+    /// Ends a backward, which may have reached only some of the unit's parameters, or none:
+    /// releases the parameters, and collects the gradients that have not been reduced yet. If it
+    /// reached some, the gradients of the others count as zero.
+    pub(crate) fn end_backward(&self) -> Result<()> {
+        self.end_backward_locked(&mut self.state())
+    }
+
+    /// Does what [`end_backward`](Self::end_backward) does, with the state locked.
+    fn end_backward_locked(&self, state: &mut HandleState) -> Result<()> {
+        if !matches!(state.gradients.backward, Backward::Reduced) {
+            state.gradients.backward = Backward::Idle;
+        }
+        // First release the parameters, so that the gradients can use that memory. If this backward
+        // runs inside a forward, the forward still needs the parameters.
+        if state.users == 0 {
+            self.release()?;
+        }
+        self.flatten_received(&mut state.gradients)?;
+        // Start to gather the next unit before the reduction: the backward waits for its
+        // parameters, but not for the gradients of this unit.
+        if let Some(overlap) = &self.overlap {
+            overlap.gather_next(Moment::AfterComputation);
+        }
+        Ok(())
+    }
+
+    /// Returns the gradients that this rank has left to reduce.
+    pub(crate) fn unreduced(&self) -> Unreduced {
+        self.state().gradients.unreduced()
+    }
+
+    /// Reduces the gradients that are left at the end of a backward. `unreduced` is what all ranks
+    /// have together: a rank that has less takes part with zeros, so that all ranks call the same
+    /// collectives.
+    pub(crate) fn reduce_rest(&self, unreduced: Unreduced) -> Result<()> {
+        let mut state = self.state();
+        let gradients = &mut state.gradients;
+        match unreduced {
+            Unreduced::Nothing => return Ok(()),
+            Unreduced::Partial => {
+                if gradients.partial.is_none() {
+                    gradients.partial = Some(self.zeros(self.exchange.layout.sharded_numel())?);
+                }
+            }
+            Unreduced::Whole | Unreduced::Reduced => {
+                if matches!(gradients.backward, Backward::Reduced) {
+                    return Ok(());
+                }
+                self.unsharded_or_zeros(&mut gradients.unsharded)?;
+            }
+        }
+        self.reduce_locked(gradients)
+    }
+
+    /// Reduces the gradients over ranks, or starts the reduction in the background.
+    fn reduce_locked(&self, gradients: &mut Gradients) -> Result<()> {
+        self.take_reduced_locked(gradients)?;
+        let unsharded = gradients.unsharded.take();
+        let reduction = Reduction {
+            unsharded: unsharded.map(|unsharded| unsharded.flat),
+            partial: gradients.partial.take(),
+            reduced: None,
+            all_reduces: self.shared.reductions.all_reduces(),
+            sent_dtype: self.shared.reductions.sent_dtype(),
+        };
+        if reduction.unsharded.is_none() && reduction.partial.is_none() {
+            return Ok(());
+        }
+        let Some(overlap) = &self.overlap else {
+            return self.add_reduced(gradients, self.exchange.reduce(reduction)?);
+        };
+        match overlap.reduce(&self.exchange, reduction)? {
+            Some(reduced) => self.add_reduced(gradients, reduced),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for the reduction in the background, if there is one.
+    pub(crate) fn take_reduced(&self) -> Result<()> {
+        self.take_reduced_locked(&mut self.state().gradients)
+    }
+
+    /// Waits for a reduction of this unit that runs in the background, if there is one, and adds
+    /// its result to the gradient.
+    fn take_reduced_locked(&self, gradients: &mut Gradients) -> Result<()> {
+        let Some(overlap) = &self.overlap else {
+            return Ok(());
+        };
+        match overlap.take_reduced(&self.exchange)? {
+            Some(reduced) => self.add_reduced(gradients, reduced),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds gradients that have been reduced to those of earlier backwards.
+    fn add_reduced(&self, gradients: &mut Gradients, reduction: Reduction) -> Result<()> {
+        gradients.partial = reduction.partial;
+        let Some(reduced) = reduction.reduced else {
+            return Ok(());
+        };
+        self.shared.reductions.count_one();
+        // The ranks agreed on which parameters have gradients before these came, so they must agree
+        // again.
+        gradients.has_gradient = None;
+        self.exchange.add_to(&mut gradients.reduced, reduced)
+    }
+}

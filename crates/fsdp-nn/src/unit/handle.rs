@@ -1,0 +1,502 @@
+//! The FlatParameter of one unit: its memory, gathered or sharded, and the forwards and backwards
+//! that use it.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_flat::storage::{Contents, owned_copy, release, to_device};
+use fsdp_flat::{FlatParameter, ShardedTensor};
+use fsdp_layout::FlatLayout;
+
+use super::gradients::Gradients;
+use super::parameter::Parameter;
+use crate::config::{MixedPrecision, ShardingStrategy, cast};
+use crate::error::{NnError, Result};
+use crate::exchange::{Groups, Moment, Overlap, Shared, UnitExchange};
+
+/// torch's name of a FlatParameter within its unit.
+pub(crate) const FLAT_PARAM: &str = "_flat_param";
+
+/// The parts of a unit.
+pub(crate) struct UnitSpec {
+    pub(crate) name: String,
+    /// The number of the unit in the model, which is the same on all ranks.
+    pub(crate) number: usize,
+    pub(crate) is_root: bool,
+    pub(crate) params: Vec<Parameter>,
+    /// This rank's initial values, on the host.
+    pub(crate) flat: FlatParameter,
+    pub(crate) precision: MixedPrecision,
+    pub(crate) strategy: ShardingStrategy,
+    pub(crate) groups: Groups,
+    /// `true` if shards live in the host's memory, even if the model computes on a GPU.
+    pub(crate) cpu_offload: bool,
+}
+
+/// A unit's parameters on this rank.
+///
+/// If parameters are sharded, the exchange's `flat` holds the authoritative values, this rank's
+/// shard, and the parameters' own storages are filled only between gather and reshard. With
+/// `NoShard` the parameters' storages hold the authoritative values and `flat` is `None`, unless the
+/// model computes in another dtype: then `flat` is the whole FlatParameter.
+#[derive(Debug)]
+pub(crate) struct FlatParamHandle {
+    pub(crate) is_root: bool,
+    pub(crate) params: Vec<Parameter>,
+    precision: MixedPrecision,
+    strategy: ShardingStrategy,
+    /// What the unit's collectives need.
+    pub(crate) exchange: Arc<UnitExchange>,
+    /// The collectives that overlap with the computation; `None` if the computation waits for each
+    /// collective.
+    pub(super) overlap: Option<Arc<Overlap>>,
+    pub(super) shared: Arc<Shared>,
+    state: Mutex<HandleState>,
+}
+
+#[derive(Debug)]
+pub(super) struct HandleState {
+    /// The forward that gathered the parameters.
+    gathered_in: u64,
+    /// The number of guards that keep the parameters as they are now.
+    pub(super) users: usize,
+    /// The last change of the unit's values.
+    changed_at: u64,
+    pub(super) gradients: Gradients,
+}
+
+/// A guard for a unit's parameters while they are in use. They cannot be resharded or changed until
+/// all guards of the unit are dropped. With full sharding they are released then.
+#[derive(Debug)]
+pub(crate) struct InUse(Arc<FlatParamHandle>);
+
+impl InUse {
+    pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
+        handle.state().users += 1;
+        InUse(Arc::clone(handle))
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.users -= 1;
+        if state.users == 0 && self.0.reshards_after_forward() {
+            // If this fails (only a GPU's driver can), the parameters stay gathered, and are still
+            // counted as such.
+            let _ = self.0.release();
+        }
+    }
+}
+
+impl FlatParamHandle {
+    /// Makes a unit whose parameters' storages are released, unless they hold the authoritative
+    /// values.
+    pub(crate) fn new(
+        unit: UnitSpec,
+        shared: Arc<Shared>,
+        overlap: Option<Arc<Overlap>>,
+    ) -> Result<Self> {
+        let first = &unit
+            .params
+            .first()
+            .expect("a unit without parameters is not built")
+            .tensor;
+        let compute_dtype = first.dtype();
+        let device = first.device().clone();
+        let dtype = unit.flat.shard().dtype();
+        let layout = unit.flat.layout().clone();
+        let shard_device = if unit.cpu_offload {
+            Device::Cpu
+        } else {
+            device.clone()
+        };
+        let shard = to_device(unit.flat.shard(), &shard_device)?;
+        shared
+            .memory
+            .count_held(layout.sharded_numel() * dtype.size_in_bytes());
+        let is_offloaded = unit.cpu_offload && !device.is_cpu();
+        let is_gathered = unit.groups.shard.is_none() && compute_dtype == dtype && !is_offloaded;
+        let flat = if is_gathered {
+            None
+        } else {
+            Some(FlatParameter::new(
+                layout.clone(),
+                unit.flat.rank(),
+                shard.clone(),
+            )?)
+        };
+        let exchange = UnitExchange {
+            number: unit.number,
+            groups: unit.groups.labelled(&unit.name),
+            name: unit.name,
+            layout,
+            dtype,
+            compute_dtype,
+            reduce_dtype: unit.precision.reduce.unwrap_or(compute_dtype),
+            device,
+            shard_device,
+            flat,
+            is_gathered: AtomicBool::new(is_gathered),
+        };
+        let handle = FlatParamHandle {
+            is_root: unit.is_root,
+            precision: unit.precision,
+            strategy: unit.strategy,
+            exchange: Arc::new(exchange),
+            overlap,
+            shared,
+            state: Mutex::new(HandleState {
+                gathered_in: 0,
+                users: 0,
+                changed_at: 0,
+                gradients: Gradients::new(unit.params.len()),
+            }),
+            params: unit.params,
+        };
+        if is_gathered {
+            handle.fill(handle.exchange.parts(&shard)?)?;
+        } else {
+            handle.release_storages()?;
+        }
+        Ok(handle)
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, HandleState> {
+        // If a thread panicked with the lock, the state is still plain data, so it can be used.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the unit's name; empty for the root.
+    pub(crate) fn name(&self) -> &str {
+        &self.exchange.name
+    }
+
+    /// Returns the number of the unit in the model, which is the same on all ranks.
+    pub(crate) fn number(&self) -> usize {
+        self.exchange.number
+    }
+
+    pub(crate) fn layout(&self) -> &FlatLayout {
+        &self.exchange.layout
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.exchange.dtype
+    }
+
+    /// Returns the dtype of the shards, as one of `fsdp_layout`.
+    pub(crate) fn file_dtype(&self) -> fsdp_layout::DType {
+        fsdp_flat::dtype::from_candle(self.exchange.dtype)
+            .expect("a unit is built of parameters whose dtype files can have")
+    }
+
+    /// Returns the device on which shards, reduced gradients and optimizer state live.
+    pub(crate) fn shard_device(&self) -> &Device {
+        &self.exchange.shard_device
+    }
+
+    /// Returns the rank whose part of the flat layout lives here.
+    pub(crate) fn shard_rank(&self) -> usize {
+        self.exchange.flat.as_ref().map_or(0, FlatParameter::rank)
+    }
+
+    /// Returns `true` if this rank holds only a part of the parameters.
+    pub(crate) fn is_sharded(&self) -> bool {
+        self.exchange.groups.shard.is_some()
+    }
+
+    /// Returns `true` if the parameters have to be gathered before they are used: parts of them are
+    /// on other ranks, or the model computes in another dtype or on another device than that of the
+    /// shards. Otherwise their storages are always filled.
+    pub(crate) fn needs_gather(&self) -> bool {
+        self.exchange.flat.is_some()
+    }
+
+    /// Returns `true` if none of the parameters was built to be trained.
+    pub(crate) fn is_built_frozen(&self) -> bool {
+        self.params.iter().all(|param| !param.is_trainable)
+    }
+
+    /// Converts the input of a forward to the dtype of the parameters, if that is asked for.
+    pub(crate) fn cast_input(&self, input: &Tensor) -> candle_core::Result<Tensor> {
+        let is_cast = self.precision.cast_inputs && self.precision.param.is_some();
+        cast(
+            input.clone(),
+            is_cast.then_some(self.exchange.compute_dtype),
+        )
+    }
+
+    /// Converts the output of a forward.
+    pub(crate) fn cast_output(&self, output: Tensor) -> candle_core::Result<Tensor> {
+        cast(output, self.precision.output)
+    }
+
+    /// Returns this rank's shard; `None` if the parameters' own storages hold the authoritative
+    /// values.
+    pub(crate) fn flat_shard(&self) -> Option<&Tensor> {
+        self.exchange.flat.as_ref().map(FlatParameter::shard)
+    }
+
+    /// Returns torch's name of the FlatParameter: `<unit>._flat_param`.
+    pub(crate) fn flat_param_name(&self) -> String {
+        match self.name() {
+            "" => FLAT_PARAM.to_owned(),
+            name => format!("{name}.{FLAT_PARAM}"),
+        }
+    }
+
+    /// Returns `true` if parameters are released after forward.
+    pub(crate) fn reshards_after_forward(&self) -> bool {
+        matches!(
+            self.strategy,
+            ShardingStrategy::FullShard | ShardingStrategy::HybridShard
+        ) && !self.is_root
+    }
+
+    /// Returns this rank's part of parameter `param`, flat, as a view of the live memory; `None` if
+    /// it has none.
+    pub(crate) fn local_piece(&self, param: usize) -> Result<Option<Tensor>> {
+        match &self.exchange.flat {
+            Some(flat) => Ok(flat.piece(param, flat.shard())?),
+            None => Ok(Some(self.params[param].tensor.detach().flatten_all()?)
+                .filter(|flat| flat.elem_count() > 0)),
+        }
+    }
+
+    /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there
+    /// is no gradient, or if this rank has no part of the parameter.
+    pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
+        let Some(grad) = self.grad() else {
+            return Ok(None);
+        };
+        match self
+            .exchange
+            .layout
+            .shard_param_info(param, self.shard_rank())
+        {
+            Some(info) => Ok(Some(grad.narrow(
+                0,
+                info.offset_in_shard,
+                info.numel_in_shard,
+            )?)),
+            None => Ok(None),
+        }
+    }
+
+    /// Returns parameter `param` as boxes of views of the live memory.
+    pub(crate) fn sharded_param(&self, param: usize) -> Result<ShardedTensor> {
+        match &self.exchange.flat {
+            Some(flat) => Ok(flat.sharded(param, flat.shard())?),
+            None => Ok(ShardedTensor::from_whole(
+                &self.params[param].tensor.detach(),
+            )),
+        }
+    }
+
+    /// Returns the reduced gradient, as long as the shard; `None` before a backward or after
+    /// `zero_grad`.
+    pub(crate) fn grad(&self) -> Option<Tensor> {
+        self.state().gradients.reduced.clone()
+    }
+
+    /// Drops the unit's gradients, and everything that is known of them.
+    pub(crate) fn zero_grad(&self) {
+        self.state().gradients = Gradients::new(self.params.len());
+    }
+
+    /// Checks that no backward has left gradients here that it has not reduced.
+    ///
+    /// # Errors
+    /// [`NnError::BackwardNotEnded`].
+    pub(crate) fn check_backward_ended(&self) -> Result<()> {
+        if self.state().gradients.received.is_empty() {
+            return Ok(());
+        }
+        Err(NnError::BackwardNotEnded {
+            unit: self.name().to_owned(),
+        })
+    }
+
+    /// Returns `true` for each parameter that got a gradient on this rank since the last
+    /// `zero_grad`.
+    pub(crate) fn touched(&self) -> Vec<bool> {
+        self.state().gradients.touched.clone()
+    }
+
+    /// Sets what the ranks have agreed on: `true` for each parameter that got a gradient on any
+    /// rank.
+    pub(crate) fn set_has_gradient(&self, has_gradient: Vec<bool>) {
+        self.state().gradients.has_gradient = Some(has_gradient);
+    }
+
+    /// Returns `true` if a parameter got a gradient. Where the ranks have not agreed on that, all
+    /// parameters of a unit that has gradients count as having one.
+    pub(crate) fn has_gradient(&self, param: usize) -> bool {
+        let state = self.state();
+        let gradients = &state.gradients;
+        let agreed = gradients.has_gradient.as_ref();
+        gradients.reduced.is_some() && agreed.is_none_or(|has_gradient| has_gradient[param])
+    }
+
+    /// Gathers the parameters for a forward. They stay gathered while the returned guard lives.
+    /// Collectives: one all-gather over the shard group, none if they are gathered already.
+    pub(crate) fn gather_for_forward(self: &Arc<Self>) -> Result<InUse> {
+        let mut state = self.state();
+        // An earlier forward may have gathered them, and somebody may have written into lent shards
+        // since. Lending is the same on all ranks, so all of them gather again.
+        if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
+            self.release()?;
+        }
+        self.gather_locked(&mut state)?;
+        state.users += 1;
+        Ok(InUse(Arc::clone(self)))
+    }
+
+    /// Gathers the parameters for a backward.
+    /// Collectives: one all-gather over the shard group, none if they are gathered already.
+    pub(crate) fn gather(&self) -> Result<()> {
+        self.gather_locked(&mut self.state())
+    }
+
+    /// Fills the parameters' storages from all ranks' shards, unless they are filled, and starts to
+    /// prefetch the units that are used next, if the options say so.
+    fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
+        if self.exchange.is_gathered() {
+            return Ok(());
+        }
+        // If the unit has been prefetched, this takes the values from there.
+        let gathered = match &self.overlap {
+            Some(overlap) => overlap.gather(&self.exchange)?,
+            None => self.exchange.gather()?,
+        };
+        self.fill(gathered)?;
+        self.exchange.set_gathered(true);
+        state.gathered_in = self.shared.forwards.number();
+        self.shared
+            .memory
+            .count_held(self.exchange.unsharded_bytes());
+        if let Some(overlap) = &self.overlap {
+            overlap.gather_next(Moment::BeforeComputation);
+        }
+        Ok(())
+    }
+
+    /// Puts gathered values into the parameters' storages.
+    fn fill(&self, gathered: Vec<Contents>) -> Result<()> {
+        for (param, contents) in self.params.iter().zip(gathered) {
+            contents.move_into(&param.tensor)?;
+        }
+        Ok(())
+    }
+
+    /// Releases the memory of gathered parameters. No communication.
+    pub(crate) fn reshard(&self) -> Result<()> {
+        let state = self.state();
+        self.check_unused(&state)?;
+        self.discard_ahead()?;
+        self.release()
+    }
+
+    /// Discards prefetched parameters, of this unit and of all others.
+    fn discard_ahead(&self) -> Result<()> {
+        self.overlap
+            .as_ref()
+            .map_or(Ok(()), |overlap| overlap.discard())
+    }
+
+    /// Releases the gathered parameters, if they are gathered and can be gathered again. The caller
+    /// has locked the state.
+    pub(super) fn release(&self) -> Result<()> {
+        if !self.needs_gather() || !self.exchange.is_gathered() {
+            return Ok(());
+        }
+        self.release_storages()?;
+        self.exchange.set_gathered(false);
+        self.shared
+            .memory
+            .count_released(self.exchange.unsharded_bytes());
+        Ok(())
+    }
+
+    /// Frees the memory of the parameters' storages.
+    fn release_storages(&self) -> Result<()> {
+        for param in &self.params {
+            release(&param.tensor)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that no forward computes with the parameters now.
+    fn check_unused(&self, state: &HandleState) -> Result<()> {
+        if state.users > 0 {
+            Err(NnError::UnitInUse {
+                unit: self.name().to_owned(),
+            })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Prepares a change of the unit's values: waits for those who read them, removes the gathered
+    /// copy of the old values, and makes the backward of a forward that used them an error. No
+    /// communication.
+    pub(crate) fn begin_change(&self) -> Result<()> {
+        self.shared.values.wait_for_readers();
+        let mut state = self.state();
+        self.check_unused(&state)?;
+        self.discard_ahead()?;
+        self.release()?;
+        state.changed_at = self.shared.values.change();
+        Ok(())
+    }
+
+    /// Returns the number of the last change of values of any unit, for [`Self::check_unchanged`].
+    pub(crate) fn last_change(&self) -> u64 {
+        self.shared.values.last_change()
+    }
+
+    /// Checks that the unit's values have not changed after the change with the number `since`,
+    /// which [`Self::last_change`] returned before.
+    pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
+        if self.state().changed_at > since {
+            return Err(NnError::ChangedSinceForward {
+                unit: self.name().to_owned(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Converts an error of a computation. candle's error about released memory becomes one that
+    /// names the sharded units.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || self.shared.sharded())
+    }
+
+    /// Returns copies of the parameters, whole, in the dtype of the shards.
+    /// Collectives: one all-gather over the shard group, none if nothing is sharded.
+    pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
+        let exchange = Arc::clone(&self.exchange);
+        // Run the gather in the same queue as the units' other collectives, so that their order is
+        // the same on all ranks.
+        let whole = match &self.overlap {
+            Some(overlap) => overlap.run(move || exchange.gather_flat())?,
+            None => exchange.gather_flat()?,
+        };
+        let Some(whole) = whole else {
+            return self
+                .params
+                .iter()
+                .map(|param| Ok(owned_copy(&param.tensor.detach())?))
+                .collect();
+        };
+        let mut params = Vec::with_capacity(self.params.len());
+        for (index, shape) in self.layout().shapes().iter().enumerate() {
+            let range = self.layout().param_range(index);
+            let flat = whole.narrow(0, range.start, range.len())?;
+            params.push(owned_copy(&flat.reshape(shape.as_slice())?)?);
+        }
+        Ok(params)
+    }
+}

@@ -1,0 +1,146 @@
+//! Casts of dtypes in a conversion: which tensors are cast, and how elements are rounded.
+
+use std::collections::HashSet;
+
+use fsdp_formats::metadata::{Metadata, TensorEntry};
+use fsdp_layout::DType;
+use half::{bf16, f16};
+
+/// The types between which a cast goes.
+pub(super) const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+
+/// A cast of the floating-point tensors of a checkpoint.
+///
+/// A count of steps is never cast: 1001 is 1000 in `bf16`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cast {
+    /// The type to cast to.
+    pub dtype: DType,
+    /// `true` to cast the state of optimizers too. Training goes on worse from moments of fewer
+    /// bits.
+    pub with_optimizer: bool,
+}
+
+impl Cast {
+    /// Returns a cast of all tensors except optimizer state.
+    #[must_use]
+    pub const fn parameters(dtype: DType) -> Self {
+        Cast {
+            dtype,
+            with_optimizer: false,
+        }
+    }
+
+    /// Returns `true` if this cast changes a tensor.
+    pub(super) fn changes(
+        &self,
+        fqn: &str,
+        tensor: &TensorEntry,
+        optimizers: &Optimizers<'_>,
+    ) -> bool {
+        CASTABLE.contains(&tensor.properties.dtype)
+            && !is_count(fqn, tensor)
+            && (self.with_optimizer || !optimizers.hold(fqn))
+    }
+}
+
+/// Returns `true` for a count of steps: `step`, `num_steps`, `global_step`.
+fn is_count(fqn: &str, tensor: &TensorEntry) -> bool {
+    let is_step = |last: &str| last == "step" || last.ends_with("_step") || last.ends_with("steps");
+    tensor.shape.is_empty() && fqn.rsplit('.').next().is_some_and(is_step)
+}
+
+/// The places in a checkpoint where optimizers have their state.
+pub(crate) struct Optimizers<'m> {
+    /// The keys before `param_groups`: beside it lies the `state` of an optimizer.
+    beside_groups: HashSet<&'m str>,
+}
+
+impl<'m> Optimizers<'m> {
+    /// Finds the optimizers of a checkpoint by its keys.
+    pub(crate) fn of(metadata: &'m Metadata) -> Self {
+        let groups = metadata.entries.keys().filter_map(|fqn| {
+            let at = fqn.find("param_groups")?;
+            (at == 0 || fqn[..at].ends_with('.')).then_some(&fqn[..at])
+        });
+        Optimizers {
+            beside_groups: groups.collect(),
+        }
+    }
+
+    /// Returns `true` for the state of an optimizer, and for a count of steps.
+    pub(crate) fn is_state(&self, fqn: &str, tensor: &TensorEntry) -> bool {
+        self.hold(fqn) || is_count(fqn, tensor)
+    }
+
+    /// Returns `true` if a key belongs to the state of an optimizer.
+    fn hold(&self, fqn: &str) -> bool {
+        let mut at = 0;
+        for part in fqn.split('.') {
+            let is_optimizer = matches!(part, "optim" | "optimizer" | "optimizers")
+                || part.starts_with("optim_")
+                || part.starts_with("optimizer_");
+            if is_optimizer || (part == "state" && self.beside_groups.contains(&fqn[..at])) {
+                return true;
+            }
+            at += part.len() + 1;
+        }
+        false
+    }
+}
+
+/// Casts between the types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
+pub(super) fn cast_elements(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
+    /// Converts each element: `A` bytes to `B` bytes.
+    fn each<const A: usize, const B: usize>(
+        src: &[u8],
+        dst: &mut [u8],
+        of: impl Fn([u8; A]) -> [u8; B],
+    ) {
+        let (src, _) = src.as_chunks::<A>();
+        let (dst, _) = dst.as_chunks_mut::<B>();
+        for (from, to) in src.iter().zip(dst) {
+            *to = of(*from);
+        }
+    }
+    match (from, to) {
+        (DType::F64, DType::F32) => {
+            each(src, dst, |b| (f64::from_le_bytes(b) as f32).to_le_bytes())
+        }
+        (DType::F64, DType::F16) => each(src, dst, |b| {
+            f16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()
+        }),
+        (DType::F64, DType::BF16) => each(src, dst, |b| {
+            bf16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()
+        }),
+        (DType::F32, DType::F64) => {
+            each(src, dst, |b| f64::from(f32::from_le_bytes(b)).to_le_bytes())
+        }
+        (DType::F32, DType::F16) => each(src, dst, |b| {
+            f16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
+        }),
+        (DType::F32, DType::BF16) => each(src, dst, |b| {
+            bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
+        }),
+        (DType::F16, DType::F64) => {
+            each(src, dst, |b| f16::from_le_bytes(b).to_f64().to_le_bytes())
+        }
+        (DType::F16, DType::F32) => {
+            each(src, dst, |b| f16::from_le_bytes(b).to_f32().to_le_bytes())
+        }
+        (DType::F16, DType::BF16) => each(src, dst, |b| {
+            bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_le_bytes()
+        }),
+        (DType::BF16, DType::F64) => {
+            each(src, dst, |b| bf16::from_le_bytes(b).to_f64().to_le_bytes())
+        }
+        (DType::BF16, DType::F32) => {
+            each(src, dst, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes())
+        }
+        (DType::BF16, DType::F16) => each(src, dst, |b| {
+            f16::from_f32(bf16::from_le_bytes(b).to_f32()).to_le_bytes()
+        }),
+        // Equal types are read directly; others are refused when the view is made.
+        _ => dst.copy_from_slice(&src[..dst.len().min(src.len())]),
+    }
+}

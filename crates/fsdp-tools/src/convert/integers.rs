@@ -1,0 +1,120 @@
+//! A checkpoint seen with its quantized tensors as the integers that they are made of: no format's
+//! plain tensors are quantized, and what they mean (scheme, scale, zero point) becomes a value
+//! `KEY.quantizer`.
+
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::internals::{Layer, Origin, Seen, quantizer_key};
+use fsdp_formats::metadata::{BytesEntry, Entry};
+use fsdp_formats::reader::Slot;
+use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
+use indexmap::IndexMap;
+
+use super::output::unsupported;
+
+/// A checkpoint whose quantized tensors are integers.
+pub(super) struct Integers<'a> {
+    seen: Seen<'a>,
+    quantizers: IndexMap<String, PlainValue>,
+}
+
+/// Returns the integers of a quantized type.
+fn integer(dtype: DType) -> Option<DType> {
+    match dtype {
+        DType::QInt8 => Some(DType::I8),
+        DType::QUInt8 => Some(DType::U8),
+        DType::QInt32 => Some(DType::I32),
+        _ => None,
+    }
+}
+
+impl<'a> Integers<'a> {
+    /// Makes the view; `None` if nothing is quantized.
+    pub(super) fn new(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
+        let from = source.metadata();
+        if !from
+            .tensors()
+            .any(|(_, tensor)| integer(tensor.properties.dtype).is_some())
+        {
+            return Ok(None);
+        }
+        let mut metadata = from.clone();
+        let mut quantizers = IndexMap::new();
+        // The keys of the quantizers, by those of their tensors.
+        let mut beside = IndexMap::new();
+        for (fqn, tensor) in from.tensors() {
+            let Some(dtype) = integer(tensor.properties.dtype) else {
+                continue;
+            };
+            if let Some(Entry::Tensor(tensor)) = metadata.entries.get_mut(fqn) {
+                tensor.properties.dtype = dtype;
+            }
+            let Some(quantizer) = source.quantizer(fqn)? else {
+                return Err(unsupported(
+                    fqn,
+                    "a quantized tensor without its scale and zero point",
+                ));
+            };
+            let key = quantizer_key(fqn);
+            if metadata
+                .entries
+                .insert(key.clone(), Entry::Bytes(BytesEntry::default()))
+                .is_some()
+            {
+                return Err(unsupported(
+                    fqn,
+                    format!("a quantized tensor beside a value `{key}`"),
+                ));
+            }
+            if let Some(paths) = &mut metadata.planner_data {
+                // Beside the tensor, where that is in a dict; at the top, where it is in a list.
+                let mut path = paths.get(fqn).cloned().unwrap_or_default();
+                match path.0.last_mut() {
+                    Some(PathPart::Key(last)) => last.push_str(".quantizer"),
+                    _ => path = KeyPath(vec![PathPart::Key(key.clone())]),
+                }
+                paths.insert(key.clone(), path);
+            }
+            beside.insert(fqn.to_owned(), key.clone());
+            quantizers.insert(key, quantizer);
+        }
+        let mut structure = source.structure().cloned();
+        if let Some(structure) = &mut structure {
+            structure.add_beside(&beside, ".quantizer").map_err(|fqn| {
+                unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
+            })?;
+        }
+        Ok(Some(Integers {
+            seen: Seen::of(source, metadata, structure),
+            quantizers,
+        }))
+    }
+
+    /// Returns the keys of the quantized tensors.
+    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
+        let from = self.source(0).metadata();
+        from.tensors()
+            .filter(|(_, tensor)| integer(tensor.properties.dtype).is_some())
+            .map(|(fqn, _)| fqn)
+    }
+}
+
+impl Layer for Integers<'_> {
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
+    }
+
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        self.quantizers
+            .get(fqn)
+            .map_or(Origin::Source(0, fqn), Origin::Value)
+    }
+
+    fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
+
+    fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
+        Err(FileError::NotStored {
+            fqn: fqn.to_owned(),
+        })
+    }
+}

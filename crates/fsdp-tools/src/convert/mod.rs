@@ -1,0 +1,325 @@
+//! Converts any checkpoint to any format that can be written. Tensors are streamed, so memory does
+//! not grow with their size.
+//!
+//! [`convert`] writes the contents of a [`Checkpoint`] in another format, or as a DCP directory for
+//! another number of ranks ([`OutputFormat::Dcp`]), which is resharding. Wrap the source in a
+//! [`View`] to select, rename and cast. The source is only read. The destination is committed as a
+//! whole, or not at all. Hashes of the source are checked as it is read, and new hashes are
+//! computed for what is written.
+//!
+//! Each thread holds one piece of a tensor, of at most 16 MiB. Only values that are not tensors,
+//! and items with a stream transform, are held whole.
+
+mod cast;
+mod copied;
+mod integers;
+mod old_values;
+mod opaque;
+mod options;
+mod output;
+mod sidecars;
+mod to_dcp;
+mod to_rank_files;
+mod to_safetensors;
+mod to_torch;
+mod view;
+
+use std::collections::HashSet;
+
+use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, Structure};
+use fsdp_formats::internals::{
+    byte_length, check_expansion, check_key_length, opaque_entries, shown,
+};
+use fsdp_formats::storage::{CheckedDirectory, Links, Staging};
+use fsdp_formats::{FileError, Location};
+use fsdp_layout::TensorBox;
+
+use self::copied::CopiedFiles;
+use self::integers::Integers;
+use self::output::{Conversion, unsupported};
+use self::sidecars::{CopiedSidecars, keys_in_sidecars};
+
+pub use self::cast::Cast;
+pub(crate) use self::cast::Optimizers;
+pub use self::options::OutputFormat;
+pub use self::output::{ConvertOptions, Converted};
+pub use self::view::{Rename, View};
+
+/// Writes all of a checkpoint to `destination` in another format or layout.
+///
+/// ```no_run
+/// use fsdp_formats::checkpoint::open;
+/// use fsdp_tools::convert::{convert, ConvertOptions, OutputFormat};
+/// let source = open("checkpoints/step-20", Default::default())?;
+/// convert(&*source, "model.safetensors", OutputFormat::SafetensorsFile, ConvertOptions::default())?;
+/// # Ok::<(), fsdp_formats::FileError>(())
+/// ```
+pub fn convert(
+    source: &dyn Checkpoint,
+    destination: impl Into<Location>,
+    target: OutputFormat,
+    options: ConvertOptions<'_>,
+) -> Result<Converted, FileError> {
+    // Step 1: what is written is the source through up to three views. No format writes quantized
+    // tensors as such.
+    let integers = Integers::new(source)?;
+    let quantized = integers.as_ref().map_or_else(Vec::new, |integers| {
+        integers.keys().map(str::to_owned).collect()
+    });
+    let source = integers
+        .as_ref()
+        .map_or(source, |integers| integers as &dyn Checkpoint);
+    // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys
+    // stay out of the directory.
+    let sidecars = match target {
+        OutputFormat::Dcp { .. } => CopiedSidecars::find(source),
+        _ => CopiedSidecars::default(),
+    };
+    let without_sidecars = without(source, &sidecars.keys)?;
+    let source = without_sidecars
+        .as_ref()
+        .map_or(source, |view| view as &dyn Checkpoint);
+    let OpaqueEntries { copied, unwritable } = opaque_of(source, target, options.threads)?;
+    if !unwritable.is_empty() && !options.drop_opaque {
+        return Err(FileError::Opaque { values: unwritable });
+    }
+    let unwritable_keys = unwritable.iter().map(|(fqn, _)| fqn.clone()).collect();
+    let without_opaque = without(source, &unwritable_keys)?;
+    let source = without_opaque
+        .as_ref()
+        .map_or(source, |view| view as &dyn Checkpoint);
+
+    // Step 2: all that can be found wrong with the source is found before anything is written.
+    check_source(source, target, &copied, options)?;
+
+    // Step 3: write it.
+    let destination = destination.into();
+    let staging = prepare(&destination, target, options)?;
+    let with = options
+        .with
+        .map(|with| CheckedDirectory::open(with, false, Links::Follow))
+        .transpose()?;
+    let (extra, left_behind) = extra_files(source, target, &sidecars, with.as_ref())?;
+    let containers = lost_containers(source, target);
+    let conversion = Conversion {
+        source,
+        staging,
+        extra: &extra,
+        options,
+    };
+    let converted = match target {
+        OutputFormat::Dcp { ranks } => to_dcp::write(conversion, ranks.max(1), &copied),
+        OutputFormat::SafetensorsFile => to_safetensors::write_file(conversion, &destination),
+        OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
+            Some(plan) => to_rank_files::write_ranks(conversion, plan, max_file_bytes),
+            None => to_safetensors::write_directory(conversion, max_file_bytes),
+        },
+        OutputFormat::SafetensorsShards { ranks } => {
+            to_safetensors::write_shards(conversion, ranks.max(1))
+        }
+        OutputFormat::Torch => to_torch::write(conversion),
+    };
+    let notes_left_out = match target {
+        OutputFormat::Dcp { .. } | OutputFormat::Torch => source
+            .notes()
+            .iter()
+            .map(|(key, _)| (*key).to_owned())
+            .collect(),
+        _ => Vec::new(),
+    };
+    Ok(Converted {
+        quantized,
+        dropped: unwritable,
+        containers,
+        copied: extra.names(),
+        left_behind,
+        notes_left_out,
+        ..converted?
+    })
+}
+
+/// Returns a view without these keys; `None` if there are none.
+fn without<'s>(
+    source: &'s dyn Checkpoint,
+    keys: &HashSet<String>,
+) -> Result<Option<View<'s>>, FileError> {
+    if keys.is_empty() {
+        return Ok(None);
+    }
+    let rename = |fqn: &str| {
+        if keys.contains(fqn) {
+            Rename::Drop
+        } else {
+            Rename::Keep
+        }
+    };
+    View::new(source, rename, None).map(Some)
+}
+
+/// The opaque values and tensors of a checkpoint, and the type of each.
+struct OpaqueEntries {
+    /// Those that are copied as they are stored.
+    copied: Vec<(String, String)>,
+    /// Those that the output cannot hold.
+    unwritable: Vec<(String, String)>,
+}
+
+/// Finds the opaque values and tensors of a checkpoint. From DCP to DCP, items in the directory's
+/// own files are copied as bytes, so they may be opaque.
+fn opaque_of(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    threads: usize,
+) -> Result<OpaqueEntries, FileError> {
+    let is_dcp = matches!(
+        (source.format(), target),
+        (Format::Dcp, OutputFormat::Dcp { .. })
+    );
+    let in_sidecars = keys_in_sidecars(source);
+    let (copied, unwritable) = opaque_entries(source, threads)?
+        .into_iter()
+        .partition(|(fqn, _)| is_dcp && !in_sidecars.contains(fqn.as_str()));
+    Ok(OpaqueEntries { copied, unwritable })
+}
+
+/// Refuses a source that cannot be written in this format.
+fn check_source(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    opaque: &[(String, String)],
+    options: ConvertOptions<'_>,
+) -> Result<(), FileError> {
+    if target != OutputFormat::Torch {
+        check_same_texts(source)?;
+    }
+    if let Some(plan) = options.tensor_parallel {
+        if !matches!(target, OutputFormat::SafetensorsDirectory { .. }) {
+            return Err(unsupported(
+                "",
+                "a format that has no files of tensor-parallel ranks",
+            ));
+        }
+        to_rank_files::check_plan(source, plan)?;
+    }
+    if matches!(target, OutputFormat::Dcp { .. }) {
+        source
+            .metadata()
+            .entries
+            .keys()
+            .try_for_each(|fqn| check_key_length(fqn))?;
+    }
+    source.check_stored(&|_| true)?;
+    check_sizes(source, target, opaque)?;
+    source.check_copies(&|_| true)
+}
+
+/// Refuses dicts whose keys would become the same text.
+fn check_same_texts(source: &dyn Checkpoint) -> Result<(), FileError> {
+    let Some((path, [other, text])) = source.structure().and_then(Structure::same_texts) else {
+        return Ok(());
+    };
+    let what = format!(
+        "a dict with both keys {} and {} in a format other than torch's",
+        shown(other),
+        shown(text)
+    );
+    let fqn = if path.is_empty() {
+        shown(text)
+    } else {
+        format!("{path}.{}", shown(text))
+    };
+    Err(unsupported(&fqn, what))
+}
+
+/// Refuses tensors with vastly more elements than are stored, before any plan or file becomes as
+/// large as they are.
+fn check_sizes(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    opaque: &[(String, String)],
+) -> Result<(), FileError> {
+    let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+    // Ranks share the elements.
+    let ranks = match target {
+        OutputFormat::Dcp { ranks } | OutputFormat::SafetensorsShards { ranks } => {
+            ranks.max(1) as u64
+        }
+        _ => 1,
+    };
+    for (fqn, tensor) in source
+        .metadata()
+        .tensors()
+        .filter(|(fqn, _)| !opaque.contains(fqn))
+    {
+        // More bytes than this machine can count are refused like the most that it can.
+        let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype)
+            .unwrap_or(usize::MAX);
+        check_expansion(source, fqn, bytes as u64 / ranks)?;
+    }
+    Ok(())
+}
+
+/// Prepares the destination, which a checkpoint of this format may replace.
+fn prepare(
+    destination: &Location,
+    target: OutputFormat,
+    options: ConvertOptions<'_>,
+) -> Result<Staging, FileError> {
+    let durable = options.durable.cloned().unwrap_or_default();
+    let staging = durable.prepare(destination, options.overwrite)?;
+    match target {
+        OutputFormat::SafetensorsFile | OutputFormat::Torch => staging.check_replaces_file()?,
+        OutputFormat::Dcp { .. }
+        | OutputFormat::SafetensorsDirectory { .. }
+        | OutputFormat::SafetensorsShards { .. } => {
+            staging.check_replaces_directory()?;
+        }
+    }
+    Ok(staging)
+}
+
+/// Returns the files beside the source's own that are copied, and the names of those that are not.
+fn extra_files<'c>(
+    source: &'c dyn Checkpoint,
+    target: OutputFormat,
+    sidecars: &CopiedSidecars,
+    with: Option<&'c CheckedDirectory>,
+) -> Result<(CopiedFiles<'c>, Vec<String>), FileError> {
+    let ExtraFiles { files, others, .. } = ExtraFiles::of(source)?;
+    // The keys of a sidecar file that is not copied have been written like all others.
+    let (written, files): (Vec<_>, Vec<_>) = files
+        .into_iter()
+        .partition(|name| sidecars.leaves_out(source, name));
+    let mut extra = CopiedFiles::default();
+    let mut left_behind = [others, written].concat();
+    if target.keeps_framework(source.format()) {
+        extra.add(files, source.directory());
+    } else if matches!(target, OutputFormat::SafetensorsDirectory { .. })
+        && !source.format().is_file()
+    {
+        // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so
+        // these files go with them.
+        let needed = ExtraFiles::for_hugging_face(source.directory())?;
+        left_behind.extend(files.into_iter().filter(|name| !needed.contains(name)));
+        extra.add(needed, source.directory());
+    } else {
+        left_behind.extend(files);
+    }
+    left_behind.sort();
+    if let Some(with) = with {
+        extra.add(ExtraFiles::for_hugging_face(with)?, with);
+    }
+    Ok((extra, left_behind))
+}
+
+/// Returns the containers that a format cannot express.
+fn lost_containers(source: &dyn Checkpoint, target: OutputFormat) -> Vec<String> {
+    let Some(structure) = source.structure() else {
+        return Vec::new();
+    };
+    let mut containers = structure.modules();
+    if target != OutputFormat::Torch {
+        containers.extend(structure.untold());
+    }
+    containers
+}

@@ -1,0 +1,90 @@
+//! The values files that are beside a single file before it is written.
+
+use fsdp_formats::checkpoint::values_beside;
+use fsdp_formats::internals::{
+    Header, MAX_INDEX_BYTES, NEW_VALUES, VALUES_HASH, other_with_values_of, values_hash,
+};
+use fsdp_formats::storage::{CheckedDirectory, Links};
+use fsdp_formats::{FileError, Location};
+use fsdp_layout::{ErrorKind, Failure as _};
+
+/// The values files beside a single file that is about to be written.
+pub(super) struct OldValues {
+    target: Location,
+    folder: Location,
+    /// The name of the values file.
+    name: String,
+    /// The only other file that may refer to a values file of this name.
+    other: Location,
+}
+
+impl OldValues {
+    /// Makes the values files beside a file, which need not exist. Nothing is read yet.
+    pub(super) fn beside(target: &Location) -> Result<Self, FileError> {
+        let (folder, name) = target.split()?;
+        let other = folder.join(other_with_values_of(name));
+        Ok(OldValues {
+            target: target.clone(),
+            name: values_beside(name),
+            folder,
+            other,
+        })
+    }
+
+    /// Returns the name of the values file.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the directory of the file and its values.
+    pub(super) fn folder(&self) -> &Location {
+        &self.folder
+    }
+
+    /// Returns `true` if a file of this name is there, and holds values that nothing refers to once
+    /// the target is replaced. What cannot be read may be needed.
+    pub(super) fn is_unneeded(&self, name: &str) -> bool {
+        let Some(ending) = name.strip_prefix(&self.name) else {
+            return false;
+        };
+        if !ending.is_empty() && !ending.starts_with(NEW_VALUES) {
+            return false;
+        }
+        let Ok(bytes) = self.folder.join(name).read_file(MAX_INDEX_BYTES) else {
+            return false;
+        };
+        let hash = values_hash(&bytes);
+        // The values are read first: whoever puts new ones there has put the file before.
+        let (Ok(own), Ok(other)) = (referred(&self.target), referred(&self.other)) else {
+            return false;
+        };
+        if other.as_ref() == Some(&hash) {
+            return false;
+        }
+        match ending.strip_prefix(NEW_VALUES) {
+            // The target may have a later hash than its values: a process was killed before it gave
+            // the new values their final name.
+            None => own.is_some(),
+            // The first name that earlier versions used has no hash.
+            Some("") => own.as_ref() == Some(&hash),
+            // A killed process has left values under their first name. The hash in the name tells
+            // that they are values.
+            Some(of) => of.strip_prefix('-') == Some(hash.as_str()),
+        }
+    }
+}
+
+/// Returns the hash of the values file that a single file refers to; `None` if it refers to none,
+/// is no safetensors file, or is not there.
+fn referred(file: &Location) -> Result<Option<String>, FileError> {
+    if !file.is_file()? {
+        return Ok(None);
+    }
+    let (folder, name) = file.split()?;
+    let directory = CheckedDirectory::open(&folder, false, Links::Follow)?;
+    match Header::read(&*directory.file(name)?) {
+        Ok(mut header) => Ok(header.metadata.swap_remove(VALUES_HASH)),
+        Err(source) if source.kind() == ErrorKind::Io => Err(directory.file_error(name, source)),
+        Err(_) => Ok(None),
+    }
+}

@@ -1,0 +1,212 @@
+//! The parts of a conversion that several output formats share: options, the report, the source of
+//! payloads, a rank's rows, and the commit of a single file.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use fsdp_formats::checkpoint::{Checkpoint, Format, stream};
+use fsdp_formats::internals::{Sidecar, default_threads, integrity_beside, tensor_of};
+use fsdp_formats::metadata::{BytesEntry, Entry};
+use fsdp_formats::storage::{Durable, Staging};
+use fsdp_formats::writer::PayloadSource;
+use fsdp_formats::{FileError, FormatError, Location};
+use fsdp_layout::shard::chunk_range;
+use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use super::copied::CopiedFiles;
+use crate::tensor_parallel::TensorParallelPlan;
+
+/// The options of a conversion.
+#[derive(Clone, Copy)]
+pub struct ConvertOptions<'o> {
+    /// `true` to replace a checkpoint at the destination.
+    pub overwrite: bool,
+    /// Threads that read, hash and write.
+    pub threads: usize,
+    /// A function that is called with the number of bytes of every piece that was read.
+    pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
+    /// The [`Durable`] to write with; [`Durable::new`] if `None`. Tests use it to watch the steps
+    /// of a commit.
+    pub durable: Option<&'o Durable>,
+    /// `true` to leave out values that hold objects of unknown types, where the format cannot hold
+    /// them.
+    pub drop_opaque: bool,
+    /// A directory whose configuration and tokenizer are copied beside weights in Hugging Face's
+    /// layout.
+    pub with: Option<&'o Location>,
+    /// The plan for tensor-parallel ranks, for
+    /// [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat). Each rank then gets
+    /// files of its own with its parts of the tensors, and there is no index.
+    pub tensor_parallel: Option<&'o TensorParallelPlan>,
+}
+
+impl Default for ConvertOptions<'_> {
+    fn default() -> Self {
+        ConvertOptions {
+            overwrite: false,
+            threads: default_threads(),
+            progress: None,
+            durable: None,
+            drop_opaque: false,
+            with: None,
+            tensor_parallel: None,
+        }
+    }
+}
+
+impl std::fmt::Debug for ConvertOptions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ConvertOptions")
+            .field("overwrite", &self.overwrite)
+            .field("threads", &self.threads)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The report of a conversion.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Converted {
+    /// The number of tensors that were written.
+    pub tensors: usize,
+    /// The bytes of their elements.
+    pub bytes: u64,
+    /// The keys of values that the format itself cannot hold, and that a file beside it holds.
+    pub aside: Vec<String>,
+    /// The name of that file in the destination's directory.
+    pub aside_file: Option<String>,
+    /// The keys of quantized tensors, written as the integers that they are made of. Their scales
+    /// and zero points are values `KEY.quantizer`.
+    pub quantized: Vec<String>,
+    /// The containers that the format cannot express, each with its place: dict keys that are not
+    /// text have become text, tuples have become lists, and empty dicts are left out.
+    pub containers: Vec<String>,
+    /// The files beside the source's own, such as a configuration, that were copied.
+    pub copied: Vec<String>,
+    /// The files and directories beside the source's own that were not.
+    pub left_behind: Vec<String>,
+    /// The keys of the notes in the source's headers that the format cannot hold.
+    pub notes_left_out: Vec<String>,
+    /// The opaque values that were left out, and the type of each.
+    pub dropped: Vec<(String, String)>,
+}
+
+/// A conversion that is about to be written.
+pub(crate) struct Conversion<'c> {
+    /// The checkpoint, in the form in which it is written.
+    pub(crate) source: &'c dyn Checkpoint,
+    /// The prepared destination.
+    pub(crate) staging: Staging,
+    /// The files of other programs that are copied beside it.
+    pub(crate) extra: &'c CopiedFiles<'c>,
+    pub(crate) options: ConvertOptions<'c>,
+}
+
+/// Returns the error that something cannot be written.
+pub(crate) fn unsupported(fqn: &str, what: impl Into<String>) -> FileError {
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported { what: what.into() },
+    }
+}
+
+/// A checkpoint as the source of payloads for a writer.
+pub(crate) struct Streamed<'a> {
+    pub(crate) source: &'a dyn Checkpoint,
+    pub(crate) options: ConvertOptions<'a>,
+    /// Tensors by value, under keys of their own.
+    pub(crate) extra: IndexMap<String, &'a PlainTensor>,
+}
+
+impl PayloadSource for Streamed<'_> {
+    fn payload(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        range: Range<u64>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
+        if let Some(tensor) = self.extra.get(fqn) {
+            return sink(&tensor.data[range.start as usize..range.end as usize]);
+        }
+        let dtype = tensor_of(self.source.metadata(), fqn)?.properties.dtype;
+        stream(self.source, fqn, dtype, bounds, range, &mut |bytes| {
+            if let Some(progress) = self.options.progress {
+                progress(bytes.len() as u64);
+            }
+            sink(bytes)
+        })
+    }
+
+    fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
+        Ok(stored_item(self.source, fqn)?.map(Cow::Owned))
+    }
+
+    fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
+        // The stored bytes of an opaque value are copied, so a description of it is enough here.
+        self.source.describe_value(fqn).map(Cow::Owned)
+    }
+}
+
+/// Returns the stored bytes of a value, if it is an item of a DCP checkpoint. Copying them keeps
+/// what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque objects.
+pub(crate) fn stored_item(
+    source: &dyn Checkpoint,
+    fqn: &str,
+) -> Result<Option<Vec<u8>>, FileError> {
+    let is_opaque = match source.read_value(fqn) {
+        Ok(_) if source.format() != Format::Dcp => return Ok(None),
+        Ok(_) => false,
+        Err(error) if error.opaque_type().is_some() => true,
+        Err(error) => return Err(error),
+    };
+    let Some(Entry::Bytes(BytesEntry {
+        stored: Some(stored),
+    })) = source.metadata().entries.get(fqn)
+    else {
+        return Ok(None);
+    };
+    match source.read_item(fqn, stored) {
+        // The value is made by a layer, or comes from a sidecar file.
+        Err(FileError::NotStored { .. }) if !is_opaque => Ok(None),
+        item => item.map(Some),
+    }
+}
+
+/// Returns a rank's rows of a tensor, by torch's chunk rule; all of a scalar.
+pub(crate) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> TensorBox {
+    let mut bounds = TensorBox::whole(shape);
+    if let Some(&rows) = shape.first() {
+        let own = chunk_range(rows, ranks, rank);
+        (bounds.offsets[0], bounds.sizes[0]) = (own.start, own.len());
+    }
+    bounds
+}
+
+/// Commits a checkpoint that is a single file. Removes the old file's hashes first, so that they
+/// never describe the new file.
+pub(crate) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+    let integrity = integrity_beside(staging.target_name());
+    staging.check_sidecar(&integrity)?;
+    staging.remove_sidecar(&integrity)?;
+    match sidecar {
+        Some(sidecar) => staging.commit_single_with(sidecar),
+        None => staging.commit_single(),
+    }
+}
+
+/// Counts the tensors and their bytes for the report.
+pub(crate) fn summary(source: &dyn Checkpoint) -> Converted {
+    let mut summary = Converted::default();
+    for (_, tensor) in source.metadata().tensors() {
+        summary.tensors += 1;
+        let numel = tensor
+            .shape
+            .iter()
+            .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+        summary.bytes = summary
+            .bytes
+            .saturating_add(numel.saturating_mul(tensor.properties.dtype.size_in_bytes()));
+    }
+    summary
+}

@@ -1,0 +1,139 @@
+//! Writing a DCP directory for N ranks, in one process.
+
+use std::collections::HashSet;
+
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::internals::finish_copy;
+use fsdp_formats::metadata::Entry;
+use fsdp_formats::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
+use fsdp_formats::writer::{RankWritten, WriteOptions, WrittenFile, value_item_length, write_rank};
+use indexmap::IndexMap;
+
+use super::opaque;
+use super::output::{Conversion, Converted, Streamed, rows_of_rank, stored_item, summary};
+
+/// Writes all of a checkpoint as a DCP directory for `ranks` ranks.
+pub(crate) fn write(
+    conversion: Conversion<'_>,
+    ranks: usize,
+    opaque: &[(String, String)],
+) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        extra,
+        options,
+    } = conversion;
+    let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+    let plans = plans(source, ranks, &opaque)?;
+    let mut global = plan_save(&plans, PlanOptions::default())?;
+    // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are
+    // dropped.
+    let has_paths =
+        |paths: &IndexMap<_, _>| !paths.is_empty() || source.metadata().entries.is_empty();
+    if !source
+        .metadata()
+        .planner_data
+        .as_ref()
+        .is_some_and(has_paths)
+    {
+        global.metadata.planner_data = None;
+    }
+    let streamed = Streamed {
+        source,
+        options,
+        extra: Default::default(),
+    };
+    let write_options = WriteOptions {
+        threads: Some(options.threads),
+        ..WriteOptions::default()
+    };
+    let mut written = Vec::with_capacity(ranks);
+    for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
+        written.push(write_rank(
+            &staging,
+            rank,
+            plan,
+            selection,
+            &streamed,
+            &write_options,
+        )?);
+    }
+    opaque::copy(
+        source,
+        &staging,
+        &opaque,
+        options,
+        &mut global.metadata,
+        &mut written,
+    )?;
+    if !extra.is_empty() {
+        // The names of these files are the same in every save, so another save at the same place
+        // could write them too: exclude that.
+        staging.claim()?;
+        let copied = extra.copy(&staging)?;
+        let files = copied
+            .into_iter()
+            .map(|(name, integrity)| WrittenFile { name, integrity });
+        written.push(RankWritten {
+            files: files.collect(),
+            ..RankWritten::default()
+        });
+    }
+    finish_copy(staging, global.metadata, &written, source)?;
+    Ok(summary(source))
+}
+
+/// Makes the local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on
+/// every rank.
+fn plans(
+    source: &dyn Checkpoint,
+    ranks: usize,
+    opaque: &HashSet<&str>,
+) -> Result<Vec<LocalPlan>, FileError> {
+    let metadata = source.metadata();
+    let mut plans = vec![LocalPlan::default(); ranks];
+    for (fqn, entry) in &metadata.entries {
+        if matches!(entry, Entry::Tensor(_)) && opaque.contains(fqn.as_str()) {
+            // The items of opaque tensors are copied, and are not part of a plan.
+            continue;
+        }
+        let path = metadata
+            .planner_data
+            .as_ref()
+            .and_then(|paths| paths.get(fqn))
+            .cloned();
+        let content = match entry {
+            Entry::Bytes(_) => {
+                let length = match stored_item(source, fqn)? {
+                    Some(item) => Ok(item.len() as u64),
+                    None => value_item_length(&source.read_value(fqn)?),
+                };
+                let length = length.map_err(|source| FileError::Encode {
+                    fqn: fqn.clone(),
+                    source,
+                })?;
+                WriteContent::Value { length }
+            }
+            Entry::Tensor(tensor) => WriteContent::Tensor {
+                properties: tensor.properties.clone(),
+                shape: tensor.shape.clone(),
+                boxes: Vec::new(),
+                is_whole: false,
+            },
+        };
+        for (rank, plan) in plans.iter_mut().enumerate() {
+            let mut content = content.clone();
+            if let WriteContent::Tensor { shape, boxes, .. } = &mut content {
+                boxes.push(rows_of_rank(shape, rank, ranks));
+            }
+            plan.items.push(WriteItem {
+                fqn: fqn.clone(),
+                path: path.clone(),
+                content,
+            });
+        }
+    }
+    Ok(plans)
+}

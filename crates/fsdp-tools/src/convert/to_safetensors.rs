@@ -1,0 +1,599 @@
+//! Writing safetensors: one file, Hugging Face's layout, or torch's shards.
+
+use std::collections::HashSet;
+
+use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
+use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE};
+use fsdp_formats::internals::{
+    DIGESTS, DIGESTS_LAYOUT, FileIntegrity, Header, INTEGRITY_FILE, Integrity, PATHS,
+    PlannedPayload, RANK_NOTE, SHARDING, SHARDS, Sidecar, VALUES_HASH, charge_text, check_copy,
+    decode_values, digests_text, encode_paths, encode_values, layout_text, shard_name, values_hash,
+    values_names, write_payloads, wrong_box,
+};
+use fsdp_formats::metadata::Metadata;
+use fsdp_formats::storage::Staging;
+use fsdp_formats::writer::PayloadSource;
+use fsdp_formats::{FileError, FormatError, Location};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use super::old_values::OldValues;
+use super::output::{Conversion, Converted, Streamed, commit_file, rows_of_rank, summary};
+
+/// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
+#[derive(Debug, Clone)]
+pub(super) struct Piece<'a> {
+    pub(super) fqn: &'a str,
+    pub(super) dtype: DType,
+    pub(super) bounds: TensorBox,
+}
+
+impl Piece<'_> {
+    fn bytes(&self) -> u64 {
+        let numel = self
+            .bounds
+            .sizes
+            .iter()
+            .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
+        numel.saturating_mul(self.dtype.size_in_bytes())
+    }
+}
+
+/// The tensors that were inside values, by the keys that they get.
+pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
+
+/// The contents of a checkpoint besides tensors: the values that safetensors cannot hold, the paths
+/// of keys that cannot be told from the flat keys, and the notes in its headers.
+pub(super) struct Aside {
+    values: IndexMap<String, PlainValue>,
+    paths: Option<String>,
+    notes: IndexMap<String, String>,
+    /// The keys of the tensors that have keys of their own.
+    tensors: HashSet<String>,
+}
+
+impl Aside {
+    /// Reads all values and notes of a checkpoint.
+    pub(super) fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
+        let metadata = source.metadata();
+        let mut values = IndexMap::new();
+        for (fqn, _) in metadata.values() {
+            values.insert(fqn.to_owned(), source.read_value(fqn)?);
+        }
+        let notes = source
+            .notes()
+            .into_iter()
+            .map(|(key, text)| (key.to_owned(), text.to_owned()))
+            .collect();
+        let tensors = metadata.tensors().map(|(fqn, _)| fqn.to_owned()).collect();
+        Ok(Aside {
+            values,
+            paths: encode_paths(metadata),
+            notes,
+            tensors,
+        })
+    }
+
+    /// Encodes the values file, if there are values, and returns the tensors that were inside
+    /// values.
+    pub(super) fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
+        let mut inside = IndexMap::new();
+        if self.values.is_empty() {
+            return Ok((None, inside));
+        }
+        let bytes = encode_values(&self.values, &mut |path, tensor| {
+            let key = self.free_key(path, &inside);
+            inside.insert(key.clone(), tensor);
+            key
+        });
+        let bytes = bytes.map_err(|(fqn, source)| FileError::Encode { fqn, source })?;
+        // A reader limits the memory that values may take. Values beyond that must not be written.
+        let mut without_elements = |_: &str| -> Result<PlainTensor, FormatError> {
+            Ok(PlainTensor {
+                dtype: DType::U8,
+                shape: Vec::new(),
+                data: Vec::new(),
+            })
+        };
+        decode_values(&bytes, &mut without_elements).map_err(|source| FileError::Encode {
+            fqn: VALUES_FILE.to_owned(),
+            source,
+        })?;
+        Ok((Some(bytes), inside))
+    }
+
+    /// Returns the key for a tensor that was inside a value: its path, with a number behind it if
+    /// that is taken.
+    fn free_key(&self, path: String, inside: &Inside<'_>) -> String {
+        let is_taken = |key: &String| {
+            inside.contains_key(key) || self.tensors.contains(key) || self.values.contains_key(key)
+        };
+        // Many tensors may have one path. A number that counts all of them is mostly free at once.
+        let numbered = (inside.len()..).map(|number| format!("{path}.{number}"));
+        std::iter::once(path.clone())
+            .chain(numbered)
+            .find(|key| !is_taken(key))
+            .unwrap_or(path)
+    }
+
+    /// Returns the texts for the header of a file; the first one has the notes and the paths.
+    pub(super) fn texts(&self, is_first: bool) -> IndexMap<String, String> {
+        let mut texts = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        if is_first {
+            texts.extend(self.notes.clone());
+        }
+        if let (Some(paths), true) = (&self.paths, is_first) {
+            texts.insert(PATHS.to_owned(), paths.clone());
+        }
+        texts
+    }
+}
+
+/// Returns all tensors of the source, whole, and those that were inside values.
+pub(super) fn whole_tensors<'a>(
+    source: &'a dyn Checkpoint,
+    inside: &'a Inside<'a>,
+) -> Vec<Piece<'a>> {
+    let mut pieces = Vec::new();
+    for (fqn, tensor) in source.metadata().tensors() {
+        pieces.push(Piece {
+            fqn,
+            dtype: tensor.properties.dtype,
+            bounds: TensorBox::whole(&tensor.shape),
+        });
+    }
+    for (fqn, tensor) in inside {
+        pieces.push(Piece {
+            fqn,
+            dtype: tensor.dtype,
+            bounds: TensorBox::whole(&tensor.shape),
+        });
+    }
+    pieces
+}
+
+/// The sums over the elements of tensors that files of a checkpoint have, by key.
+pub(super) type Sums<'a> = IndexMap<&'a str, Sum>;
+
+/// The texts of a file's header, made from the sums over its tensors.
+pub(super) type Texts<'t, 'a> =
+    dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
+
+/// Encodes the header of a file, with the places of all tensors. Recorded digests are tied to this
+/// header.
+fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
+    if !texts.contains_key(DIGESTS) {
+        return encode_header(texts, pieces);
+    }
+    // The layout includes the length of the header, in which its text stands: one of the same
+    // length holds its place.
+    let mut texts = texts.clone();
+    texts.insert(DIGESTS_LAYOUT.to_owned(), layout_text(0, []));
+    let data = encode_header(&texts, pieces)?.len() as u64;
+    let mut at = 0u64;
+    let tensors = pieces.iter().map(|piece| {
+        let start = at;
+        at = at.saturating_add(piece.bytes());
+        (piece.fqn, piece.dtype, &piece.bounds.sizes[..], start)
+    });
+    texts.insert(DIGESTS_LAYOUT.to_owned(), layout_text(data, tensors));
+    encode_header(&texts, pieces)
+}
+
+/// The texts of a header that readers take as JSON, within limits.
+const JSON_TEXTS: [&str; 4] = [PATHS, DIGESTS, SHARDING, RANK_NOTE];
+
+/// Encodes the header of a file. One that readers would refuse for its size is an error.
+fn encode_header(
+    texts: &IndexMap<String, String>,
+    pieces: &[Piece<'_>],
+) -> Result<Vec<u8>, FileError> {
+    for key in JSON_TEXTS {
+        let charged = texts.get(key).map_or(Ok(()), |text| {
+            charge_text(text, "memory for a text of the header")
+        });
+        charged.map_err(|source| FileError::Encode {
+            fqn: key.to_owned(),
+            source,
+        })?;
+    }
+    let tensors = pieces
+        .iter()
+        .map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
+    Header::encode(texts, tensors).map_err(|source| FileError::Encode {
+        fqn: String::new(),
+        source,
+    })
+}
+
+/// Returns the digests of all that the files have: of tensors from the sums over their elements, of
+/// values from themselves.
+pub(super) fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -> StateDigest {
+    let tensors = streamed.source.metadata().tensors().map(|(fqn, tensor)| {
+        let sum = sums.get(fqn).copied().unwrap_or_default();
+        (
+            fqn.to_owned(),
+            sum.finish(tensor.properties.dtype, &tensor.shape),
+        )
+    });
+    let values = aside
+        .values
+        .iter()
+        .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
+    tensors.chain(values).collect()
+}
+
+/// The safetensors files of a checkpoint that is being written.
+pub(super) struct Files<'w> {
+    pub(super) staging: &'w Staging,
+    pub(super) source: &'w dyn PayloadSource,
+    /// The tensors over whose elements sums are made. A tensor that was inside a value is digested
+    /// with that.
+    pub(super) digested: &'w Metadata,
+    pub(super) threads: usize,
+}
+
+impl<'w> Files<'w> {
+    fn new(staging: &'w Staging, streamed: &'w Streamed<'_>) -> Self {
+        let (digested, threads) = (streamed.source.metadata(), streamed.options.threads);
+        Files {
+            staging,
+            source: streamed,
+            digested,
+            threads,
+        }
+    }
+
+    /// Returns the position of each piece in its tensor.
+    fn places(&self, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
+        let place = |piece: &Piece<'_>| {
+            let Some(tensor) = self.digested.tensor(piece.fqn) else {
+                return Ok(None);
+            };
+            let place = BoxPlace::new(
+                &tensor.shape,
+                &piece.bounds,
+                piece.dtype.size_in_bytes() as usize,
+            );
+            place
+                .map(Some)
+                .map_err(|error| wrong_box(piece.fqn, &error))
+        };
+        pieces.iter().map(place).collect()
+    }
+
+    /// Writes one safetensors file and adds to the sums over its tensors. `texts` makes the texts
+    /// of the header. It is called again once the sums are known, and must then return texts of the
+    /// same lengths.
+    pub(super) fn write<'a>(
+        &self,
+        name: Option<&str>,
+        texts: &Texts<'_, 'a>,
+        pieces: &[Piece<'a>],
+        sums: &mut Sums<'a>,
+    ) -> Result<FileIntegrity, FileError> {
+        let places = self.places(pieces)?;
+        let mut at = header(&texts(sums)?, pieces)?.len() as u64;
+        let mut payloads = Vec::with_capacity(pieces.len());
+        for (piece, place) in pieces.iter().zip(&places) {
+            let (fqn, bounds, length) = (piece.fqn, &piece.bounds, piece.bytes());
+            payloads.push(PlannedPayload {
+                fqn,
+                bounds,
+                offset: at,
+                length,
+                place: place.as_ref(),
+            });
+            at = at.saturating_add(length);
+        }
+        let file = match name {
+            Some(name) => self.staging.create(name, at)?,
+            None => self.staging.create_single(at)?,
+        };
+        let written = write_payloads(&file, &payloads, self.source, self.threads, None)?;
+        for (piece, written) in pieces.iter().zip(&written) {
+            sums.entry(piece.fqn).or_default().add(written.sum);
+        }
+        let header = header(&texts(sums)?, pieces)?;
+        file.write_at(0, &header)?;
+        file.finish()?;
+        let mut integrity = FileIntegrity::default();
+        integrity.push_bytes(&header);
+        for (payload, written) in payloads.iter().zip(written) {
+            integrity.push(payload.length, payload.block_length(), written.hashes);
+        }
+        Ok(integrity)
+    }
+}
+
+/// Distributes tensors over files, in order, so that no file has more than this many bytes of
+/// tensors. A larger tensor gets a file of its own.
+pub(super) fn files_of<'a>(
+    pieces: impl IntoIterator<Item = Piece<'a>>,
+    max_file_bytes: u64,
+) -> Vec<Vec<Piece<'a>>> {
+    let mut files: Vec<Vec<Piece<'a>>> = vec![Vec::new()];
+    let mut filled = 0u64;
+    for piece in pieces {
+        let length = piece.bytes();
+        if filled > 0 && filled.saturating_add(length) > max_file_bytes {
+            files.push(Vec::new());
+            filled = 0;
+        }
+        filled = filled.saturating_add(length);
+        if let Some(file) = files.last_mut() {
+            file.push(piece);
+        }
+    }
+    files
+}
+
+/// Returns the report of a conversion whose values are in a file beside the tensors.
+fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
+    let aside = source
+        .metadata()
+        .values()
+        .map(|(fqn, _)| fqn.to_owned())
+        .collect();
+    Converted {
+        aside,
+        aside_file: file,
+        ..summary(source)
+    }
+}
+
+/// Writes one file to `target`, and its values beside it.
+pub(crate) fn write_file(
+    conversion: Conversion<'_>,
+    target: &Location,
+) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        options,
+        ..
+    } = conversion;
+    let aside = Aside::read(source)?;
+    let (bytes, inside) = aside.encode()?;
+    let pieces = whole_tensors(source, &inside);
+    let streamed = Streamed {
+        source,
+        options,
+        extra: inside.clone(),
+    };
+    let old = OldValues::beside(target)?;
+    let hash = bytes.as_deref().map(values_hash);
+    let [values_name, pending_name, _] =
+        values_names(old.name(), hash.as_deref().unwrap_or_default());
+    let sidecar = Sidecar {
+        name: &values_name,
+        pending_name: &pending_name,
+        bytes: bytes.as_deref(),
+        is_unneeded: &|name| old.is_unneeded(name),
+    };
+    // The commit checks this again. A conversion that would be refused there need not begin.
+    if bytes.is_some() && old.folder().join(&values_name).exists()? {
+        staging.check_sidecar(&values_name)?;
+        sidecar.unneeded(old.folder().name(), vec![values_name.clone()])?;
+    }
+    let texts = |sums: &Sums<'_>| {
+        let digests = digests_text(&digests(&streamed, &aside, sums));
+        let digests = digests.map_err(|source| FileError::Encode {
+            fqn: DIGESTS.to_owned(),
+            source,
+        })?;
+        let mut texts = aside.texts(true);
+        texts.extend(hash.clone().map(|hash| (VALUES_HASH.to_owned(), hash)));
+        texts.insert(DIGESTS.to_owned(), digests);
+        Ok(texts)
+    };
+    let mut sums = Sums::new();
+    Files::new(&staging, &streamed).write(None, &texts, &pieces, &mut sums)?;
+    check_copy(
+        staging.target(),
+        source.digests(),
+        &digests(&streamed, &aside, &sums),
+    )?;
+    commit_file(staging, Some(sidecar))?;
+    Ok(with_aside(source, bytes.map(|_| values_name)))
+}
+
+/// Ends a directory: values, integrity, commit.
+pub(super) fn finish(
+    source: &dyn Checkpoint,
+    staging: Staging,
+    mut integrity: Integrity,
+    digests: StateDigest,
+    small: Vec<(String, Vec<u8>)>,
+) -> Result<Converted, FileError> {
+    check_copy(staging.target(), source.digests(), &digests)?;
+    integrity.digests = Some(digests);
+    let aside_file = small
+        .iter()
+        .any(|(name, _)| name == VALUES_FILE)
+        .then(|| VALUES_FILE.to_owned());
+    for (name, bytes) in small {
+        let mut file = FileIntegrity::default();
+        file.push_bytes(&bytes);
+        staging.write(&name, &bytes)?;
+        integrity.files.insert(name, file);
+    }
+    let bytes = integrity.encode().map_err(|source| FileError::File {
+        path: staging.directory().join(INTEGRITY_FILE),
+        source,
+    })?;
+    staging.commit(INTEGRITY_FILE, &bytes)?;
+    Ok(with_aside(source, aside_file))
+}
+
+/// The file with the index of a directory.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Returns the name of one of several files.
+fn file_name(number: usize, count: usize) -> String {
+    format!("model-{:05}-of-{count:05}.safetensors", number + 1)
+}
+
+/// Encodes the index of files with these tensors. One that readers would refuse for its size is an
+/// error.
+fn encode_index(files: &[Vec<Piece<'_>>], total_size: u64) -> Result<Vec<u8>, FileError> {
+    let mut weight_map = serde_json::Map::new();
+    for (number, file) in files.iter().enumerate() {
+        let name = file_name(number, files.len());
+        weight_map.extend(
+            file.iter()
+                .map(|piece| (piece.fqn.to_owned(), name.clone().into())),
+        );
+    }
+    let index =
+        serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
+    let index = serde_json::to_vec_pretty(&index).unwrap_or_default();
+    charge_text(&index, "memory for the index").map_err(|source| FileError::Encode {
+        fqn: INDEX.to_owned(),
+        source,
+    })?;
+    Ok(index)
+}
+
+/// Writes Hugging Face's layout: files of bounded size, and their index.
+pub(crate) fn write_directory(
+    conversion: Conversion<'_>,
+    max_file_bytes: u64,
+) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        extra,
+        options,
+    } = conversion;
+    staging.claim()?;
+    let aside = Aside::read(source)?;
+    let (bytes, inside) = aside.encode()?;
+    let pieces = whole_tensors(source, &inside);
+    let streamed = Streamed {
+        source,
+        options,
+        extra: inside.clone(),
+    };
+    let total = pieces
+        .iter()
+        .fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
+    let files = files_of(pieces, max_file_bytes);
+    let index = encode_index(&files, total)?;
+    let mut integrity = Integrity {
+        files: extra.copy(&staging)?,
+        ..Integrity::default()
+    };
+    let mut sums = Sums::new();
+    for (number, file) in files.iter().enumerate() {
+        let name = file_name(number, files.len());
+        let texts = |_: &Sums<'_>| Ok(aside.texts(number == 0));
+        let written =
+            Files::new(&staging, &streamed).write(Some(&name), &texts, file, &mut sums)?;
+        integrity.files.insert(name, written);
+    }
+    let mut small = vec![(INDEX.to_owned(), index)];
+    small.extend(bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)));
+    finish(
+        source,
+        staging,
+        integrity,
+        digests(&streamed, &aside, &sums),
+        small,
+    )
+}
+
+/// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each
+/// rank, with its rows of every tensor.
+pub(crate) fn write_shards(
+    conversion: Conversion<'_>,
+    ranks: usize,
+) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        extra,
+        options,
+    } = conversion;
+    staging.claim()?;
+    let aside = Aside::read(source)?;
+    let (bytes, inside) = aside.encode()?;
+    let streamed = Streamed {
+        source,
+        options,
+        extra: inside.clone(),
+    };
+    let mut integrity = Integrity {
+        files: extra.copy(&staging)?,
+        ..Integrity::default()
+    };
+    let mut sums = Sums::new();
+    let whole = whole_tensors(source, &inside);
+    // Tensors that cannot be cut are in the first file: scalars, empty tensors, and tensors that
+    // were inside values.
+    let is_cut = |of: &Piece<'_>| {
+        !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn)
+    };
+    let pieces_of = |rank: usize| -> Vec<Piece<'_>> {
+        let pieces = whole.iter().filter_map(|of| {
+            let bounds = if is_cut(of) {
+                rows_of_rank(&of.bounds.sizes, rank, ranks)
+            } else {
+                of.bounds.clone()
+            };
+            let is_here = if is_cut(of) {
+                !bounds.is_empty()
+            } else {
+                rank == 0
+            };
+            is_here.then_some(Piece { bounds, ..*of })
+        });
+        pieces.collect()
+    };
+    // torch's rule gives rows to the first ranks: the others have no file.
+    let shards = (1..ranks)
+        .take_while(|&rank| !pieces_of(rank).is_empty())
+        .count()
+        + 1;
+    for rank in 0..shards {
+        let pieces = pieces_of(rank);
+        let sharding: serde_json::Map<String, serde_json::Value> = pieces
+            .iter()
+            .map(|piece| {
+                let mut offsets = piece.bounds.offsets.clone();
+                // A type that safetensors does not know is stored as bytes, in a dimension of their
+                // own.
+                offsets.extend(piece.dtype.safetensors_name().is_none().then_some(0));
+                (
+                    piece.fqn.to_owned(),
+                    serde_json::json!({ "saved_offsets": offsets }),
+                )
+            })
+            .collect();
+        let mut metadata = aside.texts(rank == 0);
+        metadata.extend([
+            ("DCP_VERSION".to_owned(), "1.0".to_owned()),
+            (
+                SHARDING.to_owned(),
+                serde_json::Value::Object(sharding).to_string(),
+            ),
+            (SHARDS.to_owned(), shards.to_string()),
+        ]);
+        let name = shard_name(rank);
+        let texts = |_: &Sums<'_>| Ok(metadata.clone());
+        let written =
+            Files::new(&staging, &streamed).write(Some(&name), &texts, &pieces, &mut sums)?;
+        integrity.files.insert(name.clone(), written);
+    }
+    let small = bytes
+        .map(|bytes| (VALUES_FILE.to_owned(), bytes))
+        .into_iter()
+        .collect();
+    finish(
+        source,
+        staging,
+        integrity,
+        digests(&streamed, &aside, &sums),
+        small,
+    )
+}

@@ -1,0 +1,278 @@
+//! Writing one file of `torch.save`.
+
+use std::collections::HashMap;
+
+use fsdp_formats::checkpoint::{Checkpoint, Structure};
+use fsdp_formats::internals::{
+    ArchiveLayout, MAX_DEPTH, PlannedPayload, ROOT, check_writable, pickle_write as write,
+    write_payloads, write_tensor, write_value,
+};
+use fsdp_formats::metadata::{Metadata, TensorEntry};
+use fsdp_formats::storage::StagedFile;
+use fsdp_formats::{FileError, FormatError};
+use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+use indexmap::IndexMap;
+
+use super::output::{Conversion, Converted, Streamed, commit_file, summary, unsupported};
+
+/// A storage of the file to be written.
+enum PlannedStorage<'a> {
+    Tensor(&'a str, &'a TensorEntry),
+    Inside(&'a PlainTensor),
+}
+
+/// The pickle of a state dict, and the storages that it refers to.
+struct Pickled<'a> {
+    bytes: Vec<u8>,
+    storages: Vec<PlannedStorage<'a>>,
+    metadata: &'a Metadata,
+    /// The values, by flat key.
+    values: &'a HashMap<String, PlainValue>,
+}
+
+impl<'a> Pickled<'a> {
+    /// Writes the opcodes of a structure and of all that it holds.
+    fn put(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
+        check_depth(depth)?;
+        match structure {
+            Structure::Module(_, items) => {
+                write::op(&mut self.bytes, write::EMPTY_DICT);
+                write::op(&mut self.bytes, write::MARK);
+                self.put_module("", items, depth)?;
+                write::op(&mut self.bytes, write::SETITEMS);
+            }
+            Structure::Dict(items) => {
+                write::op(&mut self.bytes, write::EMPTY_DICT);
+                write::op(&mut self.bytes, write::MARK);
+                for (key, item) in items {
+                    // Keys hold no tensors.
+                    write_value(&mut self.bytes, key, &mut Vec::new(), 0, depth + 1)?;
+                    self.put(item, depth + 1)?;
+                }
+                write::op(&mut self.bytes, write::SETITEMS);
+            }
+            Structure::List(items) => {
+                write::op(&mut self.bytes, write::EMPTY_LIST);
+                write::op(&mut self.bytes, write::MARK);
+                self.put_all(items, depth)?;
+                write::op(&mut self.bytes, write::APPENDS);
+            }
+            Structure::Tuple(items) => {
+                write::open_tuple(&mut self.bytes, items.len());
+                self.put_all(items, depth)?;
+                write::close_tuple(&mut self.bytes, items.len());
+            }
+            Structure::Leaf(fqn) => match (self.metadata.tensor(fqn), self.values.get(fqn)) {
+                (Some(tensor), _) => {
+                    check_writable(tensor.properties.dtype)?;
+                    write_tensor(
+                        &mut self.bytes,
+                        self.storages.len(),
+                        tensor.properties.dtype,
+                        &tensor.shape,
+                    );
+                    self.storages.push(PlannedStorage::Tensor(fqn, tensor));
+                }
+                (None, Some(value)) => {
+                    let mut inside: Vec<&PlainTensor> = Vec::new();
+                    write_value(
+                        &mut self.bytes,
+                        value,
+                        &mut inside,
+                        self.storages.len(),
+                        depth,
+                    )?;
+                    self.storages
+                        .extend(inside.into_iter().map(PlannedStorage::Inside));
+                }
+                (None, None) => {
+                    return Err(FormatError::unexpected(format!("a key `{fqn}`"), "none"));
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// Writes the items of a module as those of its state dict: each key is the path of an item
+    /// below the module.
+    fn put_module(
+        &mut self,
+        prefix: &str,
+        items: &'a [(PlainValue, Structure)],
+        depth: usize,
+    ) -> Result<(), FormatError> {
+        check_depth(depth)?;
+        for (key, item) in items {
+            let name = format!("{prefix}{}", key.key_text().unwrap_or_default());
+            if let Structure::Module(_, below) = item {
+                self.put_module(&format!("{name}."), below, depth + 1)?;
+                continue;
+            }
+            write_value(
+                &mut self.bytes,
+                &PlainValue::Str(name),
+                &mut Vec::new(),
+                0,
+                depth + 1,
+            )?;
+            self.put(item, depth + 1)?;
+        }
+        Ok(())
+    }
+
+    fn put_all(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
+        items.iter().try_for_each(|item| self.put(item, depth + 1))
+    }
+}
+
+/// Checks that a structure is not too deep. Paths come from files, and the functions that walk them
+/// are recursive.
+fn check_depth(depth: usize) -> Result<(), FormatError> {
+    if depth >= MAX_DEPTH {
+        return Err(FormatError::TooLarge {
+            what: "nesting",
+            value: depth as u64,
+            limit: MAX_DEPTH as u64,
+        });
+    }
+    Ok(())
+}
+
+/// Returns the structure to write: the source's own, or else that of its keys' paths. All keys have
+/// a place in it.
+fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
+    let metadata = source.metadata();
+    let structure = match source.structure() {
+        Some(structure) => structure.clone(),
+        None => Structure::of_paths(metadata)?,
+    };
+    let leaves = structure.leaves();
+    match metadata
+        .entries
+        .keys()
+        .find(|fqn| !leaves.contains(fqn.as_str()))
+    {
+        Some(fqn) => Err(unsupported(
+            fqn,
+            "a key that has no place in the state dict",
+        )),
+        None => Ok(structure),
+    }
+}
+
+/// Writes all of a checkpoint as one file of `torch.save`.
+pub(crate) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        options,
+        ..
+    } = conversion;
+    let structure = structure_of(source)?;
+    let mut values = HashMap::new();
+    for (fqn, _) in source.metadata().values() {
+        values.insert(fqn.to_owned(), source.read_value(fqn)?);
+    }
+    // Make the pickle first: it numbers the storages, which determines their places.
+    let mut pickled = Pickled {
+        bytes: Vec::new(),
+        storages: Vec::new(),
+        metadata: source.metadata(),
+        values: &values,
+    };
+    write::proto(&mut pickled.bytes, 2);
+    pickled
+        .put(&structure, 0)
+        .map_err(|source| FileError::Encode {
+            fqn: "data.pkl".to_owned(),
+            source,
+        })?;
+    write::op(&mut pickled.bytes, write::STOP);
+    let Pickled {
+        bytes, storages, ..
+    } = pickled;
+
+    let mut lengths = Vec::with_capacity(storages.len());
+    let mut boxes = Vec::with_capacity(storages.len());
+    for storage in &storages {
+        let (shape, dtype, fqn) = match storage {
+            PlannedStorage::Tensor(fqn, tensor) => (&tensor.shape, tensor.properties.dtype, *fqn),
+            PlannedStorage::Inside(tensor) => (&tensor.shape, tensor.dtype, ""),
+        };
+        let numel = fsdp_layout::boxes::checked_numel(shape);
+        let length = numel.and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
+        lengths.push(length.ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?);
+        boxes.push(TensorBox::whole(shape));
+    }
+    // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
+    // so such a file has the usual root.
+    let stem = staging
+        .target()
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .filter(|stem| ![".", ".."].contains(stem));
+    let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
+    let layout = ArchiveLayout::new(&root, bytes, &lengths);
+
+    // Tensors inside values go by the number of their storage, which is not a key of a checkpoint.
+    let mut extra = IndexMap::new();
+    let mut names = Vec::with_capacity(storages.len());
+    for (index, storage) in storages.iter().enumerate() {
+        names.push(match storage {
+            PlannedStorage::Tensor(fqn, _) => (*fqn).to_owned(),
+            PlannedStorage::Inside(tensor) => {
+                let name = format!("\0storage {index}");
+                extra.insert(name.clone(), *tensor);
+                name
+            }
+        });
+    }
+    let streamed = Streamed {
+        source,
+        options,
+        extra,
+    };
+    let payloads: Vec<PlannedPayload<'_>> = (0..storages.len())
+        .map(|index| PlannedPayload {
+            fqn: &names[index],
+            bounds: &boxes[index],
+            offset: layout.storage_offset(index),
+            length: lengths[index],
+            // The format has no place for digests.
+            place: None,
+        })
+        .collect();
+    let file = staging.create_single(layout.length())?;
+    // The header before a storage contains its checksum, so it is written after the storage.
+    let write_before = |index, crc| write_header(&file, &layout, index, crc);
+    let written = write_payloads(
+        &file,
+        &payloads,
+        &streamed,
+        options.threads,
+        Some(&write_before),
+    )?;
+    let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
+    if crcs.is_empty() {
+        write_header(&file, &layout, 0, 0)?;
+    }
+    file.write_at(layout.tail_offset(), &layout.tail(&crcs))?;
+    file.finish()?;
+    commit_file(staging, None)?;
+    Ok(summary(source))
+}
+
+/// Writes the bytes before a storage, which contain its checksum. Before the first storage, that is
+/// all of the archive's head.
+fn write_header(
+    file: &StagedFile,
+    layout: &ArchiveLayout,
+    index: usize,
+    crc: u32,
+) -> Result<(), FileError> {
+    if index == 0 {
+        return file.write_at(0, &layout.head(crc));
+    }
+    let header = layout.storage_header(index, crc);
+    file.write_at(layout.storage_offset(index) - header.len() as u64, &header)
+}

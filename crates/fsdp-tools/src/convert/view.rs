@@ -1,0 +1,191 @@
+//! [`View`]: a checkpoint with some keys left out or renamed, and its floating-point tensors cast.
+
+use fsdp_digest::StateDigest;
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::{Checkpoint, Structure, stream};
+use fsdp_formats::internals::{Layer, Moved, Origin, Placed, Seen, tensor_of};
+use fsdp_formats::metadata::{Entry, Metadata};
+use fsdp_formats::reader::Slot;
+use fsdp_layout::{KeyPath, PathPart};
+use indexmap::IndexMap;
+
+use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
+use super::output::unsupported;
+
+/// A decision over a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rename {
+    /// Leave it as it is.
+    Keep,
+    /// Leave it out.
+    Drop,
+    /// Rename it to this. The parts of its path in the nested state dict that the new key does not
+    /// change stay, and one key replaces the others: {`opt`: {`lr`: …}} with `opt.lr` renamed to
+    /// `optimizer.lr` is {`optimizer`: {`lr`: …}}.
+    To(String),
+}
+
+/// A checkpoint with some keys left out or renamed, and its floating-point tensors cast.
+pub struct View<'a> {
+    seen: Seen<'a>,
+    /// The source's key for each new one.
+    names: IndexMap<String, String>,
+    /// The source's digests under the new keys; `None` if something is cast.
+    digests: Option<StateDigest>,
+}
+
+impl std::fmt::Debug for View<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("View")
+            .field("names", &self.names)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'a> View<'a> {
+    /// Makes a view in which `rename` decides about each key, and `cast` about the dtype of tensors
+    /// of `f64`, `f32`, `f16` and `bf16`.
+    pub fn new(
+        source: &'a dyn Checkpoint,
+        rename: impl Fn(&str) -> Rename,
+        cast: Option<Cast>,
+    ) -> Result<Self, FileError> {
+        if let Some(cast) = cast.filter(|cast| !CASTABLE.contains(&cast.dtype)) {
+            return Err(unsupported("", format!("casting to `{}`", cast.dtype)));
+        }
+        let from = source.metadata();
+        let optimizers = Optimizers::of(from);
+        let mut names = IndexMap::new();
+        let mut digests = source.digests().map(|_| StateDigest::default());
+        let mut metadata = Metadata {
+            planner_data: from.planner_data.as_ref().map(|_| IndexMap::new()),
+            version: from.version.clone(),
+            ..Metadata::default()
+        };
+        for (fqn, entry) in &from.entries {
+            let path = from.planner_data.as_ref().and_then(|paths| paths.get(fqn));
+            let (name, path) = match rename(fqn) {
+                Rename::Drop => continue,
+                Rename::Keep => (fqn.clone(), path.cloned()),
+                Rename::To(name) => {
+                    let path = path.map(|path| {
+                        KeyPath(
+                            Moved::new(path, &name)
+                                .apply(&path.0, |key| PathPart::Key(key.to_owned())),
+                        )
+                    });
+                    (name, path)
+                }
+            };
+            let mut entry = entry.clone();
+            if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast)
+                && cast.changes(fqn, tensor, &optimizers)
+                // An opaque tensor is copied as it is, or left out.
+                && source.opaque_type(fqn)?.is_none()
+            {
+                tensor.properties.dtype = cast.dtype;
+                digests = None;
+            }
+            if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
+                paths.insert(name.clone(), path);
+            }
+            if let (Some(digests), Some(digest)) =
+                (&mut digests, source.digests().and_then(|all| all.get(fqn)))
+            {
+                digests.insert(&name, digest);
+            }
+            metadata.entries.insert(name.clone(), entry);
+            if let Some(other) = names.insert(name.clone(), fqn.clone()) {
+                return Err(unsupported(
+                    &name,
+                    format!("one name for both `{other}` and `{fqn}`"),
+                ));
+            }
+        }
+        let structure = source
+            .structure()
+            .map(|structure| structure_of_view(structure, &rename))
+            .transpose()?;
+        Ok(View {
+            seen: Seen::of(source, metadata, structure),
+            names,
+            digests,
+        })
+    }
+
+    /// Returns the source's name of a key.
+    fn source_name<'n>(&'n self, fqn: &'n str) -> &'n str {
+        self.names.get(fqn).map_or(fqn, String::as_str)
+    }
+}
+
+/// Returns a structure as a view shows it.
+fn structure_of_view(
+    structure: &Structure,
+    rename: &dyn Fn(&str) -> Rename,
+) -> Result<Structure, FileError> {
+    structure.rebuilt(&mut |fqn, path| match rename(fqn) {
+        Rename::Keep => Placed::Stays,
+        Rename::Drop => Placed::LeftOut,
+        Rename::To(name) => {
+            let moved = Moved::new(path, &name);
+            Placed::Moves(name, moved)
+        }
+    })
+}
+
+impl Layer for View<'_> {
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
+    }
+
+    fn digests(&self) -> Option<&StateDigest> {
+        self.digests.as_ref()
+    }
+
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        let name = self.source_name(fqn);
+        let dtype = |metadata: &Metadata, fqn: &str| {
+            metadata.tensor(fqn).map(|tensor| tensor.properties.dtype)
+        };
+        let is_cast = dtype(&self.seen.metadata, fqn) != dtype(self.source(0).metadata(), name);
+        if is_cast {
+            Origin::Made
+        } else {
+            Origin::Source(0, name)
+        }
+    }
+
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+        inputs.push((0, self.source_name(fqn).to_owned()));
+    }
+
+    /// Casts boxes of a tensor.
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let to = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
+        let name = self.source_name(fqn);
+        let from = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
+        for slot in slots {
+            // Read in pieces, because the source's elements may be larger than those of the slot.
+            let mut rest: &mut [u8] = slot.bytes;
+            let length = slot.bounds.numel() as u64 * from.size_in_bytes();
+            stream(
+                self.source(0),
+                name,
+                from,
+                &slot.bounds,
+                0..length,
+                &mut |bytes| {
+                    let elements = bytes.len() / from.size_in_bytes() as usize;
+                    let (now, later) = std::mem::take(&mut rest)
+                        .split_at_mut(elements * to.size_in_bytes() as usize);
+                    cast_elements(bytes, from, now, to);
+                    rest = later;
+                    Ok::<(), FileError>(())
+                },
+            )?;
+            slot.filled(0..slot.bytes.len());
+        }
+        Ok(())
+    }
+}

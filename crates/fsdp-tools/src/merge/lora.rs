@@ -1,0 +1,663 @@
+//! A LoRA adapter, as the library PEFT saves it, merged into its base.
+//!
+//! The weight of a module becomes `W + scale · B · A`, where `scale` is `lora_alpha / r`, or
+//! `lora_alpha / √r` for an adapter with `use_rslora`. The products are computed in `f64` and the
+//! sum is rounded once.
+
+use std::collections::HashMap;
+
+use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::internals::{
+    Layer, LayerSource, Origin, Seen, check_expansion, read_whole, tensor_of,
+};
+use fsdp_formats::metadata::TensorEntry;
+use fsdp_formats::reader::Slot;
+use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt as _};
+use fsdp_formats::{FileError, FormatError, Location};
+use fsdp_layout::{DType, TensorBox};
+use indexmap::IndexMap;
+use serde::Deserialize;
+
+use super::numbers::{fill, for_each, is_floating, write};
+use super::refused;
+
+/// The file in which PEFT keeps the settings of an adapter.
+const CONFIG: &str = "adapter_config.json";
+/// The file with the configuration of a base model.
+const BASE_CONFIG: &str = "config.json";
+/// The longest such file that is read.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// The prefix that PEFT puts before the keys of the base.
+const BASE: &str = "base_model.model.";
+
+/// The kind of an adapter, which tells what its other settings are.
+#[derive(Deserialize)]
+struct AdapterKind {
+    peft_type: Option<String>,
+}
+
+/// The settings of an adapter.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+pub struct LoraConfig {
+    lora_alpha: f64,
+    #[serde(default)]
+    use_rslora: bool,
+    #[serde(default)]
+    fan_in_fan_out: bool,
+    #[serde(default)]
+    use_dora: bool,
+    #[serde(default)]
+    alpha_pattern: IndexMap<String, f64>,
+    /// The initialization of the factors: `true`, `false`, or the name of a method.
+    #[serde(default)]
+    init_lora_weights: serde_json::Value,
+    /// `true` if an output layer tied to an embedding uses the embedding's trained weight too.
+    #[serde(default)]
+    ensure_weight_tying: bool,
+    /// All other settings.
+    #[serde(flatten)]
+    others: IndexMap<String, serde_json::Value>,
+}
+
+/// The methods of initialization that leave the base unchanged. With the others, PEFT subtracts the
+/// initial product of the factors from the base each time that it loads the adapter.
+const BASE_UNCHANGED: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
+
+/// The settings of kinds of adapters that are not supported: their update is computed in another
+/// way, or applies to some tokens or layers only.
+const OTHER_KINDS: [&str; 7] = [
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+];
+
+impl LoraConfig {
+    /// Reads the settings in an adapter's directory.
+    ///
+    /// # Errors
+    /// There are no settings, or they are not those of a LoRA adapter.
+    pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
+        let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
+        let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        let malformed = |error: serde_json::Error| {
+            let source = FormatError::Malformed {
+                what: "settings of an adapter",
+                reason: error.to_string(),
+            };
+            directory.file_error(CONFIG, source)
+        };
+        let unsupported =
+            |what: String| Err(directory.file_error(CONFIG, FormatError::Unsupported { what }));
+        // The settings of other kinds of adapters are others.
+        let AdapterKind { peft_type } = serde_json::from_slice(&bytes).map_err(malformed)?;
+        match peft_type.as_deref() {
+            Some("LORA") => {}
+            other => {
+                return unsupported(format!("an adapter of type {}", other.unwrap_or("unknown")));
+            }
+        }
+        let config: LoraConfig = serde_json::from_slice(&bytes).map_err(malformed)?;
+        if config.use_dora {
+            return unsupported("an adapter with magnitudes (DoRA)".to_owned());
+        }
+        if let Some(kind) = config.init_lora_weights.as_str()
+            && !BASE_UNCHANGED.contains(&kind)
+        {
+            return unsupported(format!(
+                "an adapter that began as a part of its base (`init_lora_weights`: `{kind}`): PEFT turns it into a plain one \
+                 when it is saved with `path_initial_model_for_weight_conversion`;"
+            ));
+        }
+        let is_set = |value: &serde_json::Value| {
+            !(value.is_null() || *value == serde_json::Value::Bool(false))
+        };
+        if let Some(kind) = OTHER_KINDS
+            .iter()
+            .find(|kind| config.others.get(**kind).is_some_and(is_set))
+        {
+            return unsupported(format!("an adapter with `{kind}`"));
+        }
+        let is_plain = |pattern: &&String| {
+            pattern
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+        };
+        if let Some(pattern) = config
+            .alpha_pattern
+            .keys()
+            .find(|pattern| !is_plain(pattern))
+        {
+            return unsupported(format!(
+                "the regular expression `{pattern}` for a module's alpha"
+            ));
+        }
+        Ok(config)
+    }
+
+    /// Returns the factor of a module's update.
+    fn scale(&self, module: &str, rank: usize) -> f64 {
+        let is_of = |pattern: &str| {
+            module == pattern
+                || module
+                    .strip_suffix(pattern)
+                    .is_some_and(|rest| rest.ends_with('.'))
+        };
+        let alpha = self
+            .alpha_pattern
+            .iter()
+            .find(|(pattern, _)| is_of(pattern))
+            .map_or(self.lora_alpha, |(_, alpha)| *alpha);
+        let rank = rank as f64;
+        alpha / if self.use_rslora { rank.sqrt() } else { rank }
+    }
+}
+
+/// The update of one weight.
+#[derive(Debug, Clone)]
+struct Update {
+    /// The adapter's keys of the two factors: `A` is `[rank, in]`, `B` is `[out, rank]`.
+    a: String,
+    b: String,
+    dtypes: [DType; 2],
+    rank: usize,
+    scale: f64,
+    /// `true` if the weight is `[in, out]`, `false` if it is `[out, in]`, `None` if it is square
+    /// and [`BaseModel::orient`] has to decide.
+    is_transposed: Option<bool>,
+}
+
+/// A base with an adapter merged into it.
+pub struct Lora<'a> {
+    /// The base, and the adapter.
+    seen: Seen<'a>,
+    updates: IndexMap<String, Update>,
+    /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a
+    /// weight is both replaced and updated, the update is added to the replacement.
+    replaced: HashMap<String, String>,
+}
+
+impl std::fmt::Debug for Lora<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Lora")
+            .field("updates", &self.updates)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'a> Lora<'a> {
+    /// Merges an adapter into its base.
+    ///
+    /// # Errors
+    /// Keys of the adapter that the base does not have, shapes that do not fit, and unsupported
+    /// adapters: with `lora_bias`, convolutions, or DoRA.
+    pub fn new(
+        base: &'a dyn Checkpoint,
+        adapter: &'a dyn Checkpoint,
+        config: &LoraConfig,
+    ) -> Result<Self, FileError> {
+        let mut metadata = base.metadata().clone();
+        metadata.replicas.clear();
+        let mut updates = IndexMap::new();
+        let mut replaced = HashMap::new();
+        let model = BaseModel::of(base)?;
+        for (fqn, tensor) in adapter.metadata().tensors() {
+            let name = fqn
+                .strip_prefix(BASE)
+                .ok_or_else(|| refused(fqn, "a key that is not of an adapter of PEFT"))?;
+            match Factor::of(name) {
+                Some(Factor {
+                    module,
+                    is_a: true,
+                    is_embedding,
+                }) => {
+                    let key = format!("{module}.weight");
+                    let b = factor_b(adapter, fqn)
+                        .ok_or_else(|| refused(fqn, "a factor without the other one"))?;
+                    let update = update(
+                        base,
+                        (fqn, tensor),
+                        (&b, adapter),
+                        &key,
+                        is_embedding,
+                        config,
+                        module,
+                    )?;
+                    if let Some(Update { a: first, .. }) = updates.insert(key, update) {
+                        return Err(refused(
+                            fqn,
+                            format!("a second update, after `{first}`, of one weight"),
+                        ));
+                    }
+                }
+                // A factor B is taken together with its factor A.
+                Some(Factor { is_a: false, .. }) if factor_a(adapter, fqn) => {}
+                Some(_) => return Err(refused(fqn, "a factor without the other one")),
+                None if name.contains("lora_") => {
+                    return Err(refused(fqn, "this part of an adapter"));
+                }
+                None => {
+                    let is_trained_whole = !name.contains(BASE_LAYER);
+                    let name = replaced_key(name);
+                    check_replacement(base, &name, (fqn, tensor))?;
+                    if is_trained_whole
+                        && !config.ensure_weight_tying
+                        && model.is_tied_embedding(base, &name)
+                    {
+                        let what = "an embedding that was trained without the output layer that shares its weight: merge it with PEFT, \
+                                    which makes two weights of them,";
+                        return Err(refused(fqn, what));
+                    }
+                    metadata.entries.insert(
+                        name.clone(),
+                        fsdp_formats::metadata::Entry::Tensor(tensor.clone()),
+                    );
+                    if let Some(first) = replaced.insert(name, fqn.to_owned()) {
+                        return Err(refused(
+                            fqn,
+                            format!(
+                                "a second tensor, after `{first}`, in place of one of the base"
+                            ),
+                        ));
+                    }
+                }
+            }
+        }
+        model.orient(&mut updates, config.fan_in_fan_out)?;
+        for key in updates.keys() {
+            let dtype = tensor_of(&metadata, key)?.properties.dtype;
+            if !is_floating(dtype) {
+                return Err(refused(key, format!("an update of dtype `{dtype}`")));
+            }
+        }
+        if updates.is_empty() && replaced.is_empty() {
+            return Err(FileError::Merge {
+                reason: "the adapter has no tensors".to_owned(),
+            });
+        }
+        let sources = vec![LayerSource::Lent(base), LayerSource::Lent(adapter)];
+        Ok(Lora {
+            seen: Seen {
+                sources,
+                metadata,
+                structure: base.structure().cloned(),
+            },
+            updates,
+            replaced,
+        })
+    }
+
+    /// Returns the source and the key in it of the weight to which an update is added.
+    fn weight<'o>(&'o self, fqn: &'o str) -> (usize, &'o str) {
+        self.replaced
+            .get(fqn)
+            .map_or((0, fqn), |key| (1, key.as_str()))
+    }
+
+    /// Returns the keys of the tensors that the adapter changes.
+    pub fn changed(&self) -> impl Iterator<Item = &str> {
+        let only_replaced = self
+            .replaced
+            .keys()
+            .filter(|key| !self.updates.contains_key(*key));
+        self.updates.keys().chain(only_replaced).map(String::as_str)
+    }
+}
+
+/// The text that PEFT inserts into the key of a weight that has an update.
+const BASE_LAYER: &str = ".base_layer.";
+
+/// The settings in the configuration of a base model that a merge needs.
+#[derive(Debug, Default, Deserialize)]
+struct BaseModel {
+    model_type: Option<String>,
+    tie_word_embeddings: Option<bool>,
+    #[serde(default)]
+    architectures: Option<Vec<String>>,
+}
+
+/// The types of models whose layers are `Conv1D`, with weights of shape `[in, out]`, except the
+/// output layer.
+const CONV1D_MODELS: [&str; 4] = ["decision_transformer", "gpt2", "imagegpt", "openai-gpt"];
+/// The names of `Conv1D` layers in those models. In other models, layers of these names may be of
+/// another kind.
+const CONV1D_LAYERS: [&str; 3] = ["c_attn", "c_fc", "c_proj"];
+/// The endings of the keys of token embeddings.
+const EMBEDDINGS: [&str; 4] = [
+    "embed_tokens.weight",
+    "tok_embeddings.weight",
+    "word_embeddings.weight",
+    "wte.weight",
+];
+/// The endings of the keys of output layers, which may share the weight of the token embedding.
+const OUTPUTS: [&str; 3] = ["embed_out.weight", "lm_head.weight", "output.weight"];
+
+impl BaseModel {
+    /// Reads the configuration in the directory of a base. Without one, all settings are unknown.
+    fn of(base: &dyn Checkpoint) -> Result<Self, FileError> {
+        let directory = base.directory();
+        if !directory.has(BASE_CONFIG)? {
+            return Ok(BaseModel::default());
+        }
+        let file = directory.extra_file(BASE_CONFIG)?;
+        let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES));
+        let bytes = bytes.map_err(|source| directory.file_error(BASE_CONFIG, source))?;
+        // A file of this name that is something else counts as none.
+        Ok(serde_json::from_slice(&bytes).unwrap_or_default())
+    }
+
+    /// Returns `true` if a key is that of a token embedding that shares its weight with the output
+    /// layer.
+    fn is_tied_embedding(&self, base: &dyn Checkpoint, key: &str) -> bool {
+        let has_output = || {
+            base.metadata()
+                .tensors()
+                .any(|(key, _)| OUTPUTS.iter().any(|output| key.ends_with(output)))
+        };
+        // Only causal language models have an output layer over the tokens.
+        let is_language_model = |names: &Vec<String>| {
+            names
+                .iter()
+                .any(|name| name.contains("LM") && !name.contains("Masked"))
+        };
+        let is_tied = self
+            .tie_word_embeddings
+            .or(self.architectures.as_ref().map(is_language_model))
+            .unwrap_or(true);
+        EMBEDDINGS.iter().any(|embedding| key.ends_with(embedding)) && is_tied && !has_output()
+    }
+
+    /// Decides for each update of a square weight whether the weight is `[in, out]`. The other
+    /// weights of layers of the same name tell, or the type of the model. PEFT's setting
+    /// `fan_in_fan_out` is the last resort, because PEFT records it for the last layer only.
+    fn orient(
+        &self,
+        updates: &mut IndexMap<String, Update>,
+        fan_in_fan_out: bool,
+    ) -> Result<(), FileError> {
+        let known: HashMap<String, bool> = updates
+            .iter()
+            .filter_map(|(key, update)| Some((layer_of(key).to_owned(), update.is_transposed?)))
+            .collect();
+        let mut layers = updates.keys().map(|key| layer_of(key));
+        let first = layers.next();
+        let is_one_kind = layers.all(|layer| Some(layer) == first);
+        for (key, update) in updates
+            .iter_mut()
+            .filter(|(_, update)| update.is_transposed.is_none())
+        {
+            let layer = layer_of(key);
+            let is_conv1d = CONV1D_LAYERS.contains(&layer);
+            update.is_transposed = Some(match (known.get(layer), self.model_type.as_deref()) {
+                (Some(is_transposed), _) => *is_transposed,
+                (None, Some(model)) if is_conv1d => CONV1D_MODELS.contains(&model),
+                (None, None) if is_conv1d && !is_one_kind => {
+                    let what = "an update of a square weight that may or may not be transposed: put the model's \
+                                `config.json` into the base's directory;";
+                    return Err(refused(&update.a, what));
+                }
+                _ => fan_in_fan_out,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Returns the name of a weight's layer: `c_attn` for `h.0.attn.c_attn.weight`.
+fn layer_of(key: &str) -> &str {
+    let module = key.strip_suffix(".weight").unwrap_or(key);
+    module.rsplit_once('.').map_or(module, |(_, layer)| layer)
+}
+
+/// Returns the base's key of a tensor that an adapter replaces.
+///
+/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding,
+/// which may have grown.
+fn replaced_key(name: &str) -> String {
+    match name.rsplit_once(BASE_LAYER) {
+        Some((module, rest)) => format!("{module}.{rest}"),
+        None => name.to_owned(),
+    }
+}
+
+/// Checks that the base has a tensor of this name, and that it has the same shape as the adapter's.
+fn check_replacement(
+    base: &dyn Checkpoint,
+    name: &str,
+    (fqn, tensor): (&str, &TensorEntry),
+) -> Result<(), FileError> {
+    let there = base.metadata().tensor(name);
+    let there =
+        there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
+    if there.shape != tensor.shape {
+        let what = format!(
+            "a tensor of shape {:?} in place of one of shape {:?}",
+            tensor.shape, there.shape
+        );
+        return Err(refused(fqn, what));
+    }
+    Ok(())
+}
+
+/// The parsed key of a factor of an update.
+struct Factor<'k> {
+    module: &'k str,
+    is_a: bool,
+    is_embedding: bool,
+}
+
+impl<'k> Factor<'k> {
+    /// Parses `MODULE.lora_A.weight`, `MODULE.lora_A.NAME.weight` or `MODULE.lora_embedding_A`;
+    /// returns `None` for other keys.
+    fn of(name: &'k str) -> Option<Self> {
+        for (word, is_a, is_embedding) in [
+            (".lora_A", true, false),
+            (".lora_B", false, false),
+            (".lora_embedding_A", true, true),
+            (".lora_embedding_B", false, true),
+        ] {
+            let Some((module, rest)) = name.split_once(word) else {
+                continue;
+            };
+            let is_weight = if is_embedding {
+                !rest.contains("..")
+            } else {
+                rest == ".weight" || is_named_weight(rest)
+            };
+            return is_weight.then_some(Factor {
+                module,
+                is_a,
+                is_embedding,
+            });
+        }
+        None
+    }
+}
+
+/// Returns `true` for `.NAME.weight`.
+fn is_named_weight(rest: &str) -> bool {
+    let name = rest
+        .strip_prefix('.')
+        .and_then(|rest| rest.strip_suffix(".weight"));
+    name.is_some_and(|name| !name.is_empty() && !name.contains('.'))
+}
+
+/// Returns the key of the factor `B` that belongs to a factor `A`; `None` if the adapter lacks it.
+fn factor_b(adapter: &dyn Checkpoint, a: &str) -> Option<String> {
+    let b =
+        a.replacen(".lora_A", ".lora_B", 1)
+            .replacen(".lora_embedding_A", ".lora_embedding_B", 1);
+    adapter.metadata().tensor(&b).is_some().then_some(b)
+}
+
+/// Returns `true` if the adapter has the factor `A` that belongs to a factor `B`.
+fn factor_a(adapter: &dyn Checkpoint, b: &str) -> bool {
+    let a =
+        b.replacen(".lora_B", ".lora_A", 1)
+            .replacen(".lora_embedding_B", ".lora_embedding_A", 1);
+    adapter.metadata().tensor(&a).is_some()
+}
+
+/// Makes the update of a weight, and checks that it fits.
+fn update(
+    base: &dyn Checkpoint,
+    (a, a_tensor): (&str, &TensorEntry),
+    (b, adapter): (&str, &dyn Checkpoint),
+    key: &str,
+    is_embedding: bool,
+    config: &LoraConfig,
+    module: &str,
+) -> Result<Update, FileError> {
+    let b_tensor = tensor_of(adapter.metadata(), b)?;
+    let weight = base.metadata().tensor(key);
+    let weight =
+        weight.ok_or_else(|| refused(a, format!("an adapter to a base without `{key}`")))?;
+    let ([rank, inputs], [outputs, same]) = (a_tensor.shape.as_slice(), b_tensor.shape.as_slice())
+    else {
+        return Err(refused(a, "an update that is no product of two matrices"));
+    };
+    let (fits, fits_transposed) = (
+        weight.shape == [*outputs, *inputs],
+        weight.shape == [*inputs, *outputs],
+    );
+    let is_transposed = if is_embedding {
+        Some(true)
+    } else {
+        (fits != fits_transposed).then_some(fits_transposed)
+    };
+    let does_fit = if is_embedding {
+        fits_transposed
+    } else {
+        fits || fits_transposed
+    };
+    if rank != same || *rank == 0 || !does_fit {
+        let what = format!(
+            "factors of shapes {:?} and {:?} for a weight of shape {:?}",
+            a_tensor.shape, b_tensor.shape, weight.shape
+        );
+        return Err(refused(a, what));
+    }
+    let dtypes = [a_tensor.properties.dtype, b_tensor.properties.dtype];
+    if let Some(dtype) = dtypes.iter().find(|dtype| !is_floating(**dtype)) {
+        return Err(refused(a, format!("an update of dtype `{dtype}`")));
+    }
+    let (a, b) = (a.to_owned(), b.to_owned());
+    Ok(Update {
+        a,
+        b,
+        dtypes,
+        rank: *rank,
+        scale: config.scale(module, *rank),
+        is_transposed,
+    })
+}
+
+/// Reads a box of a matrix as numbers.
+fn numbers(
+    source: &dyn Checkpoint,
+    fqn: &str,
+    dtype: DType,
+    bounds: &TensorBox,
+) -> Result<Vec<f64>, FileError> {
+    let length = bounds.numel() * dtype.size_in_bytes() as usize;
+    check_expansion(source, fqn, length as u64)?;
+    let mut bytes = vec![0; length];
+    source.read_box(fqn, bounds, &mut bytes)?;
+    let mut numbers = Vec::with_capacity(bounds.numel());
+    for_each(dtype, &bytes, &mut |number| numbers.push(number));
+    Ok(numbers)
+}
+
+impl Update {
+    /// Returns the box of a factor: a range of its inputs or outputs, and all of the rank.
+    fn part(&self, of_a: bool, start: usize, count: usize) -> TensorBox {
+        if of_a {
+            TensorBox::new(vec![0, start], vec![self.rank, count])
+        } else {
+            TensorBox::new(vec![start, 0], vec![count, self.rank])
+        }
+    }
+
+    /// Adds the update to the numbers of a box of the weight.
+    fn add(
+        &self,
+        adapter: &dyn Checkpoint,
+        part: &TensorBox,
+        sums: &mut [f64],
+    ) -> Result<(), FileError> {
+        let (rows, columns) = (part.sizes[0], part.sizes[1]);
+        // Rows of the weight are outputs, and its columns inputs, or the other way round.
+        let is_transposed = self.is_transposed == Some(true);
+        let (inputs, outputs) = if is_transposed { (0, 1) } else { (1, 0) };
+        let a = self.part(true, part.offsets[inputs], part.sizes[inputs]);
+        let b = self.part(false, part.offsets[outputs], part.sizes[outputs]);
+        let a = numbers(adapter, &self.a, self.dtypes[0], &a)?;
+        let b = numbers(adapter, &self.b, self.dtypes[1], &b)?;
+        let width = part.sizes[inputs];
+        for row in 0..rows {
+            let sums = &mut sums[row * columns..(row + 1) * columns];
+            for k in 0..self.rank {
+                for (column, sum) in sums.iter_mut().enumerate() {
+                    let (input, output) = if is_transposed {
+                        (row, column)
+                    } else {
+                        (column, row)
+                    };
+                    *sum += self.scale * b[output * self.rank + k] * a[k * width + input];
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Layer for Lora<'_> {
+    fn seen(&self) -> &Seen<'_> {
+        &self.seen
+    }
+
+    fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        if self.updates.contains_key(fqn) {
+            return Origin::Made;
+        }
+        let (source, key) = self.weight(fqn);
+        Origin::Source(source, key)
+    }
+
+    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+        let Some(update) = self.updates.get(fqn) else {
+            return;
+        };
+        let (source, key) = self.weight(fqn);
+        inputs.extend([
+            (source, key.to_owned()),
+            (1, update.a.clone()),
+            (1, update.b.clone()),
+        ]);
+    }
+
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let Some(update) = self.updates.get(fqn) else {
+            return Err(FileError::NotStored {
+                fqn: fqn.to_owned(),
+            });
+        };
+        let (weight, adapter) = (self.weight(fqn), self.source(1));
+        let (source, key) = (self.source(weight.0), weight.1);
+        let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
+        let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
+            source.read_box(key, part, bytes)?;
+            let mut sums = Vec::with_capacity(part.numel());
+            for_each(dtype, bytes, &mut |number| sums.push(number));
+            update.add(adapter, part, &mut sums)?;
+            write(dtype, &sums, bytes);
+            Ok(())
+        };
+        slots
+            .iter_mut()
+            .try_for_each(|slot| fill(slot, dtype, &mut merge))
+    }
+}

@@ -1,0 +1,22 @@
+//! Merges several checkpoints into one: the weighted average of checkpoints with the same keys, or
+//! a base with a LoRA adapter.
+//!
+//! Both are views: values are computed when [`convert`](crate::convert::convert) reads them, piece
+//! by piece, so memory does not grow with the size of tensors.
+
+mod average;
+mod lora;
+mod numbers;
+
+pub use self::average::Average;
+pub use self::lora::{Lora, LoraConfig};
+
+use fsdp_formats::{FileError, FormatError};
+
+/// Returns the error of checkpoints that cannot be merged at a key.
+fn refused(fqn: &str, what: impl Into<String>) -> FileError {
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported { what: what.into() },
+    }
+}

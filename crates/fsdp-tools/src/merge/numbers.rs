@@ -1,0 +1,151 @@
+//! Converts elements of floating-point tensors to `f64` and back, and fills boxes with computed
+//! values.
+
+use fsdp_formats::FileError;
+use fsdp_formats::internals::stream_boxes;
+use fsdp_formats::reader::Slot;
+use fsdp_layout::{DType, TensorBox};
+use half::{bf16, f16};
+
+/// The number of bytes of a tensor that are computed at a time. As `f64` they take up to eight
+/// times as much.
+const PIECE: u64 = 1 << 20;
+
+/// A function that computes the row-major bytes of a box.
+pub(super) type Compute<'c> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'c;
+
+/// Fills a slot with the results of `compute`, a piece at a time.
+pub(super) fn fill(
+    slot: &mut Slot<'_>,
+    dtype: DType,
+    compute: &mut Compute<'_>,
+) -> Result<(), FileError> {
+    let (bounds, length) = (slot.bounds.clone(), slot.bytes.len() as u64);
+    for start in (0..length).step_by(PIECE as usize) {
+        let mut at = start as usize;
+        stream_boxes::<FileError>(
+            compute,
+            dtype,
+            &bounds,
+            start..length.min(start + PIECE),
+            &mut |bytes| {
+                slot.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+                at += bytes.len();
+                Ok(())
+            },
+        )?;
+    }
+    slot.filled(0..slot.bytes.len());
+    Ok(())
+}
+
+/// Returns `true` for the types that can be computed with.
+pub(super) const fn is_floating(dtype: DType) -> bool {
+    matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
+}
+
+/// Calls `each` with the elements, in order.
+pub(super) fn for_each(dtype: DType, bytes: &[u8], each: &mut dyn FnMut(f64)) {
+    match dtype {
+        DType::F64 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .for_each(|b| each(f64::from_le_bytes(*b))),
+        DType::F32 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .for_each(|b| each(f64::from(f32::from_le_bytes(*b)))),
+        DType::F16 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .for_each(|b| each(f16::from_le_bytes(*b).to_f64())),
+        DType::BF16 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .for_each(|b| each(bf16::from_le_bytes(*b).to_f64())),
+        _ => {}
+    }
+}
+
+/// Writes numbers as elements, each rounded once, to nearest.
+pub(super) fn write(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
+    match dtype {
+        DType::F64 => put(numbers, bytes, f64::to_le_bytes),
+        DType::F32 => put(numbers, bytes, |number| (number as f32).to_le_bytes()),
+        DType::F16 => put(numbers, bytes, |number| {
+            f16::from_f32(round_to_odd(number)).to_le_bytes()
+        }),
+        DType::BF16 => put(numbers, bytes, |number| {
+            bf16::from_f32(round_to_odd(number)).to_le_bytes()
+        }),
+        _ => {}
+    }
+}
+
+/// Rounds a number to `f32` "to odd": if it lies between two values of `f32`, to the one whose last
+/// bit is set. If the result is rounded again, to a type with at least two bits less, that gives
+/// the same as rounding the number directly.
+fn round_to_odd(number: f64) -> f32 {
+    let near = number as f32;
+    if f64::from(near) == number || !near.is_finite() {
+        return near;
+    }
+    // The number lies between two floats that follow each other. `toward_zero` holds the bits of
+    // the float that is nearer to zero. Read as an integer, they are one less than the bits of the
+    // other float.
+    let is_beyond = f64::from(near).abs() > number.abs();
+    let toward_zero = near.to_bits() - u32::from(is_beyond);
+    f32::from_bits(toward_zero | 1)
+}
+
+/// Writes numbers as elements, which `of` rounds and encodes.
+fn put<const N: usize>(numbers: &[f64], bytes: &mut [u8], of: impl Fn(f64) -> [u8; N]) {
+    for (number, element) in numbers.iter().zip(bytes.as_chunks_mut::<N>().0) {
+        *element = of(*number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written<const N: usize>(dtype: DType, number: f64) -> [u8; N] {
+        let mut bytes = [0; N];
+        write(dtype, &[number], &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn numbers_are_rounded_once() {
+        // Just above and below the middle between 1 and the next number; f32 cannot tell them from
+        // the middle.
+        for (dtype, step) in [(DType::F16, 2f64.powi(-10)), (DType::BF16, 2f64.powi(-7))] {
+            let (low, high) = (written::<2>(dtype, 1.0), written::<2>(dtype, 1.0 + step));
+            let (middle, little) = (1.0 + step / 2.0, 2f64.powi(-40));
+            assert_eq!(
+                written::<2>(dtype, middle),
+                low,
+                "{dtype}: a tie goes to the even one"
+            );
+            assert_eq!(written::<2>(dtype, middle + little), high, "{dtype}");
+            assert_eq!(written::<2>(dtype, middle - little), low, "{dtype}");
+            assert_eq!(
+                written::<2>(dtype, -middle - little),
+                written(dtype, -1.0 - step),
+                "{dtype}"
+            );
+            assert_eq!(written::<2>(dtype, 0.0), [0, 0], "{dtype}");
+            assert_eq!(written::<2>(dtype, -1e-300), [0, 0x80], "{dtype}");
+        }
+        assert_eq!(written::<2>(DType::F16, 65519.999), f16::MAX.to_le_bytes());
+        assert_eq!(
+            written::<2>(DType::F16, 65520.0),
+            f16::INFINITY.to_le_bytes()
+        );
+        assert_eq!(written::<2>(DType::BF16, f64::NAN)[1] & 0x7f, 0x7f);
+    }
+}

@@ -1,0 +1,305 @@
+//! Signing a checkpoint, and checking a signature: who vouches for every byte of it.
+//!
+//! Hashes and digests find faults. They are no protection against somebody who changes a checkpoint
+//! and its hashes with it; a signature is. It is one file in the format of OpenSSF Model Signing
+//! 1.0, so that the Python tool `model_signing` checks those that are made here, and its own are
+//! checked here:
+//!
+//! ```text
+//! a bundle of Sigstore (JSON)
+//!   verificationMaterial.publicKey.hint     SHA-256 of the public key's PEM
+//!   dsseEnvelope
+//!     signatures[0].sig                     ECDSA over P-256 and SHA-256, of the payload and its type
+//!     payload                               a statement of in-toto (JSON)
+//!       subject                             the checkpoint's name, and the SHA-256 of all hashes below
+//!       predicate.serialization             how the files were hashed, and which were left out
+//!       predicate.resources                 each file's path and SHA-256
+//! ```
+//!
+//! All files below the checkpoint's directory are signed, the integrity file and those of other
+//! programs included. So a checkpoint is sealed first and signed last. Left out are the signature
+//! itself and what belongs to git (`.git`, `.github`, `.gitattributes`, `.gitignore`). A checkpoint
+//! that is one file is signed by itself: nothing beside it is covered.
+//!
+//! A file may be changed between the check and a load. To rule that out, check a copy that nobody
+//! else can write.
+
+mod bundle;
+mod error;
+mod key;
+mod statement;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use sha2::{Digest as _, Sha256};
+
+use self::bundle::{MAX_SIGNATURE_BYTES, read_bundle, write_bundle};
+pub use self::error::SignError;
+pub use self::key::{PrivateKey, PublicKey};
+use self::statement::{Sha256Hash, Statement};
+use crate::verify::Level;
+use crate::verify::verify;
+use fsdp_formats::FileError;
+use fsdp_formats::FormatError;
+use fsdp_formats::Location;
+use fsdp_formats::checkpoint::open;
+use fsdp_formats::checkpoint::values_beside;
+use fsdp_formats::internals::on_each;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::CheckedDirectory;
+use fsdp_formats::storage::Links;
+use fsdp_formats::storage::ReadAt;
+
+/// The bytes of a file that are hashed at once.
+const PIECE: u64 = 1 << 20;
+
+/// The names that belong to git, and are never signed. The Python tool leaves out the same.
+const OF_GIT: [&str; 4] = [".git", ".gitattributes", ".github", ".gitignore"];
+
+/// The name of the only file of a checkpoint that is one file.
+const ITSELF: &str = ".";
+
+/// The options of signing a checkpoint, and of checking a signature.
+#[derive(Clone, Copy, Default)]
+pub struct SignOptions<'a> {
+    /// The path of the signature below the checkpoint's directory, if it lies there: it is not
+    /// signed itself.
+    pub signature: Option<&'a str>,
+    /// The number of threads that hash, one file each; 0 for one.
+    pub threads: usize,
+    /// A function that is called with the number of bytes of every piece that was hashed.
+    pub progress: Option<&'a (dyn Fn(u64) + Sync)>,
+}
+
+impl std::fmt::Debug for SignOptions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SignOptions")
+            .field("signature", &self.signature)
+            .field("threads", &self.threads)
+            .finish()
+    }
+}
+
+/// The files that a signature vouches for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Signed {
+    /// The number of files.
+    pub files: usize,
+    /// The hash of all of them, as hexadecimal digits.
+    pub root: String,
+    /// The hash of the key that signed them.
+    pub key: String,
+}
+
+/// Signs a checkpoint of any format. Returns the content of the signature's file, and what the
+/// signature vouches for.
+///
+/// Every byte is read once, in a trainer's folder twice. Bytes that have hashes are checked, so
+/// that nothing damaged is signed.
+///
+/// # Errors
+/// There is no checkpoint; it has bytes that are not those of its hashes; links or devices in its
+/// directory; a file with values beside it, which a signature of the file would not cover.
+pub fn sign(
+    location: &Location,
+    key: &PrivateKey,
+    options: SignOptions<'_>,
+) -> Result<(String, Signed), SignError> {
+    let checkpoint = open(location, OpenOptions { verify: true })?;
+    // The files of a folder are covered by the hashes of its parts, and only a part compares them.
+    if !checkpoint.parts().is_empty() {
+        let report = verify(&*checkpoint, Level::Hashes, None)?;
+        if let Some(problem) = report.problems.into_iter().next() {
+            let source = FormatError::Malformed {
+                what: "checkpoint",
+                reason: problem.error,
+            };
+            return Err(FileError::File {
+                path: location.name().to_owned(),
+                source,
+            }
+            .into());
+        }
+    }
+    let directory = checkpoint.directory();
+    let hashes = if checkpoint.format().is_file() {
+        let (_, name) = location.split()?;
+        let values = values_beside(name);
+        if directory.has(&values)? {
+            return Err(SignError::Beside {
+                path: location.name().to_owned(),
+                file: values,
+            });
+        }
+        BTreeMap::from([(
+            ITSELF.to_owned(),
+            hash(&directory.extra_file(name)?, options).map_err(of(directory, name))?,
+        )])
+    } else {
+        let left_out: Vec<&str> = left_out(options).collect();
+        let mut files = location.files()?;
+        files.retain(|name| !left_out.iter().any(|left_out| is_below(name, left_out)));
+        hash_all(directory, &files, options)?
+    };
+    let name = location
+        .name()
+        .file_name()
+        .map(|name| name.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    let ignored = left_out(options).map(str::to_owned).collect();
+    let statement = Statement::new(name, &hashes, ignored);
+    let signed = Signed {
+        files: hashes.len(),
+        root: statement.root().to_owned(),
+        key: key.public()?.hash().to_owned(),
+    };
+    Ok((write_bundle(&statement, key)?, signed))
+}
+
+/// Checks that a signature is one of the key's, and that the files at a location are those that
+/// were signed: no other, none changed, none missing. Nothing there is taken for a checkpoint.
+///
+/// # Errors
+/// [`SignError`] says which of all that is not so.
+pub fn check(
+    location: &Location,
+    signature: &[u8],
+    key: &PublicKey,
+    options: SignOptions<'_>,
+) -> Result<Signed, SignError> {
+    // The signature comes first: nothing that the statement says counts before.
+    let statement = read_bundle(signature, key)?;
+    let signed = statement.hashes()?;
+    let is_file = location.is_file()?;
+    let mut differs = Differences::default();
+    let found = if is_file {
+        let (parent, name) = location.split()?;
+        let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
+        let values = values_beside(name);
+        if directory.has(&values)? {
+            return Err(SignError::Beside {
+                path: location.name().to_owned(),
+                file: values,
+            });
+        }
+        BTreeMap::from([(
+            ITSELF.to_owned(),
+            hash(&*directory.file(name)?, options).map_err(of(&directory, name))?,
+        )])
+    } else {
+        let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
+        let left_out: Vec<&str> = left_out(options).collect();
+        let files = location.files()?.into_iter();
+        let mut files: Vec<String> = files
+            .filter(|name| !left_out.iter().any(|left_out| is_below(name, left_out)))
+            .collect();
+        // Only files that were signed need hashing: others are wrong whatever they hold. So are
+        // those that the signer chose to leave out: nobody vouches for them, and a load would read
+        // them all the same.
+        files.retain(|name| {
+            let is_signed = signed.contains_key(name);
+            if !is_signed {
+                differs.added.push(name.clone());
+            }
+            is_signed
+        });
+        hash_all(&directory, &files, options)?
+    };
+    for (name, hash) in &signed {
+        match found.get(name) {
+            None => differs.missing.push(name.clone()),
+            Some(found) if found != hash => differs.changed.push(name.clone()),
+            Some(_) => {}
+        }
+    }
+    differs
+        .added
+        .extend(found.into_keys().filter(|name| !signed.contains_key(name)));
+    let Differences {
+        changed,
+        added,
+        missing,
+    } = differs;
+    if changed.len() + added.len() + missing.len() > 0 {
+        return Err(SignError::Differs {
+            path: location.name().to_owned(),
+            changed,
+            added,
+            missing,
+        });
+    }
+    Ok(Signed {
+        files: signed.len(),
+        root: statement.root().to_owned(),
+        key: key.hash().to_owned(),
+    })
+}
+
+/// Reads the file of a signature.
+///
+/// # Errors
+/// [`FileError`]: it is not there, or larger than any signature.
+pub fn read_signature(location: &Location) -> Result<Vec<u8>, FileError> {
+    let (parent, name) = location.split()?;
+    CheckedDirectory::open(&parent, false, Links::Follow)?.read_small(name, MAX_SIGNATURE_BYTES)
+}
+
+/// The names of files that are not as they were signed.
+#[derive(Default)]
+struct Differences {
+    changed: Vec<String>,
+    added: Vec<String>,
+    missing: Vec<String>,
+}
+
+/// Returns the paths that are not signed.
+fn left_out(options: SignOptions<'_>) -> impl Iterator<Item = &str> {
+    OF_GIT.into_iter().chain(options.signature)
+}
+
+/// Returns `true` if a path is another one, or lies below it.
+fn is_below(path: &str, above: &str) -> bool {
+    path.strip_prefix(above)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// Hashes files, each on one thread.
+fn hash_all(
+    directory: &CheckedDirectory,
+    files: &[String],
+    options: SignOptions<'_>,
+) -> Result<BTreeMap<String, Sha256Hash>, FileError> {
+    let hashed = on_each(files, options.threads, |name| {
+        let file = directory.extra_file(name)?;
+        Ok((
+            name.clone(),
+            hash(&file, options).map_err(of(directory, name))?,
+        ))
+    });
+    hashed.into_iter().collect()
+}
+
+/// Hashes a file, a piece at a time.
+fn hash(file: &dyn ReadAt, options: SignOptions<'_>) -> Result<Sha256Hash, FormatError> {
+    let mut hasher = Sha256::new();
+    let mut buffer = Vec::new();
+    for at in (0..file.len()).step_by(PIECE as usize) {
+        buffer.resize(PIECE.min(file.len() - at) as usize, 0);
+        file.read_exact_at(at, &mut buffer)?;
+        hasher.update(&buffer);
+        if let Some(progress) = options.progress {
+            progress(buffer.len() as u64);
+        }
+    }
+    Ok(hasher.finalize().into())
+}
+
+/// Returns a function that makes an error of a file.
+fn of<'a>(
+    directory: &'a CheckedDirectory,
+    name: &'a str,
+) -> impl FnOnce(FormatError) -> FileError + 'a {
+    move |source| directory.file_error(name, source)
+}

@@ -1,0 +1,710 @@
+//! Plans: the ranges of every tensor that each rank holds.
+
+use std::collections::{HashMap, HashSet};
+
+use fsdp_formats::metadata::Metadata;
+use indexmap::IndexMap;
+
+use super::error::TensorParallelError;
+use super::rule::{Heads, How, KV_HEADS, Parts, Rule, Rules};
+
+/// The multiple to which the size of a vocabulary is rounded up before it is divided over the
+/// ranks, as in vLLM.
+const VOCAB_MULTIPLE: usize = 64;
+
+/// A plan for tensor-parallel ranks: how each tensor of a checkpoint is cut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorParallelPlan {
+    ranks: usize,
+    cuts: IndexMap<String, Cut>,
+}
+
+/// The way in which one tensor is cut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cut {
+    how: String,
+    shape: Vec<usize>,
+    dim: usize,
+    shares: Vec<Share>,
+}
+
+/// A range of a dimension that is divided over the ranks by itself, such as the rows of the queries
+/// in a fused weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Share {
+    start: usize,
+    len: usize,
+    /// The number of consecutive ranks that hold the same indices.
+    copies: usize,
+    /// The number of indices per rank; the last ranks may have fewer, or none.
+    each: usize,
+}
+
+/// The part of a tensor that a rank holds: ranges of indices of one dimension, one after the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slice {
+    /// The dimension that is cut. The others are whole.
+    pub dim: usize,
+    /// The ranges. A tensor without dimensions has none, and is whole.
+    pub ranges: Vec<SliceRange>,
+}
+
+/// Indices of a dimension that a rank holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SliceRange {
+    /// The first index.
+    pub start: usize,
+    /// The number of indices.
+    pub len: usize,
+    /// `true` if no rank with a lower number holds these indices too.
+    pub is_first: bool,
+}
+
+impl TensorParallelPlan {
+    /// Applies rules to all tensors of a checkpoint.
+    ///
+    /// Norms and scalars that no rule matches are whole on every rank. A norm in a module with
+    /// layers that a given rule cuts needs a rule of its own, because it may be a norm of what is
+    /// cut.
+    ///
+    /// # Errors
+    /// [`TensorParallelError::Unknown`] for other tensors that no rule matches,
+    /// [`TensorParallelError::Tensor`] for one that cannot be cut over this number of ranks,
+    /// [`TensorParallelError::NoValue`], and [`TensorParallelError::Unused`] for a rule that was
+    /// given and matches nothing.
+    pub fn new(
+        metadata: &Metadata,
+        rules: &Rules,
+        ranks: usize,
+    ) -> Result<Self, TensorParallelError> {
+        let mut planner = Planner {
+            rules,
+            metadata,
+            ranks: ranks.max(1),
+            head_sizes: HashMap::new(),
+        };
+        let given = metadata
+            .tensors()
+            .map(|(fqn, _)| fqn)
+            .filter(|fqn| rules.is_cut_by_given(fqn));
+        let modules_cut_by_given: HashSet<&str> = given.map(module_of).collect();
+        let (mut cuts, mut unknown, mut used) = (IndexMap::new(), Vec::new(), HashSet::new());
+        for (fqn, tensor) in metadata.tensors() {
+            match rules.find(fqn) {
+                Some((position, rule)) => {
+                    used.insert(position);
+                    cuts.insert(fqn.to_owned(), planner.cut(fqn, &tensor.shape, rule)?);
+                }
+                None if is_small(fqn, &tensor.shape)
+                    && !modules_cut_by_given.contains(module_of(fqn)) =>
+                {
+                    cuts.insert(fqn.to_owned(), Cut::whole(&tensor.shape, planner.ranks));
+                }
+                None => unknown.push((fqn, tensor)),
+            }
+        }
+        if let Some((fqn, tensor)) = unknown.first() {
+            let (fqn, shape) = ((*fqn).to_owned(), tensor.shape.clone());
+            return Err(TensorParallelError::Unknown {
+                fqn,
+                shape,
+                more: unknown.len() - 1,
+            });
+        }
+        if let Some((_, rule)) = rules.given().find(|(position, _)| !used.contains(position)) {
+            return Err(TensorParallelError::Unused {
+                rule: rule.to_string(),
+            });
+        }
+        Ok(TensorParallelPlan {
+            ranks: planner.ranks,
+            cuts,
+        })
+    }
+
+    /// Returns the number of ranks.
+    #[must_use]
+    pub const fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// Returns all tensors in the order of the checkpoint: the key, and how the tensor is cut.
+    pub fn cuts(&self) -> impl Iterator<Item = (&str, &Cut)> {
+        self.cuts.iter().map(|(fqn, cut)| (fqn.as_str(), cut))
+    }
+
+    /// Returns how the tensor with this key is cut; `None` if the plan does not have it.
+    #[must_use]
+    pub fn cut(&self, fqn: &str) -> Option<&Cut> {
+        self.cuts.get(fqn)
+    }
+}
+
+impl Cut {
+    /// Makes the cut of a tensor that is whole on every rank.
+    fn whole(shape: &[usize], ranks: usize) -> Self {
+        let share = shape.first().map(|&len| Share {
+            start: 0,
+            len,
+            copies: ranks,
+            each: len,
+        });
+        Cut {
+            how: "replicate".to_owned(),
+            shape: shape.to_vec(),
+            dim: 0,
+            shares: share.into_iter().collect(),
+        }
+    }
+
+    /// Returns the rule's way of cutting, such as `colwise(heads)`.
+    #[must_use]
+    pub fn how(&self) -> &str {
+        &self.how
+    }
+
+    /// Returns the shape of the whole tensor.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Returns the part that a rank holds.
+    #[must_use]
+    pub fn slice(&self, rank: usize) -> Slice {
+        Slice {
+            dim: self.dim,
+            ranges: self.shares.iter().map(|share| share.of(rank)).collect(),
+        }
+    }
+
+    /// Returns the shape of the part that a rank holds.
+    #[must_use]
+    pub fn shape_of(&self, rank: usize) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if let Some(size) = shape.get_mut(self.dim) {
+            *size = self.shares.iter().map(|share| share.of(rank).len).sum();
+        }
+        shape
+    }
+}
+
+impl Share {
+    /// Returns the range of a rank. Consecutive ranks may have copies of the same range.
+    fn of(&self, rank: usize) -> SliceRange {
+        let at = rank / self.copies * self.each;
+        let start = at.min(self.len);
+        let len = self.each.min(self.len - start);
+        SliceRange {
+            start: self.start + start,
+            len,
+            is_first: rank.is_multiple_of(self.copies),
+        }
+    }
+}
+
+/// Returns the layer that a weight or a bias belongs to; the key itself for any other tensor.
+fn layer_of(fqn: &str) -> &str {
+    fqn.strip_suffix(".weight")
+        .or_else(|| fqn.strip_suffix(".bias"))
+        .unwrap_or(fqn)
+}
+
+/// Returns the module that a tensor's layer belongs to: `a.mixer` for `a.mixer.in_proj.weight`.
+fn module_of(fqn: &str) -> &str {
+    layer_of(fqn)
+        .rsplit_once('.')
+        .map_or("", |(module, _)| module)
+}
+
+/// Returns `true` for a tensor that is whole on every rank without a rule: a scalar, or the weight
+/// or bias of a norm.
+fn is_small(fqn: &str, shape: &[usize]) -> bool {
+    let layer = fqn
+        .strip_suffix(".weight")
+        .or_else(|| fqn.strip_suffix(".bias"));
+    let name = layer
+        .and_then(|layer| layer.rsplit('.').next())
+        .unwrap_or_default();
+    shape.is_empty()
+        || (shape.len() == 1 && (name.contains("norm") || name == "ln" || name.starts_with("ln_")))
+}
+
+/// The state of making a plan.
+struct Planner<'r> {
+    rules: &'r Rules,
+    metadata: &'r Metadata,
+    ranks: usize,
+    /// For each attention module, the size of a head and the first tensor that had it.
+    head_sizes: HashMap<String, (usize, String)>,
+}
+
+impl Planner<'_> {
+    /// Applies a rule to a tensor.
+    ///
+    /// # Errors
+    /// [`TensorParallelError::Tensor`] for a shape that the rule does not fit, or that this number
+    /// of ranks cannot divide.
+    fn cut(&mut self, fqn: &str, shape: &[usize], rule: &Rule) -> Result<Cut, TensorParallelError> {
+        let ranks = self.ranks;
+        let error = |reason: String| {
+            let (fqn, shape, rule) = (fqn.to_owned(), shape.to_vec(), rule.to_string());
+            TensorParallelError::Tensor {
+                fqn,
+                shape,
+                ranks,
+                rule,
+                reason,
+            }
+        };
+        if rule.how == How::Replicate {
+            return Ok(Cut::whole(shape, ranks));
+        }
+        let is_vector = match shape.len() {
+            1 => true,
+            2 => false,
+            dimensions => {
+                return Err(error(format!(
+                    "it has {dimensions} dimensions, where a layer's have 1 or 2"
+                )));
+            }
+        };
+        if let (false, How::Outputs { is_conv1d, .. } | How::Inputs { is_conv1d, .. }) =
+            (is_vector, &rule.how)
+        {
+            self.check_bias(fqn, shape, *is_conv1d).map_err(error)?;
+        }
+        let (dim, parts) = match &rule.how {
+            How::Outputs { parts, is_conv1d } => {
+                (usize::from(*is_conv1d && !is_vector), Some(parts))
+            }
+            // Every rank holds the whole bias, because it is added once, after the sum over the
+            // ranks.
+            How::Inputs { .. } if is_vector && fqn.ends_with(".bias") => {
+                return Ok(Cut::whole(shape, ranks));
+            }
+            How::Inputs { .. } if is_vector => {
+                let reason = "it is a vector and no bias: `colwise` cuts it, `replicate` does not";
+                return Err(error(reason.to_owned()));
+            }
+            How::Inputs { parts, is_conv1d } => (usize::from(!is_conv1d), Some(parts)),
+            How::Vocab | How::Replicate => (0, None),
+        };
+        let size = shape[dim];
+        let shares = match parts {
+            None => vec![vocabulary(size, ranks).map_err(error)?],
+            Some(Parts::Equal(count)) => equal(size, *count, ranks).map_err(error)?,
+            Some(Parts::Heads(heads)) => {
+                let is_fused_conv1d = heads.len() > 1
+                    && matches!(
+                        rule.how,
+                        How::Outputs {
+                            is_conv1d: true,
+                            ..
+                        }
+                    );
+                if is_fused_conv1d && !is_vector && shape[0].checked_mul(heads.len()) != Some(size)
+                {
+                    let parts = heads.len();
+                    return Err(error(format!(
+                        "a Conv1D of {parts} parts has {parts} times as many columns as rows"
+                    )));
+                }
+                let counts = heads
+                    .iter()
+                    .map(|heads| self.number(heads, fqn, rule))
+                    .collect::<Result<Vec<_>, _>>()?;
+                let (shares, head) = by_heads(size, &counts, ranks).map_err(error)?;
+                self.check_head_size(fqn, head).map_err(error)?;
+                shares
+            }
+        };
+        Ok(Cut {
+            how: rule.how_text().to_owned(),
+            shape: shape.to_vec(),
+            dim,
+            shares,
+        })
+    }
+
+    /// Checks that a weight has as many outputs as the bias of its layer has elements. This detects
+    /// a rule for weights `[in, out]` that matches a weight `[out, in]`, and the other way round.
+    fn check_bias(&self, fqn: &str, shape: &[usize], is_conv1d: bool) -> Result<(), String> {
+        let Some(layer) = fqn.strip_suffix(".weight") else {
+            return Ok(());
+        };
+        let outputs = shape[usize::from(is_conv1d)];
+        match self.metadata.tensor(&format!("{layer}.bias")) {
+            Some(bias) if bias.shape != [outputs] => Err(format!(
+                "by the rule it has {outputs} outputs, but its bias has shape {:?}: give a rule for this layer",
+                bias.shape
+            )),
+            // A Conv1D of `transformers` always has a bias.
+            None if is_conv1d => Err(
+                "a Conv1D has a bias, and this layer has none: give a rule for a linear layer"
+                    .to_owned(),
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns a number of heads, and `true` if it may be lower than the number of ranks.
+    fn number(
+        &self,
+        heads: &Heads,
+        fqn: &str,
+        rule: &Rule,
+    ) -> Result<(usize, bool), TensorParallelError> {
+        match heads {
+            Heads::Number(number) => Ok((*number, false)),
+            Heads::Name(name) => match self.rules.value(name) {
+                Some(number) => Ok((number, name == KV_HEADS)),
+                None => {
+                    let (fqn, name) = (fqn.to_owned(), name.clone());
+                    Err(TensorParallelError::NoValue {
+                        rule: rule.to_string(),
+                        fqn,
+                        name,
+                    })
+                }
+            },
+        }
+    }
+
+    /// Checks that the heads in all layers of a module have the same size. This detects a wrong
+    /// number of heads.
+    fn check_head_size(&mut self, fqn: &str, head: usize) -> Result<(), String> {
+        let (size, first) = self
+            .head_sizes
+            .entry(module_of(fqn).to_owned())
+            .or_insert_with(|| (head, fqn.to_owned()));
+        if *size == head {
+            return Ok(());
+        }
+        Err(format!(
+            "its heads would have size {head}, but those of `{first}` have {size}: is the number of heads right?"
+        ))
+    }
+}
+
+/// Divides a vocabulary as if it were padded to a multiple of [`VOCAB_MULTIPLE`]. The padding
+/// itself is not written.
+fn vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
+    let padded = size
+        .checked_next_multiple_of(VOCAB_MULTIPLE)
+        .filter(|padded| padded.is_multiple_of(ranks));
+    let padded = padded.ok_or_else(|| {
+        format!(
+            "{size}, rounded up to a multiple of {VOCAB_MULTIPLE}, is not a multiple of {ranks}"
+        )
+    })?;
+    Ok(Share {
+        start: 0,
+        len: size,
+        copies: 1,
+        each: padded / ranks,
+    })
+}
+
+/// Divides a dimension of `parts` equal parts, each part by itself.
+fn equal(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> {
+    if !size.is_multiple_of(parts) || !(size / parts).is_multiple_of(ranks) {
+        let each = if parts == 1 {
+            String::new()
+        } else {
+            format!(" of {parts} parts")
+        };
+        return Err(format!(
+            "{size} indices{each} are not a multiple of {ranks}"
+        ));
+    }
+    let len = size / parts;
+    Ok((0..parts)
+        .map(|part| Share {
+            start: part * len,
+            len,
+            copies: 1,
+            each: len / ranks,
+        })
+        .collect())
+}
+
+/// Divides a dimension that holds several kinds of heads, such as those of queries, keys and
+/// values, one kind after the other. Each kind is divided among all ranks by itself. `counts` has
+/// the number of heads of each kind, and `true` for kinds whose heads may be repeated on several
+/// ranks where there are fewer of them than ranks. Also returns the size of a head.
+fn by_heads(
+    size: usize,
+    counts: &[(usize, bool)],
+    ranks: usize,
+) -> Result<(Vec<Share>, usize), String> {
+    let all = counts
+        .iter()
+        .try_fold(0usize, |sum, &(count, _)| sum.checked_add(count))
+        .filter(|&all| all > 0);
+    let head = all
+        .filter(|&all| size.is_multiple_of(all))
+        .map(|all| size / all);
+    let head = head.ok_or_else(|| {
+        let counts: Vec<String> = counts.iter().map(|(count, _)| count.to_string()).collect();
+        format!("{size} indices are not {} heads", counts.join(" + "))
+    })?;
+    let (mut shares, mut start) = (Vec::new(), 0);
+    for &(count, may_repeat) in counts {
+        let copies = if count.is_multiple_of(ranks) && count > 0 {
+            1
+        } else if may_repeat && count > 0 && ranks.is_multiple_of(count) {
+            ranks / count
+        } else if may_repeat {
+            return Err(format!(
+                "of {count} heads of keys and values and {ranks} ranks, neither is a multiple of the other"
+            ));
+        } else {
+            return Err(format!("{count} heads are not a multiple of {ranks}"));
+        };
+        let len = count * head;
+        shares.push(Share {
+            start,
+            len,
+            copies,
+            each: len / (ranks / copies),
+        });
+        start += len;
+    }
+    Ok((shares, head))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fsdp_formats::metadata::Entry;
+    use fsdp_formats::metadata::TensorEntry;
+    use fsdp_formats::metadata::TensorProperties;
+
+    /// Plans tensors of these shapes, with 8 heads, of which 2 are of keys and values.
+    fn plan(
+        tensors: &[(&str, &[usize])],
+        given: &[&str],
+        ranks: usize,
+    ) -> Result<TensorParallelPlan, TensorParallelError> {
+        let values = [("heads".to_owned(), 8), ("kv_heads".to_owned(), 2)].into();
+        let mut metadata = Metadata::default();
+        for (fqn, shape) in tensors {
+            let properties = TensorProperties::of(fsdp_layout::DType::F32);
+            let entry = TensorEntry {
+                properties,
+                shape: shape.to_vec(),
+                chunks: Vec::new(),
+            };
+            metadata
+                .entries
+                .insert((*fqn).to_owned(), Entry::Tensor(entry));
+        }
+        TensorParallelPlan::new(&metadata, &Rules::new(given, values)?, ranks)
+    }
+
+    /// Returns the ranges `(start, len)` of a rank.
+    fn ranges(plan: &TensorParallelPlan, fqn: &str, rank: usize) -> (usize, Vec<(usize, usize)>) {
+        let slice = plan.cut(fqn).unwrap().slice(rank);
+        (
+            slice.dim,
+            slice
+                .ranges
+                .iter()
+                .map(|range| (range.start, range.len))
+                .collect(),
+        )
+    }
+
+    #[test]
+    fn heads_of_keys_and_values_are_on_several_ranks_where_there_are_fewer() {
+        let tensors: &[(&str, &[usize])] = &[
+            ("l.self_attn.q_proj.weight", &[32, 16]),
+            ("l.self_attn.k_proj.weight", &[8, 16]),
+            ("l.self_attn.k_proj.bias", &[8]),
+            ("l.self_attn.o_proj.weight", &[16, 32]),
+            ("l.self_attn.o_proj.bias", &[16]),
+            ("m.self_attn.qkv_proj.weight", &[48, 16]),
+        ];
+        let plan = plan(tensors, &[], 4).unwrap();
+        for rank in 0..4 {
+            assert_eq!(
+                ranges(&plan, "l.self_attn.q_proj.weight", rank),
+                (0, vec![(8 * rank, 8)])
+            );
+            assert_eq!(
+                ranges(&plan, "l.self_attn.k_proj.weight", rank),
+                (0, vec![(rank / 2 * 4, 4)])
+            );
+            assert_eq!(
+                ranges(&plan, "l.self_attn.k_proj.bias", rank),
+                (0, vec![(rank / 2 * 4, 4)])
+            );
+            assert_eq!(
+                ranges(&plan, "l.self_attn.o_proj.weight", rank),
+                (1, vec![(8 * rank, 8)])
+            );
+            assert_eq!(
+                ranges(&plan, "l.self_attn.o_proj.bias", rank),
+                (0, vec![(0, 16)])
+            );
+            let (q, k) = (8 * rank, 32 + rank / 2 * 4);
+            assert_eq!(
+                ranges(&plan, "m.self_attn.qkv_proj.weight", rank),
+                (0, vec![(q, 8), (k, 4), (k + 8, 4)])
+            );
+            let first = |fqn: &str| plan.cut(fqn).unwrap().slice(rank).ranges[0].is_first;
+            assert!(first("l.self_attn.q_proj.weight"));
+            assert_eq!(first("l.self_attn.k_proj.weight"), rank % 2 == 0);
+            assert_eq!(first("l.self_attn.o_proj.bias"), rank == 0);
+        }
+    }
+
+    #[test]
+    fn vocabularies_are_filled_up_and_what_is_filled_in_is_on_no_rank() {
+        let tensors: &[(&str, &[usize])] =
+            &[("embed_tokens.weight", &[100, 4]), ("lm_head.bias", &[10])];
+        let plan = plan(tensors, &[], 4).unwrap();
+        let of = |fqn| {
+            (0..4)
+                .map(|rank| ranges(&plan, fqn, rank).1[0])
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            of("embed_tokens.weight"),
+            [(0, 32), (32, 32), (64, 32), (96, 4)]
+        );
+        assert_eq!(of("lm_head.bias"), [(0, 10), (10, 0), (10, 0), (10, 0)]);
+        assert_eq!(plan.cut("embed_tokens.weight").unwrap().shape_of(3), [4, 4]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error_that_names_the_tensor() {
+        let refused = |tensors: &[(&str, &[usize])], given: &[&str], ranks| {
+            plan(tensors, given, ranks).unwrap_err().to_string()
+        };
+        for (fqn, shape, ranks, reason) in [
+            (
+                "a.self_attn.q_proj.weight",
+                &[32, 16][..],
+                3,
+                "8 heads are not a multiple of 3",
+            ),
+            (
+                "a.self_attn.q_proj.weight",
+                &[30, 16],
+                2,
+                "30 indices are not 8 heads",
+            ),
+            (
+                "a.self_attn.k_proj.weight",
+                &[8, 16],
+                3,
+                "neither is a multiple of the other",
+            ),
+            (
+                "a.mlp.gate_proj.weight",
+                &[18, 16],
+                4,
+                "18 indices are not a multiple of 4",
+            ),
+            (
+                "a.mlp.gate_up_proj.weight",
+                &[12, 16],
+                4,
+                "12 indices of 2 parts are not a multiple of 4",
+            ),
+            (
+                "a.mlp.down_proj.weight",
+                &[16, 18],
+                4,
+                "18 indices are not a multiple of 4",
+            ),
+            (
+                "embed_tokens.weight",
+                &[100, 4],
+                3,
+                "is not a multiple of 3",
+            ),
+            ("a.mlp.experts.down_proj", &[2, 16, 16], 2, "3 dimensions"),
+            ("h.0.mlp.c_fc.weight", &[8, 32], 2, "this layer has none"),
+            (
+                "encoder.layers.0.mlp.dense_h_to_4h.weight",
+                &[64, 16],
+                2,
+                "no rule",
+            ),
+        ] {
+            let error = refused(&[(fqn, shape)], &[], ranks);
+            assert!(error.contains(fqn) && error.contains(reason), "{error}");
+        }
+        // GPT-Neo and others have linear layers under the names of GPT-2's.
+        for (layer, shape, bias) in [
+            ("h.0.attn.c_attn", [1536 * 3, 1536], 1536 * 3),
+            ("h.0.mlp.c_fc", [32, 8], 32),
+            ("h.0.mlp.c_proj", [8, 32], 8),
+        ] {
+            let (weight, bias_key) = (format!("{layer}.weight"), format!("{layer}.bias"));
+            let error = refused(&[(&weight, &shape), (&bias_key, &[bias])], &[], 2);
+            assert!(error.contains("but its bias has shape"), "{error}");
+        }
+        let square = [
+            ("h.0.attn.c_attn.weight", &[16, 32][..]),
+            ("h.0.attn.c_attn.bias", &[32]),
+        ];
+        assert!(refused(&square, &[], 2).contains("columns as rows"));
+        // The scales of a layer's inputs are no bias.
+        assert!(
+            refused(&[("a.mixer.D", &[8])], &["mixer.D=rowwise"], 2).contains("`colwise` cuts it")
+        );
+        let gated: &[(&str, &[usize])] = &[
+            ("a.mixer.in_proj.weight", &[8, 4]),
+            ("a.mixer.norm.weight", &[8]),
+        ];
+        assert!(refused(gated, &["mixer.in_proj=colwise"], 2).contains("a.mixer.norm.weight"));
+        assert!(plan(gated, &["mixer.in_proj=colwise", "mixer.norm=colwise"], 2).is_ok());
+        let other_head: &[(&str, &[usize])] = &[
+            ("a.self_attn.q_proj.weight", &[32, 4]),
+            ("a.self_attn.k_proj.weight", &[4, 4]),
+        ];
+        assert!(refused(other_head, &[], 2).contains("is the number of heads right?"));
+        // An unknown matrix, a vector that is no norm's, and what belongs to a layer but is neither
+        // weight nor bias.
+        for fqn in [
+            "a.mixer.in_proj.weight",
+            "a.mixer.A_log",
+            "a.mlp.gate_proj.weight_scale",
+        ] {
+            assert!(refused(&[(fqn, &[4, 4])], &[], 2).contains(fqn));
+            assert!(refused(&[(fqn, &[4])], &[], 2).contains("no rule"));
+            assert!(plan(&[(fqn, &[4, 4])], &[&format!("{fqn}=colwise")], 2).is_ok());
+        }
+        assert!(
+            plan(
+                &[
+                    ("a.input_layernorm.weight", &[4]),
+                    ("ln_f.bias", &[4]),
+                    ("scale", &[])
+                ],
+                &[],
+                2
+            )
+            .is_ok()
+        );
+        assert!(refused(&[("a.norm.weight", &[4, 4])], &[], 2).contains("no rule"));
+        assert!(refused(&[("a.norm.weight", &[4])], &["typo=colwise"], 2).contains("typo"));
+        let unset = Rules::new(&["norm=colwise(groups)"], [].into()).unwrap();
+        let mut metadata = Metadata::default();
+        let properties = TensorProperties::of(fsdp_layout::DType::F32);
+        let entry = TensorEntry {
+            properties,
+            shape: vec![4],
+            chunks: Vec::new(),
+        };
+        metadata
+            .entries
+            .insert("norm.weight".to_owned(), Entry::Tensor(entry));
+        let error = TensorParallelPlan::new(&metadata, &unset, 2).unwrap_err();
+        assert!(matches!(error, TensorParallelError::NoValue { name, .. } if name == "groups"));
+    }
+}

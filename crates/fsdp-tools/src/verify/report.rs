@@ -1,0 +1,89 @@
+//! The report of a verification.
+
+use fsdp_formats::checkpoint::PartOf;
+use fsdp_formats::complete::Problem;
+use fsdp_formats::metadata::StorageInfo;
+
+use crate::elements::Census;
+
+/// The findings of a verification.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// All problems, in the order in which they were found: files in the order of their names.
+    pub problems: Vec<Problem>,
+    /// `true` if hashes were there to check against.
+    pub has_integrity: bool,
+    /// At [`Level::Sizes`](super::Level::Sizes) and above: keys of values that hold objects of
+    /// unknown types, and of tensors that are such objects. They are never built. With the type of
+    /// each. They are no problems.
+    pub opaque: Vec<(String, String)>,
+    /// Tensors looked at.
+    pub tensors: usize,
+    /// Values looked at.
+    pub values: usize,
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// At [`Level::Deep`](super::Level::Deep): further copies of replicated tensors and values,
+    /// each compared with the first copy.
+    pub replicas: usize,
+    /// At [`Level::Deep`](super::Level::Deep): tensors and values whose digests were compared with
+    /// the recorded ones.
+    pub digests: usize,
+    /// `true` if there are recorded digests, but of what the file held before another program wrote
+    /// it again. They are not compared with anything.
+    pub stale_digests: bool,
+    /// At [`Level::Deep`](super::Level::Deep): keys of tensors with NaN or infinities, and how many
+    /// of each.
+    pub not_finite: Vec<(String, Census)>,
+}
+
+impl Report {
+    /// Returns `true` if all is well. NaN and infinities are not held against a checkpoint.
+    #[must_use]
+    pub fn is_ok(&self) -> bool {
+        self.problems.is_empty()
+    }
+
+    /// Adds the findings about one of several checkpoints, with the keys and files that they have
+    /// in the whole.
+    pub(super) fn absorb_part(&mut self, part: Report, of: &PartOf<'_>) {
+        let key = |fqn: String| of.keys.get(&fqn).cloned().unwrap_or(fqn);
+        let file = |file: String| {
+            if of.is_directory {
+                format!("{}/{file}", of.place)
+            } else {
+                file
+            }
+        };
+        self.problems
+            .extend(part.problems.into_iter().map(|problem| Problem {
+                fqn: problem.fqn.map(key),
+                file: problem.file.map(file),
+                ..problem
+            }));
+        self.has_integrity &= part.has_integrity;
+        self.stale_digests |= part.stale_digests;
+        self.opaque
+            .extend(part.opaque.into_iter().map(|(fqn, of)| (key(fqn), of)));
+        self.not_finite.extend(
+            part.not_finite
+                .into_iter()
+                .map(|(fqn, census)| (key(fqn), census)),
+        );
+        self.tensors += part.tensors;
+        self.values += part.values;
+        self.bytes_read += part.bytes_read;
+        self.replicas += part.replicas;
+        self.digests += part.digests;
+    }
+
+    /// Adds a problem with a key, or with the item that is stored for it.
+    pub(super) fn add(
+        &mut self,
+        fqn: &str,
+        stored: Option<&StorageInfo>,
+        error: &(dyn std::error::Error + 'static),
+    ) {
+        self.problems.push(Problem::with_key(fqn, stored, error));
+    }
+}

@@ -1,0 +1,331 @@
+//! DeepSpeed's ZeRO 1 to 3, and its Universal Checkpoint.
+
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::{Checkpoint, Format};
+use fsdp_formats::internals::encode_value;
+use fsdp_layout::with_causes;
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use fsdp_tools::convert::{Rename, View};
+use tempfile::TempDir;
+
+use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused};
+
+fn deepspeed(name: &str) -> Box<dyn Checkpoint> {
+    opened(&fixture("deepspeed").join(name))
+}
+
+/// Lists how the parameters, buffers and moments differ from those that were cut.
+fn differences_from_whole(checkpoint: &dyn Checkpoint) -> Vec<String> {
+    let of_tensors = |key: &str| {
+        let is_moment = key.starts_with("optim.state.") && !key.ends_with(".step");
+        if key.starts_with("model.") || is_moment {
+            Rename::Keep
+        } else {
+            Rename::Drop
+        }
+    };
+    differences(
+        &View::new(checkpoint, of_tensors, None).unwrap(),
+        &*deepspeed("whole.pt"),
+    )
+}
+
+#[test]
+fn shards_of_every_stage_make_the_fp32_parameters_and_moments() {
+    for (name, format) in [
+        ("zero2", Format::DeepSpeed),
+        ("zero1_elastic", Format::DeepSpeed),
+        ("zero3", Format::DeepSpeed),
+        ("universal", Format::DeepSpeedUniversal),
+    ] {
+        let checkpoint = deepspeed(name);
+        assert_eq!(checkpoint.format(), format);
+        assert_eq!(differences_from_whole(&*checkpoint), [""; 0], "{name}");
+        assert_eq!(
+            checkpoint.read_value("global_steps").unwrap(),
+            PlainValue::Int(20)
+        );
+        assert_converts(&*checkpoint);
+    }
+}
+
+#[test]
+fn steps_and_hyperparameters_come_along() {
+    for name in ["zero2", "zero3", "universal"] {
+        let checkpoint = deepspeed(name);
+        let mut step = [0; 4];
+        let whole = TensorBox::whole(&[]);
+        checkpoint
+            .read_box("optim.state.layers.1.attn.bias.step", &whole, &mut step)
+            .unwrap();
+        assert_eq!(f32::from_le_bytes(step), 20.0);
+        let group = if name == "universal" {
+            "optim.optimizer_state_dict"
+        } else {
+            "optim"
+        };
+        let decay = checkpoint
+            .read_value(&format!("{group}.param_groups.0.weight_decay"))
+            .unwrap();
+        assert_eq!(decay, PlainValue::Float(0.1));
+    }
+    assert_eq!(
+        deepspeed("zero1_elastic")
+            .read_value("optim.base_optimizer_state_step")
+            .unwrap(),
+        PlainValue::Int(20)
+    );
+}
+
+/// Makes a dict with keys of text.
+fn dict<K: Into<PlainValue>>(items: Vec<(K, PlainValue)>) -> PlainValue {
+    PlainValue::Dict(
+        items
+            .into_iter()
+            .map(|(key, value)| (key.into(), value))
+            .collect(),
+    )
+}
+
+/// Writes the shards of ZeRO 2 of one rank: a flat tensor of parameters of these shapes, and a
+/// moment like it.
+fn write_zero2(
+    path: &std::path::Path,
+    flat: &PlainTensor,
+    shapes: Vec<(&str, Vec<i64>)>,
+    moment: &PlainTensor,
+) {
+    let shape =
+        |sizes: Vec<i64>| PlainValue::Tuple(sizes.into_iter().map(PlainValue::Int).collect());
+    let shapes = shapes
+        .into_iter()
+        .map(|(name, sizes)| (name, shape(sizes)))
+        .collect();
+    let model = dict(vec![
+        ("module", PlainValue::Dict(Vec::new())),
+        ("buffer_names", PlainValue::List(Vec::new())),
+        ("param_shapes", PlainValue::List(vec![dict(shapes)])),
+    ]);
+    let state = PlainValue::Dict(vec![(
+        PlainValue::Int(0),
+        dict(vec![("exp_avg", PlainValue::Tensor(moment.clone()))]),
+    )]);
+    let state = dict(vec![
+        (
+            "single_partition_of_fp32_groups",
+            PlainValue::List(vec![PlainValue::Tensor(flat.clone())]),
+        ),
+        ("partition_count", PlainValue::Int(1)),
+        ("base_optimizer_state", dict(vec![("state", state)])),
+    ]);
+    let rank = dict(vec![("optimizer_state_dict", state)]);
+    std::fs::write(
+        path.join("mp_rank_00_model_states.pt"),
+        encode_value(&model).unwrap(),
+    )
+    .unwrap();
+    std::fs::write(
+        path.join("zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        encode_value(&rank).unwrap(),
+    )
+    .unwrap();
+}
+
+#[test]
+fn master_parameters_and_moments_keep_their_dtype() {
+    let parent = TempDir::new().unwrap();
+    let flat = PlainTensor {
+        dtype: DType::BF16,
+        shape: vec![6],
+        data: (0..12).collect(),
+    };
+    let moment = PlainTensor {
+        dtype: DType::F16,
+        shape: vec![6],
+        data: (20..32).collect(),
+    };
+    write_zero2(
+        parent.path(),
+        &flat,
+        vec![("a", vec![2, 2]), ("b", vec![2])],
+        &moment,
+    );
+    let checkpoint = opened(parent.path());
+    for (key, dtype, shape, data) in [
+        ("model.a", DType::BF16, vec![2, 2], &flat.data[..8]),
+        ("model.b", DType::BF16, vec![2], &flat.data[8..]),
+        (
+            "optim.state.a.exp_avg",
+            DType::F16,
+            vec![2, 2],
+            &moment.data[..8],
+        ),
+    ] {
+        assert_eq!(
+            checkpoint.metadata().tensor(key).unwrap().properties.dtype,
+            dtype,
+            "{key}"
+        );
+        let mut read = vec![0; data.len()];
+        checkpoint
+            .read_box(key, &TensorBox::whole(&shape), &mut read)
+            .unwrap();
+        assert_eq!(read, data, "{key}");
+    }
+}
+
+/// The time is linear: a test that takes longer is stopped by the test runner.
+#[test]
+fn parameters_that_share_the_elements_of_frozen_ones_are_found_in_time() {
+    let parent = TempDir::new().unwrap();
+    let (frozen, shared) = (40_000, 500_000);
+    let name = |number: usize| format!("frozen{number:06}");
+    let (mut shapes, mut fragments) = (Vec::new(), Vec::new());
+    for number in 0..frozen {
+        let fragment = PlainTensor {
+            dtype: DType::F32,
+            shape: vec![0],
+            data: Vec::new(),
+        };
+        shapes.push((
+            name(number).as_str().into(),
+            PlainValue::Tuple(vec![PlainValue::Int(0)]),
+        ));
+        fragments.push((name(number).as_str().into(), PlainValue::Tensor(fragment)));
+    }
+    // Nearly all share the elements of a parameter that is not there.
+    let aliases = (0..shared).map(|number| {
+        (
+            format!("alias{number}").as_str().into(),
+            name(number).as_str().into(),
+        )
+    });
+    let model = dict(vec![
+        ("module", PlainValue::Dict(Vec::new())),
+        (
+            "param_shapes",
+            PlainValue::List(vec![PlainValue::Dict(Vec::new())]),
+        ),
+        ("frozen_param_shapes", PlainValue::Dict(shapes)),
+        ("frozen_param_fragments", PlainValue::Dict(fragments)),
+        ("shared_params", PlainValue::Dict(aliases.collect())),
+    ]);
+    let groups = (
+        "single_partition_of_fp32_groups",
+        PlainValue::List(Vec::new()),
+    );
+    let rank = dict(vec![(
+        "optimizer_state_dict",
+        dict(vec![groups, ("partition_count", PlainValue::Int(1))]),
+    )]);
+    let write = |name: &str, value| {
+        std::fs::write(parent.path().join(name), encode_value(value).unwrap()).unwrap()
+    };
+    write("mp_rank_00_model_states.pt", &model);
+    write("zero_pp_rank_0_mp_rank_00_optim_states.pt", &rank);
+    let checkpoint = opened(parent.path());
+    let count = |start: &str| {
+        checkpoint
+            .metadata()
+            .tensors()
+            .filter(|(key, _)| key.starts_with(start))
+            .count()
+    };
+    assert_eq!(
+        (count("model.frozen"), count("model.alias")),
+        (frozen, frozen)
+    );
+}
+
+#[test]
+fn missing_shards_are_named() {
+    for (name, file) in [
+        ("zero2", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        ("zero2", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("zero2", "mp_rank_00_model_states.pt"),
+        ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("universal", "zero/norm.weight/fp32.pt"),
+    ] {
+        let parent = TempDir::new().unwrap();
+        let path = parent.path().join("copy");
+        copy(&fixture("deepspeed").join(name), &path);
+        std::fs::remove_file(path.join(file)).unwrap();
+        match refused(&path) {
+            FileError::MissingFiles { files, .. } => assert_eq!(files, [file]),
+            other => panic!("{name} {file}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn a_directory_without_zero_is_told_from_one_whose_shards_are_missing() {
+    let parent = TempDir::new().unwrap();
+    let file = parent.path().join("mp_rank_00_model_states.pt");
+    let weight = PlainTensor {
+        dtype: DType::U8,
+        shape: vec![2],
+        data: vec![1, 2],
+    };
+    let model = dict(vec![
+        ("module", dict(vec![("w", PlainValue::Tensor(weight))])),
+        ("param_shapes", PlainValue::None),
+    ]);
+    std::fs::write(&file, encode_value(&model).unwrap()).unwrap();
+    let error = with_causes(&refused(parent.path()));
+    assert!(
+        error.contains("without ZeRO") && error.contains("mp_rank_00_model_states.pt"),
+        "{error}"
+    );
+    assert_eq!(
+        opened(&file).metadata().tensor("module.w").unwrap().shape,
+        [2]
+    );
+    std::fs::copy(fixture("deepspeed/zero2/mp_rank_00_model_states.pt"), &file).unwrap();
+    let files = ["zero_pp_rank_0_mp_rank_00_optim_states.pt"];
+    assert!(
+        matches!(refused(parent.path()), FileError::MissingFiles { files: missing, .. } if missing == files)
+    );
+}
+
+#[test]
+fn shards_that_do_not_fit_are_refused() {
+    let parent = TempDir::new().unwrap();
+    let zero3 = parent.path().join("zero3");
+    copy(&fixture("deepspeed/zero3"), &zero3);
+    // A shard of another stage in the place of one.
+    let name = "zero_pp_rank_1_mp_rank_00_optim_states.pt";
+    std::fs::copy(fixture("deepspeed/zero2").join(name), zero3.join(name)).unwrap();
+    assert!(matches!(refused(&zero3), FileError::File { .. }));
+    // Tensor parallelism would be taken for one model.
+    let zero2 = parent.path().join("zero2");
+    copy(&fixture("deepspeed/zero2"), &zero2);
+    std::fs::copy(
+        zero2.join("mp_rank_00_model_states.pt"),
+        zero2.join("mp_rank_01_model_states.pt"),
+    )
+    .unwrap();
+    assert!(format!("{:#?}", refused(&zero2)).contains("tensor parallelism"));
+}
+
+#[test]
+fn hidden_files_are_no_shards_and_shards_of_two_saves_are_refused() {
+    let parent = TempDir::new().unwrap();
+    for name in ["deepspeed/zero2", "deepspeed/zero3"] {
+        let path = parent.path().join(name);
+        copy(&fixture(name), &path);
+        for entry in std::fs::read_dir(fixture(name)).unwrap() {
+            let hidden = format!("._{}", entry.unwrap().file_name().to_str().unwrap());
+            std::fs::write(path.join(hidden), [0, 5, 22, 7]).unwrap();
+        }
+        assert_eq!(
+            opened(&path).metadata().entries.len(),
+            opened(&fixture(name)).metadata().entries.len()
+        );
+    }
+    let path = parent.path().join("deepspeed/zero2");
+    let shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt";
+    let other = path.join(format!("bf16_{shard}"));
+    std::fs::copy(path.join(shard), other).unwrap();
+    assert!(with_causes(&refused(&path)).contains("files of two saves"));
+}

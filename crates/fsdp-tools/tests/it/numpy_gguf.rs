@@ -1,0 +1,274 @@
+//! Files of NumPy and of llama.cpp.
+
+use fsdp_formats::checkpoint::{Checkpoint, Format, open};
+use fsdp_formats::digest::digest;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::{FileError, FormatError};
+use fsdp_layout::with_causes;
+use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_tools::convert::{Rename, View};
+use fsdp_tools::diff::{Tolerance, diff};
+use fsdp_tools::verify::{Level, add_integrity, verify};
+
+use crate::foreign::{assert_converts, differences, fixture, opened, refused, replace};
+
+fn numpy_gguf(name: &str) -> Box<dyn Checkpoint> {
+    opened(&fixture("numpy_gguf").join(name))
+}
+
+#[test]
+fn arrays_of_numpy_are_tensors() {
+    let arrays = numpy_gguf("arrays.npz");
+    assert_eq!(arrays.format(), Format::Numpy);
+    assert_eq!(differences(&*arrays, &*numpy_gguf("arrays.pt")), [""; 0]);
+    assert_converts(&*arrays);
+    // One array has the name of its file, and the layout of Fortran reads as that of C.
+    let one = numpy_gguf("one.npy");
+    let whole = TensorBox::whole(&[2, 3, 5]);
+    let (mut a, mut b) = (vec![0; 240], vec![1; 240]);
+    one.read_box("one", &whole, &mut a).unwrap();
+    arrays.read_box("fortran", &whole, &mut b).unwrap();
+    assert_eq!(a, b);
+}
+
+#[test]
+fn compressed_arrays_are_read_in_any_part_and_their_damage_is_found() {
+    let arrays = numpy_gguf("compressed.npz");
+    assert_eq!(differences(&*arrays, &*numpy_gguf("arrays.pt")), [""; 0]);
+    assert_converts(&*arrays);
+    // A part in the middle, after the end was read, and in the order of Fortran.
+    let (mut whole, mut part) = (vec![0; 240], vec![0; 2 * 8]);
+    arrays
+        .read_box("fortran", &TensorBox::whole(&[2, 3, 5]), &mut whole)
+        .unwrap();
+    arrays
+        .read_box(
+            "fortran",
+            &TensorBox::new(vec![1, 1, 2], vec![1, 1, 2]),
+            &mut part,
+        )
+        .unwrap();
+    let at = (15 + 5 + 2) * 8;
+    assert_eq!(part, whole[at..at + 16]);
+    // With hashes too.
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("a.npz");
+    std::fs::copy(fixture("numpy_gguf/compressed.npz"), &path).unwrap();
+    add_integrity(&path, None).unwrap();
+    let sealed = opened(&path);
+    let report = verify(&*sealed, Level::Deep, None).unwrap();
+    assert!(
+        report.is_ok() && report.digests == 8,
+        "{:?}",
+        report.problems
+    );
+    std::fs::remove_file(path.with_extension("npz.integrity")).unwrap();
+    // A changed bit of the stored bytes is found without them too: the archive has checksums of
+    // what they become.
+    let bytes = std::fs::read(fixture("numpy_gguf/compressed.npz")).unwrap();
+    let at = bytes
+        .windows(16)
+        .position(|part| part == b"model.weight.npy")
+        .unwrap()
+        + 120;
+    for bit in 0..64 {
+        let mut changed = bytes.clone();
+        changed[at + bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(&path, changed).unwrap();
+        let is_sound = open(&path, OpenOptions::default()).is_ok_and(|opened| {
+            verify(&*opened, Level::Hashes, None).is_ok_and(|report| report.is_ok())
+        });
+        assert!(!is_sound, "bit {bit}");
+    }
+}
+
+#[test]
+fn what_numpy_only_pickles_is_refused_by_name() {
+    for (name, what) in [
+        ("objects.npy", "|O"),
+        ("big_endian.npy", ">f4"),
+        ("bzip2.npz", "compressed"),
+    ] {
+        match refused(&fixture("numpy_gguf").join(name)) {
+            FileError::File { source, .. } => {
+                assert!(source.to_string().contains(what), "{source}")
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn an_array_of_an_archive_that_is_refused_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("arrays.npz");
+    std::fs::copy(fixture("numpy_gguf/arrays.npz"), &path).unwrap();
+    replace(&path, b"'<f2'", b"'<U1'");
+    let text = with_causes(&refused(&path));
+    assert!(
+        text.contains("`half`: an array of NumPy's type `<U1`"),
+        "{text}"
+    );
+}
+
+#[test]
+fn tensors_of_gguf_are_read_and_blocks_become_numbers() {
+    let model = numpy_gguf("model.gguf");
+    assert_eq!(model.format(), Format::Gguf);
+    let tensors = View::new(
+        &*model,
+        |key| {
+            if key.ends_with("weight") {
+                Rename::Keep
+            } else {
+                Rename::Drop
+            }
+        },
+        None,
+    );
+    let without_k = View::new(
+        tensors.as_ref().unwrap(),
+        |key| {
+            if key.contains("ffn_gate") {
+                Rename::Drop
+            } else {
+                Rename::Keep
+            }
+        },
+        None,
+    );
+    assert_eq!(
+        differences(&without_k.unwrap(), &*numpy_gguf("gguf.pt")),
+        [""; 0]
+    );
+    assert_eq!(
+        model.read_value("general.name").unwrap(),
+        PlainValue::Str("a model".to_owned())
+    );
+    let tokens = ["<s>", "a", "b"].map(PlainValue::from).to_vec();
+    assert_eq!(
+        model.read_value("tokenizer.ggml.tokens").unwrap(),
+        PlainValue::List(tokens)
+    );
+    // Kinds of blocks that are not read are named.
+    let of = model.opaque_type("blk.0.ffn_gate.weight").unwrap().unwrap();
+    assert!(of.contains("Q4_K") && of.contains("[2, 256]"), "{of}");
+    assert!(matches!(
+        model.read_value("blk.0.ffn_gate.weight"),
+        Err(FileError::Item {
+            source: FormatError::Opaque { .. },
+            ..
+        })
+    ));
+    let known = View::new(
+        &*model,
+        |key| {
+            if key.contains("ffn_gate") {
+                Rename::Drop
+            } else {
+                Rename::Keep
+            }
+        },
+        None,
+    );
+    assert_converts(&known.unwrap());
+}
+
+#[test]
+fn a_file_of_a_split_model_is_not_taken_for_the_model() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model-00001-of-00003.gguf");
+    let file = |count: u16| {
+        let key = b"split.count".as_slice();
+        let counts = [
+            &3u32.to_le_bytes()[..],
+            &0u64.to_le_bytes(),
+            &1u64.to_le_bytes(),
+        ]
+        .concat();
+        let value = [
+            &(key.len() as u64).to_le_bytes()[..],
+            key,
+            &2u32.to_le_bytes(),
+            &count.to_le_bytes(),
+        ]
+        .concat();
+        [b"GGUF".as_slice(), &counts, &value].concat()
+    };
+    std::fs::write(&path, file(3)).unwrap();
+    let error = with_causes(&refused(&path));
+    assert!(
+        error.contains("one of the 3 files") && error.contains("--merge"),
+        "{error}"
+    );
+    std::fs::write(&path, file(1)).unwrap();
+    assert_eq!(
+        opened(&path).read_value("split.count").unwrap(),
+        PlainValue::Int(1)
+    );
+}
+
+#[test]
+fn blocks_of_gguf_that_are_not_read_are_compared_and_must_be_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model.gguf");
+    let bytes = std::fs::read(fixture("numpy_gguf/model.gguf")).unwrap();
+    // The last tensor of the file is one of 2 blocks of Q4_K.
+    let mut changed = bytes.clone();
+    changed[bytes.len() - 1] ^= 1;
+    std::fs::write(&path, &changed).unwrap();
+    let (first, second) = (numpy_gguf("model.gguf"), opened(&path));
+    let mut found = Vec::new();
+    diff(&*first, &*second, Tolerance::default(), &mut |fqn, _| {
+        found.push(fqn.to_owned())
+    })
+    .unwrap();
+    assert_eq!(found, ["blk.0.ffn_gate.weight"]);
+    assert_ne!(
+        digest(&*first, 1).unwrap().root(),
+        digest(&*second, 1).unwrap().root()
+    );
+    for kept in [bytes.len() - 1, bytes.len() - 288] {
+        std::fs::write(&path, &bytes[..kept]).unwrap();
+        let error = refused(&path).to_string();
+        assert!(error.contains("model.gguf"), "{error}");
+    }
+}
+
+#[test]
+fn any_part_of_a_quantized_tensor_is_read() {
+    let model = numpy_gguf("model.gguf");
+    for (name, shape) in [
+        ("blk.0.attn_q.weight", [32, 64]),
+        ("blk.0.ffn_up.weight", [4, 96]),
+    ] {
+        assert_eq!(
+            model.metadata().tensor(name).unwrap().properties.dtype,
+            DType::F32
+        );
+        let mut whole = vec![0; shape[0] * shape[1] * 4];
+        model
+            .read_box(name, &TensorBox::whole(&shape), &mut whole)
+            .unwrap();
+        for (offsets, sizes) in [
+            ([1, 0], [2, shape[1]]),
+            ([0, 5], [4, 40]),
+            ([3, 31], [1, 2]),
+            ([2, 63], [1, 1]),
+        ] {
+            let mut part = vec![0; sizes[0] * sizes[1] * 4];
+            model
+                .read_box(
+                    name,
+                    &TensorBox::new(offsets.to_vec(), sizes.to_vec()),
+                    &mut part,
+                )
+                .unwrap();
+            let rows = (0..sizes[0]).flat_map(|row| {
+                let start = ((offsets[0] + row) * shape[1] + offsets[1]) * 4;
+                whole[start..start + sizes[1] * 4].to_vec()
+            });
+            assert_eq!(part, rows.collect::<Vec<u8>>(), "{name} {offsets:?}");
+        }
+    }
+}
