@@ -36,12 +36,13 @@ use fsdp_layout::TensorBox;
 
 use self::copied::CopiedFiles;
 use self::integers::Integers;
-use self::output::{Conversion, unsupported};
+use self::output::Conversion;
 use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 
 pub use self::cast::Cast;
-pub(crate) use self::cast::Optimizers;
+pub(crate) use self::cast::{CASTABLE, Optimizers};
 pub use self::options::OutputFormat;
+pub(crate) use self::output::unsupported;
 pub use self::output::{ConvertOptions, Converted};
 pub use self::view::{Rename, View};
 
@@ -62,13 +63,13 @@ pub fn convert(
 ) -> Result<Converted, FileError> {
     // Step 1: what is written is the source through up to three views. No format writes quantized
     // tensors as such.
+    let mut source = source;
+    let mut quantized = Vec::new();
     let integers = Integers::new(source)?;
-    let quantized = integers.as_ref().map_or_else(Vec::new, |integers| {
-        integers.keys().map(str::to_owned).collect()
-    });
-    let source = integers
-        .as_ref()
-        .map_or(source, |integers| integers as &dyn Checkpoint);
+    if let Some(integers) = &integers {
+        quantized.extend(integers.keys().map(str::to_owned));
+        source = integers;
+    }
     // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys
     // stay out of the directory.
     let sidecars = match target {
@@ -76,18 +77,18 @@ pub fn convert(
         _ => CopiedSidecars::default(),
     };
     let without_sidecars = without(source, &sidecars.keys)?;
-    let source = without_sidecars
-        .as_ref()
-        .map_or(source, |view| view as &dyn Checkpoint);
+    if let Some(view) = &without_sidecars {
+        source = view;
+    }
     let OpaqueEntries { copied, unwritable } = opaque_of(source, target, options.threads)?;
     if !unwritable.is_empty() && !options.drop_opaque {
         return Err(FileError::Opaque { values: unwritable });
     }
     let unwritable_keys = unwritable.iter().map(|(fqn, _)| fqn.clone()).collect();
     let without_opaque = without(source, &unwritable_keys)?;
-    let source = without_opaque
-        .as_ref()
-        .map_or(source, |view| view as &dyn Checkpoint);
+    if let Some(view) = &without_opaque {
+        source = view;
+    }
 
     // Step 2: all that can be found wrong with the source is found before anything is written.
     check_source(source, target, &copied, options)?;
@@ -146,21 +147,25 @@ fn without<'s>(
     if keys.is_empty() {
         return Ok(None);
     }
-    let rename = |fqn: &str| {
-        if keys.contains(fqn) {
-            Rename::Drop
-        } else {
-            Rename::Keep
-        }
-    };
-    View::new(source, rename, None).map(Some)
+    let view = View::new(
+        source,
+        |fqn| {
+            if keys.contains(fqn) {
+                Rename::Drop
+            } else {
+                Rename::Keep
+            }
+        },
+        None,
+    )?;
+    Ok(Some(view))
 }
 
 /// The opaque values and tensors of a checkpoint, and the type of each.
 struct OpaqueEntries {
-    /// Those that are copied as they are stored.
+    /// The entries that are copied as they are stored.
     copied: Vec<(String, String)>,
-    /// Those that the output cannot hold.
+    /// The entries that the output cannot hold.
     unwritable: Vec<(String, String)>,
 }
 

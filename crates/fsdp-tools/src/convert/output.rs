@@ -178,7 +178,8 @@ pub(crate) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> Tensor
     let mut bounds = TensorBox::whole(shape);
     if let Some(&rows) = shape.first() {
         let own = chunk_range(rows, ranks, rank);
-        (bounds.offsets[0], bounds.sizes[0]) = (own.start, own.len());
+        bounds.offsets[0] = own.start;
+        bounds.sizes[0] = own.len();
     }
     bounds
 }
