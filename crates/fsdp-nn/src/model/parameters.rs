@@ -2,8 +2,8 @@
 //! and live values.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Tensor, TensorId, Var};
 use fsdp_comm::ProcessGroup;
@@ -14,7 +14,7 @@ use indexmap::IndexMap;
 
 use super::build::{Built, NEW, agree_on_model, build_units, describe};
 use super::registry::{SharedRegistry, lock};
-use super::state_dict_type::CurrentSettings;
+use super::state_dict_type::StateDictSettings;
 use crate::config::{FsdpConfig, ShardingStrategy};
 use crate::error::{NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared, Unchanged};
@@ -43,7 +43,7 @@ pub struct ShardedParameters {
     ignored: Vec<(String, Var)>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) overlap: Option<Arc<Overlap>>,
-    pub(crate) settings: CurrentSettings,
+    pub(crate) settings: Mutex<StateDictSettings>,
     /// `true` while the parameters have the values of an average, which has theirs.
     pub(crate) has_average: AtomicBool,
     /// `true` once parameters without a gradient have been looked for.
@@ -115,7 +115,7 @@ impl ShardedParameters {
             ignored,
             shared,
             overlap,
-            settings: CurrentSettings::default(),
+            settings: Mutex::default(),
             has_average: AtomicBool::new(false),
             looked_for_unreached: AtomicBool::new(false),
             on_mesh: config.mesh.is_some(),
@@ -225,9 +225,7 @@ impl ShardedParameters {
         self.locations
             .get(fqn)
             .copied()
-            .ok_or_else(|| NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            })
+            .ok_or_else(|| NnError::unknown_parameter(fqn))
     }
 
     /// Returns `true` if there is a parameter of this name or alias.
@@ -312,18 +310,8 @@ impl ShardedParameters {
         if handle.grad().is_none() {
             return Ok(None);
         }
-        let shape = &handle.layout().shapes()[param];
-        match handle.grad_piece(param)? {
-            Some(piece) => {
-                let boxes = handle.layout().param_boxes(param, handle.shard_rank());
-                Ok(Some(ShardedTensor::from_flat(shape, boxes, &piece)?))
-            }
-            None => Ok(Some(ShardedTensor::new(
-                handle.dtype(),
-                shape.clone(),
-                Vec::new(),
-            )?)),
-        }
+        let piece = handle.grad_piece(param)?;
+        handle.boxed(param, piece.as_ref()).map(Some)
     }
 
     /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's
@@ -365,6 +353,14 @@ impl ShardedParameters {
     #[must_use]
     pub fn has_average(&self) -> bool {
         self.has_average.load(Ordering::Relaxed)
+    }
+
+    /// Checks that the model has its weights, and not their average.
+    pub(crate) fn check_not_swapped(&self) -> Result<()> {
+        if self.has_average() {
+            return Err(NnError::Swapped);
+        }
+        Ok(())
     }
 
     /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
@@ -489,11 +485,7 @@ fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Ve
         (None, ..) => vec![0; group.world_size()],
         // Shards lie along the second dimension of the mesh.
         (Some(_), ShardingStrategy::HybridShard, Some(mesh)) => ranks
-            .map(|rank| {
-                mesh.coordinate(rank)
-                    .and_then(|at| at.get(1).copied())
-                    .unwrap_or(0)
-            })
+            .map(|rank| mesh.coordinate(rank).expect("the mesh has all ranks")[1])
             .collect(),
         _ => ranks.collect(),
     }
@@ -550,7 +542,8 @@ impl ShardedParameters {
         {
             return Err(NnError::options(format!(
                 "parameter `{}` was built frozen, so it gets no gradient: select it in \
-                 `FsdpConfig::requires_grad`, and freeze it with `set_requires_grad` until it is to be trained",
+                 `FsdpConfig::requires_grad`, and freeze it with `set_requires_grad` until it is \
+                 to be trained",
                 param.fqn
             )));
         }

@@ -127,6 +127,8 @@ impl Registry {
             }
             .into());
         }
+        // A name that was tied must not be a parameter of its own too: which of the two it is would
+        // depend on the order in which the model requested them.
         let mut resolved = IndexMap::new();
         for alias in self.aliases.keys() {
             let fqn = self.resolve(alias)?;
@@ -139,9 +141,10 @@ impl Registry {
             }
             resolved.insert(alias.clone(), fqn.to_owned());
         }
+        // A tie to a name that the model has never requested is a typing error.
         for fqn in resolved.values().chain(&self.announced) {
             if !self.params.contains_key(fqn) {
-                return Err(NnError::UnknownParameter { fqn: fqn.clone() });
+                return Err(NnError::unknown_parameter(fqn));
             }
         }
         Ok(resolved)
@@ -215,7 +218,8 @@ impl Registry {
     pub(crate) fn add_buffer(&mut self, name: String, value: Tensor, persistent: bool) {
         if self.is_complete {
             warn!(
-                "buffer `{name}` is registered after the model has been built, so it is in no state dict"
+                "buffer `{name}` is registered after the model has been built, so it is in no \
+                 state dict"
             );
         } else if self.buffers.contains_key(&name) {
             self.wrong.get_or_insert(BuildError::Buffer {
@@ -350,9 +354,7 @@ impl Registry {
     /// Returns the tensor of an existing parameter, which is requested again.
     fn request_again(&self, fqn: &str) -> Result<Tensor> {
         let Some(existing) = self.params.get(fqn) else {
-            return Err(NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            });
+            return Err(NnError::unknown_parameter(fqn));
         };
         self.check_is_gathered_here(fqn, existing.unit)?;
         Ok(existing.tensor.clone())
@@ -406,10 +408,16 @@ impl Registry {
         } else {
             request.dtype
         };
+        let values_of = InitialValues {
+            init: &request.init,
+            seed: self.seed,
+            fqn: name,
+            shape: shape.dims(),
+        };
         let initial = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();
-            InitialValues { init: &request.init, seed: self.seed, fqn: name, shape: shape.dims() }.fill(all, &mut values);
+            values_of.fill(all, &mut values);
             Tensor::from_vec(values, shape, request.device)?
         }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
         // Make it a variable: candle's batch norm updates a variable in place, but would update a

@@ -23,7 +23,7 @@ mod saved;
 mod views;
 
 pub use crate::error::OptimStateError;
-pub(crate) use groups::{SavedGroup, group_dicts, optim_dict, read_param_groups};
+pub(crate) use groups::{SavedGroup, group_dicts, optim_dict, plain, read_param_groups};
 pub use join::OptimStateKey;
 pub(crate) use join::{join, resolve_keys};
 pub use live::{LiveTarget, StatePrefixes};

@@ -348,10 +348,7 @@ pub fn optim_state_dict_to_load(
         return Ok(dict);
     }
     if !dict.contains_key("param_groups") {
-        return Err(OptimStateError::MissingKey {
-            key: "param_groups".to_owned(),
-        }
-        .into());
+        return Err(OptimStateError::missing_key("param_groups").into());
     }
     *optimizer = loaded;
     // The result shares no memory with the optimizer.
@@ -482,8 +479,7 @@ fn with_states(state: Option<&StateDict>) -> Result<&StateDict> {
 
 /// Returns the error for an optimizer state dict without `state`.
 fn missing_state() -> NnError {
-    let key = "state".to_owned();
-    OptimStateError::MissingKey { key }.into()
+    OptimStateError::missing_key("state").into()
 }
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name:
@@ -535,9 +531,7 @@ pub fn shard_orig_param_state(
 ) -> Result<StateDict> {
     let local = optimizer
         .local_index(fqn)
-        .ok_or_else(|| NnError::UnknownParameter {
-            fqn: fqn.to_owned(),
-        })?;
+        .ok_or_else(|| NnError::unknown_parameter(fqn))?;
     let entries = flattened(
         optimizer,
         local,

@@ -110,6 +110,7 @@ impl GradScaler {
             growth_interval,
             enabled,
         } = options;
+        // torch keeps the scale in f32, which may not hold the number.
         let scale = init_scale as f32;
         for (key, value, is_fine, range) in [
             (
@@ -370,7 +371,7 @@ impl ShardedParameters {
                     is_finite &= value.is_finite();
                     *x = <T as WithDType>::from_f64(value * factor);
                 }
-            }, else ());
+            });
         }
         Ok(is_finite)
     }
