@@ -424,7 +424,8 @@ impl Checkpointer {
         let name = name.into();
         let named = name.step();
         let path = self.location(name);
-        let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
+        let group = with_storage_deadline(&self.group, self.options.load.deadline);
+        let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let in_memory = self.step_of_memory(&path);
         let recorded = checkpoint.lineage().map(|lineage| lineage.step);
