@@ -218,12 +218,14 @@ impl TargetArguments {
     /// # Errors
     /// An option that the format does not have.
     pub(super) fn format(&self) -> Result<OutputFormat> {
+        // An option that would be ignored is refused: whoever gives it expects something of it.
         if self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded) {
             bail!(self.unused("--world-size"));
         }
         if self.max_shard_size.is_some() && self.to != To::Hf {
             bail!(self.unused("--max-shard-size"));
         }
+        // One rank writes one file, which is what most conversions are for.
         let ranks = self.world_size.unwrap_or(1);
         Ok(match self.to {
             To::Dcp => OutputFormat::Dcp { ranks },
@@ -247,6 +249,7 @@ impl TargetArguments {
         if self.to != To::Hf {
             bail!(self.unused("--with"));
         }
+        // A slip in the name would otherwise leave the tokenizer out without a word.
         if !with.exists()? || with.is_file()? {
             bail!(UsageError::NoDirectory {
                 option: "--with",
@@ -267,6 +270,7 @@ impl ConvertArguments {
     /// Checks the combinations of options that are not checked elsewhere.
     pub(super) fn check(&self) -> Result<()> {
         let has_tp = self.tensor_parallel.tp.is_some();
+        // The rules of `--tp` have names of sizes too, so `--set` may be for them.
         self.map.check_set(Some(has_tp))?;
         if has_tp && self.target.to != To::Hf {
             bail!(self.target.unused("--tp"));
@@ -282,6 +286,7 @@ impl ConvertArguments {
         metadata: &Metadata,
         places: &[&Location],
     ) -> Result<Option<TensorParallelPlan>> {
+        // Without `--tp` all ranks share the files, and nothing is cut.
         let Some(ranks) = self.tensor_parallel.tp else {
             return Ok(None);
         };
@@ -300,7 +305,9 @@ impl ConvertArguments {
 
 /// Parses a size: `2GiB`, `1.5GB`, `4096`.
 fn size(text: &str) -> Result<u64, String> {
+    // The unit is all letters at the end; what is before them must be a number.
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == ' ');
+    // Units of 1000 and of 1024 are both in use, and neither may stand for the other.
     let unit: u64 = match text[number.len()..].trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" => 1_000,
@@ -342,6 +349,7 @@ fn fraction_of_unit(number: &str, unit: u64) -> Option<u64> {
 /// Parses a rule of `--rename`, `OLD=NEW`. NEW may be empty.
 fn rename_rule(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
+        // An empty OLD would fit every key, which `--prefix` is for.
         Some((old, new)) if !old.is_empty() => Ok((old.to_owned(), new.to_owned())),
         _ => Err("expected OLD=NEW, where OLD is not empty".to_owned()),
     }

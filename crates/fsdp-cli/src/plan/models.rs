@@ -149,6 +149,7 @@ impl Preset {
 impl Llama {
     /// Returns the parameters: those of the root, then those of each layer.
     fn units(&self) -> Vec<Vec<Parameter>> {
+        // The embedding and the last norm are in no layer: FSDP shards them with the root unit.
         let mut root = vec![
             (
                 "model.embed_tokens.weight".to_owned(),
@@ -156,6 +157,7 @@ impl Llama {
             ),
             ("model.norm.weight".to_owned(), vec![self.hidden]),
         ];
+        // A tied output layer is the embedding under a second name, and has no bytes of its own.
         if !self.tied {
             root.push(("lm_head.weight".to_owned(), vec![self.vocab, self.hidden]));
         }
@@ -176,6 +178,8 @@ impl Llama {
             ("self_attn.v_proj".to_owned(), vec![keys, hidden]),
             ("self_attn.o_proj".to_owned(), vec![hidden, queries]),
         ];
+        // A mixture of experts has a router in place of the dense layer, and an MLP for each
+        // expert.
         if self.experts == 0 {
             all.push(("mlp.gate_proj".to_owned(), vec![inner, hidden]));
             all.push(("mlp.up_proj".to_owned(), vec![inner, hidden]));
@@ -200,6 +204,7 @@ impl Llama {
         }
         all.push(("input_layernorm".to_owned(), vec![hidden]));
         all.push(("post_attention_layernorm".to_owned(), vec![hidden]));
+        // All of them are weights of a layer, under Hugging Face's prefix.
         all.into_iter()
             .map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape))
             .collect()
@@ -232,6 +237,7 @@ fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
             ("mlp.c_proj", vec![4 * hidden, hidden]),
         ] {
             let name = format!("transformer.h.{layer}.{name}");
+            // Every weight of GPT-2 has a bias, of the size of its outputs: the last dimension.
             let bias = weight[weight.len() - 1];
             unit.push((format!("{name}.weight"), weight));
             unit.push((format!("{name}.bias"), vec![bias]));
