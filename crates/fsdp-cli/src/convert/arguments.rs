@@ -101,20 +101,6 @@ pub(super) struct TargetArguments {
     pub(super) drop_opaque: bool,
 }
 
-/// The parts of tensor-parallel ranks.
-#[derive(Debug, Args)]
-pub(super) struct TensorParallelArguments {
-    /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all
-    /// tensors (only for hf)
-    #[arg(long, value_name = "N", value_parser = ranks())]
-    tp: Option<usize>,
-    /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab,
-    /// replicate and others, such as `mixer.in_proj=colwise`. Needed for tensors that no built-in
-    /// rule matches. May be given more than once
-    #[arg(long, value_name = "PATTERN=HOW", requires = "tp")]
-    tp_rule: Vec<String>,
-}
-
 /// Options of `fsdp convert`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -152,8 +138,15 @@ pub(crate) struct ConvertArguments {
     cast_optimizer: bool,
     #[command(flatten)]
     pub(super) map: MapArguments,
-    #[command(flatten)]
-    pub(super) tensor_parallel: TensorParallelArguments,
+    /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all
+    /// tensors (only for hf)
+    #[arg(long, value_name = "N", value_parser = ranks())]
+    tp: Option<usize>,
+    /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab,
+    /// replicate and others, such as `mixer.in_proj=colwise`. Needed for tensors that no built-in
+    /// rule matches. May be given more than once
+    #[arg(long, value_name = "PATTERN=HOW", requires = "tp")]
+    tp_rule: Vec<String>,
     #[command(flatten)]
     pub(super) writing: WriteArguments,
 }
@@ -269,7 +262,7 @@ impl TargetArguments {
 impl ConvertArguments {
     /// Checks the combinations of options that are not checked elsewhere.
     pub(super) fn check(&self) -> Result<()> {
-        let has_tp = self.tensor_parallel.tp.is_some();
+        let has_tp = self.tp.is_some();
         // The rules of `--tp` have names of sizes too, so `--set` may be for them.
         self.map.check_set(Some(has_tp))?;
         if has_tp && self.target.to != To::Hf {
@@ -287,10 +280,10 @@ impl ConvertArguments {
         places: &[&Location],
     ) -> Result<Option<TensorParallelPlan>> {
         // Without `--tp` all ranks share the files, and nothing is cut.
-        let Some(ranks) = self.tensor_parallel.tp else {
+        let Some(ranks) = self.tp else {
             return Ok(None);
         };
-        let rules = Rules::new(&self.tensor_parallel.tp_rule, self.map.values(places))?;
+        let rules = Rules::new(&self.tp_rule, self.map.values(places))?;
         Ok(Some(TensorParallelPlan::new(metadata, &rules, ranks)?))
     }
 

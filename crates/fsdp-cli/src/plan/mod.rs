@@ -101,7 +101,7 @@ struct Sweep {
 }
 
 fn models() -> PossibleValuesParser {
-    PossibleValuesParser::new(models::PRESETS.iter().map(|preset| preset.name))
+    PossibleValuesParser::new(models::PRESETS.iter().map(|(name, _)| *name))
 }
 
 fn ranks() -> RangedU64ValueParser<usize> {

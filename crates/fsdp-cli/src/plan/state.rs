@@ -130,7 +130,7 @@ impl JobState {
     /// # Errors
     /// A value that cannot be encoded. All those here can.
     pub(super) fn from_model(
-        preset: &Preset,
+        preset: Preset,
         parameters: ParameterType,
         optimizer: OptimizerState,
     ) -> Result<Self> {
@@ -162,8 +162,7 @@ impl JobState {
             state.units.push(Unit { parameters, kinds });
         }
         state.parameters = Some(elements);
-        // Values take the same bytes in every checkpoint, whatever they are: an item is a small
-        // archive.
+        // All floats take the same number of bytes, whatever their values.
         let float = value_item_length(&PlainValue::Float(0.1))?;
         for value in optimizer.values() {
             state.values.push((

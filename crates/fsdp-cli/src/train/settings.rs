@@ -296,8 +296,6 @@ impl Settings {
             let size = i64::try_from(value).expect("a larger model cannot be built");
             config.insert(key, size);
         }
-        // Numbers that no model needs are left out where they have no meaning, so that the digest
-        // of a configuration does not depend on them.
         config.insert("lr", self.lr);
         config.insert("optimizer", choice_name(&self.optimizer));
         let schedule = ScheduleName::value_variants()
@@ -306,6 +304,8 @@ impl Settings {
             .expect("the decay is that of an option");
         config.insert("schedule", choice_name(schedule));
         config.insert("warmup", self.schedule.warmup.cast_signed());
+        // A constant rate has no end. Its number of steps is left out, so that a longer run has the
+        // same configuration, and the same digest of it.
         if self.schedule.decay != Decay::Constant {
             config.insert("schedule_steps", self.schedule.steps.cast_signed());
         }
