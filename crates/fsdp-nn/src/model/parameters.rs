@@ -82,6 +82,7 @@ impl ShardedParameters {
             overlap,
             ..
         } = built;
+        // A name leads to a unit, and to a place in it.
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
             for (param, parameter) in unit.params.iter().enumerate() {
@@ -95,6 +96,7 @@ impl ShardedParameters {
             .keys()
             .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
             .collect();
+        // Which part a rank has follows from the options, so no rank has to ask.
         let shard_ranks = shard_ranks(&group, &groups, config);
         let mut ignored = Vec::with_capacity(registry.ignored.len());
         for name in &registry.ignored {

@@ -256,6 +256,7 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
 /// Returns a copy of this rank's piece of a local parameter.
 fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
     let flat = zeros(&[local.numel], local.handle.dtype())?;
+    // Padding between the parameters stays zero.
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
         let Some(piece) = local.handle.local_piece(segment.param)? else {
             continue;

@@ -105,6 +105,7 @@ impl SavedOptim {
             user_state: Vec::new(),
             unexpected: Vec::new(),
         };
+        // Groups and states name the same parameters, so each has a map of its own.
         sources.clear();
         let mut named: Vec<(String, Vec<StatePart<'_>>)> = Vec::with_capacity(by_key.len());
         for (key, parts) in by_key {

@@ -350,6 +350,7 @@ pub fn optim_state_dict_to_load(
     if !dict.contains_key("param_groups") {
         return Err(OptimStateError::missing_key("param_groups").into());
     }
+    // Everything has been checked, and the state is complete.
     *optimizer = loaded;
     // The result shares no memory with the optimizer.
     Ok(dict.copy()?)
@@ -444,6 +445,7 @@ fn to_local(
         (Ok(()), _) => Err(missing_state()),
     };
     let mut source = DictSource::open(group, OPERATION, rank0_only.then_some(0), mine)?;
+    // The caller's optimizer stays as it is unless the state is to be loaded directly.
     let mut loaded = optimizer.without_state();
     load_exactly(
         OPERATION,

@@ -419,6 +419,7 @@ impl FlatParamHandle {
     /// Releases the gathered parameters, if they are gathered and can be gathered again. The caller
     /// has locked the state.
     pub(super) fn release(&self) -> Result<()> {
+        // Storages that hold the authoritative values must never be released.
         if !self.needs_gather() || !self.exchange.is_gathered() {
             return Ok(());
         }
@@ -458,6 +459,7 @@ impl FlatParamHandle {
         self.check_unused(&state)?;
         self.discard_ahead()?;
         self.release()?;
+        // A backward compares this with the change before its forward.
         state.changed_at = self.shared.values.change();
         Ok(())
     }
