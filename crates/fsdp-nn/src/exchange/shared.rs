@@ -1,4 +1,4 @@
-//! What all units of one model share.
+//! The state that all units of one model share.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -8,7 +8,7 @@ use candle_core::DType;
 use super::unchanged::{Readers, Unchanged};
 use super::unit::UnitExchange;
 
-/// What all units of one model share.
+/// The state that all units of one model share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     /// The units by their numbers; set once all of them are made.

@@ -517,9 +517,9 @@ impl ShardedParameters {
     /// Collectives: one agreement.
     ///
     /// # Errors
-    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a choice of some of a unit's parameters;
-    /// [`NnError::DifferentModels`] if ranks choose differently. One rank's error is every rank's,
-    /// and changes nothing.
+    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a
+    /// choice of some of a unit's parameters; [`NnError::DifferentModels`] if ranks choose
+    /// differently. One rank's error is every rank's, and changes nothing.
     pub fn set_requires_grad(&self, requires_grad: impl Fn(&str) -> bool) -> Result<()> {
         let params = self.handles.iter().flat_map(|handle| &handle.params);
         let chosen: Vec<(&Parameter, bool)> = params

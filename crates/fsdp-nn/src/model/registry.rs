@@ -64,7 +64,7 @@ pub(crate) struct Registry {
     shapes: Option<HashMap<String, Vec<usize>>>,
 }
 
-/// What the model requests under a name.
+/// A request of the model under a name.
 struct Request<'a> {
     shape: Shape,
     init: Init,

@@ -240,7 +240,7 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
     Ok(state)
 }
 
-/// What holds once [`begin_state`] has been called for an algorithm with state.
+/// The invariant after [`begin_state`], for an algorithm with state.
 pub(super) const BEGUN: &str = "the state of a parameter begins before its first step";
 
 /// Sets the initial state of a local parameter, if it has none and its algorithm has state before

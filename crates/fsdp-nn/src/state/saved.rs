@@ -170,8 +170,8 @@ fn ids(keys: Vec<String>) -> NnError {
     OptimStateError::InvalidKeys { keys, expected }.into()
 }
 
-/// Turns a name of a source into the model's with `rename`. `sources` has the names that have become
-/// names of the model before, by these.
+/// Turns a name of a source into the model's with `rename`. `sources` has the names that have
+/// become names of the model before, by these.
 ///
 /// # Errors
 /// [`StateError::DuplicateKey`] if another name of the source has become the same name.

@@ -246,7 +246,8 @@ fn user_state_and_groups(
 /// Collectives: those of [`optim_state_dict`], and one agreement.
 ///
 /// # Errors
-/// The errors of [`optim_state_dict`], and [`StateDictError::NotAFlatParameter`], the same on every rank.
+/// The errors of [`optim_state_dict`], and [`StateDictError::NotAFlatParameter`], the same on every
+/// rank.
 pub fn unflatten_optim_state(
     flat_state: &StateDict,
     parameters: &ShardedParameters,
