@@ -50,8 +50,9 @@ impl Run {
             ranks: group.world_size(),
             accumulation: 1,
         };
+        let first = batches.rows_of(step);
         let (tokens, targets) = batches
-            .batch(&Text::builtin(), step, group.rank(), 0, &Device::Cpu)
+            .batch(&Text::builtin(), first, (group.rank(), 0), &Device::Cpu)
             .unwrap();
         let loss = model.forward(|gpt| gpt.loss(&tokens, &targets)).unwrap();
         model.backward(&loss).unwrap();

@@ -63,7 +63,8 @@ fn measure(group: ProcessGroup) -> Result<(Duration, Duration), NnError> {
         Optimizer::new(sharded.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
     let (mut plain_times, mut sharded_times) = (Vec::new(), Vec::new());
     for step in 0..WARM_UP + STEPS {
-        let (tokens, targets) = BATCHES.batch(&text, step, 0, 0, &Device::Cpu)?;
+        let (tokens, targets) =
+            BATCHES.batch(&text, BATCHES.rows_of(step), (0, 0), &Device::Cpu)?;
         let plain_time = timed(|| plain_optimizer.backward_step(&plain.loss(&tokens, &targets)?))?;
         let sharded_time = timed(|| -> Result<(), NnError> {
             let loss = sharded.forward(|gpt| gpt.loss(&tokens, &targets))?;
@@ -98,7 +99,12 @@ fn measure_check(group: ProcessGroup) -> Result<(Duration, Duration), Checkpoint
     let (mut step_times, mut check_times) = (Vec::new(), Vec::new());
     for step in 0..WARM_UP + STEPS {
         let (tokens, targets) = batches
-            .batch(&text, step, group.rank(), 0, &Device::Cpu)
+            .batch(
+                &text,
+                batches.rows_of(step),
+                (group.rank(), 0),
+                &Device::Cpu,
+            )
             .map_err(NnError::from)?;
         let step_time = timed(|| -> Result<(), NnError> {
             let loss = run.model.forward(|gpt| gpt.loss(&tokens, &targets))?;

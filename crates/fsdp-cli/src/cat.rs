@@ -184,7 +184,9 @@ impl NamedTensor<'_> {
         };
         if let Some(file) = &arguments.npy {
             if file == Path::new(STDOUT) {
-                return self.print_npy();
+                // For a program that reads it from a pipe.
+                output::raw(&npy_header(self.dtype(), &self.entry.shape)?)?;
+                return self.each_piece(&mut output::raw);
             }
             self.write_npy(file)?;
             shown.npy = Some(file.display().to_string());
@@ -258,12 +260,6 @@ impl NamedTensor<'_> {
             }
             output::raw(text.as_bytes())
         })
-    }
-
-    /// Prints the tensor as a NumPy file, for a program that reads it from a pipe.
-    fn print_npy(&self) -> Result<()> {
-        output::raw(&npy_header(self.dtype(), &self.entry.shape)?)?;
-        self.each_piece(&mut output::raw)
     }
 
     /// Writes the tensor to a new NumPy file, which appears whole or not at all.

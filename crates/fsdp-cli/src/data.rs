@@ -159,6 +159,7 @@ impl Batches {
             ranks,
             accumulation,
         } = *self;
+        // Each backward of each rank needs a row, or ranks would wait for gradients that never come.
         let parts = ranks.saturating_mul(accumulation);
         if parts == 0 || batch < parts {
             return Err(DataError::TooFewRows {
@@ -221,37 +222,22 @@ impl Batches {
         let seq = self.seq;
         self.rows(rank, part).map(move |row| {
             let start = (first + row as u128) * seq as u128;
+            // After the last row that fits, the text begins again.
             (start % (len - seq - 1) as u128) as usize
         })
     }
 
-    /// Returns tokens and targets, each `[rows, seq]` (u32), of backward `part` of a step on one
-    /// rank.
+    /// Returns tokens and targets, each `[rows, seq]` (u32), of one backward of a rank. The global
+    /// batch begins with the row number `first`: that is [`Self::rows_of`] the steps before it, if
+    /// all of them had batches of this size.
     ///
     /// # Errors
     /// The same as [`Self::check`], and candle's errors.
     pub fn batch(
         &self,
         text: &Text,
-        step: u64,
-        rank: usize,
-        part: usize,
-        device: &Device,
-    ) -> Result<(Tensor, Tensor), candle_core::Error> {
-        self.batch_at(text, self.rows_of(step), rank, part, device)
-    }
-
-    /// Returns tokens and targets like [`Self::batch`], of a global batch that begins with the row
-    /// number `first`. For runs whose steps had batches of several sizes.
-    ///
-    /// # Errors
-    /// The same as [`Self::check`], and candle's errors.
-    pub fn batch_at(
-        &self,
-        text: &Text,
         first: u128,
-        rank: usize,
-        part: usize,
+        (rank, part): (usize, usize),
         device: &Device,
     ) -> Result<(Tensor, Tensor), candle_core::Error> {
         self.check(text).map_err(candle_core::Error::wrap)?;
@@ -345,7 +331,7 @@ mod tests {
             ranks: 2,
             accumulation: 1,
         };
-        let (tokens, targets) = batches.batch(&text, 0, 1, 0, &Device::Cpu).unwrap();
+        let (tokens, targets) = batches.batch(&text, 0, (1, 0), &Device::Cpu).unwrap();
         assert_eq!(tokens.to_vec2::<u32>().unwrap(), [[100, 101, 102]]);
         assert_eq!(targets.to_vec2::<u32>().unwrap(), [[101, 102, 103]]);
     }

@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::failure::{Different, UsageError};
 use crate::keys::Keys;
 use crate::map::MapArguments;
+use crate::natural;
 use crate::text::{escaped, or_word};
 use crate::work::Threads;
 use crate::{heatmap, output};
@@ -109,14 +110,16 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
     let views;
     if !arguments.include.is_empty() || !arguments.exclude.is_empty() {
-        let all_keys = first.metadata().entries.keys();
-        let all_keys = all_keys.chain(second.metadata().entries.keys());
+        let first_keys = first.metadata().entries.keys();
+        let all_keys = first_keys.chain(second.metadata().entries.keys());
         views = [
             View::new(first, |key| keys.rename(key), None)?,
             View::new(second, |key| keys.rename(key), None)?,
         ];
-        let is_empty = |view: &View<'_>| view.metadata().entries.is_empty();
-        ensure!(!views.iter().all(is_empty), UsageError::NothingSelected);
+        ensure!(
+            views.iter().any(|view| !view.metadata().entries.is_empty()),
+            UsageError::NothingSelected
+        );
         keys.check_include(all_keys.map(String::as_str))?;
         [first, second] = views.each_ref().map(|view| view as &dyn Checkpoint);
     }
@@ -137,7 +140,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
             &mut add,
         )?;
     }
-    differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    differences.sort_by(|a, b| natural::compare(&a.name, &b.name));
     let first_keys = &first.metadata().entries;
     let second_keys = second.metadata().entries.keys();
     let only_in_second = second_keys.filter(|key| !first_keys.contains_key(*key));

@@ -12,7 +12,8 @@ use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
-use super::{memory, output};
+use crate::text::or_word;
+use crate::{memory, output};
 
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArguments {
@@ -84,7 +85,7 @@ const LIBRARY_DIRECTORIES: [&str; 9] = [
 ];
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct MachineReport {
     schema: u32,
     version: &'static str,
     backends: Vec<Backend>,
@@ -132,23 +133,25 @@ struct Launcher {
 pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
     let report = examine();
     if arguments.json {
-        output::json(&report)
-    } else {
-        show(&report)
+        return output::json(&report);
     }
+    output::lines(&report.lines())
 }
 
 /// Looks at the environment and at this machine. Whatever is missing is no error, but gets a hint.
-fn examine() -> Report {
+fn examine() -> MachineReport {
     let mut hints = Vec::new();
     let found = Environment::from_env();
     let fault = match &found {
         Ok(found) => found.check_identity().err(),
         // Nobody has to have a launcher; but one whose variables make no sense, or are not all set,
         // is a fault.
-        Err(error) => Some(error.clone()).filter(|error| !is_without_launcher(error)),
+        Err(error) if is_without_launcher(error) => None,
+        Err(error) => Some(error.clone()),
     };
-    hints.extend(fault.map(|error| format!("{error}: `--backend tcp` cannot start like this")));
+    if let Some(error) = fault {
+        hints.push(format!("{error}: `--backend tcp` cannot start like this"));
+    }
     let (launcher, launcher_error) = match found {
         Ok(found) => (Some(Launcher::from(found)), None),
         Err(error) => (None, Some(error.to_string())),
@@ -160,19 +163,17 @@ fn examine() -> Report {
         ));
     }
     let gpus = gpus();
-    let libraries: BTreeMap<_, _> = LIBRARIES
-        .iter()
-        .map(|&(name, _)| (name, library(name)))
-        .collect();
-    if !gpus.is_empty() {
-        for (name, brings) in LIBRARIES
-            .iter()
-            .filter(|(name, _)| libraries.get(name).is_some_and(Option::is_none))
-        {
+    let mut libraries = BTreeMap::new();
+    for (name, brings) in LIBRARIES {
+        let library = library(name);
+        if library.is_none() && !gpus.is_empty() {
             hints.push(format!(
                 "there is a GPU, but no `{name}`: {brings}; `LD_LIBRARY_PATH` can tell where it is"
             ));
         }
+        libraries.insert(name, library);
+    }
+    if !gpus.is_empty() {
         let build =
             "`cargo build --release --features nccl` makes one, and `cargo xtask gpu` tries it";
         if !cfg!(feature = "cuda") {
@@ -189,7 +190,7 @@ fn examine() -> Report {
         name: kind.to_string(),
         compiled_in: kind.check_compiled_in().is_ok(),
     });
-    Report {
+    MachineReport {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
         backends: backends.into(),
@@ -221,23 +222,14 @@ fn is_without_launcher(error: &CommError) -> bool {
 
 impl From<Environment> for Launcher {
     fn from(found: Environment) -> Self {
-        let (name, master) = (found.launcher.to_string(), found.master());
-        let Environment {
-            rank,
-            world_size,
-            local_rank,
-            local_world_size,
-            job,
-            ..
-        } = found;
         Launcher {
-            name,
-            rank,
-            world_size,
-            local_rank,
-            local_world_size,
-            master,
-            job,
+            name: found.launcher.to_string(),
+            rank: found.rank,
+            world_size: found.world_size,
+            local_rank: found.local_rank,
+            local_world_size: found.local_world_size,
+            master: found.master(),
+            job: found.job,
         }
     }
 }
@@ -265,24 +257,23 @@ fn shared_memory() -> std::io::Result<()> {
 
 /// Lists NVIDIA's devices.
 fn gpus() -> Vec<PathBuf> {
-    let Ok(list) = fs::read_dir("/dev") else {
-        return Vec::new();
-    };
-    let mut found: Vec<PathBuf> = list
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| is_gpu(path))
-        .collect();
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/dev").into_iter().flatten().flatten() {
+        let path = entry.path();
+        if is_gpu(&path) {
+            found.push(path);
+        }
+    }
     found.sort();
     found
 }
 
 /// Returns `true` for the device file of a GPU, such as `/dev/nvidia0`.
 fn is_gpu(path: &Path) -> bool {
-    let number = path
-        .file_name()
-        .and_then(|name| name.to_str()?.strip_prefix("nvidia"));
-    number.is_some_and(|number| {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+        return false;
+    };
+    name.strip_prefix("nvidia").is_some_and(|number| {
         !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
     })
 }
@@ -290,112 +281,73 @@ fn is_gpu(path: &Path) -> bool {
 /// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually
 /// search.
 fn library(name: &str) -> Option<PathBuf> {
-    let told = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let usual = LIBRARY_DIRECTORIES
-        .iter()
-        .map(|directory| Path::new(directory).to_owned());
-    std::env::split_paths(&told)
-        .chain(usual)
-        .map(|directory| directory.join(name))
-        .find(|path| path.exists())
+    let mut directories = Vec::new();
+    if let Some(given) = std::env::var_os("LD_LIBRARY_PATH") {
+        directories.extend(std::env::split_paths(&given));
+    }
+    directories.extend(LIBRARY_DIRECTORIES.map(PathBuf::from));
+    let mut paths = directories.iter().map(|directory| directory.join(name));
+    paths.find(|path| path.exists())
 }
 
-/// Prints the report as text.
-fn show(report: &Report) -> Result<()> {
-    line("fsdp", report.version.to_owned())?;
-    for Backend { name, compiled_in } in &report.backends {
-        line(
-            "backend",
-            format!(
-                "{name}: {}",
-                if *compiled_in {
-                    "yes"
-                } else {
-                    "not compiled in"
-                }
-            ),
-        )?;
-    }
-    match (&report.launcher, &report.launcher_error) {
-        (
-            Some(Launcher {
+impl MachineReport {
+    /// Returns the report as lines of text.
+    fn lines(&self) -> Vec<String> {
+        let mut rows = vec![("fsdp", self.version.to_owned())];
+        for Backend { name, compiled_in } in &self.backends {
+            let is_here = if *compiled_in {
+                "yes"
+            } else {
+                "not compiled in"
+            };
+            rows.push(("backend", format!("{name}: {is_here}")));
+        }
+        if let Some(launcher) = &self.launcher {
+            let Launcher {
                 name,
                 rank,
                 world_size,
                 master,
                 ..
-            }),
-            _,
-        ) => {
-            line(
-                "launcher",
-                format!("{name}: rank {rank} of {world_size}, which meet at {master}"),
-            )?;
+            } = launcher;
+            let place = format!("rank {rank} of {world_size}, which meet at {master}");
+            rows.push(("launcher", format!("{name}: {place}")));
         }
-        (None, error) => line(
-            "launcher",
-            format!("none: {}", error.as_deref().unwrap_or_default()),
-        )?,
-    }
-    for (name, value) in &report.variables {
-        line("variable", format!("{name}={value}"))?;
-    }
-    line(
-        "secret",
-        if report.secret {
+        if let Some(error) = &self.launcher_error {
+            rows.push(("launcher", format!("none: {error}")));
+        }
+        for (name, value) in &self.variables {
+            rows.push(("variable", format!("{name}={value}")));
+        }
+        let secret = if self.secret {
             "FSDP_SECRET is set"
         } else {
             "none"
+        };
+        let open_files = self.open_files.map(|limit| format!("at most {limit}"));
+        let error = self.shared_memory_error.as_ref();
+        let lacking = error.map(|error| format!("no: {error}"));
+        let gpus = Some(self.gpus.len()).filter(|&gpus| gpus > 0);
+        rows.extend([
+            ("secret", secret.to_owned()),
+            ("CPU cores", or_word(self.cpu_cores, UNKNOWN)),
+            ("memory", or_word(self.memory_bytes.map(gib), UNKNOWN)),
+            ("open files", or_word(open_files, "no limit")),
+            ("/dev/shm", or_word(self.dev_shm_bytes.map(gib), "none")),
+            ("shared memory", or_word(lacking, "yes")),
+            ("GPUs", or_word(gpus, "none")),
+        ]);
+        for (name, path) in &self.libraries {
+            let path = or_word(path.as_ref().map(|path| path.display()), "not found");
+            rows.push(("library", format!("{name}: {path}")));
         }
-        .to_owned(),
-    )?;
-    line(
-        "CPU cores",
-        report
-            .cpu_cores
-            .map_or_else(|| UNKNOWN.to_owned(), |cores| cores.to_string()),
-    )?;
-    line(
-        "memory",
-        report.memory_bytes.map_or_else(|| UNKNOWN.to_owned(), gib),
-    )?;
-    line(
-        "open files",
-        report
-            .open_files
-            .map_or_else(|| "no limit".to_owned(), |limit| format!("at most {limit}")),
-    )?;
-    line(
-        "/dev/shm",
-        report.dev_shm_bytes.map_or_else(|| "none".to_owned(), gib),
-    )?;
-    let lacking = report.shared_memory_error.as_ref();
-    line(
-        "shared memory",
-        lacking.map_or_else(|| "yes".to_owned(), |error| format!("no: {error}")),
-    )?;
-    line(
-        "GPUs",
-        if report.gpus.is_empty() {
-            "none".to_owned()
-        } else {
-            report.gpus.len().to_string()
-        },
-    )?;
-    for (name, path) in &report.libraries {
-        let path = path
-            .as_ref()
-            .map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
-        line("library", format!("{name}: {path}"))?;
+        for hint in &self.hints {
+            rows.push(("hint", hint.clone()));
+        }
+        rows.into_iter()
+            .map(|(name, text)| format!("{name:<14}{text}"))
+            .collect()
     }
-    report
-        .hints
-        .iter()
-        .try_for_each(|hint| line("hint", hint.clone()))
-}
-
-fn line(name: &str, text: String) -> Result<()> {
-    output::data(&format!("{name:<14}{text}"))
 }
 
 fn gib(bytes: u64) -> String {

@@ -33,7 +33,7 @@ pub const OPAQUE: u8 = 20;
 
 /// Returns the exit code of a kind of failure.
 #[must_use]
-pub const fn of(kind: ErrorKind) -> u8 {
+pub const fn for_kind(kind: ErrorKind) -> u8 {
     match kind {
         ErrorKind::Usage => USAGE,
         ErrorKind::Corrupt => CORRUPT,

@@ -1,7 +1,9 @@
 //! The errors of the command itself, each with its exit code and a hint. Libraries have errors of
 //! their own.
 
-use fsdp_layout::DType;
+use std::error::Error;
+
+use fsdp_layout::{DType, ErrorKind, Failure};
 
 use crate::exit_codes;
 
@@ -197,4 +199,11 @@ pub(crate) struct Different {
     pub(crate) second: String,
     pub(crate) count: usize,
     pub(crate) of: usize,
+}
+
+/// Returns the kind of one cause of an error, if it is an error of this type.
+pub(crate) fn kind_as<E: Failure + Error + 'static>(
+    cause: &(dyn Error + 'static),
+) -> Option<ErrorKind> {
+    cause.downcast_ref::<E>().map(Failure::kind)
 }

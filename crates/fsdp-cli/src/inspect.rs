@@ -11,6 +11,7 @@ use fsdp_formats::{FileError, Location};
 use fsdp_layout::DType;
 use serde::Serialize;
 
+use crate::natural;
 use crate::output;
 use crate::text::{column_widths, count, escaped, iec, or_word};
 use crate::tree::tree;
@@ -104,8 +105,13 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     if arguments.json
         && let Err(error @ FileError::NotCommitted { .. }) = &source
     {
-        let summary = CheckpointSummary::uncommitted(path.clone(), error.to_string());
-        output::read_or_not(output::json(&summary))?;
+        output::read_or_not(output::json(&CheckpointSummary {
+            schema: SCHEMA,
+            path: path.clone(),
+            format: "dcp",
+            reason: Some(error.to_string()),
+            ..CheckpointSummary::default()
+        }))?;
     }
     let summary = CheckpointSummary::new(path, &*source?);
     if arguments.json {
@@ -116,10 +122,10 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
         return output::lines(&lines);
     }
     if arguments.tree {
-        let tensors = summary
-            .tensors
-            .iter()
-            .map(|tensor| (tensor.name.as_str(), Some(tensor.leaf()), tensor.bytes));
+        let tensors = summary.tensors.iter().map(|tensor| {
+            let leaf = format!("{} {:?}", tensor.dtype, tensor.shape);
+            (tensor.name.as_str(), Some(leaf), tensor.bytes)
+        });
         let values = summary.values.iter().map(|name| (name.as_str(), None, 0));
         return output::lines(&tree(tensors.chain(values)));
     }
@@ -127,17 +133,6 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
 }
 
 impl CheckpointSummary {
-    /// Describes a directory that is no committed checkpoint.
-    fn uncommitted(path: String, reason: String) -> Self {
-        CheckpointSummary {
-            schema: SCHEMA,
-            path,
-            format: "dcp",
-            reason: Some(reason),
-            ..CheckpointSummary::default()
-        }
-    }
-
     /// Describes a checkpoint.
     fn new(path: String, source: &dyn Checkpoint) -> Self {
         let metadata = source.metadata();
@@ -151,7 +146,7 @@ impl CheckpointSummary {
             .map(|(name, entry)| Tensor::new(name, entry))
             .collect();
         // Numbers in names are in the order of numbers: `h.2` before `h.10`.
-        tensors.sort_by(|a, b| natord::compare(&a.name, &b.name));
+        tensors.sort_by(|a, b| natural::compare(&a.name, &b.name));
         let mut bytes: u64 = 0;
         for tensor in &mut tensors {
             // The dtype and the shape of an opaque tensor do not tell how many bytes it takes.
@@ -161,7 +156,7 @@ impl CheckpointSummary {
             bytes = bytes.saturating_add(tensor.bytes);
         }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
-        values.sort_by(|a, b| natord::compare(a, b));
+        values.sort_by(|a, b| natural::compare(a, b));
         CheckpointSummary {
             schema: SCHEMA,
             path,
@@ -183,8 +178,8 @@ impl CheckpointSummary {
         let committed = if self.committed { "yes" } else { "no" };
         let hashes = if self.hashed { "yes" } else { "no" };
         let tensors = self.tensors.len();
-        let boxes = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
-        let boxes = count(boxes, "box", "boxes");
+        let number = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
+        let boxes = count(number, "box", "boxes");
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
             format!("committed   {committed}, hashes {hashes}"),
@@ -268,7 +263,7 @@ fn opaque_items(source: &dyn Checkpoint) -> (Vec<OpaqueItem>, usize) {
             });
         }
     }
-    items.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    items.sort_by(|a, b| natural::compare(&a.name, &b.name));
     (items, entries.len().saturating_sub(looks))
 }
 
@@ -325,10 +320,6 @@ impl Tensor {
             self.bytes.to_string(),
             self.boxes_by_rank(),
         ]
-    }
-
-    fn leaf(&self) -> String {
-        format!("{} {:?}", self.dtype, self.shape)
     }
 
     /// Returns the lines of `--tensors`, for scripts.

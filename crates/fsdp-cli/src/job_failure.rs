@@ -5,12 +5,13 @@ use std::io;
 use anyhow::Error;
 use fsdp::checkpoint::{CheckpointError, Location};
 use fsdp::comm::CommError;
-use fsdp::layout::{ErrorKind, Failure};
+use fsdp::layout::ErrorKind;
 use fsdp::nn::NnError;
 use fsdp::state::StateError;
 
 use crate::data::DataError;
 use crate::exit_codes;
+use crate::failure::kind_as;
 use crate::gpt::GptConfigError;
 
 /// A job that cannot be started as asked. Nothing has been changed.
@@ -194,16 +195,10 @@ pub(crate) fn exit_code(cause: &(dyn std::error::Error + 'static)) -> Option<u8>
 
 /// Returns the kind of an error of a library that only jobs use.
 pub(crate) fn kind(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
-    if let Some(error) = cause.downcast_ref::<CheckpointError>() {
-        return Some(error.kind());
-    }
-    if let Some(error) = cause.downcast_ref::<NnError>() {
-        return Some(error.kind());
-    }
-    if let Some(error) = cause.downcast_ref::<StateError>() {
-        return Some(error.kind());
-    }
-    cause.downcast_ref::<CommError>().map(Failure::kind)
+    kind_as::<CheckpointError>(cause)
+        .or_else(|| kind_as::<NnError>(cause))
+        .or_else(|| kind_as::<StateError>(cause))
+        .or_else(|| kind_as::<CommError>(cause))
 }
 
 /// Returns a hint for an error that only jobs have.

@@ -25,6 +25,7 @@ mod manual;
 mod map;
 mod markup;
 mod memory;
+mod natural;
 mod new_file;
 mod outcome;
 mod output;
@@ -61,7 +62,6 @@ mod train;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
@@ -132,12 +132,6 @@ enum Command {
     Completions(manual::CompletionsArguments),
     /// Print fsdp's manual page, or that of one command
     Man(manual::ManArguments),
-}
-
-/// Runs the command line of this process, and returns its exit code.
-#[must_use]
-pub fn main() -> ExitCode {
-    ExitCode::from(run(std::env::args_os()))
 }
 
 /// Runs a command line, whose first argument is the name of the program, as this process, and
@@ -247,7 +241,9 @@ fn prepare_training(arguments: &train::TrainArguments) {
     // The pad is not larger because glibc uses the whole of it before it joins the small free
     // blocks that aligned ones leave between them, so each refused connection would add to the
     // memory of the thread that listens.
-    keep_freed_memory(16 << 20);
+    if cfg!(not(feature = "mimalloc")) {
+        keep_freed_memory(16 << 20);
+    }
 }
 
 /// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the

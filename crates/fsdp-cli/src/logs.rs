@@ -37,29 +37,29 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
         EnvFilter::new(TARGETS.map(|target| format!("{target}=warn")).join(","))
     };
     let is_coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let lines = fmt::layer()
+    let full = fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(is_coloured);
     // Times and modules help to debug a run, but only clutter a plain warning.
-    let lines = if is_asked_for {
-        lines.boxed()
+    let layer = if is_asked_for {
+        full.boxed()
     } else {
-        lines.without_time().with_target(false).boxed()
+        full.without_time().with_target(false).boxed()
     };
-    let lines = lines.with_filter(filter);
+    let lines = layer.with_filter(filter);
     let Some(path) = trace else {
         registry().with(lines).init();
         return Ok(None);
     };
     let file =
         TraceFile::open(path).with_context(|| format!("failed to create `{}`", path.display()))?;
-    let (layer, guard) = ChromeLayerBuilder::new()
+    let (spans, guard) = ChromeLayerBuilder::new()
         .writer(file)
         .include_args(true)
         .include_locations(false)
         .build();
     let ours = Targets::new().with_targets(TARGETS.map(|target| (target, LevelFilter::DEBUG)));
-    registry().with(lines).with(layer.with_filter(ours)).init();
+    registry().with(lines).with(spans.with_filter(ours)).init();
     Ok(Some(guard))
 }
 

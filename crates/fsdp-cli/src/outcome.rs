@@ -5,13 +5,12 @@ use std::io;
 
 use anyhow::Error;
 use fsdp_formats::{FileError, FormatError};
-use fsdp_layout::{ErrorKind, Failure};
 use fsdp_tools::map::MapError;
 use fsdp_tools::sign::SignError;
 use fsdp_tools::tensor_parallel::TensorParallelError;
 
 use crate::exit_codes;
-use crate::failure::{Broken, ConversionStopped, Damaged, Different, Stopped, UsageError};
+use crate::failure::{Broken, ConversionStopped, Damaged, Different, Stopped, UsageError, kind_as};
 #[cfg(feature = "train")]
 use crate::job_failure;
 use crate::output::StdoutClosed;
@@ -69,27 +68,19 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
         return Some(code);
     }
     // A cause of no known kind says nothing: the next one may.
-    kind_of(cause)
-        .map(exit_codes::of)
-        .filter(|&code| code != exit_codes::INTERNAL)
-}
-
-/// Returns the kind of one cause of an error, if it is a type that has one.
-fn kind_of(cause: &(dyn StdError + 'static)) -> Option<ErrorKind> {
     #[cfg(feature = "train")]
-    if let Some(kind) = job_failure::kind(cause) {
-        return Some(kind);
+    let of_job = job_failure::kind(cause);
+    #[cfg(not(feature = "train"))]
+    let of_job = None;
+    let kind = of_job
+        .or_else(|| kind_as::<FileError>(cause))
+        .or_else(|| kind_as::<SignError>(cause))
+        .or_else(|| kind_as::<FormatError>(cause))
+        .or_else(|| kind_as::<io::Error>(cause))?;
+    match exit_codes::for_kind(kind) {
+        exit_codes::INTERNAL => None,
+        code => Some(code),
     }
-    if let Some(error) = cause.downcast_ref::<FileError>() {
-        return Some(error.kind());
-    }
-    if let Some(error) = cause.downcast_ref::<SignError>() {
-        return Some(error.kind());
-    }
-    if let Some(error) = cause.downcast_ref::<FormatError>() {
-        return Some(error.kind());
-    }
-    cause.downcast_ref::<io::Error>().map(Failure::kind)
 }
 
 /// Returns the hint for one cause of an error; `None` if it has none.

@@ -14,15 +14,6 @@ use super::text::{escaped, escaped_lines};
 #[error("stdout is closed")]
 pub(crate) struct StdoutClosed;
 
-/// Turns the error of a write to stdout into the one that commands return; a closed pipe becomes
-/// [`StdoutClosed`].
-fn stdout_result(written: io::Result<()>) -> Result<()> {
-    written.map_err(|error| match error.kind() {
-        io::ErrorKind::BrokenPipe => StdoutClosed.into(),
-        _ => Error::new(error).context("failed to write to stdout"),
-    })
-}
-
 /// Returns the outcome of writing a report, without the error of a closed stdout. The exit code of
 /// a command that ends with a failure after its report must not depend on how much of the report
 /// was read.
@@ -52,7 +43,10 @@ pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
     if capture::keep(bytes) {
         return Ok(());
     }
-    stdout_result(write_stdout(bytes))
+    match write_stdout(bytes) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(StdoutClosed.into()),
+        written => written.context("failed to write to stdout"),
+    }
 }
 
 /// Writes bytes to stdout at once, without keeping a part of them back for a later line.
@@ -116,9 +110,9 @@ const LISTED: usize = 20;
 
 /// Writes keys to stderr, one in a line; of many only the first.
 pub(crate) fn talk_keys(keys: &[impl AsRef<str>]) {
-    keys.iter()
-        .take(LISTED)
-        .for_each(|key| talk(&format!("  {}", escaped(key.as_ref()))));
+    for key in keys.iter().take(LISTED) {
+        talk(&format!("  {}", escaped(key.as_ref())));
+    }
     if keys.len() > LISTED {
         talk(&format!("  and {} more", keys.len() - LISTED));
     }

@@ -1,6 +1,6 @@
 //! The progress of bytes: a bar on a terminal, a line now and then elsewhere.
 
-use std::io::IsTerminal as _;
+use std::io::{self, IsTerminal as _};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -24,11 +24,11 @@ pub(crate) enum Progress {
     /// A bar.
     Bar(ProgressBar),
     /// Lines on stderr.
-    Lines(Lines),
+    Lines(ProgressLines),
 }
 
 /// The bytes so far, and when the last line was printed.
-pub(crate) struct Lines {
+pub(crate) struct ProgressLines {
     total: u64,
     done: AtomicU64,
     started: Instant,
@@ -41,28 +41,15 @@ impl Progress {
         if !wanted || capture::is_on() {
             return Progress::Hidden;
         }
-        let terminal = std::io::stderr().is_terminal()
-            && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-        if !terminal {
-            let now = Instant::now();
-            return Progress::Lines(Lines {
-                total: bytes,
-                done: AtomicU64::new(0),
-                started: now,
-                last: Mutex::new(now),
-            });
+        if !is_terminal() {
+            return Progress::Lines(ProgressLines::new(bytes));
         }
-        let bar =
-            ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(HZ));
         let template =
             "{bar:30} {binary_bytes}/{binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
-        bar.set_style(
-            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
-        );
-        Progress::Bar(bar)
+        Progress::Bar(bar(bytes, template))
     }
 
-    /// Notes bytes that are done.
+    /// Counts bytes that are done.
     pub(crate) fn add(&self, bytes: u64) {
         match self {
             Progress::Hidden => {}
@@ -72,8 +59,30 @@ impl Progress {
     }
 }
 
-impl Lines {
-    /// Notes bytes that are done, and prints a line if the last one is long ago.
+/// Returns `true` if stderr is a terminal on which a line can be drawn over.
+pub(crate) fn is_terminal() -> bool {
+    io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Returns a bar of this length on stderr.
+pub(crate) fn bar(length: u64, template: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template).expect("the templates are ours");
+    ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::stderr_with_hz(HZ))
+        .with_style(style)
+}
+
+impl ProgressLines {
+    fn new(total: u64) -> Self {
+        let now = Instant::now();
+        ProgressLines {
+            total,
+            done: AtomicU64::new(0),
+            started: now,
+            last: Mutex::new(now),
+        }
+    }
+
+    /// Counts bytes that are done, and prints a line if the last one is long ago.
     fn add(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         // If another thread holds the lock, it prints, and one line is enough.
@@ -113,13 +122,7 @@ mod tests {
 
     #[test]
     fn a_line_tells_bytes_speed_and_the_time_left() {
-        let now = Instant::now();
-        let lines = Lines {
-            total: 4 << 20,
-            done: AtomicU64::new(0),
-            started: now,
-            last: Mutex::new(now),
-        };
+        let lines = ProgressLines::new(4 << 20);
         let line = lines.line(1 << 20, Duration::from_secs(2));
         assert_eq!(line, "1.0 MiB of 4.0 MiB, 512.0 KiB/s, 6 s left");
     }

@@ -57,21 +57,19 @@ impl Picture {
         self.shape("line", &lengths, style, "");
     }
 
-    /// Draws a filled circle around a point.
-    pub(crate) fn dot(&mut self, (x, y): (f64, f64), radius: f64, style: &str) {
-        self.shape("circle", &[("cx", x), ("cy", y), ("r", radius)], style, "");
-    }
-
-    /// Draws a line through points.
-    pub(crate) fn polyline(&mut self, points: impl IntoIterator<Item = (f64, f64)>, style: &str) {
-        let style = format!("{} {style}", points_attribute(points));
-        self.shape("polyline", &[], &style, "");
-    }
-
-    /// Draws the area that a line through points encloses.
-    pub(crate) fn polygon(&mut self, points: impl IntoIterator<Item = (f64, f64)>, style: &str) {
-        let style = format!("{} {style}", points_attribute(points));
-        self.shape("polygon", &[], &style, "");
+    /// Draws a line through points, as a `polyline`, or what it encloses, as a `polygon`.
+    pub(crate) fn curve(
+        &mut self,
+        name: &str,
+        points: impl IntoIterator<Item = (f64, f64)>,
+        style: &str,
+    ) {
+        let points: Vec<String> = points
+            .into_iter()
+            .map(|(x, y)| format!("{},{}", rounded(x), rounded(y)))
+            .collect();
+        let style = format!("points=\"{}\" {style}", points.join(" "));
+        self.shape(name, &[], &style, "");
     }
 
     /// Writes text at a point, with a tooltip if that is not empty.
@@ -80,8 +78,14 @@ impl Picture {
         self.shape("text", &[("x", x), ("y", y)], style, &content);
     }
 
-    /// Adds an element whose content is SVG.
-    fn shape(&mut self, name: &str, lengths: &[(&str, f64)], style: &str, content: &str) {
+    /// Draws a shape of any kind. Its content is SVG.
+    pub(crate) fn shape(
+        &mut self,
+        name: &str,
+        lengths: &[(&str, f64)],
+        style: &str,
+        content: &str,
+    ) {
         let lengths: String = lengths
             .iter()
             .map(|(attribute, length)| format!(" {attribute}=\"{}\"", rounded(*length)))
@@ -122,15 +126,6 @@ fn title(text: &str) -> String {
         return String::new();
     }
     format!("<title>{}</title>", escape(text))
-}
-
-/// Returns the attribute of a line's points.
-fn points_attribute(points: impl IntoIterator<Item = (f64, f64)>) -> String {
-    let points: Vec<String> = points
-        .into_iter()
-        .map(|(x, y)| format!("{},{}", rounded(x), rounded(y)))
-        .collect();
-    format!("points=\"{}\"", points.join(" "))
 }
 
 /// Rounds a length to a tenth of a pixel, which nobody can see.

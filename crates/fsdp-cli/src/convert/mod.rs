@@ -47,22 +47,18 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
     let converted: &dyn Checkpoint = match &mapped {
         Some(mapped) => {
-            talk_of_unmatched(mapped.unmatched());
+            let unmatched = mapped.unmatched();
+            if !unmatched.is_empty() {
+                let keys = count(unmatched.len(), "key matches", "keys match");
+                output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
+                output::talk_keys(unmatched);
+            }
             mapped
         }
         None => &view,
     };
     destination.plan = arguments.plan(converted.metadata(), &places)?;
     write(converted, &destination)
-}
-
-/// Tells which keys no rule of a map matches.
-fn talk_of_unmatched(unmatched: &[String]) {
-    if !unmatched.is_empty() {
-        let keys = count(unmatched.len(), "key matches", "keys match");
-        output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
-        output::talk_keys(unmatched);
-    }
 }
 
 /// Writes a checkpoint for another number of ranks: `fsdp reshard`.
@@ -165,17 +161,17 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             progress: Some(&|bytes| bar.add(bytes)),
             durable: Some(&durable),
         };
-        let converted = convert(source, destination.path, destination.target, options);
+        let outcome = convert(source, destination.path, destination.target, options);
         drop(bar);
-        // The library only knows that a step was refused.
-        if let (Err(_), Some(signal)) = (&converted, stop.signal()) {
+        // The library only knows that a step was refused, and not that a signal was the reason.
+        if let (Err(_), Some(signal)) = (&outcome, stop.signal()) {
             bail!(ConversionStopped {
                 signal,
                 destination: destination.path.to_string(),
             });
         }
         let converted =
-            converted.with_context(|| format!("failed to write `{}`", destination.path))?;
+            outcome.with_context(|| format!("failed to write `{}`", destination.path))?;
         report.set_written(source, converted);
     }
     report.print(work.json)

@@ -30,49 +30,36 @@ impl Gpt {
         if prompt.is_empty() {
             candle_core::bail!("a text has to begin with a token");
         }
+        let seq = self.config.seq;
         with_whole(&self.blocks, &[], &mut |blocks| {
-            let text = self.generate_with(blocks, prompt, length, device, draw)?;
+            let mut caches = vec![KvCache::new(POSITIONS, seq); blocks.len()];
+            let mut text = prompt.to_vec();
+            // The context begins with the token at `start`. Its first `cached` positions are in the
+            // caches.
+            let mut start = 0;
+            let mut cached = 0;
+            for _ in 0..length {
+                // If the context is full, begin again with its last half: all positions change, so the
+                // caches are of no use.
+                if text.len() - start > seq {
+                    start = text.len() - seq.div_ceil(2);
+                    cached = 0;
+                    caches.iter_mut().for_each(KvCache::reset);
+                }
+                // Only tokens whose keys and values are not cached pass through the model: all of the
+                // context after a restart, otherwise one.
+                let new = Tensor::new(&text[start + cached..], device)?.unsqueeze(0)?;
+                let mut x = self.embed(&new, cached)?;
+                for (block, cache) in blocks.iter().zip(&mut caches) {
+                    x = block.forward(&x, Some(cache))?;
+                }
+                // The output at the last position scores the next token.
+                let last = x.narrow(1, x.dim(1)? - 1, 1)?;
+                cached = text.len() - start;
+                text.push(draw(&self.scores(&last)?.i((0, 0))?.detach())?);
+            }
             Tensor::new(&text[prompt.len()..], device)
         })
-    }
-
-    /// Returns the prompt, and behind it the tokens that continue it. The parameters of `blocks`
-    /// must be gathered.
-    fn generate_with(
-        &self,
-        blocks: &[&Block],
-        prompt: &[u32],
-        length: usize,
-        device: &Device,
-        draw: &mut dyn FnMut(&Tensor) -> Result<u32>,
-    ) -> Result<Vec<u32>> {
-        let seq = self.config.seq;
-        let mut caches = vec![KvCache::new(POSITIONS, seq); blocks.len()];
-        let mut text = prompt.to_vec();
-        // The context begins with the token at `start`. Its first `cached` positions are in the
-        // caches.
-        let (mut start, mut cached) = (0, 0);
-        for _ in 0..length {
-            // If the context is full, begin again with its last half: all positions change, so the
-            // caches are of no use.
-            if text.len() - start > seq {
-                start = text.len() - seq.div_ceil(2);
-                cached = 0;
-                caches.iter_mut().for_each(KvCache::reset);
-            }
-            // Only tokens whose keys and values are not cached pass through the model: all of the
-            // context after a restart, otherwise one.
-            let new = Tensor::new(&text[start + cached..], device)?.unsqueeze(0)?;
-            let mut x = self.embed(&new, cached)?;
-            for (block, cache) in blocks.iter().zip(&mut caches) {
-                x = block.forward(&x, Some(cache))?;
-            }
-            // The output at the last position scores the next token.
-            let last = x.narrow(1, x.dim(1)? - 1, 1)?;
-            cached = text.len() - start;
-            text.push(draw(&self.scores(&last)?.i((0, 0))?.detach())?);
-        }
-        Ok(text)
     }
 }
 

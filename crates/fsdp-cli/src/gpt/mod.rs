@@ -92,8 +92,8 @@ impl Gpt {
     /// Tokens of another rank or dtype, longer than `seq`, or outside the vocabulary.
     pub fn logits(&self, tokens: &Tensor) -> Result<Tensor> {
         let mut x = self.embed(tokens, 0)?;
-        for block in &self.blocks {
-            x = block.run(|block| block.run(&[&x], |block, x| block.forward(&x[0], None)))?;
+        for unit in &self.blocks {
+            x = unit.run(|block| block.run(&[&x], |block, x| block.forward(&x[0], None)))?;
         }
         self.scores(&x)
     }
@@ -121,13 +121,11 @@ impl Gpt {
     /// # Errors
     /// The same as [`Self::logits`].
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let logits = self.logits(tokens)?.flatten_to(1)?;
-        // A mean over many tokens has more digits than the half types.
-        let logits = if logits.dtype() == DType::F64 {
-            logits
-        } else {
-            logits.to_dtype(DType::F32)?
-        };
+        let mut logits = self.logits(tokens)?.flatten_to(1)?;
+        if logits.dtype() != DType::F64 {
+            // A mean over many tokens has more digits than the half types.
+            logits = logits.to_dtype(DType::F32)?;
+        }
         cross_entropy(&logits, &targets.flatten_all()?)
     }
 }

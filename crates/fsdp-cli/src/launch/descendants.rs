@@ -24,8 +24,9 @@ pub(super) struct Processes(Vec<Process>);
 #[derive(Debug, PartialEq, Eq)]
 struct Process {
     id: Pid,
-    /// `None` for the first process of the system, and for those of the kernel.
+    /// `None` for the first process of the system.
     parent: Option<Pid>,
+    /// `None` for a process of the kernel, and for one that is about to end.
     group: Option<Pid>,
     /// `true` if the process has ended, and its parent has not read its status yet.
     has_ended: bool,
@@ -85,11 +86,21 @@ impl Process {
         let mut fields = fields.split(' ');
         let has_ended = matches!(fields.next()?, "Z" | "X");
         Some(Process {
-            id: Pid::from_raw(id.parse().ok()?)?,
-            parent: Pid::from_raw(fields.next()?.parse().ok()?),
-            group: Pid::from_raw(fields.next()?.parse().ok()?),
+            id: pid(id)?,
+            parent: pid(fields.next()?),
+            group: pid(fields.next()?),
             has_ended,
         })
+    }
+}
+
+/// Parses the number of a process; `None` where there is none, which the system writes as 0 or -1.
+fn pid(field: &str) -> Option<Pid> {
+    let number = field.parse().ok()?;
+    if number > 0 {
+        Pid::from_raw(number)
+    } else {
+        None
     }
 }
 

@@ -32,7 +32,13 @@ impl Guard {
     /// # Errors
     /// This program cannot be started again.
     pub(super) fn start() -> Result<Guard> {
-        let mut process = Command::new(this_program()?)
+        // On Linux this names the program even if its file has been replaced since.
+        let program = if cfg!(target_os = "linux") {
+            PathBuf::from("/proc/self/exe")
+        } else {
+            std::env::current_exe().context("failed to find this program")?
+        };
+        let mut process = Command::new(program)
             .arg(COMMAND)
             // The guard must outlive a signal to the launcher's process group, such as that of
             // Ctrl-C. So it gets a group of its own.
@@ -121,12 +127,4 @@ pub(crate) fn run() {
         // The launcher may have removed it.
         std::fs::remove_dir_all(directory).ok();
     }
-}
-
-/// Returns the file of this program, which on Linux works even if it has been replaced since.
-fn this_program() -> Result<PathBuf> {
-    if cfg!(target_os = "linux") {
-        return Ok(PathBuf::from("/proc/self/exe"));
-    }
-    std::env::current_exe().context("failed to find this program")
 }

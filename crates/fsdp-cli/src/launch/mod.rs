@@ -20,7 +20,6 @@ use fsdp::comm::BLAME_DIR;
 use tempfile::TempDir;
 
 pub(crate) use self::arguments::LaunchArguments;
-use self::exits::Exit;
 use self::guard::Guard;
 use self::lines::{LastLines, RankOutput};
 use self::running::{JobEnd, RunningProcesses};
@@ -315,8 +314,7 @@ fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
         // Nobody may be reading stderr either.
         events.end_at_next_request();
     }
-    let notes = notes.as_ref().map(TempDir::path);
-    Ok(report(end, &last_lines, notes))
+    Ok(report(end, &last_lines, notes.as_ref().map(TempDir::path)))
 }
 
 /// Reports the exits of all processes, unless all went well.
@@ -357,8 +355,8 @@ fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptO
         how,
         code: exit.code(),
     };
-    let is_provoked = |exit: &Exit| exit.was_asked || !exit.is_failure();
-    if regrows && exits.iter().all(is_provoked) {
+    let mut failures = exits.iter().filter(|exit| exit.is_failure());
+    if regrows && failures.all(|exit| exit.was_asked) {
         // No process is lost: they were killed, or died of the signal, before they had saved.
         return AttemptOutcome::Regrows {
             unsaved: Some(failure),

@@ -1,6 +1,6 @@
 //! The running processes of a node: watched, signalled, and ended together.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, ExitStatus};
 use std::sync::mpsc::RecvTimeoutError;
@@ -246,23 +246,23 @@ impl<'e> RunningProcesses<'e> {
     /// and finishes each rank of which no process runs any more.
     fn look(&mut self) -> Result<()> {
         let processes = Processes::list();
-        let mut ranks = HashMap::new();
-        let mut own = HashSet::from([self.guard.process()]);
-        for (&rank, child) in &self.running {
-            let process = Pid::from_child(child);
-            ranks.insert(process, rank);
-            own.insert(process);
-        }
+        let ranks: Vec<(usize, Pid)> = self
+            .running
+            .iter()
+            .map(|(&rank, child)| (rank, Pid::from_child(child)))
+            .collect();
+        let mut own: HashSet<Pid> = ranks.iter().map(|&(_, process)| process).collect();
+        own.insert(self.guard.process());
         for (group, status) in processes.reap_orphans(&own) {
             // If a process that a rank has started ends before the rank's own process, that tells
             // nothing about the rank.
-            if let Some(&rank) = ranks.get(&group)
-                && processes.has_ended(group)
+            if processes.has_ended(group)
+                && let Some(&(rank, _)) = ranks.iter().find(|&&(_, process)| process == group)
             {
                 self.last.insert(rank, status);
             }
         }
-        for (group, rank) in ranks {
+        for (rank, group) in ranks {
             let is_over = matches!(self.stage, Stage::Killed) || !processes.run_in(group);
             if is_over && self.outlived.contains(&rank) {
                 self.finish(rank)?;

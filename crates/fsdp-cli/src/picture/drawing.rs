@@ -79,8 +79,8 @@ fn draw(picture: &mut Picture, holdings: &Holdings<'_>, limit: usize, top: f64) 
         y += LINE;
     }
     if holdings.holders.len() > FILES {
-        let more = holdings.holders.len() - FILES;
-        label(picture, &format!("… and {more} more files"), y);
+        let more_files = holdings.holders.len() - FILES;
+        label(picture, &format!("… and {more_files} more files"), y);
         y += LINE;
     }
     // Then the tensors, each as a grid of cells in the colours of their files.

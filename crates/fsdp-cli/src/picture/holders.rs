@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::raster::{Raster, Size};
 use crate::inspect;
 use crate::keys::Keys;
+use crate::natural;
 use crate::text::or_word;
 
 /// The version of the JSON's schema.
@@ -56,7 +57,7 @@ impl<'a> Holdings<'a> {
             .tensors()
             .filter(|(name, _)| keys.rename(name) == Rename::Keep);
         let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
-        tensors.sort_by(|a, b| natord::compare(a.0, b.0));
+        tensors.sort_by(|a, b| natural::compare(a.0, b.0));
         let mut by_file: HashMap<&str, Holder> = HashMap::new();
         for (_, entry) in &tensors {
             for chunk in &entry.chunks {
@@ -73,7 +74,7 @@ impl<'a> Holdings<'a> {
             }
         }
         let mut named: Vec<(&str, Holder)> = by_file.into_iter().collect();
-        named.sort_by(|a, b| natord::compare(a.0, b.0));
+        named.sort_by(|a, b| natural::compare(a.0, b.0));
         let mut holders = Vec::with_capacity(named.len());
         let mut positions = HashMap::with_capacity(named.len());
         for (file, holder) in named {

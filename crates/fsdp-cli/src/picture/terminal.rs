@@ -88,8 +88,7 @@ fn add_rasters(holdings: &Holdings<'_>, shown: &[(&str, &TensorEntry)], lines: &
     for ([name], (_, entry)) in names.iter().zip(shown) {
         let raster = holdings.raster(entry, SIZE);
         for row in 0..raster.rows {
-            let cells = raster.row(row).iter().map(|&cell| cell_symbol(cell));
-            let cells: String = cells.collect();
+            let cells: String = raster.row(row).iter().copied().map(cell_symbol).collect();
             // The name and the description are beside the first row.
             lines.push(if row == 0 {
                 let dtype = entry.properties.dtype;

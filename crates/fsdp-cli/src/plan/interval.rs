@@ -54,11 +54,6 @@ pub(super) fn effective(times: &JobTimes, interval: f64) -> f64 {
     kept * (-(times.restart + times.tail) / times.mtbf).exp()
 }
 
-/// Returns the mean time between failures of a times, if one host fails once in `host_mtbf`.
-pub(super) fn mtbf_of_job(host_mtbf: f64, hosts: usize) -> f64 {
-    host_mtbf / hosts.max(1) as f64
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -136,7 +131,7 @@ mod tests {
         );
         // The default of `--mtbf` is the rate of one of its hosts.
         let host = super::super::DEFAULT_MTBF_HOURS * HOUR;
-        assert!((mtbf_of_job(host, 16_384 / 8) / all - 1.0).abs() < 0.01);
+        assert!((host / (16_384.0 / 8.0) / all - 1.0).abs() < 0.01);
         let job = JobTimes {
             mtbf: all,
             stall: 1.0,

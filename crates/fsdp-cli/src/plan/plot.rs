@@ -49,9 +49,14 @@ pub(super) fn svg(report: &PlanReport) -> String {
         let along = f64::from(point) / f64::from(POINTS);
         point_of(best / SPAN * (SPAN * SPAN).powf(along), best, &times)
     });
-    picture.polyline(curve, "fill=\"none\" stroke=\"#1f5fa8\" stroke-width=\"2\"");
+    picture.curve(
+        "polyline",
+        curve,
+        "fill=\"none\" stroke=\"#1f5fa8\" stroke-width=\"2\"",
+    );
     let (x, y) = point_of(best, best, &times);
-    picture.dot((x, y), 4.0, "fill=\"#c03030\"");
+    let dot = [("cx", x), ("cy", y), ("r", 4.0)];
+    picture.shape("circle", &dot, "fill=\"#c03030\"", "");
     let label = format!(
         "{}: {:.1} %",
         duration(best),

@@ -97,7 +97,7 @@ impl PlanReport {
         let hosts = shape.ranks.div_ceil(per_host);
         let load = links.transfer(&held);
         let times = JobTimes {
-            mtbf: interval::mtbf_of_job(machines.host_mtbf, hosts),
+            mtbf: machines.host_mtbf / hosts as f64,
             // A save in the background copies all that a rank holds, before the ranks divide copies
             // among them.
             stall: links.stall(&held),

@@ -4,7 +4,7 @@
 use anyhow::Result;
 use clap::ValueEnum;
 use fsdp_formats::checkpoint;
-use fsdp_formats::metadata::{Entry, Metadata};
+use fsdp_formats::metadata::Entry;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::writer::value_item_length;
 use fsdp_formats::{FileError, Location};
@@ -63,10 +63,6 @@ impl OptimizerState {
             OptimizerState::Sgd => vec![("momentum_buffer", parameters)],
             OptimizerState::None => Vec::new(),
         }
-    }
-
-    const fn has_step(self) -> bool {
-        matches!(self, OptimizerState::Adamw | OptimizerState::AdamwMaster)
     }
 
     /// Lists the values of its parameter group.
@@ -146,7 +142,10 @@ impl JobState {
             for (name, shape) in &parameters {
                 model.push(Key::from_parts(&["model", name]));
                 elements += shape.iter().product::<usize>() as u64;
-                if optimizer.has_step() {
+                if matches!(
+                    optimizer,
+                    OptimizerState::Adamw | OptimizerState::AdamwMaster
+                ) {
                     let step = Key::from_parts(&["optim", "state", name, "step"]);
                     state.whole.push((step, DType::F32, Vec::new()));
                 }
@@ -179,19 +178,14 @@ impl JobState {
     /// Returns the state that a checkpoint holds, from its metadata.
     ///
     /// Tensors of one type whose names are equal up to their first number are a unit:
-    /// `model.layers.3.`. JobState of an optimizer is told apart by the last part of its name. Tensors
+    /// `model.layers.3.`. State of an optimizer is told apart by the last part of its name. Tensors
     /// without dimensions are on all ranks.
     ///
     /// # Errors
     /// There is no committed checkpoint.
     pub(super) fn from_checkpoint(location: &Location) -> Result<Self, FileError> {
         let checkpoint = checkpoint::open(location, OpenOptions::default())?;
-        Ok(JobState::from_metadata(checkpoint.metadata()))
-    }
-
-    /// Returns the state of a checkpoint. Tensors with dimensions are in units by their names and
-    /// dtypes, as if a model had them.
-    fn from_metadata(metadata: &Metadata) -> Self {
+        let metadata = checkpoint.metadata();
         let mut state = JobState {
             order: metadata.entries.keys().cloned().collect(),
             ..JobState::default()
@@ -225,7 +219,7 @@ impl JobState {
             }
         }
         state.units = units.into_values().collect();
-        state
+        Ok(state)
     }
 
     /// Returns the bytes of all tensors, each once.

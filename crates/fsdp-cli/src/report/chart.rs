@@ -55,9 +55,9 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
     // The band goes along the largest values, and back along the smallest.
     let above = points.iter().map(|point| position(point, point.most));
     let below = points.iter().map(|point| position(point, point.least));
-    picture.polygon(above.chain(below.rev()), "class=\"band\"");
+    picture.curve("polygon", above.chain(below.rev()), "class=\"band\"");
     let means = points.iter().map(|point| position(point, point.mean()));
-    picture.polyline(means, "class=\"one\"");
+    picture.curve("polyline", means, "class=\"one\"");
     let y = HEIGHT - 8.0;
     picture.text((CHART.x, y), "class=\"soft\"", &format!("step {first}"), "");
     let style = "class=\"soft\" text-anchor=\"end\"";

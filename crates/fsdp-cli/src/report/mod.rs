@@ -58,9 +58,12 @@ pub(crate) struct ReportArguments {
 /// already.
 pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     let directory = &arguments.run;
-    let default_file = || directory.join(PAGE);
-    let file = arguments.html.clone().unwrap_or_else(default_file);
-    check_free(&file, arguments.overwrite)?;
+    let file = match &arguments.html {
+        Some(file) => file,
+        None => &directory.join(PAGE),
+    };
+    // A page that is in the way is told before the run is read.
+    check_free(file, arguments.overwrite)?;
     // By default the checkpoints are in the run's directory too.
     let checkpoint_dir = match &arguments.checkpoint_dir {
         Some(location) => location,
@@ -75,7 +78,7 @@ pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     if run.metrics.lines == 0 && run.checkpoints.is_empty() {
         bail!(UsageError::NoRun { path: run.name });
     }
-    write(&file, page::html(&run).as_bytes(), arguments.overwrite)?;
+    write(file, page::html(&run).as_bytes(), arguments.overwrite)?;
     output::talk(&format!("wrote `{}`", file.display()));
     Ok(())
 }

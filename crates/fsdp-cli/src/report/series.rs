@@ -40,13 +40,6 @@ impl Point {
     }
 }
 
-/// Joins the points of a chunk, of which there must be at least one.
-fn join_all(points: &[Point]) -> Point {
-    points[1..]
-        .iter()
-        .fold(points[0], |joined, point| joined.join(point))
-}
-
 impl Default for Series {
     fn default() -> Self {
         Series::with_capacity(1024)
@@ -82,7 +75,11 @@ impl Series {
         }
         if self.points.len() > self.capacity {
             // Join pairs of points, and from now on collect twice as many values in each point.
-            self.points = self.points.chunks(2).map(join_all).collect();
+            let pairs = self.points.chunks(2).map(|pair| match pair {
+                [first, second] => first.join(second),
+                _ => pair[0],
+            });
+            self.points = pairs.collect();
             self.stride *= 2;
         }
     }

@@ -3,10 +3,11 @@
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
+use candle_core::DType;
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use clap::{ArgAction, Args, ValueEnum};
 use fsdp::checkpoint::Location;
-use fsdp::nn::BackwardPrefetch;
+use fsdp::nn::{BackwardPrefetch, MixedPrecision};
 use fsdp::prelude::*;
 
 use super::optimizers::OptimizerName;
@@ -75,6 +76,21 @@ pub(super) enum HalfPrecision {
     F16,
 }
 
+impl HalfPrecision {
+    /// Returns the dtypes of a run: reductions are in f32.
+    pub(super) fn precision(self) -> MixedPrecision {
+        let param = match self {
+            HalfPrecision::Bf16 => DType::BF16,
+            HalfPrecision::F16 => DType::F16,
+        };
+        MixedPrecision {
+            param: Some(param),
+            reduce: Some(DType::F32),
+            ..MixedPrecision::default()
+        }
+    }
+}
+
 /// The reaction to gradients that are not finite.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum NonFinite {
@@ -92,15 +108,6 @@ pub(super) enum ScheduleName {
 }
 
 impl ScheduleName {
-    /// Returns the name on the command line and in checkpoints.
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            ScheduleName::Constant => "constant",
-            ScheduleName::Cosine => "cosine",
-            ScheduleName::Linear => "linear",
-        }
-    }
-
     /// Returns the library's option.
     pub(super) const fn decay(self) -> Decay {
         match self {
@@ -345,62 +352,33 @@ impl TrainArguments {
     /// Returns the options that must be the same on all ranks, as text: they decide what ranks
     /// compute together, and in which order they call collectives.
     pub(super) fn of_all_ranks(&self) -> String {
-        let Self {
-            steps,
-            save_every,
-            memory_tier,
-            memory_every,
-            incremental,
-            async_save,
-            read_once,
-            ..
-        } = self;
-        let Self {
-            strategy,
-            replicas,
-            use_orig_params,
-            flat,
-            mixed_precision,
-            cpu_offload,
-            ..
-        } = self;
-        let Self {
-            clip_grad_norm,
-            nonfinite,
-            accumulate,
-            activation_checkpointing,
-            check_replicas,
-            sample,
-            ..
-        } = self;
-        format!(
-            "{:?} {:?} {:?}",
-            (
-                steps,
-                save_every,
-                memory_tier.is_some(),
-                memory_every,
-                incremental,
-                async_save,
-                read_once
-            ),
-            (
-                strategy,
-                replicas,
-                use_orig_params,
-                flat,
-                mixed_precision,
-                cpu_offload
-            ),
-            (
-                clip_grad_norm,
-                nonfinite,
-                accumulate,
-                activation_checkpointing,
-                check_replicas,
-                sample
-            ),
-        )
+        let saves = (
+            self.save_every,
+            // The directory may differ from host to host.
+            self.memory_tier.is_some(),
+            self.memory_every,
+            self.incremental,
+            self.async_save,
+            self.read_once,
+            self.check_replicas,
+        );
+        let sharding = (
+            self.strategy,
+            self.replicas,
+            self.use_orig_params,
+            self.flat,
+            self.mixed_precision,
+            self.cpu_offload,
+            self.activation_checkpointing,
+        );
+        let steps = (
+            self.steps,
+            self.clip_grad_norm,
+            self.nonfinite,
+            self.accumulate,
+            self.sample,
+        );
+        format!("{saves:?} {sharding:?} {steps:?}")
     }
 
     /// Returns which checkpoint to continue from. A process that a launcher has started again goes
@@ -420,28 +398,26 @@ impl TrainArguments {
 
     /// Returns the place of the checkpoints.
     pub(super) fn checkpoints(&self) -> Location {
-        self.checkpoint_dir
-            .clone()
-            .unwrap_or_else(|| (&self.out).into())
+        match &self.checkpoint_dir {
+            Some(location) => location.clone(),
+            None => Location::from(&self.out),
+        }
     }
 }
 
 /// Returns the number of times that a launcher has started this process again.
 pub(super) fn restarts() -> u64 {
+    // Without a launcher there is no such variable.
     let count = std::env::var("TORCHELASTIC_RESTART_COUNT");
-    count
-        .ok()
-        .and_then(|count| count.trim().parse().ok())
-        .unwrap_or(0)
+    count.map_or(0, |count| count.trim().parse().unwrap_or(0))
 }
 
 /// Returns torchrun's name of this job, which stays the same when its processes are started again;
 /// `None` if it has none.
 pub(super) fn elastic_job() -> Option<String> {
     // torchrun gives the name `none` to a job without one.
-    std::env::var("TORCHELASTIC_RUN_ID")
-        .ok()
-        .filter(|job| !job.is_empty() && job != "none")
+    let job = std::env::var("TORCHELASTIC_RUN_ID").ok()?;
+    (!job.is_empty() && job != "none").then_some(job)
 }
 
 fn learning_rate(text: &str) -> Result<f64, String> {

@@ -3,9 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result};
-use fsdp::checkpoint::{
-    CheckpointError, Location, RunFacts, STORAGE_DEADLINE, SaveReport, StepCheckpoint,
-};
+use fsdp::checkpoint::{CheckpointError, Location, STORAGE_DEADLINE, SaveReport, StepCheckpoint};
 use fsdp::formats::FileError;
 use fsdp::formats::storage::Durable;
 use fsdp::layout::{ErrorKind, Failure as _};
@@ -13,16 +11,16 @@ use fsdp::prelude::*;
 use tracing::info_span;
 
 use super::arguments::{ResumeMode, TrainArguments};
-use super::report::{Report, Saved};
+use super::report::{Reporter, Saved};
 use crate::gpt::Gpt;
 use crate::job_failure::Unwritable;
 use crate::output;
 
 /// A run's checkpoints, as one rank sees them.
 pub(super) struct Checkpoints {
-    checkpointer: Checkpointer,
-    /// `true` if training goes on during saves.
-    in_background: bool,
+    pub(super) checkpointer: Checkpointer,
+    /// `true` if training continues during saves.
+    pub(super) in_background: bool,
     started: Option<BackgroundSave>,
     /// The damaged checkpoints that saves replace.
     damaged: Vec<Location>,
@@ -40,15 +38,11 @@ pub(super) fn latest_in_memory(
 ) -> Result<Option<StepCheckpoint>> {
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
     let found = checkpointer(arguments, group, false, None)?.latest_in_memory(step, is_strict);
+    let failed = "failed to look into the memory tier";
     if is_strict {
-        return found.context("failed to look into the memory tier");
+        return found.context(failed);
     }
-    Ok(unless_lost(
-        found,
-        "failed to look into the memory tier",
-        group.rank() == 0,
-    )?
-    .flatten())
+    Ok(unless_lost(found, failed, group.rank() == 0)?.flatten())
 }
 
 /// Returns the newest step of the memory tier without reading it. This is a collective.
@@ -121,17 +115,16 @@ fn checkpointer(
 /// # Errors
 /// The errors of the store.
 fn remove_damaged(location: &Location) -> Result<(), FileError> {
-    if location.names()?.iter().all(|name| is_of_save(name)) {
-        Durable::new().remove_checkpoint(location)?;
+    for name in location.names()? {
+        let is_of_save = name == ".metadata"
+            || name.starts_with(".integrity")
+            || name.starts_with("__") && name.ends_with(".distcp");
+        if !is_of_save {
+            return Ok(());
+        }
     }
+    Durable::new().remove_checkpoint(location)?;
     Ok(())
-}
-
-/// Returns `true` for the names that saves give to the objects of a checkpoint.
-fn is_of_save(name: &str) -> bool {
-    name == ".metadata"
-        || name.starts_with(".integrity")
-        || (name.starts_with("__") && name.ends_with(".distcp"))
 }
 
 /// A save in the background.
@@ -154,13 +147,11 @@ impl Checkpoints {
         damaged: &[Location],
         only: Option<Vec<String>>,
     ) -> Result<Self> {
-        let checkpointer = checkpointer(arguments, group, !damaged.is_empty(), only)?;
-        let (in_background, damaged) = (arguments.async_save, damaged.to_vec());
         Ok(Checkpoints {
-            checkpointer,
-            in_background,
+            checkpointer: checkpointer(arguments, group, !damaged.is_empty(), only)?,
+            in_background: arguments.async_save,
             started: None,
-            damaged,
+            damaged: damaged.to_vec(),
         })
     }
 
@@ -177,11 +168,6 @@ impl Checkpoints {
             })
     }
 
-    /// Returns `true` if training goes on during saves.
-    pub(super) const fn saves_in_background(&self) -> bool {
-        self.in_background
-    }
-
     /// Saves the state after a step to the memory tier. A failure is a warning only. Every rank
     /// calls it.
     ///
@@ -191,15 +177,15 @@ impl Checkpoints {
         &mut self,
         step: u64,
         run: &TrainState<Gpt>,
-        report: Option<&Report>,
+        report: Option<&Reporter>,
     ) -> Result<()> {
-        let saved = self.checkpointer.save_to_memory(step, run);
+        let outcome = self.checkpointer.save_to_memory(step, run);
         let failed = format!("failed to save step {step} to the memory tier");
-        let saved = unless_lost(saved, &failed, report.is_some())?;
-        let (Some(saved), Some(report)) = (saved, report) else {
-            return Ok(());
-        };
-        report.memory(step, saved.total_bytes, saved.duration.as_secs_f64())
+        let saved = unless_lost(outcome, &failed, report.is_some())?;
+        if let (Some(saved), Some(report)) = (saved, report) {
+            report.memory(step, saved.total_bytes, saved.duration.as_secs_f64())?;
+        }
+        Ok(())
     }
 
     /// Removes the run's steps from the memory tier. A failure is a warning only. Every rank calls
@@ -212,15 +198,6 @@ impl Checkpoints {
         unless_lost(cleared, "failed to clear the memory tier", reports).map(drop)
     }
 
-    /// Sets the facts about the run that later checkpoints record.
-    pub(super) fn set_facts(&mut self, facts: RunFacts) {
-        self.checkpointer.set_facts(facts);
-    }
-
-    pub(super) const fn checkpointer_mut(&mut self) -> &mut Checkpointer {
-        &mut self.checkpointer
-    }
-
     /// Saves the state after a step, or starts to. Every rank calls it.
     ///
     /// # Errors
@@ -229,14 +206,15 @@ impl Checkpoints {
         &mut self,
         step: u64,
         run: &TrainState<Gpt>,
-        report: Option<&Report>,
+        report: Option<&Reporter>,
     ) -> Result<()> {
         let clock = Instant::now();
         self.wait(report)?;
         self.make_room(step, run.model.group())?;
         if self.in_background {
-            let started = self.checkpointer.save_async(step, run);
-            started.with_context(|| self.failed(step))?;
+            self.checkpointer
+                .save_async(step, run)
+                .with_context(|| self.failed(step))?;
             self.started = Some(BackgroundSave {
                 step,
                 stall: clock.elapsed(),
@@ -244,8 +222,10 @@ impl Checkpoints {
             });
             return Ok(());
         }
-        let saved = self.checkpointer.save(step, run);
-        let saved = saved.with_context(|| self.failed(step))?;
+        let saved = self
+            .checkpointer
+            .save(step, run)
+            .with_context(|| self.failed(step))?;
         self.report(step, &saved, clock.elapsed(), report)
     }
 
@@ -263,21 +243,20 @@ impl Checkpoints {
         if location.local().is_some() {
             return Ok(());
         }
-        let removed = if group.rank() == 0 {
-            remove_damaged(&location)
-        } else {
-            Ok(())
+        let removed = match group.rank() {
+            0 => remove_damaged(&location),
+            _ => Ok(()),
         };
         let group = group.with_deadline_at_least(STORAGE_DEADLINE);
-        let removed = group.agree("remove a damaged checkpoint", removed);
-        removed.with_context(|| format!("failed to remove the damaged `{location}`"))
+        let agreed = group.agree("remove a damaged checkpoint", removed);
+        agreed.with_context(|| format!("failed to remove the damaged `{location}`"))
     }
 
     /// Waits for the save in the background, if there is one. Every rank calls it.
     ///
     /// # Errors
     /// The errors of that save, the same on every rank.
-    pub(super) fn wait(&mut self, report: Option<&Report>) -> Result<()> {
+    pub(super) fn wait(&mut self, report: Option<&Reporter>) -> Result<()> {
         let Some(BackgroundSave {
             step,
             stall,
@@ -301,24 +280,22 @@ impl Checkpoints {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn report_if_finished(&mut self, report: &Report) -> Result<()> {
+    pub(super) fn report_if_finished(&mut self, report: &Reporter) -> Result<()> {
         let Some(started) = &mut self.started else {
             return Ok(());
         };
         if started.outcome.is_some() || self.checkpointer.is_saving() {
             return Ok(());
         }
-        let (step, stall) = (started.step, started.stall);
-        match self.checkpointer.wait() {
-            Ok(Some(saved)) => {
-                started.outcome = Some(Ok(None));
-                self.report(step, &saved, stall + saved.waited, Some(report))
-            }
-            outcome => {
-                started.outcome = Some(outcome);
-                Ok(())
-            }
-        }
+        let outcome = self.checkpointer.wait();
+        let Ok(Some(saved)) = outcome else {
+            started.outcome = Some(outcome);
+            return Ok(());
+        };
+        started.outcome = Some(Ok(None));
+        let step = started.step;
+        let stall = started.stall + saved.waited;
+        self.report(step, &saved, stall, Some(report))
     }
 
     fn failed(&self, step: u64) -> String {
@@ -331,7 +308,7 @@ impl Checkpoints {
         step: u64,
         saved: &SaveReport,
         stall: Duration,
-        report: Option<&Report>,
+        report: Option<&Reporter>,
     ) -> Result<()> {
         let Some(report) = report else { return Ok(()) };
         report.checkpoint(&Saved {

@@ -1,6 +1,6 @@
 //! The devices on which ranks compute.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_core::Device;
 
 use super::arguments::{BackendName, DeviceName, TrainArguments};
@@ -14,7 +14,7 @@ impl DeviceName {
     pub(super) fn choose(arguments: &TrainArguments) -> Result<Self> {
         let device = match (arguments.device, arguments.backend) {
             (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => {
-                return Err(JobError::NcclOnCpus.into());
+                bail!(JobError::NcclOnCpus);
             }
             (Some(device), _) => device,
             (None, Some(BackendName::Nccl)) => DeviceName::Cuda,
@@ -44,17 +44,12 @@ impl DeviceName {
 fn devices() -> Result<usize, JobError> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
 
-    let count = CudaContext::device_count().map_err(|error| JobError::NoGpu {
-        reason: error.to_string(),
-    })?;
-    let count = usize::try_from(count).unwrap_or_default();
-    if count == 0 {
-        Err(JobError::NoGpu {
-            reason: "CUDA finds none".to_owned(),
-        })
-    } else {
-        Ok(count)
-    }
+    let reason = match CudaContext::device_count().map(usize::try_from) {
+        Ok(Ok(count)) if count > 0 => return Ok(count),
+        Ok(_) => "CUDA finds none".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    Err(JobError::NoGpu { reason })
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -16,11 +16,12 @@ pub(super) struct Candidates<'a> {
     mode: ResumeMode,
     /// `true` in the process that reports.
     reports: bool,
-    damaged: Vec<Location>,
+    /// The damaged checkpoints that are newer than the one to continue from.
+    pub(super) damaged: Vec<Location>,
     /// The newest step of the memory tier, if it is newer than all undamaged checkpoints.
-    memory: Option<StepCheckpoint>,
+    pub(super) memory: Option<StepCheckpoint>,
     /// `true` if a step of the memory tier turned out to be damaged while it was loaded.
-    is_memory_damaged: bool,
+    pub(super) is_memory_damaged: bool,
     /// The last damage that was found, until the next candidate is chosen.
     damage: Option<(Location, Error)>,
 }
@@ -38,42 +39,17 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Returns `true` if the run may continue from a step of the memory tier.
-    pub(super) fn may_be_in_memory(&self) -> bool {
-        self.mode != ResumeMode::No && !self.is_memory_damaged
-    }
-
-    /// Sets the newest step of the memory tier. It must be newer than [`Self::newest_step`].
-    pub(super) fn set_memory(&mut self, memory: Option<StepCheckpoint>) {
-        self.memory = memory;
-    }
-
     /// Returns the step of the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn newest_step(&self) -> Result<Option<u64>> {
-        let listed = if self.run.exists()? {
-            list_checkpoints(self.run)?
-        } else {
-            Vec::new()
-        };
-        let undamaged = listed
-            .into_iter()
-            .filter(|checkpoint| !self.damaged.contains(&checkpoint.path));
-        Ok(undamaged.last().map(|newest| newest.step))
-    }
-
-    /// Returns the damaged checkpoints that are newer than the one to continue from.
-    pub(super) fn damaged(&self) -> &[Location] {
-        &self.damaged
-    }
-
-    /// Returns `true` if this is the place of the step of the memory tier.
-    pub(super) fn is_memory(&self, path: &Location) -> bool {
-        self.memory
-            .as_ref()
-            .is_some_and(|memory| memory.path == *path)
+        if !self.run.exists()? {
+            return Ok(None);
+        }
+        let mut checkpoints = list_checkpoints(self.run)?;
+        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
+        Ok(checkpoints.last().map(|newest| newest.step))
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -90,16 +66,20 @@ impl<'a> Candidates<'a> {
     /// There is no such checkpoint, or it is damaged ([`UnreadableCheckpoint`]).
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         let damage = self.damage.take();
-        let Some(path) = self.left()?.pop() else {
-            let none = || {
-                NoCheckpoint {
-                    directory: self.run.to_string(),
-                }
-                .into()
-            };
-            return Err(damage.map_or_else(none, |(_, error)| error));
+        let mut checkpoints = self.of_run()?;
+        // The step in memory is newer than all undamaged checkpoints.
+        checkpoints.extend(self.memory.clone());
+        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
+        let Some(StepCheckpoint { path, .. }) = checkpoints.pop() else {
+            let directory = self.run.to_string();
+            return Err(match damage {
+                Some((_, error)) => error,
+                None => NoCheckpoint { directory }.into(),
+            });
         };
-        if let (Some((damaged, error)), true) = (damage, self.reports) {
+        if let Some((damaged, error)) = damage
+            && self.reports
+        {
             output::talk(&format!(
                 "warning: `{damaged}` is damaged, and the one before it is taken: {error:#}"
             ));
@@ -125,42 +105,24 @@ impl<'a> Candidates<'a> {
         Ok(())
     }
 
-    /// Returns the checkpoints that are not known to be damaged, the oldest first.
-    fn left(&self) -> Result<Vec<Location>> {
-        // The step in memory is newer than all undamaged checkpoints.
-        let all = self
-            .of_run()?
-            .into_iter()
-            .chain(self.memory.clone())
-            .map(|StepCheckpoint { path, .. }| path);
-        Ok(all.filter(|path| !self.damaged.contains(path)).collect())
-    }
-
     /// Returns the checkpoints of the run, the oldest first.
     fn of_run(&self) -> Result<Vec<StepCheckpoint>> {
         // A run that was killed before its first checkpoint may have none but in memory.
         let may_be_absent =
             self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
-        let is_there = !may_be_absent || self.run.exists()?;
-        Ok(if is_there {
-            list_checkpoints(self.run)?
-        } else {
-            Vec::new()
-        })
+        if may_be_absent && !self.run.exists()? {
+            return Ok(Vec::new());
+        }
+        Ok(list_checkpoints(self.run)?)
     }
 }
 
 /// Adds to an error in loading a checkpoint that the checkpoint is damaged, if that is the reason.
 pub(super) fn named_if_damaged(error: Error, path: &Location) -> Error {
-    if !is_damage(&error) {
-        return error;
+    match exit_code(&error) {
+        exit_codes::CORRUPT | exit_codes::INCOMPLETE => {
+            error.context(UnreadableCheckpoint { path: path.clone() })
+        }
+        _ => error,
     }
-    error.context(UnreadableCheckpoint { path: path.clone() })
-}
-
-fn is_damage(error: &Error) -> bool {
-    matches!(
-        exit_code(error),
-        exit_codes::CORRUPT | exit_codes::INCOMPLETE
-    )
 }

@@ -3,16 +3,16 @@
 use std::hash::{DefaultHasher, Hash, Hasher as _};
 
 use crate::ranks::Ranks;
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use fsdp::comm::{BackendKind, CommError, Environment, ProcessGroup, init_process_group_within};
 
 use super::arguments::{BackendName, TrainArguments};
-use super::rank::{self, Ended, Job};
+use super::rank::{self, Job, RunEnd};
 use crate::job_failure::{JobError, UnreadableCheckpoint};
 
 /// The place of this process among the ranks, and the way in which they reach each other.
 pub(super) struct Launched {
-    environment: Environment,
+    pub(super) environment: Environment,
     backend: BackendKind,
 }
 
@@ -36,29 +36,21 @@ impl Launched {
             (None, Ok(environment)) if environment.world_size == 1 => return Ok(None),
             (None, Ok(environment)) => environment,
             (None, Err(CommError::Environment { variable, .. }))
-                if is_unset(&variable) && variable == "RANK" =>
+                if variable == "RANK"
+                    && std::env::var_os("RANK").is_none_or(|rank| rank.is_empty()) =>
             {
                 return Ok(None);
             }
             (None, Err(error)) => return Err(error.into()),
         };
         let world_size = environment.world_size;
-        match arguments.nproc {
-            Some(nproc) if nproc != world_size => Err(JobError::Nproc { nproc, world_size }.into()),
-            _ => Ok(Some(Launched {
-                environment,
-                backend,
-            })),
+        if let Some(nproc) = arguments.nproc {
+            ensure!(nproc == world_size, JobError::Nproc { nproc, world_size });
         }
-    }
-
-    /// Returns the rank of this process.
-    pub(super) const fn rank(&self) -> usize {
-        self.environment.rank
-    }
-
-    pub(super) const fn world_size(&self) -> usize {
-        self.environment.world_size
+        Ok(Some(Launched {
+            environment,
+            backend,
+        }))
     }
 
     /// Returns the number of this rank among those of its machine.
@@ -71,11 +63,6 @@ impl Launched {
         self.environment
             .local_world_size
             .unwrap_or(self.environment.world_size)
-    }
-
-    /// Returns `true` for rank 0, which reports.
-    pub(super) const fn is_first(&self) -> bool {
-        self.environment.rank == 0
     }
 
     /// Meets the other ranks.
@@ -91,30 +78,22 @@ impl Launched {
 ///
 /// # Errors
 /// The error of this rank, or that of another rank.
-pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
+pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<RunEnd> {
     // Each process has read its own command line and its own copy of the text, and found its own
     // newest checkpoint, so compare them.
+    let start = job.start();
+    let text = job.text.digest();
     let mut hasher = DefaultHasher::new();
-    format!(
-        "{:?} {} {:?} {}",
-        job.settings,
-        job.start(),
-        job.batches,
-        job.text.digest()
-    )
-    .hash(&mut hasher);
+    format!("{:?} {start} {:?} {text}", job.settings, job.batches).hash(&mut hasher);
     job.arguments.of_all_ranks().hash(&mut hasher);
-    let start = format!(
-        "train from step {} with the same options and the same text",
-        job.start()
-    );
-    group.agree_on(&start, hasher.finish(), Ok::<_, CommError>(()))?;
+    let what = format!("train from step {start} with the same options and the same text");
+    group.agree_on(&what, hasher.finish(), Ok::<_, CommError>(()))?;
     let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
     result.inspect_err(|error| {
         // Leaving the group tells the others of the failure. So keep the group until this process
         // ends, after it has reported its error. But a damaged checkpoint is an error on all ranks,
         // and they may continue with another checkpoint.
-        if error.downcast_ref::<UnreadableCheckpoint>().is_none() {
+        if !error.is::<UnreadableCheckpoint>() {
             std::mem::forget(group.clone());
         }
     })
@@ -123,16 +102,8 @@ pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<
 /// Reads the place of a process that an MPI launcher started. No address needs to be set, as MPI
 /// connects the processes.
 fn started_by_mpi() -> Result<Environment, CommError> {
-    Environment::from_variables(|name| {
-        let value = std::env::var(name).ok();
-        if name == "MASTER_ADDR" {
-            value.or_else(|| Some("localhost".to_owned()))
-        } else {
-            value
-        }
+    Environment::from_variables(|name| match std::env::var(name) {
+        Err(_) if name == "MASTER_ADDR" => Some("localhost".to_owned()),
+        value => value.ok(),
     })
-}
-
-fn is_unset(variable: &str) -> bool {
-    std::env::var_os(variable).is_none_or(|value| value.is_empty())
 }

@@ -9,7 +9,6 @@ mod optimizers;
 mod rank;
 mod report;
 mod sample;
-mod scaling;
 mod settings;
 mod sparkline;
 mod state;
@@ -21,14 +20,14 @@ use std::time::Duration;
 use crate::cpu_threads;
 use crate::data::{Batches, Text};
 use crate::ranks::Ranks;
-use anyhow::{Context as _, Error, Result};
+use anyhow::{Context as _, Result, bail};
 use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
 use fsdp::prelude::*;
 
 use self::checkpoints::{latest_in_memory, step_in_memory};
 use self::fallback::{Candidates, named_if_damaged};
 use self::launched::Launched;
-use self::rank::{Ended, Job};
+use self::rank::{Job, RunEnd};
 use self::settings::{Resume, Settings};
 use super::output;
 use crate::failure::Stopped;
@@ -44,16 +43,15 @@ use self::arguments::{DeviceName, ResumeMode, elastic_job, restarts};
 /// own.
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     let file = arguments.trace.as_ref()?;
-    let rank = Launched::find(arguments)
-        .ok()
-        .flatten()
-        .map(|launched| launched.rank());
+    let launched = find_launcher(arguments);
+    let rank = launched.map(|launched| launched.environment.rank);
     Some(own_trace(file, rank, restarts()))
 }
 
 /// Returns `FILE-rank3-restart1.json` for `FILE.json` and rank 3 after one restart. The trace of an
 /// attempt that has failed stays.
 fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
+    // A path without a file name, such as `..`, cannot be opened: that is an error of the run.
     let mut name = file.file_stem().unwrap_or_default().to_owned();
     if let Some(rank) = rank {
         name.push(format!("-rank{rank}"));
@@ -71,9 +69,13 @@ fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
 /// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number
 /// that the user has set for candle, or else the rank's share of the machine.
 pub(crate) fn threads_per_rank(arguments: &TrainArguments) -> usize {
+    ranks(arguments, find_launcher(arguments).as_ref()).threads_per_rank()
+}
+
+/// Finds the launcher of this process, before the run.
+fn find_launcher(arguments: &TrainArguments) -> Option<Launched> {
     // A launcher's variables that make no sense are an error of the run, which comes next.
-    let launched = Launched::find(arguments).ok().flatten();
-    ranks(arguments, launched.as_ref()).threads_per_rank()
+    Launched::find(arguments).ok().flatten()
 }
 
 /// Returns the ranks that share this machine, and the resources of each.
@@ -97,7 +99,10 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
     let run = &arguments.checkpoints();
-    let reports = launched.as_ref().is_none_or(Launched::is_first);
+    // If ranks are threads, this process has rank 0.
+    let reports = launched
+        .as_ref()
+        .is_none_or(|launched| launched.environment.rank == 0);
     if reports {
         // Looking for steps in the memory tier would already disturb a run that is saving there, so
         // this comes first.
@@ -111,30 +116,32 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     if let (Some(launched), Some(_)) = (&launched, &arguments.memory_tier) {
         group = Some(launched.meet(&ranks)?);
     }
-    if let (ResumeMode::No, Some(tier)) = (arguments.resume_mode(), &arguments.memory_tier)
-        && let Some(step) = on_ranks(&ranks, group.as_ref(), |group| {
-            step_in_memory(arguments, group)
-        })?
+    if let Some(tier) = &arguments.memory_tier
+        && arguments.resume_mode() == ResumeMode::No
     {
-        // The tier holds steps of a run with the same directory.
-        return Err(JobError::OutIsTaken {
-            directory: tier.display().to_string(),
-            step,
+        let found = on_ranks(&ranks, group.as_ref(), |group| {
+            step_in_memory(arguments, group)
+        })?;
+        if let Some(step) = found {
+            // The tier holds steps of a run with the same directory.
+            let directory = tier.display().to_string();
+            bail!(JobError::OutIsTaken { directory, step });
         }
-        .into());
     }
-    let ended = loop {
+    loop {
         // Step 1: look for a step in memory that is newer than the newest undamaged checkpoint.
-        if arguments.memory_tier.is_some() && candidates.may_be_in_memory() {
+        let may_be_in_memory =
+            arguments.resume_mode() != ResumeMode::No && !candidates.is_memory_damaged;
+        if arguments.memory_tier.is_some() && may_be_in_memory {
             let newest = candidates.newest_step()?;
-            let found = on_ranks(&ranks, group.as_ref(), |group| {
+            candidates.memory = on_ranks(&ranks, group.as_ref(), |group| {
                 latest_in_memory(arguments, group, newest)
             })?;
-            candidates.set_memory(found);
         }
         // Step 2: check all that can be checked without the other ranks.
-        let place = Place {
+        let place = ProcessPlace {
             launched: launched.as_ref(),
+            reports,
             device,
             threads_per_rank: ranks.threads_per_rank(),
         };
@@ -150,7 +157,9 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
                 // Step 4: load, and train.
                 match &group {
                     Some(group) => launched::run(group, &ranks, &job),
-                    None => run_threads(&ranks, &job),
+                    // All ranks end alike.
+                    None => all_or_cause(ranks.run(|group| rank::run(group, &job))?)
+                        .map(|ended| *ended.first().expect("a job has a rank")),
                 }
             }
             Err(error) => Err(error),
@@ -158,16 +167,13 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         // Damage is the same error on all ranks, so all of them continue with the checkpoint
         // before.
         match ended {
+            Ok(RunEnd::Done) => return Ok(()),
+            Ok(RunEnd::Stopped) => bail!(Stopped),
             Err(error) => match error.downcast_ref::<UnreadableCheckpoint>() {
                 Some(UnreadableCheckpoint { path }) => candidates.fall_back(path.clone(), error)?,
                 None => return Err(error),
             },
-            Ok(ended) => break ended,
         }
-    };
-    match ended {
-        Ended::Done => Ok(()),
-        Ended::Stopped => Err(Stopped.into()),
     }
 }
 
@@ -185,15 +191,15 @@ fn on_ranks<T: Send>(
     if let Some(group) = group {
         return look(group);
     }
-    let results = ranks.run(|group| look(&group))?;
-    let (found, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
-    first_cause(errors.into_iter().filter_map(Result::err))?;
-    Ok(found.into_iter().flatten().flatten().next())
+    let found = all_or_cause(ranks.run(|group| look(&group))?)?;
+    Ok(found.into_iter().flatten().next())
 }
 
 /// The rank and the resources of this process.
-struct Place<'a> {
+struct ProcessPlace<'a> {
     launched: Option<&'a Launched>,
+    /// `true` for the process that reports.
+    reports: bool,
     device: DeviceName,
     threads_per_rank: usize,
 }
@@ -205,23 +211,22 @@ struct Place<'a> {
 /// Options that contradict each other, the checkpoint or the text; files that cannot be read.
 fn prepare<'a>(
     arguments: &'a TrainArguments,
-    place: &Place<'_>,
+    place: &ProcessPlace<'_>,
     candidates: &mut Candidates<'_>,
     stop: StopRequest,
 ) -> Result<Option<Job<'a>>> {
-    let &Place {
-        launched,
-        device,
-        threads_per_rank,
-    } = place;
-    let world_size = launched.map_or(arguments.nproc.unwrap_or(1), Launched::world_size);
+    let launched = place.launched;
+    let world_size = match launched {
+        Some(launched) => launched.environment.world_size,
+        None => arguments.nproc.unwrap_or(1),
+    };
     let mode = arguments.resume_mode();
     let begins = match mode {
         ResumeMode::No => true,
         ResumeMode::Auto => candidates.is_empty()?,
         ResumeMode::Newest | ResumeMode::Strict => false,
     };
-    if !begins && arguments.goes_on_unasked() && launched.is_none_or(Launched::is_first) {
+    if !begins && arguments.goes_on_unasked() && place.reports {
         check_run_is_own(arguments, candidates)?;
     }
     let resume = match &arguments.init_from {
@@ -229,13 +234,13 @@ fn prepare<'a>(
         Some(path) => Some(Resume::at(path)?),
         None => None,
     };
-    let settings = Settings::resolve(arguments, resume.as_ref());
+    let resolved = Settings::resolve(arguments, resume.as_ref());
     let settings = match &resume {
         // Damage may show first in the settings. Then the checkpoint before may do.
         Some(resume) if !begins => {
-            settings.map_err(|error| named_if_damaged(error, &resume.path))?
+            resolved.map_err(|error| named_if_damaged(error, &resume.path))?
         }
-        _ => settings?,
+        _ => resolved?,
     };
     settings.gpt.validate()?;
     let text = match &settings.data {
@@ -254,7 +259,7 @@ fn prepare<'a>(
         && *step >= arguments.steps
     {
         let steps = arguments.steps;
-        if launched.is_none_or(Launched::is_first) {
+        if place.reports {
             output::talk(&format!(
                 "nothing to do: `{path}` is at step {step} of {steps}"
             ));
@@ -264,26 +269,22 @@ fn prepare<'a>(
     if mode == ResumeMode::No {
         check_out_is_free(arguments)?;
     }
-    if begins && launched.is_none_or(Launched::is_first) {
+    if begins && place.reports {
         check_saved_nowhere_else(arguments)?;
     }
-    let rows = resume
-        .as_ref()
-        .map_or(Ok(0), |resume| resume.rows(settings.batch))?;
-    let from = resume
-        .as_ref()
-        .map(|Resume { step, path, .. }| StepCheckpoint {
-            step: *step,
-            path: path.clone(),
+    let mut rows = 0;
+    let mut from = None;
+    let mut is_saved = false;
+    if let Some(resume) = &resume {
+        rows = resume.rows(settings.batch)?;
+        let is_in_memory = matches!(&candidates.memory, Some(memory) if memory.path == resume.path);
+        is_saved = !begins && !is_in_memory;
+        from = Some(StepCheckpoint {
+            step: resume.step,
+            path: resume.path.clone(),
         });
-    let is_saved = !begins
-        && from
-            .as_ref()
-            .is_some_and(|from| !candidates.is_memory(&from.path));
-    let resume = Mutex::new(resume.map(Arc::new));
-    let local_rank = launched.map(Launched::local_rank);
-    let damaged = candidates.damaged().to_vec();
-    let job = Job {
+    }
+    Ok(Some(Job {
         arguments,
         settings,
         text,
@@ -291,27 +292,14 @@ fn prepare<'a>(
         from,
         is_saved,
         rows,
-        resume,
-        damaged,
+        resume: Mutex::new(resume.map(Arc::new)),
+        damaged: candidates.damaged.clone(),
         mesh,
-        threads_per_rank,
-        device,
-        local_rank,
+        threads_per_rank: place.threads_per_rank,
+        device: place.device,
+        local_rank: launched.map(Launched::local_rank),
         stop,
-    };
-    Ok(Some(job))
-}
-
-/// Trains with ranks that are threads of this process.
-///
-/// # Errors
-/// The first error of any rank.
-fn run_threads(ranks: &Ranks, job: &Job<'_>) -> Result<Ended> {
-    let results = ranks.run(|group| rank::run(group, job))?;
-    let (ended, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
-    first_cause(errors.into_iter().filter_map(Result::err))?;
-    // All ranks end alike.
-    Ok(ended.into_iter().flatten().next().unwrap_or(Ended::Done))
+    }))
 }
 
 /// Returns the mesh of hybrid sharding, replicas x shards; `None` for other strategies.
@@ -320,101 +308,106 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
         return Ok(None);
     }
     let replicas = arguments.replicas.get();
-    let mesh = DeviceMesh::new(
-        &[replicas, ranks / replicas],
-        &["replicate", "shard"],
-        ranks,
-    );
-    mesh.map(Some)
-        .map_err(|_| JobError::Replicas { replicas, ranks }.into())
+    let sizes = [replicas, ranks / replicas];
+    match DeviceMesh::new(&sizes, &["replicate", "shard"], ranks) {
+        Ok(mesh) => Ok(Some(mesh)),
+        Err(_) => bail!(JobError::Replicas { replicas, ranks }),
+    }
 }
 
 /// Checks that a run would not mix its checkpoints with those of another.
 fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
     let run = arguments.checkpoints();
-    if !run.exists()? {
-        return Ok(());
-    }
-    match latest_checkpoint(&run)? {
-        Some(found) => Err(JobError::OutIsTaken {
+    if run.exists()?
+        && let Some(found) = latest_checkpoint(&run)?
+    {
+        bail!(JobError::OutIsTaken {
             directory: run.to_string(),
             step: found.step,
-        }
-        .into()),
-        None => Ok(()),
+        });
     }
+    Ok(())
+}
+
+/// A line of a run's events, as far as a later run needs it.
+#[derive(serde::Deserialize)]
+struct EarlierEvent {
+    event: String,
+    path: Option<String>,
+    job: Option<String>,
+}
+
+/// Returns the last event of a kind in the run's directory.
+fn last_event(arguments: &TrainArguments, kind: &str) -> Result<Option<EarlierEvent>> {
+    let mut last = None;
+    lines::read(&arguments.out.join(EVENTS_FILE), |event: EarlierEvent| {
+        if event.event == kind {
+            last = Some(event);
+        }
+    })?;
+    Ok(last)
 }
 
 /// Checks that the run's directory is not that of a run which has saved its checkpoints in another
 /// place, and which would begin anew because `--checkpoint-dir` is not what it was. Its metrics
 /// would be lost.
 fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
-    #[derive(serde::Deserialize)]
-    struct Event {
-        event: String,
-        path: Option<String>,
-    }
-
-    let mut last = None;
-    lines::read(&arguments.out.join(EVENTS_FILE), |event: Event| {
-        if event.event == "checkpoint" {
-            last = event.path;
-        }
-    })?;
-    let Some(place) = last.map(Location::from) else {
+    let Some(path) = last_event(arguments, "checkpoint")?.and_then(|event| event.path) else {
         return Ok(());
     };
-    let failed = || {
-        format!(
-            "failed to look for the checkpoints of the run in `{}`",
-            arguments.out.display()
-        )
-    };
-    let is_here = place.name().parent() == Some(arguments.checkpoints().name());
-    if is_here || !place.exists().with_context(failed)? {
+    let place = Location::from(path);
+    if place.name().parent() == Some(arguments.checkpoints().name()) {
         return Ok(());
     }
     let directory = arguments.out.display().to_string();
-    Err(JobError::SavedElsewhere {
-        directory,
-        place: place.to_string(),
+    let exists = place.exists().with_context(|| {
+        format!("failed to look for the checkpoints of the run in `{directory}`")
+    })?;
+    if exists {
+        let place = place.to_string();
+        bail!(JobError::SavedElsewhere { directory, place });
     }
-    .into())
+    Ok(())
 }
 
 /// Checks that a run which its launcher has started again finds its own checkpoints, and not those
 /// of another run: torchrun also restarts a process that has refused to begin because of them. It
 /// is known only of jobs with a name.
 fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> Result<()> {
-    #[derive(serde::Deserialize)]
-    struct Event {
-        event: String,
-        job: Option<String>,
-    }
-
-    let Some(own) = elastic_job() else {
+    let own = elastic_job();
+    if own.is_none() {
         return Ok(());
-    };
-    let mut last_start = None;
-    lines::read(&arguments.out.join(EVENTS_FILE), |event: Event| {
-        if event.event == "start" {
-            last_start = Some(event.job);
-        }
-    })?;
-    match (last_start, candidates.newest_step()?) {
-        (Some(job), Some(step)) if job.as_ref() != Some(&own) => Err(JobError::OutIsTaken {
+    }
+    if let Some(start) = last_event(arguments, "start")?
+        && start.job != own
+        && let Some(step) = candidates.newest_step()?
+    {
+        bail!(JobError::OutIsTaken {
             directory: arguments.checkpoints().to_string(),
             step,
-        }
-        .into()),
-        _ => Ok(()),
+        });
     }
+    Ok(())
 }
 
-/// Returns the error that probably caused the others: one that does not blame other ranks, if there
-/// is such an error.
-fn first_cause(errors: impl Iterator<Item = Error>) -> Result<()> {
-    errors.min_by_key(is_about_others).map_or(Ok(()), Err)
+/// Returns the results of all ranks.
+///
+/// # Errors
+/// The error that probably caused the others: one that does not blame other ranks, if there is such
+/// an error.
+fn all_or_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    let mut errors = Vec::new();
+    for result in results {
+        match result {
+            Ok(value) => values.push(value),
+            Err(error) => errors.push(error),
+        }
+    }
+    match errors.into_iter().min_by_key(is_about_others) {
+        Some(error) => Err(error),
+        None => Ok(values),
+    }
 }
 
 #[cfg(test)]

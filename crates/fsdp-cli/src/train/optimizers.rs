@@ -1,5 +1,7 @@
 //! The optimizers that a run can have.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 use clap::ValueEnum;
 use fsdp::nn::ParamGroup;
@@ -19,28 +21,11 @@ pub(super) enum OptimizerName {
 }
 
 impl OptimizerName {
-    /// Returns the name on the command line and in checkpoints.
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            OptimizerName::Adamw => "adamw",
-            OptimizerName::Adam => "adam",
-            OptimizerName::Sgd => "sgd",
-            OptimizerName::Adagrad => "adagrad",
-            OptimizerName::Adafactor => "adafactor",
-            OptimizerName::Muon => "muon",
-            OptimizerName::ScheduleFree => "schedule-free",
-        }
-    }
-
     /// Makes the optimizer of a model.
     ///
     /// # Errors
     /// With `--flat`, those of Adafactor and Muon, which step on the model's own parameters.
-    pub(super) fn make(
-        self,
-        lr: f64,
-        parameters: &std::sync::Arc<ShardedParameters>,
-    ) -> Result<Optimizer> {
+    pub(super) fn make(self, lr: f64, parameters: &Arc<ShardedParameters>) -> Result<Optimizer> {
         let algorithm = match self {
             OptimizerName::Muon => return with_muon(lr, parameters),
             OptimizerName::Adamw => adamw(lr),
@@ -78,16 +63,15 @@ fn adamw(lr: f64) -> Algorithm {
 
 /// Makes an optimizer that steps the matrices of the blocks by Muon, and the rest by AdamW, at one
 /// learning rate.
-fn with_muon(lr: f64, parameters: &std::sync::Arc<ShardedParameters>) -> Result<Optimizer> {
+fn with_muon(lr: f64, parameters: &Arc<ShardedParameters>) -> Result<Optimizer> {
     let muon = MuonOptions {
         lr,
         adjust_lr_fn: Some(MuonAdjust::MatchRmsAdamw),
         ..MuonOptions::default()
     };
-    let is_matrix = |fqn: &&str| {
+    let (matrices, rest): (Vec<&str>, Vec<&str>) = parameters.fqns().partition(|fqn| {
         fqn.contains(".h.") && parameters.shape(fqn).is_ok_and(|shape| shape.len() == 2)
-    };
-    let (matrices, rest): (Vec<&str>, Vec<&str>) = parameters.fqns().partition(is_matrix);
+    });
     let groups = vec![
         ParamGroup::new(Algorithm::Muon(muon), matrices),
         ParamGroup::new(adamw(lr), rest),

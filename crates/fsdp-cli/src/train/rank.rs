@@ -1,29 +1,29 @@
 //! The work of each rank: build, restore, train, save, sample.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::num::NonZeroU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crate::data::{Batches, Text};
 use crate::gpt::Gpt;
 use crate::memory;
-use anyhow::{Context as _, Error, Result};
+use anyhow::{Context as _, Result};
 use candle_core::Device;
 use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
 use fsdp::formats::digest::Digest;
 use fsdp::formats::lineage::DataPosition;
 use fsdp::layout::{ErrorKind, Failure};
-use fsdp::nn::NnError;
+use fsdp::nn::{GradScalerOptions, MixedPrecision, NnError};
 use fsdp::prelude::*;
 use fsdp::state::StateError;
 use tracing::info_span;
 
-use super::arguments::{DeviceName, NonFinite, TrainArguments, elastic_job};
+use super::arguments::{DeviceName, HalfPrecision, NonFinite, TrainArguments, elastic_job};
 use super::checkpoints::Checkpoints;
 use super::fallback::named_if_damaged;
-use super::report::{Event, Report, SCHEMA, StepMetrics, now};
+use super::report::{Reporter, RunEvent, SCHEMA, StepMetrics, now};
 use super::sample::sample;
-use super::scaling::{precision, scaler};
 use super::settings::{Resume, Settings};
 use super::state::{parts, restore};
 use crate::output;
@@ -56,7 +56,7 @@ pub(super) struct Job<'a> {
 
 /// The way in which a successful run ends. It is the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ended {
+pub(super) enum RunEnd {
     /// All steps are done.
     Done,
     /// A signal stopped the run after a step, which is saved, or before the first step.
@@ -66,6 +66,7 @@ pub(super) enum Ended {
 impl Job<'_> {
     /// Returns the first step to do.
     pub(super) fn start(&self) -> u64 {
+        // Without a checkpoint to continue from, no step is done yet.
         self.from.as_ref().map_or(0, |from| from.step)
     }
 
@@ -76,19 +77,8 @@ impl Job<'_> {
 
     /// Returns the open checkpoint that the run continues from; `None` if it starts from the
     /// beginning, or once it has been closed.
-    fn resume(&self) -> Option<Arc<Resume>> {
-        self.resume
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    /// Closes the checkpoint that was resumed from, so that it may be removed.
-    fn close_resume(&self) {
-        self.resume
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+    fn lock_resume(&self) -> MutexGuard<'_, Option<Arc<Resume>>> {
+        self.resume.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Builds the model in the scope of an FSDP model.
@@ -107,7 +97,10 @@ impl Job<'_> {
             strategy: self.arguments.strategy,
             mesh: self.mesh.clone(),
             use_orig_params: !self.arguments.flat,
-            mixed_precision: precision(self.arguments.mixed_precision),
+            mixed_precision: self
+                .arguments
+                .mixed_precision
+                .map_or_else(MixedPrecision::default, HalfPrecision::precision),
             cpu_offload: self.arguments.cpu_offload,
             backward_prefetch: self.arguments.backward_prefetch.option(),
             forward_prefetch: self.arguments.forward_prefetch,
@@ -118,19 +111,12 @@ impl Job<'_> {
     }
 }
 
-/// The outcome of a step.
-struct Outcome {
-    metrics: StepMetrics,
-    /// `true` if a signal has asked one of the ranks to stop.
-    stops: bool,
-}
-
 struct Rank<'a> {
     job: &'a Job<'a>,
     device: Device,
     run: TrainState<Gpt>,
     checkpoints: Checkpoints,
-    report: Option<Report>,
+    report: Option<Reporter>,
     /// The digest of the text, on the rank that reports.
     data: Option<Digest>,
 }
@@ -139,7 +125,7 @@ struct Rank<'a> {
 ///
 /// # Errors
 /// The error of this rank, or that of another rank.
-pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
+pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
     let reports = group.rank() == 0;
     let device = match job.device {
         DeviceName::Cpu => Device::Cpu,
@@ -154,18 +140,20 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         .settings
         .optimizer
         .make(job.settings.lr, model.parameters())?;
-    let scaler = scaler(job.arguments.mixed_precision)?;
-    let resume = job.resume();
-    let only = resume
-        .as_ref()
-        .map(|resume| parts(resume, scaler.is_some()));
+    // Only f16 has so small a range that the loss needs a scale.
+    let has_scaler = job.arguments.mixed_precision == Some(HalfPrecision::F16);
+    let resume = job.lock_resume().clone();
+    let only = resume.as_ref().map(|resume| parts(resume, has_scaler));
     let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged, only)?;
     let mut run = TrainState::new(model, vec![optimizer]);
-    run.scaler = scaler;
+    if has_scaler {
+        run.scaler = Some(GradScaler::new(GradScalerOptions::default())?);
+    }
     if let Some(resume) = resume {
-        let restored = restore(&resume, checkpoints.checkpointer_mut(), &mut run);
-        restored.map_err(|error| named_if_damaged(error, &resume.path))?;
-        job.close_resume();
+        restore(&resume, &mut checkpoints.checkpointer, &mut run)
+            .map_err(|error| named_if_damaged(error, &resume.path))?;
+        // The last rank that closes it lets it be removed.
+        job.lock_resume().take();
     }
     // The learning rate to start from is that of the settings, even if the loaded optimizer has
     // another one.
@@ -179,7 +167,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
         if reports {
             output::talk("stopped by a signal before the first step: go on with `--resume`");
         }
-        return Ok(Ended::Stopped);
+        return Ok(RunEnd::Stopped);
     }
     // If the checkpoint could not be loaded, the run has ended above, and has written nothing.
     checkpoints.check_writable(job.arguments.checkpoints())?;
@@ -200,21 +188,25 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<Ended> {
 /// This is a collective.
 ///
 /// # Errors
-/// On the rank that reports, the errors of [`Report::open`]. On the other ranks, an error with the
-/// text of that one.
-fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Report>> {
-    let report = (group.rank() == 0)
-        .then(|| Report::open(job.arguments, job.start()))
-        .transpose();
-    let failure = report.as_ref().err().map(|error| StateError::Other {
-        message: format!("{error:#}"),
-        kind: error
-            .root_cause()
-            .downcast_ref::<io::Error>()
-            .map_or(ErrorKind::Usage, Failure::kind),
-    });
-    let agreed = group.agree("open the run's files", failure.map_or(Ok(()), Err));
-    let report = report?;
+/// On the rank that reports, the errors of [`Reporter::open`]. On the other ranks, an error with
+/// the text of that one.
+fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Reporter>> {
+    let opened = match group.rank() {
+        0 => Reporter::open(job.arguments, job.start()).map(Some),
+        _ => Ok(None),
+    };
+    let outcome = match &opened {
+        Ok(_) => Ok(()),
+        Err(error) => Err(StateError::Other {
+            message: format!("{error:#}"),
+            kind: match error.root_cause().downcast_ref::<io::Error>() {
+                Some(error) => Failure::kind(error),
+                None => ErrorKind::Usage,
+            },
+        }),
+    };
+    let agreed = group.agree("open the run's files", outcome);
+    let report = opened?;
     agreed?;
     Ok(report)
 }
@@ -226,46 +218,39 @@ fn any_stops(group: &ProcessGroup, stop: &StopRequest) -> Result<bool> {
     Ok(all.contains(&1))
 }
 
-/// The update of a step.
-struct Update {
-    lr: f64,
-    /// The norm of all gradients before they were clipped; `None` if they were not finite, and the
-    /// step was skipped.
-    grad_norm: Option<f64>,
+/// Returns `true` after each step whose number is a multiple of `every`.
+fn is_due(done: u64, every: Option<NonZeroU64>) -> bool {
+    every.is_some_and(|every| done % every == 0)
 }
 
 impl Rank<'_> {
     /// Runs the steps, with the saves between them, and the end of the run: the last save, and the
     /// text sample.
-    fn train(mut self) -> Result<Ended> {
-        let TrainArguments {
-            steps,
-            save_every,
-            memory_every,
-            check_replicas: check_every,
-            sample: sample_bytes,
-            ..
-        } = *self.job.arguments;
-        let memory_tier = &self.job.arguments.memory_tier;
+    fn train(mut self) -> Result<RunEnd> {
+        let arguments = self.job.arguments;
+        let steps = arguments.steps;
         self.tell_start()?;
         for step in self.job.start()..steps {
-            let Outcome { metrics, stops } = self.step(step)?;
+            let (metrics, stops) = self.step(step)?;
             if let Some(report) = &mut self.report {
                 report.step(&metrics)?;
                 self.checkpoints.report_if_finished(report)?;
             }
             let done = step + 1;
             // Before a save, so that replicas that have drifted apart are not saved as one.
-            if check_every.is_some_and(|every| done % every == 0) {
-                let same = check_replicas(&self.run, self.run.model.group());
-                same.with_context(|| format!("after step {done}"))?;
+            if is_due(done, arguments.check_replicas) {
+                check_replicas(&self.run, self.run.model.group())
+                    .with_context(|| format!("after step {done}"))?;
             }
-            let saves = stops || done == steps || save_every.is_some_and(|every| done % every == 0);
+            let saves = stops || done == steps || is_due(done, arguments.save_every);
             // A step whose checkpoint is durable right after the save need not be kept in memory
             // too.
-            let is_needed =
-                !saves || self.checkpoints.saves_in_background() && !stops && done < steps;
-            if memory_tier.is_some() && done % memory_every == 0 && is_needed {
+            let is_needed = !saves || self.checkpoints.in_background && !stops && done < steps;
+            let memory_every = arguments
+                .memory_tier
+                .as_ref()
+                .map(|_| arguments.memory_every);
+            if is_due(done, memory_every) && is_needed {
                 self.save(done, Checkpoints::save_to_memory)?;
             }
             if saves {
@@ -276,28 +261,30 @@ impl Rank<'_> {
                 if let Some(report) = &self.report {
                     report.stopped(done)?;
                 }
-                return Ok(Ended::Stopped);
+                return Ok(RunEnd::Stopped);
             }
         }
         self.checkpoints.wait(self.report.as_ref())?;
         self.checkpoints.clear_memory(self.report.is_some())?;
-        self.run
-            .optimizers
-            .iter_mut()
-            .try_for_each(Optimizer::eval)?;
-        let text = match sample_bytes {
-            0 => None,
-            length => Some(sample(
-                &self.run.model,
-                &self.device,
-                length,
-                self.job.settings.seed,
-            )?),
-        };
+        self.for_each_optimizer(Optimizer::eval)?;
+        let mut text = None;
+        if arguments.sample > 0 {
+            let seed = self.job.settings.seed;
+            let sampled = sample(&self.run.model, &self.device, arguments.sample, seed)?;
+            text = Some(sampled);
+        }
         if let Some(report) = &self.report {
             report.end(steps, text.as_deref())?;
         }
-        Ok(Ended::Done)
+        Ok(RunEnd::Done)
+    }
+
+    /// Calls a method of each optimizer.
+    fn for_each_optimizer(
+        &mut self,
+        method: fn(&mut Optimizer) -> Result<(), NnError>,
+    ) -> Result<(), NnError> {
+        self.run.optimizers.iter_mut().try_for_each(method)
     }
 
     /// Reports the model and the ranks before the first step, on the rank that reports.
@@ -306,33 +293,27 @@ impl Rank<'_> {
             return Ok(());
         };
         let parameters = self.run.model.parameters();
-        let numel = |fqn| {
-            parameters
-                .shape(fqn)
-                .map(|shape| shape.iter().product::<usize>() as u64)
-        };
-        let count: u64 = parameters.fqns().map(numel).sum::<Result<_, _>>()?;
-        let (ranks, threads, step) = (
-            self.run.model.group().world_size(),
-            self.job.threads_per_rank,
-            self.job.start(),
-        );
-        let path = self.job.from.as_ref().map(|from| from.path.to_string());
-        let from = path
-            .as_ref()
-            .map_or_else(String::new, |path| format!(", from `{path}`"));
+        let mut count = 0;
+        for fqn in parameters.fqns() {
+            count += parameters.shape(fqn)?.iter().product::<usize>() as u64;
+        }
+        let ranks = self.run.model.group().world_size();
+        let threads = self.job.threads_per_rank;
         let strategy = parameters.strategy();
-        let line = format!(
-            "{count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each){from}"
-        );
-        let event = Event::Start {
+        let mut line =
+            format!("{count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each)");
+        let resumed_from = self.job.from.as_ref().map(|from| from.path.to_string());
+        if let Some(path) = &resumed_from {
+            line.push_str(&format!(", from `{path}`"));
+        }
+        let event = RunEvent::Start {
             schema: SCHEMA,
             ranks,
             threads_per_rank: threads,
             parameters: count,
-            step,
+            step: self.job.start(),
             steps: self.job.arguments.steps,
-            resumed_from: path,
+            resumed_from,
             job: elastic_job(),
         };
         report.start(&event, &line)
@@ -340,7 +321,9 @@ impl Rank<'_> {
 
     /// Does one step on the global batch. All ranks get the same outcome, except for the time, the
     /// speed and the memory of the process, which each rank measures itself.
-    fn step(&mut self, step: u64) -> Result<Outcome> {
+    ///
+    /// Returns `true` too if a signal has asked one of the ranks to stop.
+    fn step(&mut self, step: u64) -> Result<(StepMetrics, bool)> {
         let clock = Instant::now();
         let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
         // Gradients are accumulated over the parts of the batch. Ranks communicate them in the last
@@ -351,7 +334,7 @@ impl Rank<'_> {
             loss += self.run.model.no_sync(|_| self.backward(step, part))?;
         }
         loss += self.backward(step, last)?;
-        let Update { lr, grad_norm } = self.update(step)?;
+        let grad_norm = self.update(step)?;
         let parameters = self.run.model.parameters();
         parameters.zero_grad();
         let group = self.run.model.group();
@@ -375,7 +358,7 @@ impl Rank<'_> {
             step,
             time: now(),
             loss: losses.map(f64::from_bits).sum::<f64>() / group.world_size() as f64,
-            lr,
+            lr: self.job.settings.lr * self.job.settings.schedule.factor(step),
             grad_norm,
             skipped: grad_norm.is_none(),
             tokens_per_s: (batch * seq) as f64 / seconds,
@@ -383,27 +366,18 @@ impl Rank<'_> {
             peak_parameter_bytes: peak_bytes.collect(),
             peak_memory_bytes: memory::peak_of_process(),
         };
-        Ok(Outcome {
-            metrics,
-            stops: signals.any(|signal| signal > 0),
-        })
+        Ok((metrics, signals.any(|signal| signal > 0)))
     }
 
     /// Updates the parameters, at the learning rate of the step. The update is skipped if the
     /// gradients are not finite and there is a loss scale, or `--nonfinite` is `skip`.
-    fn update(&mut self, step: u64) -> Result<Update> {
-        let Settings {
-            schedule, lr: base, ..
-        } = self.job.settings;
+    ///
+    /// Returns the norm of all gradients before they were clipped; `None` if the update was
+    /// skipped.
+    fn update(&mut self, step: u64) -> Result<Option<f64>> {
         for optimizer in &mut self.run.optimizers {
-            schedule.apply(optimizer, step)?;
+            self.job.settings.schedule.apply(optimizer, step)?;
         }
-        let lr = base * schedule.factor(step);
-        let TrainArguments {
-            clip_grad_norm,
-            nonfinite,
-            ..
-        } = *self.job.arguments;
         let parameters = self.run.model.parameters();
         if let Some(scaler) = &mut self.run.scaler
             && !scaler.unscale(parameters)?
@@ -411,37 +385,23 @@ impl Rank<'_> {
             // The scale was too large, so it becomes smaller. All ranks have the same result, so
             // all skip the step.
             scaler.update()?;
-            return Ok(Update {
-                lr,
-                grad_norm: None,
-            });
+            return Ok(None);
         }
-        let norm = match clip_grad_norm {
+        let norm = match self.job.arguments.clip_grad_norm {
             Some(limit) => parameters.clip_grad_norm(limit),
             None => parameters.finite_grad_norm(),
         };
-        let grad_norm = match norm {
-            Ok(norm) => norm,
+        let skips = self.job.arguments.nonfinite == NonFinite::Skip;
+        if matches!(norm, Err(NnError::NonFiniteGradients { .. })) && skips {
             // The norm is that of all ranks' gradients, so all ranks skip the step, or none does.
-            Err(NnError::NonFiniteGradients { .. }) if nonfinite == NonFinite::Skip => {
-                return Ok(Update {
-                    lr,
-                    grad_norm: None,
-                });
-            }
-            Err(error) => {
-                return Err(Error::new(error).context(format!("step {} was not done", step + 1)));
-            }
-        };
-        info_span!("optimizer")
-            .in_scope(|| self.run.optimizers.iter_mut().try_for_each(Optimizer::step))?;
+            return Ok(None);
+        }
+        let grad_norm = norm.with_context(|| format!("step {} was not done", step + 1))?;
+        info_span!("optimizer").in_scope(|| self.for_each_optimizer(Optimizer::step))?;
         if let Some(scaler) = &mut self.run.scaler {
             scaler.update()?;
         }
-        Ok(Update {
-            lr,
-            grad_norm: Some(grad_norm),
-        })
+        Ok(Some(grad_norm))
     }
 
     /// Runs forward and backward of a part of this rank's rows, and returns the part's share of the
@@ -450,20 +410,16 @@ impl Rank<'_> {
         let Job { text, batches, .. } = self.job;
         let rank = self.run.model.group().rank();
         let (tokens, targets) =
-            batches.batch_at(text, self.job.rows_before(step), rank, part, &self.device)?;
+            batches.batch(text, self.job.rows_before(step), (rank, part), &self.device)?;
         let weight = batches.weight(rank, part);
-        let forward = || {
-            self.run
-                .model
-                .forward(|gpt| gpt.loss(&tokens, &targets)? * weight)
+        let model = &self.run.model;
+        let loss = info_span!("forward")
+            .in_scope(|| model.forward(|gpt| gpt.loss(&tokens, &targets)? * weight))?;
+        let scaled = match &self.run.scaler {
+            Some(scaler) => scaler.scale(&loss)?,
+            None => loss.clone(),
         };
-        let loss = info_span!("forward").in_scope(forward)?;
-        let scaled = self
-            .run
-            .scaler
-            .as_ref()
-            .map_or_else(|| Ok(loss.clone()), |scaler| scaler.scale(&loss))?;
-        info_span!("backward").in_scope(|| self.run.model.backward(&scaled))?;
+        info_span!("backward").in_scope(|| model.backward(&scaled))?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
@@ -471,31 +427,23 @@ impl Rank<'_> {
     fn save(
         &mut self,
         step: u64,
-        save: fn(&mut Checkpoints, u64, &TrainState<Gpt>, Option<&Report>) -> Result<()>,
+        save: fn(&mut Checkpoints, u64, &TrainState<Gpt>, Option<&Reporter>) -> Result<()>,
     ) -> Result<()> {
         let position = u64::try_from(self.job.rows_before(step)).unwrap_or(u64::MAX);
-        self.run
-            .values
-            .insert("train", self.job.settings.state(step, position));
+        let settings = self.job.settings.state(step, position);
+        self.run.values.insert("train", settings);
         let data = self.data.map(|digest| DataPosition {
             hash: digest.to_string(),
             position,
         });
-        self.checkpoints.set_facts(RunFacts {
+        self.checkpoints.checkpointer.set_facts(RunFacts {
             config: self.job.settings.config_digest()?,
             data,
         });
         // A schedule-free optimizer keeps the weights that it trains apart from their average,
         // which is what is saved.
-        self.run
-            .optimizers
-            .iter_mut()
-            .try_for_each(Optimizer::eval)?;
+        self.for_each_optimizer(Optimizer::eval)?;
         save(&mut self.checkpoints, step, &self.run, self.report.as_ref())?;
-        Ok(self
-            .run
-            .optimizers
-            .iter_mut()
-            .try_for_each(Optimizer::train)?)
+        Ok(self.for_each_optimizer(Optimizer::train)?)
     }
 }

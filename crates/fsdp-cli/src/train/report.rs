@@ -3,27 +3,25 @@
 
 use std::fmt::Display;
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{IsTerminal as _, Write as _};
+use std::io::Write as _;
 use std::os::unix::fs::FileExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use anyhow::{Context as _, Result, bail};
+use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 
 use super::arguments::{TrainArguments, elastic_job, restarts};
 use super::sparkline::{empty_curve, sparkline};
 use crate::job_failure::JobError;
 use crate::output;
+use crate::progress::{bar, is_terminal};
 use crate::report::lines::{self, JsonLine};
 use crate::report::series::Series;
 use crate::report::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
 use fsdp::formats::storage::Durable;
-
-/// The number of times per second that the bar is drawn.
-const BAR_HZ: u8 = 10;
 
 /// The approximate number of lines for a whole run, if there is no bar.
 const LINES: u64 = 10;
@@ -60,7 +58,7 @@ pub(super) const SCHEMA: u32 = 1;
 /// The objects that `--json` prints, one a line.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub(super) enum Event<'a> {
+pub(super) enum RunEvent<'a> {
     Start {
         schema: u32,
         ranks: usize,
@@ -103,17 +101,21 @@ pub(super) struct Saved {
 }
 
 /// The reporter of a run, which only one rank has.
-pub(super) struct Report {
-    metrics: File,
-    path: PathBuf,
+pub(super) struct Reporter {
+    metrics: LineFile,
     /// While it is open, it holds the lock of the run's directory.
-    events: File,
-    events_path: PathBuf,
+    events: LineFile,
     /// Holds the lock of the directory of the checkpoints.
     _checkpoints: Option<File>,
     json: bool,
     bar: Option<Bar>,
     steps: u64,
+}
+
+/// A file of lines of JSON in the run's directory.
+struct LineFile {
+    file: File,
+    path: PathBuf,
 }
 
 /// The progress bar, and the curves beside it.
@@ -123,7 +125,7 @@ struct Bar {
     tokens_per_s: Series,
 }
 
-impl Report {
+impl Reporter {
     /// Makes the run's directory, locks it and that of the checkpoints, and opens the files of
     /// metrics and events. Removes the metrics of steps from `start` on, because these steps are
     /// about to be done, maybe for a second time.
@@ -132,35 +134,34 @@ impl Report {
     /// Another run holds a lock; the directory cannot be made, or a file cannot be opened or
     /// shortened.
     pub(super) fn open(arguments: &TrainArguments, start: u64) -> Result<Self> {
-        let TrainArguments {
-            out,
-            steps,
-            json,
-            no_progress,
-            ..
-        } = arguments;
-        let (steps, json) = (*steps, *json);
+        let out = &arguments.out;
         // The directory is created durably: checkpoints are saved in it, and would be lost with it
         // when power fails.
         Durable::new().create_directories(out)?;
-        let (path, events_path) = (out.join(METRICS_FILE), out.join(EVENTS_FILE));
-        let events = open_to_append(&events_path).with_context(|| failed_to_open(&events_path))?;
-        lock(&events, out.display(), MOMENT)?;
+        let events = LineFile::open(out.join(EVENTS_FILE))?;
+        lock(&events.file, out.display(), MOMENT)?;
         let checkpoints = lock_checkpoints(arguments, MOMENT)?;
-        begin_events(&events, start).with_context(|| failed_to_open(&events_path))?;
-        let metrics = open_metrics(&path, start).with_context(|| failed_to_open(&path))?;
-        let terminal = std::io::stderr().is_terminal()
-            && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
-        let bar = (terminal && !json && !no_progress).then(|| Bar::new(start, steps));
-        Ok(Report {
+        // Nothing is changed before both locks are held.
+        if start == 0 {
+            // Older events are of a run that ended before its first checkpoint.
+            events
+                .file
+                .set_len(0)
+                .with_context(|| events.failed_to("open"))?;
+        }
+        end_line(&events.file).with_context(|| events.failed_to("open"))?;
+        let metrics = LineFile::open(out.join(METRICS_FILE))?;
+        length_before(&metrics.file, start)
+            .and_then(|length| metrics.file.set_len(length))
+            .with_context(|| metrics.failed_to("open"))?;
+        let shows_bar = is_terminal() && !arguments.json && !arguments.no_progress;
+        Ok(Reporter {
             metrics,
-            path,
             events,
-            events_path,
             _checkpoints: checkpoints,
-            json,
-            bar,
-            steps,
+            json: arguments.json,
+            bar: shows_bar.then(|| Bar::new(start, arguments.steps)),
+            steps: arguments.steps,
         })
     }
 
@@ -168,7 +169,7 @@ impl Report {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn start(&self, event: &Event<'_>, line: &str) -> Result<()> {
+    pub(super) fn start(&self, event: &RunEvent<'_>, line: &str) -> Result<()> {
         self.tell(line);
         self.happened(event)
     }
@@ -178,33 +179,25 @@ impl Report {
     /// # Errors
     /// The metrics cannot be written.
     pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
-        let mut line = serde_json::to_string(metrics).context("failed to write JSON")?;
-        line.push('\n');
-        let failed = || format!("failed to write `{}`", self.path.display());
-        self.metrics
-            .write_all(line.as_bytes())
-            .with_context(failed)?;
+        self.metrics.write(&serde_json::to_value(metrics)?)?;
         let done = metrics.step + 1;
+        let steps = self.steps;
         let StepMetrics {
             loss, tokens_per_s, ..
         } = metrics;
         if metrics.skipped {
             self.tell(&format!(
-                "step {done}/{}: the gradients are not finite, and the update is skipped",
-                self.steps
+                "step {done}/{steps}: the gradients are not finite, and the update is skipped"
             ));
         }
-        match &mut self.bar {
-            Some(bar) => bar.step(done, *loss, *tokens_per_s),
-            None if done.is_multiple_of(self.steps.div_ceil(LINES)) || done == self.steps => {
-                let steps = self.steps;
-                self.tell(&format!(
-                    "step {done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"
-                ));
-            }
-            None => {}
+        if let Some(bar) = &mut self.bar {
+            bar.step(done, *loss, *tokens_per_s);
+        } else if done.is_multiple_of(steps.div_ceil(LINES)) || done == steps {
+            self.tell(&format!(
+                "step {done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"
+            ));
         }
-        self.event(&Event::Step(metrics))
+        self.event(&RunEvent::Step(metrics))
     }
 
     /// Reports a checkpoint that is whole.
@@ -219,14 +212,13 @@ impl Report {
             stall_seconds,
             ..
         } = saved;
-        let (mib, speed) = (
-            *bytes as f64 / f64::from(1 << 20),
-            *bytes as f64 / 1e9 / seconds,
-        );
+        let mib = *bytes as f64 / f64::from(1 << 20);
+        let speed = *bytes as f64 / 1e9 / seconds;
         self.tell(&format!(
-            "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited {stall_seconds:.2} s"
+            "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited \
+             {stall_seconds:.2} s"
         ));
-        self.happened(&Event::Checkpoint(saved))
+        self.happened(&RunEvent::Checkpoint(saved))
     }
 
     /// Reports a save to the memory tier: the bytes of all tensors, not counting the copies, and
@@ -235,7 +227,7 @@ impl Report {
     /// # Errors
     /// stdout is closed.
     pub(super) fn memory(&self, step: u64, bytes: u64, seconds: f64) -> Result<()> {
-        self.event(&Event::Memory {
+        self.event(&RunEvent::Memory {
             step,
             bytes,
             seconds,
@@ -255,7 +247,7 @@ impl Report {
         self.tell(&format!(
             "stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"
         ));
-        self.happened(&Event::Stopped { step })
+        self.happened(&RunEvent::Stopped { step })
     }
 
     /// Reports the end of the run.
@@ -268,28 +260,27 @@ impl Report {
             // The bar leaves the cursor on its line.
             output::talk("");
         }
-        self.record(&Event::End { step, sample: None })?;
-        match (sample, self.json) {
+        self.record(&RunEvent::End { step, sample: None })?;
+        if let Some(sample) = sample
+            && !self.json
+        {
             // The text may contain characters that act on a terminal, so they are escaped.
-            (Some(sample), false) => output::data(&escaped_lines(sample)),
-            _ => self.event(&Event::End { step, sample }),
+            return output::data(&escaped_lines(sample));
         }
+        self.event(&RunEvent::End { step, sample })
     }
 
     /// Adds an event to those in the run's directory, and writes it to stdout with `--json`.
-    fn happened(&self, event: &Event<'_>) -> Result<()> {
+    fn happened(&self, event: &RunEvent<'_>) -> Result<()> {
         self.record(event)?;
         self.event(event)
     }
 
     /// Adds an event, with the time, to those in the run's directory.
-    fn record(&self, event: &Event<'_>) -> Result<()> {
-        let mut object = serde_json::to_value(event).context("failed to write JSON")?;
+    fn record(&self, event: &RunEvent<'_>) -> Result<()> {
+        let mut object = serde_json::to_value(event)?;
         object["time"] = now().into();
-        let failed = || format!("failed to write `{}`", self.events_path.display());
-        (&self.events)
-            .write_all(format!("{object}\n").as_bytes())
-            .with_context(failed)
+        self.events.write(&object)
     }
 
     /// Writes a line to stderr: above the bar if there is one, and not at all with `--json`.
@@ -302,24 +293,42 @@ impl Report {
     }
 
     /// Writes an event to stdout, with `--json`.
-    fn event(&self, event: &Event<'_>) -> Result<()> {
+    fn event(&self, event: &RunEvent<'_>) -> Result<()> {
         if self.json {
-            output::json(event)
-        } else {
-            Ok(())
+            output::json(event)?;
         }
+        Ok(())
+    }
+}
+
+impl LineFile {
+    /// Opens a file to read it and to append to it. Creates it if it does not exist.
+    fn open(path: PathBuf) -> Result<Self> {
+        let opened = OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(&path);
+        let file = opened.with_context(|| format!("failed to open `{}`", path.display()))?;
+        Ok(LineFile { file, path })
+    }
+
+    /// Appends a line.
+    fn write(&self, object: &serde_json::Value) -> Result<()> {
+        (&self.file)
+            .write_all(format!("{object}\n").as_bytes())
+            .with_context(|| self.failed_to("write"))
+    }
+
+    fn failed_to(&self, operation: &str) -> String {
+        format!("failed to {operation} `{}`", self.path.display())
     }
 }
 
 impl Bar {
     /// Creates the bar of a run that begins after `start` of `steps` steps.
     fn new(start: u64, steps: u64) -> Self {
-        let bar =
-            ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr_with_hz(BAR_HZ));
-        let template = "{bar:20} {pos}/{len} steps, {msg}, {eta} left";
-        bar.set_style(
-            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
-        );
+        let bar = bar(steps, "{bar:20} {pos}/{len} steps, {msg}, {eta} left");
         bar.set_position(start);
         bar.reset_eta();
         Bar {
@@ -342,8 +351,8 @@ impl Bar {
     }
 }
 
-/// Checks that no other run uses the directories of this one now. [`Report::open`] takes the locks
-/// themselves, when this run has something to write.
+/// Checks that no other run uses the directories of this one now. [`Reporter::open`] takes the
+/// locks themselves, when this run has something to write.
 ///
 /// # Errors
 /// Another run holds a lock.
@@ -357,8 +366,8 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
     } else {
         MOMENT
     };
-    // If the file is missing, no run has been here. If it cannot be opened, `Report::open` returns
-    // that error.
+    // If the file is missing, no run has been here. If it cannot be opened, `Reporter::open`
+    // returns that error.
     if let Ok(events) = OpenOptions::new()
         .append(true)
         .open(arguments.out.join(EVENTS_FILE))
@@ -399,43 +408,12 @@ fn lock(file: &File, directory: impl Display, patience: Duration) -> Result<()> 
         match file.try_lock() {
             Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
             Err(TryLockError::WouldBlock) if Instant::now() >= until => {
-                return Err(JobError::OutInUse {
-                    directory: directory.to_string(),
-                }
-                .into());
+                let directory = directory.to_string();
+                bail!(JobError::OutInUse { directory });
             }
             Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(100)),
         }
     }
-}
-
-fn failed_to_open(path: &Path) -> String {
-    format!("failed to open `{}`", path.display())
-}
-
-/// Opens the metrics of a run, and removes those of steps from `start` on.
-fn open_metrics(path: &Path, start: u64) -> std::io::Result<File> {
-    let metrics = open_to_append(path)?;
-    metrics.set_len(length_before(&metrics, start)?)?;
-    Ok(metrics)
-}
-
-/// Prepares the file of events to append to it. If the run starts from the beginning, older events
-/// are removed: they are of a run that ended before its first checkpoint.
-fn begin_events(events: &File, start: u64) -> std::io::Result<()> {
-    if start == 0 {
-        events.set_len(0)?;
-    }
-    end_line(events)
-}
-
-/// Opens a file to read it and to append to it. Creates it if it does not exist.
-fn open_to_append(path: &Path) -> std::io::Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .append(true)
-        .create(true)
-        .open(path)
 }
 
 /// Ends the last line of a file, which a kill may have left half written.
@@ -445,19 +423,17 @@ fn end_line(mut file: &File) -> std::io::Result<()> {
     if length > 0 {
         file.read_exact_at(&mut last, length - 1)?;
     }
-    if last == *b"\n" {
-        Ok(())
-    } else {
-        file.write_all(b"\n")
+    if last != *b"\n" {
+        file.write_all(b"\n")?;
     }
+    Ok(())
 }
 
 /// Returns the time in seconds since 1970, to the millisecond.
 pub(super) fn now() -> f64 {
-    let since = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
-    since.as_millis() as f64 / 1e3
+    // A clock that is set to a time before 1970 counts as 0.
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default().as_millis() as f64 / 1e3
 }
 
 /// The fields of a line that are read again. A loss that is not a number was written as `null`.
@@ -470,14 +446,17 @@ struct Numbered {
 /// What cannot be read stays where such lines come after it; at the end it goes, as a kill may have
 /// left half a line.
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
-    let (mut length, mut is_over) = (0, false);
+    let mut length = 0;
+    let mut is_over = false;
     lines::visit(metrics, |line: JsonLine<Numbered>| {
-        let Some(Numbered { step }) = line.object.filter(|_| line.is_whole && !is_over) else {
-            return;
-        };
-        is_over = step >= start;
-        if !is_over {
-            length = line.end;
+        if let Some(Numbered { step }) = line.object
+            && line.is_whole
+            && !is_over
+        {
+            is_over = step >= start;
+            if !is_over {
+                length = line.end;
+            }
         }
     })?;
     Ok(length)

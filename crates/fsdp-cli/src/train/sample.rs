@@ -1,7 +1,7 @@
 //! A text sample from a trained model.
 
 use crate::gpt::Gpt;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use fsdp::prelude::*;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -24,12 +24,12 @@ pub(super) fn sample(
     seed: u64,
 ) -> anyhow::Result<String> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let mut next = |scores: &Tensor| {
-        let quantile = f64::from(rng.next_u32()) / f64::from(u32::MAX);
-        Ok(draw(&scores.to_dtype(DType::F32)?.to_vec1()?, quantile))
-    };
-    let text =
-        model.forward(|gpt| gpt.generate(&[u32::from(PROMPT)], length, device, &mut next))?;
+    let text = model.forward(|gpt| {
+        gpt.generate(&[u32::from(PROMPT)], length, device, &mut |scores| {
+            let quantile = f64::from(rng.next_u32()) / f64::from(u32::MAX);
+            Ok(draw(&scores.to_dtype(DType::F32)?.to_vec1()?, quantile))
+        })
+    })?;
     model.parameters().reshard()?;
     let bytes: Vec<u8> = text
         .to_vec1::<u32>()?

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 
 use crate::data::VOCAB;
 use crate::gpt::GptConfig;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::ValueEnum as _;
 use fsdp::checkpoint::Location;
 use fsdp::formats::checkpoint::{self, Checkpoint};
 use fsdp::formats::digest::Digest;
-use fsdp::formats::metadata::Entry;
+use fsdp::formats::metadata::Metadata;
 use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
@@ -17,6 +18,7 @@ use super::arguments::{MAX_LAYERS, MAX_SIZE, ScheduleName, TrainArguments};
 use super::optimizers::OptimizerName;
 use crate::job_failure::JobError;
 use crate::output;
+use crate::text::choice_name;
 
 /// The settings that are kept in checkpoints.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,8 +46,6 @@ pub(super) struct Resume {
 
 /// The prefix of a model's keys in a checkpoint that holds more than a model.
 const MODEL: &str = "model.";
-/// The prefix of the keys of an optimizer's state.
-const OPTIMIZER: &str = "optim.";
 /// A tensor that tells whether a checkpoint has the prefix of models.
 const EMBEDDING: &str = "transformer.wte.weight";
 
@@ -56,9 +56,8 @@ impl Resume {
     /// It is damaged.
     pub(super) fn open(path: Location) -> Result<Self> {
         let reader = CheckpointReader::open(&path)?;
-        let step = reader.read_value("train.step")?;
-        let step = step.as_int().and_then(|step| u64::try_from(step).ok());
-        let step = step.with_context(|| format!("`train.step` of `{path}` is not a step"))?;
+        let step = natural(&reader.read_value("train.step")?)
+            .with_context(|| format!("`train.step` of `{path}` is not a step"))?;
         Ok(Resume {
             step,
             path,
@@ -81,15 +80,14 @@ impl Resume {
         } else {
             MODEL
         };
-        let has = |prefix: &str| metadata.entries.keys().any(|key| key.starts_with(prefix));
-        let by_name =
-            has(&format!("{OPTIMIZER}state.{EMBEDDING}.")) || !has(&format!("{OPTIMIZER}state."));
+        let by_name = has_keys(metadata, &format!("optim.state.{EMBEDDING}."))
+            || !has_keys(metadata, "optim.state.");
         if !by_name {
             output::talk(&format!(
                 "`{path}`: the optimizer's state is not by parameters' names, and is left out"
             ));
         }
-        let optimizer = has(&format!("{OPTIMIZER}param_groups.")) && by_name;
+        let optimizer = by_name && has_keys(metadata, "optim.param_groups.");
         let mut resume = Resume {
             step: 0,
             path: path.clone(),
@@ -107,6 +105,7 @@ impl Resume {
         if !missing.is_empty() {
             output::talk(&format!("`{path}` holds {missing}"));
         }
+        // A checkpoint of a model alone counts as that of no step.
         resume.step = step.unwrap_or(0);
         Ok(resume)
     }
@@ -126,37 +125,33 @@ impl Resume {
 
     /// Returns the learning rate of the optimizer's first group, if it was saved.
     fn lr(&self) -> Result<Option<f64>> {
-        let entries = &self.checkpoint.metadata().entries;
-        let is_lr = |key: &str| key.starts_with("optim.param_groups.") && key.ends_with(".lr");
-        let found = entries
-            .iter()
-            .find(|(key, entry)| is_lr(key) && matches!(entry, Entry::Bytes(_)));
-        found.map_or(Ok(None), |(key, _)| self.read(key, PlainValue::as_float))
+        for (key, _) in self.checkpoint.metadata().values() {
+            if key.starts_with("optim.param_groups.") && key.ends_with(".lr") {
+                return self.read(key, PlainValue::as_float);
+            }
+        }
+        Ok(None)
     }
 
     /// Returns a size of the model from the shapes of its tensors, for checkpoints of programs that
     /// do not save their settings.
     fn size_of_tensors(&self, key: &str) -> Option<usize> {
         let metadata = self.checkpoint.metadata();
+        let model = self.model;
         match key {
-            "hidden" => metadata
-                .tensor(&format!("{}{EMBEDDING}", self.model))?
-                .shape
-                .get(1)
-                .copied(),
-            "seq" => metadata
-                .tensor(&format!("{}transformer.wpe.weight", self.model))?
-                .shape
-                .first()
-                .copied(),
+            "hidden" => {
+                let embedding = metadata.tensor(&format!("{model}{EMBEDDING}"))?;
+                embedding.shape.get(1).copied()
+            }
+            "seq" => {
+                let positions = metadata.tensor(&format!("{model}transformer.wpe.weight"))?;
+                positions.shape.first().copied()
+            }
             "layers" => {
-                let prefix = format!("{}transformer.h.", self.model);
-                let layer = |key: &str| key.strip_prefix(&prefix)?.split('.').next()?.parse().ok();
-                metadata
-                    .tensors()
-                    .filter_map(|(key, _)| layer(key))
-                    .max()
-                    .and_then(|last: usize| last.checked_add(1))
+                let prefix = format!("{model}transformer.h.");
+                let names = metadata.tensors();
+                let layers = names.filter_map(|(key, _)| layer_of(key, &prefix));
+                layers.max()?.checked_add(1)
             }
             _ => None,
         }
@@ -164,14 +159,6 @@ impl Resume {
 
     /// Reads a value; `None` if the checkpoint has none of this name, as those of other programs
     /// may not.
-    fn value(&self, key: &str) -> Result<Option<PlainValue>> {
-        if !self.checkpoint.metadata().entries.contains_key(key) {
-            return Ok(None);
-        }
-        Ok(Some(self.checkpoint.read_value(key)?))
-    }
-
-    /// Reads a value that the checkpoint may have.
     ///
     /// # Errors
     /// A value that cannot be read, or that `convert` refuses.
@@ -180,18 +167,27 @@ impl Resume {
         key: &str,
         convert: impl FnOnce(&PlainValue) -> Option<T>,
     ) -> Result<Option<T>> {
-        let Some(value) = self.value(key)? else {
+        if !self.checkpoint.metadata().entries.contains_key(key) {
             return Ok(None);
-        };
-        let what = || {
-            format!(
-                "`{key}` of `{}` cannot be a {}",
-                self.path,
-                value.type_name()
-            )
-        };
-        convert(&value).with_context(what).map(Some)
+        }
+        let value = self.checkpoint.read_value(key)?;
+        let converted = convert(&value).with_context(|| {
+            let found = value.type_name();
+            format!("`{key}` of `{}` cannot be a {found}", self.path)
+        })?;
+        Ok(Some(converted))
     }
+}
+
+/// Returns `true` if a checkpoint has a key with this prefix.
+fn has_keys(metadata: &Metadata, prefix: &str) -> bool {
+    let mut keys = metadata.entries.keys();
+    keys.any(|key| key.starts_with(prefix))
+}
+
+/// Returns the number of the layer that a key with this prefix is of.
+fn layer_of(key: &str, prefix: &str) -> Option<usize> {
+    key.strip_prefix(prefix)?.split('.').next()?.parse().ok()
 }
 
 impl Settings {
@@ -210,19 +206,21 @@ impl Settings {
         };
         // Other numbers of heads fit the same shapes, so only this comparison finds that the number
         // has changed.
-        if let Some(heads) = saved_size(resume, "heads")?.filter(|&heads| heads != gpt.heads) {
-            let (saved, asked) = (heads.to_string(), gpt.heads.to_string());
-            return Err(JobError::Changed {
+        if let Some(heads) = saved_size(resume, "heads")?
+            && heads != gpt.heads
+        {
+            bail!(JobError::Changed {
                 option: "--heads",
-                saved,
-                asked,
-            }
-            .into());
+                saved: heads.to_string(),
+                asked: gpt.heads.to_string(),
+            });
         }
-        let lr = match saved(resume, "train.config.lr", PlainValue::as_float)? {
-            Some(lr) => Some(lr),
-            None => resume.map_or(Ok(None), Resume::lr)?,
-        };
+        let mut lr = saved(resume, "train.config.lr", PlainValue::as_float)?;
+        if let Some(resume) = resume
+            && lr.is_none()
+        {
+            lr = resume.lr()?;
+        }
         let schedule = Schedule {
             decay: decay(
                 arguments.schedule,
@@ -238,11 +236,10 @@ impl Settings {
                 .unwrap_or(arguments.steps),
         };
         if schedule.decay != Decay::Constant && arguments.steps > schedule.steps {
-            return Err(JobError::AfterSchedule {
+            bail!(JobError::AfterSchedule {
                 steps: arguments.steps,
                 schedule: schedule.steps,
-            }
-            .into());
+            });
         }
         let seed = saved(resume, "train.seed", |seed| {
             Some(seed.as_int()?.cast_unsigned())
@@ -287,11 +284,16 @@ impl Settings {
             ("vocab", self.gpt.vocab),
             ("batch", self.batch),
         ] {
-            config.insert(key, i64::try_from(value).unwrap_or(i64::MAX));
+            let size = i64::try_from(value).expect("a larger model cannot be built");
+            config.insert(key, size);
         }
         config.insert("lr", self.lr);
-        config.insert("optimizer", self.optimizer.name());
-        config.insert("schedule", name(self.schedule.decay));
+        config.insert("optimizer", choice_name(&self.optimizer));
+        let schedule = ScheduleName::value_variants()
+            .iter()
+            .find(|name| name.decay() == self.schedule.decay)
+            .expect("the decay is that of an option");
+        config.insert("schedule", choice_name(schedule));
         config.insert("warmup", self.schedule.warmup.cast_signed());
         if self.schedule.decay != Decay::Constant {
             config.insert("schedule_steps", self.schedule.steps.cast_signed());
@@ -318,7 +320,10 @@ fn saved<T>(
     key: &str,
     convert: impl FnOnce(&PlainValue) -> Option<T>,
 ) -> Result<Option<T>> {
-    resume.map_or(Ok(None), |resume| resume.read(key, convert))
+    match resume {
+        Some(resume) => resume.read(key, convert),
+        None => Ok(None),
+    }
 }
 
 /// Returns a size that was asked for, or else the checkpoint's, or else the default.
@@ -334,19 +339,20 @@ fn saved_size(resume: Option<&Resume>, key: &str) -> Result<Option<usize>> {
     };
     let name = format!("train.config.{key}");
     let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
+    let Some(saved) = saved else {
+        return Ok(resume.size_of_tensors(key));
+    };
     // The number comes from a file, so it is bounded before memory is taken for it.
-    let most = if key == "layers" {
-        MAX_LAYERS
-    } else {
-        MAX_SIZE
+    let most = match key {
+        "layers" => MAX_LAYERS,
+        _ => MAX_SIZE,
     };
     ensure!(
-        saved.is_none_or(|saved| (1..=most).contains(&(saved as u64))),
-        "`{name}` of `{}` is {}, and can be 1 to {most}",
+        (1..=most).contains(&(saved as u64)),
+        "`{name}` of `{}` is {saved}, and can be 1 to {most}",
         resume.path,
-        saved.unwrap_or_default()
     );
-    Ok(saved.or_else(|| resume.size_of_tensors(key)))
+    Ok(Some(saved))
 }
 
 /// Returns a plain value as a text, if it is one.
@@ -365,35 +371,34 @@ fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<Opti
     let Some(saved) = saved else {
         return Ok(asked.unwrap_or(OptimizerName::Adamw));
     };
-    let known = <OptimizerName as clap::ValueEnum>::from_str(&saved, false).ok();
-    match (asked, known) {
-        (Some(asked), _) if asked.name() != saved => Err(JobError::Changed {
-            option: "--optimizer",
-            saved,
-            asked: asked.name().to_owned(),
-        }
-        .into()),
-        (_, known) => {
-            known.with_context(|| format!("the checkpoint's optimizer `{saved}` is not known here"))
-        }
+    if let Some(asked) = asked {
+        let option = "--optimizer";
+        let asked = choice_name(&asked);
+        ensure!(
+            asked == saved,
+            JobError::Changed {
+                option,
+                saved,
+                asked
+            }
+        );
+    }
+    match OptimizerName::from_str(&saved, false) {
+        Ok(known) => Ok(known),
+        Err(_) => bail!("the checkpoint's optimizer `{saved}` is not known here"),
     }
 }
 
 /// Returns the decay that was asked for, or else the checkpoint's.
 fn decay(asked: Option<ScheduleName>, saved: Option<String>) -> Result<Decay> {
-    let saved = saved.map(|saved| {
-        <ScheduleName as clap::ValueEnum>::from_str(&saved, false)
-            .map_err(|_| anyhow::anyhow!("the checkpoint's schedule `{saved}` is not known here"))
-    });
-    let name = asked.map(Ok).or(saved).transpose()?;
-    Ok(name.map_or(Decay::Constant, ScheduleName::decay))
-}
-
-/// Returns the name of a decay in checkpoints.
-fn name(decay: Decay) -> &'static str {
-    let names = <ScheduleName as clap::ValueEnum>::value_variants();
-    names
-        .iter()
-        .find(|name| name.decay() == decay)
-        .map_or("", |name| name.name())
+    if let Some(asked) = asked {
+        return Ok(asked.decay());
+    }
+    let Some(saved) = saved else {
+        return Ok(Decay::Constant);
+    };
+    match ScheduleName::from_str(&saved, false) {
+        Ok(known) => Ok(known.decay()),
+        Err(_) => bail!("the checkpoint's schedule `{saved}` is not known here"),
+    }
 }

@@ -52,8 +52,9 @@ fn plain_losses(initial: &[(String, Vec<f32>)]) -> Vec<f64> {
     let mut optimizer = candle_nn::AdamW::new(variables.all_vars(), params).unwrap();
     let text = Text::builtin();
     let step = |step| {
-        let (tokens, targets) = batches(1, 1)
-            .batch(&text, step, 0, 0, &Device::Cpu)
+        let batches = batches(1, 1);
+        let (tokens, targets) = batches
+            .batch(&text, batches.rows_of(step), (0, 0), &Device::Cpu)
             .unwrap();
         let loss = model.loss(&tokens, &targets).unwrap();
         optimizer.backward_step(&loss).unwrap();
@@ -92,7 +93,8 @@ fn sharded_losses(run: &Run) -> Vec<f64> {
         let mut losses = Vec::new();
         for step in 0..STEPS {
             let backward = |part| -> Result<f64, NnError> {
-                let (tokens, targets) = batches.batch(&text, step, rank, part, &Device::Cpu)?;
+                let (tokens, targets) =
+                    batches.batch(&text, batches.rows_of(step), (rank, part), &Device::Cpu)?;
                 let loss = model
                     .forward(|gpt| gpt.loss(&tokens, &targets)? * batches.weight(rank, part))?;
                 model.backward(&loss)?;
