@@ -4,28 +4,45 @@ pub(crate) mod figures;
 mod table;
 mod train;
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context as _, Result};
 use clap::Args;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use self::figures::{Case, Other, Results, SCHEMA};
-use crate::shell::{cargo, say, target};
+use crate::files::{read, write};
+use crate::shell::{cargo, output, say, show, target};
 
 /// The numbers of ranks on which torch loads besides those of the bench, because resharding loads
 /// lead there.
 const MORE_RANKS: [usize; 1] = [5];
-/// The groups of cases of `tests/examples/bench`.
-const GROUPS: [&str; 6] = [
-    "save",
-    "load",
-    "full",
-    "background",
-    "conversions",
-    "planning",
+/// The groups of cases of `tests/examples/bench` that depend on the size of the state.
+const GROUPS: [&str; 5] = ["save", "load", "full", "background", "conversions"];
+/// The smaller benches: for each its group, the name of its table, its package and its example.
+const EXAMPLES: [(&str, &str, &str, &str); 5] = [
+    ("offline", "Offline commands", "fsdp-tools", "offline"),
+    (
+        "digests",
+        "Digests in a save and a load of one rank",
+        "fsdp-tools",
+        "digest_cost",
+    ),
+    (
+        "optim-state-dict",
+        "Optimizer state, 4 ranks",
+        "fsdp-nn",
+        "optim_state_dict",
+    ),
+    (
+        "overhead",
+        "A step on one rank beside plain candle",
+        "fsdp-cli",
+        "overhead",
+    ),
+    ("collectives", "Collectives", "fsdp-comm", "collectives"),
 ];
 /// The name of the table of the Python package.
 const PLUGIN: &str = "torch.distributed.checkpoint with the Python package's storage";
@@ -34,7 +51,7 @@ const MERGERS: &str = "Conversions of the command beside those of PyTorch, accel
 /// The groups among them that torch has too.
 const TORCH_GROUPS: [&str; 4] = ["save", "full", "load", "conversions"];
 
-#[derive(Debug, Clone, Args)]
+#[derive(Args)]
 pub(crate) struct BenchArguments {
     /// Sizes of the state in bytes: 16m, 256m, 2g
     #[arg(long, value_delimiter = ',', default_value = "256m,2g")]
@@ -100,82 +117,26 @@ impl BenchArguments {
 /// Runs the benches, and writes their figures.
 pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
     let target = target(root);
-
-    let places = if arguments.place.is_empty() {
-        format!("tmpfs=/dev/shm,disk={}", target.display())
-    } else {
-        arguments.place.join(",")
+    let bench = Bench {
+        root,
+        target: &target,
+        arguments,
     };
-    let bench = target.join("release/examples/bench");
-    if GROUPS
-        .iter()
-        .chain(&["scale"])
-        .any(|group| arguments.wants(group))
-    {
-        build(root, "fsdp-tests", "bench")?;
-    }
-    let mut cases: Vec<Case> = Vec::new();
-    for size in &arguments.size {
-        let sized = GROUPS.into_iter().filter(|&group| group != "planning");
-        let groups: Vec<&str> = sized.filter(|group| arguments.wants(group)).collect();
-        if groups.is_empty() {
-            break;
-        }
-        let ranks: Vec<String> = arguments.ranks.iter().map(ToString::to_string).collect();
-        let runs = arguments.runs.to_string();
-        // Each group runs in a process of its own, so that memory kept by the allocator does not
-        // slow the next one.
-        for group in &groups {
-            let mut command = Command::new(&bench);
-            command.args([
-                "--json",
-                "--size",
-                size,
-                "--ranks",
-                &ranks.join(","),
-                "--runs",
-                &runs,
-                "--place",
-                &places,
-            ]);
-            let found: Vec<Case> =
-                serde_json::from_slice(&output(command.args(["--only", group]))?)?;
-            cases.extend(found);
-        }
-        let groups: Vec<&str> = groups
-            .into_iter()
-            .filter(|group| TORCH_GROUPS.contains(group))
-            .collect();
-        if let Some(python) = arguments.torch.as_ref().filter(|_| !groups.is_empty()) {
-            for found in torch(root, python, arguments, size, &groups, &places)? {
-                join(&mut cases, &found);
-            }
-        }
-    }
-    // What depends on the number of parameters, not on their bytes.
-    for group in ["planning", "scale"]
-        .into_iter()
-        .filter(|group| arguments.wants(group))
-    {
-        let mut command = Command::new(&bench);
-        command.args([
-            "--json", "--only", group, "--size", "16m", "--place", &places,
-        ]);
-        cases.extend(serde_json::from_slice::<Vec<Case>>(&output(&mut command)?)?);
-    }
-    let others = others(root, &target, arguments)?;
     let mut results = Results {
         schema: SCHEMA,
         machine: machine(),
-        cases,
-        others,
+        cases: bench.cases()?,
+        others: bench.others()?,
     };
-    let json = arguments
-        .json
-        .clone()
-        .unwrap_or_else(|| target.join("bench.json"));
+    let json = match &arguments.json {
+        Some(json) => json.clone(),
+        None => target.join("bench.json"),
+    };
+    // A run in parts keeps what earlier parts have measured.
     if arguments.add && json.exists() {
-        results = results.after(before(&json)?)?;
+        let before: Results = serde_json::from_str(&read(&json)?)
+            .with_context(|| format!("`{}` has no figures of this bench", json.display()))?;
+        results = results.after(before)?;
     }
     write(&json, &serde_json::to_string_pretty(&results)?)?;
     let text = table::markdown(&results);
@@ -187,217 +148,231 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
     Ok(())
 }
 
-/// Reads the results of an earlier part of the run.
-fn before(json: &Path) -> Result<Results> {
-    let text =
-        std::fs::read(json).with_context(|| format!("failed to read `{}`", json.display()))?;
-    serde_json::from_slice(&text)
-        .with_context(|| format!("`{}` has no figures of this bench", json.display()))
+/// One run of the task.
+struct Bench<'a> {
+    root: &'a Path,
+    /// The directory that cargo builds in.
+    target: &'a Path,
+    arguments: &'a BenchArguments,
 }
 
-/// Runs the smaller benches, each of which belongs to a crate.
-fn others(root: &Path, target: &Path, arguments: &BenchArguments) -> Result<Vec<Other>> {
-    let mut others = Vec::new();
-    for (group, name, package, example) in [
-        ("offline", "Offline commands", "fsdp-tools", "offline"),
-        (
-            "digests",
-            "Digests in a save and a load of one rank",
-            "fsdp-tools",
-            "digest_cost",
-        ),
-        (
-            "optim-state-dict",
-            "Optimizer state, 4 ranks",
-            "fsdp-nn",
-            "optim_state_dict",
-        ),
-        (
-            "overhead",
-            "A step on one rank beside plain candle",
-            "fsdp-cli",
-            "overhead",
-        ),
-        ("collectives", "Collectives", "fsdp-comm", "collectives"),
-    ] {
-        if !arguments.wants(group) {
-            continue;
+impl Bench<'_> {
+    /// Measures the cases of `tests/examples/bench`.
+    fn cases(&self) -> Result<Vec<Case>> {
+        let arguments = self.arguments;
+        let mut sized = GROUPS.to_vec();
+        sized.retain(|group| arguments.wants(group));
+        // What depends on the number of parameters, not on their bytes.
+        let mut unsized_groups = vec!["planning", "scale"];
+        unsized_groups.retain(|group| arguments.wants(group));
+        // Nothing is built for a run of the smaller benches only.
+        if !sized.is_empty() || !unsized_groups.is_empty() {
+            self.build("fsdp-tests", "bench")?;
         }
-        build(root, package, example)?;
-        let mut command = Command::new(target.join("release/examples").join(example));
-        command.arg("--json");
-        if group == "offline" {
-            build_command(root)?;
-            command.arg("--binary").arg(target.join("release/fsdp"));
-        }
-        if let Some(python) = arguments.torch.as_ref().filter(|_| group == "collectives") {
-            command.arg("--torch").arg(python);
-        }
-        let figures = serde_json::from_slice(&output(&mut command)?)?;
-        others.push(Other {
-            name: name.to_owned(),
-            figures,
-        });
-    }
-    if let Some(python) = arguments
-        .torch
-        .as_ref()
-        .filter(|_| arguments.wants("plugin"))
-    {
-        let figures = plugin(root, python, arguments)?;
-        others.push(Other {
-            name: PLUGIN.to_owned(),
-            figures: serde_json::to_value(figures)?,
-        });
-    }
-    if let Some(python) = arguments
-        .torch
-        .as_ref()
-        .filter(|_| arguments.wants("mergers"))
-    {
-        build_command(root)?;
-        let figures = mergers(root, target, python, arguments)?;
-        others.push(Other {
-            name: MERGERS.to_owned(),
-            figures: serde_json::to_value(figures)?,
-        });
-    }
-    if arguments.wants("train") {
-        build_command(root)?;
-        let figures = train::run(
-            root,
-            target,
-            &arguments.ranks,
-            arguments.runs,
-            arguments.torch.as_deref(),
-        )?;
-        others.push(Other {
-            name: "Training steps".to_owned(),
-            figures: serde_json::to_value(figures)?,
-        });
-    }
-    Ok(others)
-}
 
-/// Saves and loads of torch.distributed.checkpoint with the Python package's storage, in turns with
-/// torch's own.
-fn plugin(root: &Path, python: &Path, arguments: &BenchArguments) -> Result<Vec<BesideTheirs>> {
-    let mut figures = Vec::new();
-    let place = arguments
-        .place
-        .first()
-        .map_or("tmpfs=/dev/shm", String::as_str);
-    for (size, &ranks) in arguments
-        .size
-        .iter()
-        .flat_map(|size| arguments.ranks.iter().map(move |ranks| (size, ranks)))
-    {
-        let mut command = Command::new(python);
+        let mut cases: Vec<Case> = Vec::new();
+        for size in &arguments.size {
+            // Each group runs in a process of its own, so that memory kept by the allocator does
+            // not slow the next one.
+            for group in &sized {
+                let ranks: Vec<String> = arguments.ranks.iter().map(usize::to_string).collect();
+                let found: Vec<Case> = json(
+                    self.bench_command(group, size)
+                        .args(["--ranks", &ranks.join(",")])
+                        .args(["--runs", &arguments.runs.to_string()]),
+                )?;
+                cases.extend(found);
+            }
+            if let Some(python) = &arguments.torch {
+                let mut groups = sized.clone();
+                groups.retain(|group| TORCH_GROUPS.contains(group));
+                for found in self.torch(python, size, &groups)? {
+                    join(&mut cases, &found);
+                }
+            }
+        }
+        for group in unsized_groups {
+            let found: Vec<Case> = json(&mut self.bench_command(group, "16m"))?;
+            cases.extend(found);
+        }
+        Ok(cases)
+    }
+
+    /// Returns the command that measures a group of cases.
+    fn bench_command(&self, group: &str, size: &str) -> Command {
+        let mut command = Command::new(self.target.join("release/examples/bench"));
         command
-            .arg("-W")
-            .arg("ignore")
-            .arg(root.join("tests/interop/bench.py"));
-        command.args([
-            size,
-            &ranks.to_string(),
-            "plugin",
-            place,
-            &arguments.runs.to_string(),
-        ]);
-        let output = output(&mut command)
-            .context("is the wheel of `cargo xtask wheel` installed in that Python?")?;
-        let cases: Vec<TorchCase> = serde_json::from_slice(&output)?;
-        // Each of ours is followed by torch's.
-        for pair in cases.chunks_exact(2) {
-            let (seconds, their_seconds) = (pair[0].seconds, pair[1].seconds);
-            let (case, size) = (pair[1].name.clone(), size.clone());
-            figures.push(BesideTheirs {
-                case,
-                size,
-                ranks,
-                seconds,
-                their_seconds,
-                ratio: their_seconds / seconds,
+            .args(["--json", "--only", group, "--size", size])
+            .args(["--place", &self.places()]);
+        command
+    }
+
+    /// Returns the directories to write to, as the programs take them.
+    fn places(&self) -> String {
+        if self.arguments.place.is_empty() {
+            format!("tmpfs=/dev/shm,disk={}", self.target.display())
+        } else {
+            self.arguments.place.join(",")
+        }
+    }
+
+    /// Runs the smaller benches, each of which belongs to a crate.
+    fn others(&self) -> Result<Vec<Other>> {
+        let arguments = self.arguments;
+        let torch = arguments.torch.as_deref();
+        let mut others = Vec::new();
+        for (group, name, package, example) in EXAMPLES {
+            if !arguments.wants(group) {
+                continue;
+            }
+            self.build(package, example)?;
+            let mut command = Command::new(self.target.join("release/examples").join(example));
+            command.arg("--json");
+            if group == "offline" {
+                self.build_command()?;
+                command
+                    .arg("--binary")
+                    .arg(self.target.join("release/fsdp"));
+            }
+            if let Some(python) = torch
+                && group == "collectives"
+            {
+                command.arg("--torch").arg(python);
+            }
+            others.push(Other {
+                name: name.to_owned(),
+                figures: json(&mut command)?,
             });
         }
+        if let Some(python) = torch
+            && arguments.wants("plugin")
+        {
+            others.push(Other::new(PLUGIN, self.plugin(python)?)?);
+        }
+        if let Some(python) = torch
+            && arguments.wants("mergers")
+        {
+            self.build_command()?;
+            others.push(Other::new(MERGERS, self.mergers(python)?)?);
+        }
+        if arguments.wants("train") {
+            self.build_command()?;
+            others.push(Other::new("Training steps", self.train()?)?);
+        }
+        Ok(others)
     }
-    Ok(figures)
-}
 
-/// Conversions of the command, in turns with the programs of torch and of frameworks that do the
-/// same.
-fn mergers(
-    root: &Path,
-    target: &Path,
-    python: &Path,
-    arguments: &BenchArguments,
-) -> Result<Vec<BesideTheirs>> {
-    let mut figures: Vec<BesideTheirs> = Vec::new();
-    let place = arguments.place.first().map_or("/dev/shm", |place| {
-        place.split_once('=').map_or("", |(_, path)| path)
-    });
-    for size in &arguments.size {
+    /// Saves and loads of torch.distributed.checkpoint with the Python package's storage, in turns
+    /// with torch's own.
+    fn plugin(&self, python: &Path) -> Result<Vec<BesideTheirs>> {
+        let place = match self.arguments.place.first() {
+            Some(place) => place.as_str(),
+            None => "tmpfs=/dev/shm",
+        };
+        let runs = self.arguments.runs.to_string();
+        let mut figures = Vec::new();
+        for size in &self.arguments.size {
+            for &ranks in &self.arguments.ranks {
+                let mut command = self.python_command(python, "bench.py");
+                command.args([size, &ranks.to_string(), "plugin", place, &runs]);
+                let cases: Vec<TorchCase> = json(&mut command)
+                    .context("is the wheel of `cargo xtask wheel` installed in that Python?")?;
+                // Each of ours is followed by torch's.
+                for pair in cases.chunks_exact(2) {
+                    let [ours, theirs] = pair else {
+                        unreachable!("a chunk has two cases")
+                    };
+                    figures.push(BesideTheirs {
+                        case: theirs.name.clone(),
+                        size: size.clone(),
+                        ranks,
+                        seconds: ours.seconds,
+                        their_seconds: theirs.seconds,
+                        ratio: theirs.seconds / ours.seconds,
+                    });
+                }
+            }
+        }
+        Ok(figures)
+    }
+
+    /// Conversions of the command, in turns with the programs of torch and of frameworks that do
+    /// the same.
+    fn mergers(&self, python: &Path) -> Result<Vec<BesideTheirs>> {
+        let place = match self.arguments.place.first() {
+            Some(place) => {
+                let (_, directory) = place
+                    .split_once('=')
+                    .with_context(|| format!("`{place}` is not NAME=DIRECTORY"))?;
+                directory
+            }
+            None => "/dev/shm",
+        };
+        let mut figures = Vec::new();
+        for size in &self.arguments.size {
+            let found: Vec<BesideTheirs> = json(
+                self.python_command(python, "mergers.py")
+                    .arg(self.target.join("release/fsdp"))
+                    .args([place, size, &self.arguments.runs.to_string()]),
+            )?;
+            figures.extend(found);
+        }
+        Ok(figures)
+    }
+
+    /// Measures torch on the same work.
+    fn torch(&self, python: &Path, size: &str, groups: &[&str]) -> Result<Vec<TorchCase>> {
+        let mut on_all_ranks = groups.to_vec();
+        on_all_ranks.retain(|&group| group != "conversions");
+        let many = on_all_ranks.join(",");
+        let mut calls: Vec<(usize, &str)> = Vec::new();
+        // A conversion is one process, whatever number of ranks saved.
+        if groups.contains(&"conversions") {
+            calls.push((1, "conversions"));
+        }
+        if !many.is_empty() {
+            calls.extend(self.arguments.ranks.iter().map(|&ranks| (ranks, &*many)));
+        }
+        if groups.contains(&"load") {
+            calls.extend(MORE_RANKS.map(|ranks| (ranks, "load")));
+        }
+
+        let places = self.places();
+        let runs = self.arguments.runs.to_string();
+        let mut found = Vec::new();
+        for (ranks, groups) in calls {
+            let mut command = self.python_command(python, "bench.py");
+            command.args([size, &ranks.to_string(), groups, &places, &runs]);
+            let cases: Vec<TorchCase> = json(&mut command)?;
+            found.extend(cases);
+        }
+        Ok(found)
+    }
+
+    /// Returns the command that runs a script of `tests/interop`.
+    fn python_command(&self, python: &Path, script: &str) -> Command {
         let mut command = Command::new(python);
         command
-            .arg("-W")
-            .arg("ignore")
-            .arg(root.join("tests/interop/mergers.py"))
-            .arg(target.join("release/fsdp"));
-        command.args([place, size, &arguments.runs.to_string()]);
-        figures.extend(serde_json::from_slice::<Vec<BesideTheirs>>(&output(
-            &mut command,
-        )?)?);
-    }
-    Ok(figures)
-}
-
-fn torch(
-    root: &Path,
-    python: &Path,
-    arguments: &BenchArguments,
-    size: &str,
-    groups: &[&str],
-    places: &str,
-) -> Result<Vec<TorchCase>> {
-    let mut found = Vec::new();
-    let mut call = |ranks: usize, groups: &[&str]| -> Result<()> {
-        let mut command = Command::new(python);
+            .args(["-W", "ignore"])
+            .arg(self.root.join("tests/interop").join(script));
         command
-            .arg("-W")
-            .arg("ignore")
-            .arg(root.join("tests/interop/bench.py"));
-        command.args([
-            size,
-            &ranks.to_string(),
-            &groups.join(","),
-            places,
-            &arguments.runs.to_string(),
-        ]);
-        found.extend(serde_json::from_slice::<Vec<TorchCase>>(&output(
-            &mut command,
-        )?)?);
-        Ok(())
-    };
-    let many: Vec<&str> = groups
-        .iter()
-        .copied()
-        .filter(|&group| group != "conversions")
-        .collect();
-    if groups.contains(&"conversions") {
-        call(1, &["conversions"])?;
     }
-    if !many.is_empty() {
-        arguments
-            .ranks
-            .iter()
-            .try_for_each(|&ranks| call(ranks, &many))?;
+
+    /// Builds the command for release.
+    fn build_command(&self) -> Result<()> {
+        let build = ["build", "--release", "--locked", "--package", "fsdp-cli"];
+        cargo(self.root, &build, &[])
     }
-    if groups.contains(&"load") {
-        MORE_RANKS
-            .iter()
-            .try_for_each(|&ranks| call(ranks, &["load"]))?;
+
+    /// Builds an example for release.
+    fn build(&self, package: &str, example: &str) -> Result<()> {
+        let build = ["build", "--release", "--locked", "--package", package];
+        cargo(
+            self.root,
+            &[&build[..], &["--example", example]].concat(),
+            &[],
+        )
     }
-    Ok(found)
 }
 
 /// Puts torch's time beside ours for the same work. Its loads are in place, and are compared with
@@ -428,61 +403,17 @@ fn machine() -> String {
 /// Reads a field of a file of `NAME: VALUE` lines; empty if there is none.
 fn field(file: &str, name: &str) -> String {
     let text = std::fs::read_to_string(file).unwrap_or_default();
-    let line = text
-        .lines()
-        .find(|line| line.starts_with(name))
-        .unwrap_or_default();
-    line.split_once(':')
-        .map_or_else(String::new, |(_, value)| value.trim().to_owned())
+    for line in text.lines().filter(|line| line.starts_with(name)) {
+        if let Some((_, value)) = line.split_once(':') {
+            return value.trim().to_owned();
+        }
+    }
+    String::new()
 }
 
-/// Builds the command for release.
-fn build_command(root: &Path) -> Result<()> {
-    cargo(
-        root,
-        &["build", "--release", "--locked", "--package", "fsdp-cli"],
-        &[],
-    )
-}
-
-/// Builds an example for release.
-fn build(root: &Path, package: &str, example: &str) -> Result<()> {
-    cargo(
-        root,
-        &[
-            "build",
-            "--release",
-            "--locked",
-            "--package",
-            package,
-            "--example",
-            example,
-        ],
-        &[],
-    )
-}
-
-/// Runs a command whose stdout is data.
-fn output(command: &mut Command) -> Result<Vec<u8>> {
-    let name = OsString::from(command.get_program());
+/// Runs a command whose stdout is JSON, and whose stderr is its progress.
+fn json<T: DeserializeOwned>(command: &mut Command) -> Result<T> {
     say(&format!("xtask: {command:?}"));
-    let output = command.stderr(Stdio::inherit()).output();
-    let output = output.with_context(|| format!("failed to start `{}`", name.display()))?;
-    ensure!(
-        output.status.success(),
-        "`{}` failed with {}",
-        name.display(),
-        output.status
-    );
-    Ok(output.stdout)
-}
-
-#[expect(clippy::disallowed_methods, reason = "figures are no checkpoint")]
-fn write(path: &Path, text: &str) -> Result<()> {
-    std::fs::write(path, text).with_context(|| format!("failed to write `{}`", path.display()))
-}
-
-#[expect(clippy::print_stdout, reason = "the table is what was asked for")]
-fn show(text: &str) {
-    println!("{text}");
+    let text = output(command.stderr(Stdio::inherit()))?;
+    Ok(serde_json::from_str(&text)?)
 }

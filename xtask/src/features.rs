@@ -1,8 +1,8 @@
 //! `cargo xtask features`: checks each crate on its own, without features, with each feature alone,
 //! and with all together.
 //!
-//! A build of the whole workspace turns on what any crate asks for. So it does not show that a crate
-//! needs a feature, of its own or of a dependency, that it does not name.
+//! A build of the whole workspace turns on what any crate asks for. So it does not show that a
+//! crate needs a feature, of its own or of a dependency, that it does not name.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::metadata::{Package, packages};
 use crate::shell::{cargo, say};
 
 /// Options of `cargo xtask features`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct FeaturesArguments {
     /// Only list what would be checked
     #[arg(long)]
@@ -37,7 +37,6 @@ const EXCLUDED: [(&str, &str); 2] = [
 pub(crate) fn run(root: &Path, arguments: &FeaturesArguments) -> Result<()> {
     let packages = packages(root)?;
     let target = check_target(root);
-    let target = target.to_string_lossy();
     for package in packages.iter().filter(|package| package.is_crate()) {
         for feature in package.features.keys() {
             if let Some(reason) = excluded(&packages, package, feature) {
@@ -62,8 +61,9 @@ pub(crate) fn run(root: &Path, arguments: &FeaturesArguments) -> Result<()> {
                 say(&format!("cargo {}", clippy.join(" ")));
                 continue;
             }
-            let directory = ["--target-dir", &*target, "--", "-D", "warnings"];
-            cargo(root, &[&clippy[..], &directory].concat(), &[])?;
+            let directory = ["--target-dir", &*target.to_string_lossy()];
+            let all = [&clippy[..], &directory, &["--", "-D", "warnings"]];
+            cargo(root, &all.concat(), &[])?;
         }
     }
     Ok(())

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context as _, Result};
+
+use crate::shell::{output, program, run};
 
 /// The time, in seconds, after which one input counts as a hang.
 const HANG: u64 = 10;
@@ -11,11 +13,9 @@ const HANG: u64 = 10;
 const MEMORY: u64 = 2048;
 
 /// Runs each fuzz target for this many seconds.
-pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
-    let installed = cargo(root).args(["fuzz", "--version"]).output();
-    if !installed.is_ok_and(|output| output.status.success()) {
-        bail!("cargo-fuzz is not installed: `cargo install cargo-fuzz --locked`");
-    }
+pub(crate) fn fuzz(root: &Path, seconds: u64) -> Result<()> {
+    output(cargo(root).args(["fuzz", "--version"]))
+        .context("cargo-fuzz is needed: `cargo install cargo-fuzz --locked`")?;
     for target in targets(root)? {
         // The fuzzer writes new inputs to the first directory, and only reads the seeds.
         let corpus = root.join("fuzz/corpus").join(&target);
@@ -31,11 +31,9 @@ pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
             format!("-timeout={HANG}"),
             format!("-rss_limit_mb={MEMORY}"),
         ]);
-        let status = command.status().context("failed to run cargo")?;
-        ensure!(
-            status.success(),
-            "`{target}` failed; its input is in `fuzz/artifacts/{target}`"
-        );
+        run(&mut command).with_context(|| {
+            format!("`{target}` failed; its input is in `fuzz/artifacts/{target}`")
+        })?;
     }
     Ok(())
 }
@@ -43,7 +41,7 @@ pub(crate) fn run(root: &Path, seconds: u64) -> Result<()> {
 /// Returns a command for cargo on the current toolchain. The variable lets a stable compiler accept
 /// the sanitizer's options.
 fn cargo(root: &Path) -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut command = Command::new(program());
     command.current_dir(root).env("RUSTC_BOOTSTRAP", "1");
     command
 }
@@ -55,13 +53,10 @@ fn targets(root: &Path) -> Result<Vec<String>> {
         .with_context(|| format!("failed to list `{}`", directory.display()))?;
     let mut names = Vec::new();
     for entry in list {
-        names.extend(
-            entry?
-                .file_name()
-                .to_str()
-                .and_then(|name| name.strip_suffix(".rs"))
-                .map(str::to_owned),
-        );
+        let name = entry?.file_name();
+        if let Some(target) = name.to_string_lossy().strip_suffix(".rs") {
+            names.push(target.to_owned());
+        }
     }
     names.sort();
     Ok(names)

@@ -8,24 +8,24 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
-use serde_json::Value;
+use serde::Deserialize;
 
-use crate::shell::{STAND_IN, cargo, program, say};
+use crate::shell::{STAND_IN, cargo, output, program, say};
 
 /// Options of `cargo xtask gpu`.
-#[derive(Args, Clone, Default)]
+#[derive(Args)]
 pub(crate) struct GpuArguments {
     /// Run clippy on the code for GPUs instead; this needs neither a GPU nor a CUDA toolkit
     #[arg(long)]
-    pub(crate) check: bool,
+    check: bool,
     /// Run the tests with a stand-in for NVIDIA's libraries, which needs neither a GPU nor a CUDA
     /// toolkit
     #[arg(long, conflicts_with = "check")]
-    pub(crate) stand_in: bool,
+    stand_in: bool,
     /// Build the tests, and put the stripped programs into DIR, from where they can be copied to a
     /// machine with a GPU. This needs a CUDA toolkit
     #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "stand_in"])]
-    pub(crate) build: Option<PathBuf>,
+    build: Option<PathBuf>,
 }
 
 /// Runs the part that was asked for.
@@ -80,12 +80,12 @@ fn test(root: &Path) -> Result<()> {
         }
     };
     say(&format!(
-        "xtask: gpu: {gpus} found: NCCL with one rank a GPU, and several ranks that share one through the host"
+        "xtask: gpu: {gpus} found: NCCL with one rank a GPU, \
+         and several ranks that share one through the host"
     ));
     if Command::new("nvcc").arg("--version").output().is_err() {
-        say(
-            "xtask: gpu: there is no `nvcc`: without a CUDA toolkit only the collectives can be built",
-        );
+        say("xtask: gpu: there is no `nvcc`: \
+             without a CUDA toolkit only the collectives can be built");
     }
     // The tests of the collectives come first: they need no CUDA toolkit, and soon show if NCCL
     // works. The tests share the GPUs, so they run one at a time.
@@ -154,22 +154,21 @@ fn stand_in_toolkit(root: &Path) -> Vec<(&'static str, String)> {
 
 /// Runs clippy on all code of the features `cuda` and `nccl`.
 fn check(root: &Path) -> Result<()> {
-    let (target, toolkit) = (check_target(root), stand_in_toolkit(root));
-    let target = target.to_string_lossy();
-    let arguments = [
+    let target = check_target(root);
+    let clippy = [
         "clippy",
         "--workspace",
         "--all-targets",
         "--locked",
         "--features",
         FEATURES,
+        "--target-dir",
+        &*target.to_string_lossy(),
+        "--",
+        "-D",
+        "warnings",
     ];
-    let arguments = [
-        &arguments[..],
-        &["--target-dir", &*target, "--", "-D", "warnings"],
-    ]
-    .concat();
-    cargo(root, &arguments, &borrowed(&toolkit))
+    cargo(root, &clippy, &borrowed(&stand_in_toolkit(root)))
 }
 
 /// The names of NVIDIA's libraries that candle links to, and those that are loaded at run time.
@@ -189,6 +188,7 @@ fn stand_in(root: &Path) -> Result<()> {
     let target = check_target(root);
     let text = target.to_string_lossy().into_owned();
     let mut variables = stand_in_toolkit(root);
+    // A fault of the stand-in would look like one of what it tests, so its own tests come first.
     let library = ["--package", STAND_IN, "--locked", "--target-dir", &text];
     cargo(
         root,
@@ -208,6 +208,8 @@ fn stand_in(root: &Path) -> Result<()> {
             libraries.path().join(name),
         )?;
     }
+    // The linker looks in the first of these when programs are built, and the loader in the second
+    // when they run.
     let directory = libraries.path().to_string_lossy().into_owned();
     for name in ["LIBRARY_PATH", "LD_LIBRARY_PATH"] {
         let before = std::env::var(name)
@@ -224,7 +226,7 @@ fn stand_in(root: &Path) -> Result<()> {
         "CUDA_STAND_IN_DIRECTORY",
         messages.path().to_string_lossy().into_owned(),
     ));
-    let all = [
+    let mut test = vec![
         "test",
         "--features",
         FEATURES,
@@ -232,7 +234,7 @@ fn stand_in(root: &Path) -> Result<()> {
         "--target-dir",
         &text,
     ];
-    let all = [&all[..], &PACKAGES].concat();
+    test.extend(PACKAGES);
     // With other numbers of GPUs only the collectives: the rest takes longer, and depends less on
     // their number.
     for (gpus, ranks, delay, tests) in [
@@ -243,15 +245,17 @@ fn stand_in(root: &Path) -> Result<()> {
         ("1", "2", "0", &TESTS[4..]),
     ] {
         say(&format!(
-            "xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, {delay} us before each piece of work"
+            "xtask: gpu: {gpus} stand-ins for GPUs, {ranks} ranks, \
+             {delay} us before each piece of work"
         ));
         let mut variables = variables.clone();
         variables.push(("CUDA_STAND_IN_DEVICES", gpus.to_owned()));
         variables.push(("CUDA_STAND_IN_DELAY_US", delay.to_owned()));
+        // With a rank for each GPU the tests find the number out by themselves.
         if gpus != ranks {
             variables.push((RANKS, ranks.to_owned()));
         }
-        cargo(root, &[&all[..], tests].concat(), &borrowed(&variables))?;
+        cargo(root, &[&test[..], tests].concat(), &borrowed(&variables))?;
     }
     let left = std::fs::read_dir(messages.path())?.count();
     say(&format!(
@@ -265,40 +269,19 @@ fn stand_in(root: &Path) -> Result<()> {
 fn build(root: &Path, directory: &Path) -> Result<()> {
     // In a directory of its own, so that neither this build nor that of the tests for CPUs undoes
     // the other.
-    let target = root.join("target/gpu");
-    let target = target.to_string_lossy();
-    let arguments = [
-        "test",
-        "--no-run",
-        "--features",
-        FEATURES,
-        "--locked",
-        "--target-dir",
-        &*target,
-    ];
-    let arguments = [
-        &arguments[..],
-        &["--message-format", "json-render-diagnostics"],
-        &PACKAGES,
-        &TESTS,
-    ]
-    .concat();
-    say(&format!("xtask: cargo {}", arguments.join(" ")));
     let mut command = Command::new(program());
     command
         .current_dir(root)
-        .args(arguments)
-        .env("CARGO_PROFILE_DEV_STRIP", "symbols");
-    let output = command
-        .stderr(Stdio::inherit())
-        .output()
-        .context("failed to run cargo")?;
-    ensure!(
-        output.status.success(),
-        "cargo failed with {}",
-        output.status
-    );
-    let programs = programs(&String::from_utf8_lossy(&output.stdout));
+        .args(["test", "--no-run", "--features", FEATURES, "--locked"])
+        .args(["--message-format", "json-render-diagnostics"])
+        .args(PACKAGES)
+        .args(TESTS)
+        .arg("--target-dir")
+        .arg(root.join("target/gpu"))
+        .env("CARGO_PROFILE_DEV_STRIP", "symbols")
+        .stderr(Stdio::inherit());
+    say(&format!("xtask: {command:?}"));
+    let programs = programs(&output(&mut command)?);
     ensure!(!programs.is_empty(), "cargo has named no program");
     std::fs::create_dir_all(directory)
         .with_context(|| format!("failed to make `{}`", directory.display()))?;
@@ -310,34 +293,43 @@ fn build(root: &Path, directory: &Path) -> Result<()> {
     Ok(())
 }
 
+/// A message of cargo about a program that it has built; other messages lack some of the fields.
+#[derive(Deserialize)]
+struct BuiltProgram {
+    executable: String,
+    manifest_path: PathBuf,
+    target: BuiltTarget,
+    profile: BuiltProfile,
+}
+
+#[derive(Deserialize)]
+struct BuiltTarget {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct BuiltProfile {
+    test: bool,
+}
+
 /// Returns the programs that cargo's messages name, each with a name of its own: its package's and
 /// its target's.
 fn programs(messages: &str) -> Vec<(String, String)> {
-    let messages = messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let program = |message: Value| {
-        let program = message["executable"].as_str()?.to_owned();
-        let (package, target) = (
-            message["manifest_path"].as_str()?,
-            message["target"]["name"].as_str()?,
-        );
-        let package = Path::new(package)
-            .parent()?
-            .file_name()?
-            .to_string_lossy()
-            .into_owned();
-        let is_test = message["profile"]["test"] == true;
-        Some((
-            if is_test {
-                format!("{package}-{target}")
-            } else {
-                target.to_owned()
-            },
-            program,
-        ))
-    };
-    messages.filter_map(program).collect()
+    let mut programs = Vec::new();
+    for line in messages.lines() {
+        let Ok(built) = serde_json::from_str::<BuiltProgram>(line) else {
+            continue;
+        };
+        // Several packages have tests of one name.
+        let mut name = built.target.name;
+        if built.profile.test
+            && let Some(package) = built.manifest_path.iter().rev().nth(1)
+        {
+            name = format!("{}-{name}", package.display());
+        }
+        programs.push((name, built.executable));
+    }
+    programs
 }
 
 /// Returns variables as [`cargo`] takes them.

@@ -1,12 +1,13 @@
 //! `cargo xtask interop`: an environment with PyTorch, and the two-way tests against it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
-use crate::python::{environment, install, remove, succeed};
-use crate::shell::{program, target};
+use crate::files::remove_directory;
+use crate::python::{environment, install};
+use crate::shell::{cargo, program, run, target};
 
 /// The packages that the tests import.
 const PACKAGES: [&str; 7] = [
@@ -23,9 +24,9 @@ const PACKAGES: [&str; 7] = [
 const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
 
 /// Builds the command, and runs the tests of `tests/interop` with it.
-pub(crate) fn run(root: &Path) -> Result<()> {
+pub(crate) fn test(root: &Path) -> Result<()> {
     let python = match std::env::var(PYTHON_VARIABLE) {
-        Ok(python) => python.into(),
+        Ok(python) => PathBuf::from(python),
         Err(_) => {
             let python = environment(&root.join("target/interop-python"), false)?;
             // pip runs every time, because the list may be longer than when the environment was
@@ -34,63 +35,33 @@ pub(crate) fn run(root: &Path) -> Result<()> {
             python
         }
     };
-    run_in(
+    cargo(
         root,
-        Path::new("cargo"),
-        &["build", "--release", "--package", "fsdp-cli", "--locked"].map(Path::new),
+        &["build", "--release", "--package", "fsdp-cli", "--locked"],
+        &[],
     )?;
-    let target = target(root);
-    let work = target.join("interop");
-    if work.exists() {
-        remove(&work)?;
-    }
+    let work = target(root).join("interop");
+    remove_directory(&work)?;
     std::fs::create_dir_all(&work)
         .with_context(|| format!("failed to create `{}`", work.display()))?;
-    let scripts = root.join("tests/interop");
-    let binary = target.join("release/fsdp");
-    let fixtures = root.join("tests/fixtures");
-    run_in(
-        root,
-        &python,
-        &[
-            &scripts.join("formats.py"),
-            &binary,
-            &fixtures,
-            &work.join("formats"),
-        ],
-    )?;
-    run_in(
-        root,
-        &python,
-        &[
-            &scripts.join("signing.py"),
-            &binary,
-            &fixtures,
-            &work.join("signing"),
-        ],
-    )?;
-    let data = root.join("crates/fsdp-cli/data/harbour.txt");
-    run_in(
-        root,
-        &python,
-        &[&scripts.join("interop.py"), &binary, &data, &work],
-    )?;
-    run_in(
-        root,
-        &python,
-        &[
-            &scripts.join("torchrun.py"),
-            &binary,
-            &data,
-            &work.join("torchrun"),
-        ],
-    )?;
-    pair(root, &python)
-}
 
-/// Runs the test of the examples that continue from each other's checkpoints, with its Python half.
-fn pair(root: &Path, python: &Path) -> Result<()> {
-    let test = [
+    let fixtures = root.join("tests/fixtures");
+    let data = root.join("crates/fsdp-cli/data/harbour.txt");
+    for (script, input, output) in [
+        ("formats.py", &fixtures, work.join("formats")),
+        ("signing.py", &fixtures, work.join("signing")),
+        ("interop.py", &data, work.clone()),
+        ("torchrun.py", &data, work.join("torchrun")),
+    ] {
+        run(Command::new(&python)
+            .arg(root.join("tests/interop").join(script))
+            .arg(target(root).join("release/fsdp"))
+            .args([input, &output])
+            .current_dir(root))?;
+    }
+
+    // The examples that continue from each other's checkpoints, with their Python half.
+    let pair = [
         "test",
         "--package",
         "fsdp-examples",
@@ -99,17 +70,8 @@ fn pair(root: &Path, python: &Path) -> Result<()> {
         "--locked",
         "both_halves",
     ];
-    let status = Command::new(program())
-        .args(test)
-        .env(PYTHON_VARIABLE, python)
-        .current_dir(root)
-        .status();
-    let status = status.context("failed to start cargo")?;
-    ensure!(status.success(), "the pair of examples failed: {status}");
-    Ok(())
-}
-
-/// Runs a program in the directory of the workspace. Returns an error if the program fails.
-fn run_in(root: &Path, program: &Path, arguments: &[&Path]) -> Result<()> {
-    succeed(Command::new(program).args(arguments).current_dir(root))
+    run(Command::new(program())
+        .args(pair)
+        .env(PYTHON_VARIABLE, &python)
+        .current_dir(root))
 }

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -39,21 +39,11 @@ pub(crate) const SMALL_MODEL: [&str; 12] = [
     "--threads",
     "1",
 ];
-const BATCH: &str = "16";
+/// The sequences of a step. Many numbers of ranks divide it.
+const BATCH: u64 = 48;
 
 /// The tokens of a step.
-pub(crate) const TOKENS: f64 = 16.0 * 16.0;
-
-/// The script of a rank whose last one may be late: it waits until the file `$1` is there. That
-/// file may name the port at which it is to look for the store. `fsdp train` follows.
-const LATE: &str = r#"
-come=$1; shift
-if [ "$RANK" = $((WORLD_SIZE - 1)) ]; then
-    while ! [ -e "$come" ]; do sleep 0.05; done
-    port=$(cat "$come"); MASTER_PORT=${port:-$MASTER_PORT}
-fi
-exec "$@"
-"#;
+const TOKENS: f64 = BATCH as f64 * 16.0;
 
 /// Returns the program to test: the one that was named, or else the debug build of this tree, which
 /// this makes.
@@ -84,74 +74,71 @@ pub(crate) struct Work {
 impl Work {
     /// Starts the job, which writes to `out`. Its own output is added to the file `said`.
     pub(crate) fn start(&self, out: &Path, said: &Path) -> Result<Job> {
-        self.start_as(&[], out, said)
+        self.start_with_script(&[], out, said)
     }
 
-    /// Starts the job, whose last rank does not come before the file `come` is there. If that names
-    /// a port, it looks for the store there.
-    pub(crate) fn start_with_a_late_rank(
+    /// Starts the job with a script that each rank runs. The words of `fsdp train` follow those of
+    /// the script.
+    pub(crate) fn start_with_script(
         &self,
-        come: &Path,
+        script: &[&str],
         out: &Path,
         said: &Path,
     ) -> Result<Job> {
-        let come = come.to_str().context("a path is no text")?;
-        self.start_as(&["sh", "-c", LATE, "rank", come], out, said)
-    }
-
-    fn start_as(&self, script: &[&str], out: &Path, said: &Path) -> Result<Job> {
         let mut command = Command::new(&self.program);
-        command.args(["launch", "--grace", &self.grace.to_string()]);
-        command.args([
-            "--max-restarts",
-            &self.max_restarts.to_string(),
-            "--nproc",
-            &self.ranks.to_string(),
-            "--",
-        ]);
-        command.args(script).arg(&self.program).args([
-            "train",
-            "--backend",
-            "tcp",
-            "--resume=auto",
-        ]);
-        command.args([
-            "--timeout",
-            &self.timeout.to_string(),
-            "--steps",
-            &self.steps.to_string(),
-        ]);
-        command
-            .args(["--save-every", &self.save_every.to_string()])
-            .args(SMALL_MODEL)
-            .args(["--batch", BATCH]);
-        if let Some(checkpoints) = self.keep_last {
-            command.args(["--keep-last", &checkpoints.to_string()]);
+        command.arg("launch");
+        for (option, value) in [
+            ("--grace", self.grace),
+            ("--max-restarts", self.max_restarts),
+            ("--nproc", self.ranks as u64),
+        ] {
+            command.arg(option).arg(value.to_string());
         }
-        command.arg("--out").arg(out);
+        command
+            .arg("--")
+            .args(script)
+            .arg(&self.program)
+            .args(["train", "--backend", "tcp", "--resume=auto"])
+            .args(SMALL_MODEL);
+        for (option, value) in [
+            ("--batch", Some(BATCH)),
+            ("--timeout", Some(self.timeout)),
+            ("--steps", Some(self.steps)),
+            ("--save-every", Some(self.save_every)),
+            ("--keep-last", self.keep_last),
+        ] {
+            if let Some(value) = value {
+                command.arg(option).arg(value.to_string());
+            }
+        }
+        // Appended, because a job that is started again goes on writing to the same file.
         let output = fs::File::options().create(true).append(true).open(said)?;
         command
+            .arg("--out")
+            .arg(out)
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output);
-        let launcher = command.spawn();
-        let launcher =
-            launcher.with_context(|| format!("failed to start `{}`", self.program.display()))?;
-        Ok(Job(launcher))
+        match command.spawn() {
+            Ok(launcher) => Ok(Job(launcher)),
+            Err(error) => {
+                Err(error).with_context(|| format!("failed to start `{}`", self.program.display()))
+            }
+        }
     }
 
     /// Checks that two jobs have ended with the same bits after this many steps.
     pub(crate) fn check_same(&self, out: &Path, other: &Path, steps: u64) -> Result<()> {
         let last = format!("step-{steps:08}");
-        let same = Command::new(&self.program)
+        let diff = Command::new(&self.program)
             .arg("diff")
             .args([out.join(&last), other.join(&last)])
             .output()?;
-        let told = String::from_utf8_lossy(&same.stdout).into_owned()
-            + &String::from_utf8_lossy(&same.stderr);
         ensure!(
-            same.status.success(),
-            "the job ended with other bits than the one that nobody disturbed:\n{told}"
+            diff.status.success(),
+            "the job ended with other bits than the one that nobody disturbed:\n{}{}",
+            String::from_utf8_lossy(&diff.stdout),
+            String::from_utf8_lossy(&diff.stderr)
         );
         Ok(())
     }
@@ -166,16 +153,24 @@ impl Job {
         Pid::from_child(&self.0)
     }
 
-    /// Waits for the launcher to end, or for some time. Returns `true` if it has ended well.
-    pub(crate) fn wait(&mut self, time: Duration) -> Result<bool> {
+    /// Waits for the launcher to end, or for some time. Returns its status if it has ended.
+    pub(crate) fn wait_for_end(&mut self, time: Duration) -> Result<Option<ExitStatus>> {
         let until = Instant::now() + time;
         loop {
-            match self.0.try_wait()? {
-                Some(status) if status.success() => return Ok(true),
-                Some(status) => bail!("the launcher gave up: {status}"),
-                None if Instant::now() >= until => return Ok(false),
-                None => thread::sleep(Duration::from_millis(10)),
+            let status = self.0.try_wait()?;
+            if status.is_some() || Instant::now() >= until {
+                return Ok(status);
             }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Waits for the launcher to end well, or for some time. Returns `true` if it has ended.
+    pub(crate) fn wait(&mut self, time: Duration) -> Result<bool> {
+        match self.wait_for_end(time)? {
+            Some(status) if status.success() => Ok(true),
+            Some(status) => bail!("the launcher gave up: {status}"),
+            None => Ok(false),
         }
     }
 
@@ -186,14 +181,10 @@ impl Job {
             "the job had ended before it was asked to stop"
         );
         kill_process(self.launcher(), Signal::TERM)?;
-        let until = Instant::now() + HANG;
-        loop {
-            match self.0.try_wait()? {
-                Some(status) if status.code() == Some(STOPPED) => return Ok(()),
-                Some(status) => bail!("the job was asked to stop: {status}"),
-                None => ensure!(Instant::now() < until, "the job does not stop"),
-            }
-            thread::sleep(Duration::from_millis(10));
+        match self.wait_for_end(HANG)? {
+            Some(status) if status.code() == Some(STOPPED) => Ok(()),
+            Some(status) => bail!("the job was asked to stop: {status}"),
+            None => bail!("the job does not stop"),
         }
     }
 
@@ -206,6 +197,8 @@ impl Job {
 
     /// Returns the processes of its ranks.
     pub(crate) fn ranks(&self) -> Result<Vec<Pid>> {
+        // The ranks are children of whichever thread of the launcher has started them. Those that
+        // have not become the program yet are no ranks yet.
         let id = self.0.id();
         let mut ranks = Vec::new();
         for entry in fs::read_dir(format!("/proc/{id}/task"))? {
@@ -255,12 +248,16 @@ pub(crate) fn newest(out: &Path) -> Result<u64> {
     };
     let mut newest = 0;
     for entry in list {
-        let path = entry?.path();
-        let step = path
-            .file_name()
-            .and_then(|name| name.to_str()?.strip_prefix("step-")?.parse().ok());
-        if path.join(".metadata").exists() {
-            newest = newest.max(step.unwrap_or(0));
+        let entry = entry?;
+        let name = entry.file_name();
+        let step: Option<u64> = name
+            .to_str()
+            .and_then(|name| name.strip_prefix("step-")?.parse().ok());
+        // Only a committed checkpoint has its metadata.
+        if let Some(step) = step
+            && entry.path().join(".metadata").exists()
+        {
+            newest = newest.max(step);
         }
     }
     Ok(newest)

@@ -4,6 +4,7 @@
 mod bench;
 mod docs;
 mod features;
+mod files;
 mod fuzz;
 mod gpu;
 mod interop;
@@ -20,13 +21,12 @@ mod tidy;
 mod wheel;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
-use self::shell::{BESIDE_A_LIBRARY, TESTED, cargo, program, say};
+use self::shell::{BESIDE_A_LIBRARY, TESTED, cargo, cargo_output, say};
 
 #[derive(Parser)]
 #[command(about = "The project's own tasks", bin_name = "cargo xtask")]
@@ -35,7 +35,7 @@ struct Arguments {
     task: Task,
 }
 
-#[derive(Subcommand, Clone)]
+#[derive(Subcommand)]
 enum Task {
     /// All checks and all tests: what CI runs.
     Ci,
@@ -105,16 +105,7 @@ enum Task {
     Strangers(strangers::StrangersArguments),
     /// Ranks killed or stopped at random moments of training and saving; the newest checkpoint must
     /// resume.
-    Soak {
-        #[arg(long, value_name = "N", default_value_t = 200)]
-        runs: u64,
-        /// The seed of the first run [default: random]
-        #[arg(long, value_name = "Z")]
-        seed: Option<u64>,
-        /// The `fsdp` to test [default: the debug build of this tree]
-        #[arg(long, value_name = "FILE")]
-        program: Option<PathBuf>,
-    },
+    Soak(soak::SoakArguments),
 }
 
 /// The variable that tells nextest how many tests run at once.
@@ -123,32 +114,41 @@ const TEST_THREADS: &str = "NEXTEST_TEST_THREADS";
 /// The tasks of `ci`, in order: quick ones and those that fail most often come first; the tests'
 /// summary comes last. The first task that builds programs builds all tests. While the libraries
 /// are built one after the other, tests are built on the other cores.
-const CI: [Task; 10] = [
-    Task::Fmt,
-    Task::Tidy(tidy::TidyArguments {
-        report: false,
-        at: None,
-    }),
-    Task::Clippy,
-    Task::Gpu(gpu::GpuArguments {
-        check: true,
-        stand_in: false,
-        build: None,
-    }),
-    Task::Package(package::PackageArguments::CI),
-    Task::Doc,
-    Task::Docs(docs::DocsArguments::CI),
-    Task::Doctest,
-    Task::Mpi { train: false },
-    Task::Test,
+const CI: [&[&str]; 10] = [
+    &["fmt"],
+    &["tidy"],
+    &["clippy"],
+    &["gpu", "--check"],
+    &["package"],
+    &["doc"],
+    &["docs", "--no-build", "--with-tests"],
+    &["doctest"],
+    &["mpi"],
+    &["test"],
 ];
 
 fn main() -> Result<()> {
     let root = root()?;
+    let words: Vec<String> = std::env::args().skip(1).collect();
     match Arguments::parse().task {
-        Task::Ci => CI.into_iter().try_for_each(|task| run(task, &root)),
-        task => run(task, &root),
+        Task::Ci => {
+            for words in CI {
+                let task = Arguments::parse_from(std::iter::once(&"xtask").chain(words)).task;
+                timed(&words.join(" "), || run(task, &root))?;
+            }
+            Ok(())
+        }
+        task => timed(&words.join(" "), || run(task, &root)),
     }
+}
+
+/// Runs a task, and says how long it took if it passed.
+fn timed(name: &str, task: impl FnOnce() -> Result<()>) -> Result<()> {
+    let start = Instant::now();
+    task()?;
+    let seconds = start.elapsed().as_secs_f64();
+    say(&format!("xtask: {name} passed in {seconds:.0} s"));
+    Ok(())
 }
 
 /// Returns the directory of the workspace, which is the parent of this package's.
@@ -160,45 +160,25 @@ fn root() -> Result<PathBuf> {
         .to_owned())
 }
 
-/// Runs one task, and says how long it took if it passed.
+/// Runs one task.
 fn run(task: Task, root: &Path) -> Result<()> {
-    let start = Instant::now();
-    let name = match task {
-        Task::Ci => "ci",
-        Task::Fmt => "fmt",
-        Task::Tidy(_) => "tidy",
-        Task::Clippy => "clippy",
-        Task::Features(_) => "features",
-        Task::Doc => "doc",
-        Task::Doctest => "doctest",
-        Task::Test => "test",
-        Task::Interop => "interop",
-        Task::Package(_) => "package",
-        Task::Docs(_) => "docs",
-        Task::Wheel(_) => "wheel",
-        Task::Fuzz { .. } => "fuzz",
-        Task::Gpu(_) => "gpu",
-        Task::Bench(_) => "bench",
-        Task::Mpi { .. } => "mpi",
-        Task::Kills(_) => "kills",
-        Task::Simulate { .. } => "simulate",
-        Task::Soak { .. } => "soak",
-        Task::Strangers(_) => "strangers",
-    };
     match task {
         Task::Ci => unreachable!("main runs its parts"),
-        Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[])?,
-        Task::Tidy(arguments) => tidy::run(root, &arguments)?,
-        Task::Features(arguments) => features::run(root, &arguments)?,
-        Task::Interop => interop::run(root)?,
-        Task::Package(arguments) => package::run(root, &arguments)?,
-        Task::Docs(arguments) => docs::run(root, &arguments)?,
-        Task::Wheel(arguments) => wheel::run(root, &arguments)?,
-        Task::Fuzz { seconds } => fuzz::run(root, seconds)?,
-        Task::Gpu(arguments) => gpu::run(root, &arguments)?,
-        Task::Mpi { train } => mpi::run(root, train)?,
-        Task::Kills(arguments) => kills::run(root, &arguments)?,
-        Task::Strangers(arguments) => strangers::run(root, &arguments)?,
+        Task::Fmt => cargo(root, &["fmt", "--all", "--check"], &[]),
+        Task::Tidy(arguments) => tidy::run(root, &arguments),
+        Task::Clippy => clippy(root),
+        Task::Features(arguments) => features::run(root, &arguments),
+        Task::Doc => doc(root),
+        Task::Doctest => cargo(root, &[&["test", "--doc"], TESTED].concat(), &[]),
+        Task::Test => test(root),
+        Task::Interop => interop::test(root),
+        Task::Package(arguments) => package::run(root, &arguments),
+        Task::Docs(arguments) => docs::check(root, &arguments),
+        Task::Wheel(arguments) => wheel::build(root, &arguments),
+        Task::Fuzz { seconds } => fuzz::fuzz(root, seconds),
+        Task::Gpu(arguments) => gpu::run(root, &arguments),
+        Task::Bench(arguments) => bench::run(root, &arguments),
+        Task::Mpi { train } => mpi::run(root, train),
         Task::Simulate {
             seeds,
             seed,
@@ -229,71 +209,61 @@ fn run(task: Task, root: &Path) -> Result<()> {
                 "--ignored",
                 "--nocapture",
             ];
-            cargo(root, &arguments, &environment)?;
+            cargo(root, &arguments, &environment)
         }
-        Task::Soak {
-            runs,
-            seed,
-            program,
-        } => soak::run(root, runs, seed, program)?,
-        Task::Clippy => {
-            let target = gpu::check_target(root);
-            // In the workspace the tests and the examples turn the object stores on. Check the
-            // command also without them, and once more without candle.
-            for packages in [
-                &["--workspace", "--all-targets"][..],
-                &[
-                    "--workspace",
-                    "--exclude",
-                    "fsdp-tests",
-                    "--exclude",
-                    "fsdp-examples",
-                ],
-                &[
-                    "--package",
-                    "fsdp-cli",
-                    "--no-default-features",
-                    "--all-targets",
-                ],
-            ] {
-                let clippy = [
-                    "clippy",
-                    "--locked",
-                    "--target-dir",
-                    &*target.to_string_lossy(),
-                ];
-                cargo(
-                    root,
-                    &[&clippy, packages, &["--", "-D", "warnings"]].concat(),
-                    &[],
-                )?;
-            }
-        }
-        Task::Doc => {
-            // Beside clippy's builds, because both need only the signatures of the dependencies.
-            let target = gpu::check_target(root);
-            let doc = [
-                "doc",
-                "--locked",
-                "--target-dir",
-                &*target.to_string_lossy(),
-            ];
-            let arguments = [
-                &doc[..],
-                &["--workspace", "--no-deps", "--document-private-items"],
-            ]
-            .concat();
-            cargo(root, &arguments, &[("RUSTDOCFLAGS", "-D warnings")])?;
-        }
-        Task::Doctest => cargo(root, &[&["test", "--doc"], TESTED].concat(), &[])?,
-        Task::Test => test(root)?,
-        Task::Bench(arguments) => bench::run(root, &arguments)?,
+        Task::Kills(arguments) => kills::run(root, &arguments),
+        Task::Strangers(arguments) => strangers::run(root, &arguments),
+        Task::Soak(arguments) => soak::run(root, &arguments),
     }
-    say(&format!(
-        "xtask: {name} passed in {:.0} s",
-        start.elapsed().as_secs_f64()
-    ));
+}
+
+/// Runs clippy on everything.
+fn clippy(root: &Path) -> Result<()> {
+    let target = gpu::check_target(root);
+    let directory = ["--target-dir", &*target.to_string_lossy()];
+    // In the workspace the tests and the examples turn the object stores on. Check the command also
+    // without them, and once more without candle.
+    for packages in [
+        &["--workspace", "--all-targets"][..],
+        &[
+            "--workspace",
+            "--exclude",
+            "fsdp-tests",
+            "--exclude",
+            "fsdp-examples",
+        ],
+        &[
+            "--package",
+            "fsdp-cli",
+            "--no-default-features",
+            "--all-targets",
+        ],
+    ] {
+        let clippy = [
+            &["clippy", "--locked"],
+            &directory[..],
+            packages,
+            &["--", "-D", "warnings"],
+        ];
+        cargo(root, &clippy.concat(), &[])?;
+    }
     Ok(())
+}
+
+/// Builds the API documentation.
+fn doc(root: &Path) -> Result<()> {
+    // Beside clippy's builds, because both need only the signatures of the dependencies.
+    let target = gpu::check_target(root);
+    let doc = [
+        "doc",
+        "--locked",
+        "--target-dir",
+        &*target.to_string_lossy(),
+        "--workspace",
+        "--no-deps",
+        "--document-private-items",
+    ];
+    cargo(root, &doc, &[("RUSTDOCFLAGS", "-D warnings")])
 }
 
 /// Runs all tests except those in documentation. nextest runs them if it is installed, because it
@@ -330,10 +300,7 @@ fn test(root: &Path) -> Result<()> {
         "--locked",
     ];
     cargo(root, &[&nccl, BESIDE_A_LIBRARY, &["nccl"]].concat(), &[])?;
-    let nextest = Command::new(program())
-        .args(["nextest", "--version"])
-        .output();
-    if nextest.is_ok_and(|output| output.status.success()) {
+    if cargo_output(root, &["nextest", "--version"]).is_ok() {
         // Many tests wait for a deadline or for another process, so more of them run at once than
         // there are cores.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -347,4 +314,16 @@ fn test(root: &Path) -> Result<()> {
     }
     say("xtask: cargo-nextest is not installed, so tests that hang are not stopped");
     cargo(root, &[&["test", "--tests"], TESTED].concat(), &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tasks_of_ci_are_tasks() {
+        for words in CI {
+            Arguments::try_parse_from(std::iter::once(&"xtask").chain(words)).unwrap();
+        }
+    }
 }

@@ -1,11 +1,11 @@
 //! The tests of the `mpi` backend, if an MPI is installed.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Result, ensure};
 
-use crate::shell::{BESIDE_A_LIBRARY, cargo, say};
+use crate::shell::{BESIDE_A_LIBRARY, cargo, output, say};
 
 /// The variable that makes it an error if no MPI is installed.
 const REQUIRED: &str = "FSDP_REQUIRE_MPI";
@@ -17,13 +17,17 @@ const PROGRAMS: [&str; 2] = ["mpicc", "mpirun"];
 /// Runs the conformance suite under `mpirun`; with `train`, `fsdp train` too, for which the whole
 /// workspace is built again.
 pub(crate) fn run(root: &Path, train: bool) -> Result<()> {
-    if let Some(missing) = PROGRAMS.iter().find(|program| !starts(program)) {
+    let missing = PROGRAMS
+        .iter()
+        .find(|program| output(Command::new(program).arg("--version")).is_err());
+    if let Some(missing) = missing {
         ensure!(
             std::env::var_os(REQUIRED).is_none(),
             "there is no `{missing}`, and {REQUIRED} is set"
         );
         say(&format!(
-            "xtask: mpi was skipped: there is no `{missing}` (Debian: libopenmpi-dev, openmpi-bin and libclang-dev)"
+            "xtask: mpi was skipped: there is no `{missing}` \
+             (Debian: libopenmpi-dev, openmpi-bin and libclang-dev)"
         ));
         return Ok(());
     }
@@ -49,14 +53,4 @@ fn test(root: &Path, package: &str) -> Result<()> {
         "--locked",
     ];
     cargo(root, &[&arguments, BESIDE_A_LIBRARY].concat(), &[])
-}
-
-/// Returns `true` if a program is installed.
-fn starts(program: &str) -> bool {
-    let status = Command::new(program)
-        .arg("--version")
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status();
-    status.is_ok_and(|status| status.success())
 }

@@ -11,7 +11,7 @@ use crate::metadata::{Package, packages};
 use crate::shell::{cargo, cargo_output, say};
 
 /// Options of `cargo xtask package`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct PackageArguments {
     /// Rehearse the release: do all that `cargo publish` does, except the upload. This asks the
     /// registry, and builds every crate from its packed files
@@ -25,15 +25,6 @@ pub(crate) struct PackageArguments {
     publish: bool,
 }
 
-impl PackageArguments {
-    /// Only the checks, which need no network after a build.
-    pub(crate) const CI: PackageArguments = PackageArguments {
-        dry_run: false,
-        no_verify: false,
-        publish: false,
-    };
-}
-
 /// The files that every package holds.
 const FILES: [&str; 4] = ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT", "README.md"];
 
@@ -44,10 +35,12 @@ const MAX_DESCRIPTION: usize = 120;
 pub(crate) fn run(root: &Path, arguments: &PackageArguments) -> Result<()> {
     let mut packages = packages(root)?;
     packages.retain(Package::is_published);
+    // All breaches are told at once, because a release has many crates.
     let mut breaches = Vec::new();
     for package in &packages {
         breaches.extend(check_manifest(package));
         breaches.extend(check_files(root, &package.name)?);
+        // Until then there may be no place where the project lives.
         if arguments.publish && package.repository.is_none() {
             breaches.push(format!("`{}` has no repository", package.name));
         }

@@ -1,4 +1,4 @@
-//! Runs cargo, and reports progress on stderr.
+//! Runs cargo and other programs, and reports progress on stderr.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -17,39 +17,51 @@ pub(crate) const TESTED: &[&str] = &["--workspace", "--exclude", STAND_IN, "--lo
 /// that fewer of them are built again.
 pub(crate) const BESIDE_A_LIBRARY: &[&str] = &["--package", "xtask", "--package", "fsdp-examples"];
 
-/// Runs cargo in the workspace. Returns an error if it fails.
-pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
-    say(&format!("xtask: cargo {}", arguments.join(" ")));
-    let mut command = Command::new(program());
-    command
-        .current_dir(root)
-        .args(arguments)
-        .envs(environment.iter().copied());
-    let status = command.status().context("failed to run cargo")?;
-    ensure!(
-        status.success(),
-        "`cargo {}` failed with {status}",
-        arguments.join(" ")
-    );
+/// Runs a program. Returns an error if it fails.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    let name = name(command);
+    let status = command
+        .status()
+        .with_context(|| format!("failed to start `{name}`"))?;
+    ensure!(status.success(), "`{name}` failed with {status}");
     Ok(())
 }
 
-/// Runs cargo in the workspace, and returns what it writes to stdout. Returns an error, with its
-/// messages, if it fails.
-pub(crate) fn cargo_output(root: &Path, arguments: &[&str]) -> Result<String> {
-    let output = Command::new(program())
-        .current_dir(root)
-        .args(arguments)
+/// Runs a program, and returns what it writes to stdout. Returns an error if it fails, with what it
+/// has written to stderr, unless that was led elsewhere.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let name = name(command);
+    let output = command
         .output()
-        .context("failed to run cargo")?;
+        .with_context(|| format!("failed to start `{name}`"))?;
     ensure!(
         output.status.success(),
-        "`cargo {}` failed with {}: {}",
-        arguments.join(" "),
+        "`{name}` failed with {}: {}",
         output.status,
         String::from_utf8_lossy(&output.stderr)
     );
     Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Returns a command as a person would type it, for messages.
+fn name(command: &Command) -> String {
+    let mut words = vec![command.get_program().to_string_lossy()];
+    words.extend(command.get_args().map(|word| word.to_string_lossy()));
+    words.join(" ")
+}
+
+/// Runs cargo in the workspace. Returns an error if it fails.
+pub(crate) fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
+    say(&format!("xtask: cargo {}", arguments.join(" ")));
+    run(Command::new(program())
+        .current_dir(root)
+        .args(arguments)
+        .envs(environment.iter().copied()))
+}
+
+/// Runs cargo in the workspace, and returns what it writes to stdout.
+pub(crate) fn cargo_output(root: &Path, arguments: &[&str]) -> Result<String> {
+    output(Command::new(program()).current_dir(root).args(arguments))
 }
 
 /// Returns the path of the cargo that has started xtask, or `cargo` if xtask was started directly.
@@ -69,4 +81,10 @@ pub(crate) fn target(root: &Path) -> PathBuf {
 )]
 pub(crate) fn say(line: &str) {
     eprintln!("{line}");
+}
+
+/// Writes what was asked for to stdout.
+#[expect(clippy::print_stdout, reason = "it is what was asked for")]
+pub(crate) fn show(text: &str) {
+    println!("{text}");
 }

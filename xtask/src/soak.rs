@@ -7,17 +7,32 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::Args;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::job::{self, SMALL_MODEL, is_alive, newest};
-use crate::shell::say;
+use crate::job::{self, ENDLESS, HANG, Job, Work, is_alive, last_lines, newest};
+use crate::shell::{output, say};
+
+/// Options of `cargo xtask soak`.
+#[derive(Args)]
+pub(crate) struct SoakArguments {
+    /// The number of runs
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    runs: u64,
+    /// The seed of the first run [default: random]
+    #[arg(long, value_name = "Z")]
+    seed: Option<u64>,
+    /// The `fsdp` to test [default: the debug build of this tree]
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
+}
 
 /// The number of ranks of a run.
 const RANKS: usize = 3;
@@ -27,10 +42,12 @@ const RESUMED: usize = 2;
 const DEADLINE: Duration = Duration::from_secs(4);
 /// The time after the deadline within which they must have ended.
 const LATE: Duration = Duration::from_secs(2);
+/// The time between two looks at a run.
+const PAUSE: Duration = Duration::from_millis(2);
 /// The latest time after their start at which ranks are hit.
 const LONGEST_LIFE: Duration = Duration::from_millis(2500);
-/// The time after which a step counts as hanging.
-const HANG: Duration = Duration::from_secs(60);
+/// The exit code of a rank that has lost another one.
+const LOST_A_RANK: &str = "16";
 
 /// The script that each rank runs, with `train` as its child. The launcher ends all ranks when one
 /// ends, so the script waits until all survivors have ended by themselves. `$1` is the directory,
@@ -48,50 +65,54 @@ done
 exit $code
 "#;
 
-/// The options of `fsdp train` for a run that saves after every step until it is killed.
-const ENDLESS: [&str; 6] = ["--batch", "12", "--steps", "1000000", "--save-every", "1"];
-
 /// The outcome of a run.
 #[derive(Debug, Default)]
 struct Outcome {
-    /// The step of the newest checkpoint, if there was one.
-    resumed_from: Option<u64>,
+    /// `true` if there was a checkpoint to resume from.
+    resumed: bool,
     /// The time until the last survivor had ended.
     slowest: Duration,
 }
 
-/// Runs `runs` times, starting with this seed, or a random one.
-pub(crate) fn run(
-    root: &Path,
-    runs: u64,
-    seed: Option<u64>,
-    program: Option<PathBuf>,
-) -> Result<()> {
-    let program = job::program(root, program.as_ref())?;
-    let seed = seed.unwrap_or_else(rand::random);
+/// Runs as often as was asked for.
+pub(crate) fn run(root: &Path, arguments: &SoakArguments) -> Result<()> {
+    let work = Work {
+        program: job::program(root, arguments.program.as_ref())?,
+        ranks: RANKS,
+        steps: ENDLESS,
+        save_every: 1,
+        keep_last: None,
+        timeout: DEADLINE.as_secs(),
+        max_restarts: 0,
+        grace: 1,
+    };
+    let runs = arguments.runs;
+    let first_seed = arguments.seed.unwrap_or_else(rand::random);
     say(&format!(
-        "soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; the first has `--seed {seed}`"
+        "soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; \
+         the first has `--seed {first_seed}`"
     ));
-    let (mut slowest, mut resumed) = (Duration::ZERO, 0);
+    let mut slowest = Duration::ZERO;
+    let mut resumed = 0;
     let mut failures = Vec::new();
-    for number in 0..runs {
-        let seed = seed.wrapping_add(number);
-        match once(&program, seed) {
+    for number in 1..=runs {
+        let seed = first_seed.wrapping_add(number - 1);
+        match run_once(&work, seed) {
             Ok(outcome) => {
                 slowest = slowest.max(outcome.slowest);
-                resumed += u64::from(outcome.resumed_from.is_some());
+                resumed += u64::from(outcome.resumed);
             }
             Err(error) => {
                 say(&format!("soak: `--runs 1 --seed {seed}` failed: {error:#}"));
                 failures.push(seed);
             }
         }
-        if (number + 1) % 10 == 0 {
-            let seconds = slowest.as_secs_f64();
+        if number % 10 == 0 {
             say(&format!(
-                "soak: {} of {runs} runs, {} failed; {resumed} resumed, the slowest survivor took {seconds:.2} s",
-                number + 1,
-                failures.len()
+                "soak: {number} of {runs} runs, {} failed; {resumed} resumed, \
+                 the slowest survivor took {:.2} s",
+                failures.len(),
+                slowest.as_secs_f64()
             ));
         }
     }
@@ -103,13 +124,10 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Starts a run, kills or freezes a random rank at a random moment, and checks what follows: the
-/// survivors must end in time with exit code 16, no process may be left behind, and the newest
-/// checkpoint must be whole and resumable.
-fn once(program: &Path, seed: u64) -> Result<Outcome> {
+/// Starts a run in a directory of its own, hits a random rank at a random moment, and checks what
+/// follows.
+fn run_once(work: &Work, seed: u64) -> Result<Outcome> {
     let mut random = StdRng::seed_from_u64(seed);
-    let dir = tempfile::tempdir()?;
-    let (dir, out) = (dir.path(), dir.path().join("out"));
     let victim = random.random_range(0..RANKS);
     let signal = if random.random_bool(0.5) {
         Signal::KILL
@@ -117,170 +135,103 @@ fn once(program: &Path, seed: u64) -> Result<Outcome> {
         Signal::STOP
     };
     let life = LONGEST_LIFE.mul_f64(random.random());
-    let mut launch = Launch::start(program, dir, &out, victim)?;
-    let pids = launch.pids(dir)?;
-    thread::sleep(life);
-    let hit = Instant::now();
-    if kill_process(pids[victim], signal).is_err() {
-        bail!(
-            "rank {victim} had ended before it was hit after {life:?}\n{}",
-            launch.said(dir)
-        );
-    }
-    let what = format!("rank {victim} got {signal:?} after {life:?}");
+    let temporary = tempfile::tempdir()?;
+    let directory = temporary.path();
+    let path = directory.to_str().context("a path is no text")?;
+    let out = directory.join("out");
+    let said = directory.join("said");
 
-    let survivors = (0..RANKS).filter(|&rank| rank != victim);
-    let mut slowest = Duration::ZERO;
-    for rank in survivors {
-        let path = dir.join(format!("code-{rank}"));
-        while !path.exists() {
-            ensure!(
-                hit.elapsed() < DEADLINE + LATE,
-                "rank {rank} still runs {:?} later; {what}\n{}",
-                hit.elapsed(),
-                launch.said(dir)
-            );
-            thread::sleep(Duration::from_millis(5));
-        }
-        slowest = slowest.max(hit.elapsed());
-        let code = fs::read_to_string(&path)?;
-        ensure!(
-            code.trim() == "16",
-            "rank {rank} ended with code {}, not 16; {what}\n{}",
-            code.trim(),
-            launch.said(dir)
-        );
-    }
-    launch.end()?;
-    for (rank, &pid) in pids.iter().enumerate() {
-        let until = Instant::now() + LATE;
-        while is_alive(pid) {
-            ensure!(
-                Instant::now() < until,
-                "rank {rank} was left behind; {what}"
-            );
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-    let resumed_from = Some(newest(&out)?).filter(|step| *step > 0);
-    if let Some(step) = resumed_from {
-        let checkpoint = out.join(format!("step-{step:08}"));
-        finish(Command::new(program).arg("verify").arg(&checkpoint))
-            .with_context(|| what.clone())?;
-        let steps = (step + 1).to_string();
-        let mut resume = Command::new(program);
-        resume
-            .args([
-                "train",
-                "--resume",
-                "--nproc",
-                &RESUMED.to_string(),
-                "--steps",
-                &steps,
-                "--out",
-            ])
-            .arg(&out);
-        finish(&mut resume).with_context(|| what.clone())?;
-        ensure!(
-            newest(&out)? == step + 1,
-            "the resumed run saved nothing; {what}"
-        );
+    let script = ["sh", "-c", RANK, "rank", path, &victim.to_string()];
+    let mut job = work.start_with_script(&script, &out, &said)?;
+    let what = format!("rank {victim} gets {signal:?} after {life:?}");
+    let slowest = hit(&mut job, directory, victim, signal, life)
+        .with_context(|| format!("{what}\n{}", last_lines(&said)))?;
+    let newest = newest(&out)?;
+    if newest > 0 {
+        resume(work, &out, newest).context(what)?;
     }
     Ok(Outcome {
-        resumed_from,
+        resumed: newest > 0,
         slowest,
     })
 }
 
-/// A running launcher, which is ended on drop.
-struct Launch(Child);
-
-impl Launch {
-    /// Starts ranks that run [`RANK`], which wait for all but `victim`. Their output goes to the
-    /// file `said`.
-    fn start(program: &Path, dir: &Path, out: &Path, victim: usize) -> Result<Launch> {
-        let mut command = Command::new(program);
-        command.args([
-            "launch",
-            "--grace",
-            "1",
-            "--nproc",
-            &RANKS.to_string(),
-            "--",
-            "sh",
-            "-c",
-            RANK,
-            "rank",
-        ]);
-        command
-            .arg(dir)
-            .arg(victim.to_string())
-            .arg(program)
-            .args(["train", "--backend", "tcp"]);
-        command
-            .args(["--timeout", &DEADLINE.as_secs().to_string(), "--out"])
-            .arg(out)
-            .args(SMALL_MODEL)
-            .args(ENDLESS);
-        let said = fs::File::options()
-            .create(true)
-            .append(true)
-            .open(dir.join("said"))?;
-        command
-            .stdin(Stdio::null())
-            .stdout(said.try_clone()?)
-            .stderr(said);
-        Ok(Launch(command.spawn().with_context(|| {
-            format!("failed to start `{}`", program.display())
-        })?))
+/// Kills or stops a rank some time after the start. The other ranks must end in time, and as ranks
+/// that have lost one, and no process may be left behind. Returns the time until they had ended.
+fn hit(
+    job: &mut Job,
+    directory: &Path,
+    victim: usize,
+    signal: Signal,
+    life: Duration,
+) -> Result<Duration> {
+    // The life of a run begins when all its ranks do, because a slow start is no test.
+    let ranks = started_ranks(directory)?;
+    thread::sleep(life);
+    let hit = Instant::now();
+    if kill_process(ranks[victim], signal).is_err() {
+        bail!("rank {victim} had ended before");
     }
-
-    /// Waits for the ranks to start, and returns their processes.
-    fn pids(&mut self, dir: &Path) -> Result<Vec<Pid>> {
-        let until = Instant::now() + HANG;
-        let pid = |rank: usize| loop {
-            if let Ok(text) = fs::read_to_string(dir.join(format!("pid-{rank}"))) {
-                return Pid::from_raw(text.trim().parse()?).context("a process has no number");
-            }
-            ensure!(Instant::now() < until, "rank {rank} did not start");
-            thread::sleep(Duration::from_millis(2));
-        };
-        (0..RANKS).map(pid).collect()
-    }
-
-    /// Waits until the launcher has ended all that is left.
-    fn end(&mut self) -> Result<()> {
-        let until = Instant::now() + HANG;
-        while self.0.try_wait()?.is_none() {
-            ensure!(Instant::now() < until, "the launcher hangs");
-            thread::sleep(Duration::from_millis(5));
-        }
-        Ok(())
-    }
-
-    fn said(&self, dir: &Path) -> String {
-        fs::read_to_string(dir.join("said")).unwrap_or_default()
-    }
-}
-
-impl Drop for Launch {
-    fn drop(&mut self) {
-        if matches!(self.0.try_wait(), Ok(None)) {
-            // The launcher passes the signal on, and kills ranks that ignore it.
-            kill_process(Pid::from_child(&self.0), Signal::TERM).ok();
-            self.0.wait().ok();
-        }
-    }
-}
-
-fn finish(command: &mut Command) -> Result<()> {
-    let output = command.stdin(Stdio::null()).output()?;
-    if !output.status.success() {
-        bail!(
-            "{command:?}: {}\n{}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr)
+    for rank in (0..RANKS).filter(|&rank| rank != victim) {
+        let code = wait_for_file(&directory.join(format!("code-{rank}")), DEADLINE + LATE)
+            .with_context(|| format!("rank {rank} still runs {:?} later", hit.elapsed()))?;
+        ensure!(
+            code.trim() == LOST_A_RANK,
+            "rank {rank} ended with code {}, not {LOST_A_RANK}",
+            code.trim()
         );
     }
+    let slowest = hit.elapsed();
+    ensure!(
+        slowest < DEADLINE + LATE,
+        "the last rank ended {slowest:?} later"
+    );
+    // The scripts have ended with their ranks by now, but a stopped rank is the launcher's to kill.
+    ensure!(job.wait_for_end(HANG)?.is_some(), "the launcher hangs");
+    for (rank, &process) in ranks.iter().enumerate() {
+        let until = Instant::now() + LATE;
+        while is_alive(process) {
+            ensure!(Instant::now() < until, "rank {rank} was left behind");
+            thread::sleep(PAUSE);
+        }
+    }
+    Ok(slowest)
+}
+
+/// Waits for the ranks to start, and returns their processes.
+fn started_ranks(directory: &Path) -> Result<Vec<Pid>> {
+    let mut ranks = Vec::new();
+    for rank in 0..RANKS {
+        let text = wait_for_file(&directory.join(format!("pid-{rank}")), HANG)
+            .with_context(|| format!("rank {rank} did not start"))?;
+        ranks.push(Pid::from_raw(text.trim().parse()?).context("a process has no number")?);
+    }
+    Ok(ranks)
+}
+
+/// Waits until a rank's script has written a file, and returns its text.
+fn wait_for_file(path: &Path, time: Duration) -> Result<String> {
+    let until = Instant::now() + time;
+    while !path.exists() {
+        ensure!(Instant::now() < until, "it took more than {time:?}");
+        thread::sleep(PAUSE);
+    }
+    Ok(fs::read_to_string(path)?)
+}
+
+/// Checks that the newest checkpoint is whole, and that other ranks resume from it.
+fn resume(work: &Work, out: &Path, newest_step: u64) -> Result<()> {
+    let checkpoint = out.join(format!("step-{newest_step:08}"));
+    output(Command::new(&work.program).arg("verify").arg(checkpoint))?;
+    let next_step = newest_step + 1;
+    output(
+        Command::new(&work.program)
+            .args(["train", "--resume"])
+            .args(["--nproc", &RESUMED.to_string()])
+            .args(["--steps", &next_step.to_string()])
+            .arg("--out")
+            .arg(out),
+    )?;
+    ensure!(newest(out)? == next_step, "the resumed run saved nothing");
     Ok(())
 }

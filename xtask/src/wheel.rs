@@ -5,11 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use clap::Args;
 
-use crate::python::{environment, install, remove, succeed};
-use crate::shell::{say, target};
+use crate::files::{remove_directory, write};
+use crate::python::{environment, install};
+use crate::shell::{output, run, say, target};
 
 /// The package that builds wheels.
 const MATURIN: &str = "maturin>=1.9,<2";
@@ -32,7 +33,7 @@ const WITH_TORCH: [&str; 7] = [
 const PYTHON_VARIABLE: &str = "FSDP_INTEROP_PYTHON";
 
 /// Options of `cargo xtask wheel`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct WheelArguments {
     /// Build with the dev profile, which is quicker
     #[arg(long)]
@@ -43,15 +44,12 @@ pub(crate) struct WheelArguments {
 }
 
 /// Builds the wheel in `target/wheels`, and tests it.
-pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
+pub(crate) fn build(root: &Path, arguments: &WheelArguments) -> Result<()> {
     let target = target(root);
     let tools = environment(&target.join("wheel-tools"), false)?;
     install(&tools, &[MATURIN])?;
     let wheels = target.join("wheels");
-    if wheels.exists() {
-        // Only this task writes there.
-        remove(&wheels)?;
-    }
+    remove_directory(&wheels)?;
     let package = root.join("crates/fsdp-python");
     let mut build = Command::new(&tools);
     build
@@ -61,7 +59,7 @@ pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
     if !arguments.dev {
         build.arg("--release");
     }
-    succeed(&mut build)?;
+    run(&mut build)?;
     let wheel = fs::read_dir(&wheels)?
         .next()
         .context("maturin built no wheel")??
@@ -76,48 +74,33 @@ pub(crate) fn run(root: &Path, arguments: &WheelArguments) -> Result<()> {
     }
     // A fresh environment, so that what the wheel needs and does not name is missed.
     let python = environment(&target.join("wheel-python"), true)?;
-    let wheel = wheel.display().to_string();
-    install(&python, &[&[wheel.as_str()], &PACKAGES[..]].concat())?;
-    let tests = package.join("tests");
-    // First without torch: the tests that need it are skipped, and everything else has to work.
-    succeed(
-        Command::new(&python)
-            .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
-            .arg(&tests),
+    install(
+        &python,
+        &[&[&*wheel.to_string_lossy()], &PACKAGES[..]].concat(),
     )?;
+    let mut tests = Command::new(&python);
+    tests
+        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
+        .arg(package.join("tests"));
+    // First without torch: the tests that need it are skipped, and everything else has to work.
+    run(&mut tests)?;
     match std::env::var_os(PYTHON_VARIABLE) {
         Some(with_torch) => borrow(Path::new(&with_torch), &python)?,
         None => install(&python, &WITH_TORCH)?,
     }
-    succeed(
-        Command::new(&python)
-            .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
-            .arg(&tests),
-    )
+    run(&mut tests)
 }
 
 /// Lets `python` import the packages that another Python has.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "a file of a test's environment, not of a checkpoint"
-)]
 fn borrow(from: &Path, python: &Path) -> Result<()> {
-    let packages = site_packages(from)?;
     let file = PathBuf::from(site_packages(python)?).join("borrowed.pth");
-    fs::write(&file, format!("{packages}\n"))
-        .with_context(|| format!("failed to write `{}`", file.display()))
+    write(&file, &format!("{}\n", site_packages(from)?))
 }
 
 /// Returns the directory in which a Python keeps its packages.
 fn site_packages(python: &Path) -> Result<String> {
     let code = "import sysconfig; print(sysconfig.get_paths()['purelib'])";
-    let output = Command::new(python).args(["-c", code]).output();
-    let output = output.with_context(|| format!("failed to start `{}`", python.display()))?;
-    ensure!(
-        output.status.success(),
-        "`{}` failed with {}",
-        python.display(),
-        output.status
-    );
-    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+    Ok(output(Command::new(python).args(["-c", code]))?
+        .trim()
+        .to_owned())
 }

@@ -424,7 +424,8 @@ impl Checkpointer {
         let name = name.into();
         let named = name.step();
         let path = self.location(name);
-        let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
+        let group = with_storage_deadline(&self.group, self.options.load.deadline);
+        let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let in_memory = self.step_of_memory(&path);
         let recorded = checkpoint.lineage().map(|lineage| lineage.step);
@@ -501,13 +502,14 @@ impl Checkpointer {
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         // Only rank 0 lists the directory. If every rank did, a checkpoint that is saved or removed
         // meanwhile could make their answers differ.
-        let mut found = Ok(None);
+        let mut listed = Ok(None);
         if group.rank() == 0 {
-            found = self
+            listed = self
                 .latest_here()
                 .map(|latest| Some(latest.as_ref().map(step_and_name)));
         }
-        let found: Option<(u64, String)> = broadcast_result(&group, "latest checkpoint", found, 0)?;
+        let found: Option<(u64, String)> =
+            broadcast_result(&group, "latest checkpoint", listed, 0)?;
         Ok(found.map(|found| self.checkpoint_of(found)))
     }
 
@@ -529,12 +531,12 @@ impl Checkpointer {
     /// The same on every rank: a directory that cannot be read, files that cannot be removed.
     pub fn prune(&self) -> Result<Vec<StepCheckpoint>, CheckpointError> {
         let group = with_storage_deadline(&self.group, self.options.save.deadline);
-        let mut removed = Ok(None);
+        let mut outcome = Ok(None);
         if group.rank() == 0 {
-            removed = prune_up_to(&self.run, &self.options.retention, self.at_step)
+            outcome = prune_up_to(&self.run, &self.options.retention, self.at_step)
                 .map(|removed| Some(removed.iter().map(step_and_name).collect()));
         }
-        let removed: Vec<(u64, String)> = broadcast_result(&group, "prune", removed, 0)?;
+        let removed: Vec<(u64, String)> = broadcast_result(&group, "prune", outcome, 0)?;
         Ok(removed
             .into_iter()
             .map(|removed| self.checkpoint_of(removed))
@@ -602,8 +604,12 @@ impl Drop for Checkpointer {
 /// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each
 /// other.
 fn step_and_name(checkpoint: &StepCheckpoint) -> (u64, String) {
-    let name = checkpoint.path.name().file_name().and_then(OsStr::to_str);
-    let name = name.expect("a checkpoint was found by its name in the run");
+    let name = checkpoint
+        .path
+        .name()
+        .file_name()
+        .and_then(OsStr::to_str)
+        .expect("a checkpoint was found by its name in the run");
     (checkpoint.step, name.to_owned())
 }
 

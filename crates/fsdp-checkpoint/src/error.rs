@@ -1,6 +1,5 @@
 //! The errors of saving and loading checkpoints.
 
-use std::fmt;
 use std::io;
 
 use fsdp_comm::{CommError, ProcessGroup};
@@ -160,19 +159,12 @@ impl Failure for CheckpointError {
     }
 }
 
-/// An error that is sent to other ranks. Its text includes its causes, such as the system's reason,
-/// because only the text is sent.
-pub(crate) struct WithCauses(pub(crate) CheckpointError);
-
-impl fmt::Display for WithCauses {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&with_causes(&self.0))
-    }
-}
-
-impl Failure for WithCauses {
-    fn kind(&self) -> ErrorKind {
-        self.0.kind()
+/// Returns an error for other ranks. Only its text is sent, so that includes the causes, such as the
+/// system's reason.
+fn with_causes_in_text(error: &CheckpointError) -> StateError {
+    StateError::Other {
+        message: with_causes(error),
+        kind: error.kind(),
     }
 }
 
@@ -187,7 +179,8 @@ pub(crate) fn broadcast_result<T: Serialize + DeserializeOwned>(
     outcome: Result<Option<T>, CheckpointError>,
     root: usize,
 ) -> Result<T, CheckpointError> {
-    Ok(group.broadcast_result(operation, outcome.map_err(WithCauses), root)?)
+    let outcome = outcome.map_err(|error| with_causes_in_text(&error));
+    Ok(group.broadcast_result(operation, outcome, root)?)
 }
 
 impl LoadError for CheckpointError {
@@ -210,11 +203,7 @@ impl LoadError for CheckpointError {
         // agreement.
         let outcome = outcome.map_err(|error| match error {
             CheckpointError::Nn(error) => error,
-            // Other ranks get a message, which has to say the cause too.
-            error => NnError::State(StateError::Other {
-                message: with_causes(&error),
-                kind: error.kind(),
-            }),
+            error => NnError::State(with_causes_in_text(&error)),
         });
         Ok(NnError::agree(group, operation, hash, outcome)?)
     }

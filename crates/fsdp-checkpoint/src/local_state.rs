@@ -57,7 +57,7 @@ impl LocalState {
             let plan = &mut local.plan;
             let boxes = match value {
                 StateValue::Tensor(tensor) => {
-                    let dtype = fsdp_flat::dtype::of(&tensor)?;
+                    let dtype = fsdp_flat::dtype::file_dtype(tensor.dtype())?;
                     plan.add_whole_tensor(&fqn, path, dtype, tensor.dims().to_vec());
                     let whole = TensorBox::whole(tensor.dims());
                     vec![(whole, Payload::Tensor(on_host(&tensor)?))]

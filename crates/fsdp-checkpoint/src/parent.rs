@@ -36,23 +36,19 @@ pub(crate) fn written_before(
     threads: usize,
 ) -> Result<RankWritten, CheckpointError> {
     let Planned { local, cached, .. } = planned;
-    let sums = box_sums(&local.plan, &cached.selection, local, threads);
-    let sums = CheckpointError::agree(
-        group,
-        "save: digest",
-        None,
-        sums.map_err(CheckpointError::from),
-    )?;
+    let computed =
+        box_sums(&local.plan, &cached.selection, local, threads).map_err(CheckpointError::from);
+    let sums = CheckpointError::agree(group, "save: digest", None, computed)?;
     let gathered = gather_in_rounds(group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
     // A parent that is gone, or another by now, is not an error: then everything is written.
     let checkpoint = open_parent(parent, digest);
-    let unchanged = gathered.map(|sums| match (&checkpoint, &cached.metadata) {
+    let found = gathered.map(|sums| match (&checkpoint, &cached.metadata) {
         (Some((_, recorded)), Some(metadata)) => {
             unchanged_entries(metadata, recorded, sums.into_iter().flatten())
         }
         _ => BTreeSet::new(),
     });
-    let unchanged: BTreeSet<u32> = group.broadcast_object(unchanged.as_ref(), PLANNER)?;
+    let unchanged: BTreeSet<u32> = group.broadcast_object(found.as_ref(), PLANNER)?;
     let Some((checkpoint, _)) = checkpoint else {
         return Ok(RankWritten::default());
     };
@@ -87,12 +83,11 @@ pub(crate) fn parent_of_step(
     step: u64,
     group: &ProcessGroup,
 ) -> Result<Option<(Parent, Location)>, CheckpointError> {
-    let found = if group.rank() == PLANNER {
-        find_parent(run, step)
-    } else {
-        None
-    };
-    let found: Option<(Parent, String)> = group.broadcast_object(Some(&found), PLANNER)?;
+    let mut parent = None;
+    if group.rank() == PLANNER {
+        parent = find_parent(run, step);
+    }
+    let found: Option<(Parent, String)> = group.broadcast_object(Some(&parent), PLANNER)?;
     Ok(found.map(|(parent, name)| (parent, run.join(name))))
 }
 

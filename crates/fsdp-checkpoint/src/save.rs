@@ -11,10 +11,10 @@ use fsdp_formats::lineage::Lineage;
 use fsdp_formats::plan::{Deduplicate, GlobalPlan, plan_part};
 use fsdp_formats::storage::{Durable, Staging, clean_stale};
 use fsdp_formats::writer::{Before, RankWritten, WriteOptions, finish, write_changed, write_rank};
-use fsdp_state::StateDict;
+use fsdp_state::{LoadError as _, StateDict};
 use tracing::{debug, info_span};
 
-use crate::error::{CheckpointError, WithCauses, broadcast_result};
+use crate::error::{CheckpointError, broadcast_result};
 use crate::local_state::LocalState;
 use crate::parent::written_before;
 use crate::plan::{PLANNER, PlanCache, Planned};
@@ -145,16 +145,16 @@ impl SaveRequest {
         let group = &with_storage_deadline(group, self.options.deadline);
         // When the planner's staging directory is dropped, all files are removed. Until the last
         // agreement other ranks write to it.
-        let prepared = self.prepare_on_planner(group)?;
-        if prepared.own.is_none() && self.path.local().is_some() {
-            self.wait_until_visible(&prepared.name);
+        let (own, name) = self.prepare_on_planner(group)?;
+        if own.is_none() && self.path.local().is_some() {
+            self.wait_until_visible(&name);
         }
-        let written = self.in_staging(&prepared, |staging| {
+        let written = self.in_staging(own.as_ref(), &name, |staging| {
             let file = staging.create(&staging.data_file_of(group.rank(), 0), 1)?;
             file.write_at(0, &[0])?;
             Ok(file.finish()?)
         });
-        Ok(group.agree("save: write", written.map_err(WithCauses))?)
+        CheckpointError::agree(group, "save: write", None, written)
     }
 
     /// Waits until the staging directory that the planner has prepared is visible on this host, for
@@ -166,12 +166,15 @@ impl SaveRequest {
         }
     }
 
-    /// Prepares the staging directory of the save on the planner. Collective: a broadcast of the
-    /// result.
+    /// Prepares the staging directory of the save on the planner. Returns it there, and its name on
+    /// every rank. Collective: a broadcast of the result.
     ///
     /// # Errors
     /// The same on every rank: the errors of [`Self::prepare`].
-    fn prepare_on_planner(&self, group: &ProcessGroup) -> Result<Prepared, CheckpointError> {
+    fn prepare_on_planner(
+        &self,
+        group: &ProcessGroup,
+    ) -> Result<(Option<Staging>, String), CheckpointError> {
         let mut own = None;
         let mut outcome = Ok(None);
         if group.rank() == PLANNER {
@@ -180,7 +183,7 @@ impl SaveRequest {
                 .map(|staging| Some(own.insert(staging).name().to_owned()));
         }
         let name = broadcast_result(group, "save: prepare", outcome, PLANNER)?;
-        Ok(Prepared { own, name })
+        Ok((own, name))
     }
 
     /// Prepares a staging directory for the new checkpoint, and removes those that killed saves
@@ -196,29 +199,22 @@ impl SaveRequest {
         Ok(staging)
     }
 
-    /// Does `work` in the staging directory: in the planner's own, or else in that which the
-    /// planner has prepared, as this rank sees it.
+    /// Does `work` in the staging directory of the save: in the planner's `own`, or else in that of
+    /// this name, which the planner has prepared.
     ///
     /// # Errors
     /// The error of `work`; a staging directory that is not visible here.
     fn in_staging<T>(
         &self,
-        prepared: &Prepared,
+        own: Option<&Staging>,
+        name: &str,
         work: impl FnOnce(&Staging) -> Result<T, CheckpointError>,
     ) -> Result<T, CheckpointError> {
-        match &prepared.own {
+        match own {
             Some(staging) => work(staging),
-            None => work(&self.durable.join(&self.path, &prepared.name)?),
+            None => work(&self.durable.join(&self.path, name)?),
         }
     }
-}
-
-/// The staging directory of a save.
-struct Prepared {
-    /// The directory on the planner, which commits it or removes it; `None` on all other ranks.
-    own: Option<Staging>,
-    /// The name by which the other ranks find it.
-    name: String,
 }
 
 /// The time after which a host that has looked for a directory before sees that another host has
@@ -280,7 +276,7 @@ impl Saver {
         let Planned { local, cached, .. } = &planned;
         options.progress.expect(cached.rank_bytes);
         // Step 2: the planner prepares the staging directory, and the others join it.
-        let prepared = request.prepare_on_planner(group)?;
+        let (staging, name) = request.prepare_on_planner(group)?;
         // Step 3: every rank writes its own file. In an incremental save, items that have not
         // changed since the last save with the same plan (or since the checkpoint that the run was
         // resumed from) are linked.
@@ -297,9 +293,10 @@ impl Saver {
             threads: Some(threads),
             ..options.write
         };
-        let written = request.in_staging(&prepared, |staging| {
+        let outcome = request.in_staging(staging.as_ref(), &name, |staging| {
             let _span = info_span!("write", rank, bytes = cached.rank_bytes).entered();
-            let (plan, selection) = (&local.plan, &cached.selection);
+            let plan = &local.plan;
+            let selection = &cached.selection;
             let written = write_changed(
                 staging,
                 rank,
@@ -313,7 +310,7 @@ impl Saver {
             options.progress.add(written.linked_bytes);
             Ok(written)
         });
-        let written = group.agree("save: write", written.map_err(WithCauses))?;
+        let written = CheckpointError::agree(group, "save: write", None, outcome)?;
         let linked_bytes = written.linked_bytes;
         let this_save = options.incremental.then(|| LastSave {
             path: path.clone(),
@@ -322,7 +319,7 @@ impl Saver {
         let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
 
         // Step 4: the planner records the places of all items in the metadata, and commits.
-        let committed = match (prepared.own, all_written) {
+        let committed = match (staging, all_written) {
             (Some(staging), Some(all_written)) => {
                 let _span = info_span!("commit", rank).entered();
                 let metadata = cached

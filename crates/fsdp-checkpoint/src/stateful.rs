@@ -286,10 +286,11 @@ impl<M> TrainState<M> {
             .into());
         }
         if options.only.is_some() {
-            let has_model_only = model_prefix(source.schema()).is_empty();
+            // A checkpoint that holds no more than a model has its names without the key.
+            let takes_model = options.includes(MODEL) && model_prefix(source.schema()).is_empty();
             (source, _) = source.without(|key| {
-                let is_model = has_model_only && !is_part_of(key, OPTIM);
-                !options.includes(if is_model { MODEL } else { key })
+                let is_model = takes_model && !is_part_of(key, OPTIM);
+                !is_model && !options.includes(key)
             });
         }
         // Step 2: leave out what a load that is not strict need not take.
@@ -309,24 +310,26 @@ impl<M> TrainState<M> {
         if let Some(average) = &self.average
             && let Some(StateValue::Dict(state)) = values.get_mut(AVERAGE)
         {
-            let saved = &checkpoint.metadata().entries;
+            let entries = &checkpoint.metadata().entries;
             average.retain_saved_names(state, |name| {
-                saved.contains_key(&format!("{AVERAGE}.{name}"))
+                entries.contains_key(&format!("{AVERAGE}.{name}"))
             });
         }
         // Step 3: check that the parts accept their saved state.
         if let Some(sampler) = &self.sampler
             && values.contains_key(SAMPLER)
         {
-            let saved = saved_part(&source, &values, SAMPLER)?;
-            let mut sampler = sampler.clone();
-            sampler.load_state_dict(&saved).map_err(NnError::from)?;
+            sampler
+                .clone()
+                .load_state_dict(&saved_part(&source, &values, SAMPLER)?)
+                .map_err(NnError::from)?;
         }
         if let Some(scaler) = &self.scaler
             && values.contains_key(SCALER)
         {
-            let saved = saved_part(&source, &values, SCALER)?;
-            scaler.clone().load_state_dict(&saved)?;
+            scaler
+                .clone()
+                .load_state_dict(&saved_part(&source, &values, SCALER)?)?;
         }
         if self.average.is_some() && values.contains_key(AVERAGE) {
             AveragedModel::check_n_averaged(&saved_part(&source, &values, AVERAGE)?)?;
@@ -385,8 +388,8 @@ impl<M> TrainState<M> {
             prefixes.optim = Some(vec![OPTIM.to_owned()]);
             optimizers.extend(&mut self.optimizers);
         }
-        let target = LiveTarget::new(self.model.parameters(), optimizers, prefixes);
-        let mut target = CheckpointError::or_refuse(group, LOAD, target)?.with_values(&mut values);
+        let live = LiveTarget::new(self.model.parameters(), optimizers, prefixes);
+        let mut target = CheckpointError::or_refuse(group, LOAD, live)?.with_values(&mut values);
         let mut report: LoadReport =
             load_state::<_, _, CheckpointError>(LOAD, group, &mut source, &mut target, options)?;
         drop(target);
@@ -448,7 +451,8 @@ fn saved_part(
     key: &str,
 ) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
-    part.extend(values.get(key).map(|here| (key, here.clone())));
+    let here = values.get(key).expect("the run has the part");
+    part.insert(key, here.clone());
     let mut positions = Vec::new();
     let mut paths = Vec::new();
     for (position, (path, _)) in source.schema().iter().enumerate() {
@@ -460,7 +464,7 @@ fn saved_part(
     for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
         set_element(&mut part, path, value)?;
     }
-    Ok(part.remove(key).map(dict_of).unwrap_or_default())
+    Ok(dict_of(part.remove(key).expect("the part was inserted")))
 }
 
 /// Returns the state of a part of the run as a dict. A value that has taken its place in a

@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::failure::{Different, UsageError};
 use crate::keys::Keys;
 use crate::map::MapArguments;
+use crate::natural;
 use crate::text::{escaped, or_word};
 use crate::work::Threads;
 use crate::{heatmap, output};
@@ -142,7 +143,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
             &mut add,
         )?;
     }
-    differences.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    differences.sort_by(|a, b| natural::compare(&a.name, &b.name));
     // Keys of both count once.
     let first_keys = &first.metadata().entries;
     let second_keys = second.metadata().entries.keys();

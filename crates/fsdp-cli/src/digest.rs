@@ -11,6 +11,7 @@ use fsdp_formats::digest::digest;
 use fsdp_formats::reader::OpenOptions;
 use serde::Serialize;
 
+use crate::natural;
 use crate::output;
 use crate::text::escaped;
 use crate::work::Threads;
@@ -88,7 +89,7 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let mut lines = Vec::new();
     if arguments.each {
         let mut digests: Vec<_> = state.iter().collect();
-        digests.sort_by(|(a, _), (b, _)| natord::compare(a, b));
+        digests.sort_by(|(a, _), (b, _)| natural::compare(a, b));
         for (name, digest) in digests {
             lines.push(format!("{digest}  {}", escaped(name)));
         }

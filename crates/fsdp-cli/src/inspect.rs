@@ -11,6 +11,7 @@ use fsdp_formats::{FileError, Location};
 use fsdp_layout::DType;
 use serde::Serialize;
 
+use crate::natural;
 use crate::output;
 use crate::text::{column_widths, count, escaped, iec, or_word};
 use crate::tree::tree;
@@ -145,7 +146,7 @@ impl CheckpointSummary {
             .map(|(name, entry)| Tensor::new(name, entry))
             .collect();
         // Numbers in names are in the order of numbers: `h.2` before `h.10`.
-        tensors.sort_by(|a, b| natord::compare(&a.name, &b.name));
+        tensors.sort_by(|a, b| natural::compare(&a.name, &b.name));
         let mut bytes: u64 = 0;
         for tensor in &mut tensors {
             // The dtype and the shape of an opaque tensor do not tell how many bytes it takes.
@@ -155,7 +156,7 @@ impl CheckpointSummary {
             bytes = bytes.saturating_add(tensor.bytes);
         }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
-        values.sort_by(|a, b| natord::compare(a, b));
+        values.sort_by(|a, b| natural::compare(a, b));
         CheckpointSummary {
             schema: SCHEMA,
             path,
@@ -262,7 +263,7 @@ fn opaque_items(source: &dyn Checkpoint) -> (Vec<OpaqueItem>, usize) {
             });
         }
     }
-    items.sort_by(|a, b| natord::compare(&a.name, &b.name));
+    items.sort_by(|a, b| natural::compare(&a.name, &b.name));
     (items, entries.len().saturating_sub(looks))
 }
 

@@ -25,6 +25,7 @@ mod manual;
 mod map;
 mod markup;
 mod memory;
+mod natural;
 mod new_file;
 mod outcome;
 mod output;

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
-use fsdp::comm::{CommError, DEFAULT_DEADLINE, LocalRanks, ProcessGroup, RANK_STACK_BYTES};
+use fsdp::comm::{CommError, DEFAULT_DEADLINE, LocalRanks, ProcessGroup};
 use rayon::ThreadPoolBuilder;
 
 use crate::cpu_threads;
@@ -53,9 +53,12 @@ impl Ranks {
     /// # Errors
     /// No ranks, ranks that could not be started, ranks that panicked.
     pub fn run<T: Send>(&self, f: impl Fn(ProcessGroup) -> T + Sync) -> Result<Vec<T>, CommError> {
-        let results = LocalRanks::new(self.count)
-            .deadline(self.deadline)
-            .run(|group| self.run_one(group.rank(), || f(group)))?;
+        let ranks = LocalRanks {
+            world_size: self.count,
+            deadline: self.deadline,
+            ..LocalRanks::default()
+        };
+        let results = ranks.run(|group| self.run_one(group.rank(), || f(group)))?;
         results.into_iter().collect()
     }
 
@@ -73,7 +76,7 @@ impl Ranks {
         // threads.
         let pool = ThreadPoolBuilder::new()
             .num_threads(self.threads_per_rank())
-            .stack_size(RANK_STACK_BYTES)
+            .stack_size(LocalRanks::default().stack_bytes)
             .thread_name(move |thread| format!("rank-{rank}-{thread}"))
             .build()
             .map_err(|error| CommError::Start {

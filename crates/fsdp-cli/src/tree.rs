@@ -2,7 +2,8 @@
 
 use indexmap::IndexMap;
 
-use super::text::{escaped, iec};
+use crate::natural;
+use crate::text::{escaped, iec};
 
 #[derive(Default)]
 struct Node<'a> {
@@ -44,7 +45,7 @@ impl<'a> Node<'a> {
     /// Takes out the nodes below, in descending order: a stack returns them in ascending order.
     fn take_below(&mut self) -> Vec<(&'a str, Node<'a>)> {
         let mut below: Vec<_> = std::mem::take(&mut self.below).into_iter().collect();
-        below.sort_by(|(a, _), (b, _)| natord::compare(b, a));
+        below.sort_by(|(a, _), (b, _)| natural::compare(b, a));
         below
     }
 

@@ -66,8 +66,11 @@ fn run(backend: &str, ranks: usize, json: bool) -> Result<(), CommError> {
             .collect(),
         "tcp" | "sockets" if std::env::var_os("RANK").is_none() => launch(backend, ranks, json),
         "tcp" | "sockets" => {
-            let options = TcpOptions::new(Environment::from_env()?).shared_memory(backend == "tcp");
-            bench(options.connect()?, json)
+            let options = TcpOptions {
+                shared_memory: backend == "tcp",
+                ..TcpOptions::default()
+            };
+            bench(options.connect(&Environment::from_env()?)?, json)
         }
         _ => bench(init_process_group(backend.parse()?)?, json),
     }

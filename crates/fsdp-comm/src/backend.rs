@@ -14,16 +14,13 @@ use std::time::{Duration, Instant};
 use crate::CommError;
 
 /// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in
-/// errors and [`global_ranks`](Self::global_ranks).
+/// errors and [`Members::global_ranks`].
 pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Returns the name: `local`, `tcp`, …
     fn name(&self) -> &'static str;
 
-    /// Returns this rank.
-    fn rank(&self) -> usize;
-
-    /// Returns the global rank of each rank of the group.
-    fn global_ranks(&self) -> &[usize];
+    /// Returns the ranks of the group.
+    fn members(&self) -> &Members;
 
     /// Carries out one round. All ranks call it with ascending [`Round::number`]s, one at a time.
     ///
@@ -41,18 +38,12 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError>;
 
-    /// Creates a group of some of these ranks, including this one. All of them call it right after
-    /// the same round, with the same `id`, which no other group has. They may exchange messages
-    /// until the deadline of that round.
+    /// Creates a group of some of these ranks. All of them call it right after the same round. They
+    /// may exchange messages until the deadline of that round.
     ///
     /// # Errors
     /// The backend lacks something that a group needs, or a rank is missing.
-    fn subgroup(
-        &self,
-        round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
-    ) -> Result<Arc<dyn Backend>, CommError>;
+    fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError>;
 
     /// Tells all ranks that this group has failed in this round, unless it has failed already.
     /// Ranks that are still in an earlier round may finish that round, because this rank has done
@@ -61,37 +52,21 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Returns the part that moves GPU memory, if the backend has one.
     #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&dyn DeviceTransfer> {
+    fn device(&self) -> Option<&crate::nccl::NcclBackend> {
         None
     }
 }
 
-/// The part of a backend that moves GPU memory.
-#[cfg(feature = "nccl")]
-pub(crate) trait DeviceTransfer {
-    /// Returns the number of the GPU.
-    fn ordinal(&self) -> usize;
-
-    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
-    /// the stream. When this returns, with or without an error, the GPU no longer touches the
-    /// memory of the call.
-    ///
-    /// # Errors
-    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
-    #[doc(hidden)]
-    fn transfer(
-        &self,
-        round: &Round<'_>,
-        call: DeviceCall,
-        stream: &cudarc::driver::CudaStream,
-    ) -> Result<(), CommError>;
-}
-
-/// A collective on GPU memory that [`DeviceGroup`](crate::device::DeviceGroup) has borrowed for the
-/// call.
-#[cfg(feature = "nccl")]
+/// The ranks of a group.
 #[derive(Debug)]
-pub(crate) struct DeviceCall(pub(crate) crate::nccl::library::Movement);
+pub(crate) struct Members {
+    /// The number of the group. No two groups of a job have the same.
+    pub(crate) id: u64,
+    /// The global rank of each rank of the group.
+    pub(crate) global_ranks: Vec<usize>,
+    /// This rank in the group.
+    pub(crate) rank: usize,
+}
 
 /// The number of a round, and its deadline.
 #[derive(Debug, Clone, Copy)]
@@ -106,6 +81,39 @@ pub(crate) struct Round<'a> {
     pub(crate) deadline: Duration,
     /// The moment at which that time is over.
     pub(crate) until: Instant,
+}
+
+impl<'a> Round<'a> {
+    /// Returns the round before the first one of a job, in which its ranks find each other.
+    pub(crate) fn rendezvous(deadline: Duration, until: Instant) -> Round<'a> {
+        Round {
+            number: 0,
+            sequence: 0,
+            operation: "rendezvous",
+            deadline,
+            until,
+        }
+    }
+
+    /// Returns the error of this round because of a rank that has left.
+    pub(crate) fn rank_left(&self, rank: usize, reason: impl Into<String>) -> CommError {
+        CommError::RankLeft {
+            rank,
+            operation: self.operation.to_owned(),
+            sequence: self.sequence,
+            reason: reason.into(),
+        }
+    }
+
+    /// Returns the error of this round if its deadline is over while these ranks are missing.
+    pub(crate) fn timeout(&self, missing: Vec<usize>) -> CommError {
+        CommError::Timeout {
+            operation: self.operation.to_owned(),
+            sequence: self.sequence,
+            missing,
+            deadline: self.deadline,
+        }
+    }
 }
 
 /// Plans a rank's part of a round from the records of all ranks.
@@ -136,7 +144,8 @@ pub(crate) enum Pattern {
     AllToAll,
 }
 
-/// A rank's part of a round.
+/// A rank's part of a round. The ranges of bytes that this rank sends, to others and to itself, lie
+/// within what it publishes.
 #[derive(Debug)]
 pub(crate) struct Plan<'p> {
     /// The direction of the whole round.
@@ -162,8 +171,8 @@ pub(crate) struct Plan<'p> {
 
 /// The place that the bytes of all ranks go to.
 pub(crate) enum Destination<'p> {
-    /// For each rank, consecutive slices that its bytes fill exactly.
-    Copy(Vec<Vec<&'p mut [u8]>>),
+    /// For each rank, the places of its bytes, which they fill exactly.
+    Copy(Vec<Filler<'p>>),
     /// A function that takes equally many bytes of all ranks: an offset, and the bytes of each rank
     /// there, in rank order. It is called for successive blocks, which begin at multiples of 64
     /// bytes.
@@ -181,26 +190,28 @@ pub(crate) struct Filler<'p> {
 }
 
 impl<'p> Filler<'p> {
-    pub(crate) fn new(slices: Vec<&'p mut [u8]>) -> Self {
+    fn new(slices: Vec<&'p mut [u8]>) -> Self {
         Filler {
             slices: slices.into_iter(),
             rest: &mut [],
         }
     }
 
-    /// Copies bytes to the next free places.
+    /// Copies bytes to the next free places. There are places for all bytes that a plan asks for.
     pub(crate) fn fill(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.rest.is_empty() {
-                match self.slices.next() {
-                    Some(slice) => self.rest = slice,
-                    None => break,
-                }
+                self.rest = self
+                    .slices
+                    .next()
+                    .expect("the slices are as long as the bytes that are planned for them");
+                continue;
             }
             let cut = bytes.len().min(self.rest.len());
             let (head, tail) = std::mem::take(&mut self.rest).split_at_mut(cut);
             head.copy_from_slice(&bytes[..cut]);
-            (self.rest, bytes) = (tail, &bytes[cut..]);
+            self.rest = tail;
+            bytes = &bytes[cut..];
         }
     }
 }
@@ -218,36 +229,32 @@ impl fmt::Debug for Destination<'_> {
     }
 }
 
-/// A [`Destination`] for bytes that come piece by piece.
-pub(crate) enum Sink<'p> {
-    Copy(Vec<Filler<'p>>),
-    Reduce(Reducer<'p>),
-}
-
-impl<'p> Sink<'p> {
-    pub(crate) fn new(destination: Destination<'p>) -> Self {
-        match destination {
-            Destination::Copy(slices) => Sink::Copy(slices.into_iter().map(Filler::new).collect()),
-            Destination::Reduce(reduce) => Sink::Reduce(reduce),
-        }
+impl<'p> Destination<'p> {
+    /// Returns the destination that copies the bytes of each rank to consecutive slices.
+    pub(crate) fn copy(slices: Vec<Vec<&'p mut [u8]>>) -> Self {
+        Destination::Copy(slices.into_iter().map(Filler::new).collect())
     }
 
     /// Takes the next piece of each rank. The pieces begin at this offset of the bytes of each.
     pub(crate) fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
         match self {
-            Sink::Copy(fillers) => {
+            Destination::Copy(fillers) => {
                 for (filler, piece) in fillers.iter_mut().zip(pieces) {
                     filler.fill(piece);
                 }
             }
-            Sink::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
+            Destination::Reduce(reduce) => reduce_blocks(reduce, offset, pieces),
         }
     }
 }
 
 /// Reduces equally long pieces, which begin at `offset`, block by block.
 pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&[u8]]) {
-    let len = pieces.iter().map(|piece| piece.len()).min().unwrap_or(0);
+    let len = pieces
+        .iter()
+        .map(|piece| piece.len())
+        .min()
+        .expect("there is a piece of each rank");
     let mut block = Vec::with_capacity(pieces.len());
     for start in (0..len).step_by(BLOCK_BYTES) {
         let end = len.min(start + BLOCK_BYTES);
@@ -258,18 +265,6 @@ pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&
 }
 
 impl Plan<'_> {
-    /// Returns `true` if this rank reads bytes of `rank`.
-    #[must_use]
-    pub(crate) fn reads(&self, rank: usize) -> bool {
-        self.from.get(rank).is_some_and(|range| !range.is_empty())
-    }
-
-    /// Returns `true` if `rank` reads bytes of this rank.
-    #[must_use]
-    pub(crate) fn is_read_by(&self, rank: usize) -> bool {
-        self.to.get(rank).is_some_and(|range| !range.is_empty())
-    }
-
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
     pub(crate) fn moved(&self, rank: usize) -> (usize, usize) {
@@ -287,11 +282,10 @@ impl Plan<'_> {
     /// A rank has published fewer bytes than are read from it: that rank, and the number of bytes.
     pub(crate) fn deliver(self, sources: &[&[u8]], first: usize) -> Result<(), (usize, usize)> {
         match self.destination {
-            Destination::Copy(mut destinations) => {
-                let ranks = destinations.len();
+            Destination::Copy(mut fillers) => {
+                let ranks = fillers.len();
                 for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    Filler::new(std::mem::take(&mut destinations[rank]))
-                        .fill(wanted(&self.from, sources, rank)?);
+                    fillers[rank].fill(wanted(&self.from, sources, rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
@@ -322,9 +316,11 @@ fn wanted<'s>(
     sources: &[&'s [u8]],
     rank: usize,
 ) -> Result<&'s [u8], (usize, usize)> {
-    let source = sources.get(rank).copied().unwrap_or_default();
-    match from.get(rank) {
-        Some(range) if !range.is_empty() => source.get(range.clone()).ok_or((rank, source.len())),
-        _ => Ok(&[]),
+    let range = from[rank].clone();
+    let source = sources[rank];
+    // A rank that this one does not read from may have published nothing.
+    if range.is_empty() {
+        return Ok(&[]);
     }
+    source.get(range).ok_or((rank, source.len()))
 }

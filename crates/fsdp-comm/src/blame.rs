@@ -11,6 +11,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::CommError;
+use crate::sync::lock;
 
 /// The environment variable with the directory of these notes. A rank that fails because of others
 /// writes their numbers there, separated by spaces, to a file that is named by its own number.
@@ -18,34 +19,27 @@ use crate::error::CommError;
 pub const BLAME_DIR: &str = "FSDP_BLAME_DIR";
 
 /// `true` while there is a note.
-static NOTED: AtomicBool = AtomicBool::new(false);
+static HAS_NOTE: AtomicBool = AtomicBool::new(false);
 
 /// Held while the note is changed.
 static CHANGING: Mutex<()> = Mutex::new(());
 
-/// Notes the outcome of an operation of this rank, and returns it. A note that cannot be written is
-/// not an error.
-pub(crate) fn noted<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T, CommError> {
-    note(rank, outcome.as_ref().err());
-    outcome
-}
-
-/// Writes, changes or removes the note of a rank after an operation that ended with `error`, or
-/// succeeded if that is `None`.
-fn note(rank: usize, error: Option<&CommError>) {
-    let blamed = error.map(|error| blamed(rank, error)).unwrap_or_default();
+/// Writes, changes or removes the note of a rank after an operation with this outcome, and returns
+/// the outcome. A note that cannot be written is not an error.
+pub(crate) fn record<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T, CommError> {
+    let blamed = match &outcome {
+        Ok(_) => Vec::new(),
+        Err(error) => blamed_ranks(rank, error),
+    };
     // Nearly all operations succeed, and must not pay for a lock and a file: there is nothing to
     // write and nothing to remove.
-    if blamed.is_empty() && !NOTED.load(Ordering::Relaxed) {
-        return;
+    if (!blamed.is_empty() || HAS_NOTE.load(Ordering::Relaxed))
+        && let Some(dir) = std::env::var_os(BLAME_DIR).filter(|dir| !dir.is_empty())
+    {
+        let _changing = lock(&CHANGING);
+        HAS_NOTE.store(write(&dir, rank, &blamed), Ordering::Relaxed);
     }
-    let Some(dir) = std::env::var_os(BLAME_DIR).filter(|dir| !dir.is_empty()) else {
-        return;
-    };
-    let Ok(_changing) = CHANGING.lock() else {
-        return;
-    };
-    NOTED.store(write(&dir, rank, &blamed), Ordering::Relaxed);
+    outcome
 }
 
 /// Writes the note, or removes it if there is nobody to name. Returns `true` if there is one now.
@@ -65,7 +59,7 @@ fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
 }
 
 /// Returns the ranks that caused an error; none if `rank` is one of them.
-fn blamed(rank: usize, error: &CommError) -> Vec<usize> {
+fn blamed_ranks(rank: usize, error: &CommError) -> Vec<usize> {
     let blamed = match error {
         CommError::RankLeft { rank, .. } | CommError::Aborted { rank, .. } => vec![*rank],
         CommError::Timeout { missing, .. } | CommError::Rendezvous { missing, .. } => {
@@ -93,8 +87,8 @@ mod tests {
             rank: 1,
             message: String::new(),
         };
-        assert_eq!(blamed(0, &aborted), [1]);
-        assert_eq!(blamed(1, &aborted), []);
+        assert_eq!(blamed_ranks(0, &aborted), [1]);
+        assert_eq!(blamed_ranks(1, &aborted), []);
     }
 
     #[test]
@@ -105,9 +99,9 @@ mod tests {
             missing: missing.to_vec(),
             message: String::new(),
         };
-        assert_eq!(blamed(0, &rendezvous(&[3])), [3]);
+        assert_eq!(blamed_ranks(0, &rendezvous(&[3])), [3]);
         // It failed by itself.
-        assert_eq!(blamed(0, &rendezvous(&[])), []);
-        assert_eq!(blamed(3, &rendezvous(&[3])), []);
+        assert_eq!(blamed_ranks(0, &rendezvous(&[])), []);
+        assert_eq!(blamed_ranks(3, &rendezvous(&[3])), []);
     }
 }

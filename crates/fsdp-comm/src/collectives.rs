@@ -89,7 +89,7 @@ impl ProcessGroup {
         counts: &[usize],
         input: &[T],
     ) -> Result<(), CommError> {
-        let given = outputs.iter().map(|output| output.len()).sum();
+        let given = total_len(outputs);
         let arguments = check(&call, || {
             self.check_counts("counts", counts)?;
             self.check_numel("the input", input.len(), counts[self.rank()])?;
@@ -104,10 +104,7 @@ impl ProcessGroup {
                 pattern: Pattern::AllGather,
                 longest: longest::<T>(counts),
                 to: vec![0..size_of_val(input); counts.len()],
-                from: counts
-                    .iter()
-                    .map(|count| 0..count * size_of::<T>())
-                    .collect(),
+                from: whole_inputs::<T>(counts),
                 destination: copy_into::<T>(outputs, counts),
             }))
         })
@@ -134,32 +131,8 @@ impl ProcessGroup {
             self.check_numel("the input", input.len(), sum(&counts)?)
         })
         .and_then(|()| check_reduction::<T>(&call, op));
-        let mut turn = self.begin(call, arguments)?;
-        self.reduce_scatter_round(&mut turn, output, &counts, input, op)
-    }
-
-    /// Carries out one round in which `input`, cut into parts of `counts` elements, is reduced over
-    /// all ranks, and each rank gets its part.
-    fn reduce_scatter_round<T: Element>(
-        &self,
-        turn: &mut Turn<'_>,
-        output: &mut [T],
-        counts: &[usize],
-        input: &[T],
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
-            let to = byte_ranges::<T>(counts);
-            let from = vec![to[self.rank()].clone(); counts.len()];
-            let (pattern, longest) = (Pattern::AllToAll, longest::<T>(counts));
-            Ok(Some(Plan {
-                pattern,
-                longest,
-                to,
-                from,
-                destination: reduce_into(output, op),
-            }))
-        })
+        self.begin(call, arguments)?
+            .reduce_scatter(output, &counts, input, op)
     }
 
     /// Reduces the buffers of all ranks element by element, and gives every rank the result in its
@@ -184,10 +157,9 @@ impl ProcessGroup {
             let input = buffer.to_vec();
             return turn.round(None, Vec::new(), bytemuck::cast_slice(&input), move |_| {
                 let whole = vec![0..size_of_val(buffer); world_size];
-                let (pattern, longest) = (Pattern::AllGather, size_of_val(buffer));
                 Ok(Some(Plan {
-                    pattern,
-                    longest,
+                    pattern: Pattern::AllGather,
+                    longest: size_of_val(buffer),
                     to: whole.clone(),
                     from: whole,
                     destination: reduce_into(buffer, op),
@@ -198,25 +170,21 @@ impl ProcessGroup {
         // then all ranks gather all segments.
         let segment = numel
             .div_ceil(world_size)
-            .next_multiple_of(SEGMENT_ELEMENTS);
-        let segment = segment.min(MAX_SEGMENT_BYTES / size_of::<T>());
+            .next_multiple_of(SEGMENT_ELEMENTS)
+            .min(MAX_SEGMENT_BYTES / size_of::<T>());
         let mut reduced = vec![T::zeroed(); segment];
         for window in buffer.chunks_mut(segment * world_size) {
-            let start = |rank: usize| window.len().min(rank * segment);
             let counts: Vec<usize> = (0..world_size)
-                .map(|rank| start(rank + 1) - start(rank))
+                .map(|rank| window.len().saturating_sub(rank * segment).min(segment))
                 .collect();
             let reduced = &mut reduced[..counts[self.rank()]];
-            self.reduce_scatter_round(&mut turn, reduced, &counts, window, op)?;
+            turn.reduce_scatter(reduced, &counts, window, op)?;
             turn.round(None, Vec::new(), bytemuck::cast_slice(reduced), |_| {
                 Ok(Some(Plan {
                     pattern: Pattern::AllGather,
                     longest: longest::<T>(&counts),
                     to: vec![0..size_of_val(reduced); world_size],
-                    from: counts
-                        .iter()
-                        .map(|count| 0..count * size_of::<T>())
-                        .collect(),
+                    from: whole_inputs::<T>(&counts),
                     destination: copy_into::<T>([bytemuck::cast_slice_mut(window)], &counts),
                 }))
             })?;
@@ -237,35 +205,29 @@ impl ProcessGroup {
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(buffer);
-        let whole = 0..bytes.len();
-        let (pattern, longest) = (Pattern::Broadcast { root }, bytes.len());
-        if self.rank() == root {
-            let mut to = vec![whole; world_size];
+        let len = bytes.len();
+        // The root keeps its bytes, and all others take those of the root.
+        let (send, receive): (&[u8], Option<&mut [u8]>) = if self.rank() == root {
+            (bytes, None)
+        } else {
+            (&[], Some(bytes))
+        };
+        turn.round(None, Vec::new(), send, move |_| {
+            let mut to = vec![0..send.len(); world_size];
             to[root] = 0..0;
-            return turn.round(None, Vec::new(), bytes, |_| {
-                let destination = Destination::Copy((0..world_size).map(|_| Vec::new()).collect());
-                Ok(Some(Plan {
-                    pattern,
-                    longest,
-                    to,
-                    from: vec![0..0; world_size],
-                    destination,
-                }))
-            });
-        }
-        turn.round(None, Vec::new(), &[], move |_| {
             let mut from = vec![0..0; world_size];
-            from[root] = whole;
             let mut destinations: Vec<Vec<&mut [u8]>> =
                 (0..world_size).map(|_| Vec::new()).collect();
-            destinations[root].push(bytes);
-            let (to, destination) = (vec![0..0; world_size], Destination::Copy(destinations));
+            if let Some(bytes) = receive {
+                from[root] = 0..len;
+                destinations[root].push(bytes);
+            }
             Ok(Some(Plan {
-                pattern,
-                longest,
+                pattern: Pattern::Broadcast { root },
+                longest: len,
                 to,
                 from,
-                destination,
+                destination: Destination::copy(destinations),
             }))
         })
     }
@@ -288,36 +250,17 @@ impl ProcessGroup {
         };
         let counts = vec![input.len(); self.world_size()];
         match output {
-            Some(output) => self.gather_counts(call, Some(&mut [output]), &counts, input, root),
-            None => self.gather_counts(call, None, &counts, input, root),
+            Some(output) => self.gather_counts(call, Some(&mut [output]), &counts, input),
+            None => self.gather_counts(call, None, &counts, input),
         }
     }
 
-    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`. All
+    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`, with the
+    /// root's output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices). All
     /// ranks give all counts.
     ///
     /// # Errors
     /// The same as [`gather`](Self::gather); counts that differ between ranks.
-    pub fn gather_uneven<T: Element>(
-        &self,
-        output: Option<&mut [T]>,
-        counts: &[usize],
-        input: &[T],
-        root: usize,
-    ) -> Result<(), CommError> {
-        match output {
-            Some(output) => {
-                self.gather_uneven_into_slices(Some(&mut [output]), counts, input, root)
-            }
-            None => self.gather_uneven_into_slices(None, counts, input, root),
-        }
-    }
-
-    /// Gathers like [`gather_uneven`](Self::gather_uneven), with the root's output in pieces, as in
-    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
-    ///
-    /// # Errors
-    /// The same as [`gather_uneven`](Self::gather_uneven).
     pub fn gather_uneven_into_slices<T: Element>(
         &self,
         outputs: Option<&mut [&mut [T]]>,
@@ -329,22 +272,20 @@ impl ProcessGroup {
             root: Some(root),
             ..tensor_call::<T>(Operation::GatherUneven, counts.to_vec())
         };
-        self.gather_counts(call, outputs, counts, input, root)
+        self.gather_counts(call, outputs, counts, input)
     }
 
-    /// Gathers the input of every rank on `root`, the only rank that passes outputs. `counts` are
-    /// the elements of each rank's input.
+    /// Gathers the input of every rank on the root of the call, the only rank that passes outputs.
+    /// `counts` are the elements of each rank's input.
     fn gather_counts<T: Element>(
         &self,
         call: Call,
         outputs: Option<&mut [&mut [T]]>,
         counts: &[usize],
         input: &[T],
-        root: usize,
     ) -> Result<(), CommError> {
-        let given = outputs
-            .as_ref()
-            .map(|outputs| outputs.iter().map(|output| output.len()).sum());
+        let root = call.root.expect("a gather has a root");
+        let given = outputs.as_deref().map(total_len);
         let arguments = check(&call, || {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
@@ -352,17 +293,14 @@ impl ProcessGroup {
             self.check_root_only("an output", root, given, sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
+        // Only the root has outputs, and only to the root does any rank send.
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             let mut to = vec![0..0; counts.len()];
             to[root] = 0..size_of_val(input);
-            let from = counts.iter().map(|count| {
-                0..if outputs.is_some() {
-                    count * size_of::<T>()
-                } else {
-                    0
-                }
-            });
-            let from = from.collect();
+            let received = match outputs {
+                Some(_) => counts.to_vec(),
+                None => vec![0; counts.len()],
+            };
             let outputs = outputs
                 .into_iter()
                 .flatten()
@@ -371,8 +309,8 @@ impl ProcessGroup {
                 pattern: Pattern::Gather { root },
                 longest: longest::<T>(counts),
                 to,
-                from,
-                destination: copy_into::<T>(outputs, counts),
+                from: whole_inputs::<T>(&received),
+                destination: copy_into::<T>(outputs, &received),
             }))
         })
     }
@@ -394,29 +332,15 @@ impl ProcessGroup {
             ..tensor_call::<T>(Operation::Scatter, vec![output.len()])
         };
         let counts = vec![output.len(); self.world_size()];
-        self.scatter_counts(call, &mut [output], input, &counts, root)
+        self.scatter_counts(call, &mut [output], input, &counts)
     }
 
-    /// Does the same as [`scatter`](Self::scatter) for `counts[r]` elements of each rank `r`. All
+    /// Does the same as [`scatter`](Self::scatter) for `counts[r]` elements of each rank `r`, with
+    /// the output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices). All
     /// ranks give all counts.
     ///
     /// # Errors
     /// The same as [`scatter`](Self::scatter); counts that differ between ranks.
-    pub fn scatter_uneven<T: Element>(
-        &self,
-        output: &mut [T],
-        input: Option<&[T]>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<(), CommError> {
-        self.scatter_uneven_into_slices(&mut [output], input, counts, root)
-    }
-
-    /// Scatters like [`scatter_uneven`](Self::scatter_uneven), with the output in pieces, as in
-    /// [`all_gather_into_slices`](Self::all_gather_into_slices).
-    ///
-    /// # Errors
-    /// The same as [`scatter_uneven`](Self::scatter_uneven).
     pub fn scatter_uneven_into_slices<T: Element>(
         &self,
         outputs: &mut [&mut [T]],
@@ -428,20 +352,21 @@ impl ProcessGroup {
             root: Some(root),
             ..tensor_call::<T>(Operation::ScatterUneven, counts.to_vec())
         };
-        self.scatter_counts(call, outputs, input, counts, root)
+        self.scatter_counts(call, outputs, input, counts)
     }
 
-    /// Sends each rank its part of the input of `root`, the only rank that passes one. The part
-    /// fills `outputs`, one slice after the other. `counts` are the elements of each rank's part.
+    /// Sends each rank its part of the input of the call's root, the only rank that passes one. The
+    /// part fills `outputs`, one slice after the other. `counts` are the elements of each rank's
+    /// part.
     fn scatter_counts<T: Element>(
         &self,
         call: Call,
         outputs: &mut [&mut [T]],
         input: Option<&[T]>,
         counts: &[usize],
-        root: usize,
     ) -> Result<(), CommError> {
-        let given = outputs.iter().map(|output| output.len()).sum();
+        let root = call.root.expect("a scatter has a root");
+        let given = total_len(outputs);
         let arguments = check(&call, || {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
@@ -449,35 +374,30 @@ impl ProcessGroup {
             self.check_root_only("an input", root, input.map(<[T]>::len), sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
-        turn.round(
-            None,
-            Vec::new(),
-            bytemuck::cast_slice(input.unwrap_or_default()),
-            move |_| {
-                // Every rank receives from the root only, and only the root sends.
-                let ranges = byte_ranges::<T>(counts);
-                let mut from = vec![0..0; counts.len()];
-                from[root] = ranges[self.rank()].clone();
-                let mut received = vec![0; counts.len()];
-                received[root] = given;
-                let to = if input.is_some() {
-                    ranges
-                } else {
-                    vec![0..0; counts.len()]
-                };
-                let outputs = outputs
-                    .iter_mut()
-                    .map(|output| bytemuck::cast_slice_mut(output));
-                let destination = copy_into::<T>(outputs, &received);
-                Ok(Some(Plan {
-                    pattern: Pattern::Scatter { root },
-                    longest: longest::<T>(counts),
-                    to,
-                    from,
-                    destination,
-                }))
-            },
-        )
+        // Only the root sends.
+        let send = bytemuck::cast_slice(input.unwrap_or_default());
+        turn.round(None, Vec::new(), send, move |_| {
+            let ranges = byte_ranges::<T>(counts);
+            let mut from = vec![0..0; counts.len()];
+            from[root] = ranges[self.rank()].clone();
+            let mut received = vec![0; counts.len()];
+            received[root] = given;
+            let to = if input.is_some() {
+                ranges
+            } else {
+                vec![0..0; counts.len()]
+            };
+            let outputs = outputs
+                .iter_mut()
+                .map(|output| bytemuck::cast_slice_mut(output));
+            Ok(Some(Plan {
+                pattern: Pattern::Scatter { root },
+                longest: longest::<T>(counts),
+                to,
+                from,
+                destination: copy_into::<T>(outputs, &received),
+            }))
+        })
     }
 
     /// Sends `send_counts[r]` elements of `input` to each rank `r`, and receives
@@ -510,7 +430,7 @@ impl ProcessGroup {
         send_counts: &[usize],
     ) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::AllToAllUneven, Vec::new());
-        let given = outputs.iter().map(|output| output.len()).sum();
+        let given = total_len(outputs);
         let arguments = check(&call, || {
             self.check_counts("the counts to receive", receive_counts)?;
             self.check_counts("the counts to send", send_counts)?;
@@ -527,20 +447,17 @@ impl ProcessGroup {
             .collect();
         let sequence = turn.call.sequence;
         turn.round(None, own, bytemuck::cast_slice(input), |records| {
-            // For every two ranks, one must send as much as the other expects.
-            let owns: Vec<&[u64]> = records
+            let counts: Vec<Counts<'_>> = records
                 .iter()
-                .map(|record| &record.header.own[..])
+                .map(|record| Counts(&record.header.own))
                 .collect();
-            let fits = |(from, to): (usize, usize)| owns[from][to] == owns[to][world_size + from];
-            let mut pairs =
-                (0..world_size).flat_map(|from| (0..world_size).map(move |to| (from, to)));
-            if owns.iter().any(|own| own.len() != 2 * world_size) || !pairs.all(fits) {
-                let calls = self
-                    .global_ranks()
-                    .iter()
-                    .copied()
-                    .zip(owns.iter().map(|own| Counts(own)));
+            // For every two ranks, one must send as much as the other expects.
+            let fits = counts.iter().all(|counts| counts.0.len() == 2 * world_size)
+                && (0..world_size).all(|from| {
+                    (0..world_size).all(|to| counts[from].sent()[to] == counts[to].received()[from])
+                });
+            if !fits {
+                let calls = self.global_ranks().iter().copied().zip(counts);
                 return Err(CommError::Mismatch {
                     sequence,
                     calls: RankCall::collect(calls),
@@ -548,27 +465,50 @@ impl ProcessGroup {
             }
             // The bytes for this rank follow those for the ranks before it in the sender's input.
             let from = (0..world_size).map(|from| {
-                let before = owns[from][..self.rank()]
+                let before = counts[from].sent()[..self.rank()]
                     .iter()
                     .fold(0u64, |sum, &count| sum.saturating_add(count));
                 let start = (before as usize).saturating_mul(size_of::<T>());
-                start..start + receive_counts[from] * size_of::<T>()
+                start..start.saturating_add(receive_counts[from] * size_of::<T>())
             });
             let outputs = outputs
                 .iter_mut()
                 .map(|output| bytemuck::cast_slice_mut(output));
-            let sent = owns
+            let largest = counts
                 .iter()
-                .flat_map(|own| &own[..world_size])
+                .flat_map(Counts::sent)
                 .max()
-                .copied()
-                .unwrap_or_default() as usize;
+                .expect("there is a count for each rank");
             Ok(Some(Plan {
                 pattern: Pattern::AllToAll,
-                longest: longest::<T>(&[sent]),
+                longest: longest::<T>(&[*largest as usize]),
                 to: byte_ranges::<T>(send_counts),
                 from: from.collect(),
                 destination: copy_into::<T>(outputs, receive_counts),
+            }))
+        })
+    }
+}
+
+impl Turn<'_> {
+    /// Carries out one round in which `input`, cut into parts of `counts` elements, is reduced over
+    /// all ranks, and each rank gets its part.
+    fn reduce_scatter<T: Element>(
+        &mut self,
+        output: &mut [T],
+        counts: &[usize],
+        input: &[T],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let rank = self.group.rank();
+        self.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
+            let to = byte_ranges::<T>(counts);
+            Ok(Some(Plan {
+                pattern: Pattern::AllToAll,
+                longest: longest::<T>(counts),
+                from: vec![to[rank].clone(); counts.len()],
+                to,
+                destination: reduce_into(output, op),
             }))
         })
     }
@@ -648,10 +588,7 @@ pub(crate) fn check(
     call: &Call,
     arguments: impl FnOnce() -> Result<(), String>,
 ) -> Result<(), CommError> {
-    arguments().map_err(|message| CommError::InvalidArgument {
-        operation: call.name().to_owned(),
-        message,
-    })
+    arguments().map_err(|message| CommError::invalid_argument(call.name(), message))
 }
 
 /// Checks that elements of type `T` can be reduced by `op`: only an average of integers cannot.
@@ -674,14 +611,23 @@ pub(crate) fn sum(counts: &[usize]) -> Result<usize, String> {
     sum.ok_or_else(|| format!("counts {counts:?} are too large"))
 }
 
+/// Returns the number of elements of all outputs together.
+fn total_len<T>(outputs: &[&mut [T]]) -> usize {
+    outputs.iter().map(|output| output.len()).sum()
+}
+
 /// Returns the number of bytes of the largest of these counts.
 fn longest<T>(counts: &[usize]) -> usize {
+    let largest = counts.iter().max().expect("there is a count of each rank");
+    largest.saturating_mul(size_of::<T>())
+}
+
+/// Returns the range of bytes of each rank's whole input.
+fn whole_inputs<T>(counts: &[usize]) -> Vec<Range<usize>> {
     counts
         .iter()
-        .max()
-        .copied()
-        .unwrap_or_default()
-        .saturating_mul(size_of::<T>())
+        .map(|count| 0..count * size_of::<T>())
+        .collect()
 }
 
 /// Returns the range of bytes of each rank's elements, which lie one after the other.
@@ -697,43 +643,43 @@ fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
 }
 
 /// Returns the destination that fills `outputs`, one after the other, with `counts[r]` elements of
-/// each rank `r`. A rank's elements may span several outputs.
+/// each rank `r`. A rank's elements may span several outputs. The outputs have as many elements as
+/// the counts say.
 fn copy_into<'p, T>(
     outputs: impl IntoIterator<Item = &'p mut [u8]>,
     counts: &[usize],
 ) -> Destination<'p> {
     let mut outputs = outputs.into_iter();
     let mut rest: &mut [u8] = &mut [];
-    let destinations = counts.iter().map(|count| {
+    let mut destinations = Vec::with_capacity(counts.len());
+    for count in counts {
         let mut missing = count * size_of::<T>();
-        let mut destinations = Vec::new();
+        let mut slices = Vec::new();
         while missing > 0 {
+            // Outputs without elements are passed over here.
             if rest.is_empty() {
-                match outputs.next() {
-                    Some(output) => rest = output,
-                    None => break,
-                }
+                rest = outputs
+                    .next()
+                    .expect("the outputs are as long as the counts, which is checked before");
+                continue;
             }
             let cut = missing.min(rest.len());
             let (head, tail) = std::mem::take(&mut rest).split_at_mut(cut);
-            missing -= head.len();
+            missing -= cut;
             rest = tail;
-            if !head.is_empty() {
-                destinations.push(head);
-            }
+            slices.push(head);
         }
-        destinations
-    });
-    Destination::Copy(destinations.collect())
+        destinations.push(slices);
+    }
+    Destination::copy(destinations)
 }
 
 /// Returns the destination that reduces the pieces of all ranks into `output`.
 fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
     Destination::Reduce(Box::new(move |offset, pieces| {
+        // Blocks begin at multiples of 64 bytes, so no element is cut.
         let start = offset / size_of::<T>();
-        let numel = pieces
-            .first()
-            .map_or(0, |piece| piece.len() / size_of::<T>());
+        let numel = pieces[0].len() / size_of::<T>();
         T::reduce(op, pieces, &mut output[start..start + numel]);
     }))
 }
@@ -742,13 +688,24 @@ fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
 #[derive(PartialEq)]
 struct Counts<'a>(&'a [u64]);
 
+impl Counts<'_> {
+    fn sent(&self) -> &[u64] {
+        &self.0[..self.0.len() / 2]
+    }
+
+    fn received(&self) -> &[u64] {
+        &self.0[self.0.len() / 2..]
+    }
+}
+
 impl fmt::Display for Counts<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (send, receive) = self.0.split_at(self.0.len() / 2);
         write!(
             f,
-            "{} sending {send:?} and receiving {receive:?}",
-            Operation::AllToAllUneven
+            "{} sending {:?} and receiving {:?}",
+            Operation::AllToAllUneven,
+            self.sent(),
+            self.received()
         )
     }
 }

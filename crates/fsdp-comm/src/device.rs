@@ -10,22 +10,23 @@
 
 use std::marker::PhantomData;
 
+use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
-use crate::backend::{DeviceCall, DeviceTransfer};
 use crate::collectives::{check, sum};
 use crate::element::Element;
 use crate::error::CommError;
-use crate::group::ProcessGroup;
-use crate::nccl::library::{Address, Movement, number};
+use crate::group::{ProcessGroup, Turn};
+use crate::nccl::NcclBackend;
+use crate::nccl::library::{Movement, number};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
 
 /// Elements in a GPU's memory, borrowed for reading.
 #[derive(Debug)]
 pub struct DeviceSlice<'a, T> {
-    address: Address,
+    address: CUdeviceptr,
     numel: usize,
     stream: &'a CudaStream,
     _order: SyncOnDrop<'a>,
@@ -35,7 +36,7 @@ pub struct DeviceSlice<'a, T> {
 /// Elements in a GPU's memory, borrowed for writing.
 #[derive(Debug)]
 pub struct DeviceSliceMut<'a, T> {
-    address: Address,
+    address: CUdeviceptr,
     numel: usize,
     stream: &'a CudaStream,
     _order: SyncOnDrop<'a>,
@@ -84,7 +85,7 @@ impl<'a, T: Element> DeviceSliceMut<'a, T> {
 #[derive(Clone, Copy)]
 pub struct DeviceGroup<'g> {
     group: &'g ProcessGroup,
-    transfer: &'g dyn DeviceTransfer,
+    nccl: &'g NcclBackend,
 }
 
 impl std::fmt::Debug for DeviceGroup<'_> {
@@ -100,10 +101,8 @@ impl ProcessGroup {
     /// host memory.
     #[must_use]
     pub fn device(&self) -> Option<DeviceGroup<'_>> {
-        self.device_transfer().map(|transfer| DeviceGroup {
-            group: self,
-            transfer,
-        })
+        let nccl = self.nccl()?;
+        Some(DeviceGroup { group: self, nccl })
     }
 }
 
@@ -111,7 +110,7 @@ impl DeviceGroup<'_> {
     /// Returns the number of the GPU whose memory this rank's slices must be in.
     #[must_use]
     pub fn ordinal(&self) -> usize {
-        self.transfer.ordinal()
+        self.nccl.ordinal
     }
 
     /// Does the same as [`ProcessGroup::all_gather_into`].
@@ -123,28 +122,30 @@ impl DeviceGroup<'_> {
         output: &mut DeviceSliceMut<'_, T>,
         input: &DeviceSlice<'_, T>,
     ) -> Result<(), CommError> {
-        let (ranks, numel) = (self.group.world_size(), input.numel);
+        let ranks = self.group.world_size();
+        let numel = input.numel;
         let call = call::<T>(Operation::AllGather, vec![numel], None);
         let arguments = check(&call, || {
+            // On one stream the call comes after the work that fills the input.
             self.check_streams(&[input.stream, output.stream])?;
             self.group
                 .check_numel("the output", output.numel, times(numel, ranks)?)
         });
-        let (send, receive) = (input.address, output.address);
+        let turn = self.group.begin(call, arguments)?;
+        // A gather copies bytes, so it works for types that NCCL does not know too.
         let (count, dtype) = as_counted::<T>(numel);
+        let movement = Movement::AllGather {
+            send: input.address,
+            receive: output.address,
+            count,
+            dtype,
+        };
         let others = input.bytes() * (ranks - 1);
         self.run(
-            call,
-            arguments,
+            turn,
             (others, others),
             input.stream,
-            numel == 0,
-            move || Movement::AllGather {
-                send,
-                receive,
-                count,
-                dtype,
-            },
+            (numel > 0).then_some(movement),
         )
     }
 
@@ -158,7 +159,8 @@ impl DeviceGroup<'_> {
         input: &DeviceSlice<'_, T>,
         op: ReduceOp,
     ) -> Result<(), CommError> {
-        let (ranks, numel) = (self.group.world_size(), output.numel);
+        let ranks = self.group.world_size();
+        let numel = output.numel;
         let call = Call {
             reduce: Some(op),
             ..call::<T>(Operation::ReduceScatter, vec![numel], None)
@@ -169,21 +171,20 @@ impl DeviceGroup<'_> {
                 .check_numel("the input", input.numel, times(numel, ranks)?)
         })
         .and_then(|()| check_reduction::<T>(&call, op));
-        let (send, receive) = (input.address, output.address);
+        let turn = self.group.begin(call, arguments)?;
+        let movement = Movement::ReduceScatter {
+            send: input.address,
+            receive: output.address,
+            count: numel,
+            dtype: T::DTYPE,
+            op,
+        };
         let others = output.bytes() * (ranks - 1);
         self.run(
-            call,
-            arguments,
+            turn,
             (others, others),
             input.stream,
-            numel == 0,
-            move || Movement::ReduceScatter {
-                send,
-                receive,
-                count: numel,
-                dtype: T::DTYPE,
-                op,
-            },
+            (numel > 0).then_some(movement),
         )
     }
 
@@ -204,21 +205,21 @@ impl DeviceGroup<'_> {
         };
         let arguments = check(&call, || self.check_streams(&[buffer.stream]))
             .and_then(|()| check_reduction::<T>(&call, op));
-        let (ranks, address) = (self.group.world_size(), buffer.address);
+        let turn = self.group.begin(call, arguments)?;
+        let ranks = self.group.world_size();
+        let movement = Movement::AllReduce {
+            buffer: buffer.address,
+            count: numel,
+            dtype: T::DTYPE,
+            op,
+        };
         // The bytes that a ring of ranks moves.
         let others = 2 * (buffer.bytes() / ranks) * (ranks - 1);
         self.run(
-            call,
-            arguments,
+            turn,
             (others, others),
             buffer.stream,
-            numel == 0,
-            move || Movement::AllReduce {
-                buffer: address,
-                count: numel,
-                dtype: T::DTYPE,
-                op,
-            },
+            (numel > 0).then_some(movement),
         )
     }
 
@@ -236,24 +237,19 @@ impl DeviceGroup<'_> {
             self.check_streams(&[buffer.stream])?;
             self.group.check_root(root)
         });
-        let (address, bytes) = (buffer.address, buffer.bytes());
+        let turn = self.group.begin(call, arguments)?;
+        let bytes = buffer.bytes();
+        let movement = Movement::Broadcast {
+            buffer: buffer.address,
+            bytes,
+            root,
+        };
         let moved = if self.group.rank() == root {
             (bytes * (self.group.world_size() - 1), 0)
         } else {
             (0, bytes)
         };
-        self.run(
-            call,
-            arguments,
-            moved,
-            buffer.stream,
-            bytes == 0,
-            move || Movement::Broadcast {
-                buffer: address,
-                bytes,
-                root,
-            },
-        )
+        self.run(turn, moved, buffer.stream, (bytes > 0).then_some(movement))
     }
 
     /// Does the same as [`ProcessGroup::gather`].
@@ -266,7 +262,8 @@ impl DeviceGroup<'_> {
         input: &DeviceSlice<'_, T>,
         root: usize,
     ) -> Result<(), CommError> {
-        let (ranks, bytes) = (self.group.world_size(), input.bytes());
+        let ranks = self.group.world_size();
+        let bytes = input.bytes();
         let call = call::<T>(Operation::Gather, vec![input.numel], Some(root));
         let given = output.as_ref().map(|output| output.numel);
         let stream = output.as_ref().map(|output| output.stream);
@@ -277,15 +274,15 @@ impl DeviceGroup<'_> {
             self.group
                 .check_root_only("an output", root, given, times(input.numel, ranks)?)
         });
+        let turn = self.group.begin(call, arguments)?;
+        // NCCL has no gather: every rank sends to the root, and receives nothing.
         let mut send = vec![(input.address, 0); ranks];
-        if let Some(to) = send.get_mut(root) {
-            to.1 = bytes;
-        }
+        send[root].1 = bytes;
         let receive = match output {
             Some(output) => pieces(output.address, &vec![bytes; ranks]),
             None => vec![(0, 0); ranks],
         };
-        self.exchange(call, arguments, send, receive, input.stream)
+        self.exchange(turn, send, receive, input.stream)
     }
 
     /// Does the same as [`ProcessGroup::scatter`].
@@ -298,7 +295,8 @@ impl DeviceGroup<'_> {
         input: Option<&DeviceSlice<'_, T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        let (ranks, bytes) = (self.group.world_size(), output.bytes());
+        let ranks = self.group.world_size();
+        let bytes = output.bytes();
         let call = call::<T>(Operation::Scatter, vec![output.numel], Some(root));
         let arguments = check(&call, || {
             let streams = [Some(output.stream), input.map(|input| input.stream)];
@@ -311,15 +309,15 @@ impl DeviceGroup<'_> {
                 times(output.numel, ranks)?,
             )
         });
+        let turn = self.group.begin(call, arguments)?;
+        // NCCL has no scatter: every rank receives from the root, and sends nothing.
         let send = match input {
             Some(input) => pieces(input.address, &vec![bytes; ranks]),
             None => vec![(0, 0); ranks],
         };
         let mut receive = vec![(output.address, 0); ranks];
-        if let Some(from) = receive.get_mut(root) {
-            from.1 = bytes;
-        }
-        self.exchange(call, arguments, send, receive, output.stream)
+        receive[root].1 = bytes;
+        self.exchange(turn, send, receive, output.stream)
     }
 
     /// Does the same as [`ProcessGroup::all_to_all_uneven`].
@@ -348,31 +346,29 @@ impl DeviceGroup<'_> {
                 .check_numel("the input", input.numel, sum(send_counts)?)?;
             self.group
                 .check_numel("the output", output.numel, sum(receive_counts)?)?;
-            match all
-                .iter()
-                .enumerate()
-                .find(|(from, (sent, _))| sent.get(rank) != receive_counts.get(*from))
-            {
-                Some((from, (sent, _))) => Err(format!(
-                    "rank {from} sends {:?} elements to rank {rank}, which expects {:?}",
-                    sent.get(rank),
-                    receive_counts.get(from)
-                )),
-                None => Ok(()),
+            for (from, (sent, _)) in all.iter().enumerate() {
+                if sent.get(rank) != receive_counts.get(from) {
+                    return Err(format!(
+                        "rank {from} sends {:?} elements to rank {rank}, which expects {:?}",
+                        sent.get(rank),
+                        receive_counts.get(from)
+                    ));
+                }
             }
+            Ok(())
         });
+        let turn = self.group.begin(call, arguments)?;
         let send = pieces(input.address, &bytes_of::<T>(send_counts));
         let receive = pieces(output.address, &bytes_of::<T>(receive_counts));
-        self.exchange(call, arguments, send, receive, input.stream)
+        self.exchange(turn, send, receive, input.stream)
     }
 
     /// Sends bytes to each rank and receives bytes from each rank.
     fn exchange(
         &self,
-        call: Call,
-        arguments: Result<(), CommError>,
-        send: Vec<(Address, usize)>,
-        receive: Vec<(Address, usize)>,
+        turn: Turn<'_>,
+        send: Vec<(CUdeviceptr, usize)>,
+        receive: Vec<(CUdeviceptr, usize)>,
         stream: &CudaStream,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
@@ -380,31 +376,23 @@ impl DeviceGroup<'_> {
             bytes_of_others(&send, rank),
             bytes_of_others(&receive, rank),
         );
-        let nothing = send.iter().chain(&receive).all(|piece| piece.1 == 0);
-        self.run(call, arguments, moved, stream, nothing, move || {
-            Movement::Exchange { send, receive }
-        })
+        let moves_any = send.iter().chain(&receive).any(|piece| piece.1 > 0);
+        let movement = Movement::Exchange { send, receive };
+        self.run(turn, moved, stream, moves_any.then_some(movement))
     }
 
     /// Agrees with all ranks on a call, and then makes it. `moved` is the number of bytes that this
-    /// rank sends and receives. With `nothing` there is nothing to move, and the call is only
-    /// agreed on.
+    /// rank sends and receives. Without a `movement` the call is only agreed on.
     fn run(
         &self,
-        call: Call,
-        arguments: Result<(), CommError>,
+        mut turn: Turn<'_>,
         moved: (usize, usize),
         stream: &CudaStream,
-        nothing: bool,
-        make: impl FnOnce() -> Movement,
+        movement: Option<Movement>,
     ) -> Result<(), CommError> {
-        let mut turn = self.group.begin(call, arguments)?;
-        turn.transfer(moved, |round| {
-            if nothing {
-                Ok(())
-            } else {
-                self.transfer.transfer(round, DeviceCall(make()), stream)
-            }
+        turn.transfer(moved, |round| match movement {
+            Some(movement) => self.nccl.transfer(round, movement, stream),
+            None => Ok(()),
         })
     }
 
@@ -412,8 +400,8 @@ impl DeviceGroup<'_> {
     /// call is ordered.
     fn check_streams(&self, streams: &[&CudaStream]) -> Result<(), String> {
         let own = self.ordinal();
-        let ordinal = |stream: &&CudaStream| stream.context().ordinal();
-        if let Some(given) = streams.iter().map(ordinal).find(|&given| given != own) {
+        let mut ordinals = streams.iter().map(|stream| stream.context().ordinal());
+        if let Some(given) = ordinals.find(|&given| given != own) {
             return Err(format!(
                 "the memory is GPU {given}'s, but rank {} of the group has GPU {own}",
                 self.group.rank()
@@ -475,7 +463,7 @@ fn bytes_of<T>(counts: &[usize]) -> Vec<usize> {
 }
 
 /// Returns the number of bytes of the pieces to or from other ranks.
-fn bytes_of_others(pieces: &[(Address, usize)], rank: usize) -> usize {
+fn bytes_of_others(pieces: &[(CUdeviceptr, usize)], rank: usize) -> usize {
     pieces
         .iter()
         .enumerate()
@@ -485,14 +473,14 @@ fn bytes_of_others(pieces: &[(Address, usize)], rank: usize) -> usize {
 }
 
 /// Returns the addresses of consecutive pieces with these numbers of bytes.
-fn pieces(start: Address, bytes: &[usize]) -> Vec<(Address, usize)> {
+fn pieces(start: CUdeviceptr, bytes: &[usize]) -> Vec<(CUdeviceptr, usize)> {
     let mut next = start;
-    let piece = |&len: &usize| {
-        let address = next;
+    let mut pieces = Vec::with_capacity(bytes.len());
+    for &len in bytes {
+        pieces.push((next, len));
         next = next.saturating_add(len as u64);
-        (address, len)
-    };
-    bytes.iter().map(piece).collect()
+    }
+    pieces
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::net::Ipv6Addr;
 
 use crate::access::Secret;
 use crate::error::CommError;
+use crate::store::{without_brackets, without_zone};
 
 /// The port of rank 0 unless `MASTER_PORT` is set. It is torch's.
 pub const DEFAULT_MASTER_PORT: u16 = 29500;
@@ -42,6 +43,63 @@ impl fmt::Display for Launcher {
         })
     }
 }
+
+/// The variables in which a launcher tells a process its place. Of several that are listed, the
+/// first that is set counts, except for those of the job.
+struct LauncherVariables {
+    launcher: Launcher,
+    rank: &'static str,
+    world_size: &'static [&'static str],
+    local_rank: &'static [&'static str],
+    local_world_size: &'static [&'static str],
+    /// The variables whose values together are the name of the job.
+    job: &'static [&'static str],
+}
+
+/// The variables of all launchers. Those of a job that runs inside the job of another launcher come
+/// first.
+const LAUNCHERS: [LauncherVariables; 5] = [
+    LauncherVariables {
+        launcher: Launcher::Torchrun,
+        rank: "RANK",
+        world_size: &["WORLD_SIZE"],
+        local_rank: &["LOCAL_RANK"],
+        local_world_size: &["LOCAL_WORLD_SIZE"],
+        job: &["TORCHELASTIC_RUN_ID"],
+    },
+    LauncherVariables {
+        launcher: Launcher::OpenMpi,
+        rank: "OMPI_COMM_WORLD_RANK",
+        world_size: &["OMPI_COMM_WORLD_SIZE"],
+        local_rank: &["OMPI_COMM_WORLD_LOCAL_RANK"],
+        local_world_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        job: &["PMIX_NAMESPACE"],
+    },
+    LauncherVariables {
+        launcher: Launcher::Slurm,
+        rank: "SLURM_PROCID",
+        world_size: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
+        local_rank: &["SLURM_LOCALID"],
+        local_world_size: &[],
+        job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+    },
+    LauncherVariables {
+        launcher: Launcher::Mpich,
+        rank: "PMI_RANK",
+        world_size: &["PMI_SIZE"],
+        local_rank: &["MPI_LOCALRANKID"],
+        local_world_size: &["MPI_LOCALNRANKS"],
+        job: &[],
+    },
+    LauncherVariables {
+        launcher: Launcher::Kubernetes,
+        rank: "JOB_COMPLETION_INDEX",
+        world_size: &["WORLD_SIZE"],
+        local_rank: &[],
+        local_world_size: &[],
+        job: &["JOB_NAME"],
+    },
+];
 
 /// A process's place in its job.
 ///
@@ -105,8 +163,8 @@ pub struct Environment {
     pub agent_store: Option<String>,
 }
 
-/// The variable of torchrun, and its value, if its agent keeps a store for the ranks.
-const USE_AGENT_STORE: (&str, &str) = ("TORCHELASTIC_USE_AGENT_STORE", "True");
+/// The variable of torchrun that is `True` if its agent keeps a store for the ranks.
+const USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 
 /// The variable of the job's secret. It has no command line option, because command lines can be
 /// seen by everybody.
@@ -157,80 +215,62 @@ impl Environment {
     /// The same as [`from_env`](Self::from_env).
     pub fn from_variables(get: impl Fn(&str) -> Option<String>) -> Result<Self, CommError> {
         let variables = Variables(&get);
-        let has = |name| variables.get(name).is_some();
-        let environment = if has("RANK") {
-            let job = variables.job(&["TORCHELASTIC_RUN_ID"]);
-            Environment {
-                local_rank: variables.number("LOCAL_RANK")?,
-                local_world_size: variables.number("LOCAL_WORLD_SIZE")?,
-                agent_store: variables.agent_store(&job),
-                job,
-                ..variables.place(Launcher::Torchrun, "RANK", &["WORLD_SIZE"])?
-            }
-        } else if has("OMPI_COMM_WORLD_RANK") {
-            Environment {
-                local_rank: variables.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
-                local_world_size: variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
-                job: variables.job(&["PMIX_NAMESPACE"]),
-                ..variables.place(
-                    Launcher::OpenMpi,
-                    "OMPI_COMM_WORLD_RANK",
-                    &["OMPI_COMM_WORLD_SIZE"],
-                )?
-            }
-        } else if has("SLURM_STEP_ID") && has("SLURM_PROCID") {
-            let place = variables.place(
-                Launcher::Slurm,
-                "SLURM_PROCID",
-                &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
-            )?;
-            // SLURM tells how many ranks each host has in a form of its own, but also how many
-            // hosts there are.
-            let hosts: Option<usize> = match variables.number("SLURM_STEP_NUM_NODES")? {
-                Some(hosts) => Some(hosts),
-                None => variables.number("SLURM_NNODES")?,
-            };
-            Environment {
-                local_rank: variables.number("SLURM_LOCALID")?,
-                local_world_size: (hosts == Some(1)).then_some(place.world_size),
-                job: variables.job(&["SLURM_JOB_ID", "SLURM_STEP_ID"]),
-                ..place
-            }
-        } else if has("PMI_RANK") {
-            Environment {
-                local_rank: variables.number("MPI_LOCALRANKID")?,
-                local_world_size: variables.number("MPI_LOCALNRANKS")?,
-                job: variables.job(&[]),
-                ..variables.place(Launcher::Mpich, "PMI_RANK", &["PMI_SIZE"])?
-            }
-        } else if has("JOB_COMPLETION_INDEX") {
-            Environment {
-                job: variables.job(&["JOB_NAME"]),
-                ..variables.place(
-                    Launcher::Kubernetes,
-                    "JOB_COMPLETION_INDEX",
-                    &["WORLD_SIZE"],
-                )?
-            }
-        } else {
+        let names = LAUNCHERS.iter().find(|names| {
+            // SLURM sets a rank also for a process that is not in a step, and so no rank of a job.
+            variables.has(names.rank)
+                && (names.launcher != Launcher::Slurm || variables.has("SLURM_STEP_ID"))
+        });
+        let Some(names) = names else {
             let message = "is not set, nor is any other launcher's rank variable: start the ranks with `fsdp launch`, \
                            torchrun, mpirun, srun or an indexed Kubernetes job";
             return Err(error("RANK", message));
         };
-        let master_addr = match variables.get("MASTER_ADDR") {
+        // The rank and the size come first: all other variables make sense only for a rank of a
+        // job.
+        let (rank, world_size) = variables.place(names)?;
+        let master_port = variables
+            .number("MASTER_PORT")?
+            .unwrap_or(DEFAULT_MASTER_PORT);
+        if master_port == 0 && world_size > 1 {
+            return Err(error(
+                "MASTER_PORT",
+                "is `0`, which stands for any port: the ranks need the same one",
+            ));
+        }
+        let job = variables.job(names.job);
+        // The address of rank 0 may depend on everything else, so it is found last.
+        let mut environment = Environment {
+            launcher: names.launcher,
+            rank,
+            world_size,
+            local_rank: variables.first_number(names.local_rank)?,
+            local_world_size: variables.first_number(names.local_world_size)?,
+            master_addr: String::new(),
+            master_port,
+            agent_store: variables.agent_store(names.launcher, &job),
+            job,
+            secret: variables.secret()?,
+            insecure: variables.insecure()?,
+        };
+        if names.launcher == Launcher::Slurm {
+            // SLURM tells how many ranks each host has in a form of its own, but also how many
+            // hosts there are.
+            let hosts: Option<usize> =
+                variables.first_number(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES"])?;
+            environment.local_world_size = (hosts == Some(1)).then_some(world_size);
+        }
+        environment.master_addr = match variables.get("MASTER_ADDR") {
             Some(address) => checked_host(address)?,
             None => environment.default_master(&variables)?,
         };
-        Ok(Environment {
-            master_addr,
-            ..environment
-        })
+        Ok(environment)
     }
 
     /// Returns the address at which all ranks meet, with its port. Ranks that have no secret and
     /// are all on one host meet at its loopback address, whatever `MASTER_ADDR` is.
     #[must_use]
     pub fn master(&self) -> String {
+        // Nobody outside of this host can reach the loopback address, so no secret is needed there.
         if self.is_on_one_host()
             && self.secret.is_none()
             && !self.insecure
@@ -272,16 +312,10 @@ impl Environment {
         if self.world_size == 1 || self.is_on_one_host() {
             return Ok("127.0.0.1".to_owned());
         }
-        let hosts = variables
-            .get("SLURM_STEP_NODELIST")
-            .filter(|_| self.launcher == Launcher::Slurm);
-        match hosts.as_deref().map(first_host) {
-            Some(Some(host)) => Ok(host),
-            Some(None) => Err(error(
-                "SLURM_STEP_NODELIST",
-                "names no host: set MASTER_ADDR",
-            )),
-            None => Err(error(
+        match variables.get("SLURM_STEP_NODELIST") {
+            Some(hosts) if self.launcher == Launcher::Slurm => first_host(&hosts)
+                .ok_or_else(|| error("SLURM_STEP_NODELIST", "names no host: set MASTER_ADDR")),
+            _ => Err(error(
                 "MASTER_ADDR",
                 "is not set: it must name the host of rank 0",
             )),
@@ -298,9 +332,7 @@ fn error(variable: &str, message: impl Into<String>) -> CommError {
 
 /// Checks the value of `MASTER_ADDR`. A port in it would be taken for a part of an IPv6 address.
 fn checked_host(address: String) -> Result<String, CommError> {
-    let bare = address.trim_start_matches('[').trim_end_matches(']');
-    // A zone may follow the address itself.
-    let ip = bare.split('%').next().unwrap_or(bare);
+    let ip = without_zone(without_brackets(&address));
     if address.contains(':') && ip.parse::<Ipv6Addr>().is_err() {
         return Err(error(
             "MASTER_ADDR",
@@ -321,37 +353,46 @@ impl Variables<'_> {
             .filter(|value| !value.is_empty())
     }
 
-    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, CommError> {
-        let parse = |value: String| {
-            value
-                .parse()
-                .map_err(|_| error(name, format!("is `{value}`, not a number in range")))
-        };
-        self.get(name).map(parse).transpose()
+    fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
     }
 
-    /// Reads the rank, the world size, the port and the secret. `sizes` are the variables that may
-    /// hold the world size; the first of them that is set is used.
-    fn place(
-        &self,
-        launcher: Launcher,
-        rank: &str,
-        sizes: &[&str],
-    ) -> Result<Environment, CommError> {
-        let size = sizes
-            .iter()
-            .copied()
-            .find(|name| self.get(name).is_some())
-            .unwrap_or(sizes[0]);
-        let needed = |name: &str| {
-            self.number(name)?.ok_or_else(|| {
-                error(
-                    name,
-                    format!("is not set, though {launcher} has set `{rank}`"),
-                )
-            })
+    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, CommError> {
+        let Some(value) = self.get(name) else {
+            return Ok(None);
         };
-        let (number, world_size): (usize, usize) = (needed(rank)?, needed(size)?);
+        match value.parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(error(name, format!("is `{value}`, not a number in range"))),
+        }
+    }
+
+    /// Reads the first of these variables that is set.
+    fn first_number(&self, names: &[&str]) -> Result<Option<usize>, CommError> {
+        match names.iter().find(|name| self.has(name)) {
+            Some(name) => self.number(name),
+            None => Ok(None),
+        }
+    }
+
+    /// Reads a variable that the launcher must have set, as it has set the rank.
+    fn required(&self, name: &str, names: &LauncherVariables) -> Result<usize, CommError> {
+        let LauncherVariables { launcher, rank, .. } = names;
+        self.number(name)?.ok_or_else(|| {
+            error(
+                name,
+                format!("is not set, though {launcher} has set `{rank}`"),
+            )
+        })
+    }
+
+    /// Reads the rank and the world size.
+    fn place(&self, names: &LauncherVariables) -> Result<(usize, usize), CommError> {
+        let rank = names.rank;
+        let set_size = names.world_size.iter().find(|name| self.has(name));
+        let size = set_size.unwrap_or(&names.world_size[0]);
+        let number = self.required(rank, names)?;
+        let world_size = self.required(size, names)?;
         if world_size == 0 || world_size > MAX_WORLD_SIZE {
             return Err(error(
                 size,
@@ -364,37 +405,17 @@ impl Variables<'_> {
                 format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0"),
             ));
         }
-        let master_port = self.number("MASTER_PORT")?.unwrap_or(DEFAULT_MASTER_PORT);
-        if master_port == 0 && world_size > 1 {
-            return Err(error(
-                "MASTER_PORT",
-                "is `0`, which stands for any port: the ranks need the same one",
-            ));
-        }
-        Ok(Environment {
-            launcher,
-            rank: number,
-            world_size,
-            local_rank: None,
-            local_world_size: None,
-            master_addr: String::new(),
-            master_port,
-            job: String::new(),
-            secret: self.secret()?,
-            insecure: self.insecure()?,
-            agent_store: None,
-        })
+        Ok((number, world_size))
     }
 
     /// Returns the key of rank 0's address, if torchrun's agent keeps a store.
     ///
     /// The restart count is not part of the key. An agent that restarts its ranks because another
     /// agent did so does not count that, so the ranks of one attempt can have different counts.
-    fn agent_store(&self, job: &str) -> Option<String> {
-        let (name, value) = USE_AGENT_STORE;
-        self.get(name)
-            .filter(|kept| kept == value)
-            .map(|_| format!("fsdp/{job}/address"))
+    fn agent_store(&self, launcher: Launcher, job: &str) -> Option<String> {
+        let has_store =
+            launcher == Launcher::Torchrun && self.get(USE_AGENT_STORE).as_deref() == Some("True");
+        has_store.then(|| format!("fsdp/{job}/address"))
     }
 
     fn secret(&self) -> Result<Option<Secret>, CommError> {
@@ -435,24 +456,18 @@ impl Variables<'_> {
 fn first_host(hosts: &str) -> Option<String> {
     let end = hosts.find([',', '[']).unwrap_or(hosts.len());
     let (prefix, rest) = hosts.split_at(end);
-    let host = match rest.strip_prefix('[') {
-        None => prefix.to_owned(),
-        // The host's name is the text before the brackets, the first number in them, and the text
-        // after them.
-        Some(ranges) => {
-            let (ranges, suffix) = ranges.split_once(']')?;
-            let first = ranges
-                .split([',', '-'])
-                .next()
-                .filter(|first| !first.is_empty())?;
-            let suffix = suffix
-                .split(',')
-                .next()
-                .filter(|suffix| !suffix.contains('['))?;
-            format!("{prefix}{first}{suffix}")
-        }
+    let Some(rest) = rest.strip_prefix('[') else {
+        return (!prefix.is_empty()).then(|| prefix.to_owned());
     };
-    Some(host).filter(|host| !host.is_empty())
+    // The host's name is the text before the brackets, the first number in them, and the text after
+    // them.
+    let (ranges, rest) = rest.split_once(']')?;
+    let number = ranges.split([',', '-']).next()?;
+    let suffix = rest.split(',').next()?;
+    if number.is_empty() || suffix.contains('[') {
+        return None;
+    }
+    Some(format!("{prefix}{number}{suffix}"))
 }
 
 #[cfg(test)]
@@ -578,7 +593,7 @@ mod tests {
     #[test]
     fn only_torchruns_agent_keeps_a_store() {
         let with = |variables: &[(&str, &str)], value| {
-            from(&[variables, &[(USE_AGENT_STORE.0, value)]].concat())
+            from(&[variables, &[(USE_AGENT_STORE, value)]].concat())
         };
         assert_eq!(from(&TORCHRUN).unwrap().agent_store, None);
         assert_eq!(with(&TORCHRUN, "False").unwrap().agent_store, None);

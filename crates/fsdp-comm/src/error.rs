@@ -36,7 +36,7 @@ pub enum CommError {
     #[error(
         "`{operation}` (operation {sequence} of its group) timed out after {deadline:?} waiting for {}; \
          see what they were doing instead, or allow a longer deadline",
-        Ranks(missing)
+        rank_list(missing)
     )]
     Timeout {
         /// The operation, e.g. `all_gather`.
@@ -61,7 +61,7 @@ pub enum CommError {
         reason: String,
     },
     /// Some ranks failed before an operation, so no rank carried it out.
-    #[error("`{operation}` failed on {}", Failures(failures))]
+    #[error("`{operation}` failed on {}", failure_list(failures))]
     RankFailed {
         /// The operation, or the name given to `agree` or `broadcast_result`.
         operation: String,
@@ -71,7 +71,7 @@ pub enum CommError {
     /// Ranks called different operations, or the same with different arguments.
     #[error(
         "collectives do not match at operation {sequence} of their group: {}",
-        Calls(calls)
+        call_list(calls)
     )]
     Mismatch {
         /// The number of operations that the group had done before.
@@ -80,7 +80,10 @@ pub enum CommError {
         calls: Vec<RankCall>,
     },
     /// Ranks called the same operation on data of different schemas.
-    #[error("`{operation}` needs the same schema on all ranks: {}", Calls(schemas))]
+    #[error(
+        "`{operation}` needs the same schema on all ranks: {}",
+        call_list(schemas)
+    )]
     SchemaMismatch {
         /// The name given to `agree_on`.
         operation: String,
@@ -135,7 +138,10 @@ pub enum CommError {
         message: String,
     },
     /// The ranks of a job could not connect to each other.
-    #[error("rendezvous at `{address}` failed: {message}{}", Attendance { joined, missing })]
+    #[error(
+        "rendezvous at `{address}` failed: {message}{}",
+        attendance(joined, missing)
+    )]
     Rendezvous {
         /// The address of rank 0: MASTER_ADDR and MASTER_PORT.
         address: String,
@@ -230,6 +236,23 @@ impl RankCall {
 }
 
 impl CommError {
+    /// Returns the error of an object that could not be written to bytes or read from them.
+    pub(crate) fn object(operation: &str, action: &str, message: String) -> CommError {
+        CommError::Object {
+            operation: operation.to_owned(),
+            action: action.to_owned(),
+            message,
+        }
+    }
+
+    /// Returns the error of arguments that are wrong by themselves.
+    pub(crate) fn invalid_argument(operation: &str, message: String) -> CommError {
+        CommError::InvalidArgument {
+            operation: operation.to_owned(),
+            message,
+        }
+    }
+
     /// Returns `true` if the group cannot be used after this error.
     #[must_use]
     pub fn ends_group(&self) -> bool {
@@ -262,7 +285,7 @@ impl Failure for CommError {
                 let mut kinds = failures.iter().map(|failure| failure.kind);
                 kinds
                     .find(|kind| *kind != ErrorKind::Other)
-                    .unwrap_or_default()
+                    .unwrap_or(ErrorKind::Other)
             }
             _ => ErrorKind::Other,
         }
@@ -277,97 +300,79 @@ pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
 /// Writes a message, and cuts it between characters so that it has at most `limit` bytes. The rest
 /// of it is never written.
 fn cut(message: &(impl fmt::Display + ?Sized), limit: usize) -> String {
-    const ELLIPSIS: &str = "…";
-    struct Bounded(String, usize);
-    impl fmt::Write for Bounded {
-        fn write_str(&mut self, text: &str) -> fmt::Result {
-            let Bounded(written, limit) = self;
-            let room = *limit - written.len();
-            if text.len() <= room {
-                written.push_str(text);
-                return Ok(());
-            }
-            written.push_str(&text[..text.floor_char_boundary(room)]);
-            written.truncate(written.floor_char_boundary(*limit - ELLIPSIS.len()));
-            written.push_str(ELLIPSIS);
-            Err(fmt::Error)
-        }
-    }
-    let mut bounded = Bounded(String::new(), limit);
+    let mut bounded = Bounded {
+        written: String::new(),
+        limit,
+    };
     // Writing fails where the message is cut.
     fmt::Write::write_fmt(&mut bounded, format_args!("{message}")).ok();
-    bounded.0
+    bounded.written
 }
 
-/// Some ranks in a message: `rank 3`, `ranks 0, 2`, or `no rank`.
-struct Ranks<'a>(&'a [usize]);
+/// A text of a limited length.
+struct Bounded {
+    written: String,
+    limit: usize,
+}
 
-impl fmt::Display for Ranks<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.0.len() {
-            0 => "no rank",
-            1 => "rank ",
-            _ => "ranks ",
-        })?;
-        for (k, rank) in self.0.iter().enumerate() {
-            write!(f, "{}{rank}", if k == 0 { "" } else { ", " })?;
+impl fmt::Write for Bounded {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        const ELLIPSIS: &str = "…";
+        let Bounded { written, limit } = self;
+        let room = *limit - written.len();
+        if text.len() <= room {
+            written.push_str(text);
+            return Ok(());
         }
-        Ok(())
+        written.push_str(&text[..text.floor_char_boundary(room)]);
+        written.truncate(written.floor_char_boundary(*limit - ELLIPSIS.len()));
+        written.push_str(ELLIPSIS);
+        Err(fmt::Error)
     }
 }
 
-/// The ranks of a rendezvous in a message, or nothing if none is known: ` (connected: rank 0;
-/// missing: ranks 1, 2)`.
-struct Attendance<'a> {
-    joined: &'a [usize],
-    missing: &'a [usize],
-}
-
-impl fmt::Display for Attendance<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.joined, self.missing) {
-            ([], []) => Ok(()),
-            (joined, []) => write!(f, " (connected: {})", Ranks(joined)),
-            ([], missing) => write!(f, " (missing: {})", Ranks(missing)),
-            (joined, missing) => write!(
-                f,
-                " (connected: {}; missing: {})",
-                Ranks(joined),
-                Ranks(missing)
-            ),
+/// Returns some ranks for a message: `rank 3`, `ranks 0, 2`, or `no rank`.
+fn rank_list(ranks: &[usize]) -> String {
+    match ranks {
+        [] => "no rank".to_owned(),
+        [rank] => format!("rank {rank}"),
+        ranks => {
+            let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+            format!("ranks {}", ranks.join(", "))
         }
     }
 }
 
-struct Failures<'a>(&'a [RankFailure]);
-
-impl fmt::Display for Failures<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (k, RankFailure { rank, message, .. }) in self.0.iter().enumerate() {
-            write!(
-                f,
-                "{}rank {rank}: {message}",
-                if k == 0 { "" } else { "; " }
-            )?;
-        }
-        Ok(())
+/// Returns the ranks of a rendezvous for a message, or nothing if none is known: ` (connected: rank
+/// 0; missing: ranks 1, 2)`.
+fn attendance(joined: &[usize], missing: &[usize]) -> String {
+    let mut known = Vec::new();
+    if !joined.is_empty() {
+        known.push(format!("connected: {}", rank_list(joined)));
     }
+    if !missing.is_empty() {
+        known.push(format!("missing: {}", rank_list(missing)));
+    }
+    if known.is_empty() {
+        return String::new();
+    }
+    format!(" ({})", known.join("; "))
 }
 
-struct Calls<'a>(&'a [RankCall]);
+fn failure_list(failures: &[RankFailure]) -> String {
+    let failures: Vec<String> = failures
+        .iter()
+        .map(|RankFailure { rank, message, .. }| format!("rank {rank}: {message}"))
+        .collect();
+    failures.join("; ")
+}
 
-impl fmt::Display for Calls<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (k, RankCall { ranks, call }) in self.0.iter().enumerate() {
-            write!(
-                f,
-                "{}{}: {call}",
-                if k == 0 { "" } else { "; " },
-                Ranks(ranks)
-            )?;
-        }
-        Ok(())
-    }
+fn call_list(calls: &[RankCall]) -> String {
+    let calls: Vec<String> = calls
+        .iter()
+        .map(|RankCall { ranks, call }| format!("{}: {call}", rank_list(ranks)))
+        .collect();
+    calls.join("; ")
 }
 
 #[cfg(test)]
@@ -389,11 +394,10 @@ mod tests {
     #[test]
     fn a_rendezvous_names_the_ranks_that_it_knows_of() {
         let message = |joined: &[usize], missing: &[usize]| {
-            let (joined, missing) = (joined.to_vec(), missing.to_vec());
             CommError::Rendezvous {
                 address: "a:1".to_owned(),
-                joined,
-                missing,
+                joined: joined.to_vec(),
+                missing: missing.to_vec(),
                 message: "no".to_owned(),
             }
             .to_string()

@@ -27,28 +27,26 @@ const ROUND_BYTES: usize = 16 << 20;
 const MIN_PIECE_BYTES: usize = 4096;
 
 impl ProcessGroup {
-    /// Moves encoded objects in an operation of their own. If the rank has no objects to send but
-    /// an error, the operation fails on all ranks. See [`Turn::exchange_objects`].
+    /// Moves encoded objects in an operation of their own. If the rank has an error in place of
+    /// objects, the operation fails on all ranks. See [`Turn::exchange_objects`].
     pub(crate) fn exchange_objects(
         &self,
         call: Call,
         pattern: Pattern,
         sent: Result<Vec<Vec<u8>>, CommError>,
-        which: impl Fn(usize, usize) -> Option<usize>,
     ) -> Result<Vec<Vec<u8>>, CommError> {
         let (sent, arguments) = match sent {
             Ok(sent) => (sent, Ok(())),
             Err(error) => (Vec::new(), Err(error)),
         };
         self.begin(call, arguments)?
-            .exchange_objects(None, pattern, &sent, which)
+            .exchange_objects(None, pattern, &sent)
     }
 }
 
 impl Turn<'_> {
-    /// Moves encoded objects. `sent` are the objects of this rank, and `which(from, to)` returns
-    /// the index of the object of rank `from` that rank `to` gets. Returns the object from each
-    /// rank, which is empty if there is none.
+    /// Moves encoded objects. `sent` are those of this rank: one for each rank in a scatter, else
+    /// one for all. Returns the object from each rank, which is empty if there is none.
     ///
     /// # Errors
     /// The `fault` of any rank, on all of them; a rank without memory for its objects.
@@ -57,56 +55,55 @@ impl Turn<'_> {
         fault: Option<Fault>,
         pattern: Pattern,
         sent: &[Vec<u8>],
-        which: impl Fn(usize, usize) -> Option<usize>,
     ) -> Result<Vec<Vec<u8>>, CommError> {
-        let group = self.group();
-        let rank = group.rank();
+        let rank = self.group.rank();
+        let global_ranks = self.group.global_ranks();
         let name = self.call.name().to_owned();
         let sizes: Vec<u64> = sent.iter().map(|bytes| bytes.len() as u64).collect();
-        let total = sizes
-            .iter()
-            .fold(0u64, |sum, &size| sum.saturating_add(size));
-        let mut received: Vec<Vec<u8>> = vec![Vec::new(); group.world_size()];
+        let mut received: Vec<Vec<u8>> = vec![Vec::new(); global_ranks.len()];
 
         // All ranks learn all sizes, and get the objects too if they fit in this round. A rank
         // whose own objects do not fit knows so already, and publishes nothing.
-        let first = if total <= ROUND_BYTES as u64 {
+        let first = if saturating_sum(sent.iter().map(Vec::len)) <= ROUND_BYTES {
             piece(sent, &WHOLE)
         } else {
             Cow::Borrowed(&[][..])
         };
-        let mut routes = None;
+        let mut planned = None;
         self.round(fault, sizes, &first, |records| {
-            let found = Routes::new(records, group.global_ranks(), &name, &which)?;
+            // The sizes come from the records of others, and are checked before anything is
+            // reserved.
+            let found = Routes::new(records, global_ranks, &name, pattern)?;
             let fits = found.longest_round() <= ROUND_BYTES;
             if fits {
                 // Others may be reading the bytes of this rank already, so they must be told if it
                 // cannot continue.
                 found
-                    .reserve(rank, group.global_ranks(), &mut received)
+                    .reserve(rank, global_ranks, &mut received)
                     .map_err(|message| CommError::Aborted {
-                        rank: group.global_ranks()[rank],
+                        rank: global_ranks[rank],
                         message,
                     })?;
             }
-            let plan = fits.then(|| found.plan(rank, pattern, &WHOLE, &mut received));
-            routes = Some(found);
+            let plan = fits.then(|| found.plan(rank, &WHOLE, &mut received));
+            planned = Some(found);
             Ok(plan)
         })?;
-        let Some(routes) = routes.filter(|routes| routes.longest_round() > ROUND_BYTES) else {
+        let routes = planned.expect("a round that succeeds has been planned");
+        if routes.longest_round() <= ROUND_BYTES {
             return Ok(received);
-        };
+        }
 
         // No bytes have moved yet. A rank without memory for its objects says so in the next round,
         // which fails on all.
         let mut no_memory = routes
-            .reserve(rank, group.global_ranks(), &mut received)
+            .reserve(rank, global_ranks, &mut received)
             .err()
             .map(|error| Fault::new(&error));
         for window in routes.windows() {
             let piece = piece(sent, &window);
             self.round(no_memory.take(), Vec::new(), &piece, |_| {
-                Ok(Some(routes.plan(rank, pattern, &window, &mut received)))
+                Ok(Some(routes.plan(rank, &window, &mut received)))
             })?;
         }
         Ok(received)
@@ -135,20 +132,25 @@ fn cut(len: usize, window: &Range<usize>) -> Range<usize> {
     len.min(window.start)..len.min(window.end)
 }
 
-/// The sizes of all objects, and the ranks that they go to. The same on all ranks.
-struct Routes<W> {
-    /// For each rank, the sizes of the objects that it sends.
-    sizes: Vec<Vec<usize>>,
-    which: W,
+/// Returns the sum of sizes, some of which other ranks have sent.
+fn saturating_sum(sizes: impl Iterator<Item = usize>) -> usize {
+    sizes.fold(0, usize::saturating_add)
 }
 
-impl<W: Fn(usize, usize) -> Option<usize>> Routes<W> {
+/// The sizes of all objects, and the ranks that they go to. The same on all ranks.
+struct Routes {
+    /// For each rank, the sizes of the objects that it sends.
+    sizes: Vec<Vec<usize>>,
+    pattern: Pattern,
+}
+
+impl Routes {
     /// Reads the sizes from the records of all ranks.
     fn new(
         records: &[Record<'_>],
         ranks: &[usize],
         operation: &str,
-        which: W,
+        pattern: Pattern,
     ) -> Result<Self, CommError> {
         let mut sizes = Vec::with_capacity(records.len());
         for (record, rank) in records.iter().zip(ranks) {
@@ -157,22 +159,29 @@ impl<W: Fn(usize, usize) -> Option<usize>> Routes<W> {
                 let message = format!(
                     "an object of rank {rank} has {size} bytes, more than {MAX_OBJECT_BYTES}"
                 );
-                return Err(CommError::InvalidArgument {
-                    operation: operation.to_owned(),
-                    message,
-                });
+                return Err(CommError::invalid_argument(operation, message));
             }
             sizes.push(own.iter().map(|&size| size as usize).collect());
         }
-        Ok(Routes { sizes, which })
+        Ok(Routes { sizes, pattern })
     }
 
     /// Returns the index of the object that a rank gets from another.
     fn index(&self, from: usize, to: usize) -> Option<usize> {
-        (self.which)(from, to).filter(|&index| index < self.sizes[from].len())
+        let index = match self.pattern {
+            Pattern::AllGather => 0,
+            Pattern::Broadcast { root } if from == root => 0,
+            Pattern::Gather { root } if to == root => 0,
+            Pattern::Scatter { root } if from == root => to,
+            Pattern::AllToAll => to,
+            Pattern::Broadcast { .. } | Pattern::Gather { .. } | Pattern::Scatter { .. } => {
+                return None;
+            }
+        };
+        (index < self.sizes[from].len()).then_some(index)
     }
 
-    /// Returns the size of the object that a rank gets from another.
+    /// Returns the size of the object that a rank gets from another; 0 if it gets none.
     fn size(&self, from: usize, to: usize) -> usize {
         self.index(from, to)
             .map_or(0, |index| self.sizes[from][index])
@@ -181,26 +190,27 @@ impl<W: Fn(usize, usize) -> Option<usize>> Routes<W> {
     /// Returns the largest number of bytes that any rank would send or receive if all objects moved
     /// in one round.
     fn longest_round(&self) -> usize {
-        let ranks = 0..self.sizes.len();
-        let sent = self.sizes.iter().map(|sizes| {
-            sizes
-                .iter()
-                .fold(0usize, |sum, &size| sum.saturating_add(size))
-        });
-        let received = ranks.clone().map(|to| {
-            ranks
-                .clone()
-                .map(|from| self.size(from, to))
-                .fold(0usize, |sum, size| sum.saturating_add(size))
-        });
-        sent.chain(received).max().unwrap_or(0)
+        let ranks = self.sizes.len();
+        let sent = self
+            .sizes
+            .iter()
+            .map(|sizes| saturating_sum(sizes.iter().copied()));
+        let received =
+            (0..ranks).map(|to| saturating_sum((0..ranks).map(|from| self.size(from, to))));
+        sent.chain(received)
+            .max()
+            .expect("a group has at least one rank")
+    }
+
+    /// Returns the size of the largest object, 0 if there is none.
+    fn largest(&self) -> usize {
+        self.sizes.iter().flatten().max().copied().unwrap_or(0)
     }
 
     /// Returns the window of each round if objects move in pieces.
-    fn windows(&self) -> impl Iterator<Item = Range<usize>> + use<W> {
-        let longest = self.sizes.iter().flatten().max().copied().unwrap_or(0);
-        let piece = (ROUND_BYTES / self.sizes.len().max(1)).max(MIN_PIECE_BYTES);
-        (0..longest)
+    fn windows(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let piece = (ROUND_BYTES / self.sizes.len()).max(MIN_PIECE_BYTES);
+        (0..self.largest())
             .step_by(piece)
             .map(move |start| start..start + piece)
     }
@@ -213,11 +223,8 @@ impl<W: Fn(usize, usize) -> Option<usize>> Routes<W> {
         received: &mut [Vec<u8>],
     ) -> Result<(), String> {
         for (from, bytes) in received.iter_mut().enumerate() {
-            reserve(
-                bytes,
-                self.size(from, rank),
-                &format!("an object of rank {}", ranks[from]),
-            )?;
+            let name = format!("an object of rank {}", ranks[from]);
+            reserve(bytes, self.size(from, rank), &name)?;
         }
         Ok(())
     }
@@ -240,7 +247,6 @@ impl<W: Fn(usize, usize) -> Option<usize>> Routes<W> {
     fn plan<'p>(
         &self,
         rank: usize,
-        pattern: Pattern,
         window: &Range<usize>,
         received: &'p mut [Vec<u8>],
     ) -> Plan<'p> {
@@ -255,16 +261,10 @@ impl<W: Fn(usize, usize) -> Option<usize>> Routes<W> {
             vec![&mut bytes[old..]]
         });
         Plan {
-            pattern,
-            longest: self
-                .sizes
-                .iter()
-                .flatten()
-                .map(|&size| cut(size, window).len())
-                .max()
-                .unwrap_or(0),
+            pattern: self.pattern,
+            longest: cut(self.largest(), window).len(),
             to: ranks.map(|to| self.range(rank, to, window)).collect(),
-            destination: Destination::Copy(destinations.collect()),
+            destination: Destination::copy(destinations.collect()),
             from,
         }
     }
@@ -275,10 +275,10 @@ mod tests {
     use super::*;
     use crate::record::{Header, Operation};
 
-    fn gather(sizes: Vec<Vec<usize>>) -> Routes<impl Fn(usize, usize) -> Option<usize>> {
+    fn gather(sizes: Vec<Vec<usize>>) -> Routes {
         Routes {
             sizes,
-            which: |_, to| (to == 0).then_some(0),
+            pattern: Pattern::Gather { root: 0 },
         }
     }
 
@@ -308,7 +308,7 @@ mod tests {
     fn pieces_of_several_objects_lie_one_after_the_other() {
         let scatter = Routes {
             sizes: vec![vec![3, 0, 5], vec![], vec![]],
-            which: |from, to| (from == 0).then_some(to),
+            pattern: Pattern::Scatter { root: 0 },
         };
         let objects = [b"abc".to_vec(), b"".to_vec(), b"vwxyz".to_vec()];
         let (first, second) = (0..2, 2..4);
@@ -336,7 +336,7 @@ mod tests {
             }
         };
         let records = [record(vec![1]), record(vec![u64::MAX])];
-        let error = Routes::new(&records, &[0, 7], "gather_object", |_, _| Some(0))
+        let error = Routes::new(&records, &[0, 7], "gather_object", Pattern::AllGather)
             .map(|_| ())
             .unwrap_err();
         assert!(

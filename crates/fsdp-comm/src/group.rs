@@ -2,15 +2,17 @@
 //! that end the group stay.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, Plan, Round};
+use crate::backend::{Backend, Members, Plan, Round};
 use crate::blame;
 use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::{CommError, RankCall, RankFailure, bounded};
 use crate::record::{Call, Fault, Header, Operation, Record};
-use crate::traffic::{Counters, Traffic};
+use crate::sync::lock;
+use crate::traffic::Traffic;
 use crate::wire;
 
 /// The time that an operation may take unless [`ProcessGroup::with_deadline`] says otherwise.
@@ -30,7 +32,7 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 /// group). `root` is a rank of this group.
 #[derive(Clone)]
 pub struct ProcessGroup {
-    shared: Arc<Shared>,
+    shared: Arc<SharedGroup>,
     deadline: Duration,
     /// The object of the operations called through this handle.
     label: Option<Arc<str>>,
@@ -39,22 +41,29 @@ pub struct ProcessGroup {
 }
 
 /// The part of a group that all handles of this rank share.
-struct Shared {
+struct SharedGroup {
     backend: Arc<dyn Backend>,
-    id: u64,
-    counters: Arc<Counters>,
-    state: Mutex<State>,
+    progress: Mutex<Progress>,
+    totals: Arc<RankTotals>,
 }
 
 /// The progress of a group on this rank.
 #[derive(Debug, Default)]
-struct State {
+struct Progress {
     /// The number of operations so far.
     sequence: u64,
     /// The number of rounds so far.
     rounds: u64,
     /// The error that ended the group, if one has.
     failure: Option<CommError>,
+}
+
+/// The numbers of a rank that all its groups share.
+#[derive(Debug, Default)]
+struct RankTotals {
+    traffic: Mutex<Traffic>,
+    /// The numbers that this rank has proposed for new groups so far.
+    group_numbers: AtomicU64,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -69,48 +78,28 @@ impl fmt::Debug for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// Creates the group of all ranks of a backend.
-    pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        Self::with_counters(backend, 0, Arc::new(Counters::new()), DEFAULT_DEADLINE)
-    }
-
-    /// Creates a group whose traffic is counted by `counters`, which it may share with the group
-    /// that it is a part of.
-    fn with_counters(
+    /// Creates the group of all ranks of a backend, of which so many are on this rank's host.
+    pub(crate) fn new(
         backend: Arc<dyn Backend>,
-        id: u64,
-        counters: Arc<Counters>,
         deadline: Duration,
-    ) -> Self {
+        ranks_on_host: usize,
+    ) -> ProcessGroup {
         ProcessGroup {
-            shared: Arc::new(Shared {
+            shared: Arc::new(SharedGroup {
                 backend,
-                id,
-                counters,
-                state: Mutex::default(),
+                progress: Mutex::default(),
+                totals: Arc::default(),
             }),
             deadline,
             label: None,
-            ranks_on_host: 1,
+            ranks_on_host: ranks_on_host.max(1),
         }
-    }
-
-    /// Returns the same group, which now knows how many ranks of the job are on this rank's host.
-    pub(crate) fn with_ranks_on_host(&self, ranks: usize) -> ProcessGroup {
-        ProcessGroup {
-            ranks_on_host: ranks.max(1),
-            ..self.clone()
-        }
-    }
-
-    pub(crate) fn id(&self) -> u64 {
-        self.shared.id
     }
 
     /// Returns this rank, from 0.
     #[must_use]
     pub fn rank(&self) -> usize {
-        self.shared.backend.rank()
+        self.shared.backend.members().rank
     }
 
     /// Returns the number of ranks.
@@ -122,7 +111,7 @@ impl ProcessGroup {
     /// Returns the global rank of each rank of this group: `0..world_size` except in a sub-group.
     #[must_use]
     pub fn global_ranks(&self) -> &[usize] {
-        self.shared.backend.global_ranks()
+        &self.shared.backend.members().global_ranks
     }
 
     /// Returns the number of ranks of the job that run on this rank's host, itself included, also
@@ -176,7 +165,7 @@ impl ProcessGroup {
     /// Returns the traffic of this rank so far, over all its groups.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
-        self.shared.counters.read()
+        lock(&self.shared.totals.traffic).clone()
     }
 
     /// Waits until every rank has called this.
@@ -185,7 +174,7 @@ impl ProcessGroup {
     /// A rank that does not call it.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.begin(Call::new(Operation::Barrier), Ok(()))?
-            .round(None, Vec::new(), &[], |_| Ok(None))
+            .synchronize()
     }
 
     /// Aborts the group: running and later operations fail with [`CommError::Aborted`] on every
@@ -195,22 +184,16 @@ impl ProcessGroup {
     /// that the others do not wait for it until the deadline. If the group has already failed,
     /// nothing happens.
     pub fn abort(&self, message: impl Into<String>) {
-        let rank = self.global_rank();
-        self.shared.backend.abort(
-            0,
-            &CommError::Aborted {
-                rank,
-                message: bounded(&message.into()),
-            },
-        );
+        let error = CommError::Aborted {
+            rank: self.global_rank(),
+            message: bounded(&message.into()),
+        };
+        self.shared.backend.abort(0, &error);
     }
 
     /// Returns this rank's number in the group of all ranks.
     fn global_rank(&self) -> usize {
-        self.global_ranks()
-            .get(self.rank())
-            .copied()
-            .unwrap_or_default()
+        self.global_ranks()[self.rank()]
     }
 
     /// Begins an operation: takes this rank's turn and its sequence number.
@@ -222,82 +205,93 @@ impl ProcessGroup {
         mut call: Call,
         arguments: Result<(), CommError>,
     ) -> Result<Turn<'_>, CommError> {
-        let mut state = self
-            .shared
-            .state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(failure) = &state.failure {
+        let mut progress = lock(&self.shared.progress);
+        if let Some(failure) = &progress.failure {
             return Err(failure.clone());
         }
-        call.sequence = state.sequence;
+        call.sequence = progress.sequence;
         if call.label.is_none() {
             call.label = self.label.as_deref().map(bounded);
         }
-        state.sequence += 1;
-        self.shared.counters.called(call.operation);
+        progress.sequence += 1;
+        *lock(&self.shared.totals.traffic)
+            .collectives
+            .entry(call.operation)
+            .or_default() += 1;
         let deadline = self.deadline.min(MAX_DEADLINE);
         let mut turn = Turn {
             group: self,
-            state,
+            progress,
             call,
             deadline,
             until: until(deadline),
         };
-        match arguments {
-            Ok(()) => Ok(turn),
-            Err(error) => {
-                let fault = Fault::new(&error);
-                // Wrong arguments may be of any size, and need not match.
-                turn.call.sizes.clear();
-                // The caller gets the error of its own arguments, also if the round fails in
-                // another way.
-                turn.round(Some(fault), Vec::new(), &[], |_| Ok(None)).err();
-                Err(error)
-            }
+        if let Err(error) = arguments {
+            // Wrong arguments may be of any size, and need not match.
+            turn.call.sizes.clear();
+            // The caller gets the error of its own arguments, also if the round fails in another
+            // way.
+            turn.round(Some(Fault::new(&error)), Vec::new(), &[], |_| Ok(None))
+                .ok();
+            return Err(error);
         }
+        Ok(turn)
     }
 }
 
 /// A rank's turn at one operation. No other operation of this group runs on this rank meanwhile.
 pub(crate) struct Turn<'g> {
-    group: &'g ProcessGroup,
-    state: MutexGuard<'g, State>,
+    pub(crate) group: &'g ProcessGroup,
+    progress: MutexGuard<'g, Progress>,
     pub(crate) call: Call,
     deadline: Duration,
     until: Instant,
 }
 
-impl<'g> Turn<'g> {
-    pub(crate) fn group(&self) -> &'g ProcessGroup {
-        self.group
+impl Turn<'_> {
+    /// Returns a number that this rank proposes for no other group.
+    pub(crate) fn next_group_number(&self) -> u64 {
+        let numbers = &self.group.shared.totals.group_numbers;
+        // The number 0 is that of the group of all ranks.
+        1 + numbers.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Creates a group of some ranks of this one, with the same deadline.
-    pub(crate) fn child(&self, id: u64, ranks: &[usize]) -> Result<ProcessGroup, CommError> {
-        let shared = &self.group.shared;
-        let backend = blame::noted(
-            self.group.global_rank(),
-            shared.backend.subgroup(&self.next_round(), id, ranks),
-        )?;
-        let child = ProcessGroup::with_counters(
-            backend,
-            id,
-            Arc::clone(&shared.counters),
-            self.group.deadline,
-        );
-        Ok(child.with_ranks_on_host(self.group.ranks_on_host))
+    pub(crate) fn child(&self, members: Members) -> Result<ProcessGroup, CommError> {
+        let ProcessGroup {
+            shared,
+            deadline,
+            ranks_on_host,
+            ..
+        } = self.group;
+        let created = shared.backend.subgroup(&self.current_round(), members);
+        let backend = blame::record(self.group.global_rank(), created)?;
+        Ok(ProcessGroup {
+            shared: Arc::new(SharedGroup {
+                backend,
+                progress: Mutex::default(),
+                totals: Arc::clone(&shared.totals),
+            }),
+            deadline: *deadline,
+            label: None,
+            ranks_on_host: *ranks_on_host,
+        })
     }
 
-    /// Returns the next round of this operation.
-    fn next_round(&self) -> Round<'_> {
+    /// Returns the last round that has begun.
+    fn current_round(&self) -> Round<'_> {
         Round {
-            number: self.state.rounds,
+            number: self.progress.rounds - 1,
             sequence: self.call.sequence,
             operation: self.call.name(),
             deadline: self.deadline,
             until: self.until,
         }
+    }
+
+    /// Carries out a round in which no bytes move: all ranks compare their calls.
+    pub(crate) fn synchronize(&mut self) -> Result<(), CommError> {
+        self.round(None, Vec::new(), &[], |_| Ok(None))
     }
 
     /// Carries out one round: compares the calls of all ranks, lets `plan` decide from all records,
@@ -311,65 +305,58 @@ impl<'g> Turn<'g> {
         send: &[u8],
         plan: impl FnOnce(&[Record<'_>]) -> Result<Option<Plan<'p>>, CommError>,
     ) -> Result<(), CommError> {
-        let Turn {
-            group,
-            state,
-            call,
-            deadline,
-            until,
-        } = self;
-        let (backend, counters) = (&group.shared.backend, &group.shared.counters);
-        let (rank, ranks) = (backend.rank(), backend.global_ranks());
-        let inline = send.len() <= INLINE_BYTES;
+        self.progress.rounds += 1;
+        let SharedGroup {
+            backend, totals, ..
+        } = &*self.group.shared;
+        let Members {
+            rank, global_ranks, ..
+        } = backend.members();
+        let call = &self.call;
         let header = Header {
             call: call.clone(),
             fault,
             own,
-            inline,
+            inline: send.len() <= INLINE_BYTES,
         };
-        let mut record = wire::encode(&header).map_err(|message| CommError::Object {
-            operation: call.name().to_owned(),
-            action: "encode".to_owned(),
-            message,
-        })?;
-        counters.control(record.len() * (ranks.len() - 1));
-        let header_bytes = record.len();
-        if inline {
-            record.extend_from_slice(send);
-        }
-        let round = Round {
-            number: state.rounds,
-            sequence: call.sequence,
-            operation: call.name(),
-            deadline: *deadline,
-            until: *until,
-        };
-        state.rounds += 1;
-        let planner = |records: &[&[u8]]| {
-            let own = (&header, &record[..header_bytes]);
-            let records = records
-                .iter()
-                .map(|bytes| Record::decode(bytes, own, call.name()));
-            let records: Vec<Record<'_>> = records.collect::<Result<_, _>>()?;
-            compare(&records, ranks)?;
-            let Some(plan) = plan(&records)? else {
+        let encoded = wire::encode(&header)
+            .map_err(|message| CommError::object(call.name(), "encode", message))?;
+        lock(&totals.traffic).control_bytes_sent +=
+            (encoded.len() * (global_ranks.len() - 1)) as u64;
+        let payload = if header.inline { send } else { &[] };
+        let record = [&encoded, payload].concat();
+        let planner = Box::new(|records: &[&[u8]]| {
+            let mut decoded = Vec::with_capacity(records.len());
+            for (from, bytes) in records.iter().enumerate() {
+                // This rank knows its own record, whatever others say.
+                let bytes = if from == *rank { &record[..] } else { bytes };
+                decoded.push(Record::decode(bytes, &header, &encoded, call.name())?);
+            }
+            compare(&decoded, global_ranks)?;
+            let Some(plan) = plan(&decoded)? else {
                 return Ok(None);
             };
-            let (sent, received) = plan.moved(rank);
-            counters.moved(call.operation, sent, received);
-            if !records.iter().all(|record| record.header.inline) {
+            let (sent, received) = plan.moved(*rank);
+            lock(&totals.traffic).record_payload(call.dtype.is_some(), sent, received);
+            if !decoded.iter().all(|record| record.header.inline) {
                 return Ok(Some(plan));
             }
-            let payloads: Vec<&[u8]> = records.iter().map(|record| record.payload).collect();
-            plan.deliver(&payloads, rank)
-                .map_err(|(from, published)| too_short(call, ranks, from, published))?;
+            let payloads: Vec<&[u8]> = decoded.iter().map(|record| record.payload).collect();
+            plan.deliver(&payloads, *rank)
+                .map_err(|(from, published)| too_short(call, global_ranks[from], published))?;
             Ok(None)
-        };
-        let outcome = backend.round(&round, &record, send, Box::new(planner));
-        blame::noted(ranks[rank], outcome).inspect_err(|error| {
+        });
+        let outcome = backend.round(&self.current_round(), &record, send, planner);
+        self.end_round(outcome)
+    }
+
+    /// Ends the current round. If it has failed in a way that ends the group, all ranks are told.
+    fn end_round(&mut self, outcome: Result<(), CommError>) -> Result<(), CommError> {
+        let number = self.progress.rounds - 1;
+        blame::record(self.group.global_rank(), outcome).inspect_err(|error| {
             if error.ends_group() {
-                state.failure = Some(error.clone());
-                backend.abort(round.number, error);
+                self.progress.failure = Some(error.clone());
+                self.group.shared.backend.abort(number, error);
             }
         })
     }
@@ -377,7 +364,7 @@ impl<'g> Turn<'g> {
 
 #[cfg(feature = "nccl")]
 impl ProcessGroup {
-    pub(crate) fn device_transfer(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
+    pub(crate) fn nccl(&self) -> Option<&crate::nccl::NcclBackend> {
         self.shared.backend.device()
     }
 }
@@ -391,72 +378,56 @@ impl Turn<'_> {
         moved: (usize, usize),
         transfer: impl FnOnce(&Round<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let number = self.state.rounds;
-        self.round(None, Vec::new(), &[], |_| Ok(None))?;
-        self.group
-            .shared
-            .counters
-            .moved(self.call.operation, moved.0, moved.1);
-        let outcome = transfer(&Round {
-            number,
-            ..self.next_round()
-        });
-        blame::noted(self.group.global_rank(), outcome).inspect_err(|error| {
-            if error.ends_group() {
-                self.state.failure = Some(error.clone());
-                self.group.shared.backend.abort(number, error);
-            }
-        })
+        self.synchronize()?;
+        let (sent, received) = moved;
+        lock(&self.group.shared.totals.traffic).record_payload(true, sent, received);
+        // The transfer belongs to the round in which the ranks have agreed on it.
+        let outcome = transfer(&self.current_round());
+        self.end_round(outcome)
     }
 }
 
 /// Compares the records of all ranks. A fault of any rank is the error of all; otherwise all calls
 /// must be the same.
 fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
-    let failures: Vec<RankFailure> = records
-        .iter()
-        .zip(ranks)
-        .filter_map(|(record, &rank)| {
-            let Fault { kind, message } = record.header.fault.as_ref()?;
-            Some(RankFailure {
+    let first = &records[0].header.call;
+    let mut failures = Vec::new();
+    for (record, &rank) in records.iter().zip(ranks) {
+        if let Some(Fault { kind, message }) = &record.header.fault {
+            failures.push(RankFailure {
                 rank,
                 kind: *kind,
                 message: bounded(message),
-            })
-        })
-        .collect();
-    let Some(first) = records.first().map(|record| &record.header.call) else {
-        return Ok(());
-    };
+            });
+        }
+    }
     if !failures.is_empty() {
         return Err(CommError::RankFailed {
             operation: first.name().to_owned(),
             failures,
         });
     }
-    if records.iter().any(|record| record.header.call != *first) {
-        let calls = records
-            .iter()
-            .zip(ranks)
-            .map(|(record, &rank)| (rank, &record.header.call));
-        return Err(CommError::Mismatch {
-            sequence: first.sequence,
-            calls: RankCall::collect(calls),
-        });
+    if records.iter().all(|record| record.header.call == *first) {
+        return Ok(());
     }
-    Ok(())
+    let calls = records
+        .iter()
+        .zip(ranks)
+        .map(|(record, &rank)| (rank, &record.header.call));
+    Err(CommError::Mismatch {
+        sequence: first.sequence,
+        calls: RankCall::collect(calls),
+    })
 }
 
 /// Returns the error for a rank that published fewer bytes than its record promised. Only a bug in
-/// a backend can cause it. `from` is the rank's position in `ranks`.
-fn too_short(call: &Call, ranks: &[usize], from: usize, published: usize) -> CommError {
-    let rank = ranks.get(from).copied().unwrap_or(from);
-    let called = format!("{call}, but published only {published} bytes");
+/// a backend can cause it.
+fn too_short(call: &Call, rank: usize, published: usize) -> CommError {
     CommError::Mismatch {
         sequence: call.sequence,
         calls: vec![RankCall {
             ranks: vec![rank],
-            call: called,
+            call: format!("{call}, but published only {published} bytes"),
         }],
     }
 }

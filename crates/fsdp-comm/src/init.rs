@@ -31,9 +31,13 @@ pub fn init_process_group_within(
 ) -> Result<ProcessGroup, CommError> {
     backend.check_compiled_in()?;
     match backend {
-        BackendKind::Tcp => TcpOptions::new(Environment::from_env()?)
-            .deadline(deadline)
-            .connect(),
+        BackendKind::Tcp => {
+            let options = TcpOptions {
+                deadline,
+                ..TcpOptions::default()
+            };
+            options.connect(&Environment::from_env()?)
+        }
         #[cfg(feature = "mpi")]
         BackendKind::Mpi => crate::mpi::connect(deadline),
         #[cfg(feature = "nccl")]

@@ -2,22 +2,24 @@
 //! communication and computation.
 
 use std::cell::Cell;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::CommError;
-use crate::backend::{Backend, Planner, Round};
+use crate::backend::{Backend, Members, Planner, Round};
+use crate::sync::lock;
 
 /// A simulated network link: bytes from other ranks arrive as late as over a link of this speed.
-/// Waiting takes no processor time. See [`LocalRanks::link`](crate::LocalRanks::link).
+/// Waiting takes no processor time. See [`LocalRanks::link`](crate::LocalRanks).
 ///
 /// ```
 /// use std::time::{Duration, Instant};
 /// use fsdp_comm::{LocalRanks, SimulatedLink};
 /// let link = SimulatedLink { latency: Duration::from_millis(2), bytes_per_second: 1_000_000 };
+/// let ranks = LocalRanks { world_size: 2, link: Some(link), ..LocalRanks::default() };
 /// let begun = Instant::now();
-/// LocalRanks::new(2).link(link).run(|group| {
+/// ranks.run(|group| {
 ///     let mut both = [0u8; 20_000];
 ///     group.all_gather_into(&mut both, &[1; 10_000])
 /// })?.into_iter().collect::<Result<Vec<()>, _>>()?;
@@ -36,14 +38,12 @@ pub struct SimulatedLink {
 impl SimulatedLink {
     /// Returns the time for which some bytes occupy the link.
     fn taken_by(&self, bytes: usize) -> Duration {
-        match self.bytes_per_second {
-            0 => Duration::ZERO,
-            // This cannot overflow: the product of two numbers of 64 bits has 128.
-            rate => {
-                let nanoseconds = bytes as u128 * 1_000_000_000 / u128::from(rate);
-                Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
-            }
+        if self.bytes_per_second == 0 {
+            return Duration::ZERO;
         }
+        // This cannot overflow: the product of two numbers of 64 bits has 128.
+        let nanoseconds = bytes as u128 * 1_000_000_000 / u128::from(self.bytes_per_second);
+        Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
     }
 }
 
@@ -59,7 +59,7 @@ impl Link {
     /// Waits until some bytes have crossed the link, behind the bytes that already occupy it.
     fn cross(&self, bytes: usize) {
         let arrival = {
-            let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut free_at = lock(&self.free_at);
             *free_at = (*free_at).max(Instant::now()) + self.options.taken_by(bytes);
             *free_at + self.options.latency
         };
@@ -92,12 +92,8 @@ impl Backend for LinkedBackend {
         self.inner.name()
     }
 
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
+    fn members(&self) -> &Members {
+        self.inner.members()
     }
 
     fn round<'p>(
@@ -108,25 +104,21 @@ impl Backend for LinkedBackend {
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
         let received = Cell::new(0);
-        let planned = |records: &[&[u8]]| {
+        let measured = Box::new(|records: &[&[u8]]| {
             let plan = plan(records)?;
-            received.set(plan.as_ref().map_or(0, |plan| plan.moved(self.rank()).1));
+            if let Some(plan) = &plan {
+                received.set(plan.moved(self.members().rank).1);
+            }
             Ok(plan)
-        };
-        self.inner.round(round, record, send, Box::new(planned))?;
+        });
+        self.inner.round(round, record, send, measured)?;
         self.link.cross(received.get());
         Ok(())
     }
 
-    fn subgroup(
-        &self,
-        round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
-    ) -> Result<Arc<dyn Backend>, CommError> {
-        let inner = self.inner.subgroup(round, id, ranks)?;
+    fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
         Ok(Arc::new(LinkedBackend {
-            inner,
+            inner: self.inner.subgroup(round, members)?,
             link: Arc::clone(&self.link),
         }))
     }
@@ -136,7 +128,7 @@ impl Backend for LinkedBackend {
     }
 
     #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
+    fn device(&self) -> Option<&crate::nccl::NcclBackend> {
         self.inner.device()
     }
 }

@@ -23,9 +23,8 @@ impl ProcessGroup {
     ) -> Result<Vec<T>, CommError> {
         let call = Call::new(Operation::AllGatherObject);
         let sent = encode(&call, value).map(|bytes| vec![bytes]);
-        let received =
-            self.exchange_objects(call.clone(), Pattern::AllGather, sent, |_, _| Some(0))?;
-        received.iter().map(|bytes| decode(&call, bytes)).collect()
+        let received = self.exchange_objects(call.clone(), Pattern::AllGather, sent)?;
+        decode_all(&call, &received)
     }
 
     /// Gathers every rank's value, in rank order, on the root; other ranks get `None`. torch's
@@ -42,14 +41,14 @@ impl ProcessGroup {
             root: Some(root),
             ..Call::new(Operation::GatherObject)
         };
-        let sent =
-            check(&call, || self.check_root(root)).and_then(|()| Ok(vec![encode(&call, value)?]));
-        let received =
-            self.exchange_objects(call.clone(), Pattern::Gather { root }, sent, |_, to| {
-                (to == root).then_some(0)
-            })?;
-        let values = || received.iter().map(|bytes| decode(&call, bytes)).collect();
-        (self.rank() == root).then(values).transpose()
+        let sent = check(&call, || self.check_root(root))
+            .and_then(|()| encode(&call, value))
+            .map(|bytes| vec![bytes]);
+        let received = self.exchange_objects(call.clone(), Pattern::Gather { root }, sent)?;
+        if self.rank() != root {
+            return Ok(None);
+        }
+        decode_all(&call, &received).map(Some)
     }
 
     /// Gives each rank `r` the `r`-th of the root's values. torch's `scatter_object_list`.
@@ -67,27 +66,25 @@ impl ProcessGroup {
             root: Some(root),
             ..Call::new(Operation::ScatterObject)
         };
-        let sent = check(&call, || {
+        let arguments = check(&call, || {
             self.check_root(root)?;
             match values {
-                Some(values) if self.rank() == root && values.len() != self.world_size() => {
-                    Err(format!(
-                        "there must be one value for each of {} ranks, not {}",
-                        self.world_size(),
-                        values.len()
-                    ))
-                }
-                None if self.rank() == root => Err(format!("values must be given on root {root}")),
-                _ => Ok(()),
+                _ if self.rank() != root => Ok(()),
+                None => Err(format!("values must be given on root {root}")),
+                Some(values) if values.len() == self.world_size() => Ok(()),
+                Some(values) => Err(format!(
+                    "there must be one value for each of {} ranks, not {}",
+                    self.world_size(),
+                    values.len()
+                )),
             }
         });
+        // Only the values of the root count.
         let values = values.filter(|_| self.rank() == root).unwrap_or_default();
-        let sent = sent.and_then(|()| values.iter().map(|value| encode(&call, value)).collect());
-        let received =
-            self.exchange_objects(call.clone(), Pattern::Scatter { root }, sent, |from, to| {
-                (from == root).then_some(to)
-            })?;
-        decode(&call, received.get(root).map_or(&[], Vec::as_slice))
+        let sent =
+            arguments.and_then(|()| values.iter().map(|value| encode(&call, value)).collect());
+        let received = self.exchange_objects(call.clone(), Pattern::Scatter { root }, sent)?;
+        decode(&call, &received[root])
     }
 
     /// Copies the root's value to every rank. torch's `broadcast_object_list`.
@@ -105,22 +102,12 @@ impl ProcessGroup {
             root: Some(root),
             ..Call::new(Operation::BroadcastObject)
         };
-        let sent = check(&call, || {
-            self.check_root(root)?;
-            if self.rank() == root && value.is_none() {
-                return Err(format!("a value must be given on root {root}"));
-            }
-            Ok(())
-        });
+        let arguments = check(&call, || self.check_value(value.is_some(), root));
         let value = value.filter(|_| self.rank() == root);
-        let sent = sent.and_then(|()| value.iter().map(|value| encode(&call, value)).collect());
-        let received = self.exchange_objects(
-            call.clone(),
-            Pattern::Broadcast { root },
-            sent,
-            |from, _| (from == root).then_some(0),
-        )?;
-        decode(&call, received.get(root).map_or(&[], Vec::as_slice))
+        let sent =
+            arguments.and_then(|()| value.iter().map(|value| encode(&call, value)).collect());
+        let received = self.exchange_objects(call.clone(), Pattern::Broadcast { root }, sent)?;
+        decode(&call, &received[root])
     }
 
     /// Copies the root's value to every rank, unless any rank has an error, which then becomes the
@@ -146,33 +133,32 @@ impl ProcessGroup {
             root: Some(root),
             ..Call::new(Operation::BroadcastResult)
         };
-        let is_root = self.rank() == root;
-        let arguments = check(&call, || {
-            self.check_root(root)?;
-            if is_root && matches!(outcome, Ok(None)) {
-                return Err(format!("a value must be given on root {root}"));
-            }
-            Ok(())
-        });
+        // A root with an error has no value, and needs none.
+        let has_value = !matches!(outcome, Ok(None));
+        let arguments = check(&call, || self.check_value(has_value, root));
         let mut turn = self.begin(call.clone(), arguments)?;
-        // An error of this rank, or of the encoder, is told to all ranks in the round that would
-        // move the value.
-        let encoded = match &outcome {
-            Ok(Some(value)) if is_root => encode(&call, value)
-                .map(|bytes| vec![bytes])
-                .map_err(|error| Fault::new(&error)),
-            Ok(_) => Ok(Vec::new()),
-            Err(error) => Err(Fault::new(error)),
-        };
-        let (sent, fault) = match encoded {
-            Ok(sent) => (sent, None),
-            Err(fault) => (Vec::new(), Some(fault)),
-        };
-        let received =
-            turn.exchange_objects(fault, Pattern::Broadcast { root }, &sent, |from, _| {
-                (from == root).then_some(0)
-            })?;
+        let mut sent = Vec::new();
+        let mut fault = None;
+        match &outcome {
+            // What the encoder says is told to all ranks, as if it were the outcome of the work.
+            Ok(Some(value)) if self.rank() == root => match encode(&call, value) {
+                Ok(bytes) => sent.push(bytes),
+                Err(error) => fault = Some(Fault::new(&error)),
+            },
+            Ok(_) => {}
+            Err(error) => fault = Some(Fault::new(error)),
+        }
+        let received = turn.exchange_objects(fault, Pattern::Broadcast { root }, &sent)?;
         decode(&call, &received[root])
+    }
+
+    /// Checks the arguments of a broadcast, in which the root must give a value.
+    fn check_value(&self, has_value: bool, root: usize) -> Result<(), String> {
+        self.check_root(root)?;
+        if self.rank() == root && !has_value {
+            return Err(format!("a value must be given on root {root}"));
+        }
+        Ok(())
     }
 
     /// Turns an error of any rank into an error of every rank.
@@ -215,18 +201,16 @@ impl ProcessGroup {
         schema: Vec<u64>,
         outcome: Result<T, E>,
     ) -> Result<T, CommError> {
-        let label = bounded(&operation);
         let call = Call {
-            label: Some(label),
+            label: Some(bounded(operation)),
             sizes: vec![schema.len()],
             ..Call::new(Operation::Agree)
         };
         let mut turn = self.begin(call, Ok(()))?;
-        let (value, fault) = match outcome {
-            Ok(value) => (Some(value), None),
-            Err(error) => (None, Some(Fault::new(&error))),
-        };
+        let fault = outcome.as_ref().err().map(Fault::new);
         turn.round(fault, schema, &[], |records| {
+            // The hashes are not a part of the calls, so that the error for a difference says what
+            // differs.
             if records
                 .iter()
                 .all(|record| record.header.own == records[0].header.own)
@@ -237,42 +221,37 @@ impl ProcessGroup {
                 .iter()
                 .zip(self.global_ranks())
                 .map(|(record, &rank)| {
-                    let hash = record.header.own.first().copied().unwrap_or_default();
-                    (rank, format!("schema {hash:016x}"))
+                    let hashes = record.header.own.iter();
+                    let schema: String = hashes.map(|hash| format!("{hash:016x}")).collect();
+                    (rank, format!("schema {schema}"))
                 });
             Err(CommError::SchemaMismatch {
                 operation: operation.to_owned(),
                 schemas: RankCall::collect(schemas),
             })
         })?;
-        // This error cannot occur: a rank without a value has a fault, and then the round above has
-        // failed already.
-        value.ok_or_else(|| CommError::RankFailed {
-            operation: operation.to_owned(),
-            failures: Vec::new(),
-        })
+        let Ok(value) = outcome else {
+            unreachable!("a rank with an error has a fault, with which the round fails")
+        };
+        Ok(value)
     }
 }
 
 /// Encodes an object for other ranks. An object of more than [`MAX_OBJECT_BYTES`] is an error.
 fn encode<T: Serialize>(call: &Call, value: &T) -> Result<Vec<u8>, CommError> {
-    let bytes = wire::encode(value).map_err(|message| object_error(call, "encode", message))?;
-    if bytes.len() > MAX_OBJECT_BYTES {
-        let message = format!("it has {} bytes, more than {MAX_OBJECT_BYTES}", bytes.len());
-        return Err(object_error(call, "encode", message));
-    }
-    Ok(bytes)
+    let encoded = wire::encode(value).and_then(|bytes| match bytes.len() {
+        ..=MAX_OBJECT_BYTES => Ok(bytes),
+        len => Err(format!("it has {len} bytes, more than {MAX_OBJECT_BYTES}")),
+    });
+    encoded.map_err(|message| CommError::object(call.name(), "encode", message))
 }
 
 /// Decodes an object of another rank.
 fn decode<T: DeserializeOwned>(call: &Call, bytes: &[u8]) -> Result<T, CommError> {
-    wire::decode(bytes).map_err(|message| object_error(call, "decode", message))
+    wire::decode(bytes).map_err(|message| CommError::object(call.name(), "decode", message))
 }
 
-fn object_error(call: &Call, action: &str, message: String) -> CommError {
-    CommError::Object {
-        operation: call.name().to_owned(),
-        action: action.to_owned(),
-        message,
-    }
+/// Decodes the objects of all ranks.
+fn decode_all<T: DeserializeOwned>(call: &Call, objects: &[Vec<u8>]) -> Result<Vec<T>, CommError> {
+    objects.iter().map(|bytes| decode(call, bytes)).collect()
 }

@@ -22,9 +22,6 @@ macro_rules! operations {
         }
 
         impl Operation {
-            /// Every operation, in a fixed order.
-            pub const ALL: &'static [Operation] = &[$(Operation::$variant),*];
-
             /// Returns the name of its method, e.g. `all_gather`.
             #[must_use]
             pub const fn name(self) -> &'static str {
@@ -56,25 +53,6 @@ operations! {
     BroadcastResult, "broadcast_result";
 }
 
-impl Operation {
-    /// Returns `true` if the payload is tensor elements, and not objects or control.
-    pub(crate) const fn moves_tensors(self) -> bool {
-        matches!(
-            self,
-            Operation::AllGather
-                | Operation::AllGatherUneven
-                | Operation::ReduceScatter
-                | Operation::AllReduce
-                | Operation::Broadcast
-                | Operation::Gather
-                | Operation::GatherUneven
-                | Operation::Scatter
-                | Operation::ScatterUneven
-                | Operation::AllToAllUneven
-        )
-    }
-}
-
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -88,6 +66,7 @@ pub(crate) struct Call {
     pub(crate) sequence: u64,
     /// The name given to `agree` or `broadcast_result`, or to the handle of the group.
     pub(crate) label: Option<String>,
+    /// The type of the elements; `None` if objects or nothing but records move.
     pub(crate) dtype: Option<DType>,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) root: Option<usize>,
@@ -192,29 +171,26 @@ pub(crate) struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Decodes a record. `own` is this rank's header and its encoded form. Most headers of other
-    /// ranks are equal to it, and these are not decoded: with many ranks, decoding would take
-    /// longer than the rest of a small collective.
+    /// Decodes a record. `own` is this rank's header, and `own_encoded` its encoded form. Most
+    /// headers of other ranks are equal to it, and these are not decoded: with many ranks, decoding
+    /// would take longer than the rest of a small collective.
     pub(crate) fn decode(
         bytes: &'a [u8],
-        own: (&'a Header, &[u8]),
+        own: &'a Header,
+        own_encoded: &[u8],
         operation: &str,
     ) -> Result<Self, CommError> {
-        let (header, encoded) = own;
-        if let Some(payload) = bytes.strip_prefix(encoded) {
+        if let Some(payload) = bytes.strip_prefix(own_encoded) {
             return Ok(Record {
-                header: Cow::Borrowed(header),
+                header: Cow::Borrowed(own),
                 payload,
             });
         }
-        let (header, read) = wire::decode_prefix(bytes).map_err(|message| CommError::Object {
-            operation: operation.to_owned(),
-            action: "decode".to_owned(),
-            message,
-        })?;
+        let (header, read) = wire::decode_prefix(bytes)
+            .map_err(|message| CommError::object(operation, "decode", message))?;
         Ok(Record {
             header: Cow::Owned(header),
-            payload: bytes.get(read..).unwrap_or_default(),
+            payload: &bytes[read..],
         })
     }
 }
@@ -249,11 +225,11 @@ mod tests {
         ] {
             for payload in [&b""[..], b"payload"] {
                 let bytes = [&wire::encode(&other).unwrap()[..], payload].concat();
-                let record = Record::decode(&bytes, (&own, &encoded), "test").unwrap();
+                let record = Record::decode(&bytes, &own, &encoded, "test").unwrap();
                 assert_eq!((&*record.header, record.payload), (&other, payload));
                 assert_eq!(matches!(record.header, Cow::Borrowed(_)), other == own);
             }
         }
-        assert!(Record::decode(&encoded[..3], (&own, &encoded), "test").is_err());
+        assert!(Record::decode(&encoded[..3], &own, &encoded, "test").is_err());
     }
 }

@@ -82,7 +82,9 @@ macro_rules! reduce_floats {
             fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
                 match op {
                     ReduceOp::Sum | ReduceOp::Avg => fold(pieces, output, |x: Self, y| x + y),
-                    ReduceOp::Max => fold(pieces, output, |x: Self, y| if y > x || y.is_nan() { y } else { x }),
+                    ReduceOp::Max => fold(pieces, output, |x: Self, y| {
+                        if y > x || y.is_nan() { y } else { x }
+                    }),
                 }
                 if op == ReduceOp::Avg {
                     let ranks = pieces.len() as Self;
@@ -120,13 +122,17 @@ macro_rules! reduce_halves {
             fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
                 // Sums are kept in f32, so that each element is rounded to the half type once, and
                 // block by block, so that they stay in the cache.
-                let (mut results, mut next) = ([0f32; HALF_BLOCK], [0f32; HALF_BLOCK]);
+                let mut results = [0f32; HALF_BLOCK];
+                let mut next = [0f32; HALF_BLOCK];
                 for (block, output) in output.chunks_mut(HALF_BLOCK).enumerate() {
                     let start = block * HALF_BLOCK * size_of::<Self>();
                     let bytes = start..start + size_of_val(output);
-                    let (results, next) = (&mut results[..output.len()], &mut next[..output.len()]);
+                    let results = &mut results[..output.len()];
+                    let next = &mut next[..output.len()];
                     for (rank, piece) in pieces.iter().enumerate() {
-                        with_elements(&piece[bytes.clone()], |piece: &[Self]| piece.convert_to_f32_slice(next));
+                        with_elements(&piece[bytes.clone()], |piece: &[Self]| {
+                            piece.convert_to_f32_slice(next);
+                        });
                         if rank == 0 {
                             results.copy_from_slice(next);
                             continue;
@@ -135,10 +141,12 @@ macro_rules! reduce_halves {
                             ReduceOp::Sum | ReduceOp::Avg => {
                                 results.iter_mut().zip(&*next).for_each(|(x, &y)| *x += y);
                             }
-                            ReduceOp::Max => results
-                                .iter_mut()
-                                .zip(&*next)
-                                .for_each(|(x, &y)| *x = if y > *x || y.is_nan() { y } else { *x }),
+                            ReduceOp::Max => {
+                                results
+                                    .iter_mut()
+                                    .zip(&*next)
+                                    .for_each(|(x, &y)| *x = if y > *x || y.is_nan() { y } else { *x });
+                            }
                         }
                     }
                     if op == ReduceOp::Avg {

@@ -2,9 +2,11 @@
 
 use fsdp_layout::DeviceMesh;
 
+use crate::backend::Members;
 use crate::collectives::check;
+use crate::environment::MAX_WORLD_SIZE;
 use crate::error::CommError;
-use crate::group::ProcessGroup;
+use crate::group::{ProcessGroup, Turn};
 use crate::record::{Call, Operation};
 
 impl ProcessGroup {
@@ -38,12 +40,7 @@ impl ProcessGroup {
             }
         });
         let mut turn = self.begin(call, arguments)?;
-        turn.round(None, Vec::new(), &[], |_| Ok(None))?;
-        let id = child_id(self.id(), turn.call.sequence, &ranks);
-        ranks
-            .contains(&self.rank())
-            .then(|| turn.child(id, &ranks))
-            .transpose()
+        turn.create_group(&ranks)
     }
 
     /// Creates the group of the ranks that differ from this one only along dimension `dim` of a
@@ -54,9 +51,8 @@ impl ProcessGroup {
     /// A mesh of another size or without that dimension; meshes or dimensions that differ between
     /// callers.
     pub fn mesh_group(&self, mesh: &DeviceMesh, dim: usize) -> Result<ProcessGroup, CommError> {
-        let sizes = mesh.shape().iter().copied().chain([dim]).collect();
         let call = Call {
-            sizes,
+            sizes: mesh.shape().iter().copied().chain([dim]).collect(),
             ..Call::new(Operation::MeshGroup)
         };
         let ranks = mesh
@@ -71,21 +67,43 @@ impl ProcessGroup {
             )),
         });
         let mut turn = self.begin(call, arguments)?;
-        turn.round(None, Vec::new(), &[], |_| Ok(None))?;
-        let ranks = ranks.unwrap_or_default();
-        turn.child(child_id(self.id(), turn.call.sequence, &ranks), &ranks)
+        let along = ranks.expect("a mesh without these ranks is a wrong argument");
+        let group = turn.create_group(&along)?;
+        Ok(group.expect("the ranks along a dimension include the rank itself"))
     }
 }
 
-/// Returns a number that no two groups of a job share: FNV-1a over the parent, its operation and
-/// the ranks.
-fn child_id(parent: u64, sequence: u64, ranks: &[usize]) -> u64 {
-    let words = [parent, sequence]
-        .into_iter()
-        .chain(ranks.iter().map(|&rank| rank as u64));
-    words
-        .flat_map(u64::to_le_bytes)
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-        })
+impl Turn<'_> {
+    /// Creates the group of these ranks of the present group, in which this one need not be. All
+    /// ranks of the present group call this, with the same ranks or with ranks of groups that have
+    /// no rank in common.
+    fn create_group(&mut self, ranks: &[usize]) -> Result<Option<ProcessGroup>, CommError> {
+        // No two groups of a job may have the same number. So the first rank of a group chooses it:
+        // a number that it has not chosen before, followed by the 16 bits of its own rank.
+        let first = ranks[0];
+        let global_rank = self.group.global_ranks()[first];
+        let name = self.call.name().to_owned();
+        let proposed = self.next_group_number();
+        let mut chosen = 0;
+        self.round(None, vec![proposed], &[], |records| {
+            chosen = *records[first].header.own.first().ok_or_else(|| {
+                let message = format!("rank {global_rank} has chosen no number for a group");
+                CommError::object(&name, "decode", message)
+            })?;
+            Ok(None)
+        })?;
+        // All ranks have taken part in the round above. Those outside of the group are done.
+        let Some(rank) = ranks.iter().position(|&rank| rank == self.group.rank()) else {
+            return Ok(None);
+        };
+        let members = Members {
+            id: chosen << MAX_WORLD_SIZE.ilog2() | global_rank as u64,
+            global_ranks: ranks
+                .iter()
+                .map(|&rank| self.group.global_ranks()[rank])
+                .collect(),
+            rank,
+        };
+        self.child(members).map(Some)
+    }
 }

@@ -1,7 +1,6 @@
 //! Counts of the bytes that a rank has moved.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::record::Operation;
 
@@ -42,6 +41,17 @@ impl Traffic {
         self.tensor_bytes_sent + self.tensor_bytes_received
     }
 
+    /// Counts the bytes of a tensor, or of objects, that went to other ranks and came from them.
+    pub(crate) fn record_payload(&mut self, is_tensor: bool, sent: usize, received: usize) {
+        let (sent_so_far, received_so_far) = if is_tensor {
+            (&mut self.tensor_bytes_sent, &mut self.tensor_bytes_received)
+        } else {
+            (&mut self.object_bytes_sent, &mut self.object_bytes_received)
+        };
+        *sent_so_far += sent as u64;
+        *received_so_far += received as u64;
+    }
+
     /// Returns the difference from an earlier reading of the same rank.
     #[must_use]
     pub fn since(&self, earlier: &Traffic) -> Traffic {
@@ -55,71 +65,6 @@ impl Traffic {
                 .collectives
                 .iter()
                 .map(|(&operation, count)| (operation, count - earlier.count(operation)))
-                .filter(|&(_, count)| count > 0)
-                .collect(),
-        }
-    }
-}
-
-/// The counters behind [`Traffic`], shared by all groups of a rank.
-#[derive(Debug)]
-pub(crate) struct Counters {
-    tensor_sent: AtomicU64,
-    tensor_received: AtomicU64,
-    object_sent: AtomicU64,
-    object_received: AtomicU64,
-    control_sent: AtomicU64,
-    collectives: Vec<AtomicU64>,
-}
-
-impl Counters {
-    pub(crate) fn new() -> Self {
-        Counters {
-            tensor_sent: AtomicU64::new(0),
-            tensor_received: AtomicU64::new(0),
-            object_sent: AtomicU64::new(0),
-            object_received: AtomicU64::new(0),
-            control_sent: AtomicU64::new(0),
-            collectives: Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(),
-        }
-    }
-
-    /// Counts a call of an operation.
-    pub(crate) fn called(&self, operation: Operation) {
-        if let Some(count) = self.collectives.get(operation as usize) {
-            count.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Counts bytes of records, which ranks send to agree on what they do.
-    pub(crate) fn control(&self, sent: usize) {
-        self.control_sent.fetch_add(sent as u64, Ordering::Relaxed);
-    }
-
-    /// Counts the bytes of tensors or objects that an operation has sent to other ranks and
-    /// received from them.
-    pub(crate) fn moved(&self, operation: Operation, sent: usize, received: usize) {
-        let (to, from) = if operation.moves_tensors() {
-            (&self.tensor_sent, &self.tensor_received)
-        } else {
-            (&self.object_sent, &self.object_received)
-        };
-        to.fetch_add(sent as u64, Ordering::Relaxed);
-        from.fetch_add(received as u64, Ordering::Relaxed);
-    }
-
-    /// Returns the counts so far.
-    pub(crate) fn read(&self) -> Traffic {
-        Traffic {
-            tensor_bytes_sent: self.tensor_sent.load(Ordering::Relaxed),
-            tensor_bytes_received: self.tensor_received.load(Ordering::Relaxed),
-            object_bytes_sent: self.object_sent.load(Ordering::Relaxed),
-            object_bytes_received: self.object_received.load(Ordering::Relaxed),
-            control_bytes_sent: self.control_sent.load(Ordering::Relaxed),
-            collectives: Operation::ALL
-                .iter()
-                .zip(&self.collectives)
-                .map(|(&operation, count)| (operation, count.load(Ordering::Relaxed)))
                 .filter(|&(_, count)| count > 0)
                 .collect(),
         }

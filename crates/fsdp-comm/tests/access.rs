@@ -16,11 +16,10 @@ const WORLD_SIZE: usize = 4;
 fn options(job: &str, rank: usize) -> StoreOptions {
     StoreOptions {
         job: job.to_owned(),
-        secret: None,
-        insecure: false,
         rank,
         world_size: WORLD_SIZE,
         deadline: DEADLINE,
+        ..StoreOptions::default()
     }
 }
 

@@ -14,9 +14,12 @@ use fsdp_comm::{CommError, LocalRanks, ProcessGroup, ReduceOp, run_local};
 const STACK_BYTES: usize = 4 << 20;
 
 fn run(case: &Case, world_size: usize) {
-    let outcome = LocalRanks::new(world_size)
-        .stack_bytes(STACK_BYTES)
-        .run(|group| case.run(group));
+    let ranks = LocalRanks {
+        world_size,
+        stack_bytes: STACK_BYTES,
+        ..LocalRanks::default()
+    };
+    let outcome = ranks.run(|group| case.run(group));
     match (case.casualty, &outcome) {
         (None, Ok(_)) => {}
         (Some(rank), Err(CommError::RankFailed { failures, .. }))
@@ -143,9 +146,12 @@ fn a_panic_is_reported_with_its_message_first_things_first() {
 
 #[test]
 fn ranks_that_cannot_start_are_an_error_on_those_that_did() {
-    let outcome = LocalRanks::new(3)
-        .stack_bytes(usize::MAX / 4)
-        .run(|group| group.barrier());
+    let ranks = LocalRanks {
+        world_size: 3,
+        stack_bytes: usize::MAX / 4,
+        ..LocalRanks::default()
+    };
+    let outcome = ranks.run(|group| group.barrier());
     assert!(
         matches!(outcome, Err(CommError::Start { rank: 0, .. })),
         "{outcome:?}"
@@ -204,12 +210,13 @@ fn ranks_that_fail_midway_never_show_freed_memory() {
     };
     for turn in 0..40 {
         // Deadlines around the time that the operation takes.
-        let deadline = Duration::from_micros(20 * turn as u64);
-        LocalRanks::new(3)
-            .stack_bytes(STACK_BYTES)
-            .deadline(deadline)
-            .run(|group| check(&group, turn))
-            .unwrap();
+        let ranks = LocalRanks {
+            world_size: 3,
+            stack_bytes: STACK_BYTES,
+            deadline: Duration::from_micros(20 * turn as u64),
+            ..LocalRanks::default()
+        };
+        ranks.run(|group| check(&group, turn)).unwrap();
     }
     assert!(
         failed.load(Ordering::Relaxed) > 0,
@@ -220,20 +227,23 @@ fn ranks_that_fail_midway_never_show_freed_memory() {
 /// A reduction that panics on one rank, in the middle of reading others' memory.
 #[test]
 fn a_rank_that_panics_while_it_reads_leaves_the_others_whole() {
-    let outcomes = LocalRanks::new(3)
-        .stack_bytes(STACK_BYTES)
-        .deadline(Duration::from_secs(5))
-        .run(|group| {
-            let mut buffer = vec![group.rank() as f32; 100_000];
-            let result = catch_unwind(AssertUnwindSafe(|| {
-                if group.rank() == 0 {
-                    let _panics = group;
-                    panic!("before its turn");
-                }
-                group.all_reduce(&mut buffer, ReduceOp::Sum)
-            }));
-            result.map_err(drop)
-        });
+    let ranks = LocalRanks {
+        world_size: 3,
+        stack_bytes: STACK_BYTES,
+        deadline: Duration::from_secs(5),
+        ..LocalRanks::default()
+    };
+    let outcomes = ranks.run(|group| {
+        let mut buffer = vec![group.rank() as f32; 100_000];
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            if group.rank() == 0 {
+                let _panics = group;
+                panic!("before its turn");
+            }
+            group.all_reduce(&mut buffer, ReduceOp::Sum)
+        }));
+        result.map_err(drop)
+    });
     let outcomes = outcomes.unwrap();
     assert!(outcomes[0].is_err());
     assert!(

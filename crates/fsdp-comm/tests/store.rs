@@ -15,11 +15,10 @@ const DEADLINE: Duration = Duration::from_secs(10);
 fn options(rank: usize) -> StoreOptions {
     StoreOptions {
         job: "job".to_owned(),
-        secret: None,
-        insecure: false,
         rank,
         world_size: 4,
         deadline: DEADLINE,
+        ..StoreOptions::default()
     }
 }
 

@@ -94,15 +94,13 @@ fn greeting() -> Vec<u8> {
     let address = listener.local_addr().unwrap().to_string();
     thread::scope(|scope| {
         let rank = scope.spawn(move || {
-            let secret = Some(Secret::new("the secret of this test").unwrap());
-            let (deadline, job) = (Duration::from_secs(2), "job".to_owned());
             let options = StoreOptions {
-                job,
-                secret,
-                insecure: false,
+                job: "job".to_owned(),
+                secret: Some(Secret::new("the secret of this test").unwrap()),
                 rank: 1,
                 world_size: RANKS,
-                deadline,
+                deadline: Duration::from_secs(2),
+                ..StoreOptions::default()
             };
             TcpStore::connect(&address, &options).err().unwrap()
         });
@@ -218,10 +216,12 @@ fn bother_a_job(direct_up_to: usize) {
         let join = |rank: usize| {
             let end = &end;
             scope.spawn(move || {
-                let group = TcpOptions::new(environment(rank, port))
-                    .deadline(DEADLINE)
-                    .direct_up_to(direct_up_to);
-                let group = group.connect().unwrap();
+                let options = TcpOptions {
+                    deadline: DEADLINE,
+                    direct_up_to,
+                    ..TcpOptions::default()
+                };
+                let group = options.connect(&environment(rank, port)).unwrap();
                 work(&group, end)
             })
         };

@@ -37,27 +37,25 @@ fn rank_process() {
         if variable("FSDP_TEST_VICTIM") == Some(environment.rank.to_string()) {
             join_and_end(&environment);
         } else {
-            println!(
-                "{}",
-                TcpOptions::new(environment)
-                    .deadline(DEADLINE)
-                    .connect()
-                    .unwrap_err()
-            );
+            let options = TcpOptions {
+                deadline: DEADLINE,
+                ..TcpOptions::default()
+            };
+            println!("{}", options.connect(&environment).unwrap_err());
         }
         return;
     }
     let memory = variable("FSDP_TEST_MEMORY");
     let shared_memory = memory.as_deref() == Some("shared");
-    let options = TcpOptions::new(Environment::from_env().unwrap())
-        .deadline(DEADLINE)
-        .shared_memory(shared_memory);
-    let options = if memory.as_deref() == Some("relayed") {
-        options.direct_up_to(1)
-    } else {
-        options
+    let mut options = TcpOptions {
+        deadline: DEADLINE,
+        shared_memory,
+        ..TcpOptions::default()
     };
-    let group = options.connect().unwrap();
+    if memory.as_deref() == Some("relayed") {
+        options.direct_up_to = 1;
+    }
+    let group = options.connect(&Environment::from_env().unwrap()).unwrap();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let mapped = maps
         .lines()
@@ -299,14 +297,12 @@ fn join_and_end(environment: &Environment) {
     let &Environment {
         rank, world_size, ..
     } = environment;
-    let job = environment.job.clone();
     let options = StoreOptions {
-        job,
-        secret: None,
-        insecure: false,
+        job: environment.job.clone(),
         rank,
         world_size,
         deadline: DEADLINE,
+        ..StoreOptions::default()
     };
     let join = if rank == 0 {
         TcpStore::host
@@ -495,9 +491,11 @@ fn environment(rank: usize, world_size: usize, port: u16, job: &str) -> Environm
 }
 
 fn meet(environment: Environment, milliseconds: u64) -> Result<fsdp_comm::ProcessGroup, CommError> {
-    TcpOptions::new(environment)
-        .deadline(Duration::from_millis(milliseconds))
-        .connect()
+    let options = TcpOptions {
+        deadline: Duration::from_millis(milliseconds),
+        ..TcpOptions::default()
+    };
+    options.connect(&environment)
 }
 
 /// Returns an address of this host that only hosts on one of its links reach, with its zone, which
@@ -636,10 +634,11 @@ fn ranks_meet_although_rank_0_does_not_know_the_address_of_its_own_name() {
 fn the_longest_deadline_is_one() {
     let port = free_port();
     let connect = |rank| {
-        TcpOptions::new(environment(rank, 2, port, "job"))
-            .deadline(Duration::MAX)
-            .connect()
-            .unwrap()
+        let options = TcpOptions {
+            deadline: Duration::MAX,
+            ..TcpOptions::default()
+        };
+        options.connect(&environment(rank, 2, port, "job")).unwrap()
     };
     std::thread::scope(|scope| {
         let other = scope.spawn(move || connect(1).barrier());

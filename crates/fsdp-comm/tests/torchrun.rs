@@ -133,9 +133,11 @@ fn meet(
     port: u16,
     deadline: Duration,
 ) -> Result<ProcessGroup, CommError> {
-    TcpOptions::new(environment(rank, world_size, port))
-        .deadline(deadline)
-        .connect()
+    let options = TcpOptions {
+        deadline,
+        ..TcpOptions::default()
+    };
+    options.connect(&environment(rank, world_size, port))
 }
 
 /// Lets all ranks meet, the others a little before rank 0, and add up.
@@ -208,11 +210,11 @@ fn rank_0_beside_the_agent_is_reached_where_the_agent_is() {
             scope.spawn(move || {
                 let mut environment = environment(rank, 3, port);
                 environment.secret = Some(Secret::new("a secret of this test").unwrap());
-                let group = TcpOptions::new(environment)
-                    .deadline(LONG)
-                    .connect()
-                    .unwrap();
-                group.barrier().unwrap();
+                let options = TcpOptions {
+                    deadline: LONG,
+                    ..TcpOptions::default()
+                };
+                options.connect(&environment).unwrap().barrier().unwrap();
             });
         }
     });
@@ -252,14 +254,11 @@ fn an_address_that_a_stranger_has_now_is_asked_for_again() {
 
 #[test]
 fn an_address_that_another_job_of_the_same_name_has_now_is_asked_for_again() {
-    let job = "job".to_owned();
     let options = StoreOptions {
-        job,
-        secret: None,
-        insecure: false,
-        rank: 0,
+        job: "job".to_owned(),
         world_size: 2,
         deadline: LONG,
+        ..StoreOptions::default()
     };
     let other_job = TcpStore::host("127.0.0.1:0", &options).unwrap();
     let (agent, port) = Agent::start();

@@ -4,7 +4,7 @@
 //! same formula with different factors. Words are processed in *pairs*, because two words of 4
 //! bytes, or their two factors, fill a `u64`.
 
-use crate::coefficients::{BLOCK_BYTES, TABLES, block_factor};
+use crate::coefficients::{BLOCK_BYTES, BLOCK_PAIRS, TABLES, block_factor};
 
 /// The low half of a pair of words.
 const LOW: u64 = 0xffff_ffff;
@@ -129,8 +129,6 @@ fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
 /// block are summed at once, in a vector.
 #[inline(always)]
 fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
-    /// The number of pairs in a block.
-    const BLOCK_PAIRS: usize = BLOCK_BYTES / 8;
     let words = group.as_chunks::<8>().0;
     // Each block has a vector of sums for each lane. Those of one vector are added up at the end.
     let mut sums = [[[0u64; PAIRS]; 2]; SIDE_BY_SIDE];

@@ -1,11 +1,11 @@
 //! The constants of the format: pseudo-random odd factors for words and blocks.
 
-/// The number of words of 4 bytes in a block. The table of one lane has 4 KiB, so that both fit
-/// into a first-level cache together with the data.
-pub(crate) const BLOCK_WORDS: usize = 1024;
+/// The number of pairs of words of 4 bytes in a block. The table of one lane has 4 KiB, so that
+/// both fit into a first-level cache together with the data.
+pub(crate) const BLOCK_PAIRS: usize = 512;
 
 /// The number of bytes in a block.
-pub(crate) const BLOCK_BYTES: usize = BLOCK_WORDS * 4;
+pub(crate) const BLOCK_BYTES: usize = BLOCK_PAIRS * 8;
 
 /// The seeds of the two lanes' tables. They were taken from the hexadecimal digits of pi and of e.
 /// (The first one has an additional digit 2 after `0x243`. Any number would do, but these are part
@@ -17,8 +17,7 @@ const BLOCK_SEEDS: [u64; 2] = [0x3131_98a2_e037_0734, 0xabf7_1588_09cf_4f3c];
 
 /// The factors of the words of a block for each lane, one entry for each pair of words. The factor
 /// of the even word is in the low half of the entry, and that of the odd word in the high half.
-pub(crate) static TABLES: [[u64; BLOCK_WORDS / 2]; 2] =
-    [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
+pub(crate) static TABLES: [[u64; BLOCK_PAIRS]; 2] = [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
 
 /// Returns the odd factor by which a lane multiplies the sum of a block. Without it, two blocks
 /// that change places would have the same sum.
@@ -27,8 +26,8 @@ pub(crate) const fn block_factor(lane: usize, block: u64) -> u64 {
 }
 
 /// Returns the factors of the words of a block for one lane, two 32-bit factors in each entry.
-const fn table(seed: u64) -> [u64; BLOCK_WORDS / 2] {
-    let mut table = [0; BLOCK_WORDS / 2];
+const fn table(seed: u64) -> [u64; BLOCK_PAIRS] {
+    let mut table = [0; BLOCK_PAIRS];
     let mut pair = 0;
     // A `for` loop is not possible in a constant.
     while pair < table.len() {

@@ -45,23 +45,25 @@ pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
     }
 }
 
-/// Returns the dtype of a tensor.
+/// Returns the dtype of files and state dicts, like [`from_candle`].
 ///
 /// # Errors
 /// candle's errors, for its dummy dtypes (6-bit floats), which files do not know.
-pub fn of(tensor: &candle_core::Tensor) -> Result<DType, FlatError> {
-    from_candle(tensor.dtype()).ok_or_else(|| {
-        FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(
-            tensor.dtype(),
-            "state dict",
-        ))
-    })
+pub fn file_dtype(dtype: candle_core::DType) -> Result<DType, FlatError> {
+    from_candle(dtype).ok_or(FlatError::Candle(
+        candle_core::Error::UnsupportedDTypeForOp(dtype, "state dict"),
+    ))
 }
 
 /// Calls a generic function with the Rust type of a floating-point candle dtype:
-/// `with_float!(dtype, T => body, else other)`.
+/// `with_float!(dtype, T => body, else other)`. Without `else`, other dtypes are a bug of the caller's.
 #[macro_export]
 macro_rules! with_float {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        $crate::with_float!($dtype, $T => $body, else {
+            unreachable!("{:?} is none of the dtypes that are computed with", $dtype)
+        })
+    };
     ($dtype:expr, $T:ident => $body:expr, else $otherwise:expr) => {
         match $dtype {
             candle_core::DType::F32 => {

@@ -105,6 +105,7 @@ impl FlatParameter {
             Some(piece) => {
                 ShardedTensor::from_flat(shape, self.layout.param_boxes(param, self.rank), &piece)
             }
+            // A rank without elements still knows the dtype and the shape.
             None => ShardedTensor::new(flat.dtype(), shape.clone(), Vec::new()),
         }
     }

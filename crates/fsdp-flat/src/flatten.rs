@@ -6,6 +6,7 @@ use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::{ALIGNMENT_PADDING_VALUE, FlatEntry};
 use fsdp_layout::shard::chunk_range;
 
+use crate::dtype::file_dtype;
 use crate::storage::{HostSlice, HostSliceMut, zeros};
 use crate::{FlatError, with_float};
 
@@ -47,6 +48,7 @@ pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor
                 check_param(layout, param, &tensors[param], first)?;
                 tensors[param].flatten_all()?
             }
+            // The value makes padding that gets into a state dict easy to notice.
             FlatEntry::Padding => {
                 Tensor::full(f32::from(ALIGNMENT_PADDING_VALUE), numel, first.device())?
                     .to_dtype(first.dtype())?
@@ -72,14 +74,14 @@ fn check_param(
             found: tensor.dims().to_vec(),
         });
     }
-    let found = crate::dtype::of(tensor)?;
+    let found = file_dtype(tensor.dtype())?;
     if !found.is_float() {
         return Err(FlatError::IntegerDType {
             fqn: fqn.clone(),
             dtype: found,
         });
     }
-    let expected = crate::dtype::of(first)?;
+    let expected = file_dtype(first.dtype())?;
     if found != expected {
         return Err(FlatError::MixedDType {
             fqn: fqn.clone(),
@@ -170,13 +172,14 @@ pub fn get_shard(
 ) -> Result<(Tensor, usize), FlatError> {
     let (piece, padding) = get_unpadded_shard(tensor, rank, world_size)?;
     let numel = piece.elem_count();
+    // The padding of an unsharded tensor is 42, but that on the right of a shard is 0, as in torch.
     let shard = zeros(&[numel + padding], tensor.dtype())?;
     with_float!(tensor.dtype(), T => {
         let from = HostSlice::<T>::read(&piece)?;
         let mut to = HostSliceMut::<T>::write(&shard)?;
         to[..numel].copy_from_slice(&from);
         to.finish()?;
-    }, else return Err(FlatError::IntegerDType { fqn: "flat tensor".into(), dtype: crate::dtype::of(tensor)? }));
+    }, else return Err(FlatError::IntegerDType { fqn: "flat tensor".into(), dtype: file_dtype(tensor.dtype())? }));
     Ok((shard, padding))
 }
 

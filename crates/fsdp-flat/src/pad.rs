@@ -160,12 +160,12 @@ fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadErr
     // Each element that is copied takes an index too.
     let size = dtype.size_in_bytes() + size_of::<i64>();
     let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(size));
-    match bytes.map(|bytes| Vec::<u8>::new().try_reserve_exact(bytes)) {
-        Some(Ok(())) => Ok(()),
-        _ => Err(PadError::OutOfMemory {
-            shape: shape.to_vec(),
-        }),
+    if bytes.is_some_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok()) {
+        return Ok(());
     }
+    Err(PadError::OutOfMemory {
+        shape: shape.to_vec(),
+    })
 }
 
 /// Returns the index of the element that is copied to index `at` of the padded dimension, which may
@@ -190,13 +190,10 @@ struct PadDim {
 
 impl PadDim {
     /// Counts the elements that negative padding leaves, unless it takes more than there are.
-    fn kept(&self) -> Option<usize> {
-        let taken = self
-            .before
-            .min(0)
-            .unsigned_abs()
-            .checked_add(self.after.min(0).unsigned_abs())?;
-        self.size.checked_sub(taken)
+    fn retained(&self) -> Option<usize> {
+        let before = self.before.min(0).unsigned_abs();
+        let after = self.after.min(0).unsigned_abs();
+        self.size.checked_sub(before)?.checked_sub(after)
     }
 
     /// Checks this dimension, and returns its size with the padding.
@@ -213,6 +210,7 @@ impl PadDim {
         let padded = isize::try_from(size)
             .ok()
             .and_then(|size| size.checked_add(before)?.checked_add(after));
+        // A size beyond `isize` is also beyond any memory.
         let Some(padded) = padded else {
             return Err(self.too_large(mode, isize::MAX.unsigned_abs()));
         };
@@ -221,98 +219,80 @@ impl PadDim {
         if adds > 0 && size == 0 && !matches!(mode, PadMode::Constant(_)) {
             return Err(PadError::Empty { mode, dim });
         }
-        let crops_too_much = match mode {
-            PadMode::Constant(_) | PadMode::Circular => self.kept().is_none(),
-            PadMode::Reflect | PadMode::Replicate => padded < 1,
+        // The most elements that this mode can add to one side; `None` if negative padding takes
+        // too much away.
+        let largest = match mode {
+            PadMode::Constant(_) => self.retained().map(|_| usize::MAX),
+            PadMode::Circular => self.retained(),
+            PadMode::Reflect => (padded >= 1).then(|| size.saturating_sub(1)),
+            PadMode::Replicate => (padded >= 1).then_some(usize::MAX),
         };
-        if crops_too_much {
+        let Some(largest) = largest else {
             return Err(PadError::CropsTooMuch {
                 dim,
                 size,
                 before,
                 after,
             });
-        }
-        // The most elements that this mode can add to one side.
-        let largest = match mode {
-            PadMode::Constant(_) | PadMode::Replicate => usize::MAX,
-            PadMode::Reflect => size.saturating_sub(1),
-            PadMode::Circular => self.kept().unwrap_or_default(),
         };
         if adds > largest {
-            Err(self.too_large(mode, largest))
-        } else {
-            Ok(padded.max(0).unsigned_abs())
+            return Err(self.too_large(mode, largest));
         }
+        Ok(padded.max(0).unsigned_abs())
     }
 
     fn too_large(&self, mode: PadMode, largest: usize) -> PadError {
-        let PadDim {
-            dim,
-            size,
-            before,
-            after,
-        } = *self;
         PadError::TooLarge {
             mode,
-            dim,
-            size,
-            before,
-            after,
+            dim: self.dim,
+            size: self.size,
+            before: self.before,
+            after: self.after,
             largest,
         }
     }
 
     /// Returns the tensor without the elements that negative padding takes away.
     fn cropped(&self, tensor: &Tensor) -> Result<Tensor, PadError> {
-        Ok(tensor.narrow(
-            self.dim,
-            self.before.min(0).unsigned_abs(),
-            self.kept().unwrap_or_default(),
-        )?)
+        let retained = self
+            .retained()
+            .expect("`check` refuses padding that takes away more than there is");
+        Ok(tensor.narrow(self.dim, self.before.min(0).unsigned_abs(), retained)?)
     }
 
     /// Pads with elements of one value.
     fn constant(&self, tensor: &Tensor, value: f64) -> Result<Tensor, PadError> {
+        // The padding is a view of one element, which takes no memory before it is copied.
+        let scalar = Tensor::full(value, (), tensor.device())?.to_dtype(tensor.dtype())?;
         let mut parts = vec![self.cropped(tensor)?];
+        let mut shape = tensor.dims().to_vec();
         if self.before > 0 {
-            parts.insert(0, self.filled(tensor, value, self.before.unsigned_abs())?);
+            shape[self.dim] = self.before.unsigned_abs();
+            parts.insert(0, scalar.broadcast_as(shape.as_slice())?);
         }
         if self.after > 0 {
-            parts.push(self.filled(tensor, value, self.after.unsigned_abs())?);
+            shape[self.dim] = self.after.unsigned_abs();
+            parts.push(scalar.broadcast_as(shape.as_slice())?);
         }
         Ok(Tensor::cat(&parts, self.dim)?)
-    }
-
-    /// Makes padding of this length.
-    fn filled(&self, tensor: &Tensor, value: f64, len: usize) -> Result<Tensor, PadError> {
-        let mut shape = tensor.dims().to_vec();
-        shape[self.dim] = len;
-        let value = Tensor::full(value, (), tensor.device())?.to_dtype(tensor.dtype())?;
-        Ok(value.broadcast_as(shape)?)
     }
 
     /// Returns the padded tensor, with each element copied from the place that the mode gives.
     fn indexed(&self, tensor: &Tensor, mode: PadMode) -> Result<Tensor, PadError> {
         // Circular padding wraps around the elements that negative padding leaves. Reflect and
         // replicate go by all elements.
-        let (tensor, size, before, after) = match mode {
-            PadMode::Circular => (
-                self.cropped(tensor)?,
-                self.kept().unwrap_or_default(),
-                self.before.max(0),
-                self.after.max(0),
-            ),
-            _ => (tensor.clone(), self.size, self.before, self.after),
+        let (tensor, before, after) = match mode {
+            PadMode::Circular => (self.cropped(tensor)?, self.before.max(0), self.after.max(0)),
+            _ => (tensor.clone(), self.before, self.after),
         };
-        let size = size as isize;
+        let size = tensor.dim(self.dim)? as isize;
         let indices: Vec<i64> = (-before..size + after)
             .map(|at| source_of(at, size, mode) as i64)
             .collect();
         if indices.is_empty() {
             return Ok(tensor);
         }
-        let indices = Tensor::from_vec(indices.clone(), indices.len(), tensor.device())?;
-        Ok(tensor.contiguous()?.index_select(&indices, self.dim)?)
+        let sources = Tensor::new(indices, tensor.device())?;
+        Ok(tensor.contiguous()?.index_select(&sources, self.dim)?)
     }
 }

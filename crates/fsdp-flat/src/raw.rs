@@ -15,27 +15,12 @@ pub struct RawTensor {
 }
 
 impl RawTensor {
-    /// Makes zeros, fresh from the system.
-    ///
-    /// # Errors
-    /// [`FlatError::OutOfMemory`].
-    pub fn zeros(dtype: DType, shape: Vec<usize>) -> Result<Self, FlatError> {
-        let size = dtype.size_in_bytes() as usize;
-        let length = checked_numel(&shape).and_then(|numel| numel.checked_mul(size));
-        match length.and_then(|length| bytemuck::allocation::try_zeroed_vec(length).ok()) {
-            Some(bytes) => Self::new(dtype, shape, bytes),
-            None => Err(FlatError::OutOfMemory {
-                dtype: dtype.to_string(),
-                shape,
-            }),
-        }
-    }
-
     /// Makes a tensor of these bytes.
     ///
     /// # Errors
     /// The number of bytes must be that of the shape.
     pub fn new(dtype: DType, shape: Vec<usize>, bytes: Vec<u8>) -> Result<Self, FlatError> {
+        // A shape that overflows takes more bytes than can be given.
         let needed = checked_numel(&shape)
             .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
             .unwrap_or(usize::MAX);

@@ -39,6 +39,7 @@ impl ShardedTensor {
         shape: Vec<usize>,
         shards: Vec<LocalShard>,
     ) -> Result<Self, FlatError> {
+        // Ranks own few boxes, so comparing each with all before it is quick.
         for (index, shard) in shards.iter().enumerate() {
             if !shard.bounds.fits(&shape) {
                 return Err(FlatError::OutOfBounds {
@@ -140,16 +141,7 @@ impl ShardedTensor {
         shape: &[usize],
         boxes: &[TensorBox],
     ) -> Result<Self, FlatError> {
-        let shards = boxes
-            .iter()
-            .map(|bounds| {
-                Ok(LocalShard {
-                    bounds: bounds.clone(),
-                    tensor: zeros(&bounds.sizes, dtype)?,
-                })
-            })
-            .collect::<Result<_, FlatError>>()?;
-        Self::new(dtype, shape.to_vec(), shards)
+        Self::from_boxes(shape, boxes, dtype, zeros)
     }
 
     /// Makes a sharded tensor with these boxes, which take no memory until they are filled: see
@@ -162,11 +154,21 @@ impl ShardedTensor {
         shape: &[usize],
         boxes: &[TensorBox],
     ) -> Result<Self, FlatError> {
+        Self::from_boxes(shape, boxes, dtype, storage::unfilled)
+    }
+
+    /// Makes a sharded tensor with these boxes, whose tensors `make` makes from their shapes.
+    fn from_boxes(
+        shape: &[usize],
+        boxes: &[TensorBox],
+        dtype: candle_core::DType,
+        make: fn(&[usize], candle_core::DType) -> Result<Tensor, FlatError>,
+    ) -> Result<Self, FlatError> {
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in boxes {
             shards.push(LocalShard {
                 bounds: bounds.clone(),
-                tensor: storage::unfilled(&bounds.sizes, dtype)?,
+                tensor: make(&bounds.sizes, dtype)?,
             });
         }
         Self::new(dtype, shape.to_vec(), shards)
@@ -183,9 +185,7 @@ impl ShardedTensor {
     /// # Errors
     /// candle's dummy dtypes have no name.
     pub fn file_dtype(&self) -> Result<DType, FlatError> {
-        dtype::from_candle(self.dtype).ok_or(FlatError::Candle(
-            candle_core::Error::UnsupportedDTypeForOp(self.dtype, "state dict"),
-        ))
+        dtype::file_dtype(self.dtype)
     }
 
     /// Returns the global shape.
@@ -212,11 +212,14 @@ impl ShardedTensor {
     /// Returns `true` if this rank's boxes hold all of a box.
     #[must_use]
     pub fn covers(&self, wanted: &TensorBox) -> bool {
-        let parts = self
+        // No two of the boxes overlap, so no element is counted twice.
+        let here: usize = self
             .shards
             .iter()
-            .filter_map(|shard| shard.bounds.intersect(wanted));
-        parts.map(|part| part.numel()).sum::<usize>() == wanted.numel()
+            .filter_map(|shard| shard.bounds.intersect(wanted))
+            .map(|part| part.numel())
+            .sum();
+        here == wanted.numel()
     }
 
     /// Returns `true` if `other` has the same boxes, and each pair of boxes is a view of the same
@@ -251,7 +254,7 @@ impl ShardedTensor {
     /// # Errors
     /// candle's errors.
     pub fn to_device(&self, device: &Device) -> Result<Self, FlatError> {
-        self.map(|tensor| crate::storage::to_device(tensor, device))
+        self.map(|tensor| storage::to_device(tensor, device))
     }
 
     /// Returns a sharded tensor with the same boxes, where `f` has replaced the tensor of each box.
@@ -263,16 +266,13 @@ impl ShardedTensor {
         &self,
         mut f: impl FnMut(&Tensor) -> Result<Tensor, FlatError>,
     ) -> Result<Self, FlatError> {
-        let shards = self
-            .shards
-            .iter()
-            .map(|shard| {
-                Ok(LocalShard {
-                    bounds: shard.bounds.clone(),
-                    tensor: f(&shard.tensor)?,
-                })
-            })
-            .collect::<Result<Vec<_>, FlatError>>()?;
+        let mut shards = Vec::with_capacity(self.shards.len());
+        for shard in &self.shards {
+            shards.push(LocalShard {
+                bounds: shard.bounds.clone(),
+                tensor: f(&shard.tensor)?,
+            });
+        }
         // Without boxes there is no tensor from which to learn the new dtype, so the old one is
         // kept.
         let dtype = shards
@@ -301,6 +301,7 @@ impl ShardedTensor {
     /// [`FlatError::NotCovered`] if some elements are not here.
     pub fn read_box(&self, wanted: &TensorBox) -> Result<Tensor, FlatError> {
         let target = zeros(&wanted.sizes, self.dtype)?;
+        // No two of the boxes overlap, so all elements are there if as many as wanted were copied.
         let mut copied = 0;
         for shard in &self.shards {
             copied += copy_overlap(&shard.tensor, &shard.bounds, &target, wanted)?;
@@ -360,19 +361,21 @@ pub fn copy_overlap(
     let size = src.dtype().size_in_bytes();
     // While a storage is held for change it cannot be read, so a source in the same storage is
     // copied first.
-    let src = if share_storage(src, dst) {
+    let source = if share_storage(src, dst) {
         src.force_contiguous()?
     } else {
         src.contiguous()?
     };
-    let from = HostBytes::read(&src)?;
+    let from = HostBytes::read(&source)?;
     let mut to = HostBytesMut::write(dst)?;
     // Dereference the guards once, outside the loop, because each use of a guard looks its slice up
     // again.
-    let (source, target): (&[u8], &mut [u8]) = (&from, &mut to);
+    let from_bytes: &[u8] = &from;
+    let to_bytes: &mut [u8] = &mut to;
     for run in copy_runs(&overlap, src_box, dst_box) {
-        let (dst, src, len) = (run.dst * size, run.src * size, run.len * size);
-        non_temporal_copy(&mut target[dst..dst + len], &source[src..src + len]);
+        let read = run.src * size..(run.src + run.len) * size;
+        let written = run.dst * size..(run.dst + run.len) * size;
+        non_temporal_copy(&mut to_bytes[written], &from_bytes[read]);
     }
     to.finish()?;
     Ok(overlap.numel())

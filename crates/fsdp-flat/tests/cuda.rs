@@ -5,8 +5,8 @@
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::storage::{
-    Contents, HostBytes, HostBytesMut, HostSlice, HostSliceMut, is_released, refill, release,
-    to_device, zeros_on,
+    Contents, HostBytes, HostBytesMut, HostSlice, HostSliceMut, is_released, release, to_device,
+    zeros_on,
 };
 use fsdp_flat::{FlatError, ShardedTensor};
 
@@ -61,17 +61,24 @@ fn released_memory_is_an_error_for_every_reader_and_comes_back() {
         Err(FlatError::Freed { .. })
     ));
     assert!(weight.sqrt().is_err());
-    refill(&weight, vec![5f32, 6., 7., 8.]).unwrap();
+    Contents::new(vec![5f32, 6., 7., 8.])
+        .move_into(&weight)
+        .unwrap();
     assert!(!is_released(&weight));
     assert_eq!(host(&view), [7., 8.]);
     let source = on_gpu(&[0., 1., 2., 3., 4., 9.]);
-    Contents::of(&source.narrow(0, 2, 4).unwrap())
+    Contents::from_tensor(&source.narrow(0, 2, 4).unwrap())
         .unwrap()
-        .put(&weight)
+        .move_into(&weight)
         .unwrap();
     assert_eq!(host(&weight), [2., 3., 4., 9.]);
-    assert!(Contents::of(&source).unwrap().put(&weight).is_err());
-    assert!(refill(&weight, vec![0f32; 5]).is_err());
+    assert!(
+        Contents::from_tensor(&source)
+            .unwrap()
+            .move_into(&weight)
+            .is_err()
+    );
+    assert!(Contents::new(vec![0f32; 5]).move_into(&weight).is_err());
 }
 
 #[test]

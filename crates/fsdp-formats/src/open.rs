@@ -17,8 +17,10 @@ use crate::safetensors::read::SafetensorsCheckpoint;
 use crate::steps::steps_of_run;
 use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
+use crate::storage::checked_file::CheckedFile;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
+use crate::torch::zip::Directory;
 use crate::torch::{self, legacy};
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
@@ -243,33 +245,8 @@ fn open_content(
     location: &Location,
     options: OpenOptions,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
-    match first_bytes(location)?.as_slice() {
-        [b'P', b'K', 3 | 5, ..] if is_numpy_archive(location)? => {
-            Ok(Box::new(numpy::open(location, options)?))
-        }
-        [b'P', b'K', 3 | 5, ..] => Ok(Box::new(torch::read::open(location, options)?)),
-        bytes if legacy::is_start(bytes) => Ok(Box::new(torch::read::open(location, options)?)),
-        bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported(
-            location,
-            "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
-        )),
-        bytes if bytes.starts_with(numpy::START) => Ok(Box::new(numpy::open(location, options)?)),
-        bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, options)?)),
-        // Eight bytes of length, and JSON.
-        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
-            location, options,
-        )?)),
-        _ => Err(unsupported(
-            location,
-            "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,",
-        )),
-    }
-}
-
-/// Reads the first bytes of a file, by which its format is recognized.
-fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
     let (parent, name) = location.split()?;
-    let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
+    let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
     let file = match directory.file(name) {
         // The user named it, so it is not a path inside a checkpoint.
         Err(FileError::Path { reason, .. }) => {
@@ -280,8 +257,36 @@ fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
         }
         file => file?,
     };
+    match first_bytes(location, &file)?.as_slice() {
+        [b'P', b'K', 3 | 5, ..] => open_archive(location, directory),
+        bytes if legacy::is_start(bytes) => {
+            Ok(Box::new(torch::read::open(location, directory, None)?))
+        }
+        bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported(
+            location,
+            "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
+        )),
+        bytes if bytes.starts_with(numpy::START) => {
+            Ok(Box::new(numpy::open_array(location, directory)?))
+        }
+        bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, directory)?)),
+        // Eight bytes of length, and JSON.
+        [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
+            location, directory, options,
+        )?)),
+        _ => Err(unsupported(
+            location,
+            "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,",
+        )),
+    }
+}
+
+/// Reads the first bytes of a file, by which its format is recognized. They are not checked yet,
+/// because a file of no known format may have no hashes that are meant for it.
+fn first_bytes(location: &Location, file: &CheckedFile) -> Result<Vec<u8>, FileError> {
     let mut bytes = vec![0; file.len().min(16) as usize];
-    file.read_exact_at(0, &mut bytes)
+    file.unchecked()
+        .read_exact_at(0, &mut bytes)
         .map_err(|source| FileError::File {
             path: location.name().to_owned(),
             source,
@@ -289,11 +294,36 @@ fn first_bytes(location: &Location) -> Result<Vec<u8>, FileError> {
     Ok(bytes)
 }
 
-/// Returns `true` if a zip archive is NumPy's, and not torch's.
-fn is_numpy_archive(location: &Location) -> Result<bool, FileError> {
-    let (parent, name) = location.split()?;
-    let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
-    Ok(numpy::is_archive(&*directory.file(name)?))
+/// Opens a zip archive, which is torch's or NumPy's.
+fn open_archive(
+    location: &Location,
+    directory: CheckedDirectory,
+) -> Result<Box<dyn Checkpoint>, FileError> {
+    let (_, name) = location.split()?;
+    let file = directory.file(name)?;
+    let rooted = match Directory::read(&*file) {
+        Ok(archive) if !numpy::is_archive(&archive) => {
+            return Ok(Box::new(torch::read::open(
+                location,
+                directory,
+                Some(archive),
+            )?));
+        }
+        rooted => rooted,
+    };
+    // The records of NumPy's archives have no root, and may be compressed, so such an archive was
+    // not read yet, or not with the names of its records.
+    match (Directory::read_rootless(&*file), rooted) {
+        (Ok(archive), _) if numpy::is_archive(&archive) => Ok(Box::new(numpy::open_archive(
+            location, directory, &archive,
+        )?)),
+        (_, Err(error)) => Err(directory.file_error(name, error)),
+        (_, Ok(archive)) => Ok(Box::new(torch::read::open(
+            location,
+            directory,
+            Some(archive),
+        )?)),
+    }
 }
 
 fn unsupported(location: &Location, what: &str) -> FileError {

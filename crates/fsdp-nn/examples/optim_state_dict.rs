@@ -173,7 +173,7 @@ fn measure(group: ProcessGroup) -> Result<Vec<Figure>, NnError> {
             "optim_state_dict_to_load, Full",
         ),
     ] {
-        parameters.state_dict_type(StateDictSettings::of(kind), || -> Result<(), NnError> {
+        parameters.state_dict_type(StateDictSettings::from(kind), || -> Result<(), NnError> {
             figures.push(time(&group, save, || {
                 optim_state_dict(None, parameters, &optimizer)
             })?);

@@ -62,10 +62,10 @@ fn measure(
     link: Option<SimulatedLink>,
     configs: &[(FsdpConfig, bool)],
 ) -> Result<Vec<Duration>, NnError> {
-    let ranks = LocalRanks::new(RANKS);
-    let ranks = match link {
-        Some(link) => ranks.link(link),
-        None => ranks,
+    let ranks = LocalRanks {
+        world_size: RANKS,
+        link,
+        ..LocalRanks::default()
     };
     let outcomes = ranks.run(|group| -> Result<Vec<Duration>, NnError> {
         let input = Tensor::ones((ROWS, WIDTH), DType::F32, &Device::Cpu)?;

@@ -32,7 +32,7 @@ pub mod unit;
 
 pub use algorithm::Algorithm;
 pub use config::{BackwardPrefetch, FsdpConfig, MixedPrecision, ShardingStrategy};
-pub use error::{NnError, Result, ScalerError};
+pub use error::{BuildError, NnError, Result, ScalerError, StateDictError};
 pub use exchange::Unchanged;
 pub use model::{
     CommHook, FullParameters, FullyShardedDataParallel, Scope, ShardedParameters, fully_sharded,

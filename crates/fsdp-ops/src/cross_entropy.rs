@@ -1,13 +1,13 @@
 //! Mean cross-entropy of scores and targets.
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType as _};
+use candle_core::{DType, Result, Shape, Tensor};
 
-use crate::composed;
-use crate::element::{Element, tensor, unsupported, with_element};
+use crate::element::Element;
+use crate::operation::{Input, OnCpu, Operation, mismatched, unsupported};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::softmax::softmax_row;
-use crate::values::{Values, contiguous, elements};
+use crate::values::{Values, contiguous_elements, tensor};
 
 const NAME: &str = "cross-entropy";
 
@@ -20,8 +20,7 @@ const NAME: &str = "cross-entropy";
 pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, classes) = scores.dims2()?;
     if targets.dims() != [rows] {
-        let (lhs, rhs) = (scores.shape().clone(), targets.shape().clone());
-        return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op: NAME }.bt());
+        return mismatched(scores, targets, NAME);
     }
     if rows == 0 {
         candle_core::bail!("{NAME}: the mean of no rows");
@@ -31,10 +30,20 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
         return unsupported(targets.dtype(), NAME);
     }
     if !scores.device().is_cpu() {
-        return composed::cross_entropy(scores, targets);
+        return composed(scores, targets);
     }
     let targets = indices(targets, classes)?;
-    scores.contiguous()?.apply_op1(CrossEntropy { targets })
+    scores
+        .contiguous()?
+        .apply_op1(OnCpu(CrossEntropy { targets }))
+}
+
+/// Computes [`cross_entropy()`] with candle's operations.
+pub(crate) fn composed(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    // The largest score is taken off so that no exponential overflows. It changes no result.
+    let shifted = scores.broadcast_sub(&scores.detach().max_keepdim(1)?)?;
+    let log_sum = shifted.exp()?.sum_keepdim(1)?.log()?;
+    (log_sum - shifted.gather(&targets.unsqueeze(1)?, 1)?)?.mean_all()
 }
 
 /// Returns the targets as indices of classes.
@@ -42,9 +51,11 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// A target that is not the index of a class.
 fn indices(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
-    let targets = targets.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let mut indices = Vec::with_capacity(targets.len());
-    for (row, target) in targets.into_iter().enumerate() {
+    let classes_of_rows = targets.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let mut indices = Vec::with_capacity(classes_of_rows.len());
+    for (row, target) in classes_of_rows.into_iter().enumerate() {
+        // torch leaves out a row of target -100. Here every row counts, so it is refused like any
+        // other number that is no class.
         match usize::try_from(target) {
             Ok(index) if index < classes => indices.push(index),
             _ => candle_core::bail!(
@@ -59,57 +70,55 @@ struct CrossEntropy {
     targets: Vec<usize>,
 }
 
-impl CustomOp1 for CrossEntropy {
-    fn name(&self) -> &'static str {
-        NAME
+impl Operation<1> for CrossEntropy {
+    const NAME: &'static str = NAME;
+
+    fn forward<T: Element>(&self, [scores]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        // The mean of `log(sum(exp(scores))) - scores[target]` over all rows.
+        let (_, total) = reduce_rows(
+            [contiguous_elements::<T>(scores, NAME)?],
+            scores.1.dims()[1],
+            1,
+            #[inline(always)]
+            |row, [scores], total| {
+                let target = scores[self.targets[row]];
+                // Subtract the largest score, so that no power overflows.
+                let highest = largest(scores);
+                for score in scores.iter_mut() {
+                    *score = (*score - highest).exponential();
+                }
+                // What was subtracted is added again, less the target's score.
+                let log = sum(scores.len(), |index| scores[index]).logarithm();
+                total[0] += log + (highest - target);
+            },
+        );
+        let mean = total[0] / T::Real::nearest(self.targets.len() as f64);
+        Ok((vec![T::narrow(mean)], Shape::from(())))
     }
 
-    fn cpu_fwd(&self, scores: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let range = contiguous(layout, NAME)?;
-        with_element!(scores.dtype(), NAME, T => {
-            let mean = mean(elements::<T>(scores, range, NAME)?, &self.targets);
-            Ok((T::to_cpu_storage_owned(vec![T::narrow(mean)]), Shape::from(())))
-        })
-    }
-
-    fn bwd(&self, scores: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let width = scores.dim(1)?;
-        let (values, grad) = (Values::of(scores, NAME)?, Values::of(grad, NAME)?);
-        with_element!(scores.dtype(), NAME, T => {
-            let grad = grad.slice::<T>()?[0].widen() / <T as Element>::Real::of(self.targets.len() as f64);
-            let dscores = map_rows([values.slice::<T>()?], width, #[inline(always)] |row, [scores]| {
+    fn backward<T: Element>(
+        &self,
+        [scores]: [&Tensor; 1],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 1]> {
+        let rows = T::Real::nearest(self.targets.len() as f64);
+        // The output is a scalar, so there is one gradient.
+        let grad = Values::<T>::read(grad, NAME)?[0].widen() / rows;
+        let values = Values::<T>::read(scores, NAME)?;
+        let dscores = map_rows(
+            [&values],
+            scores.dim(1)?,
+            #[inline(always)]
+            |row, [scores]| {
                 // The derivative by a score is its softmax, less 1 for the target, over the number
                 // of rows.
                 softmax_row(scores);
                 let target = self.targets[row];
-                scores[target] -= <T as Element>::Real::ONE;
+                scores[target] -= T::Real::ONE;
                 scores.iter_mut().for_each(|score| *score *= grad);
-            });
-            tensor(dscores, scores.dims()).map(Some)
-        })
+            },
+        );
+        Ok([tensor(dscores, scores.dims())?])
     }
-}
-
-/// Returns the mean of `log(sum(exp(scores))) - scores[target]` over all rows.
-fn mean<T: Element>(scores: &[T], targets: &[usize]) -> T::Real {
-    let rows = targets.len();
-    let width = scores.len() / rows;
-    let (_, total) = reduce_rows(
-        [scores],
-        width,
-        1,
-        #[inline(always)]
-        |row, [scores], total| {
-            let target = scores[targets[row]];
-            // Subtract the largest score, so that no power overflows.
-            let highest = largest(scores);
-            for score in scores.iter_mut() {
-                *score = (*score - highest).exponential();
-            }
-            let log = sum(scores.len(), |index| scores[index]).logarithm();
-            total[0] += log + (highest - target);
-        },
-    );
-    total[0] / T::Real::of(rows as f64)
 }

@@ -1,14 +1,15 @@
 //! Dropout whose masks do not depend on how a batch is divided, and are the same when a forward is
 //! computed again.
 
-use candle_core::{
-    CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType as _,
-};
+use candle_core::{DType, Device, Result, Shape, Tensor};
 
-use crate::element::{Element, with_element};
+use crate::element::Element;
+use crate::operation::{Input, OnCpu, Operation};
 use crate::real::Real;
 use crate::rows::map_rows;
-use crate::values::{Values, contiguous, elements};
+use crate::values::{Values, contiguous_elements, tensor};
+
+const NAME: &str = "dropout";
 
 /// The source of a dropout's masks: whether an element is dropped depends on the seed, the step,
 /// the place in the model, the row's number in the global batch and the element's place in the row,
@@ -52,6 +53,7 @@ impl DropoutMasks {
         let key = place
             .bytes()
             .fold(self.key, |key, byte| mixed(key ^ u64::from(byte)));
+        // With the length, `a` inside `b` is another place than `ba`.
         DropoutMasks {
             key: mixed(key ^ place.len() as u64),
             ..self
@@ -72,10 +74,10 @@ impl DropoutMasks {
 
 /// Returns a number whose bits all depend on all bits of `x`: the output function of SplitMix64.
 const fn mixed(x: u64) -> u64 {
-    let x = x.wrapping_add(GOLDEN);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
+    let mut z = x.wrapping_add(GOLDEN);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
 
 /// The step of SplitMix64.
@@ -88,10 +90,10 @@ const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 /// A probability outside of 0 to 1; a tensor without dimensions; a dtype that is not a float.
 pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
     if !(0.0..=1.0).contains(&p) {
-        candle_core::bail!("dropout: the probability {p} is not between 0 and 1");
+        candle_core::bail!("{NAME}: the probability {p} is not between 0 and 1");
     }
     let Some(&rows) = x.dims().first() else {
-        candle_core::bail!("dropout: a tensor without dimensions has no rows")
+        candle_core::bail!("{NAME}: a tensor without dimensions has no rows")
     };
     if p == 0.0 {
         return Ok(x.clone());
@@ -99,20 +101,24 @@ pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
     let op = Dropout {
         p,
         masks,
-        width: x.elem_count().checked_div(rows).unwrap_or(0),
+        // A batch of no rows has no elements.
+        width: x.elem_count() / rows.max(1),
     };
-    if x.device().is_cpu() {
-        return x.contiguous()?.apply_op1(op);
+    if !x.device().is_cpu() {
+        return composed(x, op);
     }
-    // On other devices the mask is computed on the host, and applied with candle's operations.
+    x.contiguous()?.apply_op1(OnCpu(op))
+}
+
+/// Computes the mask on the host, and applies it with candle's operations.
+fn composed(x: &Tensor, op: Dropout) -> Result<Tensor> {
     let ones = Tensor::ones(x.dims(), DType::F32, &Device::Cpu)?;
     x * ones
-        .apply_op1(op)?
+        .apply_op1(OnCpu(op))?
         .to_device(x.device())?
         .to_dtype(x.dtype())?
 }
 
-#[derive(Clone, Copy)]
 struct Dropout {
     p: f64,
     masks: DropoutMasks,
@@ -120,16 +126,37 @@ struct Dropout {
     width: usize,
 }
 
+impl Operation<1> for Dropout {
+    const NAME: &'static str = NAME;
+
+    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let y = self.apply(contiguous_elements::<T>(x, NAME)?);
+        Ok((y, x.1.shape().clone()))
+    }
+
+    fn backward<T: Element>(
+        &self,
+        [x]: [&Tensor; 1],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 1]> {
+        let grad = grad.contiguous()?;
+        let dx = self.apply(&Values::<T>::read(&grad, NAME)?);
+        Ok([tensor(dx, x.dims())?])
+    }
+}
+
 impl Dropout {
     /// Drops elements and scales the others. The backward does the same to gradients, because the
     /// mask is the same.
     fn apply<T: Element>(&self, x: &[T]) -> Vec<T> {
+        // With a probability of 1 all elements are dropped, and there is nothing to scale.
         let scale = if self.p < 1.0 {
-            T::Real::of(1.0 / (1.0 - self.p))
+            T::Real::nearest(1.0 / (1.0 - self.p))
         } else {
             T::Real::ZERO
         };
-        // An element is kept if the upper 32 of its random bits, as a number, are at least this.
+        // An element stays if the upper 32 of its random bits, as a number, are at least this.
         let threshold = (self.p * 4_294_967_296.0) as u64;
         map_rows(
             [x],
@@ -137,6 +164,8 @@ impl Dropout {
             #[inline(always)]
             |row, [values]| {
                 let key = self.masks.row_key(row);
+                // Each element's bits are computed from its index alone, not from those before it,
+                // so that several are computed at once.
                 for (index, value) in values.iter_mut().enumerate() {
                     let bits = mixed(key.wrapping_add((index as u64).wrapping_mul(GOLDEN))) >> 32;
                     *value = if bits >= threshold {
@@ -147,28 +176,5 @@ impl Dropout {
                 }
             },
         )
-    }
-}
-
-impl CustomOp1 for Dropout {
-    fn name(&self) -> &'static str {
-        "dropout"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let range = contiguous(layout, self.name())?;
-        with_element!(x.dtype(), self.name(), T => {
-            let y = self.apply(elements::<T>(x, range, self.name())?);
-            Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
-        })
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
-        let grads = Values::of(&grad, self.name())?;
-        with_element!(x.dtype(), self.name(), T => {
-            crate::element::tensor(self.apply(grads.slice::<T>()?), x.dims()).map(Some)
-        })
     }
 }

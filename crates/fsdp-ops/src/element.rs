@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use candle_core::{DType, Device, Result, Tensor, WithDType};
+use candle_core::WithDType;
 use half::{bf16, f16};
 use rayon::iter::{
     IndexedParallelIterator as _, IntoParallelRefIterator as _, ParallelIterator as _,
@@ -13,7 +13,7 @@ use crate::real::Real;
 /// An element type that the operations take.
 pub(crate) trait Element: WithDType {
     /// The type that arithmetic is done in.
-    type Real: Real + WithDType;
+    type Real: Real;
 
     /// Returns the value, exactly.
     fn widen(self) -> Self::Real;
@@ -24,7 +24,7 @@ pub(crate) trait Element: WithDType {
     fn reals(values: &[Self]) -> Cow<'_, [Self::Real]>;
     /// Returns the nearest values that this type has. Nothing is copied if arithmetic is done in
     /// this type itself.
-    fn of_reals(values: Vec<Self::Real>) -> Vec<Self>;
+    fn from_reals(values: Vec<Self::Real>) -> Vec<Self>;
 }
 
 macro_rules! real_element {
@@ -46,7 +46,7 @@ macro_rules! real_element {
                 Cow::Borrowed(values)
             }
 
-            fn of_reals(values: Vec<$type>) -> Vec<Self> {
+            fn from_reals(values: Vec<$type>) -> Vec<Self> {
                 values
             }
         })*
@@ -72,7 +72,7 @@ macro_rules! half_element {
                 Cow::Owned(values.par_iter().with_min_len(CONVERTED).map(|value| value.to_f32()).collect())
             }
 
-            fn of_reals(values: Vec<f32>) -> Vec<Self> {
+            fn from_reals(values: Vec<f32>) -> Vec<Self> {
                 values.par_iter().with_min_len(CONVERTED).map(|&value| Self::from_f32(value)).collect()
             }
         })*
@@ -84,53 +84,3 @@ half_element!(bf16 f16);
 
 /// The least number of values that are worth a task to convert them.
 const CONVERTED: usize = 16 << 10;
-
-/// Widens all values.
-pub(crate) fn widened<T: Element>(values: &[T]) -> Vec<T::Real> {
-    values.iter().map(|&value| value.widen()).collect()
-}
-
-/// Makes a tensor of computed values.
-pub(crate) fn tensor<T: Element>(values: Vec<T>, dims: &[usize]) -> Result<Tensor> {
-    Tensor::from_vec(values, dims, &Device::Cpu)
-}
-
-/// Makes a tensor of sums, rounded to the element type.
-pub(crate) fn tensor_of_sums<T: Element>(sums: &[T::Real]) -> Result<Tensor> {
-    tensor(
-        sums.iter().map(|&sum| T::narrow(sum)).collect(),
-        &[sums.len()],
-    )
-}
-
-/// Returns the error of a dtype that an operation does not take.
-pub(crate) fn unsupported<T>(dtype: DType, operation: &'static str) -> Result<T> {
-    Err(candle_core::Error::UnsupportedDTypeForOp(dtype, operation).bt())
-}
-
-/// Runs code with `$type` as the element type of a dtype; an error for dtypes that no operation
-/// here takes.
-macro_rules! with_element {
-    ($dtype:expr, $operation:expr, $type:ident => $code:expr) => {
-        match $dtype {
-            candle_core::DType::F32 => {
-                type $type = f32;
-                $code
-            }
-            candle_core::DType::F64 => {
-                type $type = f64;
-                $code
-            }
-            candle_core::DType::BF16 => {
-                type $type = half::bf16;
-                $code
-            }
-            candle_core::DType::F16 => {
-                type $type = half::f16;
-                $code
-            }
-            dtype => crate::element::unsupported(dtype, $operation),
-        }
-    };
-}
-pub(crate) use with_element;

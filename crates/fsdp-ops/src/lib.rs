@@ -30,13 +30,13 @@
 //! the current rayon pool.
 
 mod attention;
-mod composed;
 mod cross_entropy;
 mod dropout;
 mod element;
 mod gelu;
 mod linear;
 mod norm;
+mod operation;
 mod parts;
 mod product;
 mod real;

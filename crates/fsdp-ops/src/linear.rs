@@ -2,15 +2,16 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{
-    CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType as _,
-};
+use candle_core::{CpuStorage, D, Result, Shape, Tensor};
 
-use crate::element::{Element as _, tensor, tensor_of_sums, with_element};
-use crate::gelu::{gelu_erf, gelu_erf_backward, gelu_erf_of};
+use crate::element::Element;
+use crate::gelu::{erf_backward, erf_forward, gelu_erf};
+use crate::operation::{Input, OnCpu, Operation, mismatched};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
-use crate::values::{Values, contiguous, cpu, elements, span};
+use crate::values::{
+    Values, all_elements, contiguous_elements, cpu, elements, span, tensor, tensor_of_sums,
+};
 
 const NAME: &str = "linear";
 
@@ -25,16 +26,15 @@ const NAME: &str = "linear";
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
     if x.dim(D::Minus1)? != inputs || bias.is_some_and(|bias| bias.dims() != [outputs]) {
-        let (lhs, rhs) = (x.shape().clone(), weight.shape().clone());
-        return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op: NAME }.bt());
+        return mismatched(x, weight, NAME);
     }
     if !x.device().is_cpu() {
-        return on_device(x, weight, bias);
+        return composed(x, weight, bias);
     }
     let x = x.contiguous()?;
     match bias {
-        Some(bias) => x.apply_op3(weight, &bias.contiguous()?, Linear),
-        None => x.apply_op2(weight, Linear),
+        Some(bias) => x.apply_op3(weight, &bias.contiguous()?, OnCpu(Linear)),
+        None => x.apply_op2(weight, OnCpu(Linear)),
     }
 }
 
@@ -50,144 +50,63 @@ pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Ten
         return gelu_erf(&linear(x, weight, Some(bias))?);
     }
     x.contiguous()?
-        .apply_op3(weight, &bias.contiguous()?, LinearGelu::default())
+        .apply_op3(weight, &bias.contiguous()?, OnCpu(LinearGelu::default()))
 }
 
-/// Computes the same with candle's product, for devices that have no fast one here.
-fn on_device(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+/// Computes [`linear()`] with candle's operations.
+fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
-    let y = x.reshape(((), inputs))?.matmul(&weight.t()?)?;
-    let y = bias.map_or_else(|| Ok(y.clone()), |bias| y.broadcast_add(bias))?;
     let mut dims = x.dims().to_vec();
     dims[x.rank() - 1] = outputs;
-    y.reshape(dims)
+    let y = x.reshape(((), inputs))?.matmul(&weight.t()?)?;
+    match bias {
+        Some(bias) => y.broadcast_add(bias)?.reshape(dims),
+        None => y.reshape(dims),
+    }
 }
 
-// The operation takes an input of any rank: a reshape would be a node of candle's graph, whose
-// backward reads and writes all gradients once more.
+/// A product with a weight, with a bias if there are three inputs.
+///
+/// It takes an input of any rank: a reshape would be a node of candle's graph, whose backward reads
+/// and writes all gradients once more.
 struct Linear;
 
-impl Linear {
-    /// Multiplies with the transpose of a weight, and adds a bias.
-    fn forward(
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        layout: &Layout,
-        bias: Option<(&CpuStorage, &Layout)>,
-    ) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let (outputs, inputs) = layout.shape().dims2()?;
-        let mut dims = x_layout.dims().to_vec();
-        let rows = rows(&dims);
-        dims[x_layout.dims().len() - 1] = outputs;
-        with_element!(x.dtype(), NAME, T => {
-            let x = T::reals(elements::<T>(x, contiguous(x_layout, NAME)?, NAME)?);
-            let weight = T::reals(elements::<T>(weight, span(layout), NAME)?);
-            let bias = match bias {
-                Some((bias, layout)) => Some(T::reals(elements::<T>(bias, contiguous(layout, NAME)?, NAME)?)),
-                None => None,
-            };
-            let (x, weight) = (Matrix::row_major(&x, [rows, inputs]), Matrix::of_layout(&weight, layout)?.transposed());
-            let y = product(x, weight, bias.as_deref(), rayon::current_num_threads())?;
-            Ok((T::to_cpu_storage_owned(T::of_reals(y)), dims.into()))
-        })
+impl Operation<2> for Linear {
+    const NAME: &'static str = NAME;
+
+    fn forward<T: Element>(&self, [x, weight]: [Input<'_>; 2]) -> Result<(Vec<T>, Shape)> {
+        forward(x, weight, None)
     }
 
-    /// Returns the gradients of the input and of the weight, and that of the bias if it `has_bias`.
-    fn backward(
-        x: &Tensor,
-        weight: &Tensor,
+    fn backward<T: Element>(
+        &self,
+        [x, weight]: [&Tensor; 2],
+        _: &Tensor,
         grad: &Tensor,
-        has_bias: bool,
-    ) -> Result<[Option<Tensor>; 3]> {
-        let (outputs, inputs) = weight.dims2()?;
+    ) -> Result<[Tensor; 2]> {
         let grad = grad.contiguous()?;
-        let (of_x, of_grad) = (Values::of(x, NAME)?, Values::of(&grad, NAME)?);
-        let (of_weight, layout) = weight.storage_and_layout();
-        with_element!(x.dtype(), NAME, T => {
-            let of_grad = of_grad.slice::<T>()?;
-            let (of_x, reals) = (T::reals(of_x.slice::<T>()?), T::reals(of_grad));
-            let of_weight = T::reals(elements::<T>(cpu(&of_weight, NAME)?, span(layout), NAME)?);
-            let rows = rows(x.dims());
-            let (of_x, by_row) =
-                (Matrix::row_major(&of_x, [rows, inputs]), Matrix::row_major(&reals, [rows, outputs]));
-            let of_weight = Matrix::of_layout(&of_weight, layout)?;
-            // The two products are equally much work, so compute them at the same time, each on
-            // half of the threads. One after the other on all threads, more threads would share a
-            // product, and wait for each other more often.
-            let threads = rayon::current_num_threads().div_ceil(2);
-            let (dx, dweight) = rayon::join(
-                || product(by_row, of_weight, None, threads),
-                || product(by_row.transposed(), of_x, None, threads),
-            );
-            let dbias = if has_bias { Some(tensor_of_sums::<T>(&sum_of_rows(of_grad, outputs))?) } else { None };
-            let dx = tensor(T::of_reals(dx?), x.dims())?;
-            Ok([Some(dx), Some(tensor(T::of_reals(dweight?), weight.dims())?), dbias])
-        })
+        backward::<T>(x, weight, &Values::read(&grad, NAME)?)
     }
 }
 
-/// Returns the number of rows of an input: of its vectors along the last dimension.
-fn rows(dims: &[usize]) -> usize {
-    dims.split_last()
-        .map_or(1, |(_, leading)| leading.iter().product())
-}
+impl Operation<3> for Linear {
+    const NAME: &'static str = NAME;
 
-impl CustomOp2 for Linear {
-    fn name(&self) -> &'static str {
-        NAME
+    fn forward<T: Element>(&self, [x, weight, bias]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        forward(x, weight, Some(bias))
     }
 
-    fn cpu_fwd(
+    fn backward<T: Element>(
         &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        Linear::forward(x, x_layout, weight, layout, None)
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
+        [x, weight, bias]: [&Tensor; 3],
         _: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dx, dweight, _] = Linear::backward(x, weight, grad, false)?;
-        Ok((dx, dweight))
-    }
-}
-
-impl CustomOp3 for Linear {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        Linear::forward(x, x_layout, weight, layout, Some((bias, bias_layout)))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, dweight, dbias] = Linear::backward(x, weight, grad, true)?;
-        Ok((dx, dweight, dbias))
+    ) -> Result<[Tensor; 3]> {
+        let grad = grad.contiguous()?;
+        let grads = Values::<T>::read(&grad, NAME)?;
+        let [dx, dweight] = backward(x, weight, &grads)?;
+        let dbias = tensor_of_sums::<T>(&sum_of_rows(&grads, bias.elem_count()))?;
+        Ok([dx, dweight, dbias])
     }
 }
 
@@ -198,41 +117,91 @@ struct LinearGelu {
     product: OnceLock<CpuStorage>,
 }
 
-impl CustomOp3 for LinearGelu {
-    fn name(&self) -> &'static str {
-        "linear-gelu-erf"
-    }
+impl Operation<3> for LinearGelu {
+    const NAME: &'static str = "linear-gelu-erf";
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (product, shape) =
-            Linear::forward(x, x_layout, weight, layout, Some((bias, bias_layout)))?;
-        let y = gelu_erf_of(&product)?;
-        // Each operation is computed once.
-        let _ = self.product.set(product);
+    fn forward<T: Element>(&self, [x, weight, bias]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let (product, shape) = forward::<T>(x, weight, Some(bias))?;
+        let y = erf_forward(&product);
+        // GELU's backward needs its input, and computing the product again would take long. Each
+        // operation runs once, so nothing has been set before.
+        let _ = self.product.set(T::to_cpu_storage_owned(product));
         Ok((y, shape))
     }
 
-    fn bwd(
+    fn backward<T: Element>(
         &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
+        [x, weight, bias]: [&Tensor; 3],
         _: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(product) = self.product.get() else {
-            candle_core::bail!("{NAME}: a backward before the forward")
-        };
-        let grad = gelu_erf_backward(product, &grad.contiguous()?)?;
-        let [dx, dweight, dbias] = Linear::backward(x, weight, &grad, true)?;
-        Ok((dx, dweight, dbias))
+    ) -> Result<[Tensor; 3]> {
+        let product = self
+            .product
+            .get()
+            .expect("candle runs a backward of what it has run the forward of");
+        let grad = grad.contiguous()?;
+        let dproduct = erf_backward::<T>(&Values::read(&grad, NAME)?, all_elements(product, NAME)?);
+        let [dx, dweight] = backward(x, weight, &dproduct)?;
+        let dbias = tensor_of_sums::<T>(&sum_of_rows(&dproduct, bias.elem_count()))?;
+        Ok([dx, dweight, dbias])
     }
+}
+
+/// Multiplies with the transpose of a weight, and adds a bias.
+fn forward<T: Element>(
+    x: Input<'_>,
+    weight: Input<'_>,
+    bias: Option<Input<'_>>,
+) -> Result<(Vec<T>, Shape)> {
+    let (outputs, inputs) = weight.1.shape().dims2()?;
+    let mut dims = x.1.dims().to_vec();
+    let rows = rows(&dims);
+    dims[x.1.dims().len() - 1] = outputs;
+    let x_values = T::reals(contiguous_elements(x, NAME)?);
+    // The weight may have any layout, such as that of a transposed one.
+    let weight_values = T::reals(elements(weight.0, span(weight.1), NAME)?);
+    let bias_values = match bias {
+        Some(bias) => Some(T::reals(contiguous_elements(bias, NAME)?)),
+        None => None,
+    };
+    // The weight is `[outputs, inputs]`, so it is its transpose that is multiplied with.
+    let y = product(
+        Matrix::row_major(&x_values, [rows, inputs]),
+        Matrix::from_layout(&weight_values, weight.1)?.transposed(),
+        bias_values.as_deref(),
+        rayon::current_num_threads(),
+    )?;
+    Ok((T::from_reals(y), dims.into()))
+}
+
+/// Returns the gradients of the input and of the weight.
+fn backward<T: Element>(x: &Tensor, weight: &Tensor, grads: &[T]) -> Result<[Tensor; 2]> {
+    let (outputs, inputs) = weight.dims2()?;
+    let rows = rows(x.dims());
+    let x_elements = Values::<T>::read(x, NAME)?;
+    let (weight_storage, weight_layout) = weight.storage_and_layout();
+    let weight_elements = elements::<T>(cpu(&weight_storage, NAME)?, span(weight_layout), NAME)?;
+    let x_values = T::reals(&x_elements);
+    let weight_values = T::reals(weight_elements);
+    let grad_values = T::reals(grads);
+    let x_matrix = Matrix::row_major(&x_values, [rows, inputs]);
+    let weight_matrix = Matrix::from_layout(&weight_values, weight_layout)?;
+    let grad_matrix = Matrix::row_major(&grad_values, [rows, outputs]);
+    // The two products are equally much work, so compute them at the same time, each on half of the
+    // threads. One after the other on all threads, more threads would share a product, and wait for
+    // each other more often.
+    let threads = rayon::current_num_threads().div_ceil(2);
+    let (dx, dweight) = rayon::join(
+        || product(grad_matrix, weight_matrix, None, threads),
+        || product(grad_matrix.transposed(), x_matrix, None, threads),
+    );
+    Ok([
+        tensor(T::from_reals(dx?), x.dims())?,
+        tensor(T::from_reals(dweight?), weight.dims())?,
+    ])
+}
+
+/// Returns the number of rows of an input: of its vectors along the last dimension.
+fn rows(dims: &[usize]) -> usize {
+    dims[..dims.len() - 1].iter().product()
 }

@@ -21,15 +21,14 @@ pub(crate) fn in_parts<T: Copy + Send + Sync, R: Send>(
 ) -> (Vec<T>, Vec<R>) {
     let mut output = Vec::with_capacity(len);
     let memory = &mut output.spare_capacity_mut()[..len];
-    let fill = |(number, part): (usize, &mut [MaybeUninit<T>])| {
-        part.fill(MaybeUninit::new(start));
-        // SAFETY: each element of the part has just been set.
-        f(number, unsafe { part.assume_init_mut() })
-    };
     let results = memory
         .par_chunks_mut(part.max(1))
         .enumerate()
-        .map(fill)
+        .map(|(number, part)| {
+            part.fill(MaybeUninit::new(start));
+            // SAFETY: each element of the part has just been set.
+            f(number, unsafe { part.assume_init_mut() })
+        })
         .collect();
     // SAFETY: the parts are all of the first `len` elements, and each part has been set.
     unsafe { output.set_len(len) };

@@ -32,7 +32,7 @@ impl<'a, R: Real> Matrix<'a, R> {
     ///
     /// # Errors
     /// Another number of dimensions.
-    pub(crate) fn of_layout(values: &'a [R], layout: &Layout) -> Result<Self> {
+    pub(crate) fn from_layout(values: &'a [R], layout: &Layout) -> Result<Self> {
         let (rows, columns) = layout.shape().dims2()?;
         let strides = layout.stride();
         Ok(Matrix {
@@ -44,26 +44,28 @@ impl<'a, R: Real> Matrix<'a, R> {
 
     /// Returns the matrix with rows and columns exchanged.
     pub(crate) const fn transposed(self) -> Self {
-        let ([rows, columns], [row, column]) = (self.dims, self.strides);
         Matrix {
             values: self.values,
-            dims: [columns, rows],
-            strides: [column, row],
+            dims: [self.dims[1], self.dims[0]],
+            strides: [self.strides[1], self.strides[0]],
         }
     }
 
     /// Returns `true` if the slice has all elements of the matrix.
     fn is_whole(&self) -> bool {
         let [rows, columns] = self.dims;
+        // A matrix without elements needs none.
         if rows == 0 || columns == 0 {
             return true;
         }
+        // Strides may be anything, so their products may overflow.
         let last_row = (rows - 1).checked_mul(self.strides[0]);
         let last_column = (columns - 1).checked_mul(self.strides[1]);
-        let last = last_row
-            .zip(last_column)
-            .and_then(|(row, column)| row.checked_add(column));
-        last.is_some_and(|last| last < self.values.len())
+        let (Some(row), Some(column)) = (last_row, last_column) else {
+            return false;
+        };
+        row.checked_add(column)
+            .is_some_and(|last| last < self.values.len())
     }
 }
 
@@ -81,8 +83,9 @@ pub(crate) fn product<R: Real>(
     bias: Option<&[R]>,
     threads: usize,
 ) -> Result<Vec<R>> {
-    let ([rows, inner], [inner_too, columns]) = (lhs.dims, rhs.dims);
-    let fits = inner == inner_too && bias.is_none_or(|bias| bias.len() == columns);
+    let [rows, inner] = lhs.dims;
+    let columns = rhs.dims[1];
+    let fits = inner == rhs.dims[0] && bias.is_none_or(|bias| bias.len() == columns);
     let Some(len) = rows
         .checked_mul(columns)
         .filter(|_| fits && lhs.is_whole() && rhs.is_whole())
@@ -93,16 +96,19 @@ pub(crate) fn product<R: Real>(
             rhs.dims
         );
     };
+    // gemm need not be called for a sum over nothing, whose result is the bias.
     if inner == 0 || len == 0 {
-        let bias = bias.map_or_else(|| vec![R::ZERO; columns], <[R]>::to_vec);
-        return Ok(bias.iter().copied().cycle().take(len).collect());
+        let row = bias.map_or_else(|| vec![R::ZERO; columns], <[R]>::to_vec);
+        return Ok(row.iter().copied().cycle().take(len).collect());
     }
     let mut output = match bias {
         Some(bias) => {
-            in_parts(len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| {
-                fill_rows(rows, bias)
-            })
-            .0
+            // gemm adds to what is there.
+            let (rows_of_bias, _) = in_parts(len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| {
+                rows.chunks_mut(columns)
+                    .for_each(|row| row.copy_from_slice(bias));
+            });
+            rows_of_bias
         }
         None => Vec::with_capacity(len),
     };
@@ -111,7 +117,6 @@ pub(crate) fn product<R: Real>(
     } else {
         Parallelism::None
     };
-    let stride = |stride: usize| stride as isize;
     // SAFETY: each matrix has all its elements in its slice, as `is_whole` says, and the output has
     // memory for `len`, which is `rows * columns`, elements. gemm reads the output only where a
     // bias has filled it, and writes each of its elements, so that all are set afterwards.
@@ -122,14 +127,14 @@ pub(crate) fn product<R: Real>(
             inner,
             output.as_mut_ptr(),
             1,
-            stride(columns),
+            columns as isize,
             bias.is_some(),
             lhs.values.as_ptr(),
-            stride(lhs.strides[1]),
-            stride(lhs.strides[0]),
+            lhs.strides[1] as isize,
+            lhs.strides[0] as isize,
             rhs.values.as_ptr(),
-            stride(rhs.strides[1]),
-            stride(rhs.strides[0]),
+            rhs.strides[1] as isize,
+            rhs.strides[0] as isize,
             R::ONE,
             R::ONE,
             false,
@@ -144,12 +149,6 @@ pub(crate) fn product<R: Real>(
 
 /// The rows that one task fills with the bias.
 const ROWS_OF_TASK: usize = 16;
-
-/// Writes the same row to all rows.
-fn fill_rows<R: Real>(rows: &mut [R], row: &[R]) {
-    rows.chunks_mut(row.len())
-        .for_each(|target| target.copy_from_slice(row));
-}
 
 #[cfg(test)]
 mod tests {

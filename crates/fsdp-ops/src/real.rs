@@ -1,24 +1,13 @@
 //! The types that arithmetic is done in, and functions on them that compilers can vectorise.
 
+use candle_core::WithDType;
+
 /// The number of partial sums of a long sum: as many as a vector register holds, so that the sum is
 /// vectorised. The number is the same on all machines, so that the result is the same too.
 const LANES: usize = 16;
 
 /// A type that arithmetic is done in: `f32` or `f64`.
-pub(crate) trait Real:
-    Copy
-    + Send
-    + Sync
-    + PartialOrd
-    + 'static
-    + std::ops::Add<Output = Self>
-    + std::ops::Sub<Output = Self>
-    + std::ops::Mul<Output = Self>
-    + std::ops::Div<Output = Self>
-    + std::ops::AddAssign
-    + std::ops::SubAssign
-    + std::ops::MulAssign
-{
+pub(crate) trait Real: WithDType {
     /// Zero.
     const ZERO: Self;
     /// One.
@@ -27,7 +16,7 @@ pub(crate) trait Real:
     const LEAST: Self;
 
     /// Returns the nearest value.
-    fn of(value: f64) -> Self;
+    fn nearest(value: f64) -> Self;
     /// Returns the square root.
     fn root(self) -> Self;
     /// Returns e to the power of this number.
@@ -61,7 +50,7 @@ impl Real for f32 {
     const LEAST: Self = f32::NEG_INFINITY;
 
     #[inline(always)]
-    fn of(value: f64) -> Self {
+    fn nearest(value: f64) -> Self {
         value as f32
     }
 
@@ -80,21 +69,25 @@ impl Real for f32 {
         /// Adding it leaves a number's integer part in the lowest bits.
         const ROUND: f32 = 12_582_912.0;
         // Comparisons, unlike `max` and `min`, leave a NaN as it is.
-        let x = if self < LEAST { LEAST } else { self };
-        let x = if x > 88.7 { 88.7 } else { x };
+        let not_too_small = if self < LEAST { LEAST } else { self };
+        let x = if not_too_small > 88.7 {
+            88.7
+        } else {
+            not_too_small
+        };
         // e^x = 2^n * e^r with |r| <= ln 2 / 2, where eight terms of the series are as exact as f32
         // is.
         let shifted = x * std::f32::consts::LOG2_E + ROUND;
         let n = shifted - ROUND;
         let r = (x - n * LN_2[0]) - n * LN_2[1];
-        let series = 1.0 / 720.0 + r * (1.0 / 5040.0);
-        let series = 1.0 / 24.0 + r * (1.0 / 120.0 + r * series);
-        let series = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * series)));
+        let last_terms = 1.0 / 720.0 + r * (1.0 / 5040.0);
+        let later_terms = 1.0 / 24.0 + r * (1.0 / 120.0 + r * last_terms);
+        let series = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * later_terms)));
         // 2^n = 2^(n - 1) * 2, because 2^127 is the largest power of two in f32, and n may be 128.
         // `shifted` has n in its lowest bits; the bits above them are shifted out.
         let half = f32::from_bits((shifted.to_bits().wrapping_add(126)) << 23);
-        let power = series * half * 2.0;
-        let power = if self < LEAST { 0.0 } else { power };
+        let scaled = series * half * 2.0;
+        let power = if self < LEAST { 0.0 } else { scaled };
         if self > 88.7 { f32::INFINITY } else { power }
     }
 
@@ -126,7 +119,7 @@ impl Real for f64 {
     const LEAST: Self = f64::NEG_INFINITY;
 
     #[inline(always)]
-    fn of(value: f64) -> Self {
+    fn nearest(value: f64) -> Self {
         value
     }
 
@@ -184,23 +177,22 @@ pub(crate) fn largest<R: Real>(values: &[R]) -> R {
             *largest = larger(*largest, value);
         }
     }
-    let rest = chunks.remainder();
     lanes
         .iter()
-        .chain(rest)
+        .chain(chunks.remainder())
         .fold(R::LEAST, |largest, &value| larger(largest, value))
 }
 
 /// Returns the larger number, or NaN if one of them is NaN.
 #[inline(always)]
 fn larger<R: Real>(a: R, b: R) -> R {
-    // Comparisons with NaN are false, so a NaN in `b` is returned too.
-    if a > b || is_nan(a) { a } else { b }
-}
-
-#[inline(always)]
-fn is_nan<R: Real>(value: R) -> bool {
-    value.partial_cmp(&value).is_none()
+    // Comparisons with NaN are false, so a NaN in `b` is returned too. Only NaN has no order to
+    // itself.
+    if a > b || a.partial_cmp(&a).is_none() {
+        a
+    } else {
+        b
+    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
 //! Rotary position embeddings.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType as _};
+use candle_core::{D, Error, Result, Shape, Tensor};
 
-use crate::composed;
-use crate::element::{Element, tensor, widened, with_element};
+use crate::element::Element;
+use crate::operation::{Input, OnCpu, Operation, mismatched};
 use crate::real::Real;
 use crate::rows::map_rows;
-use crate::values::{Values, contiguous, elements};
+use crate::values::{Values, contiguous_elements, tensor};
 
 /// Rotates the pairs of each vector of `x` `[batch, heads, time, width]` by the angles of its
 /// position: element `i` with element `i + width / 2`. `cos` and `sin` are `[time, width / 2]`, or
@@ -15,7 +15,7 @@ use crate::values::{Values, contiguous, elements};
 /// # Errors
 /// Other shapes or dtypes; an odd width.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    rotate(x, cos, sin, Pairs::Halves)
+    rotate::<false>(x, cos, sin)
 }
 
 /// Rotates like [`rope()`], but pairs element `2 * i` with element `2 * i + 1`.
@@ -23,24 +23,23 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// The errors of [`rope()`].
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    rotate(x, cos, sin, Pairs::Neighbours)
+    rotate::<true>(x, cos, sin)
 }
 
 /// Checks the arguments, and rotates on the CPU with [`Rope`], or on other devices with candle's
 /// operations.
-fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
-    let op = pairs.name();
+fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let op = Rope::<INTERLEAVED>::NAME;
     let (batch, heads, time, width) = x.dims4()?;
+    let shared = [time, width / 2];
+    let of_batch = [batch, time, width / 2];
     for angles in [cos, sin] {
-        let dims = angles.dims();
-        if !width.is_multiple_of(2)
-            || ![&[time, width / 2][..], &[batch, time, width / 2]].contains(&dims)
-        {
-            let (lhs, rhs) = (x.shape().clone(), angles.shape().clone());
-            return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op }.bt());
+        let fits = angles.dims() == shared || angles.dims() == of_batch;
+        if !fits || !width.is_multiple_of(2) {
+            return mismatched(x, angles, op);
         }
         if angles.dtype() != x.dtype() {
-            return Err(candle_core::Error::DTypeMismatchBinaryOp {
+            return Err(Error::DTypeMismatchBinaryOp {
                 lhs: x.dtype(),
                 rhs: angles.dtype(),
                 op,
@@ -49,64 +48,89 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor
         }
     }
     if cos.dims() != sin.dims() {
-        let (lhs, rhs) = (cos.shape().clone(), sin.shape().clone());
-        return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op }.bt());
+        return mismatched(cos, sin, op);
     }
     // The angles get no gradient.
-    let (cos, sin) = (cos.detach(), sin.detach());
+    let cos = cos.detach();
+    let sin = sin.detach();
     if !x.device().is_cpu() {
-        return match pairs {
-            Pairs::Halves => composed::rope(x, &cos, &sin),
-            Pairs::Neighbours => composed::rope_i(x, &cos, &sin),
-        };
+        return composed::<INTERLEAVED>(x, &cos, &sin);
     }
-    let heads = (cos.rank() == 3).then_some(heads);
-    let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
-    x.contiguous()?.apply_op1(Rope {
-        cos,
-        sin,
+    x.contiguous()?.apply_op1(OnCpu(Rope::<INTERLEAVED> {
+        cos: cos.contiguous()?,
+        sin: sin.contiguous()?,
         time,
-        heads,
-        pairs,
-    })
+        heads: (cos.rank() == 3).then_some(heads),
+    }))
 }
 
-/// The elements of a vector that are rotated together.
-#[derive(Clone, Copy)]
-enum Pairs {
-    /// An element of the first half, with the one at the same position of the second half.
-    Halves,
-    /// An element with an even index, and the next one.
-    Neighbours,
+/// Computes [`rope()`] or [`rope_i`] with candle's operations.
+pub(crate) fn composed<const INTERLEAVED: bool>(
+    x: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+) -> Result<Tensor> {
+    let (batch, heads, time, width) = x.dims4()?;
+    // [time, half] goes with all batches and heads, [batch, time, half] with all heads.
+    let dims = match cos.rank() {
+        3 => (batch, 1, time, width / 2),
+        _ => (1, 1, time, width / 2),
+    };
+    let cos = cos.reshape(dims)?;
+    let sin = sin.reshape(dims)?;
+    // The two elements of a pair are apart in the last dimension, or in the one before it.
+    let (pairs, dim) = if INTERLEAVED {
+        (x.reshape((batch, heads, time, width / 2, 2))?, 4)
+    } else {
+        (x.reshape((batch, heads, time, 2, width / 2))?, 3)
+    };
+    let a = pairs.narrow(dim, 0, 1)?.squeeze(dim)?;
+    let b = pairs.narrow(dim, 1, 1)?.squeeze(dim)?;
+    let rotated_a = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+    let rotated_b = (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?;
+    Tensor::stack(&[rotated_a, rotated_b], dim)?.reshape((batch, heads, time, width))
 }
 
-impl Pairs {
-    const fn name(self) -> &'static str {
-        match self {
-            Pairs::Halves => "rope",
-            Pairs::Neighbours => "rope-i",
-        }
-    }
-}
-
-struct Rope {
+/// Rotates pairs: if `INTERLEAVED`, an element with an even index and the next one, or else one of
+/// the first half and the one at the same position of the second half.
+struct Rope<const INTERLEAVED: bool> {
     cos: Tensor,
     sin: Tensor,
     time: usize,
     /// The number of heads of a batch, if each batch has angles of its own.
     heads: Option<usize>,
-    pairs: Pairs,
 }
 
-impl Rope {
-    /// Rotates vectors. With `back` it rotates them by the opposite angles, as the backward does to
-    /// gradients.
-    fn rotate<T: Element>(&self, x: &[T], back: bool) -> Result<Vec<T>> {
-        let name = self.name();
-        let cos = widened(Values::of(&self.cos, name)?.slice::<T>()?);
-        let sin = widened(Values::of(&self.sin, name)?.slice::<T>()?);
-        let half = self.cos.dims().last().copied().unwrap_or(0);
-        let direction = T::Real::of(if back { -1.0 } else { 1.0 });
+impl<const INTERLEAVED: bool> Operation<1> for Rope<INTERLEAVED> {
+    const NAME: &'static str = if INTERLEAVED { "rope-i" } else { "rope" };
+
+    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let y = self.rotate(contiguous_elements::<T>(x, Self::NAME)?, T::Real::ONE)?;
+        Ok((y, x.1.shape().clone()))
+    }
+
+    /// Rotates the gradients by the opposite angles.
+    fn backward<T: Element>(
+        &self,
+        [x]: [&Tensor; 1],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 1]> {
+        let grad = grad.contiguous()?;
+        let grads = Values::<T>::read(&grad, Self::NAME)?;
+        let dx = self.rotate(&grads, T::Real::nearest(-1.0))?;
+        Ok([tensor(dx, x.dims())?])
+    }
+}
+
+impl<const INTERLEAVED: bool> Rope<INTERLEAVED> {
+    /// Rotates vectors by the angles of their positions, times `direction`, which is 1 or -1.
+    fn rotate<T: Element>(&self, x: &[T], direction: T::Real) -> Result<Vec<T>> {
+        let cos_values = Values::<T>::read(&self.cos, Self::NAME)?;
+        let sin_values = Values::<T>::read(&self.sin, Self::NAME)?;
+        let cos = &*T::reals(&cos_values);
+        let sin = &*T::reals(&sin_values);
+        let half = self.cos.dim(D::Minus1)?;
         Ok(map_rows(
             [x],
             2 * half,
@@ -118,19 +142,16 @@ impl Rope {
                 let angles = cos[start..start + half]
                     .iter()
                     .zip(&sin[start..start + half]);
-                match self.pairs {
-                    Pairs::Halves => {
-                        let (first, second) = x.split_at_mut(half);
-                        for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                if INTERLEAVED {
+                    for (pair, (&cos, &sin)) in x.chunks_exact_mut(2).zip(angles) {
+                        if let [a, b] = pair {
                             rotate_pair(a, b, cos, sin * direction);
                         }
                     }
-                    Pairs::Neighbours => {
-                        for (pair, (&cos, &sin)) in x.chunks_exact_mut(2).zip(angles) {
-                            if let [a, b] = pair {
-                                rotate_pair(a, b, cos, sin * direction);
-                            }
-                        }
+                } else {
+                    let (first, second) = x.split_at_mut(half);
+                    for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                        rotate_pair(a, b, cos, sin * direction);
                     }
                 }
             },
@@ -142,27 +163,4 @@ impl Rope {
 #[inline(always)]
 fn rotate_pair<R: Real>(a: &mut R, b: &mut R, cos: R, sin: R) {
     (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
-}
-
-impl CustomOp1 for Rope {
-    fn name(&self) -> &'static str {
-        self.pairs.name()
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let range = contiguous(layout, self.name())?;
-        with_element!(x.dtype(), self.name(), T => {
-            let y = self.rotate::<T>(elements(x, range, self.name())?, false)?;
-            Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
-        })
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
-        let grads = Values::of(&grad, self.name())?;
-        with_element!(x.dtype(), self.name(), T => {
-            tensor(self.rotate::<T>(grads.slice()?, true)?, x.dims()).map(Some)
-        })
-    }
 }

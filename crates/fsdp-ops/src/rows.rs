@@ -46,14 +46,14 @@ pub(crate) fn map_rows<T: Element, const N: usize>(
     width: usize,
     kernel: impl Fn(usize, [&mut [T::Real]; N]) + Sync,
 ) -> Vec<T> {
-    reduce_rows(
+    let (output, _) = reduce_rows(
         inputs,
         width,
         0,
         #[inline(always)]
         |row, values, _| kernel(row, values),
-    )
-    .0
+    );
+    output
 }
 
 /// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to `sums` numbers
@@ -64,11 +64,13 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     sums: usize,
     kernel: impl Fn(usize, [&mut [T::Real]; N], &mut [T::Real]) + Sync,
 ) -> (Vec<T>, Vec<T::Real>) {
-    let zero = T::narrow(<T::Real as Real>::ZERO);
-    let zero_sum = <T::Real as Real>::ZERO;
-    let len = inputs.first().map_or(0, |input| input.len());
-    let (width, rows) = (width.max(1), rows_of_task(width));
-    let (output, parts) = in_parts(len, width * rows, zero, |task, output| {
+    let zero = T::narrow(T::Real::ZERO);
+    let zero_sum = T::Real::ZERO;
+    // Rows of no width have no elements, so any width will do for them.
+    let width = width.max(1);
+    let rows = rows_of_task(width);
+    let (output, parts) = in_parts(inputs[0].len(), width * rows, zero, |task, output| {
+        // Each task sums for itself, and widens to memory of its own, which stays in the cache.
         let mut part = vec![zero_sum; sums];
         let mut scratch: [Vec<T::Real>; N] =
             std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
@@ -106,8 +108,9 @@ pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real
     if width == 0 {
         return Vec::new();
     }
-    let zero = <T::Real as Real>::ZERO;
-    let parts = values.par_chunks(width * rows_of_task(width)).map(|rows| {
+    let zero = T::Real::ZERO;
+    let tasks = values.par_chunks(width * rows_of_task(width));
+    let sums = tasks.map(|rows| {
         let mut part = vec![zero; width];
         vectorized(
             #[inline(always)]
@@ -121,7 +124,7 @@ pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real
         );
         part
     });
-    let parts: Vec<Vec<T::Real>> = parts.collect();
+    let parts: Vec<Vec<T::Real>> = sums.collect();
     sum_of_parts(&parts, width)
 }
 

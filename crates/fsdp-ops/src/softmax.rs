@@ -1,12 +1,12 @@
 //! Softmax over the last dimension.
 
-use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, WithDType as _};
+use candle_core::{D, Result, Shape, Tensor};
 
-use crate::composed;
-use crate::element::{tensor, with_element};
+use crate::element::Element;
+use crate::operation::{Input, OnCpu, Operation};
 use crate::real::{Real, largest, sum};
 use crate::rows::map_rows;
-use crate::values::{Values, contiguous, elements};
+use crate::values::{Values, contiguous_elements, tensor};
 
 const NAME: &str = "softmax-last-dim";
 
@@ -26,46 +26,68 @@ const NAME: &str = "softmax-last-dim";
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     x.dim(D::Minus1)?;
     if !x.device().is_cpu() {
-        return composed::softmax_last_dim(x);
+        return composed(x);
     }
-    x.contiguous()?.apply_op1(Softmax)
+    x.contiguous()?.apply_op1(OnCpu(Softmax))
+}
+
+/// Computes softmax with candle's operations.
+pub(crate) fn composed(x: &Tensor) -> Result<Tensor> {
+    // The maximum is taken off so that no exponential overflows. It changes no result, so it needs
+    // no gradient.
+    let exp = x
+        .broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?
+        .exp()?;
+    exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
 }
 
 struct Softmax;
 
-impl CustomOp1 for Softmax {
-    fn name(&self) -> &'static str {
-        NAME
+impl Operation<1> for Softmax {
+    const NAME: &'static str = NAME;
+
+    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let shape = x.1.shape().clone();
+        let width = shape.dim(D::Minus1)?;
+        let y = map_rows(
+            [contiguous_elements::<T>(x, NAME)?],
+            width,
+            #[inline(always)]
+            |_, [row]| softmax_row(row),
+        );
+        Ok((y, shape))
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let width = layout.dims().last().copied().unwrap_or(1);
-        let range = contiguous(layout, NAME)?;
-        with_element!(x.dtype(), NAME, T => {
-            let x = elements::<T>(x, range, NAME)?;
-            let y = map_rows([x], width, #[inline(always)] |_, [row]| softmax_row(row));
-            Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
-        })
-    }
-
-    fn bwd(&self, _: &Tensor, y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn backward<T: Element>(
+        &self,
+        _: [&Tensor; 1],
+        y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 1]> {
         let grad = grad.contiguous()?;
-        let width = y.dim(D::Minus1)?;
-        let (values, grads) = (Values::of(y, NAME)?, Values::of(&grad, NAME)?);
-        with_element!(y.dtype(), NAME, T => {
-            let dx = map_rows([grads.slice::<T>()?, values.slice::<T>()?], width, #[inline(always)] |_, [grad, y]| {
+        let grads = Values::<T>::read(&grad, NAME)?;
+        let values = Values::<T>::read(y, NAME)?;
+        let dx = map_rows(
+            [&grads, &values],
+            y.dim(D::Minus1)?,
+            #[inline(always)]
+            |_, [grad, y]| {
+                // A softmax does not change if all values grow alike, so the gradient has no part
+                // in that direction.
                 let along = sum(grad.len(), |index| grad[index] * y[index]);
-                grad.iter_mut().zip(y).for_each(|(grad, y)| *grad = *y * (*grad - along));
-            });
-            tensor(dx, y.dims()).map(Some)
-        })
+                grad.iter_mut()
+                    .zip(y)
+                    .for_each(|(grad, y)| *grad = *y * (*grad - along));
+            },
+        );
+        Ok([tensor(dx, y.dims())?])
     }
 }
 
 /// Computes softmax in place.
 #[inline(always)]
 pub(crate) fn softmax_row<R: Real>(row: &mut [R]) {
+    // The largest value is subtracted so that no power overflows.
     let highest = largest(row);
     for x in row.iter_mut() {
         *x = (*x - highest).exponential();

@@ -153,7 +153,7 @@ impl Staging {
             ..WriteOptions::default()
         };
         let outcome = py.detach(|| {
-            self.held()
+            self.lock()
                 .as_ref()
                 .map(|staging| write_rank(staging, rank, &plan, &selection, &items, &options))
         });
@@ -179,14 +179,14 @@ impl Staging {
             .collect();
         let written = parsed.map_err(|error| exception(py, error))?;
         // It is taken out, so that a checkpoint is committed once.
-        let staging = self.held().take().ok_or_else(finished)?;
+        let staging = self.lock().take().ok_or_else(finished)?;
         detached(py, || finish_encoded(staging, &metadata, &written))
     }
 
     /// Ends the save without a checkpoint. The rank that prepared it removes the files that were
     /// written.
     fn discard(&self, py: Python<'_>) {
-        py.detach(|| drop(self.held().take()));
+        py.detach(|| drop(self.lock().take()));
     }
 }
 
@@ -200,7 +200,7 @@ impl Staging {
     }
 
     /// Returns the staging directory. A call that panicked has not changed it.
-    fn held(&self) -> MutexGuard<'_, Option<storage::Staging>> {
+    fn lock(&self) -> MutexGuard<'_, Option<storage::Staging>> {
         self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -227,11 +227,11 @@ impl PayloadSource for RankItems {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let held = self
+        let found = self
             .tensors
             .get(fqn)
-            .and_then(|boxes| boxes.iter().find(|(held, _)| held == bounds));
-        let bytes = held
+            .and_then(|boxes| boxes.iter().find(|(planned, _)| planned == bounds));
+        let bytes = found
             .and_then(|(_, memory)| memory.bytes().get(range.start as usize..range.end as usize));
         sink(bytes.ok_or_else(|| FileError::NotStored {
             fqn: fqn.to_owned(),

@@ -17,7 +17,7 @@ pub enum KeepOn {
     /// Every rank.
     #[default]
     All,
-    /// These ranks of the group; an empty list is none.
+    /// These ranks of the group; an empty list means no rank.
     Ranks(Vec<usize>),
 }
 

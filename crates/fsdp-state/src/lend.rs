@@ -179,13 +179,13 @@ impl Memory {
         }
         // candle can hold some dtypes that it cannot convert. If the dtypes are the same, no
         // conversion is needed.
-        let held = if is_same_dtype {
+        let detour_dtype = if is_same_dtype {
             tensor.dtype()
         } else {
             fsdp_flat::dtype::to_candle(dtype)?
         };
         Ok(Some(ShardedTensor::zeros(
-            held,
+            detour_dtype,
             tensor.shape(),
             &tensor.boxes(),
         )?))

@@ -164,7 +164,11 @@ impl StateValue {
             StateValue::Tensor(tensor) => {
                 let host = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
                 let data = HostBytes::read(&host)?.to_vec();
-                Some(tensor_value(dtype::of(tensor)?, tensor.dims(), data))
+                Some(tensor_value(
+                    dtype::file_dtype(tensor.dtype())?,
+                    tensor.dims(),
+                    data,
+                ))
             }
             StateValue::Raw(tensor) => Some(tensor_value(
                 tensor.dtype(),

@@ -42,28 +42,28 @@ const OPERATION: &str = "check_replicas";
 pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), StateError> {
     // Step 1: each rank digests what it holds. If all hold the same, one number from each is
     // enough.
-    let mut held = StateError::agree(group, OPERATION, None, digests_of(state))?;
-    let summaries = held.each_ref().map(DigestSummary::new);
+    let mut digests = StateError::agree(group, OPERATION, None, digests_of(state))?;
+    let summaries = digests.each_ref().map(DigestSummary::new);
     let all: Vec<[DigestSummary; 2]> = group.all_gather_object(&summaries)?;
     if all.iter().all(|summaries| *summaries == all[0]) {
         return Ok(());
     }
     for part in [WHOLE, SHARDS] {
         if all.iter().all(|summaries| summaries[part] == all[0][part]) {
-            held[part] = StateDigest::default();
+            digests[part] = StateDigest::default();
         }
     }
     // Step 2: compare each name over the ranks that hold it. Any two ranks may hold the same box,
     // so each name has a rank that compares it. All ranks learn the hashes of the names that
     // differ, and the ranks at fault.
-    let found_by_ranks = group.all_gather_object(&compare(group, &held)?)?;
+    let found_by_ranks = group.all_gather_object(&compare(group, &digests)?)?;
     let found: HashMap<u64, Vec<usize>> = found_by_ranks.into_iter().flatten().collect();
     if found.is_empty() {
         return Ok(());
     }
     // Step 3: a rank knows only its own names, so each tells all others which of them differ.
     let mut named: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
-    for (name, _) in held.iter().flat_map(StateDigest::iter) {
+    for (name, _) in digests.iter().flat_map(StateDigest::iter) {
         if let Some(ranks) = found.get(&short(name)) {
             let key = key_of(name).to_owned();
             named.entry(key).or_default().extend(ranks);
@@ -85,12 +85,12 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
 /// hashes of those that differ, each with the global ranks at fault. Collectives: two exchanges.
 fn compare(
     group: &ProcessGroup,
-    held: &[StateDigest; 2],
+    digests: &[StateDigest; 2],
 ) -> Result<Vec<(u64, Vec<usize>)>, StateError> {
     let ranks = group.world_size();
     // The hash of a name says which rank is in charge of it, so that all have about as much to do.
     let mut send: Vec<Vec<u64>> = vec![Vec::new(); ranks];
-    for (name, digest) in held.iter().flat_map(StateDigest::iter) {
+    for (name, digest) in digests.iter().flat_map(StateDigest::iter) {
         let name = short(name);
         send[(name % ranks as u64) as usize].extend([name, short(&digest.to_string())]);
     }

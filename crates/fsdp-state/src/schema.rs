@@ -49,7 +49,7 @@ impl Leaf {
                 .into());
             }
             StateValue::Tensor(tensor) => Leaf::Whole {
-                dtype: dtype::of(tensor)?,
+                dtype: dtype::file_dtype(tensor.dtype())?,
                 shape: tensor.dims().to_vec(),
             },
             StateValue::Raw(tensor) => Leaf::Whole {
@@ -74,7 +74,7 @@ impl Leaf {
             }
             _ => Leaf::Plain,
         };
-        // Whoever allocates memory for a tensor of a schema may multiply its sizes after this check.
+        // Code that allocates memory for a tensor of a schema multiplies its sizes unchecked.
         if let Some((dtype, shape)) = leaf.tensor()
             && checked_numel(shape)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))

@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use candle_core::{DType, Device, Tensor};
-use fsdp_comm::LocalRanks;
+use fsdp_comm::run_local;
 use fsdp_flat::ShardedTensor;
 use fsdp_layout::TensorBox;
 use fsdp_state::{
@@ -81,27 +81,26 @@ fn quarter(rank: usize) -> ShardedTensor {
 
 #[test]
 fn ranks_that_keep_nothing_hold_no_whole_tensor_and_the_one_that_streams_holds_one() {
-    let peaks = LocalRanks::new(4)
-        .run(|group| {
-            let state: StateDict = (0..6)
-                .map(|k| (format!("p{k}"), quarter(group.rank()).into()))
-                .collect();
-            let options = GatherOptions {
-                keep_on: KeepOn::Ranks(vec![2]),
-                device: None,
-            };
-            let mut whole = 0;
-            let peak = peak(|| {
-                gather_state_dict_into(&state, &group, &options, |_, value| {
-                    whole += value.as_tensor().map_or(0, Tensor::elem_count);
-                    Ok(())
-                })
-                .unwrap();
-            });
-            assert_eq!(whole, if group.rank() == 2 { 6 * MIB } else { 0 });
-            peak
-        })
-        .unwrap();
+    let peaks = run_local(4, |group| {
+        let state: StateDict = (0..6)
+            .map(|k| (format!("p{k}"), quarter(group.rank()).into()))
+            .collect();
+        let options = GatherOptions {
+            keep_on: KeepOn::Ranks(vec![2]),
+            device: None,
+        };
+        let mut whole = 0;
+        let peak = peak(|| {
+            gather_state_dict_into(&state, &group, &options, |_, value| {
+                whole += value.as_tensor().map_or(0, Tensor::elem_count);
+                Ok(())
+            })
+            .unwrap();
+        });
+        assert_eq!(whole, if group.rank() == 2 { 6 * MIB } else { 0 });
+        peak
+    })
+    .unwrap();
     for (rank, peak) in peaks.into_iter().enumerate() {
         let most = if rank == 2 { 4 * MIB + SLACK } else { SLACK };
         assert!(peak <= most, "rank {rank} needed {peak} bytes");
@@ -110,26 +109,24 @@ fn ranks_that_keep_nothing_hold_no_whole_tensor_and_the_one_that_streams_holds_o
 
 #[test]
 fn a_reshard_needs_what_is_wanted_sent_and_received_and_no_whole_tensor() {
-    let peaks = LocalRanks::new(4)
-        .run(|group| {
-            let tensor = quarter(group.rank());
-            let columns = [TensorBox::new(vec![0, group.rank() * 256], vec![1024, 256])];
-            let mut resharded = None;
-            let peak = peak(|| {
-                resharded = Some(reshard_sharded_tensor(&tensor, &columns, &group).unwrap())
-            });
-            let column = resharded.unwrap().shards()[0].tensor.clone();
-            let sum = column
-                .to_dtype(DType::F64)
-                .unwrap()
-                .sum_all()
-                .unwrap()
-                .to_scalar::<f64>()
-                .unwrap();
-            assert_eq!(sum, (1 + 2 + 3) as f64 * 256.0 * 256.0);
-            peak
-        })
-        .unwrap();
+    let peaks = run_local(4, |group| {
+        let tensor = quarter(group.rank());
+        let columns = [TensorBox::new(vec![0, group.rank() * 256], vec![1024, 256])];
+        let mut resharded = None;
+        let peak =
+            peak(|| resharded = Some(reshard_sharded_tensor(&tensor, &columns, &group).unwrap()));
+        let column = resharded.unwrap().shards()[0].tensor.clone();
+        let sum = column
+            .to_dtype(DType::F64)
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar::<f64>()
+            .unwrap();
+        assert_eq!(sum, (1 + 2 + 3) as f64 * 256.0 * 256.0);
+        peak
+    })
+    .unwrap();
     // A quarter wanted, three sixteenths sent and received; the sender's buffer may have grown by
     // doubling.
     for (rank, peak) in peaks.into_iter().enumerate() {

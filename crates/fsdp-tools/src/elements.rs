@@ -108,12 +108,10 @@ impl Census {
 /// Calls `f` with each element as a number. Returns `false`, and calls nothing, if elements of this
 /// type are no real numbers.
 pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
-    fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), of: impl Fn([u8; N]) -> f64) {
-        bytes
-            .as_chunks::<N>()
-            .0
-            .iter()
-            .for_each(|element| f(of(*element)));
+    fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), decode: impl Fn([u8; N]) -> f64) {
+        for element in bytes.as_chunks::<N>().0 {
+            f(decode(*element));
+        }
     }
     match dtype {
         DType::Bool | DType::U8 | DType::QUInt8 => each(bytes, f, |[b]| f64::from(b)),

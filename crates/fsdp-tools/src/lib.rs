@@ -18,7 +18,6 @@ pub mod elements;
 pub mod map;
 pub mod merge;
 mod nested;
-mod output;
 #[cfg(feature = "sign")]
 pub mod sign;
 pub mod tensor_parallel;

@@ -20,7 +20,8 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         let own = state_bytes(&state);
         drop((state, guard));
         let bytes = total(&group, own)?;
-        let (source, mut target) = (vec![1u8; own], vec![2u8; own]);
+        let source = vec![1u8; own];
+        let mut target = vec![2u8; own];
         let save = SaveOptions {
             overwrite: true,
             ..SaveOptions::default()
@@ -34,7 +35,8 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
         // The first one allocates the buffers.
         checkpointer.save_async(&path, &training.run)?;
         checkpointer.wait()?;
-        let (mut stalls, mut steps) = (Pairs::default(), Pairs::default());
+        let mut stalls = Pairs::default();
+        let mut steps = Pairs::default();
         for _ in 0..bench.runs {
             let limit = timed(&group, || Ok(limits::copy_warm(&source, &mut target)))?.time;
             let without = timed(&group, || (0..STEPS).try_for_each(|_| training.step()))?.time;

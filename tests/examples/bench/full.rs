@@ -45,7 +45,9 @@ fn gather_and_broadcast(bench: &Bench<'_>, training: &mut Training) -> Result<Ve
     let TrainState {
         model, optimizers, ..
     } = &mut training.run;
-    let (parameters, group, optimizer) = (model.parameters(), model.group(), &mut optimizers[0]);
+    let parameters = model.parameters();
+    let group = model.group();
+    let optimizer = &mut optimizers[0];
     let ranks = group.world_size();
     let total = total(group, own)?;
     let source = if group.rank() == 0 {
@@ -63,8 +65,10 @@ fn gather_and_broadcast(bench: &Bench<'_>, training: &mut Training) -> Result<Ve
         broadcast_from_rank0: true,
         ..StateDictOptions::default()
     };
-    let (mut gathers, mut broadcasts) = (Pairs::default(), Pairs::default());
-    let (mut gather_peak, mut broadcast_peak) = (0, 0);
+    let mut gathers = Pairs::default();
+    let mut broadcasts = Pairs::default();
+    let mut gather_peak = 0;
+    let mut broadcast_peak = 0;
     for _ in 0..bench.runs {
         let limit = copy(group, &source)?;
         let gathered = timed(group, || {
@@ -108,11 +112,15 @@ fn optimizer(bench: &Bench<'_>, training: &mut Training) -> Result<Vec<Case>> {
     let TrainState {
         model, optimizers, ..
     } = &mut training.run;
-    let (parameters, group, optimizer) = (model.parameters(), model.group(), &mut optimizers[0]);
+    let parameters = model.parameters();
+    let group = model.group();
+    let optimizer = &mut optimizers[0];
     let ranks = group.world_size();
-    let (mut saves, mut loads, mut bytes) = (Pairs::default(), Pairs::default(), 0);
+    let mut saves = Pairs::default();
+    let mut loads = Pairs::default();
+    let mut bytes = 0;
     parameters.state_dict_type(
-        StateDictSettings::of(StateDictType::Sharded),
+        StateDictSettings::from(StateDictType::Sharded),
         || -> Result<()> {
             let own = state_bytes(&optim_state_dict(None, parameters, optimizer)?);
             bytes = total(group, own)?;

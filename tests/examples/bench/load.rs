@@ -30,7 +30,8 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: &[usize], figures: &mut Figures) -> 
         }
         let cases = on_ranks(to, |group| {
             let training = Training::new(group, bench.size, FsdpConfig::default())?;
-            let (group, state) = (training.group(), training.state()?);
+            let group = training.group();
+            let state = training.state()?;
             let own = state_bytes(&state);
             let total = total(group, own)?;
             let raw = bench.directory.join(format!("raw-{}", group.rank()));

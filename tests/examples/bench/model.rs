@@ -85,10 +85,8 @@ impl Training {
 
     pub(crate) fn step(&mut self) -> Result<()> {
         let length = self.tokens.dim(1)? - 1;
-        let (inputs, targets) = (
-            self.tokens.narrow(1, 0, length)?,
-            self.tokens.narrow(1, 1, length)?,
-        );
+        let inputs = self.tokens.narrow(1, 0, length)?;
+        let targets = self.tokens.narrow(1, 1, length)?;
         let TrainState {
             model, optimizers, ..
         } = &mut self.run;

@@ -10,13 +10,17 @@ use crate::{Bench, limits};
 pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Result<()> {
     let cases = on_ranks(ranks, |group| {
         let training = Training::new(group, bench.size, FsdpConfig::default())?;
-        let (group, state) = (training.group(), training.state()?);
+        let group = training.group();
+        let state = training.state()?;
         let own = state_bytes(&state);
         let threads = limits::threads(ranks);
         let options = CheckpointerOptions::default();
         let mut checkpointer = Checkpointer::new(&bench.directory, group, options)?;
-        let (mut synced, mut unsynced) = (Pairs::default(), Pairs::default());
-        let (mut peak, mut bytes, mut hashing) = (0, 0, Vec::new());
+        let mut synced = Pairs::default();
+        let mut unsynced = Pairs::default();
+        let mut peak = 0;
+        let mut bytes = 0;
+        let mut hashing = Vec::new();
         for _ in 0..bench.runs {
             let raw = bench.directory.join(format!("raw-{}", group.rank()));
             let limit = |sync| -> Result<_> {
@@ -24,7 +28,8 @@ pub(crate) fn run(bench: &Bench<'_>, ranks: usize, figures: &mut Figures) -> Res
                 std::fs::remove_file(&raw)?;
                 Ok(limit.time)
             };
-            let (with_sync, without) = (limit(true)?, limit(false)?);
+            let with_sync = limit(true)?;
+            let without = limit(false)?;
             let path = bench.directory.join("saved");
             let saved = timed(group, || Ok(checkpointer.save(&path, &state)?))?;
             synced.push(saved.time, with_sync);

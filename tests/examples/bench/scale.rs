@@ -121,7 +121,8 @@ fn build(group: ProcessGroup, count: usize) -> Result<(Model, Optimizer)> {
 
 /// Times each function once.
 fn times(model: &Model, optimizer: &mut Optimizer, path: &std::path::Path) -> Result<Times> {
-    let (parameters, group) = (model.parameters(), model.group());
+    let parameters = model.parameters();
+    let group = model.group();
     let mut times = Times::new();
     let mut note = |name, seconds: f64| times.push((name, seconds));
     let sharded = StateDictOptions::default();
@@ -194,7 +195,7 @@ fn times(model: &Model, optimizer: &mut Optimizer, path: &std::path::Path) -> Re
     note("set_state_dict, broadcast", set.seconds);
 
     parameters.state_dict_type(
-        StateDictSettings::of(StateDictType::Sharded),
+        StateDictSettings::from(StateDictType::Sharded),
         || -> Result<()> {
             let model = worked(group, || Ok(state_dict(parameters)?))?;
             note("state_dict, sharded", model.seconds);

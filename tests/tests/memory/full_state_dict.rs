@@ -31,10 +31,8 @@ fn rank0_only() -> StateDictSettings {
         offload_to_cpu: true,
         rank0_only: true,
     };
-    let (model, optim) = (
-        StateDictConfig::Full(model),
-        OptimStateDictConfig::Full(optim),
-    );
+    let model = StateDictConfig::Full(model);
+    let optim = OptimStateDictConfig::Full(optim);
     StateDictSettings::new(StateDictType::Full, Some(model), Some(optim)).unwrap()
 }
 
@@ -100,7 +98,8 @@ fn only_the_keeper_needs_memory_for_a_full_state_dict_saved_or_loaded() {
             };
             // The ranks that keep nothing may have one tensor each.
             let others = (RANKS - 1) * TENSOR;
-            let (model_bytes, optim_bytes) = (UNITS * TENSOR, 2 * UNITS * TENSOR);
+            let model_bytes = UNITS * TENSOR;
+            let optim_bytes = 2 * UNITS * TENSOR;
             let (full_model, full_optim) = parameters.state_dict_type(rank0_only(), || {
                 // The keeper has the result, and while a unit is gathered its flat form.
                 measure("model", model_bytes + TENSOR + others, &mut || {

@@ -66,7 +66,8 @@ fn a_resume_in_place_takes_the_optimizer_s_state_and_nothing_else() {
         assert!(loaded.step == 1 && report.is_clean(), "{report:?}");
         group.barrier().unwrap();
         // All ranks' bytes are counted together.
-        let (peak, limit) = (peak_bytes() - before, 2 * MODEL + RANKS * BOOKKEEPING);
+        let peak = peak_bytes() - before;
+        let limit = 2 * MODEL + RANKS * BOOKKEEPING;
         assert!(peak <= limit, "{peak} bytes, limit {limit}");
         // The state of AdamW is there.
         assert!(peak >= 2 * MODEL, "{peak} bytes");

@@ -25,7 +25,8 @@ fn models_of_candle_transformers_compute_and_train_as_in_plain_candle() {
     let table = table(&rows);
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/src/models.md");
     let text = std::fs::read_to_string(&page).unwrap();
-    let (begin, end) = ("<!-- models: begin -->\n", "<!-- models: end -->");
+    let begin = "<!-- models: begin -->\n";
+    let end = "<!-- models: end -->";
     let (head, rest) = text.split_once(begin).unwrap();
     let (found, tail) = rest.split_once(end).unwrap();
     if std::env::var_os("FSDP_BLESS").is_some() {

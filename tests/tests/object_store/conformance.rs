@@ -284,7 +284,9 @@ fn race_to_a_file(root: &Location) {
 /// Two files may have values files of the same name. Neither takes those of the other, nor a user's
 /// file.
 fn values_of_others_stay(root: &Location) {
-    let (with, other, without) = (root.join("with"), root.join("other"), root.join("without"));
+    let with = root.join("with");
+    let other = root.join("other");
+    let without = root.join("without");
     save(&generation(1), 1, &with, &Durable::new()).unwrap();
     save(&generation(2), 1, &other, &Durable::new()).unwrap();
     save(
@@ -535,7 +537,8 @@ fn what_has_not_changed_since_the_last_save_is_copied_by_the_store() {
                 )
                 .unwrap()
             };
-            let (base, lora) = (rows(5.0, 300_000), rows(step as f32, 10));
+            let base = rows(5.0, 300_000);
+            let lora = rows(step as f32, 10);
             let state: StateDict = [
                 ("base", base.into()),
                 ("lora", lora.into()),

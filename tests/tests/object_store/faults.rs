@@ -11,7 +11,7 @@ use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::formats::storage::Durable;
 use fsdp::formats::{FileError, Location};
 use fsdp::tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_comm::LocalRanks;
+use fsdp_comm::{LocalRanks, run_local};
 use fsdp_layout::DType;
 
 use crate::conformance::generation;
@@ -114,7 +114,11 @@ fn a_slow_store_is_waited_for_longer_than_other_collectives() {
     .unwrap();
     // Two lists take longer than the deadline.
     let slow = Faulty::with(store.healed(), Fail::SlowLists(Duration::from_millis(1500)));
-    let ranks = LocalRanks::new(2).deadline(Duration::from_secs(2));
+    let ranks = LocalRanks {
+        world_size: 2,
+        deadline: Duration::from_secs(2),
+        ..LocalRanks::default()
+    };
     let run = ranks.run(|group| {
         let retention = Retention {
             keep_last: 1.try_into().ok(),
@@ -137,7 +141,7 @@ fn a_slow_store_is_waited_for_longer_than_other_collectives() {
 #[test]
 fn a_store_that_cannot_be_written_is_found_before_a_save_and_the_check_leaves_nothing() {
     let check = |store: &Arc<Faulty>| {
-        let run = LocalRanks::new(2).run(|group| {
+        let run = run_local(2, |group| {
             let checkpointer = Checkpointer::new(
                 store.location("run"),
                 &group,

@@ -71,6 +71,14 @@ struct Matrix {
 }
 
 impl Matrix {
+    fn new(address: Address, strides: [usize; 2], operation: c_int) -> Matrix {
+        Matrix {
+            address,
+            strides,
+            is_transposed: operation != PLAIN,
+        }
+    }
+
     fn place(&self, batch: usize, row: usize, column: usize) -> usize {
         let (down, across) = if self.is_transposed {
             (column, row)
@@ -105,7 +113,8 @@ fn multiply<T: Element>(product: &Product) -> Result<(), String> {
         alpha,
         beta,
     } = *product;
-    let (left, right) = (elements::<T>(a.address)?, elements::<T>(b.address)?);
+    let left = elements::<T>(a.address)?;
+    let right = elements::<T>(b.address)?;
     let to = elements::<T>(c.address)?;
     for batch in 0..batches {
         let left_rows: Vec<f64> = (0..rows * inner)
@@ -192,32 +201,26 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
     if [a_type, b_type] != [c_type; 2] {
         return NOT_SUPPORTED;
     }
-    let [m, n, k, batches] = [m, n, k, batches].map(i64::from);
-    let [a_column, b_column, c_column] = [a_column, b_column, c_column].map(i64::from);
-    let Some([m, n, k, batches]) = sizes([m, n, k, batches]) else {
-        return INVALID_VALUE;
-    };
-    let all = [a_column, a_stride, b_column, b_stride, c_column, c_stride];
-    let Some([a_column, a_stride, b_column, b_stride, c_column, c_stride]) = sizes(all) else {
+    let (Some(size), Some([batches]), Some(a_strides), Some(b_strides), Some(c_strides)) = (
+        sizes([m, n, k].map(i64::from)),
+        sizes([i64::from(batches)]),
+        sizes([i64::from(a_column), a_stride]),
+        sizes([i64::from(b_column), b_stride]),
+        sizes([i64::from(c_column), c_stride]),
+    ) else {
         return INVALID_VALUE;
     };
     // SAFETY: the factors have the type that is computed with.
-    let Some((alpha, beta)) =
-        (unsafe { factor(alpha, compute_type).zip(factor(beta, compute_type)) })
-    else {
+    let factors = unsafe { factor(alpha, compute_type).zip(factor(beta, compute_type)) };
+    let Some((alpha, beta)) = factors else {
         say(&format!("cuBLAS: compute type {compute_type} is not known"));
         return NOT_SUPPORTED;
     };
-    let matrix = |address, strides, operation| Matrix {
-        address,
-        strides,
-        is_transposed: operation != PLAIN,
-    };
     let product = Product {
-        a: matrix(a, [a_column, a_stride], a_operation),
-        b: matrix(b, [b_column, b_stride], b_operation),
-        c: matrix(c, [c_column, c_stride], PLAIN),
-        size: [m, n, k],
+        a: Matrix::new(a, a_strides, a_operation),
+        b: Matrix::new(b, b_strides, b_operation),
+        c: Matrix::new(c, c_strides, PLAIN),
+        size,
         batches,
         alpha,
         beta,
@@ -260,7 +263,8 @@ unsafe extern "C" fn cublasDgemmStridedBatched(
     c_stride: c_longlong,
     batches: c_int,
 ) -> Code {
-    let (alpha, beta) = (alpha.cast(), beta.cast());
+    let alpha = alpha.cast();
+    let beta = beta.cast();
     // SAFETY: the caller's pointers, of the type that is computed with.
     unsafe {
         cublasGemmStridedBatchedEx(
@@ -314,13 +318,12 @@ mod tests {
             (false, [23.0, 34.0, 31.0, 46.0]),
             (true, [17.0, 39.0, 23.0, 53.0]),
         ] {
-            let (a, b) = (upload(&[1.0, 2.0, 3.0, 4.0]), upload(&[5.0, 6.0, 7.0, 8.0]));
+            let a = upload(&[1.0, 2.0, 3.0, 4.0]);
+            let b = upload(&[5.0, 6.0, 7.0, 8.0]);
             let c = devices()[0].allocate(16).unwrap();
-            let (a, b, to) = (
-                matrix(a, 2, is_transposed),
-                matrix(b, 2, false),
-                matrix(c, 2, false),
-            );
+            let a = matrix(a, 2, is_transposed);
+            let b = matrix(b, 2, false);
+            let to = matrix(c, 2, false);
             let product = Product {
                 a,
                 b,

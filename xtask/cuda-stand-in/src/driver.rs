@@ -295,16 +295,19 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     }
     answer(check(to, from, bytes).and_then(|()| {
         count_copy(bytes);
-        let (host, is_pinned) = (Host(to.cast()), machine::is_pinned(to.addr(), bytes));
-        let work = move || {
-            let copy = elements::<u8>(from)?.first(bytes)?.to_vec();
-            // The whole value, which may cross threads, and not only its pointer.
-            let host = host;
-            // SAFETY: the caller keeps as many bytes until the stream has got here.
-            unsafe { host.0.copy_from_nonoverlapping(copy.as_ptr(), bytes) };
-            Ok(())
-        };
-        let copied = push(on, Box::new(work))?;
+        let host = Host(to.cast());
+        let is_pinned = machine::is_pinned(to.addr(), bytes);
+        let copied = push(
+            on,
+            Box::new(move || {
+                let copy = elements::<u8>(from)?.first(bytes)?.to_vec();
+                // The whole value, which may cross threads, and not only its pointer.
+                let host = host;
+                // SAFETY: the caller keeps as many bytes until the stream has got here.
+                unsafe { host.0.copy_from_nonoverlapping(copy.as_ptr(), bytes) };
+                Ok(())
+            }),
+        )?;
         // Only copies to pinned memory go on after the call.
         if !is_pinned {
             copied.wait();
@@ -319,8 +322,14 @@ extern "C" fn cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, on:
     if bytes == 0 {
         return code::SUCCESS;
     }
-    let work = move || elements::<u8>(to)?.fill_from(&elements::<u8>(from)?.first(bytes)?.to_vec());
-    answer(push(on, Box::new(work)).map(drop))
+    let copied = push(
+        on,
+        Box::new(move || {
+            let copy = elements::<u8>(from)?.first(bytes)?.to_vec();
+            elements::<u8>(to)?.fill_from(&copy)
+        }),
+    );
+    answer(copied.map(drop))
 }
 
 #[unsafe(no_mangle)]
@@ -337,8 +346,11 @@ extern "C" fn cuMemcpyPeerAsync(
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemsetD8Async(to: Address, value: c_uchar, bytes: usize, on: Handle) -> Code {
-    let work = move || elements::<u8>(to)?.fill_from(&vec![value; bytes]);
-    answer(push(on, Box::new(work)).map(drop))
+    let set = push(
+        on,
+        Box::new(move || elements::<u8>(to)?.fill_from(&vec![value; bytes])),
+    );
+    answer(set.map(drop))
 }
 
 #[unsafe(no_mangle)]

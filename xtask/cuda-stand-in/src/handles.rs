@@ -53,7 +53,8 @@ mod tests {
     #[test]
     fn a_handle_that_was_removed_names_nothing() {
         let handles: Handles<u8> = Handles::new();
-        let (first, second) = (handles.add(1), handles.add(2));
+        let first = handles.add(1);
+        let second = handles.add(2);
         assert_eq!(
             (handles.get(first), handles.get(second)),
             (Some(1), Some(2))

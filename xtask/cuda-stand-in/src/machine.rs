@@ -84,16 +84,29 @@ impl Device {
         }
     }
 
+    /// Makes a GPU with so many bytes of memory; `None` if there is none for it.
+    fn new(ordinal: usize, number: usize, capacity: u64) -> Option<Device> {
+        let memory = Memory::new(ordinal, capacity)
+            .inspect_err(|error| say(&format!("no memory for a GPU: {error}")))
+            .ok()?;
+        Some(Device {
+            memory,
+            number,
+            default: Mutex::new(None),
+            queues: Mutex::new(Vec::new()),
+            failure: Arc::new(OnceLock::new()),
+        })
+    }
+
     /// Makes a stream.
     pub(crate) fn start_queue(&self, is_blocking: bool) -> Result<Arc<Queue>, Code> {
         let failure = Arc::clone(&self.failure);
-        let report = move |error: String| {
+        let queue = Queue::start(is_blocking, delay(), move |error: String| {
             say(&format!("the GPU has failed: {error}"));
             failure.set(error).ok();
-        };
-        let queue =
-            Queue::start(is_blocking, delay(), report).map_err(|_| code::OPERATING_SYSTEM)?;
-        let queue = Arc::new(queue);
+        })
+        .map(Arc::new)
+        .map_err(|_| code::OPERATING_SYSTEM)?;
         let mut queues = lock(&self.queues);
         // Queues that nobody else holds and that are empty are done.
         queues.retain(|queue| Arc::strong_count(queue) > 1 || !queue.last().is_reached());
@@ -167,25 +180,13 @@ pub(crate) fn devices() -> &'static [Device] {
         let capacity = number("CUDA_STAND_IN_MEMORY")
             .unwrap_or(MEMORY)
             .next_multiple_of(1 << 12);
-        let make = |(ordinal, number)| {
-            let memory = Memory::new(ordinal, capacity)
-                .inspect_err(|error| say(&format!("no memory for a GPU: {error}")));
-            let failure = Arc::new(OnceLock::new());
-            Some(Device {
-                memory: memory.ok()?,
-                number,
-                default: Mutex::new(None),
-                queues: Mutex::new(Vec::new()),
-                failure,
-            })
-        };
         let count = number("CUDA_STAND_IN_DEVICES")
             .map_or(1, |count| count as usize)
             .min(MOST_DEVICES);
         visible(count, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
             .into_iter()
             .enumerate()
-            .map_while(make)
+            .map_while(|(ordinal, number)| Device::new(ordinal, number, capacity))
             .collect()
     })
 }

@@ -105,13 +105,13 @@ impl Memory {
 
     /// Gives an allocation back.
     pub(crate) fn free(&self, address: Address) -> Result<(), String> {
-        let offset = address.wrapping_sub(self.start);
+        let mut offset = address.wrapping_sub(self.start);
         let mut blocks = lock(&self.blocks);
         let bytes = blocks
             .used
             .remove(&offset)
             .ok_or_else(|| format!("{address:#x} is freed, and was not allocated"))?;
-        let (mut offset, mut len) = (offset, bytes.next_multiple_of(ALIGNMENT));
+        let mut len = bytes.next_multiple_of(ALIGNMENT);
         // Join it with the free parts on both sides.
         if let Some(after) = blocks.free.remove(&(offset + len)) {
             len += after;
@@ -122,7 +122,8 @@ impl Memory {
             .next_back()
             .map(|(&start, &bytes)| (start, bytes));
         if let Some((start, bytes)) = before.filter(|(start, bytes)| start + bytes == offset) {
-            (offset, len) = (start, bytes + len);
+            offset = start;
+            len += bytes;
         }
         blocks.free.insert(offset, len);
         Ok(())

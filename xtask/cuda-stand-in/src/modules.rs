@@ -78,14 +78,15 @@ unsafe extern "C" fn cuModuleGetFunction(
 
 /// Returns `true` if a text holds a name as a word of its own.
 fn has_word(text: &str, name: &str) -> bool {
-    let is_part = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(name).any(|(start, _)| {
-        let (before, after) = (
-            text[..start].chars().next_back(),
-            text[start + name.len()..].chars().next(),
-        );
-        !before.is_some_and(is_part) && !after.is_some_and(is_part)
+        let before = text[..start].chars().next_back();
+        let after = text[start + name.len()..].chars().next();
+        !before.is_some_and(is_part_of_word) && !after.is_some_and(is_part_of_word)
     })
+}
+
+fn is_part_of_word(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
 }
 
 #[unsafe(no_mangle)]
@@ -120,8 +121,11 @@ unsafe extern "C" fn cuLaunchKernel(
     // knows.
     let mut arguments = unsafe { Arguments::new(arguments) };
     let work = kernel(&mut arguments, grid);
-    let named = move || carry_out(work).map_err(|error| format!("`{name}`: {error}"));
-    answer(push(on, Box::new(named)).map(drop))
+    let launched = push(
+        on,
+        Box::new(move || carry_out(work).map_err(|error| format!("`{name}`: {error}"))),
+    );
+    answer(launched.map(drop))
 }
 
 #[cfg(test)]

@@ -46,6 +46,15 @@ pub(crate) struct Other {
     pub(crate) figures: serde_json::Value,
 }
 
+impl Other {
+    pub(super) fn new<T: Serialize>(name: &str, figures: T) -> Result<Other> {
+        Ok(Other {
+            name: name.to_owned(),
+            figures: serde_json::to_value(figures)?,
+        })
+    }
+}
+
 impl Case {
     /// Returns `true` if this is the same case as an older one, measured again.
     fn replaces(&self, old: &Case) -> bool {

@@ -1,6 +1,6 @@
 //! The figures as a Markdown table, with their targets.
 
-use std::fmt::Write as _;
+use serde_json::Value;
 
 use super::figures::{Case, Results};
 
@@ -94,18 +94,35 @@ const TARGETS: [Target; 12] = [
 const TARGET_SIZE: &str = "2g";
 
 impl Target {
-    /// Returns the target of a case; `None` if it has none, or is of another size.
-    fn of(case: &Case) -> Option<&'static Target> {
+    /// Finds the target of a case; `None` if it has none, or is of another size.
+    fn find(case: &Case) -> Option<&'static Target> {
+        if case.size != TARGET_SIZE {
+            return None;
+        }
         // A load has the same target whatever number of ranks saved.
-        let name = case.name.split(", saved on").next().unwrap_or(&case.name);
+        let (name, _) = case
+            .name
+            .split_once(", saved on")
+            .unwrap_or((&case.name, ""));
         let limit = case.limit.as_ref().map_or("", |limit| &limit.name);
-        let fits = |target: &&Target| {
+        TARGETS.iter().find(|target| {
             target.case == name && (target.limit.is_empty() || target.limit == limit)
-        };
-        TARGETS
-            .iter()
-            .find(fits)
-            .filter(|_| case.size == TARGET_SIZE)
+        })
+    }
+
+    /// Returns the verdicts on a case whose speed is this multiple of the limit's and of torch's.
+    fn verdicts(&self, limit_ratio: Option<f64>, torch_ratio: Option<f64>) -> String {
+        let mut verdicts = Vec::new();
+        for (wanted, found, unit) in [
+            (self.limit_ratio, limit_ratio, "× limit"),
+            (self.torch_ratio, torch_ratio, "× torch"),
+        ] {
+            if let (Some(wanted), Some(found)) = (wanted, found) {
+                let verdict = if found >= wanted { "met" } else { "**missed**" };
+                verdicts.push(format!("{wanted:.2} {unit}: {verdict}"));
+            }
+        }
+        verdicts.join(", ")
     }
 }
 
@@ -114,94 +131,79 @@ impl Target {
 pub(super) fn markdown(results: &Results) -> String {
     let mut text = format!("Measured on {}.\n\n", results.machine);
     text.push_str(
-        "| case | state | ranks | on | median s | GB/s | × limit | limit | × torch | target | peak above state |\n\
+        "| case | state | ranks | on | median s | GB/s | × limit | limit \
+         | × torch | target | peak above state |\n\
          |---|---|---|---|---|---|---|---|---|---|---|\n",
     );
     for case in &results.cases {
-        line(&mut text, case);
+        push_case(&mut text, case);
     }
     for other in &results.others {
-        let _ = write!(text, "\n**{}**\n\n", other.name);
-        objects(&mut text, &other.figures);
+        text += &format!("\n**{}**\n\n", other.name);
+        push_objects(&mut text, &other.figures);
     }
     text
 }
 
-/// Appends the row of one case to the table.
-fn line(text: &mut String, case: &Case) {
-    let Case {
-        name,
-        size,
-        ranks,
-        place,
-        seconds,
-        ..
-    } = case;
-    let speed = case.bytes as f64 / seconds / 1e9;
-    let limit = case.limit.as_ref();
-    let torch = case.torch_seconds.map(|torch| torch / seconds);
-    let target = Target::of(case).map_or_else(String::new, |target| {
-        let of_limit = judge(
-            target.limit_ratio,
-            limit.map(|limit| limit.ratio),
-            "× limit",
-        );
-        let of_torch = judge(target.torch_ratio, torch, "× torch");
-        [of_limit, of_torch]
-            .into_iter()
-            .flatten()
-            .collect::<Vec<_>>()
-            .join(", ")
-    });
-    let _ = writeln!(
-        text,
-        "| {name} | {size} | {ranks} | {place} | {seconds:.4} | {speed:.2} | {} | {} | {} | {target} | {} |",
-        limit
-            .map(|limit| format!("{:.2}", limit.ratio))
-            .unwrap_or_default(),
-        limit.map(|limit| limit.name.clone()).unwrap_or_default(),
-        torch.map(|torch| format!("{torch:.1}")).unwrap_or_default(),
-        case.peak_bytes
-            .map(|peak| format!("{:.1} MiB", peak as f64 / f64::from(1 << 20)))
-            .unwrap_or_default(),
-    );
-}
-
-/// Compares a speed with its target, if both are known. `of` says what both are measured in (`×
-/// limit`).
-fn judge(wanted: Option<f64>, found: Option<f64>, of: &str) -> Option<String> {
-    let (wanted, found) = (wanted?, found?);
-    let verdict = if found >= wanted { "met" } else { "**missed**" };
-    Some(format!("{wanted:.2} {of}: {verdict}"))
+/// Appends the row of one case to the table. What was not measured is an empty cell.
+fn push_case(text: &mut String, case: &Case) {
+    let speed = case.bytes as f64 / case.seconds / 1e9;
+    let limit_ratio = case.limit.as_ref().map(|limit| limit.ratio);
+    let torch_ratio = case.torch_seconds.map(|torch| torch / case.seconds);
+    let peak_mib = case.peak_bytes.map(|peak| peak as f64 / f64::from(1 << 20));
+    let cells = [
+        case.name.clone(),
+        case.size.clone(),
+        case.ranks.to_string(),
+        case.place.clone(),
+        format!("{:.4}", case.seconds),
+        format!("{speed:.2}"),
+        limit_ratio.map_or_else(String::new, |ratio| format!("{ratio:.2}")),
+        case.limit
+            .as_ref()
+            .map_or_else(String::new, |limit| limit.name.clone()),
+        torch_ratio.map_or_else(String::new, |ratio| format!("{ratio:.1}")),
+        Target::find(case).map_or_else(String::new, |target| {
+            target.verdicts(limit_ratio, torch_ratio)
+        }),
+        peak_mib.map_or_else(String::new, |mib| format!("{mib:.1} MiB")),
+    ];
+    push_row(text, &cells);
 }
 
 /// Appends a table with a row for each object of a list, and a column for each key of the first.
-fn objects(text: &mut String, figures: &serde_json::Value) {
-    let rows = figures
-        .as_array()
-        .map_or_else(|| std::slice::from_ref(figures), Vec::as_slice);
-    let Some(keys) = rows
-        .first()
-        .and_then(|row| row.as_object())
-        .map(|row| row.keys().cloned().collect::<Vec<_>>())
-    else {
+fn push_objects(text: &mut String, figures: &Value) {
+    let rows = match figures {
+        Value::Array(rows) => rows.as_slice(),
+        single => std::slice::from_ref(single),
+    };
+    let Some(Value::Object(first)) = rows.first() else {
         return;
     };
-    let _ = writeln!(
-        text,
-        "| {} |\n|{}",
-        keys.join(" | "),
-        "---|".repeat(keys.len())
-    );
+    let keys: Vec<String> = first.keys().cloned().collect();
+    push_row(text, &keys);
+    text.push('|');
+    text.push_str(&"---|".repeat(keys.len()));
+    text.push('\n');
     for row in rows {
-        let cells = keys.iter().map(|key| match &row[key] {
-            serde_json::Value::Number(number) if number.is_f64() => {
-                format!("{:.4}", number.as_f64().unwrap_or(f64::NAN))
-            }
-            serde_json::Value::String(text) => text.clone(),
-            serde_json::Value::Null => String::new(),
-            other => other.to_string(),
-        });
-        let _ = writeln!(text, "| {} |", cells.collect::<Vec<_>>().join(" | "));
+        let cells: Vec<String> = keys.iter().map(|key| cell(&row[key])).collect();
+        push_row(text, &cells);
+    }
+}
+
+fn push_row(text: &mut String, cells: &[String]) {
+    text.push_str(&format!("| {} |\n", cells.join(" | ")));
+}
+
+/// Returns a value as the text of a cell.
+fn cell(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        Value::Number(number) => match number.as_f64() {
+            Some(value) if number.is_f64() => format!("{value:.4}"),
+            _ => number.to_string(),
+        },
+        other => other.to_string(),
     }
 }

@@ -4,10 +4,12 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::shell::say;
+use super::Bench;
+use crate::files::{read, remove_directory};
+use crate::shell::{run, say};
 
 /// The sizes of a model and of its global batch.
 struct Shape {
@@ -74,112 +76,92 @@ struct Step {
     peak_memory_bytes: Option<f64>,
 }
 
-/// Trains every shape on every number of ranks, `runs` times, and once each time with torch, if
-/// there is a Python.
-pub(super) fn run(
-    root: &Path,
-    target: &Path,
-    ranks: &[usize],
-    runs: usize,
-    torch: Option<&Path>,
-) -> Result<Vec<Figures>> {
-    let out = target.join("bench-train");
-    let mut figures = Vec::new();
-    for shape in &SHAPES {
-        for &ranks in ranks
-            .iter()
-            .filter(|&&ranks| shape.batch.is_multiple_of(ranks))
-        {
-            let (mut ours, mut torchs) = (Vec::new(), Vec::new());
-            for _ in 0..runs {
-                ours.push(steps(&out, fsdp(target, shape, ranks, &out))?);
-                if let Some(python) = torch {
-                    torchs.push(steps(
-                        &out,
-                        torch_command(root, python, shape, ranks, &out),
-                    )?);
+impl Bench<'_> {
+    /// Trains every shape on every number of ranks, as often as asked for, and each time once with
+    /// torch, if there is a Python.
+    pub(super) fn train(&self) -> Result<Vec<Figures>> {
+        let out = self.target.join("bench-train");
+        let mut figures = Vec::new();
+        for shape in &SHAPES {
+            for &ranks in &self.arguments.ranks {
+                if !shape.batch.is_multiple_of(ranks) {
+                    continue;
                 }
+                let mut runs = Vec::new();
+                let mut torch_runs = Vec::new();
+                // In turns, so that a change of the machine's speed hits both sides.
+                for _ in 0..self.arguments.runs {
+                    runs.push(steps(&out, self.fsdp(shape, ranks))?);
+                    if let Some(python) = &self.arguments.torch {
+                        torch_runs.push(steps(&out, self.torch_training(python, shape, ranks))?);
+                    }
+                }
+                let tokens_per_s = speed(&runs);
+                let has_torch = !torch_runs.is_empty();
+                let torch_tokens_per_s = has_torch.then(|| speed(&torch_runs));
+                figures.push(Figures {
+                    shape: shape.name,
+                    ranks,
+                    tokens_per_s,
+                    torch_tokens_per_s,
+                    ratio: torch_tokens_per_s.map(|torch| tokens_per_s / torch),
+                    peak_mib: peak_mib(&runs),
+                    torch_peak_mib: has_torch.then(|| peak_mib(&torch_runs)),
+                });
             }
-            let (tokens_per_s, torch_tokens_per_s) =
-                (speed(&ours), (!torchs.is_empty()).then(|| speed(&torchs)));
-            figures.push(Figures {
-                shape: shape.name,
-                ranks,
-                tokens_per_s,
-                torch_tokens_per_s,
-                ratio: torch_tokens_per_s.map(|torch| tokens_per_s / torch),
-                peak_mib: peak_mib(&ours),
-                torch_peak_mib: (!torchs.is_empty()).then(|| peak_mib(&torchs)),
-            });
+        }
+        Ok(figures)
+    }
+
+    fn fsdp(&self, shape: &Shape, ranks: usize) -> Command {
+        let mut command = Command::new(self.target.join("release/fsdp"));
+        command.args(["train", "--sample", "0", "--no-progress"]);
+        shape.add_options(&mut command, ranks);
+        command
+    }
+
+    /// Returns the command that trains the same GPT in PyTorch, with the machine's threads shared
+    /// equally by the ranks.
+    fn torch_training(&self, python: &Path, shape: &Shape, ranks: usize) -> Command {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / ranks).max(1).to_string();
+        let mut command = Command::new(python);
+        command
+            .arg(self.root.join("tests/interop/gpt_fsdp.py"))
+            .arg("--data")
+            .arg(self.root.join("crates/fsdp-cli/data/harbour.txt"))
+            .args(["--mode", "fsdp2", "--save-every", "0"])
+            .args(["--threads", &threads]);
+        shape.add_options(&mut command, ranks);
+        command
+    }
+}
+
+impl Shape {
+    /// Adds the options that both sides have.
+    fn add_options(&self, command: &mut Command, ranks: usize) {
+        for (option, value) in [
+            ("--nproc", ranks),
+            ("--steps", self.steps),
+            ("--layers", self.layers),
+            ("--heads", self.heads),
+            ("--hidden", self.hidden),
+            ("--seq", self.seq),
+            ("--batch", self.batch),
+        ] {
+            command.arg(option).arg(value.to_string());
         }
     }
-    Ok(figures)
 }
 
-fn fsdp(target: &Path, shape: &Shape, ranks: usize, out: &Path) -> Command {
-    let mut command = Command::new(target.join("release/fsdp"));
-    command.args(["train", "--sample", "0", "--no-progress"]);
-    with_options(command, shape, ranks, out)
-}
-
-/// Returns the command that trains the same GPT in PyTorch, with the machine's threads shared
-/// equally by the ranks.
-fn torch_command(root: &Path, python: &Path, shape: &Shape, ranks: usize, out: &Path) -> Command {
-    let threads = (std::thread::available_parallelism().map_or(1, usize::from) / ranks).max(1);
-    let mut command = Command::new(python);
-    command
-        .arg(root.join("tests/interop/gpt_fsdp.py"))
-        .arg("--data");
-    command.arg(root.join("crates/fsdp-cli/data/harbour.txt"));
-    command.args([
-        "--mode",
-        "fsdp2",
-        "--save-every",
-        "0",
-        "--threads",
-        &threads.to_string(),
-    ]);
-    with_options(command, shape, ranks, out)
-}
-
-/// Adds the options that both sides have.
-fn with_options(mut command: Command, shape: &Shape, ranks: usize, out: &Path) -> Command {
-    for (option, value) in [
-        ("--nproc", ranks),
-        ("--steps", shape.steps),
-        ("--layers", shape.layers),
-        ("--heads", shape.heads),
-        ("--hidden", shape.hidden),
-        ("--seq", shape.seq),
-        ("--batch", shape.batch),
-    ] {
-        command.arg(option).arg(value.to_string());
-    }
-    command.arg("--out").arg(out);
-    command
-}
-
-/// Runs a training, and returns its steps.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "a bench's directory is no checkpoint"
-)]
+/// Runs a training that writes to a directory, and returns its steps.
 fn steps(out: &Path, mut command: Command) -> Result<Vec<Step>> {
-    if out.exists() {
-        std::fs::remove_dir_all(out)
-            .with_context(|| format!("failed to remove `{}`", out.display()))?;
-    }
+    remove_directory(out)?;
+    command.arg("--out").arg(out).stdout(Stdio::null());
     say(&format!("xtask: {command:?}"));
-    let status = command
-        .stdout(Stdio::null())
-        .stderr(Stdio::inherit())
-        .status();
-    let status = status.with_context(|| format!("failed to start {command:?}"))?;
-    ensure!(status.success(), "{command:?} failed: {status}");
+    run(&mut command)?;
     let path = out.join("metrics.jsonl");
-    let text = std::fs::read_to_string(&path)
-        .with_context(|| format!("failed to read `{}`", path.display()))?;
-    let steps: Vec<Step> = text
+    let steps: Vec<Step> = read(&path)?
         .lines()
         .map(serde_json::from_str)
         .collect::<Result<_, _>>()?;
@@ -194,26 +176,22 @@ fn steps(out: &Path, mut command: Command) -> Result<Vec<Step>> {
 
 /// Returns the median over runs of the median over the steps of a run.
 fn speed(runs: &[Vec<Step>]) -> f64 {
-    let of_run = |steps: &Vec<Step>| {
-        median(
-            steps[WARM_UP..]
-                .iter()
-                .map(|step| step.tokens_per_s)
-                .collect(),
-        )
-    };
-    median(runs.iter().map(of_run).collect())
+    let medians = runs.iter().map(|steps| {
+        let counted = &steps[WARM_UP..];
+        median(counted.iter().map(|step| step.tokens_per_s).collect())
+    });
+    median(medians.collect())
 }
 
 /// Returns the median over runs of the peak of all ranks' memory.
 fn peak_mib(runs: &[Vec<Step>]) -> f64 {
-    let of_run = |steps: &Vec<Step>| {
+    let peaks = runs.iter().map(|steps| {
         steps
             .iter()
             .filter_map(|step| step.peak_memory_bytes)
             .fold(f64::NAN, f64::max)
-    };
-    median(runs.iter().map(of_run).collect()) / f64::from(1 << 20)
+    });
+    median(peaks.collect()) / f64::from(1 << 20)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

@@ -16,6 +16,7 @@ pub(super) fn check(pages: &[Page], source: &Path) -> Vec<String> {
     let mut listed = BTreeSet::from(["SUMMARY.md".to_owned()]);
     for page in pages {
         for link in links(&page.text) {
+            // Whether a page of somebody else is there is not for a build without network to ask.
             if link.contains("://") || link.starts_with("mailto:") {
                 continue;
             }
@@ -36,6 +37,7 @@ pub(super) fn check(pages: &[Page], source: &Path) -> Vec<String> {
             }
         }
     }
+    // mdBook builds only what the table of contents names, and what such a page includes.
     for page in pages {
         let is_included = pages.iter().any(|other| {
             other
@@ -83,6 +85,7 @@ fn prose(text: &str) -> String {
 fn links(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let prose = prose(text);
+    // Pictures that need a size are written as HTML.
     for opening in ["](", "src=\"", "href=\""] {
         for after in prose.split(opening).skip(1) {
             let end = after

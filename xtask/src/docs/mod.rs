@@ -13,14 +13,14 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 
-use crate::python::{environment, install, succeed};
-use crate::shell::{TESTED, cargo, say, target};
+use crate::python::{environment, install};
+use crate::shell::{TESTED, cargo, run, say, target};
 
 /// The package that drives the browser.
 const PLAYWRIGHT: &str = "playwright>=1.50";
 
 /// Options of `cargo xtask docs`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct DocsArguments {
     /// Write what the console samples print now into the pages, and draw the plots again
     #[arg(long)]
@@ -36,23 +36,12 @@ pub(crate) struct DocsArguments {
     browser: Option<PathBuf>,
     /// Build the `fsdp` of the samples together with all tests, which is quicker where they are
     /// built anyway
-    #[arg(skip)]
+    #[arg(long, conflicts_with = "program")]
     with_tests: bool,
 }
 
-impl DocsArguments {
-    /// The part that `cargo xtask ci` checks.
-    pub(crate) const CI: Self = DocsArguments {
-        bless: false,
-        program: None,
-        no_build: true,
-        browser: None,
-        with_tests: true,
-    };
-}
-
 /// Builds and checks the book.
-pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
+pub(crate) fn check(root: &Path, arguments: &DocsArguments) -> Result<()> {
     let source = root.join("docs/src");
     let pages = page::read_all(&source)?;
     let broken = links::check(&pages, &source);
@@ -65,13 +54,12 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     let program = match &arguments.program {
         Some(program) => program.clone(),
         None => {
-            let build = vec!["build", "--package", "fsdp-cli", "--locked"];
-            let tests = [&["test", "--no-run", "--tests"], TESTED].concat();
-            cargo(
-                root,
-                if arguments.with_tests { &tests } else { &build },
-                &[],
-            )?;
+            let build = if arguments.with_tests {
+                [&["test", "--no-run", "--tests"], TESTED].concat()
+            } else {
+                vec!["build", "--package", "fsdp-cli", "--locked"]
+            };
+            cargo(root, &build, &[])?;
             target(root).join("debug/fsdp")
         }
     };
@@ -80,12 +68,8 @@ pub(crate) fn run(root: &Path, arguments: &DocsArguments) -> Result<()> {
     if arguments.no_build {
         return Ok(());
     }
-    let built = Command::new("mdbook")
-        .arg("build")
-        .arg(root.join("docs"))
-        .status();
-    let built = built.context("failed to start mdbook: `cargo install mdbook --locked`")?;
-    ensure!(built.success(), "`mdbook build` failed with {built}");
+    run(Command::new("mdbook").arg("build").arg(root.join("docs")))
+        .context("mdBook is needed: `cargo install mdbook --locked`")?;
     say(&format!(
         "xtask: the book is in `{}`",
         root.join("docs/book/index.html").display()
@@ -105,5 +89,5 @@ fn read_in_browser(root: &Path, chromium: &Path) -> Result<()> {
     test.arg(root.join("docs/tests/browser.py"))
         .arg(root.join("docs/book"))
         .arg(chromium);
-    succeed(test.arg(target.join("docs-screenshots")))
+    run(test.arg(target.join("docs-screenshots")))
 }

@@ -11,7 +11,8 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use super::page::Page;
-use crate::shell::say;
+use crate::files::write;
+use crate::shell::{run, say};
 
 /// The start of a block that is run.
 const OPENING: &str = "```console,run";
@@ -27,20 +28,19 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
     let mut differences = Vec::new();
     let mut commands = 0;
     for page in pages.iter().filter(|page| page.text.contains(OPENING)) {
+        // The samples of one page build on each other; those of two pages must not.
         let place = tempfile::tempdir().context("failed to make a directory for samples")?;
-        let copied = Command::new("cp")
+        run(Command::new("cp")
             .arg("-r")
             .arg(root.join(CHECKPOINT))
-            .arg(place.path().join("pytorch"))
-            .status()?;
-        ensure!(copied.success(), "failed to copy the samples' checkpoint");
+            .arg(place.path().join("pytorch")))?;
         let (text, ran) = again(&page.text, |line| shell(line, place.path(), program))?;
         commands += ran;
         if text == page.text {
             continue;
         }
         if bless {
-            super::page::write(&root.join("docs/src").join(&page.name), &text)?;
+            write(&root.join("docs/src").join(&page.name), &text)?;
             say(&format!("xtask: blessed `{}`", page.name));
         } else {
             let changed = page
@@ -90,14 +90,16 @@ fn again(text: &str, mut run: impl FnMut(&str) -> Result<String>) -> Result<(Str
             {
                 shown.push(output);
             }
-            let printed = run(command)?;
-            let printed: Vec<&str> = printed.lines().collect();
-            let kept = if fits(&shown, &printed) {
-                &shown
+            let output = run(command)?;
+            let printed: Vec<&str> = output.lines().collect();
+            let current = if fits(&shown, &printed) {
+                shown
             } else {
-                &printed
+                printed
             };
-            kept.iter().for_each(|line| push(&mut now, line));
+            for line in current {
+                push(&mut now, line);
+            }
             ran += 1;
         }
     }

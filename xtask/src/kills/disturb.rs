@@ -1,6 +1,7 @@
 //! One run whose ranks and launchers are killed and stopped until it ends, and the limits that it
 //! keeps on the way.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use rand::RngExt as _;
 use rand::rngs::StdRng;
+use rand::seq::IndexedRandom as _;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::job::{HANG, Job, Work, done, is_alive, newest, starts};
@@ -33,16 +35,33 @@ pub(super) enum Pace {
     Every(Duration),
 }
 
-/// The count of what was done to processes.
+/// A way to disturb a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Disturbance {
+    KillRank,
+    StopRank,
+    /// Half of the ranks at once, as if their host had failed.
+    KillHost,
+    StopHost,
+    KillLauncher,
+    /// For a while.
+    StopLauncher,
+}
+
+/// The ways to disturb a run, each with its share of all.
+const DISTURBANCES: [(Disturbance, u32); 6] = [
+    (Disturbance::KillRank, 8),
+    (Disturbance::StopRank, 3),
+    (Disturbance::KillHost, 3),
+    (Disturbance::StopHost, 2),
+    (Disturbance::KillLauncher, 2),
+    (Disturbance::StopLauncher, 2),
+];
+
+/// The count of what was done to processes, and what it has cost.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
-    killed_ranks: u64,
-    stopped_ranks: u64,
-    killed_launchers: u64,
-    stopped_launchers: u64,
-    /// Half of the ranks at once, as if their host had failed.
-    killed_hosts: u64,
-    stopped_hosts: u64,
+    disturbances: BTreeMap<Disturbance, u64>,
     /// The most steps that were done before a failure and again after it.
     lost: u64,
     /// The longest time from a failure until all ranks that it has left had ended.
@@ -53,13 +72,12 @@ pub(super) struct Counts {
 
 impl Counts {
     pub(super) fn all(&self) -> u64 {
-        let killed = self.killed_ranks + self.killed_launchers + self.killed_hosts;
-        killed + self.stopped_ranks + self.stopped_launchers + self.stopped_hosts
+        self.disturbances.values().sum()
     }
 }
 
 /// A run to disturb.
-pub(super) struct Run<'a> {
+pub(super) struct DisturbedRun<'a> {
     pub(super) work: &'a Work,
     pub(super) out: &'a Path,
     pub(super) said: &'a Path,
@@ -68,10 +86,11 @@ pub(super) struct Run<'a> {
     pub(super) longest_step: Duration,
 }
 
-impl Run<'_> {
+impl DisturbedRun<'_> {
     /// Runs the job to its end, and kills and stops its processes on the way.
     pub(super) fn disturb(&self, random: &mut StdRng, counts: &mut Counts) -> Result<()> {
-        let (before, begin) = (counts.all(), Instant::now());
+        let before = counts.all();
+        let begin = Instant::now();
         let mut job = self.work.start(self.out, self.said)?;
         while let Some(pause) = self.pause(counts, before, begin, random) {
             if job.wait(pause)? {
@@ -83,7 +102,9 @@ impl Run<'_> {
                 thread::sleep(Duration::from_millis(10));
                 continue;
             }
-            let (saved, begun) = (newest(self.out)?, starts(self.out)?.len());
+            // What there is before the failure, to compare with afterwards.
+            let saved = newest(self.out)?;
+            let begun = starts(self.out)?.len();
             let hit = Instant::now();
             let Some(survivors) = self.hit(&mut job, &ranks, random, counts)? else {
                 continue;
@@ -106,10 +127,11 @@ impl Run<'_> {
             // A kill in the last moment of a save may find the new checkpoint there: then the run
             // is yet to start again.
             if let Some(start) = starts(self.out)?.get(begun) {
-                let (lost, most) = (steps.saturating_sub(*start), self.work.save_every);
+                let lost = steps.saturating_sub(*start);
                 ensure!(
-                    lost <= most,
-                    "of {steps} steps {lost} were lost, more than {most}: the run began at {start}"
+                    lost <= self.work.save_every,
+                    "of {steps} steps {lost} were lost, more than {}: the run began at {start}",
+                    self.work.save_every
                 );
                 counts.lost = counts.lost.max(lost);
             }
@@ -148,8 +170,8 @@ impl Run<'_> {
         }
     }
 
-    /// Kills or stops a rank, half of the ranks, or the launcher. Returns the ranks that it has
-    /// left, which cannot go on; `None` if nothing is lost.
+    /// Disturbs the run in a random way. Returns the ranks that it has left, which cannot go on;
+    /// `None` if nothing is lost.
     fn hit(
         &self,
         job: &mut Job,
@@ -157,39 +179,40 @@ impl Run<'_> {
         random: &mut StdRng,
         counts: &mut Counts,
     ) -> Result<Option<Vec<Pid>>> {
+        let (disturbance, _) = DISTURBANCES
+            .choose_weighted(random, |(_, share)| *share)
+            .expect("there is a disturbance, and its share is not 0");
+        *counts.disturbances.entry(*disturbance).or_default() += 1;
+        // The choice is made in any case, so that it does not change what is chosen later.
         let victim = random.random_range(0..ranks.len());
+        let rank = victim..victim + 1;
         let host = 0..ranks.len() / 2;
-        let (victims, with, count) = match random.random_range(0..20) {
-            0..8 => (victim..victim + 1, Signal::KILL, &mut counts.killed_ranks),
-            8..11 => (victim..victim + 1, Signal::STOP, &mut counts.stopped_ranks),
-            11..14 => (host, Signal::KILL, &mut counts.killed_hosts),
-            14..16 => (host, Signal::STOP, &mut counts.stopped_hosts),
-            16..18 => {
-                let launcher = job.launcher();
-                signal(&[launcher], Signal::STOP);
+        let (victims, with) = match disturbance {
+            Disturbance::KillRank => (rank, Signal::KILL),
+            Disturbance::StopRank => (rank, Signal::STOP),
+            Disturbance::KillHost => (host, Signal::KILL),
+            Disturbance::StopHost => (host, Signal::STOP),
+            Disturbance::StopLauncher => {
+                let launcher = [job.launcher()];
+                signal(&launcher, Signal::STOP);
                 thread::sleep(LONGEST_STOP.mul_f64(random.random()));
-                signal(&[launcher], Signal::CONT);
-                counts.stopped_launchers += 1;
+                signal(&launcher, Signal::CONT);
                 // The ranks have gone on meanwhile.
                 return Ok(None);
             }
-            _ => {
+            Disturbance::KillLauncher => {
                 let hit = Instant::now();
                 job.kill()?;
-                counts.killed_launchers += 1;
                 // Its ranks end with it: those that are left would write beside the new ones.
                 self.check_survivors(ranks, hit, counts)?;
                 *job = self.work.start(self.out, self.said)?;
                 return Ok(Some(Vec::new()));
             }
         };
-        *count += 1;
+        // All at once, as a host fails: the launcher must not get in between.
         signal(&ranks[victims.clone()], with);
-        let survivors = ranks
-            .iter()
-            .enumerate()
-            .filter(|(at, _)| !victims.contains(at));
-        Ok(Some(survivors.map(|(_, rank)| *rank).collect()))
+        let survivors = [&ranks[..victims.start], &ranks[victims.end..]];
+        Ok(Some(survivors.concat()))
     }
 
     /// Waits until the ranks that a failure has left have ended, and checks that this takes no
@@ -204,7 +227,8 @@ impl Run<'_> {
             let waited = hit.elapsed();
             ensure!(
                 waited < limit,
-                "a rank still runs {waited:.1?} after a failure: a step takes {:.1?}, the timeout is {timeout:?}",
+                "a rank still runs {waited:.1?} after a failure: \
+                 a step takes {:.1?}, the timeout is {timeout:?}",
                 self.longest_step
             );
             thread::sleep(Duration::from_millis(10));

@@ -18,13 +18,14 @@ use clap::Args;
 use rand::SeedableRng as _;
 use rand::rngs::StdRng;
 
-use self::disturb::{Counts, Pace, Run};
+use self::disturb::{Counts, DisturbedRun, Pace};
 use self::effective::effective;
+use crate::files::remove_directory;
 use crate::job::{ENDLESS, HANG, Work, last_lines, newest, program, step_seconds};
 use crate::shell::say;
 
 /// The options of `cargo xtask kills`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct KillsArguments {
     /// The number of failures: processes, or halves of all ranks, to kill or stop
     #[arg(long, value_name = "N", default_value_t = 100)]
@@ -82,13 +83,7 @@ pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
     let mut random = StdRng::seed_from_u64(seed);
     match arguments.every {
         Some(seconds) => {
-            let (every, work) = (
-                Duration::from_secs(seconds.into()),
-                Work {
-                    keep_last: Some(KEPT),
-                    ..work
-                },
-            );
+            let every = Duration::from_secs(seconds.into());
             one_long_run(work, dir.path(), every, arguments, &mut random)
         }
         None => many_short_runs(&work, dir.path(), arguments.kills, &mut random),
@@ -96,12 +91,9 @@ pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
     .with_context(|| format!("seed {seed}\n{}", last_lines(&dir.path().join("said"))))
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "a run that was compared is not needed any more"
-)]
 fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> Result<()> {
-    let (quiet, said) = (dir.join("quiet"), dir.join("said"));
+    let quiet = dir.join("quiet");
+    let said = dir.join("said");
     let start = Instant::now();
     ensure!(
         work.start(&quiet, &said)?.wait(HANG)?,
@@ -114,7 +106,8 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
     ));
     let longest_step = longest(&step_seconds(&quiet)?);
     let mut counts = Counts::default();
-    let (mut runs, mut disturbed) = (0, Duration::ZERO);
+    let mut runs = 0;
+    let mut disturbed = Duration::ZERO;
     while counts.all() < kills {
         let out = dir.join(format!("run-{runs}"));
         let start = Instant::now();
@@ -124,7 +117,7 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
             in_all: kills,
             of_a_run: KILLS_OF_A_RUN,
         };
-        let run = Run {
+        let run = DisturbedRun {
             work,
             out: &out,
             said: &said,
@@ -140,7 +133,7 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
             .with_context(|| format!("run {runs}"))?;
         fs::remove_file(&said).ok();
         // A thousand kills take many runs.
-        fs::remove_dir_all(&out)?;
+        remove_directory(&out)?;
         say(&format!(
             "kills: {} in {runs} runs, no wrong bit; {counts:?}; {disturbed:.0?} in all",
             counts.all()
@@ -157,7 +150,9 @@ fn one_long_run(
     arguments: &KillsArguments,
     random: &mut StdRng,
 ) -> Result<()> {
-    let (quiet, out, said) = (dir.join("quiet"), dir.join("disturbed"), dir.join("said"));
+    let quiet = dir.join("quiet");
+    let out = dir.join("disturbed");
+    let said = dir.join("said");
     // Step 1: nobody disturbs a run that takes as long. It tells how many steps there are to do,
     // their bits, and their time.
     let length = every.mul_f64(arguments.kills as f64);
@@ -165,29 +160,33 @@ fn one_long_run(
         "kills: a run that nobody disturbs takes {length:.0?}"
     ));
     let start = Instant::now();
-    let mut job = Work {
+    let endless = Work {
         steps: ENDLESS,
-        ..work.clone()
-    }
-    .start(&quiet, &said)?;
+        keep_last: Some(KEPT),
+        ..work
+    };
+    let mut job = endless.start(&quiet, &said)?;
     ensure!(
         !job.wait(length)?,
         "the run that nobody disturbs ended too soon"
     );
     job.stop()?;
     let undisturbed = start.elapsed();
-    let (steps, seconds) = (newest(&quiet)?, step_seconds(&quiet)?);
+    let steps = newest(&quiet)?;
+    let seconds = step_seconds(&quiet)?;
     let alone = effective(&seconds, undisturbed)
         .context("the run that nobody disturbs has done no step")?;
     say(&format!(
-        "kills: {steps} steps of {:.1} ms on {} ranks; undisturbed, with saves, they took {undisturbed:.1?}: effective time \
-         {alone:.3}",
+        "kills: {steps} steps of {:.1} ms on {} ranks; \
+         undisturbed, with saves, they took {undisturbed:.1?}: effective time {alone:.3}",
         seconds.iter().sum::<f64>() * 1e3 / seconds.len() as f64,
         work.ranks
     ));
     // Step 2: the same number of steps, with failures.
-    let (work, mut counts, start) = (Work { steps, ..work }, Counts::default(), Instant::now());
-    let run = Run {
+    let work = Work { steps, ..endless };
+    let mut counts = Counts::default();
+    let start = Instant::now();
+    let run = DisturbedRun {
         work: &work,
         out: &out,
         said: &said,
@@ -200,8 +199,8 @@ fn one_long_run(
     work.check_same(&quiet, &out, steps)?;
     let share = effective(&seconds, disturbed).context("the run took no time")?;
     say(&format!(
-        "kills: {} failures, one every {every:?}, no wrong bit; {counts:?}; {steps} steps took {disturbed:.1?}: effective \
-         time {share:.3}",
+        "kills: {} failures, one every {every:?}, no wrong bit; {counts:?}; \
+         {steps} steps took {disturbed:.1?}: effective time {share:.3}",
         counts.all()
     ));
     let limit = arguments.effective.unwrap_or(0.0);

@@ -9,25 +9,26 @@ use std::thread;
 use std::time::Duration;
 
 use rand::rngs::StdRng;
+use rand::seq::IndexedRandom as _;
 use rand::{Rng as _, RngExt as _, SeedableRng as _};
 
-use super::ports::{Kind, Target};
+use super::ports::{PortKind, Target};
 use super::recorder::Recording;
 
 /// The connections that each stranger keeps open at most.
-const KEPT: usize = 100;
+const MAX_OPEN: usize = 100;
 /// The connections of a burst.
 const BURST: usize = 200;
 /// The most bytes of noise.
 const NOISE: usize = 64 << 10;
 /// The most bits that are flipped in a recording.
 const FLIPS: usize = 8;
-/// The time that the other side has to let a connection in, to take bytes, and to answer.
-const PATIENCE: (Duration, Duration, Duration) = (
-    Duration::from_secs(1),
-    Duration::from_millis(200),
-    Duration::from_millis(20),
-);
+/// The time that the other side has to let a connection in.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time that it has to take bytes.
+const WRITE_TIMEOUT: Duration = Duration::from_millis(200);
+/// The time that it has to answer.
+const READ_TIMEOUT: Duration = Duration::from_millis(20);
 /// The pause after a port had closed, and while none is open.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -83,6 +84,18 @@ pub(super) struct Visits {
     pub(super) answered: AtomicU64,
 }
 
+impl Visits {
+    /// Returns the counts as a text.
+    pub(super) fn told(&self) -> String {
+        format!(
+            "{} connections ({} refused, {} answered)",
+            self.connections.load(Ordering::Relaxed),
+            self.refused.load(Ordering::Relaxed),
+            self.answered.load(Ordering::Relaxed)
+        )
+    }
+}
+
 /// The state that strangers share with those who watch the jobs.
 #[derive(Debug, Default)]
 pub(super) struct Field {
@@ -112,28 +125,28 @@ impl Field {
 
     /// Chooses an open port, a store's as often as a rank's; `None` if none is open.
     fn target(&self, random: &mut StdRng) -> Option<Target> {
-        let lists = self.targets.iter().map(|targets| {
-            targets
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone()
-        });
-        let (stores, ranks): (Vec<Target>, Vec<Target>) = lists
-            .flatten()
-            .partition(|target| target.kind == Kind::Store);
-        let (first, second) = if random.random_bool(0.5) {
-            (stores, ranks)
-        } else {
-            (ranks, stores)
-        };
-        let list = if first.is_empty() { second } else { first };
-        (!list.is_empty()).then(|| list[random.random_range(0..list.len())])
+        let mut stores = Vec::new();
+        let mut ranks = Vec::new();
+        for targets in &self.targets {
+            for target in &*targets.lock().unwrap_or_else(PoisonError::into_inner) {
+                match target.kind {
+                    PortKind::Store => stores.push(*target),
+                    PortKind::Rank => ranks.push(*target),
+                }
+            }
+        }
+        // There are more ranks than stores: chosen among all, a store would see few strangers.
+        if random.random_bool(0.5) {
+            std::mem::swap(&mut stores, &mut ranks);
+        }
+        let list = if stores.is_empty() { ranks } else { stores };
+        list.choose(random).copied()
     }
 
-    fn visits(&self, kind: Kind) -> &Visits {
+    fn visits(&self, kind: PortKind) -> &Visits {
         match kind {
-            Kind::Store => &self.store,
-            Kind::Rank => &self.rank,
+            PortKind::Store => &self.store,
+            PortKind::Rank => &self.rank,
         }
     }
 }
@@ -145,7 +158,7 @@ pub(super) fn bother(field: &Field, recording: &Recording, seed: u64) {
         field,
         recording,
         random,
-        kept: VecDeque::new(),
+        open: VecDeque::new(),
     };
     while !field.has_ended() {
         let Some(target) = field.target(&mut stranger.random) else {
@@ -159,12 +172,12 @@ pub(super) fn bother(field: &Field, recording: &Recording, seed: u64) {
         {
             thread::sleep(PAUSE);
         }
-        stranger.go_on();
+        stranger.send_slowly();
     }
 }
 
 /// A connection that stays open, and what is still to be sent on it.
-struct Kept {
+struct OpenConnection {
     stream: TcpStream,
     rest: VecDeque<u8>,
 }
@@ -173,13 +186,15 @@ struct Stranger<'a> {
     field: &'a Field,
     recording: &'a Recording,
     random: StdRng,
-    kept: VecDeque<Kept>,
+    open: VecDeque<OpenConnection>,
 }
 
 impl Stranger<'_> {
     /// Makes a connection that does its worst, or many.
     fn visit(&mut self, target: Target) -> io::Result<()> {
-        let trick = TRICKS[self.random.random_range(0..TRICKS.len())];
+        let trick = TRICKS
+            .choose(&mut self.random)
+            .expect("there are several tricks");
         if matches!(trick, Trick::Burst) {
             return (0..BURST).try_for_each(|_| self.connect(target).map(drop));
         }
@@ -227,13 +242,12 @@ impl Stranger<'_> {
     fn connect(&self, target: Target) -> io::Result<TcpStream> {
         let visits = self.field.visits(target.kind);
         visits.connections.fetch_add(1, Ordering::Relaxed);
-        let (let_in, take, answer) = PATIENCE;
-        let stream = TcpStream::connect_timeout(&(Ipv4Addr::LOCALHOST, target.port).into(), let_in);
-        let stream = stream.inspect_err(|_| {
+        let address = (Ipv4Addr::LOCALHOST, target.port).into();
+        let stream = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).inspect_err(|_| {
             visits.refused.fetch_add(1, Ordering::Relaxed);
         })?;
-        stream.set_write_timeout(Some(take))?;
-        stream.set_read_timeout(Some(answer))?;
+        stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         Ok(stream)
     }
 
@@ -262,20 +276,20 @@ impl Stranger<'_> {
     fn keep(&mut self, stream: TcpStream, rest: VecDeque<u8>) -> io::Result<()> {
         // A byte that cannot be sent at once is lost.
         stream.set_nonblocking(true)?;
-        self.kept.push_back(Kept { stream, rest });
-        if self.kept.len() > KEPT {
-            self.kept.pop_front();
+        self.open.push_back(OpenConnection { stream, rest });
+        if self.open.len() > MAX_OPEN {
+            self.open.pop_front();
         }
         Ok(())
     }
 
     /// Sends the next byte of one of the slow connections.
-    fn go_on(&mut self) {
-        if self.kept.is_empty() {
+    fn send_slowly(&mut self) {
+        if self.open.is_empty() {
             return;
         }
-        let at = self.random.random_range(0..self.kept.len());
-        let Kept { stream, rest } = &mut self.kept[at];
+        let at = self.random.random_range(0..self.open.len());
+        let OpenConnection { stream, rest } = &mut self.open[at];
         if let Some(byte) = rest.pop_front() {
             stream.write_all(&[byte]).ok();
         }
@@ -315,13 +329,13 @@ mod tests {
         assert_eq!(field.target(&mut random), None);
         let store = Target {
             port: 1,
-            kind: Kind::Store,
+            kind: PortKind::Store,
         };
         field.set_targets(0, vec![store]);
         assert_eq!(field.target(&mut random), Some(store));
         let ranks = [2, 3, 4].map(|port| Target {
             port,
-            kind: Kind::Rank,
+            kind: PortKind::Rank,
         });
         field.set_targets(1, ranks.to_vec());
         let chosen: Vec<Target> = (0..200).filter_map(|_| field.target(&mut random)).collect();

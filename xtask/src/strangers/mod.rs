@@ -27,31 +27,32 @@ mod memory;
 mod ports;
 mod recorder;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use rustix::process::Pid;
 
-use self::attack::{Field, Visits, bother};
+use self::attack::{Field, bother};
 use self::memory::Levels;
-use self::ports::{Kind, store_of, targets};
+use self::ports::{PortKind, store_of, targets};
 use self::recorder::{Recorder, Recording};
+use crate::files::{remove_directory, write};
 use crate::job::{ENDLESS, HANG, Job, Work, done, last_lines, newest, program};
 use crate::shell::say;
 
 /// The options of `cargo xtask strangers`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct StrangersArguments {
     /// The time for which strangers come
     #[arg(long, value_name = "N", default_value_t = 60)]
     seconds: u64,
     /// The number of ranks of each job
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..))]
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(value_parser = clap::value_parser!(u16).range(2..))]
     ranks: u16,
     /// The number of strangers at a time
     #[arg(long, value_name = "N", default_value_t = 4)]
@@ -83,6 +84,17 @@ const REPORT: Duration = Duration::from_secs(30);
 // The places of the jobs' ports in the field.
 const RUNNING: usize = 0;
 const MEETING: usize = 1;
+
+/// The script of a rank whose last one may be late: it waits until the file `$1` is there. That
+/// file may name the port at which it is to look for the store. `fsdp train` follows.
+const LATE_RANK: &str = r#"
+come=$1; shift
+if [ "$RANK" = $((WORLD_SIZE - 1)) ]; then
+    while ! [ -e "$come" ]; do sleep 0.05; done
+    port=$(cat "$come"); MASTER_PORT=${port:-$MASTER_PORT}
+fi
+exec "$@"
+"#;
 
 /// The task itself.
 struct Task<'a> {
@@ -140,17 +152,19 @@ impl Task<'_> {
         // Step 3: strangers come.
         let seconds = Duration::from_secs(arguments.seconds);
         let (grown, meetings) = thread::scope(|scope| {
+            let field = &self.field;
+            let recording = &recording;
             for number in 0..arguments.strangers {
-                let (field, recording) = (&self.field, &recording);
                 scope.spawn(move || bother(field, recording, seed.wrapping_add(number)));
             }
-            let meetings = scope.spawn(|| self.meet(&quiet).inspect_err(|_| self.field.end()));
+            // A meeting that fails ends all the rest, instead of being told only at the end.
+            let meetings = scope.spawn(|| self.meet(&quiet).inspect_err(|_| field.end()));
             let grown = self.watch(&mut job, &out, seconds);
-            self.field.end();
-            let meetings = meetings
-                .join()
-                .map_err(|_| anyhow::anyhow!("the thread of the meetings panicked"))?;
-            Ok::<_, anyhow::Error>((grown?, meetings?))
+            field.end();
+            match meetings.join() {
+                Ok(meetings) => Ok((grown?, meetings?)),
+                Err(_) => bail!("the thread of the meetings panicked"),
+            }
         })?;
         for (kind, visits) in [
             ("the store", &self.field.store),
@@ -162,7 +176,7 @@ impl Task<'_> {
                 "no stranger got an answer at the port of {kind}, so none was tested"
             );
         }
-        // Step 4: as many steps, and nobody disturbs them.
+        // Step 4: as many steps, and nobody disturbs them. Only now is their number known.
         job.stop()?;
         let steps = newest(&out)?;
         say(&format!(
@@ -182,10 +196,10 @@ impl Task<'_> {
         );
         undisturbed.check_same(&alone, &out, steps)?;
         say(&format!(
-            "strangers: {}; no rank ended, none grew by more than {:.1} MiB, {steps} steps and {meetings} meetings have \
-             the bits of undisturbed ones",
+            "strangers: {}; no rank ended, none grew by more than {:.1} MiB, \
+             {steps} steps and {meetings} meetings have the bits of undisturbed ones",
             self.told(),
-            grown as f64 / 1024.0 / 1024.0
+            mebibytes(grown)
         ));
         Ok(())
     }
@@ -200,8 +214,8 @@ impl Task<'_> {
     fn overhear(&self, work: &Work, out: &Path) -> Result<(Job, Recording)> {
         let recorder = Recorder::open()?;
         let come = self.dir.join("come");
-        say_in(&come, &recorder.port()?.to_string())?;
-        let mut job = work.start_with_a_late_rank(&come, out, &self.said("running"))?;
+        write(&come, &recorder.port()?.to_string())?;
+        let mut job = start_with_late_rank(work, &come, out, &self.said("running"))?;
         let until = Instant::now() + HANG;
         let mut leads = false;
         while newest(out)? == 0 {
@@ -215,6 +229,7 @@ impl Task<'_> {
             ensure!(!job.wait(Duration::from_millis(20))?, "the job has ended");
             ensure!(Instant::now() < until, "the job does not begin");
         }
+        // Strangers who have nothing to replay would test nothing.
         let recording = recorder.recording();
         let Recording { greeting, all } = &recording;
         ensure!(
@@ -242,8 +257,10 @@ impl Task<'_> {
     /// Watches the running job for some time, and returns the largest growth of a rank.
     fn watch(&self, job: &mut Job, out: &Path, time: Duration) -> Result<u64> {
         let ranks = job.ranks()?;
-        let levels = Levels::of(&ranks)?;
-        let (begin, mut reported, mut grown) = (Instant::now(), Instant::now(), 0);
+        let levels = Levels::measure(&ranks)?;
+        let begin = Instant::now();
+        let mut reported = Instant::now();
+        let mut grown = 0;
         let before = done(out)?;
         self.field.set_targets(RUNNING, targets(&ranks));
         while begin.elapsed() < time && !self.field.has_ended() {
@@ -252,14 +269,15 @@ impl Task<'_> {
             grown = grown.max(levels.check(self.growth)?);
             if reported.elapsed() > REPORT {
                 reported = Instant::now();
-                let (seconds, mebibytes) =
-                    (begin.elapsed().as_secs(), grown as f64 / 1024.0 / 1024.0);
                 say(&format!(
-                    "strangers: {seconds} s; {}; the most growth is {mebibytes:.1} MiB",
-                    self.told()
+                    "strangers: {} s; {}; the most growth is {:.1} MiB",
+                    begin.elapsed().as_secs(),
+                    self.told(),
+                    mebibytes(grown)
                 ));
             }
         }
+        // The job is about to stop, so strangers must not take its ports for those of another.
         self.field.set_targets(RUNNING, Vec::new());
         let steps = done(out)? - before;
         say(&format!(
@@ -274,23 +292,15 @@ impl Task<'_> {
     }
 
     /// Lets one job after another meet until the end, and returns their number.
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "a run that was compared is not needed any more"
-    )]
     fn meet(&self, quiet: &Path) -> Result<u64> {
+        let out = self.dir.join("meeting");
         let mut meetings = 0;
         while !self.field.has_ended() {
-            let (out, come) = (
-                self.dir.join("meeting"),
-                self.dir.join(format!("come-{meetings}")),
-            );
+            let come = self.dir.join(format!("come-{meetings}"));
             self.meet_once(&out, &come)
+                .and_then(|()| self.work.check_same(quiet, &out, STEPS))
                 .with_context(|| format!("meeting {meetings}"))?;
-            self.work
-                .check_same(quiet, &out, STEPS)
-                .with_context(|| format!("meeting {meetings}"))?;
-            fs::remove_dir_all(&out)?;
+            remove_directory(&out)?;
             meetings += 1;
         }
         Ok(meetings)
@@ -298,30 +308,17 @@ impl Task<'_> {
 
     /// Runs a job whose last rank is late. Until it comes, the ports of the others are open.
     fn meet_once(&self, out: &Path, come: &Path) -> Result<()> {
-        let mut job = self
-            .work
-            .start_with_a_late_rank(come, out, &self.said("meeting"))?;
-        let until = Instant::now() + HANG;
-        let all =
-            |open: &[ports::Target], kind| open.iter().filter(|target| target.kind == kind).count();
-        let waiting: Vec<Pid> = loop {
-            let ranks = job.ranks()?;
-            let open = targets(&ranks);
-            if all(&open, Kind::Store) == 1 && all(&open, Kind::Rank) == self.work.ranks - 1 {
-                self.field.set_targets(MEETING, open);
-                let listen = |rank: &Pid| !targets(&[*rank]).is_empty();
-                break ranks.into_iter().filter(listen).collect();
-            }
-            ensure!(!job.wait(LOOK)?, "the job has ended");
-            ensure!(Instant::now() < until, "its ports do not open: {open:?}");
-        };
-        let levels = Levels::of(&waiting)?;
+        let mut job = start_with_late_rank(&self.work, come, out, &self.said("meeting"))?;
+        // The late rank has no port yet, and its memory says nothing: it is still a shell.
+        let mut waiting = self.wait_for_ports(&mut job)?;
+        waiting.retain(|&rank| !targets(&[rank]).is_empty());
+        let levels = Levels::measure(&waiting)?;
         let begin = Instant::now();
         while begin.elapsed() < LATE && !self.field.has_ended() {
             ensure!(!job.wait(LOOK)?, "it has ended before its last rank came");
             levels.check(self.growth)?;
         }
-        say_in(come, "")?;
+        write(come, "")?;
         // Strangers come to each port for as long as it is open.
         while !job.wait(LOOK)? {
             self.field.set_targets(MEETING, targets(&job.ranks()?));
@@ -331,24 +328,42 @@ impl Task<'_> {
         Ok(())
     }
 
+    /// Waits until the ports of the store and of all ranks but the last are open, and lets
+    /// strangers come to them. Returns the processes of the ranks.
+    fn wait_for_ports(&self, job: &mut Job) -> Result<Vec<Pid>> {
+        let until = Instant::now() + HANG;
+        loop {
+            let ranks = job.ranks()?;
+            let open = targets(&ranks);
+            let stores = open
+                .iter()
+                .filter(|target| target.kind == PortKind::Store)
+                .count();
+            if stores == 1 && open.len() == self.work.ranks {
+                self.field.set_targets(MEETING, open);
+                return Ok(ranks);
+            }
+            ensure!(!job.wait(LOOK)?, "the job has ended");
+            ensure!(Instant::now() < until, "its ports do not open: {open:?}");
+        }
+    }
+
     /// Returns what strangers did so far, as a text.
     fn told(&self) -> String {
-        let told = |what: &str, visits: &Visits| {
-            let [connections, refused, answered] =
-                [&visits.connections, &visits.refused, &visits.answered]
-                    .map(|count| count.load(Ordering::Relaxed));
-            format!("{connections} connections to {what} ({refused} refused, {answered} answered)")
-        };
         format!(
-            "{}, {}",
-            told("stores", &self.field.store),
-            told("ranks", &self.field.rank)
+            "{} to stores, {} to ranks",
+            self.field.store.told(),
+            self.field.rank.told()
         )
     }
 }
 
-/// Writes a small file that another program waits for.
-#[expect(clippy::disallowed_methods, reason = "it is no checkpoint")]
-fn say_in(file: &Path, text: &str) -> Result<()> {
-    fs::write(file, text).with_context(|| format!("failed to write `{}`", file.display()))
+/// Starts a job whose last rank does not come before the file `come` is there.
+fn start_with_late_rank(work: &Work, come: &Path, out: &Path, said: &Path) -> Result<Job> {
+    let come = come.to_str().context("a path is no text")?;
+    work.start_with_script(&["sh", "-c", LATE_RANK, "rank", come], out, said)
+}
+
+fn mebibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
 }

@@ -7,7 +7,7 @@ use rustix::process::Pid;
 
 /// The two kinds of ports of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum PortKind {
     /// The port of the store, which rank 0 keeps open for as long as the job runs.
     Store,
     /// A rank's own port, which is open until all ranks have met.
@@ -18,7 +18,7 @@ pub(super) enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Target {
     pub(super) port: u16,
-    pub(super) kind: Kind,
+    pub(super) kind: PortKind,
 }
 
 /// The state of a socket that listens, in the table of the system.
@@ -26,27 +26,32 @@ const LISTENS: &str = "0A";
 
 /// Returns the ports at which these processes listen. One that has ended meanwhile has none.
 pub(super) fn targets(ranks: &[Pid]) -> Vec<Target> {
+    // The tables have the ports of all processes; the files of a process tell which are its own.
     let mut open = Vec::new();
     // A host without IPv6 has no second table.
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
-        open.extend(listeners(&fs::read_to_string(table).unwrap_or_default()));
+        if let Ok(text) = fs::read_to_string(table) {
+            open.extend(listeners(&text));
+        }
     }
     let mut targets = Vec::new();
     for rank in ranks {
-        let process = format!("/proc/{}", rank.as_raw_nonzero());
-        let Ok(files) = fs::read_dir(format!("{process}/fd")) else {
+        let Ok(files) = fs::read_dir(format!("/proc/{}/fd", rank.as_raw_nonzero())) else {
             continue;
         };
-        let links = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok());
-        let own: Vec<u64> = links.filter_map(|link| socket(link.to_str()?)).collect();
-        let store = fs::read(format!("{process}/environ"))
-            .ok()
-            .and_then(|variables| store_port(&variables));
-        for (port, _) in open.iter().filter(|(_, socket)| own.contains(socket)) {
+        let sockets: Vec<u64> = files
+            .filter_map(|file| fs::read_link(file.ok()?.path()).ok())
+            .filter_map(|link| socket(link.to_str()?))
+            .collect();
+        let store = store_of(*rank).ok();
+        for (port, socket) in &open {
+            if !sockets.contains(socket) {
+                continue;
+            }
             let kind = if store == Some(*port) {
-                Kind::Store
+                PortKind::Store
             } else {
-                Kind::Rank
+                PortKind::Rank
             };
             targets.push(Target { port: *port, kind });
         }
@@ -71,22 +76,27 @@ fn socket(link: &str) -> Option<u64> {
 /// Returns the value of `MASTER_PORT` among the variables of a process, each of which ends with a
 /// zero byte.
 fn store_port(variables: &[u8]) -> Option<u16> {
-    let mut variables = variables
+    variables
         .split(|byte| *byte == 0)
-        .filter_map(|variable| std::str::from_utf8(variable).ok());
-    variables.find_map(|variable| variable.strip_prefix("MASTER_PORT=")?.parse().ok())
+        .filter_map(|variable| std::str::from_utf8(variable).ok())
+        .find_map(|variable| variable.strip_prefix("MASTER_PORT=")?.parse().ok())
 }
 
 /// Returns the port and the number of each socket that listens, from `/proc/net/tcp` or `tcp6`.
 fn listeners(table: &str) -> Vec<(u16, u64)> {
-    let listener = |line: &str| {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let (address, state, socket) = (words.get(1)?, words.get(3)?, words.get(9)?);
-        let port = u16::from_str_radix(address.rsplit_once(':')?.1, 16).ok()?;
-        (*state == LISTENS).then_some((port, socket.parse().ok()?))
-    };
     // The heading is no address.
     table.lines().skip(1).filter_map(listener).collect()
+}
+
+/// Returns the port and the number of the socket of a line, if it listens.
+fn listener(line: &str) -> Option<(u16, u64)> {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    if *words.get(3)? != LISTENS {
+        return None;
+    }
+    let (_, port) = words.get(1)?.rsplit_once(':')?;
+    let socket = words.get(9)?.parse().ok()?;
+    Some((u16::from_str_radix(port, 16).ok()?, socket))
 }
 
 #[cfg(test)]
@@ -135,11 +145,12 @@ mod tests {
     }
 
     #[test]
+    #[cfg(target_os = "linux")]
     fn the_listeners_of_a_process_are_found() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let own = Target {
             port: listener.local_addr().unwrap().port(),
-            kind: Kind::Rank,
+            kind: PortKind::Rank,
         };
         let this = rustix::process::getpid();
         assert!(targets(&[this]).contains(&own));

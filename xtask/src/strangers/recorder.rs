@@ -45,7 +45,8 @@ impl Recorder {
 
     /// Passes connections on to the store, in the background, for as long as this program runs.
     pub(super) fn lead_to(&self, store: u16) -> Result<()> {
-        let (listener, heard) = (self.listener.try_clone()?, Arc::clone(&self.heard));
+        let listener = self.listener.try_clone()?;
+        let heard = Arc::clone(&self.heard);
         thread::spawn(move || {
             for rank in listener.incoming().flatten() {
                 let heard = Arc::clone(&heard);

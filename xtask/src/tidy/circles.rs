@@ -41,23 +41,26 @@ pub(super) fn stale(uses: &Uses) -> Vec<String> {
 
 /// Returns a message for each circle that remains without the `known` uses.
 fn breaches(uses: &Uses, known: &Uses) -> Vec<String> {
-    let files = circles(&uses.difference(known).cloned().collect());
-    let files = files
-        .into_iter()
-        .map(|circle| format!("files use each other in a circle: {circle}"));
-    let folders = circles(&folders(uses).difference(known).cloned().collect());
-    let folders = folders
-        .into_iter()
-        .map(|circle| format!("folders use each other in a circle: {circle}"));
-    files.chain(folders).collect()
+    let mut breaches = Vec::new();
+    for (what, uses) in [("files", uses), ("folders", &folders(uses))] {
+        for circle in circles(&uses.difference(known).cloned().collect()) {
+            breaches.push(format!("{what} use each other in a circle: {circle}"));
+        }
+    }
+    breaches
 }
 
 /// Returns the uses of folders by files of other folders.
 fn folders(uses: &Uses) -> Uses {
-    let folders = uses
-        .iter()
-        .filter_map(|(from, to)| Some((folder(from, uses)?, folder(to, uses)?)));
-    folders.filter(|(from, to)| from != to).collect()
+    let mut found = Uses::new();
+    for (from, to) in uses {
+        if let (Some(from), Some(to)) = (folder(from, uses), folder(to, uses))
+            && from != to
+        {
+            found.insert((from, to));
+        }
+    }
+    found
 }
 
 /// Returns the folder of `src` that a file belongs to. `a/b.rs`, `a/b/c.rs`, and `a.rs` beside a
@@ -68,6 +71,7 @@ fn folder(file: &str, uses: &Uses) -> Option<String> {
         Some((room, _)) => format!("{source}/src/{room}"),
         None => format!("{source}/src/{}", rest.strip_suffix(".rs")?),
     };
+    // A file directly in `src` is of a folder only if there are files in that folder.
     let inside = format!("{room}/");
     uses.iter()
         .any(|(from, to)| from.starts_with(&inside) || to.starts_with(&inside))
@@ -83,6 +87,7 @@ fn circles(uses: &Uses) -> Vec<String> {
     let mut told: BTreeSet<&str> = BTreeSet::new();
     let mut circles = Vec::new();
     for &start in next.keys() {
+        // One circle for each knot is enough: once it is undone, the next run tells the rest.
         if told.contains(start) {
             continue;
         }
@@ -104,6 +109,7 @@ fn circle_through<'a>(
     while let Some(node) = queue.pop_front() {
         for &to in next.get(node).into_iter().flatten() {
             if to == start {
+                // Walk back along the way that the search has come.
                 let mut circle = vec![start, node];
                 while let Some(&before) = circle.last().and_then(|node| came_from.get(node)) {
                     circle.push(before);

@@ -80,6 +80,7 @@ const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];
 /// Checks the dependencies of all crates, as cargo sees them.
 pub(super) fn check(root: &Path) -> Result<Vec<String>> {
     let mut breaches = layers(&dependencies(root)?);
+    // What the command needs through others shows only in the whole tree.
     let tree = [
         "tree",
         "--package",
@@ -140,6 +141,7 @@ fn layers(dependencies: &BTreeMap<String, Vec<String>>) -> Vec<String> {
             .map(|(_, allowed)| *allowed);
         for used in used {
             let ours = LAYERS.iter().any(|(name, _)| name == used);
+            // Whether a dependency from elsewhere is wanted is for review to say.
             if let Some(allowed) = allowed
                 && ours
                 && !allowed.contains(&used.as_str())

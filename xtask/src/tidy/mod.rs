@@ -12,33 +12,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 
 use self::modules::Modules;
+use crate::files::collect;
 
 /// Options of `cargo xtask tidy`.
-#[derive(Args, Clone)]
+#[derive(Args)]
 pub(crate) struct TidyArguments {
     /// Only count what shows how plain and how large each package is, beside other projects
     #[arg(long)]
-    pub(crate) report: bool,
+    report: bool,
     /// Count the packages of another directory, for instance of an older checkout
     #[arg(long, value_name = "DIR", requires = "report")]
-    pub(crate) at: Option<PathBuf>,
+    at: Option<PathBuf>,
 }
-
-/// The directories without source files of this project.
-const SKIPPED: [&str; 8] = [
-    "target",
-    ".git",
-    "fixtures",
-    "book",
-    "runs",
-    "seeds",
-    "corpus",
-    "artifacts",
-];
 
 /// The files that are the root of a crate, relative to the package's directory.
 const ROOTS: [&str; 2] = ["src/lib.rs", "src/main.rs"];
@@ -53,7 +42,7 @@ pub(crate) fn run(root: &Path, arguments: &TidyArguments) -> Result<()> {
 
 /// Checks all rules. The error lists all breaches.
 fn check(root: &Path) -> Result<()> {
-    let files = read(root)?;
+    let files = read_all(root)?;
     let mut breaches = layers::check(root)?;
     for (name, text) in &files {
         breaches.extend(text::check(name, text));
@@ -73,13 +62,14 @@ fn check(root: &Path) -> Result<()> {
 fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
     let mut breaches = Vec::new();
     let mut all_uses = BTreeSet::new();
-    let mut types: Vec<(String, String)> = Vec::new();
+    let mut public_types: Vec<(String, String)> = Vec::new();
     // Each crate is read from the file that is its root.
     for root in files
         .keys()
         .filter(|name| ROOTS.iter().any(|root| name.ends_with(&format!("/{root}"))))
     {
         let modules = Modules::read(files, root)?;
+        // A circle cannot lead through several crates: cargo refuses that.
         let uses = modules.uses();
         breaches.extend(circles::check(&uses));
         all_uses.extend(uses);
@@ -87,30 +77,23 @@ fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
         // of the tests.
         if root.starts_with("crates/") {
             for (file, module) in modules.iter() {
-                types.extend(
-                    module
-                        .public_types
-                        .iter()
-                        .map(|name| (name.clone(), file.to_owned())),
-                );
+                for name in &module.public_types {
+                    public_types.push((name.clone(), file.to_owned()));
+                }
             }
         }
     }
     // These two rules need all crates together.
     breaches.extend(circles::stale(&all_uses));
-    breaches.extend(names::check(
-        types
-            .iter()
-            .map(|(name, file)| (name.as_str(), file.as_str())),
-    ));
+    breaches.extend(names::check(&public_types));
     Ok(breaches)
 }
 
 /// Reads all text files of the project, each with its name below `root`.
-fn read(root: &Path) -> Result<BTreeMap<String, String>> {
+fn read_all(root: &Path) -> Result<BTreeMap<String, String>> {
     let mut paths = Vec::new();
     for top in [
-        "crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci",
+        "crates", "examples", "tests", "fuzz", "xtask", "docs", ".ci", ".github",
     ] {
         collect(&root.join(top), &mut paths)?;
     }
@@ -131,28 +114,8 @@ fn read(root: &Path) -> Result<BTreeMap<String, String>> {
         };
         let name = path
             .strip_prefix(root)
-            .unwrap_or(&path)
-            .to_string_lossy()
-            .replace('\\', "/");
-        files.insert(name, text);
+            .expect("the files are below the directory that was listed");
+        files.insert(name.to_string_lossy().replace('\\', "/"), text);
     }
     Ok(files)
-}
-
-/// Adds the paths of all files below a directory, without those in [`SKIPPED`].
-fn collect(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    for entry in fs::read_dir(directory)
-        .with_context(|| format!("failed to list `{}`", directory.display()))?
-    {
-        let entry = entry?;
-        let path = entry.path();
-        if entry.file_type()?.is_dir() {
-            if !SKIPPED.iter().any(|skipped| entry.file_name() == *skipped) {
-                collect(&path, files)?;
-            }
-        } else {
-            files.push(path);
-        }
-    }
-    Ok(())
 }

@@ -47,37 +47,25 @@ struct Import {
 #[derive(Debug, Default)]
 pub(super) struct Modules(Vec<Module>);
 
-impl Modules {
-    /// Reads the modules of a crate from the texts of its files, starting with the file `root`.
-    pub(super) fn read(files: &BTreeMap<String, String>, root: &str) -> Result<Modules> {
-        let mut modules = Modules::default();
-        let directory = root.rsplit_once('/').map_or("", |(directory, _)| directory);
-        modules.read_file(files, Vec::new(), root, directory)?;
-        Ok(modules)
-    }
+/// Reads the modules of a crate, from the texts of all files by name.
+struct Reader<'a> {
+    files: &'a BTreeMap<String, String>,
+    modules: Modules,
+}
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &Module)> {
-        self.0.iter().map(|module| (module.file.as_str(), module))
-    }
-
+impl Reader<'_> {
     /// Reads the module of one file. The files of its children lie in `directory`.
-    fn read_file(
-        &mut self,
-        files: &BTreeMap<String, String>,
-        path: Segments,
-        file: &str,
-        directory: &str,
-    ) -> Result<()> {
-        let text = files
+    fn read_file(&mut self, path: Segments, file: &str, directory: &str) -> Result<()> {
+        let text = self
+            .files
             .get(file)
             .with_context(|| format!("there is no `{file}`"))?;
         let parsed = syn::parse_file(text).with_context(|| format!("failed to parse `{file}`"))?;
-        self.read_items(files, &parsed.items, path, file, directory)
+        self.read_items(&parsed.items, path, file, directory)
     }
 
     fn read_items(
         &mut self,
-        files: &BTreeMap<String, String>,
         items: &[Item],
         path: Segments,
         file: &str,
@@ -88,22 +76,25 @@ impl Modules {
             file: file.to_owned(),
             ..Module::default()
         };
-        for item in items.iter().filter(|item| !is_for_tests(attributes(item))) {
+        for item in items {
+            if is_for_tests(attributes(item)) {
+                continue;
+            }
             match item {
                 Item::Mod(item) => {
                     let name = item.ident.to_string();
                     let below = format!("{directory}/{name}");
-                    let child: Segments = path.iter().cloned().chain([name.clone()]).collect();
+                    let mut child = path.clone();
+                    child.push(name.clone());
                     if let Some((_, items)) = &item.content {
-                        self.read_items(files, items, child, file, &below)?;
+                        // It is in the same file, but its own children are in a folder of its name.
+                        self.read_items(items, child, file, &below)?;
                     } else {
-                        let beside = format!("{below}.rs");
-                        let found = if files.contains_key(&beside) {
-                            beside
-                        } else {
-                            format!("{below}/mod.rs")
-                        };
-                        self.read_file(files, child, &found, &below)?;
+                        let mut child_file = format!("{below}.rs");
+                        if !self.files.contains_key(&child_file) {
+                            child_file = format!("{below}/mod.rs");
+                        }
+                        self.read_file(child, &child_file, &below)?;
                     }
                     module.children.insert(name);
                 }
@@ -114,8 +105,25 @@ impl Modules {
                 _ => module.add(item),
             }
         }
-        self.0.push(module);
+        self.modules.0.push(module);
         Ok(())
+    }
+}
+
+impl Modules {
+    /// Reads the modules of a crate from the texts of its files, starting with the file `root`.
+    pub(super) fn read(files: &BTreeMap<String, String>, root: &str) -> Result<Modules> {
+        let mut reader = Reader {
+            files,
+            modules: Modules::default(),
+        };
+        let directory = root.rsplit_once('/').map_or("", |(directory, _)| directory);
+        reader.read_file(Vec::new(), root, directory)?;
+        Ok(reader.modules)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &Module)> {
+        self.0.iter().map(|module| (module.file.as_str(), module))
     }
 
     fn get(&self, path: &[String]) -> Option<&Module> {
@@ -135,6 +143,7 @@ impl Modules {
                 .map(|import| (&import.path, import.public));
             let mentions = module.mentions.iter().map(|path| (path, false));
             for (path, public) in imports.chain(mentions) {
+                // What other crates hold makes no circle.
                 let Some(target) = self.resolve(module, path, MAX_REEXPORTS) else {
                     continue;
                 };
@@ -150,7 +159,8 @@ impl Modules {
     /// Finds the module that defines the item of a path, or that the path names; `None` if it leads
     /// out of the crate.
     fn resolve(&self, from: &Module, path: &[String], reexports: usize) -> Option<&Module> {
-        let (mut at, mut rest) = (from.path.clone(), path);
+        let mut at = from.path.clone();
+        let mut rest = path;
         match rest.first()?.as_str() {
             "crate" => {
                 at.clear();
@@ -193,6 +203,8 @@ impl Modules {
             let further: Segments = import.path.iter().chain(&rest[1..]).cloned().collect();
             return self.resolve(module, &further, reexports);
         }
+        // A glob import brings the name in if the module that it leads to has it. If none has, the
+        // name comes from a macro, or from another crate: the module itself is the best answer.
         let globs = module.imports.iter().filter(|import| import.name.is_none());
         let mut exporters = globs.filter_map(|glob| self.resolve(module, &glob.path, reexports));
         exporters

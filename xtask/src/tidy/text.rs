@@ -135,16 +135,12 @@ fn riddles(text: &str) -> Vec<(usize, &'static str)> {
         let marker = marker(line.trim_start());
         if !marker.is_empty() && marker != before {
             let first = line.trim_start().trim_start_matches(marker).trim_start();
-            let word = first
-                .split(|c: char| !c.is_alphanumeric())
-                .next()
-                .unwrap_or_default();
-            found.extend(
-                FIRST_WORDS
-                    .iter()
-                    .find(|&&refused| refused == word)
-                    .map(|&word| (number + 1, word)),
-            );
+            let end = first
+                .find(|c: char| !c.is_alphanumeric())
+                .unwrap_or(first.len());
+            if let Some(word) = FIRST_WORDS.iter().find(|word| ***word == first[..end]) {
+                found.push((number + 1, *word));
+            }
         }
         before = marker;
     }

@@ -56,17 +56,6 @@ pub(crate) struct MemoryTier {
     plans: PlanCache,
 }
 
-/// The tier during one operation, in which all ranks take part.
-struct OpenTier {
-    group: ProcessGroup,
-    /// The name of the operation, for messages.
-    operation: &'static str,
-    /// The run's own directory on this host.
-    root: Location,
-    /// The lowest rank of each rank's host.
-    hosts: Vec<usize>,
-}
-
 /// A damaged copy, and the description of the damage.
 type Damaged = (PartCopy, String);
 
@@ -90,17 +79,18 @@ impl MemoryTier {
         operation: &'static str,
         deadline: Option<Duration>,
         create: bool,
-    ) -> Result<Option<OpenTier>, CheckpointError> {
+    ) -> Result<Option<RunDirectory>, CheckpointError> {
         let group = with_storage_deadline(&self.group, deadline);
-        if self.run_directory.is_none() {
-            self.run_directory = RunDirectory::find(&self.directory, &self.run, &group, create)?;
+        if let Some(found) = &self.run_directory {
+            return Ok(Some(RunDirectory {
+                group,
+                operation,
+                ..found.clone()
+            }));
         }
-        Ok(self.run_directory.clone().map(|directory| OpenTier {
-            group,
-            operation,
-            root: directory.root,
-            hosts: directory.hosts,
-        }))
+        self.run_directory =
+            RunDirectory::find(&self.directory, &self.run, group, operation, create)?;
+        Ok(self.run_directory.clone())
     }
 
     /// Saves the state of a step. Afterwards the tier holds this step and the newest whole one
@@ -203,8 +193,7 @@ impl MemoryTier {
         // only those that can be seen.
         let time = SystemTime::now()
             .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+            .map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
         let next = newest.map_or(0, |newest| newest.start.saturating_add(1));
         let start = group.broadcast_object(Some(&time.max(next)), 0)?;
         self.start = Some(start);
@@ -276,7 +265,7 @@ impl MemoryTier {
     }
 }
 
-impl OpenTier {
+impl RunDirectory {
     /// Turns an error of any rank into an error of every rank. Collective: an agreement.
     fn agree<T>(&self, outcome: Result<T, CheckpointError>) -> Result<T, CheckpointError> {
         CheckpointError::agree(&self.group, self.operation, None, outcome)

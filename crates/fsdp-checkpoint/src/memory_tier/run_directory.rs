@@ -25,9 +25,12 @@ const HOST_FILE: &str = "host";
 /// The length of both files: 16 hexadecimal digits.
 const NUMBER_BYTES: u64 = 16;
 
-/// The directory of a run in the memory tier, and the hosts that have one.
+/// The directory of a run in the memory tier, during one operation in which all ranks take part.
 #[derive(Debug, Clone)]
 pub(super) struct RunDirectory {
+    pub(super) group: ProcessGroup,
+    /// The name of the operation, for messages.
+    pub(super) operation: &'static str,
     /// The run's own directory on this host.
     pub(super) root: Location,
     /// The lowest rank of each rank's host.
@@ -44,31 +47,36 @@ impl RunDirectory {
     pub(super) fn find(
         directory: &Location,
         run: &Location,
-        group: &ProcessGroup,
+        group: ProcessGroup,
+        operation: &'static str,
         create: bool,
     ) -> Result<Option<Self>, CheckpointError> {
-        const OPERATION: &str = "open the memory tier";
         // Step 1: rank 0 finds the name of the run's directory.
         let mut name = Ok(None);
         if group.rank() == 0 {
             name = name_in_tier(run, create).map(Some);
         }
-        let Some(name): Option<String> = broadcast_result(group, OPERATION, name, 0)? else {
+        let Some(name): Option<String> = broadcast_result(&group, operation, name, 0)? else {
             return Ok(None);
         };
         // Step 2: each rank reads the number of its host. Ranks with the same number see the same
         // directory, so they count as one host.
         let root = directory.join(name);
         let host = make_private(&root).and_then(|()| number_in(&root.join(HOST_FILE)));
-        let host = CheckpointError::agree(group, OPERATION, None, host)?;
-        let numbers: Vec<u64> = group.all_gather_object(&host)?;
+        let own_number = CheckpointError::agree(&group, operation, None, host)?;
+        let numbers: Vec<u64> = group.all_gather_object(&own_number)?;
         let mut lowest: HashMap<u64, usize> = HashMap::new();
         let hosts = numbers
             .into_iter()
             .enumerate()
             .map(|(rank, number)| *lowest.entry(number).or_insert(rank))
             .collect();
-        Ok(Some(RunDirectory { root, hosts }))
+        Ok(Some(RunDirectory {
+            group,
+            operation,
+            root,
+            hosts,
+        }))
     }
 }
 

@@ -7,8 +7,8 @@ use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_formats::FileError;
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::plan::{
-    Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, PlanSchema, SchemaItem,
-    Selection, WriteContent, plan_offers,
+    Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, Selection, WriteContent,
+    WriteItem, plan_offers,
 };
 use fsdp_state::LoadError as _;
 use serde::{Deserialize, Serialize};
@@ -66,7 +66,7 @@ struct PlanHashes {
 #[derive(Debug, Serialize, Deserialize)]
 enum PlanPiece {
     /// The next item of the rank's schema; sent by the first rank that has this schema.
-    Item(SchemaItem),
+    Item(WriteItem),
     /// A box that the rank holds.
     Box(HeldBox),
 }
@@ -203,10 +203,10 @@ fn plan_anew(
         PLANNER,
     )?;
     // Step 3: the planner makes the plan. If it fails, all ranks get its error.
-    let planned = pieces
+    let outcome = pieces
         .map(|pieces| plan_pieces(&hashes, pieces, deduplicate))
         .transpose();
-    let mut planned = group.agree("save: plan", planned.map_err(FileError::from))?;
+    let mut planned = group.agree("save: plan", outcome.map_err(FileError::from))?;
     // Step 4: each rank gets its own part of the plan. Only the planner keeps the metadata, which
     // it writes when it commits.
     let parts = planned.as_mut().map(rank_plans);
@@ -271,7 +271,7 @@ fn plan_pieces(
     pieces: Vec<Vec<PlanPiece>>,
     deduplicate: Deduplicate,
 ) -> Result<GlobalPlan, fsdp_formats::plan::SavePlanError> {
-    let mut schemas: Vec<PlanSchema> = Vec::new();
+    let mut schemas: Vec<LocalPlan> = Vec::new();
     let mut known: HashMap<u128, usize> = HashMap::new();
     let mut offers: Vec<Offer> = Vec::new();
     let mut known_offers: HashMap<u128, usize> = HashMap::new();
@@ -288,7 +288,7 @@ fn plan_pieces(
         // Only the first rank with a schema has sent it. Ranks come in order here, so that rank is
         // also the first with an unknown hash.
         let schema = *known.entry(rank.schema).or_insert_with(|| {
-            schemas.push(PlanSchema { items });
+            schemas.push(LocalPlan { items });
             schemas.len() - 1
         });
         // It is the same with the boxes of a layout. Ranks with the same layout have the same

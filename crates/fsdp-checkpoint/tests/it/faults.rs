@@ -169,18 +169,21 @@ fn a_rank_that_dies_is_an_error_on_the_others() {
         .into_iter()
         .for_each(|saved| saved.unwrap());
     for dying in 0..3 {
-        let outcomes = LocalRanks::new(3)
-            .deadline(Duration::from_secs(5))
-            .run(|group| {
-                if group.rank() == dying {
-                    return None;
-                }
-                let options = SaveOptions {
-                    overwrite: true,
-                    ..SaveOptions::default()
-                };
-                Some(save(&path, &state(&group, 9.0), &group, &options))
-            });
+        let ranks = LocalRanks {
+            world_size: 3,
+            deadline: Duration::from_secs(5),
+            ..LocalRanks::default()
+        };
+        let outcomes = ranks.run(|group| {
+            if group.rank() == dying {
+                return None;
+            }
+            let options = SaveOptions {
+                overwrite: true,
+                ..SaveOptions::default()
+            };
+            Some(save(&path, &state(&group, 9.0), &group, &options))
+        });
         for outcome in outcomes.unwrap().into_iter().flatten() {
             match outcome {
                 Err(CheckpointError::Comm(CommError::RankLeft { rank, .. })) => {

@@ -83,24 +83,27 @@ impl Shared {
         *locked(&self.machine.schedule) = schedule.clone();
         *locked(&self.outcomes) = vec![Vec::new(); job.saves];
         locked(&self.winners).clear();
-        let ended = LocalRanks::new(job.ranks)
-            .stack_bytes(STACK_BYTES)
-            .turns(schedule.clone())
-            .run(|group| {
-                let rank = group.rank();
-                let done = catch_unwind(AssertUnwindSafe(|| self.rank(job, group)));
-                match done {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) if job.is_quiet => {
-                        self.violation(format!("rank {rank} of a quiet job: {error:#}"))
-                    }
-                    // Something went wrong, and the rank was told: a real one would end with this
-                    // error.
-                    Ok(Err(_)) => {}
-                    Err(panic) if panic.is::<Killed>() => {}
-                    Err(panic) => resume_unwind(panic),
+        let ranks = LocalRanks {
+            world_size: job.ranks,
+            stack_bytes: STACK_BYTES,
+            turns: Some(schedule.clone()),
+            ..LocalRanks::default()
+        };
+        let ended = ranks.run(|group| {
+            let rank = group.rank();
+            let done = catch_unwind(AssertUnwindSafe(|| self.rank(job, group)));
+            match done {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) if job.is_quiet => {
+                    self.violation(format!("rank {rank} of a quiet job: {error:#}"))
                 }
-            });
+                // Something went wrong, and the rank was told: a real one would end with this
+                // error.
+                Ok(Err(_)) => {}
+                Err(panic) if panic.is::<Killed>() => {}
+                Err(panic) => resume_unwind(panic),
+            }
+        });
         if let Err(error) = ended {
             self.violation(format!("a rank panicked: {error}"));
         }

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::destination::Destination;
 use crate::inspect;
+use crate::natural;
 use crate::output;
 use crate::text::{count, escaped, iec};
 
@@ -97,7 +98,7 @@ impl WriteReport {
         let aside_file = destination.values_file().filter(|_| values > 0);
         if aside_file.is_some() {
             aside.extend(metadata.values().map(|(key, _)| key.to_owned()));
-            aside.sort_by(|a, b| natord::compare(a, b));
+            aside.sort_by(|a, b| natural::compare(a, b));
         }
         let is_dry_run = destination.writing.dry_run;
         let plan = destination.plan.as_ref();
@@ -131,10 +132,10 @@ impl WriteReport {
         self.tensors = written.tensors;
         self.bytes = written.bytes;
         self.aside = written.aside;
-        self.aside.sort_by(|a, b| natord::compare(a, b));
+        self.aside.sort_by(|a, b| natural::compare(a, b));
         self.aside_file = written.aside_file;
         self.quantized = written.quantized;
-        self.quantized.sort_by(|a, b| natord::compare(a, b));
+        self.quantized.sort_by(|a, b| natural::compare(a, b));
         self.containers = written.containers;
         self.copied = written.copied;
         self.left_behind = written.left_behind;

@@ -9,6 +9,7 @@ use fsdp::state::StateError;
 use super::settings::Resume;
 use crate::gpt::Gpt;
 use crate::job_failure::OtherModel;
+use crate::natural;
 
 /// The key of a gradient scaler's scale in a checkpoint.
 const SCALE: &str = "scaler.scale";
@@ -119,6 +120,6 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
             ));
         }
     }
-    lines.sort_by(|a, b| natord::compare(a, b));
+    lines.sort_by(|a, b| natural::compare(a, b));
     Ok(lines)
 }

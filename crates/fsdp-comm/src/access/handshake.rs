@@ -110,8 +110,8 @@ pub(crate) fn handshake_as_client(
     }
     // Step 3: say who this is. The proof covers the hello, so that nobody in between can change it.
     let hello = hello.to_bytes();
-    let proof = key.prove(CLIENT, &[&client, &server, &hello]);
-    write_all(stream, &[&hello[..], &proof].concat(), until)?;
+    let own_proof = key.prove(CLIENT, &[&client, &server, &hello]);
+    write_all(stream, &[&hello[..], &own_proof].concat(), until)?;
     // Step 4: wait for the server's welcome, because it may drop a connection if too many arrive at
     // once.
     let mut answer = [0];
@@ -143,8 +143,10 @@ pub(super) async fn handshake_as_server(
     stream.read_exact(&mut client).await?;
     // Step 2: answer the client's challenge, with one for the client.
     let server = nonce()?;
-    let proof = key.prove(SERVER, &[&client, &server]);
-    stream.write_all(&[&server[..], &proof].concat()).await?;
+    let own_proof = key.prove(SERVER, &[&client, &server]);
+    stream
+        .write_all(&[&server[..], &own_proof].concat())
+        .await?;
     // Step 3: check the client's proof before its hello is used.
     let mut hello = [0; HELLO_BYTES];
     stream.read_exact(&mut hello).await?;

@@ -31,12 +31,13 @@ impl fmt::Debug for Key {
 
 impl Key {
     /// Makes the key of a job.
-    pub(crate) fn of_job(secret: Option<&Secret>, job: &str) -> Key {
-        Key::of_version(VERSION, secret, job)
+    pub(crate) fn for_job(secret: Option<&Secret>, job: &str) -> Key {
+        Key::for_version(VERSION, secret, job)
     }
 
     /// Makes the key that a job has in a version of this program.
-    fn of_version(version: &str, secret: Option<&Secret>, job: &str) -> Key {
+    fn for_version(version: &str, secret: Option<&Secret>, job: &str) -> Key {
+        // A job without a secret has the key of an empty text.
         let secret = secret.map_or("", Secret::text);
         Key(Sha256::digest(secret).into())
             .derive("version", version.as_bytes())
@@ -82,15 +83,15 @@ mod tests {
     #[test]
     fn a_proof_holds_for_its_key_purpose_and_parts_only() {
         let secret = Secret::new("0123456789abcdef").unwrap();
-        let key = Key::of_job(Some(&secret), "job");
+        let key = Key::for_job(Some(&secret), "job");
         let proof = key.prove("client", &[b"ab", b"c"]);
         assert!(key.accepts("client", &[b"ab", b"c"], &proof));
         assert!(!key.accepts("server", &[b"ab", b"c"], &proof));
         assert!(!key.accepts("client", &[b"a", b"bc"], &proof));
         let others = [
-            Key::of_job(None, "job"),
-            Key::of_job(Some(&secret), "other"),
-            Key::of_version("0.0.1", Some(&secret), "job"),
+            Key::for_job(None, "job"),
+            Key::for_job(Some(&secret), "other"),
+            Key::for_version("0.0.1", Some(&secret), "job"),
             key.derive("ranks", b""),
         ];
         for other in others {

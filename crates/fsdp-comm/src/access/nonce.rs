@@ -1,6 +1,5 @@
 //! Random numbers that nobody can guess.
 
-use std::fmt::Write as _;
 use std::io;
 
 const NONCE_BYTES: usize = 32;
@@ -17,10 +16,5 @@ pub(crate) fn nonce() -> io::Result<Nonce> {
 
 /// Returns a new nonce as a text of hexadecimal digits.
 pub(crate) fn nonce_text() -> io::Result<String> {
-    let mut text = String::with_capacity(2 * NONCE_BYTES);
-    for byte in nonce()? {
-        // Writing to a string cannot fail.
-        write!(text, "{byte:02x}").ok();
-    }
-    Ok(text)
+    Ok(nonce()?.iter().map(|byte| format!("{byte:02x}")).collect())
 }

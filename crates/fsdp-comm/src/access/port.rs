@@ -33,21 +33,23 @@ impl Port {
         name: &str,
         on_authenticated: impl FnMut(TcpStream, Hello) + Send + 'static,
     ) -> io::Result<Port> {
+        // Listen before the thread starts, so that the caller learns why that is not possible.
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
         let listener = runtime.block_on(bind(addresses))?;
         let address = listener.local_addr()?;
         let (stop, stopped) = oneshot::channel();
-        let serve = move || {
-            runtime.block_on(async {
-                tokio::select! {
-                    () = accept_authenticated(&listener, &key, on_authenticated) => {}
-                    _ = stopped => {}
-                }
-            });
-        };
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(serve)?;
+        let thread = thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                runtime.block_on(async {
+                    tokio::select! {
+                        () = accept_authenticated(&listener, &key, on_authenticated) => {}
+                        _ = stopped => {}
+                    }
+                });
+            })?;
         Ok(Port {
             address,
             stop: Some(stop),
@@ -63,6 +65,7 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
+        // The listener is closed when the thread has ended, so wait for that.
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             thread.join().ok();
@@ -96,7 +99,7 @@ mod tests {
                 .iter()
                 .map(|address| address.parse().unwrap())
                 .collect();
-            Port::open(&addresses, Key::of_job(None, "job"), "test", |_, _| ())
+            Port::open(&addresses, Key::for_job(None, "job"), "test", |_, _| ())
                 .map(|port| port.address())
         };
         // An address for documentation, which no host has.
@@ -108,11 +111,8 @@ mod tests {
         );
         assert_eq!(open(&[]).unwrap_err().kind(), io::ErrorKind::NotFound);
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let (here, port) = (
-            taken.local_addr().unwrap().to_string(),
-            taken.local_addr().unwrap().port(),
-        );
-        let elsewhere = format!("127.0.0.2:{port}");
+        let here = taken.local_addr().unwrap().to_string();
+        let elsewhere = here.replace("127.0.0.1:", "127.0.0.2:");
         assert_eq!(
             open(&[&here, &elsewhere]).unwrap_err().kind(),
             io::ErrorKind::AddrInUse

@@ -1,18 +1,19 @@
 //! The progress of all ranks of a group, and the error that ended the group, which all its ranks
 //! can see.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
 use super::turns::Turns;
 use crate::backend::Round;
 use crate::error::CommError;
+use crate::sync::{lock, wait_timeout};
 
 /// The progress of all ranks of a group, shared by their threads.
 #[derive(Debug)]
 pub(super) struct Board {
     global_ranks: Vec<usize>,
-    state: Mutex<State>,
+    state: Mutex<BoardState>,
     /// For each rank, the condition variable that it waits on. A rank is woken when it can go on,
     /// and not for each step of another one: with many ranks on few cores, waking them would take
     /// longer than their computation.
@@ -22,8 +23,8 @@ pub(super) struct Board {
 
 /// The part of a board that its lock protects.
 #[derive(Debug)]
-struct State {
-    ranks: Vec<RankState>,
+struct BoardState {
+    ranks: Vec<RankProgress>,
     /// The records of all ranks in the last round that all of them have entered. Those of one round
     /// are enough, because a rank enters a round only after it has got the records of the one
     /// before.
@@ -34,7 +35,7 @@ struct State {
 
 /// The progress of one rank.
 #[derive(Debug, Default)]
-struct RankState {
+struct RankProgress {
     /// The number of rounds that the rank has entered.
     arrived: u64,
     /// The number of rounds in which it has finished reading from others.
@@ -51,11 +52,14 @@ struct RankState {
 
 impl Board {
     pub(super) fn new(global_ranks: Vec<usize>, turns: Option<Arc<dyn Turns>>) -> Self {
-        let ranks = global_ranks.iter().map(|_| RankState::default()).collect();
+        let ranks = global_ranks
+            .iter()
+            .map(|_| RankProgress::default())
+            .collect();
         let changed = global_ranks.iter().map(|_| Condvar::new()).collect();
         Board {
             global_ranks,
-            state: Mutex::new(State {
+            state: Mutex::new(BoardState {
                 ranks,
                 records: Arc::default(),
                 failure: None,
@@ -65,12 +69,13 @@ impl Board {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, BoardState> {
+        lock(&self.state)
     }
 
     /// Wakes these ranks, if they wait.
     fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
+        // With turns, ranks do not wait on condition variables, but ask again in their next turn.
         match &self.turns {
             Some(turns) => turns.changed(),
             None => ranks
@@ -89,13 +94,10 @@ impl Board {
         self.wake_all();
     }
 
-    /// Notes that a rank, which may be of another group, takes no further part.
+    /// Records that a rank, which may be of another group, takes no further part.
     pub(super) fn leave(&self, global_rank: usize, reason: &str) {
-        if let Some(rank) = self
-            .global_ranks
-            .iter()
-            .position(|&rank| rank == global_rank)
-        {
+        let mut ranks = self.global_ranks.iter();
+        if let Some(rank) = ranks.position(|&rank| rank == global_rank) {
             self.lock().ranks[rank]
                 .left
                 .get_or_insert_with(|| reason.to_owned());
@@ -110,6 +112,7 @@ impl Board {
         rank: usize,
         record: &[u8],
     ) -> Result<Arc<Vec<Vec<u8>>>, CommError> {
+        // Copy the record before taking the lock, for which all other ranks wait.
         let record = record.to_vec();
         let mut state = self.lock();
         if let Some(failure) = &state.failure {
@@ -134,11 +137,11 @@ impl Board {
             self.wake_all();
             state = self.lock();
         }
-        let state = self.wait(state, round, rank, |rank, _| rank.arrived > round.number)?;
-        Ok(Arc::clone(&state.records))
+        let complete = self.wait(state, round, rank, |rank, _| rank.arrived > round.number)?;
+        Ok(Arc::clone(&complete.records))
     }
 
-    /// Notes that this rank has finished reading from the ranks in `read`, and waits until all of
+    /// Records that this rank has finished reading from the ranks in `read`, and waits until all of
     /// `readers` have finished reading from it.
     pub(super) fn finish(
         &self,
@@ -168,63 +171,39 @@ impl Board {
         state.ranks[rank].awaits = Some(readers.len());
         let mut reads = vec![false; self.changed.len()];
         readers.iter().for_each(|&reader| reads[reader] = true);
-        let is_ready =
-            |other: &RankState, number: usize| other.finished > round.number || !reads[number];
-        let mut state = self.wait(state, round, rank, is_ready)?;
-        state.ranks[rank].awaits = None;
+        let mut complete = self.wait(state, round, rank, |other, number| {
+            other.finished > round.number || !reads[number]
+        })?;
+        complete.ranks[rank].awaits = None;
         Ok(())
     }
 
     /// Returns the error of a round in which `rank` took back its slice before it was read.
     pub(super) fn failure_of(&self, round: &Round<'_>, own: usize, rank: usize) -> CommError {
-        match self.wait(self.lock(), round, own, |_, number| number != rank) {
-            Err(error) => error,
-            // Not reached, because `rank` never counts as ready.
-            Ok(_) => self.timeout(round, vec![self.global_ranks[rank]]),
-        }
+        self.wait(self.lock(), round, own, |_, number| number != rank)
+            .map(drop)
+            .expect_err("the wait for a rank that is never ready cannot succeed")
     }
 
     /// Waits on rank `own` until all ranks are ready, and fails if one of them never will be.
     fn wait<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, BoardState>,
         round: &Round<'_>,
         own: usize,
-        is_ready: impl Fn(&RankState, usize) -> bool,
-    ) -> Result<MutexGuard<'a, State>, CommError> {
+        is_ready: impl Fn(&RankProgress, usize) -> bool,
+    ) -> Result<MutexGuard<'a, BoardState>, CommError> {
         let mut until = round.until;
         loop {
-            // The wait is over when no rank is missing.
-            let missing = || {
-                state
-                    .ranks
-                    .iter()
-                    .enumerate()
-                    .filter(|&(number, rank)| !is_ready(rank, number))
-            };
-            if missing().next().is_none() {
+            let missing: Vec<usize> = (0..state.ranks.len())
+                .filter(|&number| !is_ready(&state.ranks[number], number))
+                .collect();
+            if missing.is_empty() {
                 return Ok(state);
             }
-            // An error of the group comes first, then a missing rank that has left, then the
-            // deadline.
-            let left = missing().find_map(|(number, rank)| Some((number, rank.left.clone()?)));
-            let failure = match (&state.failure, left) {
-                (Some(failure), _) => Some(failure.clone()),
-                (None, Some((number, reason))) => Some(CommError::RankLeft {
-                    rank: self.global_ranks[number],
-                    operation: round.operation.to_owned(),
-                    sequence: round.sequence,
-                    reason,
-                }),
-                (None, None) => None,
-            };
             let now = Instant::now();
-            let failure = failure.or_else(|| {
-                let missing = missing().map(|(number, _)| self.global_ranks[number]);
-                (now >= until).then(|| self.timeout(round, missing.collect()))
-            });
             // The first rank to give up decides for all.
-            if let Some(failure) = failure {
+            if let Some(failure) = self.failure(&state, round, &missing, now >= until) {
                 state.failure = Some(failure.clone());
                 self.wake_all();
                 return Err(failure);
@@ -237,18 +216,28 @@ impl Board {
                 state = self.lock();
                 continue;
             }
-            let waited = self.changed[own].wait_timeout(state, until - now);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout(&self.changed[own], state, until - now);
         }
     }
 
-    /// Returns the error of a round that `missing` ranks did not reach in time.
-    fn timeout(&self, round: &Round<'_>, missing: Vec<usize>) -> CommError {
-        CommError::Timeout {
-            operation: round.operation.to_owned(),
-            sequence: round.sequence,
-            missing,
-            deadline: round.deadline,
+    /// Returns the reason why a round that waits for the `missing` ranks cannot end: the error of
+    /// the group comes first, then a missing rank that has left, then the deadline.
+    fn failure(
+        &self,
+        state: &BoardState,
+        round: &Round<'_>,
+        missing: &[usize],
+        is_late: bool,
+    ) -> Option<CommError> {
+        if state.failure.is_some() {
+            return state.failure.clone();
         }
+        for &number in missing {
+            if let Some(reason) = &state.ranks[number].left {
+                return Some(round.rank_left(self.global_ranks[number], reason.as_str()));
+            }
+        }
+        let missing = missing.iter().map(|&number| self.global_ranks[number]);
+        is_late.then(|| round.timeout(missing.collect()))
     }
 }

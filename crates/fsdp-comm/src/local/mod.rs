@@ -14,14 +14,15 @@ mod slot;
 mod turns;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use self::board::Board;
 use self::slot::Slot;
-use crate::backend::{Backend, Plan, Planner, Round};
+use crate::backend::{Backend, Members, Plan, Planner, Round};
 use crate::error::CommError;
+use crate::sync::lock;
 
-pub use self::ranks::{LocalRanks, RANK_STACK_BYTES, run_local};
+pub use self::ranks::{LocalRanks, run_local};
 pub use self::turns::Turns;
 
 /// The state that all ranks of one process share: the ranks that have left, and the groups.
@@ -41,7 +42,6 @@ struct HubState {
 /// The state that the ranks of one group share.
 #[derive(Debug)]
 struct Group {
-    global_ranks: Vec<usize>,
     board: Board,
     slots: Vec<Slot>,
 }
@@ -49,12 +49,11 @@ struct Group {
 impl Hub {
     /// Returns the group with this id. The first rank to ask for it creates it.
     fn group(&self, id: u64, global_ranks: &[usize]) -> Arc<Group> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if let Some(group) = state.groups.get(&id).and_then(Weak::upgrade) {
             return group;
         }
         let group = Arc::new(Group {
-            global_ranks: global_ranks.to_vec(),
             board: Board::new(global_ranks.to_vec(), self.turns.clone()),
             slots: global_ranks.iter().map(|_| Slot::default()).collect(),
         });
@@ -69,7 +68,7 @@ impl Hub {
     /// Records in all groups, also in those that are made later, that a rank takes no further part.
     /// If a rank leaves more than once, the first reason is kept.
     fn leave(&self, rank: usize, reason: &str) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if state.left.contains_key(&rank) {
             return;
         }
@@ -99,7 +98,7 @@ impl Drop for Membership {
 struct LocalBackend {
     membership: Arc<Membership>,
     group: Arc<Group>,
-    rank: usize,
+    members: Members,
 }
 
 impl Backend for LocalBackend {
@@ -107,12 +106,8 @@ impl Backend for LocalBackend {
         "local"
     }
 
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.group.global_ranks
+    fn members(&self) -> &Members {
+        &self.members
     }
 
     fn round<'p>(
@@ -122,45 +117,37 @@ impl Backend for LocalBackend {
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        let Group { board, slots, .. } = &*self.group;
+        let Group { board, slots } = &*self.group;
+        let own = self.members.rank;
         // Other ranks may read `send` until the end of the closure.
-        slots[self.rank].lend(round.number, send, || {
-            let records = board.exchange(round, self.rank, record)?;
-            let records: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
-            let Some(plan) = plan(&records)? else {
+        slots[own].lend(round.number, send, || {
+            let records = board.exchange(round, own, record)?;
+            let slices: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
+            let Some(plan) = plan(&slices)? else {
                 return Ok(());
             };
-            let others = (0..slots.len()).filter(|&rank| rank != self.rank);
+            let others = (0..slots.len()).filter(|&rank| rank != own);
             let readers: Vec<usize> = others
                 .clone()
-                .filter(|&rank| plan.is_read_by(rank))
+                .filter(|&rank| !plan.to[rank].is_empty())
                 .collect();
-            let read: Vec<usize> = others.filter(|&rank| plan.reads(rank)).collect();
+            let read: Vec<usize> = others.filter(|&rank| !plan.from[rank].is_empty()).collect();
             self.read(round, plan)?;
             // The slice must stay until all its readers are done.
-            board.finish(round, self.rank, &read, &readers)
+            board.finish(round, own, &read, &readers)
         })
     }
 
     fn subgroup(
         &self,
         _round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
+        members: Members,
     ) -> Result<Arc<dyn Backend>, CommError> {
-        let global_ranks: Vec<usize> = ranks
-            .iter()
-            .filter_map(|&rank| self.group.global_ranks.get(rank).copied())
-            .collect();
-        let rank = ranks
-            .iter()
-            .position(|&rank| rank == self.rank)
-            .unwrap_or_default();
-        let group = self.membership.hub.group(id, &global_ranks);
+        let hub = &self.membership.hub;
         Ok(Arc::new(LocalBackend {
             membership: Arc::clone(&self.membership),
-            group,
-            rank,
+            group: hub.group(members.id, &members.global_ranks),
+            members,
         }))
     }
 
@@ -172,31 +159,35 @@ impl Backend for LocalBackend {
 impl LocalBackend {
     /// Fills this rank's destination from the slices that the other ranks have published.
     fn read(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
-        let Group {
-            board,
-            slots,
+        let Group { board, slots } = &*self.group;
+        let Members {
+            rank: own,
             global_ranks,
-        } = &*self.group;
+            ..
+        } = &self.members;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
-            let loan = plan.reads(rank).then(|| slot.borrow(round.number));
-            if let Some(None) = loan {
+            if plan.from[rank].is_empty() {
+                loans.push(None);
+                continue;
+            }
+            let Some(loan) = slot.borrow(round.number) else {
                 // The slice is not published any more although this rank has not read it. Its owner
                 // withdraws it early only if the round has failed.
-                return Err(board.failure_of(round, self.rank, rank));
-            }
-            loans.push(loan.flatten());
+                return Err(board.failure_of(round, *own, rank));
+            };
+            loans.push(Some(loan));
         }
         let sources: Vec<&[u8]> = loans
             .iter()
-            .map(|loan| loan.as_ref().map_or(&[][..], |loan| loan.bytes()))
-            .collect();
-        plan.deliver(&sources, self.rank)
-            .map_err(|(rank, published)| CommError::RankLeft {
-                rank: global_ranks[rank],
-                operation: round.operation.to_owned(),
-                sequence: round.sequence,
-                reason: format!("published only {published} bytes"),
+            .map(|loan| match loan {
+                Some(loan) => loan.bytes(),
+                None => &[],
             })
+            .collect();
+        plan.deliver(&sources, *own).map_err(|(rank, published)| {
+            let reason = format!("published only {published} bytes");
+            round.rank_left(global_ranks[rank], reason)
+        })
     }
 }

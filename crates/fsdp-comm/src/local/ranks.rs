@@ -2,22 +2,19 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
 use fsdp_layout::ErrorKind;
 
-use super::turns::{Turn, Turns};
+use super::turns::{TurnGuard, Turns};
 use super::{Group, Hub, LocalBackend, Membership};
-use crate::backend::Backend;
+use crate::backend::{Backend, Members};
 use crate::error::{CommError, RankFailure, bounded};
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::link::{LinkedBackend, SimulatedLink};
-
-/// The stack size of each rank's thread. It is this large because candle's backward pass recurses
-/// once for each node of the graph. It is address space: only the used part becomes memory.
-pub const RANK_STACK_BYTES: usize = 256 << 20;
+use crate::sync::lock;
 
 /// Runs `f` on `world_size` threads, one for each rank, and returns their results in rank order.
 ///
@@ -29,7 +26,11 @@ where
     F: Fn(ProcessGroup) -> T + Sync,
     T: Send,
 {
-    LocalRanks::new(world_size).run(f)
+    let ranks = LocalRanks {
+        world_size,
+        ..LocalRanks::default()
+    };
+    ranks.run(f)
 }
 
 impl ProcessGroup {
@@ -47,12 +48,16 @@ impl ProcessGroup {
     pub fn alone() -> Self {
         let hub = Arc::new(Hub::default());
         let group = hub.group(0, &[0]);
-        let membership = Arc::new(Membership { hub, rank: 0 });
-        ProcessGroup::new(Arc::new(LocalBackend {
-            membership,
+        let backend = LocalBackend {
+            membership: Arc::new(Membership { hub, rank: 0 }),
             group,
-            rank: 0,
-        }))
+            members: Members {
+                id: 0,
+                global_ranks: vec![0],
+                rank: 0,
+            },
+        };
+        ProcessGroup::new(Arc::new(backend), DEFAULT_DEADLINE, 1)
     }
 }
 
@@ -61,59 +66,47 @@ impl ProcessGroup {
 /// ```
 /// use std::time::Duration;
 /// use fsdp_comm::{CommError, LocalRanks};
-/// let outcomes = LocalRanks::new(2).deadline(Duration::from_millis(50)).run(|group| {
+/// let ranks = LocalRanks {
+///     world_size: 2,
+///     deadline: Duration::from_millis(50),
+///     ..LocalRanks::default()
+/// };
+/// let outcomes = ranks.run(|group| {
 ///     if group.rank() == 0 { group.barrier() } else { Ok(std::thread::sleep(Duration::from_millis(200))) }
 /// })?;
 /// assert!(matches!(&outcomes[0], Err(CommError::Timeout { missing, .. }) if *missing == [1]));
 /// # Ok::<(), CommError>(())
 /// ```
 #[derive(Debug, Clone)]
-#[must_use]
 pub struct LocalRanks {
-    world_size: usize,
-    deadline: Duration,
-    stack_bytes: usize,
-    link: Option<SimulatedLink>,
-    turns: Option<Arc<dyn Turns>>,
+    /// The number of ranks; 1 by default.
+    pub world_size: usize,
+    /// The deadline of the group that each rank gets; [`DEFAULT_DEADLINE`] by default.
+    pub deadline: Duration,
+    /// The stack size of each rank's thread. By default it is 256 MiB, because candle's backward
+    /// pass recurses once for each node of the graph. It is address space: only the used part
+    /// becomes memory.
+    pub stack_bytes: usize,
+    /// A simulated network link before each rank, which all bytes from other ranks cross. For tests
+    /// and benches.
+    pub link: Option<SimulatedLink>,
+    /// What decides which rank runs when; the operating system by default.
+    pub turns: Option<Arc<dyn Turns>>,
 }
 
-impl LocalRanks {
-    /// Creates options for this many ranks, with [`DEFAULT_DEADLINE`] and [`RANK_STACK_BYTES`].
-    pub fn new(world_size: usize) -> Self {
+impl Default for LocalRanks {
+    fn default() -> Self {
         LocalRanks {
-            world_size,
+            world_size: 1,
             deadline: DEFAULT_DEADLINE,
-            stack_bytes: RANK_STACK_BYTES,
+            stack_bytes: 256 << 20,
             link: None,
             turns: None,
         }
     }
+}
 
-    /// Sets the deadline of the group that each rank gets.
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = deadline;
-        self
-    }
-
-    /// Sets the stack size of each rank's thread.
-    pub fn stack_bytes(mut self, stack_bytes: usize) -> Self {
-        self.stack_bytes = stack_bytes;
-        self
-    }
-
-    /// Puts a simulated network link before each rank, which all bytes from other ranks cross. For
-    /// tests and benches.
-    pub fn link(mut self, link: SimulatedLink) -> Self {
-        self.link = Some(link);
-        self
-    }
-
-    /// Lets `turns` decide which rank runs when, instead of the operating system.
-    pub fn turns(mut self, turns: Arc<dyn Turns>) -> Self {
-        self.turns = Some(turns);
-        self
-    }
-
+impl LocalRanks {
     /// Runs `f` on all ranks: see [`run_local`].
     ///
     /// # Errors
@@ -125,10 +118,7 @@ impl LocalRanks {
     {
         if self.world_size == 0 {
             let message = "there must be at least one rank".to_owned();
-            return Err(CommError::InvalidArgument {
-                operation: "run_local".to_owned(),
-                message,
-            });
+            return Err(CommError::invalid_argument("run_local", message));
         }
         let hub = Arc::new(Hub {
             turns: self.turns.clone(),
@@ -155,11 +145,12 @@ impl LocalRanks {
             // If a rank cannot be started, the remaining memberships are dropped, which tells the
             // started ranks.
             for (rank, membership) in memberships.into_iter().enumerate() {
-                let (world, panics, f) = (&world, &panics, &f);
-                let builder = thread::Builder::new()
+                let world = &world;
+                let panics = &panics;
+                let f = &f;
+                let thread = thread::Builder::new()
                     .name(format!("rank-{rank}"))
-                    .stack_size(self.stack_bytes);
-                let thread = builder
+                    .stack_size(self.stack_bytes)
                     .spawn_scoped(scope, move || self.run_rank(membership, world, panics, f))
                     .map_err(|error| CommError::Start {
                         rank,
@@ -167,72 +158,73 @@ impl LocalRanks {
                     })?;
                 threads.push(thread);
             }
-            Ok(threads
+            // A rank without a result has panicked, and has said so in `panics`.
+            let results: Vec<Option<T>> = threads
                 .into_iter()
-                .map(|thread| thread.join().unwrap_or(Err(())))
-                .collect::<Vec<_>>())
+                .map(|thread| thread.join().ok().flatten())
+                .collect();
+            Ok(results)
         });
-        let results = started?;
-        let failures = panics.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let failed = || CommError::RankFailed {
+        let results: Option<Vec<T>> = started?.into_iter().collect();
+        results.ok_or_else(|| CommError::RankFailed {
             operation: "run_local".to_owned(),
-            failures: failures.clone(),
-        };
-        results
-            .into_iter()
-            .map(|result| result.map_err(|()| failed()))
-            .collect()
+            failures: lock(&panics).clone(),
+        })
     }
 
     /// Runs the part of one rank on its thread. If it panics, this tells the other ranks, adds its
-    /// failure to `panics`, and returns `Err`.
+    /// failure to `panics`, and returns `None`.
     fn run_rank<T>(
         &self,
         membership: Arc<Membership>,
         world: &Arc<Group>,
         panics: &Mutex<Vec<RankFailure>>,
         f: &impl Fn(ProcessGroup) -> T,
-    ) -> Result<T, ()> {
+    ) -> Option<T> {
         let rank = membership.rank;
-        let _turn = self.turns.as_ref().map(|turns| Turn::begin(turns, rank));
+        let _turn = self
+            .turns
+            .as_ref()
+            .map(|turns| TurnGuard::begin(turns, rank));
         // Values are dropped in the reverse order. So this makes the rank leave before its turn
         // ends.
         let membership = membership;
-        let backend = LocalBackend {
+        let mut backend: Arc<dyn Backend> = Arc::new(LocalBackend {
             membership: Arc::clone(&membership),
             group: Arc::clone(world),
-            rank,
-        };
-        let backend: Arc<dyn Backend> = Arc::new(backend);
-        let backend = match self.link {
-            Some(link) => Arc::new(LinkedBackend::new(backend, link)),
-            None => backend,
-        };
-        let group = ProcessGroup::new(backend)
-            .with_deadline(self.deadline)
-            .with_ranks_on_host(self.world_size);
+            members: Members {
+                id: 0,
+                global_ranks: (0..self.world_size).collect(),
+                rank,
+            },
+        });
+        if let Some(link) = self.link {
+            backend = Arc::new(LinkedBackend::new(backend, link));
+        }
+        let group = ProcessGroup::new(backend, self.deadline, self.world_size);
         // `membership` outlives the unwinding, so that the others are told of the panic before they
         // see the rank leave.
-        catch_unwind(AssertUnwindSafe(|| f(group))).map_err(|panic| {
-            let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));
-            let failure = RankFailure {
-                rank,
-                kind: ErrorKind::Other,
-                message: message.clone(),
-            };
-            panics
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(failure);
-            membership.hub.leave(rank, &message);
-        })
+        let panic = match catch_unwind(AssertUnwindSafe(|| f(group))) {
+            Ok(result) => return Some(result),
+            Err(panic) => panic,
+        };
+        let message = bounded(&format_args!("panicked: {}", panic_message(&*panic)));
+        lock(panics).push(RankFailure {
+            rank,
+            kind: ErrorKind::Other,
+            message: message.clone(),
+        });
+        membership.hub.leave(rank, &message);
+        None
     }
 }
 
 /// Returns the text of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> &str {
-    let message = panic.downcast_ref::<&str>().copied();
-    message
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("no message")
+    if let Some(text) = panic.downcast_ref::<&str>() {
+        return text;
+    }
+    panic
+        .downcast_ref::<String>()
+        .map_or("no message", String::as_str)
 }

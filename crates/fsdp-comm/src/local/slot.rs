@@ -26,20 +26,18 @@ unsafe impl Sync for Lent {}
 impl Slot {
     /// Lends `bytes` for one round. Other threads may borrow them while `during` runs.
     pub(super) fn lend<R>(&self, round: u64, bytes: &[u8], during: impl FnOnce() -> R) -> R {
-        /// A guard that ends the loan on every way out of `lend`.
-        struct TakeBack<'a>(&'a Slot);
-        impl Drop for TakeBack<'_> {
-            fn drop(&mut self) {
-                *self.0.lent.write().unwrap_or_else(PoisonError::into_inner) = None;
-            }
-        }
-        let _take_back = TakeBack(self);
-        *self.lent.write().unwrap_or_else(PoisonError::into_inner) = Some(Lent {
+        let _end = LoanEnd(self);
+        self.set(Some(Lent {
             round,
             start: bytes.as_ptr(),
             len: bytes.len(),
-        });
+        }));
         during()
+    }
+
+    /// Begins or ends a loan, once nobody reads the slice of the one before.
+    fn set(&self, lent: Option<Lent>) {
+        *self.lent.write().unwrap_or_else(PoisonError::into_inner) = lent;
     }
 
     /// Borrows the slice that is lent for this round; `None` if that loan has not begun or has
@@ -48,9 +46,19 @@ impl Slot {
     /// This never waits. If the lock is taken for writing, the lender is taking the slice back.
     pub(super) fn borrow(&self, round: u64) -> Option<Loan<'_>> {
         let lent = self.lent.try_read().ok()?;
-        lent.as_ref()
-            .is_some_and(|lent| lent.round == round)
-            .then_some(Loan(lent))
+        match &*lent {
+            Some(current) if current.round == round => Some(Loan(lent)),
+            _ => None,
+        }
+    }
+}
+
+/// A guard that ends the loan of a slot on every way out of [`Slot::lend`].
+struct LoanEnd<'a>(&'a Slot);
+
+impl Drop for LoanEnd<'_> {
+    fn drop(&mut self) {
+        self.0.set(None);
     }
 }
 

@@ -16,23 +16,23 @@ pub trait Turns: fmt::Debug + Send + Sync {
     /// ever will, because all of them wait: then the deadline of the operation counts as over.
     fn wait(&self) -> bool;
 
-    /// Notes that something has changed for which ranks may be waiting.
+    /// Is called when something has changed for which ranks may be waiting.
     fn changed(&self);
 }
 
 /// The part of a rank, which ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Turn(Arc<dyn Turns>);
+pub(super) struct TurnGuard(Arc<dyn Turns>);
 
-impl Turn {
+impl TurnGuard {
     /// Begins the part of a rank.
     pub(super) fn begin(turns: &Arc<dyn Turns>, rank: usize) -> Self {
         turns.begin(rank);
-        Turn(Arc::clone(turns))
+        TurnGuard(Arc::clone(turns))
     }
 }
 
-impl Drop for Turn {
+impl Drop for TurnGuard {
     fn drop(&mut self) {
         self.0.end();
     }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,8 @@ use crate::deadline::until;
 use crate::error::CommError;
 use crate::polling::Pause;
 use crate::store::{StoreOptions, TcpStore};
-use crate::tcp::{DIRECT_UP_TO, Participant, TcpBackend};
+use crate::sync::lock;
+use crate::tcp::{Participant, TcpBackend, TcpOptions};
 use crate::wire;
 
 /// The variables of launchers that start MPI processes. Each launcher sets at least one.
@@ -133,14 +134,13 @@ impl Job {
         let until = until(deadline);
         let owner = Owner::start(until)?;
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
-        let (control, ranks_on_host) = blame::noted(world.rank(), meet(&world, deadline, until))?;
-        let (failed, stuck) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (control, ranks_on_host) = blame::record(world.rank(), meet(&world, deadline, until))?;
         Ok(Arc::new(Job {
             owner,
             control: Arc::new(control),
             ranks_on_host,
-            failed,
-            stuck,
+            failed: AtomicBool::new(false),
+            stuck: AtomicBool::new(false),
         }))
     }
 
@@ -164,20 +164,12 @@ impl Drop for Job {
         // Leaving MPI waits for all ranks, so a rank leaves only if all do. A process that ends
         // without leaving is left to its launcher.
         let all_leave = self.control.say_goodbye(limit) && !self.stuck.load(Ordering::Acquire);
-        let leave = self
-            .owner
-            .leave
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let leave = lock(&self.owner.leave).take();
         if let Some(leave) = leave.filter(|_| all_leave) {
             leave.send(()).ok();
-            let left = self
-                .owner
-                .left
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            if left.recv_timeout(FINALIZE_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
+            if lock(&self.owner.left).recv_timeout(FINALIZE_TIMEOUT)
+                == Err(RecvTimeoutError::Timeout)
+            {
                 tracing::warn!("MPI did not end within {FINALIZE_TIMEOUT:?}");
             }
         }
@@ -196,10 +188,10 @@ fn meet(
         rank: world.rank(),
         world_size: world.ranks(),
         address: store.address().to_owned(),
-        key: store.key().clone(),
+        key: store.key.clone(),
         deadline,
         until,
-        direct_up_to: DIRECT_UP_TO,
+        direct_up_to: TcpOptions::default().direct_up_to,
         // Before it leaves MPI, each rank waits for the goodbyes of all.
         connects_all: true,
     };
@@ -215,8 +207,10 @@ fn open_store(
 ) -> Result<(TcpStore, usize), CommError> {
     // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one
     // host.
-    let (rank, world_size) = (world.rank(), world.ranks());
-    let name = ::mpi::environment::processor_name().unwrap_or_default();
+    let rank = world.rank();
+    let world_size = world.ranks();
+    let name = ::mpi::environment::processor_name()
+        .map_err(|error| failed("MPI_Get_processor_name", error.to_string()))?;
     let mut own = name.clone().into_bytes();
     own.resize(NAME_BYTES, 0);
     let buffers = Buffers {
@@ -236,40 +230,36 @@ fn open_store(
     // Step 2: rank 0 opens the store, at an address that the others can reach.
     let options = StoreOptions {
         job: "mpi".to_owned(),
-        secret: None,
-        insecure: false,
         rank,
         world_size,
         deadline,
+        ..StoreOptions::default()
     };
     let mut hosted = None;
     let mut told = Buffers::default();
     if rank == 0 {
-        let one_host = ranks_on_host == world_size;
-        let master = std::env::var("MASTER_ADDR")
-            .ok()
-            .filter(|address| !address.is_empty());
-        let host = master.unwrap_or(if one_host {
-            "127.0.0.1".to_owned()
-        } else {
-            name
-        });
+        let host = match std::env::var("MASTER_ADDR") {
+            Ok(address) if !address.is_empty() => address,
+            _ if ranks_on_host == world_size => "127.0.0.1".to_owned(),
+            _ => name,
+        };
         // MPI has connected the processes already, so the secret can be sent through it.
         let store = host_store(&format!("{host}:0"), &options);
         let place = store
             .as_ref()
             .map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
-        told.receive = wire::encode(&place.map_err(ToString::to_string)).unwrap_or_default();
+        told.receive =
+            wire::encode(&place.map_err(ToString::to_string)).expect("texts can always be encoded");
         hosted = Some(store.map(|(store, _)| store));
     }
     // Step 3: rank 0 tells the others the address and the secret, or its error.
     let telling = world
         .broadcast(told, ADDRESS_BYTES, 0)
         .map_err(|error| failed("MPI_Ibcast", error))?;
-    let told = wait(telling, until)?.receive;
+    let received = wait(telling, until)?.receive;
     let store = match (
         hosted,
-        wire::decode_prefix::<Result<(String, String), String>>(&told),
+        wire::decode_prefix::<Result<(String, String), String>>(&received),
     ) {
         (Some(store), _) => store,
         (None, Ok((Ok((address, secret)), _))) => {
@@ -304,7 +294,7 @@ fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
         }
         pause.take();
     }
-    Ok(pending.finish().unwrap_or_default())
+    Ok(pending.finish().expect("the call is over"))
 }
 
 pub(super) fn failed(call: &str, message: String) -> CommError {

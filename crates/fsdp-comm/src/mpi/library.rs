@@ -38,8 +38,13 @@ pub(super) fn go_on() -> Result<()> {
     // SAFETY: MPI is initialised; `MPI_Iprobe` writes only `flag`, and no status is asked for. No
     // message is ever sent on this communicator, so none is found.
     check(unsafe {
-        let (any, world) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_COMM_WORLD);
-        ffi::MPI_Iprobe(any, 0, world, &mut flag, ffi::RSMPI_STATUS_IGNORE)
+        ffi::MPI_Iprobe(
+            ffi::RSMPI_ANY_SOURCE,
+            0,
+            ffi::RSMPI_COMM_WORLD,
+            &mut flag,
+            ffi::RSMPI_STATUS_IGNORE,
+        )
     })
 }
 
@@ -127,11 +132,13 @@ impl Communicator {
             .iter()
             .map(|&rank| int(rank))
             .collect::<Result<Vec<c_int>>>()?;
-        // MPI guarantees tags up to this.
-        let tag = (tag % 32_768) as c_int;
+        // MPI guarantees tags of 15 bits. Those of groups that are made at the same time should
+        // differ, so each bit of the number counts.
+        let tag = (tag.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 49) as c_int;
         // SAFETY: handles are made, used and freed in order; the ranks are as many as is said.
         unsafe {
-            let (mut world, mut group) = (ffi::RSMPI_GROUP_NULL, ffi::RSMPI_GROUP_NULL);
+            let mut world = ffi::RSMPI_GROUP_NULL;
+            let mut group = ffi::RSMPI_GROUP_NULL;
             let mut raw = ffi::RSMPI_COMM_NULL;
             check(ffi::MPI_Comm_group(ffi::RSMPI_COMM_WORLD, &mut world))?;
             check(ffi::MPI_Group_incl(
@@ -155,7 +162,8 @@ impl Communicator {
     /// # Safety
     /// `raw` is a communicator that this process is in.
     unsafe fn new(raw: ffi::MPI_Comm, is_ours: bool) -> Result<Communicator> {
-        let (mut rank, mut ranks) = (0, 0);
+        let mut rank = 0;
+        let mut ranks = 0;
         // SAFETY: the caller's word. Errors must come back, and not end the process.
         unsafe {
             check(ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN))?;
@@ -225,7 +233,8 @@ impl Communicator {
         len: usize,
         root: usize,
     ) -> Result<Pending> {
-        let (count, root) = (int(len)?, int(root)?);
+        let count = int(len)?;
+        let root = int(root)?;
         buffers.receive.resize(len, 0);
         self.begin(buffers, |communicator, Buffers { receive, .. }, request| {
             // SAFETY: `receive` has `count` bytes, and lives until the call is over.
@@ -293,11 +302,14 @@ impl Communicator {
         counts: &[usize],
         root: usize,
     ) -> Result<Pending> {
-        let sent: Vec<(usize, usize)> = counts.iter().copied().enumerate().collect();
-        let sent = if self.rank == root { &sent[..] } else { &[] };
+        // Only the root sends.
+        let mut sent: Vec<(usize, usize)> = counts.iter().copied().enumerate().collect();
+        if self.rank != root {
+            sent.clear();
+        }
         let mut received = vec![0; self.ranks];
         received[root] = counts[self.rank];
-        self.prepare(&mut buffers, sent, Some(&received))?;
+        self.prepare(&mut buffers, &sent, Some(&received))?;
         let root = int(root)?;
         self.begin(
             buffers,
@@ -466,8 +478,7 @@ fn check(code: c_int) -> Result<()> {
     let mut len = 0;
     // SAFETY: `text` has as much room as MPI ever needs.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
-    let text = text
-        .get(..usize::try_from(len).unwrap_or_default())
-        .unwrap_or_default();
-    Err(format!("{} (code {code})", String::from_utf8_lossy(text)))
+    let written = text.get(..len as usize).unwrap_or(&text);
+    let message = String::from_utf8_lossy(written);
+    Err(format!("{message} (code {code})"))
 }

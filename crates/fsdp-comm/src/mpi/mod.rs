@@ -11,18 +11,19 @@ mod job;
 mod library;
 mod transfer;
 
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use self::job::{Job, failed};
 use self::library::{Buffers, Communicator, Pending};
-use crate::backend::{Backend, Plan, Planner, Round};
+use crate::backend::{Backend, Members, Plan, Planner, Round};
 use crate::blame;
 use crate::deadline::until;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
 use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
+use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
 /// Creates the group of all processes that an MPI launcher has started with this one.
@@ -30,18 +31,15 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let until = until(deadline);
     let job = Job::join(deadline)?;
     let control = Arc::clone(&job.control);
-    let round = Round {
-        number: 0,
-        sequence: 0,
-        operation: "rendezvous",
+    let round = Round::rendezvous(deadline, until);
+    let rank = control.members().rank;
+    let ranks_on_host = job.ranks_on_host;
+    let backend = blame::record(rank, MpiBackend::new(job, control, 0, &round))?;
+    Ok(ProcessGroup::new(
+        Arc::new(backend),
         deadline,
-        until,
-    };
-    let (rank, ranks_on_host) = (control.rank(), job.ranks_on_host);
-    let backend = blame::noted(rank, MpiBackend::new(job, control, 0, &round))?;
-    Ok(ProcessGroup::new(Arc::new(backend))
-        .with_deadline(deadline)
-        .with_ranks_on_host(ranks_on_host))
+        ranks_on_host,
+    ))
 }
 
 /// One rank of one group.
@@ -63,8 +61,7 @@ impl MpiBackend {
         id: u64,
         round: &Round<'_>,
     ) -> Result<Self, CommError> {
-        let ranks = control.global_ranks();
-        let communicator = if ranks.len() > 1 {
+        let communicator = if control.members().global_ranks.len() > 1 {
             Some(create(&job, &control, id, round)?)
         } else {
             None
@@ -78,11 +75,8 @@ impl MpiBackend {
 
     /// Moves the bytes of a round. If that fails, this process does not use MPI any more.
     fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
-        let mut slot = self
-            .communicator
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let rank = self.control.rank();
+        let mut slot = lock(&self.communicator);
+        let rank = self.control.members().rank;
         let Some(communicator) = &*slot else {
             return plan.deliver(&[send], rank).map_err(|(_, published)| {
                 failed(
@@ -91,8 +85,9 @@ impl MpiBackend {
                 )
             });
         };
-        let mut wait = |call: library::Result<Pending>| wait(&self.control, round, call);
-        let outcome = transfer::transfer(communicator, rank, send, plan, &mut wait);
+        let outcome = transfer::transfer(communicator, rank, send, plan, &mut |call| {
+            wait(&self.control, round, call)
+        });
         if outcome.is_err() {
             // A call that MPI has begun can neither be undone nor waited for.
             self.job.give_up();
@@ -107,12 +102,8 @@ impl Backend for MpiBackend {
         "mpi"
     }
 
-    fn rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.control.global_ranks()
+    fn members(&self) -> &Members {
+        self.control.members()
     }
 
     fn round<'p>(
@@ -122,22 +113,17 @@ impl Backend for MpiBackend {
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        let mut planned = None;
-        let planner: Planner<'_, '_> = Box::new(|records| {
-            planned = plan(records)?;
-            Ok(None)
-        });
-        self.control.round(round, record, &[], planner)?;
-        planned.map_or(Ok(()), |plan| self.transfer(round, send, plan))
+        let records = self.control.exchange(round, record)?;
+        let slices: Vec<&[u8]> = records.iter().map(|record| &record[..]).collect();
+        match plan(&slices)? {
+            Some(plan) => self.transfer(round, send, plan),
+            None => Ok(()),
+        }
     }
 
-    fn subgroup(
-        &self,
-        round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
-    ) -> Result<Arc<dyn Backend>, CommError> {
-        let control = Arc::new(self.control.child(round, id, ranks)?);
+    fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
+        let id = members.id;
+        let control = Arc::new(self.control.child(round, members)?);
         Ok(Arc::new(MpiBackend::new(
             Arc::clone(&self.job),
             control,
@@ -162,14 +148,13 @@ fn create(
 ) -> Result<Communicator, CommError> {
     const CALL: &str = "MPI_Comm_create_group";
     // A rank may have given up already, and then no rank may make the call.
-    control.tell_again(round, &[])?;
-    let ranks = control.global_ranks().to_vec();
+    control.exchange_at_setup(round, &[])?;
+    let ranks = control.members().global_ranks.clone();
     let (made, is_made) = mpsc::channel();
-    let make = move || drop(made.send(Communicator::create(&ranks, id)));
-    let thread = thread::Builder::new()
+    thread::Builder::new()
         .name("mpi-group".to_owned())
-        .spawn(make);
-    thread.map_err(|error| failed(CALL, error.to_string()))?;
+        .spawn(move || drop(made.send(Communicator::create(&ranks, id))))
+        .map_err(|error| failed(CALL, error.to_string()))?;
     let mut patience = Patience::default();
     loop {
         match is_made.recv_timeout(PEER_CHECK_INTERVAL) {

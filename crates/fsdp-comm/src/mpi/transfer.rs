@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::library::{self, Buffers, Communicator, Pending};
-use crate::backend::{BLOCK_BYTES, Pattern, Plan, Sink};
+use crate::backend::{BLOCK_BYTES, Pattern, Plan};
 use crate::error::CommError;
 
 /// The approximate number of bytes of all ranks that one call moves: far below the largest count of
@@ -23,53 +23,55 @@ pub(super) fn transfer(
         longest,
         to,
         from,
-        destination,
+        mut destination,
     } = plan;
     let ranks = communicator.ranks();
-    let window = (CALL_BYTES / ranks / BLOCK_BYTES * BLOCK_BYTES).max(BLOCK_BYTES);
-    let mut sink = Sink::new(destination);
+    let window_bytes = (CALL_BYTES / ranks / BLOCK_BYTES * BLOCK_BYTES).max(BLOCK_BYTES);
     let mut buffers = Buffers::default();
-    for start in (0..longest).step_by(window) {
-        // `cut` returns the part of a range in this window, which is empty if the range ends before
-        // it, and `own` this rank's bytes there.
-        let cut = |range: &Range<usize>| {
-            let at = |offset: usize| range.end.min(range.start.saturating_add(offset));
-            at(start)..at(start + window)
-        };
-        let own = |range: &Range<usize>| send.get(cut(range)).unwrap_or_default();
-        let received: Vec<usize> = from.iter().map(|range| cut(range).len()).collect();
+    for start in (0..longest).step_by(window_bytes) {
+        let window = start..start + window_bytes;
+        let received: Vec<usize> = from.iter().map(|range| cut(range, &window).len()).collect();
         buffers.send.clear();
         let call = match pattern {
             Pattern::AllGather => {
-                buffers.send.extend_from_slice(own(&to[rank]));
+                buffers
+                    .send
+                    .extend_from_slice(&send[cut(&to[rank], &window)]);
                 communicator.all_gather(buffers, &received)
             }
             Pattern::Broadcast { root } => {
                 buffers.receive.clear();
                 if rank == root {
-                    buffers.receive.extend_from_slice(own(&(0..longest)));
+                    buffers
+                        .receive
+                        .extend_from_slice(&send[cut(&(0..longest), &window)]);
                 }
-                communicator.broadcast(buffers, window.min(longest - start), root)
+                communicator.broadcast(buffers, window_bytes.min(longest - start), root)
             }
             Pattern::Gather { root } => {
-                buffers.send.extend_from_slice(own(&to[root]));
+                buffers
+                    .send
+                    .extend_from_slice(&send[cut(&to[root], &window)]);
                 // A rank that is not the root receives nothing. The call also takes the number of
                 // bytes that it sends from the counts.
-                let mut counts = received.clone();
-                counts[rank] = buffers.send.len();
-                communicator.gather(buffers, &counts, root)
+                let mut gathered = received.clone();
+                gathered[rank] = buffers.send.len();
+                communicator.gather(buffers, &gathered, root)
             }
             Pattern::Scatter { root } => {
-                to.iter()
-                    .for_each(|range| buffers.send.extend_from_slice(own(range)));
-                let mut counts: Vec<usize> = to.iter().map(|range| cut(range).len()).collect();
+                for range in &to {
+                    buffers.send.extend_from_slice(&send[cut(range, &window)]);
+                }
+                let mut counts: Vec<usize> =
+                    to.iter().map(|range| cut(range, &window).len()).collect();
                 counts[rank] = received[root];
                 communicator.scatter(buffers, &counts, root)
             }
             Pattern::AllToAll => {
-                to.iter()
-                    .for_each(|range| buffers.send.extend_from_slice(own(range)));
-                let sent: Vec<usize> = to.iter().map(|range| cut(range).len()).collect();
+                for range in &to {
+                    buffers.send.extend_from_slice(&send[cut(range, &window)]);
+                }
+                let sent: Vec<usize> = to.iter().map(|range| cut(range, &window).len()).collect();
                 communicator.all_to_all(buffers, &sent, &received)
             }
         };
@@ -84,7 +86,15 @@ pub(super) fn transfer(
                 piece
             })
             .collect();
-        sink.take(start, &pieces);
+        destination.take(start, &pieces);
     }
     Ok(())
+}
+
+/// Returns the part of a range whose offsets in the range are in this window. It is empty if the
+/// range ends before the window.
+fn cut(range: &Range<usize>, window: &Range<usize>) -> Range<usize> {
+    let start = range.start.saturating_add(window.start).min(range.end);
+    let end = range.start.saturating_add(window.end).min(range.end);
+    start..end
 }

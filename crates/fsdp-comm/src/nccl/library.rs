@@ -3,20 +3,20 @@
 //!
 //! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program
 //! would start without NCCL, and they do not know the file name in NVIDIA's packages. Communicators
-//! are non-blocking: a call returns at once, and [`Communicator::state`] tells how far it is.
+//! are non-blocking: a call returns at once, and [`NcclCommunicator::state`] tells how far it is.
+//!
+//! The error of a call is NCCL's own message.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::CudaStream;
+use cudarc::driver::sys::CUdeviceptr;
 use fsdp_layout::DType;
 use libloading::Library;
 
 use crate::ReduceOp;
-
-/// A result with NCCL's own message as the error.
-pub(super) type Result<T> = std::result::Result<T, String>;
 
 /// The file names of the library.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
@@ -95,7 +95,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            fn find(library: Library) -> Result<Functions> {
+            fn find(library: Library) -> Result<Functions, String> {
                 // SAFETY: the types are those of NCCL's header, and have not changed since 2.18.
                 Ok(unsafe {
                     Functions {
@@ -134,13 +134,14 @@ functions! {
 ///
 /// # Errors
 /// A library that is missing or too old.
-fn functions() -> Result<&'static Functions> {
-    static FUNCTIONS: OnceLock<Result<Functions>> = OnceLock::new();
+fn functions() -> Result<&'static Functions, String> {
+    static FUNCTIONS: OnceLock<Result<Functions, String>> = OnceLock::new();
     FUNCTIONS.get_or_init(load).as_ref().map_err(Clone::clone)
 }
 
 /// Loads CUDA's driver and NCCL, and checks NCCL's version.
-fn load() -> Result<Functions> {
+fn load() -> Result<Functions, String> {
+    // NCCL loads the driver by itself, and would not say clearly that it is not there.
     open(&[DRIVER]).map_err(|error| {
         format!(
             "CUDA's driver, `{DRIVER}`, cannot be loaded ({error}): it comes with NVIDIA's driver"
@@ -167,7 +168,7 @@ fn load() -> Result<Functions> {
 }
 
 /// Opens the first of these libraries that exists.
-fn open(names: &[&str]) -> Result<Library> {
+fn open(names: &[&str]) -> Result<Library, String> {
     let mut reason = String::new();
     for name in names {
         // SAFETY: what the library runs when it is loaded is NVIDIA's, and meant for that.
@@ -192,12 +193,12 @@ fn cause(error: &libloading::Error) -> String {
 ///
 /// # Errors
 /// The library that cannot be loaded, and the reason.
-pub(super) fn check() -> Result<()> {
+pub(super) fn check() -> Result<(), String> {
     functions().map(|_| ())
 }
 
 /// Creates the id of a new communicator, which one of its ranks does for all.
-pub(super) fn unique_id() -> Result<UniqueId> {
+pub(super) fn unique_id() -> Result<UniqueId, String> {
     let functions = functions()?;
     let mut id = UniqueId([0; UniqueId::BYTES]);
     // SAFETY: it writes as many bytes as the type has.
@@ -208,7 +209,7 @@ pub(super) fn unique_id() -> Result<UniqueId> {
 
 impl Functions {
     /// Turns the code of a call into a result. A call that has only begun is not an error.
-    fn begun(&self, code: c_int, communicator: Raw) -> Result<()> {
+    fn begun(&self, code: c_int, communicator: Raw) -> Result<(), String> {
         if code == SUCCESS || code == IN_PROGRESS {
             Ok(())
         } else {
@@ -226,7 +227,7 @@ impl Functions {
                 text_at((self.get_last_error)(communicator)),
             )
         };
-        let kind = kind.unwrap_or_default();
+        let kind = kind.as_deref().unwrap_or("unknown error");
         match last.filter(|last| !last.is_empty()) {
             Some(last) => format!("{kind} (code {code}): {last}"),
             None => format!("{kind} (code {code})"),
@@ -250,40 +251,37 @@ unsafe fn text_at(text: *const c_char) -> Option<String> {
     )
 }
 
-/// An address in a GPU's memory.
-pub(crate) type Address = u64;
-
 /// A collective on GPU memory. The caller keeps the memory borrowed until the call is over.
 #[derive(Debug, Clone)]
 pub(crate) enum Movement {
     AllGather {
-        send: Address,
-        receive: Address,
+        send: CUdeviceptr,
+        receive: CUdeviceptr,
         count: usize,
         dtype: DType,
     },
     ReduceScatter {
-        send: Address,
-        receive: Address,
+        send: CUdeviceptr,
+        receive: CUdeviceptr,
         count: usize,
         dtype: DType,
         op: ReduceOp,
     },
     AllReduce {
-        buffer: Address,
+        buffer: CUdeviceptr,
         count: usize,
         dtype: DType,
         op: ReduceOp,
     },
     Broadcast {
-        buffer: Address,
+        buffer: CUdeviceptr,
         bytes: usize,
         root: usize,
     },
     /// A transfer to and from each rank: an address and a number of bytes.
     Exchange {
-        send: Vec<(Address, usize)>,
-        receive: Vec<(Address, usize)>,
+        send: Vec<(CUdeviceptr, usize)>,
+        receive: Vec<(CUdeviceptr, usize)>,
     },
 }
 
@@ -304,6 +302,10 @@ pub(crate) const fn number(dtype: DType) -> Option<c_int> {
     })
 }
 
+fn known_number(dtype: DType) -> Result<c_int, String> {
+    number(dtype).ok_or_else(|| format!("it knows no {dtype}"))
+}
+
 const BYTE: c_int = 1;
 
 /// Returns NCCL's number of a reduction.
@@ -315,35 +317,42 @@ const fn reduction(op: ReduceOp) -> c_int {
     }
 }
 
-fn int(number: usize) -> Result<c_int> {
+fn int(number: usize) -> Result<c_int, String> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
 }
 
 /// One rank of a communicator. It stays on the thread that made it.
 #[derive(Debug)]
-pub(super) struct Communicator {
+pub(super) struct NcclCommunicator {
     functions: &'static Functions,
     raw: Raw,
 }
 
-impl Communicator {
+impl NcclCommunicator {
     /// Begins to join the other ranks that were given this id, on the GPU of the thread's current
     /// context.
-    pub(super) fn begin(id: UniqueId, rank: usize, ranks: usize) -> Result<Communicator> {
+    pub(super) fn begin(
+        id: UniqueId,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<NcclCommunicator, String> {
         let functions = functions()?;
-        let (rank, ranks) = (int(rank)?, int(ranks)?);
-        let (mut raw, mut config) = (ptr::null_mut(), Config::non_blocking());
+        let rank = int(rank)?;
+        let ranks = int(ranks)?;
+        let mut raw = ptr::null_mut();
+        let mut config = Config::non_blocking();
         // SAFETY: `raw` is written at once, and the configuration is read before the call returns.
         let code = unsafe { (functions.init)(&mut raw, ranks, id, rank, &mut config) };
         functions.begun(code, ptr::null_mut())?;
+        // A call that has only begun must have made the handle, with which it is watched.
         if raw.is_null() {
             return Err("it made no communicator".to_owned());
         }
-        Ok(Communicator { functions, raw })
+        Ok(NcclCommunicator { functions, raw })
     }
 
     /// Returns `true` if all calls that were begun have been handed to the GPU.
-    pub(super) fn state(&self) -> Result<bool> {
+    pub(super) fn state(&self) -> Result<bool, String> {
         let mut state = SUCCESS;
         // SAFETY: a live communicator; it writes a number.
         let code = unsafe { (self.functions.get_async_error)(self.raw, &mut state) };
@@ -353,10 +362,10 @@ impl Communicator {
     }
 
     /// Begins a collective on a stream of the communicator's GPU.
-    pub(super) fn call(&self, call: &Movement, stream: &CudaStream) -> Result<()> {
-        let (functions, raw) = (self.functions, self.raw);
+    pub(super) fn call(&self, call: &Movement, stream: &CudaStream) -> Result<(), String> {
+        let functions = self.functions;
+        let raw = self.raw;
         let stream: Stream = stream.cu_stream().cast();
-        let of = |dtype: DType| number(dtype).ok_or_else(|| format!("it knows no {dtype}"));
         // SAFETY: the caller has lent the memory at these addresses, which is as long as the counts
         // say on every rank, until it has seen an event of the stream behind this call, or has
         // aborted the communicator.
@@ -371,7 +380,7 @@ impl Communicator {
                     read(send),
                     write(receive),
                     count,
-                    of(dtype)?,
+                    known_number(dtype)?,
                     raw,
                     stream,
                 ),
@@ -381,35 +390,29 @@ impl Communicator {
                     count,
                     dtype,
                     op,
-                } => {
-                    let op = reduction(op);
-                    (functions.reduce_scatter)(
-                        read(send),
-                        write(receive),
-                        count,
-                        of(dtype)?,
-                        op,
-                        raw,
-                        stream,
-                    )
-                }
+                } => (functions.reduce_scatter)(
+                    read(send),
+                    write(receive),
+                    count,
+                    known_number(dtype)?,
+                    reduction(op),
+                    raw,
+                    stream,
+                ),
                 Movement::AllReduce {
                     buffer,
                     count,
                     dtype,
                     op,
-                } => {
-                    let op = reduction(op);
-                    (functions.all_reduce)(
-                        read(buffer),
-                        write(buffer),
-                        count,
-                        of(dtype)?,
-                        op,
-                        raw,
-                        stream,
-                    )
-                }
+                } => (functions.all_reduce)(
+                    read(buffer),
+                    write(buffer),
+                    count,
+                    known_number(dtype)?,
+                    reduction(op),
+                    raw,
+                    stream,
+                ),
                 Movement::Broadcast {
                     buffer,
                     bytes,
@@ -441,11 +444,12 @@ impl Communicator {
     /// Sends and receives, within a group.
     fn exchange(
         &self,
-        send: &[(Address, usize)],
-        receive: &[(Address, usize)],
+        send: &[(CUdeviceptr, usize)],
+        receive: &[(CUdeviceptr, usize)],
         stream: Stream,
-    ) -> Result<()> {
-        let (functions, raw) = (self.functions, self.raw);
+    ) -> Result<(), String> {
+        let functions = self.functions;
+        let raw = self.raw;
         for (rank, (&(from, sent), &(to, received))) in send.iter().zip(receive).enumerate() {
             let rank = int(rank)?;
             if sent > 0 {
@@ -467,7 +471,7 @@ impl Communicator {
     }
 
     /// Begins to leave the other ranks. [`Self::state`] tells when that is done.
-    pub(super) fn finalize(&self) -> Result<()> {
+    pub(super) fn finalize(&self) -> Result<(), String> {
         // SAFETY: a live communicator, on which nothing runs.
         self.functions
             .begun(unsafe { (self.functions.finalize)(self.raw) }, self.raw)
@@ -484,7 +488,7 @@ impl Communicator {
     }
 }
 
-impl Drop for Communicator {
+impl Drop for NcclCommunicator {
     /// Aborts calls that still run, so that kernels which wait for other ranks end.
     fn drop(&mut self) {
         // SAFETY: a live communicator, which is used no more.
@@ -495,11 +499,11 @@ impl Drop for Communicator {
     }
 }
 
-const fn read(address: Address) -> *const c_void {
+const fn read(address: CUdeviceptr) -> *const c_void {
     ptr::without_provenance(address as usize)
 }
 
-const fn write(address: Address) -> *mut c_void {
+const fn write(address: CUdeviceptr) -> *mut c_void {
     ptr::without_provenance_mut(address as usize)
 }
 

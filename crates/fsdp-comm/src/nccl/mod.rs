@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 
-use self::library::UniqueId;
-use self::owner::Owner;
-use crate::backend::{Backend, DeviceCall, DeviceTransfer, Planner, Round};
+use self::library::{Movement, UniqueId};
+use self::owner::OwnerThread;
+use crate::backend::{Backend, Members, Planner, Round};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::until;
@@ -32,24 +32,21 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     check()?;
     let environment = Environment::from_env()?;
     let ordinal = device_ordinal(&environment)?;
-    let ranks_on_host = environment.local_world_size.unwrap_or(1);
-    let control = Arc::new(
-        TcpOptions::new(environment)
-            .deadline(deadline)
-            .connect_backend()?,
-    );
-    let round = Round {
-        number: 0,
-        sequence: 0,
-        operation: "rendezvous",
+    let options = TcpOptions {
         deadline,
-        until,
+        ..TcpOptions::default()
     };
-    let rank = control.rank();
-    let backend = blame::noted(rank, NcclBackend::new(control, ordinal, &round))?;
-    Ok(ProcessGroup::new(Arc::new(backend))
-        .with_deadline(deadline)
-        .with_ranks_on_host(ranks_on_host))
+    let control = Arc::new(options.connect_backend(&environment)?);
+    let rank = control.members().rank;
+    let round = Round::rendezvous(deadline, until);
+    let backend = blame::record(rank, NcclBackend::new(control, ordinal, &round))?;
+    // A launcher that does not tell how many ranks a host has counts as one with a rank on each.
+    let ranks_on_host = environment.local_world_size.unwrap_or(1);
+    Ok(ProcessGroup::new(
+        Arc::new(backend),
+        deadline,
+        ranks_on_host,
+    ))
 }
 
 /// Checks that this machine has a driver, NCCL and a GPU.
@@ -95,18 +92,24 @@ fn ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
     }
 }
 
+/// Returns the error of an id that could not be exchanged.
+fn unreadable(round: &Round<'_>, message: String) -> CommError {
+    CommError::object(round.operation, "exchange", message)
+}
+
 fn unavailable(message: String) -> CommError {
     BackendKind::Nccl.unavailable(message)
 }
 
 /// One rank of one group.
 #[derive(Debug)]
-struct NcclBackend {
+pub(crate) struct NcclBackend {
     // This field is dropped first, so that this rank leaves NCCL before it tells the others that it
     // leaves the group.
-    owner: Owner,
+    owner: OwnerThread,
     control: Arc<TcpBackend>,
-    ordinal: usize,
+    /// The number of the GPU.
+    pub(crate) ordinal: usize,
 }
 
 impl NcclBackend {
@@ -114,27 +117,22 @@ impl NcclBackend {
     /// over `control`.
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
-        let own: Option<Result<Vec<u8>, String>> =
-            (control.rank() == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
-        let object = |message| CommError::Object {
-            operation: round.operation.to_owned(),
-            action: "exchange".to_owned(),
-            message,
-        };
-        let record = wire::encode(&own).map_err(object)?;
-        let told = control.tell_again(round, &record)?;
-        let first = told.first().map(|record| &record[..]).unwrap_or_default();
-        let id = wire::decode::<Option<Result<Vec<u8>, String>>>(first).map_err(object)?;
-        let id = id
+        let made: Option<Result<Vec<u8>, String>> =
+            (control.members().rank == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
+        let record = wire::encode(&made).map_err(|message| unreadable(round, message))?;
+        let records = control.exchange_at_setup(round, &record)?;
+        let told: Option<Result<Vec<u8>, String>> =
+            wire::decode(&records[0]).map_err(|message| unreadable(round, message))?;
+        let bytes = told
             .unwrap_or_else(|| Err("it was not told".to_owned()))
             .map_err(|message| CommError::Library {
                 library: "NCCL".to_owned(),
                 call: "ncclGetUniqueId".to_owned(),
                 message,
             })?;
-        let id = UniqueId::from_bytes(&id)
-            .ok_or_else(|| object("an id of another length".to_owned()))?;
-        let owner = Owner::start(&control, ordinal, id, round)?;
+        let id = UniqueId::from_bytes(&bytes)
+            .ok_or_else(|| unreadable(round, "an id of another length".to_owned()))?;
+        let owner = OwnerThread::start(&control, ordinal, id, round)?;
         Ok(NcclBackend {
             owner,
             control,
@@ -143,17 +141,30 @@ impl NcclBackend {
     }
 }
 
+impl NcclBackend {
+    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
+    /// the stream. When this returns, with or without an error, the GPU no longer touches the
+    /// memory of the call.
+    ///
+    /// # Errors
+    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
+    pub(crate) fn transfer(
+        &self,
+        round: &Round<'_>,
+        call: Movement,
+        stream: &CudaStream,
+    ) -> Result<(), CommError> {
+        self.owner.run(&self.control, call, stream, round)
+    }
+}
+
 impl Backend for NcclBackend {
     fn name(&self) -> &'static str {
         "nccl"
     }
 
-    fn rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.control.global_ranks()
+    fn members(&self) -> &Members {
+        self.control.members()
     }
 
     fn round<'p>(
@@ -166,13 +177,8 @@ impl Backend for NcclBackend {
         self.control.round(round, record, send, plan)
     }
 
-    fn subgroup(
-        &self,
-        round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
-    ) -> Result<Arc<dyn Backend>, CommError> {
-        let control = Arc::new(self.control.child(round, id, ranks)?);
+    fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
+        let control = Arc::new(self.control.child(round, members)?);
         Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
     }
 
@@ -180,23 +186,8 @@ impl Backend for NcclBackend {
         self.control.abort(round, error);
     }
 
-    fn device(&self) -> Option<&dyn DeviceTransfer> {
+    fn device(&self) -> Option<&NcclBackend> {
         Some(self)
-    }
-}
-
-impl DeviceTransfer for NcclBackend {
-    fn ordinal(&self) -> usize {
-        self.ordinal
-    }
-
-    fn transfer(
-        &self,
-        round: &Round<'_>,
-        call: DeviceCall,
-        stream: &CudaStream,
-    ) -> Result<(), CommError> {
-        self.owner.run(&self.control, call.0, stream, round)
     }
 }
 

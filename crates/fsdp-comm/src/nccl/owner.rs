@@ -1,23 +1,24 @@
 //! The thread that owns a communicator. Only this thread makes, calls, watches and ends it.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
-use super::library::{Communicator, Movement, UniqueId};
-use crate::backend::{Backend as _, Round};
+use super::library::{Movement, NcclCommunicator, UniqueId};
+use crate::backend::{Backend as _, Members, Round};
 use crate::error::CommError;
 use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
+use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
 /// The time that NCCL may take to leave the other ranks, or to abort a call.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A call for the thread.
-struct Job {
+struct CallRequest {
     call: Movement,
     /// The event of the GPU that must come before the call.
     ready: CudaEvent,
@@ -27,45 +28,47 @@ struct Job {
 
 /// A rank's communicator, on a thread of its own.
 #[derive(Debug)]
-pub(super) struct Owner {
-    jobs: Mutex<Option<Sender<Job>>>,
+pub(super) struct OwnerThread {
+    requests: Mutex<Option<Sender<CallRequest>>>,
     ended: Mutex<Receiver<()>>,
 }
 
-impl Owner {
+impl OwnerThread {
     /// Joins the other ranks that were given this id.
     pub(super) fn start(
         control: &Arc<TcpBackend>,
         ordinal: usize,
         id: UniqueId,
         round: &Round<'_>,
-    ) -> Result<Owner, CommError> {
-        let (jobs, taken) = mpsc::channel();
+    ) -> Result<OwnerThread, CommError> {
+        let (requests, taken) = mpsc::channel();
         let (ending, ended) = mpsc::channel();
         let (made, is_made) = mpsc::channel();
         let watch = Watch::new(control, round);
-        let own = move || {
-            match Owned::join(ordinal, id, &watch) {
-                Ok(owned) => {
-                    made.send(Ok(())).ok();
-                    owned.work(&taken);
+        thread::Builder::new()
+            .name("nccl".to_owned())
+            .spawn(move || {
+                match Owned::join(ordinal, id, &watch) {
+                    Ok(owned) => {
+                        made.send(Ok(())).ok();
+                        owned.work(&taken);
+                    }
+                    Err(error) => drop(made.send(Err(error))),
                 }
-                Err(error) => drop(made.send(Err(error))),
-            }
-            // The watch holds connections to the other ranks, which must not outlive this thread.
-            drop(watch);
-            ending.send(()).ok();
-        };
-        let thread = thread::Builder::new().name("nccl".to_owned()).spawn(own);
-        thread.map_err(|error| failed("a thread", error.to_string()))?;
+                // The watch holds connections to the other ranks, which must not outlive this
+                // thread.
+                drop(watch);
+                ending.send(()).ok();
+            })
+            .map_err(|error| failed("a thread", error.to_string()))?;
         answer(&is_made, round).unwrap_or_else(|| {
             Err(failed(
                 round.operation,
                 "it did not return in time".to_owned(),
             ))
         })?;
-        Ok(Owner {
-            jobs: Mutex::new(Some(jobs)),
+        Ok(OwnerThread {
+            requests: Mutex::new(Some(requests)),
             ended: Mutex::new(ended),
         })
     }
@@ -83,29 +86,25 @@ impl Owner {
             .record_event(None)
             .map_err(|error| driver("cuEventRecord", error))?;
         let (reply, is_done) = mpsc::channel();
-        let job = Job {
+        let request = CallRequest {
             call,
             ready,
             watch: Watch::new(control, round),
             reply,
         };
-        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        jobs.as_ref()
-            .and_then(|jobs| jobs.send(job).ok())
+        lock(&self.requests)
+            .as_ref()
+            .and_then(|requests| requests.send(request).ok())
             .ok_or_else(|| gone(round))?;
         answer(&is_done, round).unwrap_or_else(|| end_process(round.operation))
     }
 }
 
-impl Drop for Owner {
+impl Drop for OwnerThread {
     fn drop(&mut self) {
-        // The thread goes on to the end once there are no more jobs.
-        self.jobs
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        if ended.recv_timeout(FINALIZE_TIMEOUT * 2) == Err(RecvTimeoutError::Timeout) {
+        // The thread goes on to the end once there are no more requests.
+        lock(&self.requests).take();
+        if lock(&self.ended).recv_timeout(FINALIZE_TIMEOUT * 2) == Err(RecvTimeoutError::Timeout) {
             tracing::warn!("NCCL did not leave its group in time");
         }
     }
@@ -160,7 +159,7 @@ fn driver(call: &str, error: DriverError) -> CommError {
 
 /// The communicator and the stream, which the thread owns.
 struct Owned {
-    communicator: Communicator,
+    communicator: NcclCommunicator,
     stream: Arc<CudaStream>,
 }
 
@@ -180,30 +179,34 @@ impl Owned {
         let stream = context
             .new_stream()
             .map_err(|error| driver("cuStreamCreate", error))?;
-        let begun = Communicator::begin(id, watch.control_rank(), watch.control_ranks());
-        let communicator = begun.map_err(|error| failed("ncclCommInitRankConfig", error))?;
-        let joined = watch.wait("ncclCommInitRankConfig", || communicator.state());
+        // The ranks of the group that `control` connects are those of the communicator.
+        let Members {
+            rank, global_ranks, ..
+        } = watch.control.members();
+        let communicator = NcclCommunicator::begin(id, *rank, global_ranks.len())
+            .map_err(|error| failed("ncclCommInitRankConfig", error))?;
         // Report an error to the other ranks before the communicator is dropped, because the drop
         // waits for them.
-        joined.inspect_err(|error| watch.abort(error))?;
+        watch
+            .wait("ncclCommInitRankConfig", || communicator.state())
+            .inspect_err(|error| watch.abort(error))?;
         Ok(Owned {
             communicator,
             stream,
         })
     }
 
-    /// Carries out jobs until there are no more, or one has failed. A failed call cannot be undone
-    /// on its own, so the communicator ends with it.
-    fn work(self, jobs: &Receiver<Job>) {
-        for Job {
+    /// Carries out requests until there are no more, or one has failed. A failed call cannot be
+    /// undone on its own, so the communicator ends with it.
+    fn work(self, requests: &Receiver<CallRequest>) {
+        for CallRequest {
             call,
             ready,
             watch,
             reply,
-        } in jobs
+        } in requests
         {
-            let outcome = self.carry_out(&call, &ready, &watch);
-            if let Err(error) = outcome {
+            if let Err(error) = self.carry_out(&call, &ready, &watch) {
                 // Tell the others first: NCCL ends a communicator only when all ranks do.
                 watch.abort(&error);
                 // The caller may use the memory again as soon as it has its answer.
@@ -305,64 +308,33 @@ impl Owned {
 struct Watch {
     /// The sockets between the ranks of the communicator, over which a lost rank is noticed.
     control: Arc<TcpBackend>,
-    number: u64,
-    sequence: u64,
     operation: String,
-    deadline: Duration,
-    until: Instant,
+    /// The round, without the operation.
+    round: Round<'static>,
 }
 
 impl Watch {
     fn new(control: &Arc<TcpBackend>, round: &Round<'_>) -> Watch {
-        let &Round {
-            number,
-            sequence,
-            operation,
-            deadline,
-            until,
-        } = round;
         Watch {
             control: Arc::clone(control),
-            number,
-            sequence,
-            operation: operation.to_owned(),
-            deadline,
-            until,
+            operation: round.operation.to_owned(),
+            round: Round {
+                operation: "",
+                ..*round
+            },
         }
     }
 
-    /// Returns this rank in the group that `control` connects, whose ranks are those of the
-    /// communicator.
-    fn control_rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    /// Returns the number of ranks of the group.
-    fn control_ranks(&self) -> usize {
-        self.control.global_ranks().len()
-    }
-
     fn round(&self) -> Round<'_> {
-        let &Watch {
-            number,
-            sequence,
-            ref operation,
-            deadline,
-            until,
-            ..
-        } = self;
         Round {
-            number,
-            sequence,
-            operation,
-            deadline,
-            until,
+            operation: &self.operation,
+            ..self.round
         }
     }
 
     /// Tells the other ranks that the operation has failed.
     fn abort(&self, error: &CommError) {
-        self.control.abort(self.number, error);
+        self.control.abort(self.round.number, error);
     }
 
     /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its
@@ -382,14 +354,9 @@ impl Watch {
     fn failure(&self) -> Option<CommError> {
         let round = self.round();
         // A group of one rank can miss no other, but has a deadline too.
-        self.control.failure(&round).or_else(|| {
-            (Instant::now() >= self.until).then(|| CommError::Timeout {
-                operation: self.operation.clone(),
-                sequence: self.sequence,
-                missing: Vec::new(),
-                deadline: self.deadline,
-            })
-        })
+        self.control
+            .failure(&round)
+            .or_else(|| (Instant::now() >= round.until).then(|| round.timeout(Vec::new())))
     }
 
     /// Waits until `is_done` returns `true`.

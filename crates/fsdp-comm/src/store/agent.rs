@@ -37,7 +37,7 @@ const MAGIC: u32 = 0x3C85_F7CE;
 const STOP_WAITING: u8 = 0;
 
 /// The longest value that is read: longer than any address with a nonce.
-const MAX_ADDRESS_BYTES: usize = 160;
+const MAX_ADDRESS_BYTES: u64 = 160;
 
 /// The time that a refused rank waits before it reads the key again. It is long because all ranks
 /// ask one agent.
@@ -56,18 +56,19 @@ impl TcpStore {
         one_host: bool,
         options: &StoreOptions,
     ) -> Result<TcpStore, CommError> {
-        let (rank, deadline) = (options.rank, options.deadline);
-        let until = until(deadline);
-        let failed = |message| rendezvous(agent, message);
-        let mut connection = Agent::connect(agent, until, retry_pause(options)).map_err(|error| {
-            failed(format!(
-                "rank {rank} could not connect to the store of torchrun's agent within {deadline:?}: {error}; \
-                 is torchrun running there, and does this host reach it? its `--local-addr` chooses another address; \
-                 if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE"
-            ))
-        })?;
+        let &StoreOptions { rank, deadline, .. } = options;
+        let mut connection = Agent::connect(agent, until(deadline), retry_pause(options))
+            .map_err(|error| {
+                rendezvous(agent, format!(
+                    "rank {rank} could not connect to the store of torchrun's agent within {deadline:?}: {error}; \
+                     is torchrun running there, and does this host reach it? its `--local-addr` chooses another address; \
+                     if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE"
+                ))
+            })?;
         if rank != 0 {
-            return connection.join(key, options).map_err(failed);
+            return connection
+                .join(key, options)
+                .map_err(|message| rendezvous(agent, message));
         }
         let local = connection.local.ip();
         let ip = if one_host {
@@ -80,8 +81,9 @@ impl TcpStore {
         } else {
             local
         };
-        let nonce = nonce_text()
-            .map_err(|error| failed(format!("rank 0 found no random number: {error}")))?;
+        let nonce = nonce_text().map_err(|error| {
+            rendezvous(agent, format!("rank 0 found no random number: {error}"))
+        })?;
         let store = TcpStore::host(
             &in_zone(connection.local, ip, 0).to_string(),
             &named(options, &nonce),
@@ -89,9 +91,9 @@ impl TcpStore {
         let address = store
             .address()
             .parse()
-            .map_err(|_| failed(format!("`{}` is no address", store.address())))?;
-        connection.publish(key, &Published { address, nonce }).map_err(|error| {
-            failed(format!(
+            .map_err(|_| rendezvous(agent, format!("`{}` is no address", store.address())))?;
+        connection.publish(key, &PublishedAddress { address, nonce }).map_err(|error| {
+            rendezvous(agent, format!(
                 "rank 0 could not tell its address to the store of torchrun's agent within {deadline:?}: {}; \
                  is what listens there torchrun's agent? if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE",
                 reason(&error)
@@ -103,13 +105,13 @@ impl TcpStore {
 
 /// The value under the key of rank 0's address.
 #[derive(Debug, PartialEq, Eq)]
-struct Published {
+struct PublishedAddress {
     /// The address. It is unspecified (0.0.0.0) for the host of the agent.
     address: SocketAddr,
     nonce: String,
 }
 
-impl fmt::Display for Published {
+impl fmt::Display for PublishedAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.address, self.nonce)
     }
@@ -138,26 +140,22 @@ impl Agent {
     /// Connects to the agent's store, with the greeting of torch's clients.
     fn connect(address: &str, until: Instant, pause: Duration) -> io::Result<Agent> {
         let stream = connect_until(&Name(address), until, pause)?;
-        let (local, peer) = (stream.local_addr()?, stream.peer_addr()?);
-        write_all(
-            &stream,
-            &[&[VALIDATE][..], &MAGIC.to_le_bytes()].concat(),
-            until,
-        )?;
-        Ok(Agent {
+        let mut agent = Agent {
+            local: stream.local_addr()?,
+            peer: stream.peer_addr()?,
             stream,
-            local,
-            peer,
             until,
-        })
+        };
+        agent.send(&[&[VALIDATE], &MAGIC.to_le_bytes()])?;
+        Ok(agent)
     }
 
     /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and
     /// returns the reason if that was not possible.
     fn join(&mut self, key: &str, options: &StoreOptions) -> Result<TcpStore, String> {
-        let (rank, deadline) = (options.rank, options.deadline);
+        let &StoreOptions { rank, deadline, .. } = options;
         loop {
-            let Published { address: published, nonce } = self.wait_and_get(key).map_err(|error| {
+            let PublishedAddress { address: published, nonce } = self.wait_and_get(key).map_err(|error| {
                 format!(
                     "rank {rank} did not learn from the store of torchrun's agent within {deadline:?} where rank 0 is: \
                      {}; see what rank 0 says",
@@ -204,21 +202,21 @@ impl Agent {
     ///
     /// # Errors
     /// The store holds another address, which means that another process is rank 0 too.
-    fn publish(&mut self, key: &str, own: &Published) -> io::Result<()> {
+    fn publish(&mut self, key: &str, own: &PublishedAddress) -> io::Result<()> {
         self.send(&[&[SET], &string(key)[..], &string(&own.to_string())])?;
         let found = self.wait_and_get(key)?;
         if found == *own {
             return Ok(());
         }
-        let (found, own) = (found.address, own.address);
         Err(invalid(format!(
-            "`{key}` is {found} after it was set to {own}: is there another rank 0?"
+            "`{key}` is {} after it was set to {}: is there another rank 0?",
+            found.address, own.address
         )))
     }
 
     /// Waits until the key is set, and returns the address under it. Reading a key that is not set
     /// is an error of the agent's store, so waiting comes first.
-    fn wait_and_get(&mut self, key: &str) -> io::Result<Published> {
+    fn wait_and_get(&mut self, key: &str) -> io::Result<PublishedAddress> {
         self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &string(key)])?;
         let [answer] = self.read()?;
         if answer != STOP_WAITING {
@@ -228,25 +226,21 @@ impl Agent {
         }
         self.send(&[&[GET], &string(key)[..]])?;
         let len = u64::from_le_bytes(self.read()?);
-        let Some(len) = usize::try_from(len)
-            .ok()
-            .filter(|&len| len <= MAX_ADDRESS_BYTES)
-        else {
+        if len > MAX_ADDRESS_BYTES {
             return Err(invalid(format!(
                 "`{key}` has {len} bytes, but an address has at most {MAX_ADDRESS_BYTES}"
             )));
-        };
-        let mut value = vec![0; len];
+        }
+        let mut value = vec![0; len as usize];
         read_exact(&self.stream, &mut value, self.until)?;
-        let value = String::from_utf8_lossy(&value);
+        let text = String::from_utf8_lossy(&value);
         // An address without a nonce is that of a rank 0 of another version. Its store refuses this
         // rank.
-        let (address, nonce) = value.split_once(' ').unwrap_or((&value, ""));
-        let address = address.parse();
-        let address = address
-            .map_err(|_| invalid(format!("`{key}` is `{}`, no address", value.escape_debug())))?;
-        Ok(Published {
-            address,
+        let (address, nonce) = text.split_once(' ').unwrap_or((&text, ""));
+        Ok(PublishedAddress {
+            address: address.parse().map_err(|_| {
+                invalid(format!("`{key}` is `{}`, no address", text.escape_debug()))
+            })?,
             nonce: nonce.to_owned(),
         })
     }

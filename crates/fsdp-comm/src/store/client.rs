@@ -1,8 +1,8 @@
 //! The client of the store. Every rank is one, including the rank that hosts the store.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::{Mutex, PoisonError};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use crate::blocking::write_all;
 use crate::deadline::{MAX_DEADLINE, until};
 use crate::error::CommError;
 use crate::open_files;
+use crate::sync::lock;
 
 /// A connection to the store. On the rank that hosts the store it owns the store too, which ends
 /// when this is dropped.
@@ -23,15 +24,17 @@ use crate::open_files;
 #[derive(Debug)]
 pub struct TcpStore {
     address: String,
-    key: Key,
+    /// The key of the job.
+    pub(crate) key: Key,
     /// The connection; `None` after a request that failed in the middle.
     connection: Mutex<Option<TcpStream>>,
-    /// The address of this end of the connection.
-    local: SocketAddr,
+    /// The address of this end of the connection. Usually other ranks can reach this host at the
+    /// same address.
+    pub(crate) local: SocketAddr,
     /// The address of the other end.
-    peer: SocketAddr,
+    pub(crate) peer: SocketAddr,
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
-    is_everywhere: bool,
+    pub(crate) is_everywhere: bool,
     deadline: Duration,
     _server: Option<Port>,
 }
@@ -43,24 +46,27 @@ pub(crate) enum RankValues {
     Complete(Vec<Vec<u8>>),
     /// The keys that had not been set at the deadline.
     Missing(Vec<String>),
-    /// The ranks that have ended their connections to the store, in this order.
-    Departed(Vec<usize>),
+    /// The first rank that has ended its connection to the store.
+    Departed(usize),
 }
 
 /// The time that a client waits for the store's answer after the store's own deadline.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// The shortest and the longest time between two attempts of a rank to join, in milliseconds.
-const RETRY_MILLISECONDS: (usize, usize) = (20, 1000);
+/// The shortest time between two attempts of a rank to join, in milliseconds.
+const SHORTEST_RETRY: usize = 20;
+
+/// The longest time between two attempts of a rank to join, in milliseconds.
+const LONGEST_RETRY: usize = 1000;
 
 /// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so
 /// that a store which is not open yet, or its name server, gets about a thousand requests in a
 /// second at most.
 pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
-    let (shortest, longest) = RETRY_MILLISECONDS;
     // Ranks that were started together do not try together for ever.
-    let own = options.rank % shortest;
-    Duration::from_millis((options.world_size.clamp(shortest, longest) + own) as u64)
+    let own = options.rank % SHORTEST_RETRY;
+    let shared = options.world_size.clamp(SHORTEST_RETRY, LONGEST_RETRY);
+    Duration::from_millis((shared + own) as u64)
 }
 
 impl TcpStore {
@@ -74,17 +80,23 @@ impl TcpStore {
     /// [`CommError::Rendezvous`] if the address is not this host's, or the port is taken, or other
     /// hosts reach the address and there is no secret.
     pub fn host(address: &str, options: &StoreOptions) -> Result<TcpStore, CommError> {
-        let rank = options.rank;
-        let failed = |message: String| rendezvous(address, format!("rank {rank}: {message}"));
-        open_files::make_room(options.world_size).map_err(failed)?;
+        let StoreOptions {
+            rank, world_size, ..
+        } = options;
+        // Each rank keeps a connection to the store open until the job ends.
+        open_files::make_room(*world_size)
+            .map_err(|message| rendezvous(address, format!("rank {rank}: {message}")))?;
         let addresses = listening::addresses(address, options).map_err(|error| {
             rendezvous(
                 address,
                 format!("rank {rank} could not listen: {error}; see MASTER_ADDR"),
             )
         })?;
+        // An address that strangers reach needs a secret. This is checked before the port is open.
         for found in &addresses {
-            options.check_address(found.ip()).map_err(failed)?;
+            options
+                .check_address(found.ip())
+                .map_err(|message| rendezvous(address, format!("rank {rank}: {message}")))?;
         }
         let server = server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
@@ -101,17 +113,14 @@ impl TcpStore {
                 format!("rank {rank} could not listen: {error}{hint}"),
             )
         })?;
+        // Port 0 stands for any, so the name of the store has the port that the system has chosen.
         let listens_at = server.address();
         if !listening::is_everywhere(address, options) {
-            return Self::open(
-                &listens_at.to_string(),
-                &[listens_at][..],
-                options,
-                Some(server),
-            );
+            let name = listens_at.to_string();
+            return Self::open(&name, listens_at, options, Some(server));
         }
-        let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-        let (name, port) = (format!("{host}:{}", listens_at.port()), listens_at.port());
+        let port = listens_at.port();
+        let name = format!("{}:{port}", listening::host_of(address));
         Self::open(&name, &listening::loopback(port)[..], options, Some(server))
     }
 
@@ -206,35 +215,6 @@ impl TcpStore {
         &self.address
     }
 
-    /// Returns the key of the job.
-    pub(crate) fn key(&self) -> &Key {
-        &self.key
-    }
-
-    /// Returns the address that this host has in the connection to the store. Usually other ranks
-    /// can reach this host at the same address.
-    #[must_use]
-    pub fn local_ip(&self) -> IpAddr {
-        self.local.ip()
-    }
-
-    /// Returns the address of the store's host in the connection to the store.
-    pub(crate) fn peer_ip(&self) -> IpAddr {
-        self.peer.ip()
-    }
-
-    /// Returns the address of a port at an IP address. If that is a link-local one, the link is
-    /// that of the connection to the store.
-    pub(crate) fn in_zone(&self, ip: IpAddr, port: u16) -> SocketAddr {
-        listening::in_zone(self.local, ip, port)
-    }
-
-    /// Returns `true` if the store, and the ranks on its host, listen at every address of that
-    /// host.
-    pub(crate) fn is_everywhere(&self) -> bool {
-        self.is_everywhere
-    }
-
     /// Sets a key.
     ///
     /// # Errors
@@ -252,13 +232,10 @@ impl TcpStore {
     /// # Errors
     /// [`CommError::Store`]: the store is gone.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, CommError> {
-        match self.ask(
-            "get",
-            Request::Get {
-                key: key.to_owned(),
-            },
-            self.deadline,
-        )? {
+        let request = Request::Get {
+            key: key.to_owned(),
+        };
+        match self.ask("get", request, self.deadline)? {
             Reply::Value(value) => Ok(value),
             reply => Err(self.unexpected("get", &reply)),
         }
@@ -299,7 +276,9 @@ impl TcpStore {
         match self.ask("wait", request, deadline)? {
             Reply::Values(values) => Ok(RankValues::Complete(values)),
             Reply::Missing(keys) => Ok(RankValues::Missing(keys)),
-            Reply::Departed(ranks) => Ok(RankValues::Departed(to_ranks(ranks))),
+            Reply::Departed(ranks) if !ranks.is_empty() => {
+                Ok(RankValues::Departed(ranks[0] as usize))
+            }
             reply => Err(self.unexpected("wait", &reply)),
         }
     }
@@ -307,7 +286,7 @@ impl TcpStore {
     /// Returns the ranks that have ended their connections to the store, in this order.
     pub(crate) fn departed(&self, deadline: Duration) -> Result<Vec<usize>, CommError> {
         match self.ask("departed", Request::Departed, deadline)? {
-            Reply::Departed(ranks) => Ok(to_ranks(ranks)),
+            Reply::Departed(ranks) => Ok(ranks.into_iter().map(|rank| rank as usize).collect()),
             reply => Err(self.unexpected("departed", &reply)),
         }
     }
@@ -318,21 +297,18 @@ impl TcpStore {
     /// [`CommError::Store`]: the store is gone, or what is under the key is not a number that `add`
     /// made.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, CommError> {
-        match self.ask(
-            "add",
-            Request::Add {
-                key: key.to_owned(),
-                amount,
-            },
-            self.deadline,
-        )? {
+        let request = Request::Add {
+            key: key.to_owned(),
+            amount,
+        };
+        match self.ask("add", request, self.deadline)? {
             Reply::Number(number) => Ok(number),
             reply => Err(self.unexpected("add", &reply)),
         }
     }
 
     /// Sets a key if its value is `expected` (`None`: if it has not been set). Returns its value
-    /// after that.
+    /// after that, which is empty if it has not been set.
     ///
     /// # Errors
     /// [`CommError::Store`]: the store is gone, or key or value are too long.
@@ -353,10 +329,9 @@ impl TcpStore {
         expected: Option<&[u8]>,
         value: &[u8],
     ) -> Result<Vec<u8>, CommError> {
-        let expected = expected.map(<[u8]>::to_vec);
         let request = Request::CompareAndSet {
             key: key.to_owned(),
-            expected,
+            expected: expected.map(<[u8]>::to_vec),
             value: value.to_vec(),
         };
         match self.ask("compare_and_set", request, deadline)? {
@@ -367,10 +342,7 @@ impl TcpStore {
 
     /// Ends the connection. The store, if this rank hosts it, goes on.
     pub(crate) fn leave(&self) {
-        self.connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        lock(&self.connection).take();
     }
 
     /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection
@@ -382,25 +354,19 @@ impl TcpStore {
             .map_err(|message| self.error(name, message))?;
         // A request that is too long must not cost the connection, so it is encoded first.
         let request = to_bytes(&request).map_err(|error| self.error(name, error.to_string()))?;
-        let mut connection = self
-            .connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut connection = lock(&self.connection);
         let Some(mut stream) = connection.take() else {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
+        // The store itself answers at the deadline, and its answer may take a moment.
         let until = until(deadline.saturating_add(GRACE));
-        let reply =
-            write_all(&stream, &request, until).and_then(|()| read_blocking(&mut stream, until));
-        match reply.map_err(|error| self.error(name, error.to_string()))? {
-            Reply::Refused(reason) => {
-                *connection = Some(stream);
-                Err(self.error(name, reason))
-            }
-            reply => {
-                *connection = Some(stream);
-                Ok(reply)
-            }
+        let reply = write_all(&stream, &request, until)
+            .and_then(|()| read_blocking(&mut stream, until))
+            .map_err(|error| self.error(name, error.to_string()))?;
+        *connection = Some(stream);
+        match reply {
+            Reply::Refused(reason) => Err(self.error(name, reason)),
+            reply => Ok(reply),
         }
     }
 
@@ -429,10 +395,6 @@ pub(super) fn rendezvous(address: &str, message: String) -> CommError {
 /// Returns a deadline as it is sent to the store.
 fn milliseconds(deadline: Duration) -> u64 {
     deadline.min(MAX_DEADLINE).as_millis() as u64
-}
-
-fn to_ranks(ranks: Vec<u64>) -> Vec<usize> {
-    ranks.into_iter().map(|rank| rank as usize).collect()
 }
 
 /// Returns the error of a rank that could not join. One that reaches no store misses rank 0.
@@ -548,11 +510,10 @@ mod tests {
     fn options(rank: usize, deadline: Duration) -> StoreOptions {
         StoreOptions {
             job: "job".to_owned(),
-            secret: None,
-            insecure: false,
             rank,
             world_size: 3,
             deadline,
+            ..StoreOptions::default()
         }
     }
 
@@ -574,10 +535,7 @@ mod tests {
             write_all(&stream, &to_bytes(&request).unwrap(), until(DEADLINE)).unwrap();
             drop(stream);
             let outcome = waiting.join().unwrap();
-            assert!(
-                matches!(&outcome, RankValues::Departed(ranks) if ranks[..] == [1]),
-                "{outcome:?}"
-            );
+            assert!(matches!(outcome, RankValues::Departed(1)), "{outcome:?}");
         });
         assert_eq!(host.departed(DEADLINE).unwrap(), [1]);
         let late =

@@ -14,12 +14,19 @@ use super::protocol::StoreOptions;
 /// Debian, or nowhere yet in Kubernetes, where the name of a pod gets its address after the pod has
 /// started.
 pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    let bare = without_brackets(host);
-    // A zone may follow an address.
-    let ip = bare.split('%').next().unwrap_or(bare).parse::<IpAddr>();
-    let is_any = ip.map_or(bare != "localhost", |ip| ip.is_unspecified());
-    is_any && (options.secret.is_some() || options.insecure)
+    let host = without_brackets(host_of(address));
+    // Everything that is no address is a name. `localhost` is the one name that leads to this host
+    // only.
+    let stands_for_all = match without_zone(host).parse::<IpAddr>() {
+        Ok(ip) => ip.is_unspecified(),
+        Err(_) => host != "localhost",
+    };
+    stands_for_all && (options.secret.is_some() || options.insecure)
+}
+
+/// Returns the host of an address (`host:port`).
+pub(super) fn host_of(address: &str) -> &str {
+    address.rsplit_once(':').map_or(address, |(host, _)| host)
 }
 
 /// An address (`host:port`) to look up. The host may be an IPv6 address with the name of a zone,
@@ -31,25 +38,33 @@ impl ToSocketAddrs for Name<'_> {
     type Iter = vec::IntoIter<SocketAddr>;
 
     fn to_socket_addrs(&self) -> io::Result<Self::Iter> {
-        match self
-            .0
-            .rsplit_once(':')
-            .map(|(host, port)| (host, port.parse()))
-        {
-            Some((host, Ok(port))) => (without_brackets(host), port).to_socket_addrs(),
-            _ => self.0.to_socket_addrs(),
+        match port_of(self.0) {
+            Some(port) => (without_brackets(host_of(self.0)), port).to_socket_addrs(),
+            None => self.0.to_socket_addrs(),
         }
     }
 }
 
+/// Returns the port of an address (`host:port`).
+fn port_of(address: &str) -> Option<u16> {
+    address.rsplit_once(':')?.1.parse().ok()
+}
+
 /// Returns a host without the brackets that an IPv6 address has before a port.
-fn without_brackets(host: &str) -> &str {
+pub(crate) fn without_brackets(host: &str) -> &str {
     host.trim_start_matches('[').trim_end_matches(']')
+}
+
+/// Returns an address without the zone that may follow it.
+pub(crate) fn without_zone(address: &str) -> &str {
+    address
+        .split_once('%')
+        .map_or(address, |(address, _)| address)
 }
 
 /// Returns the address of a port at an IP address. If that is a link-local one, which hosts on
 /// several links may have, the link is that of `local`, an address of this host.
-pub(super) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
+pub(crate) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
     match (ip, local) {
         (IpAddr::V6(ip), SocketAddr::V6(local)) if ip.is_unicast_link_local() => {
             SocketAddrV6::new(ip, port, 0, local.scope_id()).into()
@@ -64,11 +79,8 @@ pub(super) fn addresses(address: &str, options: &StoreOptions) -> io::Result<Vec
     if !is_everywhere(address, options) {
         return Name(address).to_socket_addrs().map(Iterator::collect);
     }
-    let port = address
-        .rsplit_once(':')
-        .and_then(|(_, port)| port.parse().ok());
-    let port =
-        port.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the address has no port"))?;
+    let port = port_of(address)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the address has no port"))?;
     Ok(every_address(port).to_vec())
 }
 
@@ -91,8 +103,6 @@ pub(super) fn loopback(port: u16) -> [SocketAddr; 2] {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::access::Secret;
 
@@ -102,9 +112,8 @@ mod tests {
             job: "job".to_owned(),
             secret: secret.map(|text| Secret::new(text).unwrap()),
             insecure,
-            rank: 0,
             world_size: 2,
-            deadline: Duration::from_secs(1),
+            ..StoreOptions::default()
         };
         for options in [with(Some("a secret of this test"), false), with(None, true)] {
             for name in ["node0:29500", "job-0.job.svc:0", "0.0.0.0:0", "[::]:1"] {

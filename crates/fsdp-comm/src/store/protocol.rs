@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::access::{Key, Secret};
 use crate::blocking::read_exact;
 use crate::buffer::zeroed;
+use crate::group::DEFAULT_DEADLINE;
 use crate::wire;
 
 /// The longest key of the store, in bytes.
@@ -35,12 +36,25 @@ pub struct StoreOptions {
     /// `true` if the ranks may meet at an address that other hosts reach, although there is no
     /// secret.
     pub insecure: bool,
-    /// This rank.
+    /// This rank; 0 by default.
     pub rank: usize,
-    /// The number of ranks of the job.
+    /// The number of ranks of the job; 1 by default.
     pub world_size: usize,
-    /// The time that connecting, and each request, may take.
+    /// The time that connecting, and each request, may take; [`DEFAULT_DEADLINE`] by default.
     pub deadline: Duration,
+}
+
+impl Default for StoreOptions {
+    fn default() -> Self {
+        StoreOptions {
+            job: String::new(),
+            secret: None,
+            insecure: false,
+            rank: 0,
+            world_size: 1,
+            deadline: DEFAULT_DEADLINE,
+        }
+    }
 }
 
 impl StoreOptions {
@@ -57,7 +71,7 @@ impl StoreOptions {
 
     /// Returns the key that all ranks of the job have.
     pub(super) fn key(&self) -> Key {
-        Key::of_job(self.secret.as_ref(), &self.job)
+        Key::for_job(self.secret.as_ref(), &self.job)
     }
 }
 
@@ -105,7 +119,9 @@ impl Request {
                 value,
             } => {
                 check_key(key)?;
-                check_value(expected.as_deref().unwrap_or_default())?;
+                if let Some(expected) = expected {
+                    check_value(expected)?;
+                }
                 check_value(value)
             }
             Request::Get { key }
@@ -157,28 +173,25 @@ pub(super) fn invalid(message: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message.into())
 }
 
-pub(super) fn out_of_memory(message: String) -> io::Error {
-    io::Error::new(io::ErrorKind::OutOfMemory, message)
-}
-
 /// Encodes a message, with its length in front.
 pub(super) fn to_bytes<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     let body = wire::encode(message).map_err(invalid)?;
-    let len = u32::try_from(body.len())
-        .ok()
-        .filter(|&len| len as usize <= MAX_MESSAGE_BYTES);
-    let len =
-        len.ok_or_else(|| invalid(format!("a message of {} bytes is too long", body.len())))?;
-    Ok([&len.to_le_bytes(), &body[..]].concat())
+    check_message_len(body.len())?;
+    let prefix = (body.len() as u32).to_le_bytes();
+    Ok([&prefix, &body[..]].concat())
 }
 
 /// Returns the length of the message after this prefix.
 pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
     let len = u32::from_le_bytes(prefix) as usize;
+    check_message_len(len).map(|()| len)
+}
+
+fn check_message_len(len: usize) -> io::Result<()> {
     if len > MAX_MESSAGE_BYTES {
         return Err(invalid(format!("a message of {len} bytes is too long")));
     }
-    Ok(len)
+    Ok(())
 }
 
 /// Reads one message before the deadline. Its length is checked before memory is reserved.
@@ -186,9 +199,11 @@ pub(super) fn read_blocking<T: DeserializeOwned>(
     stream: &mut TcpStream,
     until: Instant,
 ) -> io::Result<T> {
+    // The length comes first, and is checked before there is memory for the rest.
     let mut prefix = [0; 4];
     read_exact(stream, &mut prefix, until)?;
-    let mut body = zeroed(message_len(prefix)?, "a message of the store").map_err(out_of_memory)?;
+    let mut body = zeroed(message_len(prefix)?, "a message of the store")
+        .map_err(|message| io::Error::new(io::ErrorKind::OutOfMemory, message))?;
     read_exact(stream, &mut body, until)?;
     wire::decode(&body).map_err(invalid)
 }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
@@ -17,6 +17,7 @@ use super::protocol::{
     to_bytes,
 };
 use crate::access::{Hello, Port};
+use crate::sync::lock;
 use crate::wire;
 
 /// The time that the bytes of one message may take, once it has begun.
@@ -24,15 +25,15 @@ const MESSAGE_DEADLINE: Duration = Duration::from_secs(30);
 
 /// A store, as all of its connections share it.
 #[derive(Debug)]
-struct Shared {
+struct Store {
     world_size: usize,
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
     changed: Notify,
 }
 
 /// The values of a store, and the ranks that have joined it.
 #[derive(Debug, Default)]
-struct State {
+struct StoreState {
     joined: HashSet<u64>,
     values: HashMap<String, Vec<u8>>,
     /// The bytes of all keys and values.
@@ -46,23 +47,30 @@ struct State {
 /// Opens a store at the first of these addresses that is one of this host. It ends when the port is
 /// dropped.
 pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Port> {
-    let (world_size, state) = (options.world_size, Mutex::default());
-    let shared = Arc::new(Shared {
-        world_size,
-        state,
+    let store = Arc::new(Store {
+        world_size: options.world_size,
+        state: Mutex::default(),
         changed: Notify::new(),
     });
     Port::open(
         addresses,
         options.key(),
         "fsdp-store",
-        move |stream, hello| shared.serve_rank(stream, hello),
+        move |stream, hello| {
+            let store = Arc::clone(&store);
+            tokio::spawn(async move {
+                if let Err(error) = serve(stream, hello, &store).await {
+                    tracing::debug!(rank = hello.rank, %error, "a store connection ended");
+                }
+            });
+        },
     )
 }
 
-/// Serves one connection, from the registration of its rank until it ends.
-async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Result<()> {
-    let reply = shared.register(hello);
+/// Serves one connection, which has completed the handshake and so belongs to the job, from the
+/// registration of its rank until it ends.
+async fn serve(mut stream: TcpStream, hello: Hello, store: &Store) -> io::Result<()> {
+    let reply = store.register(hello);
     let told = write(&mut stream, &reply).await;
     if !matches!(reply, Reply::Welcome) {
         return told;
@@ -70,16 +78,18 @@ async fn serve(mut stream: TcpStream, hello: Hello, shared: &Shared) -> io::Resu
     if told.is_err() {
         // The reply could not be sent, so the rank does not know of its seat, and will connect
         // again.
-        shared.lock().joined.remove(&hello.rank);
+        store.lock().joined.remove(&hello.rank);
         return told;
     }
-    let ended = answer_requests(&mut stream, shared).await;
-    shared.depart(hello.rank);
+    let ended = answer_requests(&mut stream, store).await;
+    // Those who wait for all ranks need not wait any longer.
+    store.lock().departed.push(hello.rank);
+    store.changed.notify_waiters();
     ended
 }
 
 /// Answers the requests of a rank until it ends the connection.
-async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<()> {
+async fn answer_requests(stream: &mut TcpStream, store: &Store) -> io::Result<()> {
     loop {
         let request: Request = match read(stream).await {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
@@ -90,7 +100,7 @@ async fn answer_requests(stream: &mut TcpStream, shared: &Shared) -> io::Result<
             // have ended after that.
             Ok(()) => tokio::select! {
                 biased;
-                reply = shared.answer(request) => reply,
+                reply = store.answer(request) => reply,
                 () = end_of(stream) => return Ok(()),
             },
             Err(message) => Reply::Refused(message),
@@ -107,19 +117,9 @@ async fn end_of(stream: &TcpStream) {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Serves a connection that has completed the handshake, and so belongs to the job.
-    fn serve_rank(self: &Arc<Self>, stream: TcpStream, hello: Hello) {
-        let shared = Arc::clone(self);
-        tokio::spawn(async move {
-            if let Err(error) = serve(stream, hello, &shared).await {
-                tracing::debug!(rank = hello.rank, %error, "a store connection ended");
-            }
-        });
+impl Store {
+    fn lock(&self) -> MutexGuard<'_, StoreState> {
+        lock(&self.state)
     }
 
     /// Assigns a rank its seat. A rank can have only one connection, so there are no more
@@ -149,16 +149,10 @@ impl Shared {
         Reply::Welcome
     }
 
-    /// Records that a rank has ended its connection, and wakes all who wait for it.
-    fn depart(&self, rank: u64) {
-        self.lock().departed.push(rank);
-        self.changed.notify_waiters();
-    }
-
     /// Carries out a request, and returns the reply.
     async fn answer(&self, request: Request) -> Reply {
         match request {
-            Request::Set { key, value } => match self.put(&mut self.lock(), key, value) {
+            Request::Set { key, value } => match self.insert(&mut self.lock(), key, value) {
                 Ok(()) => Reply::Value(None),
                 Err(message) => Reply::Refused(message),
             },
@@ -187,19 +181,15 @@ impl Shared {
             Request::Departed => Reply::Departed(self.lock().departed.clone()),
             Request::Add { key, amount } => {
                 let mut state = self.lock();
-                let before = match state
-                    .values
-                    .get(&key)
-                    .map(|value| <[u8; 8]>::try_from(&value[..]))
-                {
-                    None => 0,
-                    Some(Ok(bytes)) => i64::from_le_bytes(bytes),
-                    Some(Err(_)) => {
+                let mut before = 0;
+                if let Some(value) = state.values.get(&key) {
+                    let Ok(bytes) = value[..].try_into() else {
                         return Reply::Refused(format!("the value of `{key}` is no number"));
-                    }
-                };
+                    };
+                    before = i64::from_le_bytes(bytes);
+                }
                 let sum = before.wrapping_add(amount);
-                match self.put(&mut state, key, sum.to_le_bytes().to_vec()) {
+                match self.insert(&mut state, key, sum.to_le_bytes().to_vec()) {
                     Ok(()) => Reply::Number(sum),
                     Err(message) => Reply::Refused(message),
                 }
@@ -213,7 +203,7 @@ impl Shared {
                 if state.values.get(&key) != expected.as_ref() {
                     return Reply::Value(state.values.get(&key).cloned());
                 }
-                match self.put(&mut state, key, value.clone()) {
+                match self.insert(&mut state, key, value.clone()) {
                     Ok(()) => Reply::Value(Some(value)),
                     Err(message) => Reply::Refused(message),
                 }
@@ -222,7 +212,7 @@ impl Shared {
     }
 
     /// Sets a key, unless the store would then hold more than its share of memory.
-    fn put(&self, state: &mut State, key: String, value: Vec<u8>) -> Result<(), String> {
+    fn insert(&self, state: &mut StoreState, key: String, value: Vec<u8>) -> Result<(), String> {
         let before = state
             .values
             .get(&key)
@@ -285,8 +275,7 @@ impl Shared {
                     found += 1;
                 }
                 if found == count {
-                    let values =
-                        (0..count).filter_map(|number| state.values.get(&key(number)).cloned());
+                    let values = (0..count).map(|number| state.values[&key(number)].clone());
                     return Reply::Values(values.collect());
                 }
                 if needs_all_ranks && !state.departed.is_empty() {

@@ -9,13 +9,13 @@ use std::time::Instant;
 use crate::access::{Hello, Key, Port};
 
 /// A connection that was let in, with what the process at the other end says about itself.
-pub(super) type Comer = (TcpStream, Hello);
+pub(super) type AdmittedConnection = (TcpStream, Hello);
 
 /// An open port, and the connections that were let in there.
 #[derive(Debug)]
 pub(super) struct Acceptor {
     port: Port,
-    authenticated: Receiver<Comer>,
+    authenticated: Receiver<AdmittedConnection>,
 }
 
 impl Acceptor {
@@ -25,9 +25,10 @@ impl Acceptor {
     /// # Errors
     /// The same as of [`Port::open`].
     pub(super) fn open(addresses: &[SocketAddr], key: Key) -> io::Result<Acceptor> {
-        let (send_on, authenticated) = mpsc::channel();
+        // The port has a thread of its own, so connections that come early wait in this channel.
+        let (admitted, authenticated) = mpsc::channel();
         let port = Port::open(addresses, key, "fsdp-acceptor", move |stream, hello| {
-            hand_over(&send_on, stream, hello)
+            hand_over(&admitted, stream, hello)
         })?;
         Ok(Acceptor {
             port,
@@ -41,7 +42,7 @@ impl Acceptor {
     }
 
     /// Returns the next connection that was let in; `None` if there is none in time.
-    pub(super) fn next(&mut self, until: Instant) -> Option<Comer> {
+    pub(super) fn next(&mut self, until: Instant) -> Option<AdmittedConnection> {
         let left = until.saturating_duration_since(Instant::now());
         match self.authenticated.recv_timeout(left) {
             Ok(connection) => Some(connection),
@@ -56,20 +57,24 @@ impl Acceptor {
     }
 
     /// Returns the port, and all connections that are let in until it is closed.
-    pub(super) fn split(self) -> (Port, Receiver<Comer>) {
+    pub(super) fn split(self) -> (Port, Receiver<AdmittedConnection>) {
         (self.port, self.authenticated)
     }
 }
 
 /// Makes a connection of the runtime an ordinary blocking socket, and sends it on. If that fails,
 /// the connection is lost, and its rank counts as one that did not come.
-fn hand_over(send_on: &mpsc::Sender<Comer>, stream: tokio::net::TcpStream, hello: Hello) {
-    let ordinary = stream
+fn hand_over(
+    admitted: &mpsc::Sender<AdmittedConnection>,
+    stream: tokio::net::TcpStream,
+    hello: Hello,
+) {
+    let blocking = stream
         .into_std()
         .and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
-    match ordinary {
+    match blocking {
         // Sending fails only when nobody waits for connections any more.
-        Ok(stream) => drop(send_on.send((stream, hello))),
+        Ok(stream) => drop(admitted.send((stream, hello))),
         Err(error) => tracing::warn!(%error, rank = hello.rank, "a connection was lost"),
     }
 }

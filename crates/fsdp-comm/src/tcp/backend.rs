@@ -12,7 +12,7 @@ use super::shared::SharedMemory;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::sockets::LAST_SETUP_ROUND;
 use super::sockets::{self, Member, SETUP_ROUNDS};
-use crate::backend::{Backend, Planner, Round};
+use crate::backend::{Backend, Members, Planner, Round};
 use crate::blame;
 use crate::deadline::until;
 use crate::environment::Environment;
@@ -20,82 +20,75 @@ use crate::error::CommError;
 use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
 use crate::store::TcpStore;
 
-/// The size of the largest group whose ranks send their records to each other directly, unless
-/// [`TcpOptions::direct_up_to`] says otherwise. With so few ranks, one message to each takes no
-/// longer than a few messages that wait for each other.
-pub(crate) const DIRECT_UP_TO: usize = 32;
-
 /// The options with which a process joins its job through the `tcp` backend.
-#[derive(Debug, Clone)]
-#[must_use]
+///
+/// ```no_run
+/// use fsdp_comm::{Environment, TcpOptions};
+/// let options = TcpOptions { shared_memory: false, ..TcpOptions::default() };
+/// let group = options.connect(&Environment::from_env()?)?;
+/// # Ok::<(), fsdp_comm::CommError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TcpOptions {
-    environment: Environment,
-    deadline: Duration,
-    shared_memory: bool,
-    direct_up_to: usize,
+    /// The deadline of the rendezvous and of the group; [`DEFAULT_DEADLINE`] by default.
+    pub deadline: Duration,
+    /// `true`, which is the default, if this rank shares memory with others on its host. If one rank
+    /// of a group does not, no rank of that group does.
+    pub shared_memory: bool,
+    /// The size of the largest group whose ranks agree on operations by a message of each rank to
+    /// each other rank; 32 by default, because with so few ranks one message to each takes no longer
+    /// than a few messages that wait for each other. In a larger group a rank sends about
+    /// `log2(ranks)` messages, which other ranks send on. In a job of more ranks, each connects to
+    /// about `2 log2(ranks)` others at the start, and to others when it needs to. All ranks of a job
+    /// must choose the same; [`connect`](Self::connect) checks that.
+    pub direct_up_to: usize,
+}
+
+impl Default for TcpOptions {
+    fn default() -> Self {
+        TcpOptions {
+            deadline: DEFAULT_DEADLINE,
+            shared_memory: true,
+            direct_up_to: 32,
+        }
+    }
 }
 
 impl TcpOptions {
-    /// Creates options for a place in a job, with [`DEFAULT_DEADLINE`] and shared memory.
-    pub fn new(environment: Environment) -> Self {
-        TcpOptions {
-            environment,
-            deadline: DEFAULT_DEADLINE,
-            shared_memory: true,
-            direct_up_to: DIRECT_UP_TO,
-        }
-    }
-
-    /// Sets the deadline of the rendezvous and of the group.
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = deadline;
-        self
-    }
-
-    /// Chooses whether this rank shares memory with others on its host. If one rank of a group does
-    /// not, no rank of that group does.
-    pub fn shared_memory(mut self, shared_memory: bool) -> Self {
-        self.shared_memory = shared_memory;
-        self
-    }
-
-    /// Sets the size of the largest group whose ranks agree on operations by a message of each rank
-    /// to each other rank; 32 unless set. In a larger group a rank sends about `log2(ranks)`
-    /// messages, which other ranks pass on. In a job of more ranks, each connects to about `2
-    /// log2(ranks)` others at the start, and to others when it needs to. All ranks of a job must
-    /// choose the same; [`connect`](Self::connect) checks that.
-    pub fn direct_up_to(mut self, ranks: usize) -> Self {
-        self.direct_up_to = ranks;
-        self
-    }
-
-    /// Waits for all other ranks, and creates the group of all.
+    /// Takes this process's place in its job: waits for all other ranks, and creates the group of
+    /// all.
     ///
     /// # Errors
     /// [`CommError::Rendezvous`] names the ranks that came and those that did not, or a rank that
     /// has set `direct_up_to` otherwise than rank 0.
-    pub fn connect(&self) -> Result<ProcessGroup, CommError> {
-        let backend = self.connect_backend()?;
-        let group = ProcessGroup::new(Arc::new(backend)).with_deadline(self.deadline);
-        Ok(group.with_ranks_on_host(self.environment.local_world_size.unwrap_or(1)))
+    pub fn connect(&self, environment: &Environment) -> Result<ProcessGroup, CommError> {
+        let backend = self.connect_backend(environment)?;
+        let ranks_on_host = environment.local_world_size.unwrap_or(1);
+        Ok(ProcessGroup::new(
+            Arc::new(backend),
+            self.deadline,
+            ranks_on_host,
+        ))
     }
 
     /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for
-    /// which other ranks are to blame is noted for the launcher.
-    pub(crate) fn connect_backend(&self) -> Result<TcpBackend, CommError> {
-        blame::noted(self.environment.rank, self.meet())
+    /// which other ranks are to blame is recorded for the launcher.
+    pub(crate) fn connect_backend(
+        &self,
+        environment: &Environment,
+    ) -> Result<TcpBackend, CommError> {
+        blame::record(environment.rank, self.meet(environment))
     }
 
     /// Opens the store, and meets the other ranks there.
-    fn meet(&self) -> Result<TcpBackend, CommError> {
+    fn meet(&self, environment: &Environment) -> Result<TcpBackend, CommError> {
         let until = until(self.deadline);
-        let environment = &self.environment;
         let store = rendezvous::open(environment, self.deadline)?;
         let participant = Participant {
             rank: environment.rank,
             world_size: environment.world_size,
             address: environment.master(),
-            key: store.key().clone(),
+            key: store.key.clone(),
             deadline: self.deadline,
             until,
             direct_up_to: self.direct_up_to,
@@ -109,12 +102,7 @@ impl TcpOptions {
 #[derive(Debug)]
 pub(crate) struct TcpBackend {
     node: Arc<Node>,
-    /// The number of the group, which is the same on all of its ranks.
-    id: u64,
-    /// The global rank of each rank of the group.
-    global_ranks: Vec<usize>,
-    /// This rank in the group.
-    rank: usize,
+    members: Members,
     /// `None` if the group sends everything over sockets.
     memory: Option<SharedMemory>,
 }
@@ -126,79 +114,64 @@ impl TcpBackend {
         store: TcpStore,
         shared_memory: bool,
     ) -> Result<Self, CommError> {
-        let &Participant {
-            rank,
-            world_size,
-            deadline,
-            until,
-            ..
-        } = participant;
         let node = rendezvous::meet(participant, store, shared_memory)?;
-        let round = Round {
-            number: 0,
-            sequence: 0,
-            operation: "rendezvous",
-            deadline,
-            until,
+        let members = Members {
+            id: 0,
+            global_ranks: (0..participant.world_size).collect(),
+            rank: participant.rank,
         };
-        TcpBackend::new(node, 0, (0..world_size).collect(), rank, &round)
+        let round = Round::rendezvous(participant.deadline, participant.until);
+        TcpBackend::new(node, members, &round)
     }
 
     /// Opens a group on this rank, and sets up its shared memory where all of its ranks can share
     /// it.
-    fn new(
-        node: Arc<Node>,
-        id: u64,
-        global_ranks: Vec<usize>,
-        rank: usize,
-        round: &Round<'_>,
-    ) -> Result<Self, CommError> {
-        node.open(id, &global_ranks);
-        let member = Member {
-            node: &node,
-            group: id,
-            ranks: &global_ranks,
-            rank,
-        };
-        let memory = SharedMemory::new(member, round).inspect_err(|error| {
-            // The others may still be in an earlier step, and would wait for this rank in vain.
-            node.abort(id, 0, error);
-            node.close(id);
-        })?;
-        Ok(TcpBackend {
+    fn new(node: Arc<Node>, members: Members, round: &Round<'_>) -> Result<Self, CommError> {
+        // Frames for the group may have come already, from ranks that were faster.
+        node.inbox()
+            .change(|state| state.open(members.id, &members.global_ranks));
+        let mut backend = TcpBackend {
             node,
-            id,
-            global_ranks,
-            rank,
-            memory,
-        })
+            members,
+            memory: None,
+        };
+        backend.memory = SharedMemory::new(backend.member(), round).inspect_err(|error| {
+            // The others may still be in an earlier step, and would wait for this rank in vain.
+            backend.node.abort(backend.members.id, 0, error);
+        })?;
+        Ok(backend)
     }
 
     /// Creates a group of some of these ranks: see [`Backend::subgroup`].
-    pub(crate) fn child(
-        &self,
-        round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
-    ) -> Result<Self, CommError> {
-        let global_ranks: Vec<usize> = ranks
-            .iter()
-            .filter_map(|&rank| self.global_ranks.get(rank).copied())
-            .collect();
-        let rank = ranks
-            .iter()
-            .position(|&rank| rank == self.rank)
-            .unwrap_or_default();
-        TcpBackend::new(Arc::clone(&self.node), id, global_ranks, rank, round)
+    pub(crate) fn child(&self, round: &Round<'_>, members: Members) -> Result<Self, CommError> {
+        TcpBackend::new(Arc::clone(&self.node), members, round)
     }
 
     fn member(&self) -> Member<'_> {
         Member {
             node: &self.node,
-            group: self.id,
-            ranks: &self.global_ranks,
-            rank: self.rank,
+            group: self.members.id,
+            ranks: &self.members.global_ranks,
+            rank: self.members.rank,
         }
+    }
+
+    /// Begins a round of the group's operations. A group that has failed stays failed.
+    fn begin<'r>(&self, round: &Round<'r>) -> Result<Round<'r>, CommError> {
+        let round = after_setup(round);
+        match self.node.failure(self.members.id, &round, &[]) {
+            Some(failure) => Err(failure),
+            None => Ok(round),
+        }
+    }
+}
+
+/// Returns the round that this round of a group's operations is for a node, to which the rounds of
+/// the setup come first.
+fn after_setup<'r>(round: &Round<'r>) -> Round<'r> {
+    Round {
+        number: round.number + SETUP_ROUNDS,
+        ..*round
     }
 }
 
@@ -207,7 +180,7 @@ impl TcpBackend {
 impl TcpBackend {
     /// Waits for all ranks of a new group, before any of its operations, and exchanges a record
     /// with them.
-    pub(crate) fn tell_again(
+    pub(crate) fn exchange_at_setup(
         &self,
         round: &Round<'_>,
         record: &[u8],
@@ -216,30 +189,39 @@ impl TcpBackend {
             number: LAST_SETUP_ROUND,
             ..*round
         };
-        let told = sockets::exchange(self.member(), &round, record)
-            .inspect_err(|error| self.node.abort(self.id, LAST_SETUP_ROUND, error))?;
-        self.node.inbox().lock().forget(self.id, LAST_SETUP_ROUND);
-        Ok(told)
+        let member = self.member();
+        let records = member.exchange(&round, record).inspect_err(|error| {
+            self.node.abort(self.members.id, LAST_SETUP_ROUND, error);
+        })?;
+        member.forget(LAST_SETUP_ROUND);
+        Ok(records)
     }
 
     /// Returns the reason that a round which still needs all other ranks cannot end, if there is
     /// one.
     pub(crate) fn failure(&self, round: &Round<'_>) -> Option<CommError> {
-        let own = self.global_ranks[self.rank];
-        let others: Vec<usize> = self
-            .global_ranks
-            .iter()
-            .copied()
-            .filter(|&rank| rank != own)
-            .collect();
-        self.node.failure(
-            self.id,
-            &Round {
-                number: round.number + SETUP_ROUNDS,
-                ..*round
-            },
-            &others,
-        )
+        let others: Vec<usize> = self.member().others().collect();
+        self.node
+            .failure(self.members.id, &after_setup(round), &others)
+    }
+
+    /// Carries out a round in which only records move, and returns those of all ranks, in rank
+    /// order.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn exchange(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+    ) -> Result<Vec<Bytes>, CommError> {
+        let round = &self.begin(round)?;
+        let member = self.member();
+        if let Some(memory) = &self.memory {
+            let records = memory.exchange(member, round, record)?;
+            return Ok(records.into_iter().map(Bytes::copy_from_slice).collect());
+        }
+        let records = member.exchange(round, record)?;
+        member.forget(round.number);
+        Ok(records)
     }
 
     /// Tells all ranks of the job that this one leaves, and waits until all others have told the
@@ -256,12 +238,8 @@ impl Backend for TcpBackend {
         "tcp"
     }
 
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        &self.global_ranks
+    fn members(&self) -> &Members {
+        &self.members
     }
 
     fn round<'p>(
@@ -271,38 +249,31 @@ impl Backend for TcpBackend {
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        let round = &Round {
-            number: round.number + SETUP_ROUNDS,
-            ..*round
-        };
-        // A group that has failed stays failed.
-        if let Some(failure) = self.node.failure(self.id, round, &[]) {
-            return Err(failure);
-        }
+        let round = &self.begin(round)?;
         let member = self.member();
-        match &self.memory {
-            Some(memory) => memory.round(member, round, record, send, plan),
-            None => sockets::round(member, round, record, send, plan),
+        // All ranks of the group have found the same when they set it up, so all go the same way.
+        let Some(memory) = &self.memory else {
+            return sockets::round(member, round, record, send, plan);
+        };
+        match plan(&memory.exchange(member, round, record)?)? {
+            Some(plan) => memory.transfer(member, round, send, plan),
+            None => Ok(()),
         }
     }
 
-    fn subgroup(
-        &self,
-        round: &Round<'_>,
-        id: u64,
-        ranks: &[usize],
-    ) -> Result<Arc<dyn Backend>, CommError> {
-        Ok(Arc::new(self.child(round, id, ranks)?))
+    fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
+        Ok(Arc::new(self.child(round, members)?))
     }
 
     fn abort(&self, round: u64, error: &CommError) {
-        self.node.abort(self.id, round + SETUP_ROUNDS, error);
+        self.node
+            .abort(self.members.id, round + SETUP_ROUNDS, error);
     }
 }
 
 impl Drop for TcpBackend {
     fn drop(&mut self) {
-        self.node.close(self.id);
+        self.node.inbox().lock().close(self.members.id);
     }
 }
 
@@ -313,8 +284,7 @@ mod tests {
     use std::thread;
     use std::time::Instant;
 
-    use super::super::frame::{CHUNK_BYTES, Kind};
-    use super::super::node::Outgoing;
+    use super::super::frame::{CHUNK_BYTES, Kind, OutgoingFrame};
     use super::*;
     use crate::backend::{Destination, Pattern, Plan};
 
@@ -328,8 +298,11 @@ mod tests {
             "FSDP_JOB_ID" => Some("job".to_owned()),
             _ => None,
         });
-        let options = TcpOptions::new(environment.unwrap()).shared_memory(shared_memory);
-        Arc::new(options.connect_backend().unwrap())
+        let options = TcpOptions {
+            shared_memory,
+            ..TcpOptions::default()
+        };
+        Arc::new(options.connect_backend(&environment.unwrap()).unwrap())
     }
 
     /// Returns both ranks of a job.
@@ -356,10 +329,19 @@ mod tests {
         }
     }
 
+    /// Returns a new group of both ranks, for this one of them.
+    fn both(rank: usize) -> Members {
+        Members {
+            id: 7,
+            global_ranks: vec![0, 1],
+            rank,
+        }
+    }
+
     fn gather_much(backend: Arc<TcpBackend>) {
-        let own = vec![backend.rank() as u8 + 1; 20 << 20];
+        let own = vec![backend.members.rank as u8 + 1; 20 << 20];
         let mut all = vec![0; 2 * own.len()];
-        ProcessGroup::new(backend)
+        ProcessGroup::new(backend, DEFAULT_DEADLINE, 1)
             .all_gather_into(&mut all, &own)
             .unwrap();
         assert!(
@@ -393,7 +375,7 @@ mod tests {
         let mut most = 0;
         thread::scope(|scope| {
             scope.spawn(|| {
-                let destination = Destination::Copy(vec![Vec::new(), Vec::new()]);
+                let destination = Destination::copy(vec![Vec::new(), Vec::new()]);
                 sender
                     .round(
                         &round,
@@ -455,15 +437,15 @@ mod tests {
             // over.
             let busy = receiver.node.inbox().lock();
             scope.spawn(|| {
-                let body = &vec![0; CHUNK_BYTES];
-                let chunk = Outgoing {
+                let body = vec![0; CHUNK_BYTES];
+                let chunk = OutgoingFrame {
                     to: 1,
                     kind: Kind::Chunk,
                     group: 7,
-                    round: &round,
-                    body,
+                    round: round.number,
+                    body: body.into(),
                 };
-                while !is_over.load(Ordering::Relaxed) && sender.node.send(chunk).is_ok() {
+                while !is_over.load(Ordering::Relaxed) && sender.node.send(&chunk, &round).is_ok() {
                     sent.fetch_add(1, Ordering::Relaxed);
                 }
             });
@@ -476,7 +458,8 @@ mod tests {
             drop(busy);
         });
         thread::scope(|scope| {
-            let barriers = ranks.map(|rank| scope.spawn(|| ProcessGroup::new(rank).barrier()));
+            let barriers = ranks
+                .map(|rank| scope.spawn(|| ProcessGroup::new(rank, DEFAULT_DEADLINE, 1).barrier()));
             barriers
                 .into_iter()
                 .for_each(|barrier| barrier.join().unwrap().unwrap());
@@ -487,28 +470,23 @@ mod tests {
     fn a_rank_that_leaves_is_not_taken_for_one_that_died_by_a_rank_that_still_sends_to_it() {
         let [receiver, sender] = pair(false);
         let round = round(Duration::from_secs(20));
-        let heartbeat = |to| Outgoing {
-            to,
-            kind: Kind::Heartbeat,
-            group: 0,
-            round: &round,
-            body: b"",
-        };
+        let heartbeat = |to| OutgoingFrame::new(to, Kind::Heartbeat, &b""[..]);
+        let beat = |rank: &TcpBackend, to| rank.node.write(&heartbeat(to), &round);
         // While the receiver's inbox is locked, it reads none of the frames that the other rank has
         // sent.
         let busy = receiver.node.inbox().lock();
         // Then the other rank sends more small frames than the system delivers at once, and leaves.
         // The last of them, and the goodbye, still wait in the system.
-        (0..100).for_each(|_| sender.node.write(heartbeat(0)).unwrap());
+        (0..100).for_each(|_| beat(&sender, 0).unwrap());
         drop(sender);
         thread::scope(|scope| {
-            let sends = scope.spawn(|| while receiver.node.write(heartbeat(1)).is_ok() {});
+            let sends = scope.spawn(|| while beat(&receiver, 1).is_ok() {});
             // Let it fail to send to the rank that has left, before it reads on.
             thread::sleep(Duration::from_millis(300));
             drop(busy);
             sends.join().unwrap();
         });
-        let error = receiver.node.send(heartbeat(1)).unwrap_err();
+        let error = receiver.node.send(&heartbeat(1), &round).unwrap_err();
         assert!(
             matches!(&error, CommError::RankLeft { reason, .. } if reason == "has left the group"),
             "{error}"
@@ -520,7 +498,7 @@ mod tests {
     fn a_rank_that_comes_to_make_a_group_after_the_others_gave_up_gets_their_error() {
         let [first, second] = pair(true);
         let error = first
-            .child(&round(Duration::from_millis(200)), 7, &[0, 1])
+            .child(&round(Duration::from_millis(200)), both(0))
             .unwrap_err();
         assert!(
             matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [1]),
@@ -529,7 +507,7 @@ mod tests {
         // The second rank has got the first message of the first one, and no other one will come.
         assert_eq!(
             second
-                .child(&round(Duration::from_secs(20)), 7, &[0, 1])
+                .child(&round(Duration::from_secs(20)), both(1))
                 .unwrap_err(),
             error
         );

@@ -4,9 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use super::segment::{Notification, ReaderWord, Segment, WINDOW_BYTES, Word};
-use super::sockets::Member;
-use super::watch::wait;
-use crate::backend::Round;
+use super::watch::SharedRound;
 use crate::error::CommError;
 
 /// The alignment of chunks: whole elements of every type, and whole cache lines.
@@ -14,19 +12,17 @@ const ALIGNMENT: usize = 64;
 
 /// The chunks that a rank has sent in a group so far.
 #[derive(Debug, Default)]
-pub(super) struct Published {
+pub(super) struct PublishedChunks {
     chunks: u64,
     /// The readers of the last chunk in each window.
     readers: [Vec<usize>; 2],
 }
 
 /// The bytes that this rank sends in a round.
-pub(super) struct Outgoing<'a> {
-    member: Member<'a>,
-    round: &'a Round<'a>,
-    segment: &'a Segment,
+pub(super) struct OutgoingChunks<'a> {
+    shared: SharedRound<'a>,
     send: &'a [u8],
-    published: &'a mut Published,
+    published: &'a mut PublishedChunks,
     /// The different ranges of `send` that ranks read. All are cut into chunks of one size. The
     /// chunks with the same number lie side by side in a window.
     places: Vec<Range<usize>>,
@@ -38,16 +34,16 @@ pub(super) struct Outgoing<'a> {
     sent: usize,
 }
 
-impl<'a> Outgoing<'a> {
+impl<'a> OutgoingChunks<'a> {
     /// Cuts the bytes into chunks, and tells each reader where its chunks will be.
     pub(super) fn new(
-        member: Member<'a>,
-        round: &'a Round<'a>,
-        segment: &'a Segment,
+        shared: SharedRound<'a>,
         to: &[Range<usize>],
         send: &'a [u8],
-        published: &'a mut Published,
+        published: &'a mut PublishedChunks,
     ) -> Self {
+        let segment = shared.own();
+        let own_rank = shared.member.rank;
         // Ranks that read the same range share its chunks.
         let mut places: Vec<Range<usize>> = Vec::new();
         for range in to.iter().filter(|range| !range.is_empty()) {
@@ -71,16 +67,16 @@ impl<'a> Outgoing<'a> {
                 }
             }
         }
-        let readers: Vec<(usize, usize)> =
-            to.iter().map(ExactSizeIterator::len).enumerate().collect();
-        let readers = readers
-            .into_iter()
-            .filter(|&(reader, len)| reader != member.rank && len > 0)
+        let readers = to
+            .iter()
+            .map(ExactSizeIterator::len)
+            .enumerate()
+            .filter(|&(reader, len)| reader != own_rank && len > 0)
             .collect();
         // Readers look at their words only after this store.
         segment
             .word(Word::Planned)
-            .store(round.number + 1, Ordering::Release);
+            .store(shared.round.number + 1, Ordering::Release);
         segment.notify(Notification::ToReaders);
         // A place that only this rank reads is never written. But it counted above, because the
         // size of a chunk must be the same on all ranks.
@@ -88,15 +84,13 @@ impl<'a> Outgoing<'a> {
             let is_read_by_others = to
                 .iter()
                 .enumerate()
-                .any(|(reader, range)| reader != member.rank && *range == *place);
+                .any(|(reader, range)| reader != own_rank && *range == *place);
             if !is_read_by_others {
                 *place = 0..0;
             }
         }
-        Outgoing {
-            member,
-            round,
-            segment,
+        OutgoingChunks {
+            shared,
             send,
             published,
             places,
@@ -116,31 +110,19 @@ impl<'a> Outgoing<'a> {
         if self.is_over() {
             return Ok(());
         }
-        let Outgoing {
-            member,
-            round,
-            segment,
-            ..
-        } = *self;
+        let shared = self.shared;
+        let segment = shared.own();
         // Step 1: wait until the window of this chunk is free.
         let number = self.published.chunks;
         let window = (number % 2) as usize;
         for &reader in &self.published.readers[window] {
             // Chunk `number - 2` lies in this window. Its readers must have consumed it.
-            let consumed = || {
-                segment
-                    .reader_word(reader, ReaderWord::Consumed)
-                    .load(Ordering::Acquire)
-                    + 1
-                    >= number
-            };
-            wait(
-                member,
-                round,
+            let consumed = segment.reader_word(reader, ReaderWord::Consumed);
+            shared.wait(
                 segment,
                 Notification::ToOwner,
-                consumed,
-                || vec![member.ranks[reader]],
+                || consumed.load(Ordering::Acquire) + 1 >= number,
+                || vec![shared.member.ranks[reader]],
             )?;
         }
         // Step 2: nobody reads the window now, so write the next chunk of every place.
@@ -148,16 +130,14 @@ impl<'a> Outgoing<'a> {
             let start = (place.start + self.sent).min(place.end);
             let end = (start + self.chunk).min(place.end);
             if start < end {
-                let bytes = self.send.get(start..end).unwrap_or_default();
-                segment.write_window(window, index * self.chunk, bytes);
+                segment.write_window(window, index * self.chunk, &self.send[start..end]);
             }
         }
-        // Step 3: note who reads this chunk, and publish it.
-        let reads = |&&(_, len): &&(usize, usize)| len > self.sent;
+        // Step 3: record who reads this chunk, and publish it.
         self.published.readers[window] = self
             .readers
             .iter()
-            .filter(reads)
+            .filter(|(_, len)| *len > self.sent)
             .map(|&(reader, _)| reader)
             .collect();
         // From this store on, readers read the window.
@@ -172,21 +152,19 @@ impl<'a> Outgoing<'a> {
 }
 
 /// The bytes that this rank reads from another in a round.
-pub(super) struct Incoming<'a> {
-    member: Member<'a>,
-    round: &'a Round<'a>,
-    segment: &'a Segment,
+pub(super) struct IncomingChunks<'a> {
+    shared: SharedRound<'a>,
     /// The rank that sends them.
     pub(super) from: usize,
     /// The bytes that are still to come.
     left: usize,
     /// `None` until the sender has told where the chunks lie.
-    cut: Option<Cut>,
+    place: Option<ChunkPlace>,
 }
 
 /// The place of this rank's chunks in a segment.
 #[derive(Clone, Copy)]
-struct Cut {
+struct ChunkPlace {
     /// The number of the next chunk, which tells in which window it lies.
     number: u64,
     /// The offset of each chunk in its window.
@@ -195,21 +173,13 @@ struct Cut {
     size: usize,
 }
 
-impl<'a> Incoming<'a> {
-    pub(super) fn new(
-        member: Member<'a>,
-        round: &'a Round<'a>,
-        segment: &'a Segment,
-        from: usize,
-        len: usize,
-    ) -> Self {
-        Incoming {
-            member,
-            round,
-            segment,
+impl<'a> IncomingChunks<'a> {
+    pub(super) fn new(shared: SharedRound<'a>, from: usize, len: usize) -> Self {
+        IncomingChunks {
+            shared,
             from,
             left: len,
-            cut: None,
+            place: None,
         }
     }
 
@@ -221,74 +191,73 @@ impl<'a> Incoming<'a> {
     /// Waits for the next chunk, and returns it. It stays in place until
     /// [`consumed`](Self::consumed) is called.
     pub(super) fn chunk(&mut self) -> Result<&'a [u8], CommError> {
-        let Cut {
+        let ChunkPlace {
             number,
             offset,
             size,
-        } = match self.cut {
-            Some(cut) => cut,
-            None => self.plan()?,
-        };
+        } = self.place()?;
         self.wait(|segment| segment.word(Word::Published).load(Ordering::Acquire) > number)?;
         let len = size.min(self.left);
-        let chunk = self.segment.window((number % 2) as usize, offset, len);
+        let chunk = self.segment().window((number % 2) as usize, offset, len);
         if chunk.len() == len {
             return Ok(chunk);
         }
         // Offset and size come from another process, and need not lie in the window.
-        Err(CommError::RankLeft {
-            rank: self.member.ranks[self.from],
-            operation: self.round.operation.to_owned(),
-            sequence: self.round.sequence,
-            reason: format!("published {len} bytes at {offset} of a window that has not so many"),
-        })
+        let SharedRound { member, round, .. } = self.shared;
+        let reason = format!("published {len} bytes at {offset} of a window that has not so many");
+        Err(round.rank_left(member.ranks[self.from], reason))
     }
 
     /// Tells the sender that this rank is done with the chunk, so that its window can be written
     /// again.
     pub(super) fn consumed(&mut self) {
-        if let Some(Cut { number, size, .. }) = &mut self.cut {
-            *number += 1;
-            self.left = self.left.saturating_sub(*size);
-            self.segment
-                .reader_word(self.member.rank, ReaderWord::Consumed)
-                .store(*number, Ordering::Release);
-            self.segment.notify(Notification::ToOwner);
-        }
+        let place = self.place.as_mut().expect("a chunk has been read");
+        place.number += 1;
+        self.left = self.left.saturating_sub(place.size);
+        let segment = &self.shared.segments[self.from];
+        segment
+            .reader_word(self.shared.member.rank, ReaderWord::Consumed)
+            .store(place.number, Ordering::Release);
+        segment.notify(Notification::ToOwner);
     }
 
-    /// Waits until the sender has written where this rank's chunks will be, and reads that.
-    fn plan(&mut self) -> Result<Cut, CommError> {
-        let planned = self.round.number + 1;
+    /// Returns the segment of the sender.
+    fn segment(&self) -> &'a Segment {
+        &self.shared.segments[self.from]
+    }
+
+    /// Returns where this rank's chunks lie. At first this waits until the sender has written that.
+    fn place(&mut self) -> Result<ChunkPlace, CommError> {
+        if let Some(place) = self.place {
+            return Ok(place);
+        }
+        let SharedRound { member, round, .. } = self.shared;
+        let planned = round.number + 1;
         self.wait(|segment| segment.word(Word::Planned).load(Ordering::Acquire) >= planned)?;
-        let word = |word| {
-            self.segment
-                .reader_word(self.member.rank, word)
-                .load(Ordering::Relaxed)
+        let [number, offset, size] =
+            [ReaderWord::First, ReaderWord::Offset, ReaderWord::Size].map(|word| {
+                self.segment()
+                    .reader_word(member.rank, word)
+                    .load(Ordering::Relaxed)
+            });
+        let place = ChunkPlace {
+            number,
+            offset: offset as usize,
+            // A chunk without bytes would never end.
+            size: size.max(1) as usize,
         };
-        let (offset, size) = (
-            word(ReaderWord::Offset) as usize,
-            word(ReaderWord::Size).max(1) as usize,
-        );
-        let cut = Cut {
-            number: word(ReaderWord::First),
-            offset,
-            size,
-        };
-        self.cut = Some(cut);
-        Ok(cut)
+        self.place = Some(place);
+        Ok(place)
     }
 
     /// Waits until the sender has made a change of its segment after which `is_ready` is true.
     fn wait(&self, is_ready: impl Fn(&Segment) -> bool) -> Result<(), CommError> {
-        let missing = || vec![self.member.ranks[self.from]];
-        wait(
-            self.member,
-            self.round,
-            self.segment,
+        let segment = self.segment();
+        self.shared.wait(
+            segment,
             Notification::ToReaders,
-            || is_ready(self.segment),
-            missing,
+            || is_ready(segment),
+            || vec![self.shared.member.ranks[self.from]],
         )
     }
 }

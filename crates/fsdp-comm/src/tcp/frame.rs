@@ -1,5 +1,6 @@
 //! The frames that ranks send to each other over a socket: a fixed header and a body.
 
+use std::borrow::Cow;
 use std::io::{self, Read, Write};
 
 use crate::access::not_this_protocol;
@@ -64,15 +65,35 @@ pub(super) struct Frame {
     pub(super) body: Vec<u8>,
 }
 
-/// A frame to send that no operation of this rank waits for: the answer to a question, or news to
-/// pass on.
+/// A frame to send.
 #[derive(Debug)]
-pub(super) struct Notice {
+pub(super) struct OutgoingFrame<'a> {
     pub(super) to: usize,
     pub(super) kind: Kind,
     pub(super) group: u64,
     pub(super) round: u64,
-    pub(super) body: Vec<u8>,
+    pub(super) body: Cow<'a, [u8]>,
+}
+
+/// A frame to send that no operation of this rank waits for: the answer to a question, or news to
+/// forward.
+pub(super) type Notice = OutgoingFrame<'static>;
+
+impl<'a> OutgoingFrame<'a> {
+    /// Returns a frame that is about no group.
+    pub(super) fn new(to: usize, kind: Kind, body: impl Into<Cow<'a, [u8]>>) -> Self {
+        OutgoingFrame {
+            to,
+            kind,
+            group: 0,
+            round: 0,
+            body: body.into(),
+        }
+    }
+
+    pub(super) fn header(&self) -> [u8; HEADER_BYTES] {
+        header(self.kind, self.group, self.round, self.body.len())
+    }
 }
 
 /// Returns the header of a frame whose body has `body` bytes.
@@ -91,6 +112,7 @@ pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HE
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
+    // Check the header before any memory is reserved: it may come from another program.
     let kind = Kind::ALL.get(usize::from(header[0])).copied();
     let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, 17)) else {
         return Err(not_this_protocol());

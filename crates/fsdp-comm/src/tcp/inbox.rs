@@ -6,7 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Kind, Notice};
-use super::gathering::{Gathering, unbundle};
+use super::relayed_round::{RelayedRound, unbundle};
 use super::schedule::Schedule;
 use crate::access::not_this_protocol;
 use crate::backend::Round;
@@ -26,13 +26,13 @@ const EXITED: &str = "exited without leaving the group (its connection was close
 
 /// The received frames of all sockets, and what follows from them.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct InboxState {
     /// This rank.
     pub(super) rank: usize,
     /// The most ranks of a group that send their records to each other directly.
     direct_up_to: usize,
     /// By global rank.
-    pub(super) ranks: Vec<RankState>,
+    pub(super) ranks: Vec<PeerState>,
     /// The time of silence after which a rank counts as lost, even during an operation that may
     /// take longer: the deadline of the job.
     pub(super) patience: Duration,
@@ -46,7 +46,7 @@ pub(super) struct State {
     pub(super) questions: BTreeSet<Question>,
     /// The frames to send that no operation of this rank waits for.
     pub(super) notices: Vec<Notice>,
-    /// The ranks to which this one passes on the news that a rank has ended. Empty if every two
+    /// The ranks to which this one forwards the news that a rank has ended. Empty if every two
     /// ranks are connected.
     pub(super) neighbours: Vec<usize>,
     /// The ranks that have ended without a goodbye, or of which another rank says so, in the order
@@ -59,8 +59,8 @@ pub(super) struct State {
 }
 
 /// The knowledge of this rank about another one.
-#[derive(Debug)]
-pub(super) struct RankState {
+#[derive(Debug, Default)]
+pub(super) struct PeerState {
     /// The way in which it has left, for messages; `None` while it has not.
     pub(super) left: Option<String>,
     pub(super) said_goodbye: bool,
@@ -81,12 +81,12 @@ pub(super) struct GroupState {
     /// The place of this rank among them.
     pub(super) schedule: Schedule,
     /// The round in which the group failed, and the error.
-    failure: Option<(u64, CommError)>,
+    pub(super) failure: Option<(u64, CommError)>,
     /// The received frames, by global rank and round.
-    rounds: HashMap<(usize, u64), Incoming>,
+    rounds: HashMap<(usize, u64), ReceivedFrames>,
     /// The records that travel through other ranks, by round. Those of the last round that is over
     /// are kept, because others that are still in it may ask for them.
-    pub(super) gatherings: BTreeMap<u64, Gathering>,
+    pub(super) relayed_rounds: BTreeMap<u64, RelayedRound>,
     /// The last round that is over on this rank, among those whose records travel through other
     /// ranks.
     pub(super) over: Option<u64>,
@@ -94,7 +94,7 @@ pub(super) struct GroupState {
 
 /// The frames of one rank in one round.
 #[derive(Debug, Default)]
-pub(super) struct Incoming {
+pub(super) struct ReceivedFrames {
     pub(super) record: Option<Vec<u8>>,
     pub(super) chunks: VecDeque<Vec<u8>>,
 }
@@ -111,14 +111,9 @@ pub(super) struct Question {
 }
 
 impl GroupState {
-    /// Returns `true` if the group has failed.
-    pub(super) fn has_failed(&self) -> bool {
-        self.failure.is_some()
-    }
-
     /// Returns the ranks of the group that this one sends to or receives from if records travel
     /// through other ranks.
-    fn neighbours(&self) -> Vec<usize> {
+    pub(super) fn neighbours(&self) -> Vec<usize> {
         self.schedule
             .neighbours()
             .into_iter()
@@ -127,25 +122,25 @@ impl GroupState {
     }
 }
 
-impl RankState {
+impl PeerState {
     /// Returns the time since its last frame, or since this rank began to need it.
     pub(super) fn silence(&self, now: Instant) -> Duration {
         self.last_frame_received
             .map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
     }
 
+    /// Returns `true` if it is worth while to ask it something.
+    pub(super) fn can_answer(&self, now: Instant) -> bool {
+        self.left.is_none() && self.silence(now) <= SILENCE
+    }
+
     /// Returns `true` if there is a connection to it.
     pub(super) fn is_connected(&self) -> bool {
         self.connections > 0
     }
-
-    /// Forgets a silence for which the rank is not to blame.
-    fn excuse_silence(&mut self, now: Instant) {
-        self.last_frame_received = self.last_frame_received.map(|_| now);
-    }
 }
 
-impl State {
+impl InboxState {
     /// Creates the state of a rank that is not connected to any other.
     pub(super) fn new(
         rank: usize,
@@ -154,16 +149,10 @@ impl State {
         deadline: Duration,
         now: Instant,
     ) -> Self {
-        let unknown = |_| RankState {
-            left: None,
-            said_goodbye: false,
-            last_frame_received: None,
-            connections: 0,
-        };
-        State {
+        InboxState {
             rank,
             direct_up_to,
-            ranks: (0..ranks).map(unknown).collect(),
+            ranks: (0..ranks).map(|_| PeerState::default()).collect(),
             patience: deadline.max(SILENCE),
             last_beat: now,
             resumed: None,
@@ -177,14 +166,14 @@ impl State {
         }
     }
 
-    /// Notes that this process runs. If that was last noted long ago, the process was stopped, and
+    /// Records that this process runs. If that was last recorded long ago, the process was stopped, and
     /// then the others are not to blame for their silence: what they sent has not been read yet.
     pub(super) fn beat(&mut self, now: Instant) {
         if now.saturating_duration_since(self.last_beat) > SILENCE {
             self.resumed = Some(now);
-            self.ranks
-                .iter_mut()
-                .for_each(|rank| rank.excuse_silence(now));
+            for rank in &mut self.ranks {
+                rank.last_frame_received = rank.last_frame_received.map(|_| now);
+            }
         }
         self.last_beat = now;
     }
@@ -228,44 +217,43 @@ impl State {
             // All kinds below are about a group.
             _ if self.closed.contains(&group) => {}
             Kind::Abort => {
-                let unreadable = |message| CommError::Aborted {
+                let failure = wire::decode(&body).unwrap_or_else(|message| CommError::Aborted {
                     rank: from,
                     message,
-                };
-                let failure = wire::decode(&body).unwrap_or_else(unreadable);
+                });
                 let state = self.groups.entry(group).or_default();
                 // The first round that failed counts. The news of a later one may arrive before,
                 // from a rank that is further than this one.
-                if state
-                    .failure
-                    .as_ref()
-                    .is_none_or(|&(failed, _)| round < failed)
-                {
-                    state.failure = Some((round, failure));
-                    self.pass_on_failure(group);
+                match &state.failure {
+                    Some((failed, _)) if *failed <= round => {}
+                    _ => {
+                        state.failure = Some((round, failure));
+                        self.forward_failure(group);
+                    }
                 }
             }
-            Kind::Record => self.incoming(group, from, round).record = Some(body),
-            Kind::Chunk => self.incoming(group, from, round).chunks.push_back(body),
+            Kind::Record => self.received(group, from, round).record = Some(body),
+            Kind::Chunk => self.received(group, from, round).chunks.push_back(body),
             Kind::Bundle => {
                 let records = unbundle(body).ok_or_else(not_this_protocol)?;
                 if records.iter().any(|&(rank, _)| rank >= self.ranks.len()) {
                     return Err(not_this_protocol());
                 }
-                if let Some(gathering) = self.gathering(group, round) {
-                    records
-                        .into_iter()
-                        .for_each(|(rank, record)| gathering.add(rank, record));
+                if let Some(relayed) = self.relayed_round(group, round) {
+                    for (rank, record) in records {
+                        relayed.add(rank, record);
+                    }
                 }
             }
             Kind::Question => {
                 let asked = self.ranks_of(&body)?;
                 // If this rank does not have the records either, it asks its own neighbours for
                 // them.
-                let state = self.groups.get_mut(&group);
-                if let Some(gathering) = state.and_then(|state| state.gatherings.get_mut(&round)) {
-                    gathering.others_ask |=
-                        asked.iter().any(|&about| gathering.record(about).is_none());
+                if let Some(state) = self.groups.get_mut(&group)
+                    && let Some(relayed) = state.relayed_rounds.get_mut(&round)
+                {
+                    relayed.others_ask |=
+                        asked.iter().any(|&about| relayed.record(about).is_none());
                 }
                 self.questions
                     .extend(asked.into_iter().map(|about| Question {
@@ -277,8 +265,8 @@ impl State {
             }
             Kind::Absent => {
                 let absent = self.rank_of(&body)?;
-                if let Some(gathering) = self.gathering(group, round) {
-                    gathering.slot(absent).is_absent = true;
+                if let Some(relayed) = self.relayed_round(group, round) {
+                    relayed.peer(absent).is_absent = true;
                 }
             }
         }
@@ -287,12 +275,11 @@ impl State {
 
     /// Reads the body of a frame that consists of a rank of a group.
     fn rank_of(&self, body: &[u8]) -> io::Result<usize> {
-        let rank = body
-            .try_into()
-            .ok()
-            .and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
-        rank.filter(|&rank| rank < self.ranks.len())
-            .ok_or_else(not_this_protocol)
+        let bytes = body.try_into().map_err(|_| not_this_protocol())?;
+        match usize::try_from(u64::from_le_bytes(bytes)) {
+            Ok(rank) if rank < self.ranks.len() => Ok(rank),
+            _ => Err(not_this_protocol()),
+        }
     }
 
     /// Reads the body of a frame that consists of ranks of a group, at least one.
@@ -305,7 +292,7 @@ impl State {
             .collect()
     }
 
-    /// Notes a new connection to a rank.
+    /// Records a new connection to a rank.
     pub(super) fn connect(&mut self, to: usize, now: Instant) {
         self.ranks[to].connections += 1;
         self.ranks[to].last_frame_received = Some(now);
@@ -313,15 +300,16 @@ impl State {
         self.lost.retain(|&lost| lost != to);
     }
 
-    /// Notes that this rank needs the rank `of` from now on. From now on its silence counts,
-    /// although there may be no connection yet.
+    /// Records that this rank needs the rank `of`. From now on its silence counts, although there may
+    /// be no connection yet.
     pub(super) fn expect(&mut self, of: usize, now: Instant) {
         self.ranks[of].last_frame_received.get_or_insert(now);
     }
 
-    /// Notes that a connection to a rank ended with this error. The rank is lost with its last
+    /// Records that a connection to a rank ended with this error. The rank is lost with its last
     /// connection: its frames come on only one of them, and this rank does not know on which.
     pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
+        // A rank that leaves registers no connections any more, but may still read from one.
         let connections = &mut self.ranks[from].connections;
         *connections = connections.saturating_sub(1);
         if *connections > 0 {
@@ -329,14 +317,14 @@ impl State {
         }
         self.lose(from, error);
         // All of its frames have been read, and there was no goodbye, so its process has ended:
-        // pass that on. If it was lost for another reason, perhaps only these two ranks do not
+        // tell others. If it was lost for another reason, perhaps only these two ranks do not
         // reach each other.
         if !self.ranks[from].said_goodbye && self.ranks[from].left.as_deref() == Some(EXITED) {
-            self.pass_on_end(from);
+            self.forward_end(from);
         }
     }
 
-    /// Notes that there can be no connection to a rank any more, because of this error.
+    /// Records that there can be no connection to a rank any more, because of this error.
     pub(super) fn lose(&mut self, from: usize, error: &io::Error) {
         let reason = if is_end(error) {
             EXITED.to_owned()
@@ -352,7 +340,7 @@ impl State {
         }
     }
 
-    /// Notes that a rank has refused a connection. So it has left or ended. If there is another
+    /// Records that a rank has refused a connection. So it has left or ended. If there is another
     /// connection to it, its frames may still be on their way there, and the end of that connection
     /// will tell that it has left.
     pub(super) fn refuse(&mut self, by: usize) {
@@ -370,7 +358,7 @@ impl State {
     /// Takes the news that the rank `of` has ended without a goodbye. The news must not overtake
     /// that rank's own frames. So it counts only if there is no connection to that rank: then no
     /// frames are on their way, because a rank sends frames on a connection only once the other
-    /// side has noted it.
+    /// side has registered it.
     ///
     /// The news may be wrong: a rank that was stopped for long may find connections closed whose
     /// other ends are well. So this rank tries to connect in order to send a heartbeat, and
@@ -381,79 +369,57 @@ impl State {
             return;
         }
         self.lost.push(of);
-        self.pass_on_end(of);
+        self.forward_end(of);
         if !self.leaving {
-            self.notices.push(Notice {
-                to: of,
-                kind: Kind::Heartbeat,
-                group: 0,
-                round: 0,
-                body: Vec::new(),
-            });
+            self.notices
+                .push(Notice::new(of, Kind::Heartbeat, Vec::new()));
         }
     }
 
-    /// Tells the neighbours that a rank has ended. Each rank passes this news on once.
-    fn pass_on_end(&mut self, of: usize) {
-        let tell = |&to: &usize| Notice {
-            to,
-            kind: Kind::Ended,
-            group: 0,
-            round: 0,
-            body: rank_body(of),
-        };
-        if !self.leaving {
+    /// Tells the neighbours that a rank has ended. Each rank forwards this news once.
+    fn forward_end(&mut self, of: usize) {
+        if self.leaving {
+            return;
+        }
+        for &to in self.neighbours.iter().filter(|&&to| to != of) {
             self.notices
-                .extend(self.neighbours.iter().filter(|&&to| to != of).map(tell));
+                .push(Notice::new(to, Kind::Ended, ranks_body(&[of])));
         }
     }
 
     /// Tells the neighbours in a large group that the group has failed. The thread of this rank
     /// that uses the group may be busy with other things for long, and some neighbours may hear the
     /// news from this rank only.
-    fn pass_on_failure(&mut self, group: u64) {
-        let Some(state) = self
-            .groups
-            .get(&group)
-            .filter(|state| state.ranks.len() > self.direct_up_to)
-        else {
+    fn forward_failure(&mut self, group: u64) {
+        let state = &self.groups[&group];
+        if state.ranks.len() <= self.direct_up_to {
             return;
-        };
+        }
         let Some((round, error)) = &state.failure else {
             return;
         };
-        let Ok(body) = wire::encode(error) else {
-            return;
-        };
-        let tell = |to| Notice {
-            to,
-            kind: Kind::Abort,
-            group,
-            round: *round,
-            body: body.clone(),
-        };
-        self.notices
-            .extend(state.neighbours().into_iter().map(tell));
+        let body = encode_failure(error);
+        for to in state.neighbours() {
+            self.notices.push(Notice {
+                to,
+                kind: Kind::Abort,
+                group,
+                round: *round,
+                body: body.clone().into(),
+            });
+        }
     }
 
-    /// Notes the ranks of a new group. Frames for it may have arrived already.
+    /// Records the ranks of a new group. Frames for it may have arrived already.
     pub(super) fn open(&mut self, group: u64, ranks: &[usize]) {
         let place = ranks
             .iter()
             .position(|&rank| rank == self.rank)
-            .unwrap_or_default();
+            .expect("a process opens only groups that it is in");
         let state = self.groups.entry(group).or_default();
         state.schedule = Schedule::new(ranks.len(), place);
         state.ranks = ranks.to_vec();
-        self.pass_on_failure(group);
-    }
-
-    /// Returns the ranks that this one sends to or receives from in a large group.
-    pub(super) fn neighbours_in(&self, group: u64) -> Vec<usize> {
-        self.groups
-            .get(&group)
-            .map(GroupState::neighbours)
-            .unwrap_or_default()
+        self.forward_failure(group);
     }
 
     /// Drops a group.
@@ -467,32 +433,28 @@ impl State {
     /// one has to tell.
     ///
     /// In a small group, a rank that has found the failure itself tells all others, and one that
-    /// was told tells nobody. In a large group each rank tells its neighbours, which pass the news
-    /// on. A rank does so even if it was told itself and has passed the news on already: its
+    /// was told tells nobody. In a large group each rank tells its neighbours, which forward the
+    /// news. A rank does so even if it was told itself and has forwarded the news already: its
     /// neighbours must hear of the failure before they see this rank leave.
     pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
-        let is_large = |state: &GroupState| state.ranks.len() > self.direct_up_to;
         let state = self.groups.entry(group).or_default();
+        let is_large = state.ranks.len() > self.direct_up_to;
         match &state.failure {
+            Some((_, known)) if known == error && is_large => state.neighbours(),
+            Some(_) => Vec::new(),
             None => {
                 state.failure = Some((round, error.clone()));
-                if is_large(state) {
+                if is_large {
                     return state.neighbours();
                 }
-                state
-                    .ranks
-                    .iter()
-                    .copied()
-                    .filter(|&rank| rank != self.rank)
-                    .collect()
+                let others = state.ranks.iter().copied();
+                others.filter(|&rank| rank != self.rank).collect()
             }
-            Some((_, known)) if known == error && is_large(state) => state.neighbours(),
-            Some(_) => Vec::new(),
         }
     }
 
     /// Returns the frames that a rank has sent in a round so far.
-    pub(super) fn incoming(&mut self, group: u64, rank: usize, round: u64) -> &mut Incoming {
+    pub(super) fn received(&mut self, group: u64, rank: usize, round: u64) -> &mut ReceivedFrames {
         self.groups
             .entry(group)
             .or_default()
@@ -503,9 +465,9 @@ impl State {
 
     /// Returns what has come of a round whose records travel through other ranks; `None` if an even
     /// later round is over here, so that nobody can need these records.
-    fn gathering(&mut self, group: u64, round: u64) -> Option<&mut Gathering> {
+    fn relayed_round(&mut self, group: u64, round: u64) -> Option<&mut RelayedRound> {
         let state = self.groups.entry(group).or_default();
-        (state.over <= Some(round)).then(|| state.gatherings.entry(round).or_default())
+        (state.over <= Some(round)).then(|| state.relayed_rounds.entry(round).or_default())
     }
 
     /// Returns the largest number of chunks of one rank that wait to be taken.
@@ -527,7 +489,7 @@ impl State {
 }
 
 /// The reasons for which a round cannot end.
-impl State {
+impl InboxState {
     /// Returns the error for which a round of a group must end while the data of the `missing`
     /// ranks has not arrived; `None` if it can go on waiting. In this order: the group has failed,
     /// a missing rank has left, one of them has been silent for too long, or the deadline is over.
@@ -550,16 +512,10 @@ impl State {
 
     /// Returns the error that has ended the group.
     pub(super) fn ended(&self, group: u64, round: &Round<'_>) -> Option<CommError> {
-        match self
-            .groups
-            .get(&group)
-            .and_then(|group| group.failure.as_ref())
-        {
-            // If the group failed in a later round, all ranks have sent their frames of this round,
-            // so it can still succeed.
-            Some((failed, failure)) if *failed <= round.number => Some(failure.clone()),
-            _ => None,
-        }
+        let (failed, failure) = self.groups.get(&group)?.failure.as_ref()?;
+        // If the group failed in a later round, all ranks have sent their frames of this round, so
+        // it can still succeed.
+        (*failed <= round.number).then(|| failure.clone())
     }
 
     /// Returns the error of a round that misses a rank that has left.
@@ -571,7 +527,7 @@ impl State {
     ) -> Option<CommError> {
         let rank = self.first_lost(group, missing)?;
         let reason = self.ranks[rank].left.as_deref().unwrap_or(EXITED);
-        Some(left(rank, round, reason.to_owned()))
+        Some(round.rank_left(rank, reason))
     }
 
     /// Returns the error of a round that misses a rank which has been silent for too long.
@@ -591,17 +547,12 @@ impl State {
         };
         let (rank, silence) = missing
             .iter()
-            .map(|&rank| (rank, self.silence(rank, now)))
-            .find(|(_, it)| *it > limit)?;
+            .map(|&rank| (rank, self.ranks[rank].silence(now)))
+            .find(|(_, silence)| *silence > limit)?;
         let seconds = silence.as_secs_f64();
         let reason =
             format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached");
-        Some(left(rank, round, reason))
-    }
-
-    /// Returns the time since the last frame of a rank, or since this rank began to need it.
-    pub(super) fn silence(&self, rank: usize, now: Instant) -> Duration {
-        self.ranks[rank].silence(now)
+        Some(round.rank_left(rank, reason))
     }
 
     /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first.
@@ -612,43 +563,22 @@ impl State {
             .find(|&&rank| self.ranks[rank].left.is_some())?;
         // The rank of the group that was lost first is probably the reason why the missing one has
         // left, even if that first rank is not missing itself.
-        let ranks = self
-            .groups
-            .get(&group)
-            .map_or(&[][..], |group| &group.ranks);
-        Some(
-            *self
-                .lost
-                .iter()
-                .find(|rank| ranks.contains(rank))
-                .unwrap_or(gone),
-        )
+        let first = self.groups.get(&group).and_then(|group| {
+            let mut lost = self.lost.iter();
+            lost.find(|rank| group.ranks.contains(rank))
+        });
+        Some(*first.unwrap_or(gone))
     }
 }
 
 /// Returns the error of a round whose deadline is over while ranks are missing.
 pub(super) fn timeout(round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
-    (now >= round.until && !missing.is_empty()).then(|| CommError::Timeout {
-        operation: round.operation.to_owned(),
-        sequence: round.sequence,
-        missing: missing.to_vec(),
-        deadline: round.deadline,
-    })
+    (now >= round.until && !missing.is_empty()).then(|| round.timeout(missing.to_vec()))
 }
 
-/// Returns the error of a round that cannot end because a rank has left.
-fn left(rank: usize, round: &Round<'_>, reason: String) -> CommError {
-    CommError::RankLeft {
-        rank,
-        operation: round.operation.to_owned(),
-        sequence: round.sequence,
-        reason,
-    }
-}
-
-/// Returns the body of a frame that consists of a rank.
-pub(super) fn rank_body(rank: usize) -> Vec<u8> {
-    ranks_body(&[rank])
+/// Returns the body of a frame that tells of an error.
+pub(super) fn encode_failure(error: &CommError) -> Vec<u8> {
+    wire::encode(error).expect("texts and numbers can be encoded")
 }
 
 /// Returns the body of a frame that consists of ranks.
@@ -666,7 +596,7 @@ mod tests {
     #[test]
     fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
         let now = Instant::now();
-        let mut state = State::new(0, 4, 32, SILENCE, now);
+        let mut state = InboxState::new(0, 4, 32, SILENCE, now);
         state.open(7, &[0, 1, 2]);
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
         // A rank of another group has nothing to do with it.
@@ -696,7 +626,7 @@ mod tests {
     #[test]
     fn the_first_round_that_failed_counts_whoever_tells_first() {
         let now = Instant::now();
-        let mut state = State::new(0, 3, 32, SILENCE, now);
+        let mut state = InboxState::new(0, 3, 32, SILENCE, now);
         state.open(7, &[0, 1, 2]);
         let until = now + SILENCE;
         let round = |number| Round {
@@ -734,10 +664,10 @@ mod tests {
     }
 
     /// Returns the state of rank 0 of a job of 40 that is connected to its neighbours.
-    fn large(now: Instant) -> State {
-        let mut state = State::new(0, 40, 32, SILENCE, now);
+    fn large(now: Instant) -> InboxState {
+        let mut state = InboxState::new(0, 40, 32, SILENCE, now);
         state.open(7, &(0..40).collect::<Vec<_>>());
-        state.neighbours = state.neighbours_in(7);
+        state.neighbours = state.groups[&7].neighbours();
         state
             .neighbours
             .clone()
@@ -748,7 +678,7 @@ mod tests {
 
     /// Returns the ranks to which there is a notice of this kind. Besides, only heartbeats may be
     /// sent.
-    fn told(state: &mut State, kind: Kind) -> Vec<usize> {
+    fn told(state: &mut InboxState, kind: Kind) -> Vec<usize> {
         let notices = state.notices();
         assert!(
             notices
@@ -820,7 +750,7 @@ mod tests {
         let now = Instant::now();
         let mut state = large(now);
         let neighbours = state.neighbours.clone();
-        let news = |state: &mut State, of: usize| {
+        let news = |state: &mut InboxState, of: usize| {
             state
                 .receive(
                     4,
@@ -828,7 +758,7 @@ mod tests {
                         kind: Kind::Ended,
                         group: 0,
                         round: 0,
-                        body: rank_body(of),
+                        body: ranks_body(&[of]),
                     },
                     now,
                 )
@@ -907,16 +837,16 @@ mod tests {
         let now = Instant::now();
         let mut state = large(now);
         let later = now + 2 * SILENCE;
-        assert_eq!(state.silence(2, later), 2 * SILENCE);
-        assert_eq!(state.silence(5, later), Duration::ZERO);
+        assert_eq!(state.ranks[2].silence(later), 2 * SILENCE);
+        assert_eq!(state.ranks[5].silence(later), Duration::ZERO);
         state.expect(5, later);
-        assert_eq!(state.silence(5, later + SILENCE), SILENCE);
+        assert_eq!(state.ranks[5].silence(later + SILENCE), SILENCE);
     }
 
     #[test]
     fn frames_that_no_rank_sends_are_refused() {
         let now = Instant::now();
-        let mut state = State::new(0, 2, 32, SILENCE, now);
+        let mut state = InboxState::new(0, 2, 32, SILENCE, now);
         // There is no rank 2.
         let of_nobody = [&[2][..], &[0; 7]].concat();
         let refused = [

@@ -6,7 +6,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::frame::{Frame, Kind, Notice};
-use super::inbox::State;
+use super::inbox::InboxState;
+use crate::sync::{lock, wait_timeout};
 
 /// The time after which a notice is offered again to a rank whose socket was busy.
 pub(super) const OFFER_AGAIN: Duration = Duration::from_millis(20);
@@ -14,7 +15,7 @@ pub(super) const OFFER_AGAIN: Duration = Duration::from_millis(20);
 /// The state that all threads share.
 #[derive(Debug)]
 pub(super) struct Inbox {
-    state: Mutex<State>,
+    state: Mutex<InboxState>,
     /// Notified when the state has changed.
     changed: Condvar,
     /// Notified when there may be notices to send.
@@ -22,7 +23,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    pub(super) fn new(state: State) -> Inbox {
+    pub(super) fn new(state: InboxState) -> Inbox {
         Inbox {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -30,12 +31,13 @@ impl Inbox {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> MutexGuard<'_, InboxState> {
+        lock(&self.state)
     }
 
     /// Changes the state, and wakes all who wait for a change.
-    pub(super) fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+    pub(super) fn change<R>(&self, change: impl FnOnce(&mut InboxState) -> R) -> R {
+        // Give the lock back before waking others, because they would only wait for it.
         let result = change(&mut self.lock());
         self.changed.notify_all();
         self.noticed.notify_all();
@@ -70,21 +72,13 @@ impl Inbox {
         Ok(())
     }
 
-    /// Records that a rank is lost because of this error, and wakes all who wait for that rank.
-    pub(super) fn lose(&self, from: usize, error: &io::Error) {
-        self.change(|state| state.lose(from, error));
-    }
-
     /// Waits for a change, but no longer than this.
     pub(super) fn wait<'s>(
         &self,
-        state: MutexGuard<'s, State>,
+        state: MutexGuard<'s, InboxState>,
         limit: Duration,
-    ) -> MutexGuard<'s, State> {
-        self.changed
-            .wait_timeout(state, limit)
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
+    ) -> MutexGuard<'s, InboxState> {
+        wait_timeout(&self.changed, state, limit)
     }
 
     /// Sleeps between two heartbeats. Returns `true` if this rank leaves.
@@ -117,10 +111,7 @@ impl Inbox {
             }
             is_first = false;
             state = if has_others {
-                self.noticed
-                    .wait_timeout(state, OFFER_AGAIN)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0
+                wait_timeout(&self.noticed, state, OFFER_AGAIN)
             } else {
                 self.noticed
                     .wait(state)

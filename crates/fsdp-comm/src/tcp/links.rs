@@ -8,18 +8,18 @@
 //! - A rank sends all its frames to another one on the same connection, the first that it had. If
 //!   two ranks have connected to each other at the same time, both connections stay open, and each
 //!   rank may send on a different one.
-//! - If rank A has made a connection to rank B, A sends frames on it only once B has *noted* the
-//!   connection (counted it as one to A) and has said so. So if B has noted no connection to A, no
-//!   frames of A are on their way. If A then refuses a connection from B, A has ended.
-//! - A rank that has made a connection does not give it up once the other side may have noted it,
-//!   because that would look like the end of this rank.
+//! - If rank A has made a connection to rank B, A sends frames on it only once B has *registered*
+//!   the connection (counted it as one to A) and has said so. So if B has registered no connection
+//!   to A, no frames of A are on their way. If A then refuses a connection from B, A has ended.
+//! - A rank that has made a connection does not give it up once the other side may have registered
+//!   it, because that would look like the end of this rank.
 //!
 //! A new connection goes through these steps, after the handshake:
 //!
 //! ```text
 //! A (connects)                                B (admits)
-//! offers the connection: a heartbeat  ───▶    takes that first frame, and notes the connection
-//! notes the connection                ◀───    answers with a frame, a heartbeat if it has nothing else to send
+//! offers the connection: a heartbeat  ───▶    takes that first frame, and registers the connection
+//! registers the connection            ◀───    answers with a frame, a heartbeat if it has nothing else to send
 //! sends frames                        ◀──▶    sends frames
 //! ```
 
@@ -27,15 +27,16 @@ use std::collections::HashSet;
 use std::io::{self, BufReader, IoSlice, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::acceptor::Comer;
-use super::frame::{self, Frame, Kind, Notice};
+use super::acceptor::AdmittedConnection;
+use super::frame::{self, Frame, Kind, Notice, OutgoingFrame};
 use super::inbox_lock::{Inbox, OFFER_AGAIN};
 use crate::access::{Hello, Key, Refusal, handshake_as_client};
 use crate::blocking::is_end;
+use crate::sync::lock;
 
 /// The time after which a blocked write checks whether it should go on.
 const WRITE_SLICE: Duration = Duration::from_millis(100);
@@ -87,13 +88,9 @@ struct Connection {
     /// The rank at the other end.
     rank: usize,
     stream: Arc<TcpStream>,
-    /// `true` once the other side may have noted the connection. From then on, if it ended without
+    /// `true` once the other side may have registered the connection. From then on, if it ended without
     /// a goodbye, the other side would think that this rank has ended.
     is_offered: bool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The connections themselves.
@@ -134,8 +131,8 @@ impl Links {
         prepare(&stream)?;
         // Both directions use one file descriptor, of which a process may have a limited number.
         let stream = Arc::new(stream);
-        self.keep(from, &stream)?;
-        self.note(from, &stream);
+        self.add(from, &stream)?;
+        self.register(from, &stream);
         let links = Arc::clone(self);
         self.spawn(format!("from-rank-{from}"), move || {
             links.receive_all(from, &stream, reader(&stream), None)
@@ -143,8 +140,8 @@ impl Links {
     }
 
     /// Takes the connections that other ranks make, until the port is closed.
-    pub(super) fn admit_all(self: &Arc<Self>, comers: Receiver<Comer>) {
-        for (stream, hello) in comers {
+    pub(super) fn admit_all(self: &Arc<Self>, connections: Receiver<AdmittedConnection>) {
+        for (stream, hello) in connections {
             let ranks = self.writers.len();
             let Some(from) =
                 (0..ranks).find(|&rank| rank != self.rank && hello == Hello::new(rank, ranks))
@@ -171,22 +168,22 @@ impl Links {
     /// connection ends.
     fn admit(&self, from: usize, stream: Arc<TcpStream>) -> io::Result<()> {
         prepare(&stream)?;
-        self.keep(from, &stream)?;
+        self.add(from, &stream)?;
         let mut reader = reader(&stream);
         // Step 1: wait for the first frame. Until the other rank has sent it, it may give the
         // connection up and try again.
-        let first = frame::read(&mut reader).inspect_err(|_| self.forget(&stream))?;
-        // Step 2: note the connection before any frame of an operation is on its way.
-        match self.note(from, &stream) {
-            // Step 3: tell the other rank that the connection is noted. Any frame does that.
-            Noted::SendsHere => self.send_heartbeat(from),
+        let first = frame::read(&mut reader).inspect_err(|_| self.end(&stream))?;
+        // Step 2: register the connection before any frame of an operation is on its way.
+        match self.register(from, &stream) {
+            // Step 3: tell the other rank that the connection is registered. Any frame does that.
+            Registration::SendsHere => self.send_heartbeat(from),
             // `send_heartbeat` would use the other connection. No other thread writes to this one.
-            Noted::SendsElsewhere => {
+            Registration::SendsElsewhere => {
                 drop((&*stream).write(&frame::header(Kind::Heartbeat, 0, 0, 0)))
             }
             // The other rank will try again, and be refused.
-            Noted::Leaves => {
-                self.forget(&stream);
+            Registration::Leaves => {
+                self.end(&stream);
                 return Ok(());
             }
         }
@@ -221,20 +218,22 @@ impl Links {
 
     /// Connects to a rank, and takes its frames until the connection ends.
     fn connect(&self, to: usize) {
-        let is_needed = || lock(&self.open).is_some() && !self.is_connected(to);
-        while is_needed() && self.inbox.lock().ranks[to].left.is_none() {
+        while lock(&self.open).is_some()
+            && !self.is_connected(to)
+            && self.inbox.lock().ranks[to].left.is_none()
+        {
             match self.try_to_connect(to) {
                 Ok(stream) => {
                     let mut reader = reader(&stream);
-                    // Wait until the other side has noted the connection. However long that takes,
-                    // this rank must not give it up now: only the other side may end it, or this
-                    // rank when it leaves.
+                    // Wait until the other side has registered the connection. However long that
+                    // takes, this rank must not give it up now: only the other side may end it, or
+                    // this rank when it leaves.
                     if let Ok(first) = frame::read(&mut reader) {
-                        self.note(to, &stream);
+                        self.register(to, &stream);
                         self.end_attempt(to);
                         return self.receive_all(to, &stream, reader, Some(first));
                     }
-                    self.forget(&stream);
+                    self.end(&stream);
                 }
                 Err(Refusal::Io(error)) if error.kind() != io::ErrorKind::ConnectionRefused => {
                     tracing::debug!(%error, rank = to, "not connected; trying again");
@@ -253,68 +252,57 @@ impl Links {
 
     /// Makes a connection to a rank, and offers it to that rank with the first frame.
     fn try_to_connect(&self, to: usize) -> Result<Arc<TcpStream>, Refusal> {
-        let Some(directory) = &self.directory else {
-            return Err(io::Error::from(io::ErrorKind::NotFound).into());
-        };
-        let stream = TcpStream::connect_timeout(&directory.addresses[to], CONNECT_SLICE)?;
+        let Directory { addresses, key } = self
+            .directory
+            .as_ref()
+            .expect("only a rank that is not connected to all others connects later");
+        let stream = Arc::new(TcpStream::connect_timeout(&addresses[to], CONNECT_SLICE)?);
         stream.set_nodelay(true)?;
-        let stream = Arc::new(stream);
-        self.keep(to, &stream)?;
-        let hello = Hello::new(self.rank, self.writers.len());
-        let greeted = handshake_as_client(
-            &stream,
-            &directory.key,
-            hello,
-            Instant::now() + HANDSHAKE_TIME,
-        )
-        .and_then(|()| Ok(prepare(&stream)?))
-        .and_then(|()| Ok(self.offer_connection(&stream)?));
-        match greeted {
-            Ok(()) => Ok(stream),
-            Err(refusal) => {
-                self.forget(&stream);
-                Err(refusal)
-            }
-        }
+        self.add(to, &stream)?;
+        self.offer_connection(&stream, key)
+            .inspect_err(|_| self.end(&stream))?;
+        Ok(stream)
     }
 
-    /// Sends the first frame on a connection that this rank has made, unless it is leaving.
-    fn offer_connection(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
+    /// Completes the handshake of a connection that this rank has made, and sends the first frame on
+    /// it, unless this rank is leaving.
+    fn offer_connection(&self, stream: &Arc<TcpStream>, key: &Key) -> Result<(), Refusal> {
+        let hello = Hello::new(self.rank, self.writers.len());
+        handshake_as_client(stream, key, hello, Instant::now() + HANDSHAKE_TIME)?;
+        prepare(stream)?;
         {
             // A rank that leaves says goodbye on all connections that it has offered. So none may
-            // be offered after that: both locks are held while this is checked and noted.
+            // be offered after that: both locks are held while this is checked and recorded.
             let state = self.inbox.lock();
             let mut open = lock(&self.open);
-            let offered = open
-                .iter_mut()
-                .flatten()
-                .find(|connection| Arc::ptr_eq(&connection.stream, stream));
-            let offered = offered
-                .filter(|_| !state.leaving)
-                .ok_or(io::ErrorKind::NotConnected)?;
-            offered.is_offered = true;
+            let mut connections = open.iter_mut().flatten();
+            match connections.find(|connection| Arc::ptr_eq(&connection.stream, stream)) {
+                Some(connection) if !state.leaving => connection.is_offered = true,
+                _ => return Err(io::Error::from(io::ErrorKind::NotConnected).into()),
+            }
         }
-        (&**stream).write_all(&frame::header(Kind::Heartbeat, 0, 0, 0))
+        (&**stream).write_all(&frame::header(Kind::Heartbeat, 0, 0, 0))?;
+        Ok(())
     }
 
-    /// Notes that no thread is connecting to a rank any more, and wakes those that wait for the
+    /// Records that no thread is connecting to a rank any more, and wakes those that wait for the
     /// connection.
     fn end_attempt(&self, to: usize) {
         lock(&self.attempts).remove(&to);
         self.inbox.change(|_| ());
     }
 
-    /// Notes a connection that carries frames from now on. This rank sends on it if it had no
+    /// Registers a connection that carries frames from now on. This rank sends on it if it had no
     /// connection to that rank before.
-    fn note(&self, of: usize, stream: &Arc<TcpStream>) -> Noted {
+    fn register(&self, of: usize, stream: &Arc<TcpStream>) -> Registration {
         self.inbox.change(|state| {
             if state.leaving {
-                return Noted::Leaves;
+                return Registration::Leaves;
             }
             state.connect(of, Instant::now());
             match self.writers[of].set(Mutex::new(Arc::clone(stream))) {
-                Ok(()) => Noted::SendsHere,
-                Err(_) => Noted::SendsElsewhere,
+                Ok(()) => Registration::SendsHere,
+                Err(_) => Registration::SendsElsewhere,
             }
         })
     }
@@ -331,17 +319,17 @@ impl Links {
         loop {
             let frame = first.take().map_or_else(|| frame::read(&mut reader), Ok);
             if let Err(error) = frame.and_then(|frame| self.inbox.receive(from, frame)) {
-                self.forget(stream);
+                self.end(stream);
                 return self.inbox.change(|state| state.disconnect(from, &error));
             }
         }
     }
 
-    /// Remembers a connection, so that it ends when this rank leaves.
-    fn keep(&self, of: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
+    /// Adds a connection to those that end when this rank leaves.
+    fn add(&self, of: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
         let mut open = lock(&self.open);
-        let open = open.as_mut().ok_or(io::ErrorKind::NotConnected)?;
-        open.push(Connection {
+        let connections = open.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        connections.push(Connection {
             rank: of,
             stream: Arc::clone(stream),
             is_offered: false,
@@ -349,8 +337,8 @@ impl Links {
         Ok(())
     }
 
-    /// Ends a connection that [`keep`](Self::keep) remembers.
-    fn forget(&self, stream: &Arc<TcpStream>) {
+    /// Ends a connection before this rank leaves.
+    fn end(&self, stream: &Arc<TcpStream>) {
         stream.shutdown(Shutdown::Both).ok();
         if let Some(open) = lock(&self.open).as_mut() {
             open.retain(|connection| !Arc::ptr_eq(&connection.stream, stream));
@@ -364,19 +352,18 @@ impl Links {
     pub(super) fn give_up(&self, on: usize, error: &io::Error) {
         let how = if is_end(error) {
             // The rank has ended, maybe as it should. Its last frames may not have been read yet,
-            // and this rank may still need them. The thread that reads them notes the end of the
+            // and this rank may still need them. The thread that reads them records the end of the
             // rank after the last one.
             Shutdown::Write
         } else {
-            self.inbox.lose(on, error);
+            self.inbox.change(|state| state.lose(on, error));
             Shutdown::Both
         };
-        let open = lock(&self.open);
-        let of_rank = open
-            .iter()
-            .flatten()
-            .filter(|connection| connection.rank == on);
-        of_rank.for_each(|connection| drop(connection.stream.shutdown(how)));
+        for connection in lock(&self.open).iter().flatten() {
+            if connection.rank == on {
+                connection.stream.shutdown(how).ok();
+            }
+        }
     }
 
     /// Ends all connections and all threads. There are no new ones after this.
@@ -391,7 +378,7 @@ impl Links {
         // everything.
         self.wait_for_others_to_close();
         // Step 3: close what is still open, because the other rank is stopped or cannot be reached.
-        for connection in lock(&self.open).take().unwrap_or_default() {
+        for connection in lock(&self.open).take().into_iter().flatten() {
             connection.stream.shutdown(Shutdown::Both).ok();
         }
         // Step 4: wait for all threads. A thread may still start others, which end at once.
@@ -425,34 +412,31 @@ impl Links {
 
 /// The frames that this rank sends.
 impl Links {
-    /// Writes a frame to a rank, if there is a connection to it. `about` is the group and the round
-    /// of the frame. After each timeout of the socket, `go_on` says whether to try again.
+    /// Writes a frame to a rank, if there is a connection to it. After each timeout of the socket,
+    /// `go_on` says whether to try again.
     pub(super) fn write(
         &self,
-        to: usize,
-        kind: Kind,
-        about: (u64, u64),
-        body: &[u8],
+        frame: &OutgoingFrame<'_>,
         go_on: impl Fn() -> bool,
     ) -> io::Result<()> {
-        let Some(writer) = self.writers[to].get() else {
-            return Ok(());
-        };
-        write_frame(&lock(writer), kind, about, body, go_on)
+        match self.writers[frame.to].get() {
+            Some(writer) => write_frame(&lock(writer), frame, go_on),
+            None => Ok(()),
+        }
     }
 
     /// Sends a frame if that is possible within [`GOODBYE_TIMEOUT`]. Another thread may hold the
     /// socket for longer, because it waits for a rank that does not read; then the frame is not
     /// sent.
-    pub(super) fn try_send(&self, to: usize, kind: Kind, about: (u64, u64), body: &[u8]) {
+    pub(super) fn try_send(&self, frame: &OutgoingFrame<'_>) {
         let until = Instant::now() + GOODBYE_TIMEOUT;
-        let Some(writer) = self.writers[to].get() else {
+        let Some(writer) = self.writers[frame.to].get() else {
             return;
         };
         while Instant::now() < until {
             match writer.try_lock() {
                 Ok(writer) => {
-                    if write_frame(&writer, kind, about, body, || Instant::now() < until).is_err() {
+                    if write_frame(&writer, frame, || Instant::now() < until).is_err() {
                         // The connection may be in the middle of a frame.
                         writer.shutdown(Shutdown::Both).ok();
                     }
@@ -471,19 +455,25 @@ impl Links {
         } else {
             b"has left the group"
         };
-        (0..self.writers.len()).for_each(|to| self.try_send(to, Kind::Goodbye, (0, 0), reason));
+        for to in 0..self.writers.len() {
+            self.try_send(&OutgoingFrame::new(to, Kind::Goodbye, reason));
+        }
         // The loop above used only the connections on which this rank sends. On the others that it
-        // has offered, no thread writes any more, and the other side may have noted them although
-        // this one has not. So say goodbye there too.
-        for connection in lock(&self.open)
-            .iter()
-            .flatten()
-            .filter(|connection| connection.is_offered)
-        {
-            let writer = self.writers[connection.rank].get();
-            if !writer.is_some_and(|writer| Arc::ptr_eq(&lock(writer), &connection.stream)) {
-                write_frame(&connection.stream, Kind::Goodbye, (0, 0), reason, || false).ok();
+        // has offered, no thread writes any more, and the other side may have registered them
+        // although this one has not. So say goodbye there too.
+        for connection in lock(&self.open).iter().flatten() {
+            if connection.is_offered && !self.sends_on(connection) {
+                let goodbye = OutgoingFrame::new(connection.rank, Kind::Goodbye, reason);
+                write_frame(&connection.stream, &goodbye, || false).ok();
             }
+        }
+    }
+
+    /// Returns `true` if this is the connection on which this rank sends to the other one.
+    fn sends_on(&self, connection: &Connection) -> bool {
+        match self.writers[connection.rank].get() {
+            Some(writer) => Arc::ptr_eq(&lock(writer), &connection.stream),
+            None => false,
         }
     }
 
@@ -512,13 +502,7 @@ impl Links {
     /// Tries to send a notice. Returns `false` if it has to be tried again: there is no connection
     /// yet, or the socket is busy or takes nothing.
     fn offer(self: &Arc<Self>, notice: &Notice) -> bool {
-        let &Notice {
-            to,
-            kind,
-            group,
-            round,
-            ref body,
-        } = notice;
+        let to = notice.to;
         // A rank that has left needs no notice.
         if self.inbox.lock().ranks[to].left.is_some() {
             return true;
@@ -530,17 +514,13 @@ impl Links {
         let Ok(writer) = writer.try_lock() else {
             return false;
         };
-        let header = frame::header(kind, group, round, body.len());
-        let sent = match begin_frame(&writer, &header, body) {
+        let sent = match begin_frame(&writer, notice) {
             Ok(0) => return false,
-            Ok(written) => {
-                // The frame has begun, so the rest of it must follow.
-                let go_on = || {
-                    let state = self.inbox.lock();
-                    !state.leaving && state.silence(to, Instant::now()) <= state.patience
-                };
-                finish_frame(&writer, &header, body, written, go_on)
-            }
+            // The frame has begun, so the rest of it must follow.
+            Ok(written) => finish_frame(&writer, notice, written, || {
+                let state = self.inbox.lock();
+                !state.leaving && state.ranks[to].silence(Instant::now()) <= state.patience
+            }),
             Err(error) => Err(error),
         };
         drop(writer);
@@ -553,8 +533,8 @@ impl Links {
     /// Sends heartbeats to all ranks to which there are connections.
     pub(super) fn send_heartbeats(&self) {
         for to in (0..self.writers.len()).filter(|&to| self.is_connected(to)) {
-            // A rank that does not read holds up this thread for a while. Note that this process
-            // runs before each heartbeat, so that it is not taken for one that was stopped.
+            // A rank that does not read holds up this thread for a while. So say before each
+            // heartbeat that this process runs, lest it is taken for one that was stopped.
             self.inbox.lock().beat(Instant::now());
             self.send_heartbeat(to);
         }
@@ -571,21 +551,22 @@ impl Links {
             // So small a write nearly always succeeds as a whole or not at all. If nothing is
             // written, the other rank is not reading, and need not be told. If a part is written,
             // no frame can follow it, so the connection is of no use any more.
-            match (&**writer).write(&heartbeat) {
-                Ok(written) if written < heartbeat.len() => drop(writer.shutdown(Shutdown::Both)),
-                _ => {}
+            if let Ok(written) = (&**writer).write(&heartbeat)
+                && written < heartbeat.len()
+            {
+                writer.shutdown(Shutdown::Both).ok();
             }
         }
     }
 }
 
-/// The outcome of [`Links::note`].
-enum Noted {
+/// The outcome of [`Links::register`].
+enum Registration {
     /// This rank sends on the connection.
     SendsHere,
     /// This rank sends on the connection that it had before.
     SendsElsewhere,
-    /// This rank is leaving, and has not noted the connection.
+    /// This rank is leaving, and has not registered the connection.
     Leaves,
 }
 
@@ -604,20 +585,17 @@ fn prepare(stream: &TcpStream) -> io::Result<()> {
 /// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.
 fn write_frame(
     writer: &TcpStream,
-    kind: Kind,
-    (group, round): (u64, u64),
-    body: &[u8],
+    frame: &OutgoingFrame<'_>,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
-    let header = frame::header(kind, group, round, body.len());
-    let written = begin_frame(writer, &header, body)?;
-    finish_frame(writer, &header, body, written, go_on)
+    let written = begin_frame(writer, frame)?;
+    finish_frame(writer, frame, written, go_on)
 }
 
 /// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it
 /// is everything.
-fn begin_frame(mut writer: &TcpStream, header: &[u8], body: &[u8]) -> io::Result<usize> {
-    match writer.write_vectored(&[IoSlice::new(header), IoSlice::new(body)]) {
+fn begin_frame(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<usize> {
+    match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(&frame.body)]) {
         Err(error) if frame::is_retryable(&error) => Ok(0),
         written => written,
     }
@@ -626,17 +604,14 @@ fn begin_frame(mut writer: &TcpStream, header: &[u8], body: &[u8]) -> io::Result
 /// Writes the rest of a frame whose first `written` bytes have been written.
 fn finish_frame(
     mut writer: &TcpStream,
-    header: &[u8],
-    body: &[u8],
+    frame: &OutgoingFrame<'_>,
     written: usize,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
-    if written < header.len() {
-        frame::write(&mut writer, &header[written..], &go_on)?;
+    let header = frame.header();
+    if let Some(rest) = header.get(written..) {
+        frame::write(&mut writer, rest, &go_on)?;
     }
-    frame::write(
-        &mut writer,
-        &body[written.saturating_sub(header.len())..],
-        &go_on,
-    )
+    let body_written = written.saturating_sub(header.len());
+    frame::write(&mut writer, &frame.body[body_written..], &go_on)
 }

@@ -15,12 +15,12 @@ mod backend;
 #[cfg(target_os = "linux")]
 mod chunks;
 mod frame;
-mod gathering;
 mod inbox;
 mod inbox_lock;
 mod links;
 mod node;
 mod relay;
+mod relayed_round;
 mod rendezvous;
 mod schedule;
 #[cfg(target_os = "linux")]
@@ -31,14 +31,10 @@ mod shared;
 #[cfg(not(target_os = "linux"))]
 #[path = "unshared.rs"]
 mod shared;
-#[cfg(test)]
-mod simulation;
 mod sockets;
 #[cfg(target_os = "linux")]
 mod watch;
 
-#[cfg(feature = "mpi")]
-pub(crate) use self::backend::DIRECT_UP_TO;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 pub(crate) use self::backend::TcpBackend;
 pub use self::backend::TcpOptions;

@@ -10,17 +10,17 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::acceptor::Acceptor;
-use super::frame::{Kind, Notice};
-use super::inbox::{SILENCE, State, ranks_body};
+use super::frame::{Kind, Notice, OutgoingFrame};
+use super::inbox::{InboxState, SILENCE, encode_failure, ranks_body};
 use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
 use super::relay::Next;
+use super::rendezvous::Participant;
 use super::schedule::Schedule;
 use crate::access::Port;
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::store::TcpStore;
-use crate::wire;
 
 /// The time between two heartbeats.
 const HEARTBEAT: Duration = Duration::from_millis(500);
@@ -34,30 +34,15 @@ const CONNECTION_CHECK: Duration = Duration::from_millis(100);
 /// The time after which a rank that waits for records connects to those that send records to it.
 const NEIGHBOUR_CHECK: Duration = Duration::from_millis(250);
 
-/// The connections that a rank has after the rendezvous.
+/// What a rank has after the rendezvous.
 #[derive(Debug)]
 pub(super) struct Connections {
-    /// By rank; `None` for those to which there is no connection.
+    /// A token of each rank's host, see [`Node::hosts`].
+    pub(super) hosts: Vec<Option<String>>,
+    /// The connections by rank; `None` for ranks to which there is none.
     pub(super) streams: Vec<Option<TcpStream>>,
-    /// The means to make others; `None` if every two ranks are connected.
-    pub(super) later: Option<LaterConnections>,
-}
-
-/// The means to make connections after the rendezvous.
-#[derive(Debug)]
-pub(super) struct LaterConnections {
-    pub(super) directory: Directory,
-    pub(super) acceptor: Acceptor,
-}
-
-/// A frame of a round, to be sent to a rank.
-#[derive(Clone, Copy)]
-pub(super) struct Outgoing<'a> {
-    pub(super) to: usize,
-    pub(super) kind: Kind,
-    pub(super) group: u64,
-    pub(super) round: &'a Round<'a>,
-    pub(super) body: &'a [u8],
+    /// The means to make other connections; `None` if every two ranks are connected.
+    pub(super) later: Option<(Directory, Acceptor)>,
 }
 
 /// This process in its job. When this is dropped, the process leaves the job.
@@ -81,53 +66,55 @@ impl Node {
     /// Takes over the connections to other ranks, and starts the threads that read them, that send
     /// heartbeats and notices, and that take other connections.
     pub(super) fn start(
-        rank: usize,
-        hosts: Vec<Option<String>>,
-        Connections { streams, later }: Connections,
+        participant: &Participant,
+        connections: Connections,
         store: TcpStore,
-        deadline: Duration,
-        direct_up_to: usize,
     ) -> io::Result<Arc<Node>> {
-        let ranks = streams.len();
-        let mut state = State::new(rank, ranks, direct_up_to, deadline, Instant::now());
-        let (mut directory, mut comers) = (None, None);
-        if let Some(later) = later {
-            state.neighbours = Schedule::new(ranks, rank).neighbours();
-            directory = Some(later.directory);
-            comers = Some(later.acceptor.split());
+        let &Participant {
+            rank,
+            world_size,
+            deadline,
+            direct_up_to,
+            ..
+        } = participant;
+        let mut state = InboxState::new(rank, world_size, direct_up_to, deadline, Instant::now());
+        let (directory, acceptor) = connections.later.unzip();
+        if directory.is_some() {
+            state.neighbours = Schedule::new(world_size, rank).neighbours();
         }
-        let links = Links::new(rank, ranks, Inbox::new(state), directory);
         // From here on, an error drops the node, which ends its connections and threads.
         let mut node = Node {
             rank,
-            hosts,
+            hosts: connections.hosts,
             direct_up_to,
-            links,
+            links: Links::new(rank, world_size, Inbox::new(state), directory),
             port: None,
             notifier: None,
             _store: store,
         };
-        for (from, stream) in streams.into_iter().enumerate() {
+        for (from, stream) in connections.streams.into_iter().enumerate() {
             if let Some(stream) = stream {
                 node.links.adopt(from, stream)?;
             }
         }
-        let links = Arc::clone(&node.links);
+        let beating = Arc::clone(&node.links);
         node.links.spawn("heartbeat".to_owned(), move || {
-            while !links.inbox.sleep(HEARTBEAT) {
-                links.send_heartbeats();
+            while !beating.inbox.sleep(HEARTBEAT) {
+                beating.send_heartbeats();
             }
         })?;
-        if ranks > direct_up_to {
-            let links = Arc::clone(&node.links);
+        if world_size > direct_up_to {
+            let notifying = Arc::clone(&node.links);
             let thread = thread::Builder::new().name("notices".to_owned());
-            node.notifier = Some(thread.spawn(move || links.send_notices())?);
+            node.notifier = Some(thread.spawn(move || notifying.send_notices())?);
         }
-        if let Some((port, comers)) = comers {
+        if let Some(acceptor) = acceptor {
+            let (port, admitted) = acceptor.split();
             node.port = Some(port);
-            let links = Arc::clone(&node.links);
-            node.links
-                .spawn("admits".to_owned(), move || links.admit_all(comers))?;
+            let admitting = Arc::clone(&node.links);
+            node.links.spawn("admits".to_owned(), move || {
+                admitting.admit_all(admitted);
+            })?;
         }
         Ok(Arc::new(node))
     }
@@ -163,17 +150,16 @@ impl Node {
     /// The frame could not be written as a whole, so the connection can carry no other one, and the
     /// rank counts as lost once all of its frames have been read. With the reason that the round
     /// cannot end, if there was one before.
-    pub(super) fn write(&self, frame: Outgoing<'_>) -> Result<(), Option<CommError>> {
-        let Outgoing {
-            to,
-            kind,
-            group,
-            round,
-            body,
-        } = frame;
+    pub(super) fn write(
+        &self,
+        frame: &OutgoingFrame<'_>,
+        round: &Round<'_>,
+    ) -> Result<(), Option<CommError>> {
+        let &OutgoingFrame { to, group, .. } = frame;
         let failing_since = Cell::new(None);
-        let go_on = || {
-            let (state, now) = (self.inbox().lock(), Instant::now());
+        let written = self.links.write(frame, || {
+            let state = self.inbox().lock();
+            let now = Instant::now();
             if state.failure(group, round, &[to], now).is_none() {
                 return true;
             }
@@ -182,24 +168,22 @@ impl Node {
             let since = failing_since.get().unwrap_or(now);
             failing_since.set(Some(since));
             state.ranks[to].left.is_none()
-                && state.silence(to, now) <= SILENCE
+                && state.ranks[to].silence(now) <= SILENCE
                 && now <= since + SILENCE
-        };
-        self.links
-            .write(to, kind, (group, round.number), body, go_on)
-            .map_err(|error| {
-                let failure = {
-                    let state = self.inbox().lock();
-                    let missing = if state.ranks[to].left.is_some() {
-                        &[][..]
-                    } else {
-                        &[to]
-                    };
-                    state.failure(group, round, missing, Instant::now())
+        });
+        written.map_err(|error| {
+            let failure = {
+                let state = self.inbox().lock();
+                let missing = if state.ranks[to].left.is_some() {
+                    &[][..]
+                } else {
+                    &[to]
                 };
-                self.links.give_up(to, &error);
-                failure
-            })
+                state.failure(group, round, missing, Instant::now())
+            };
+            self.links.give_up(to, &error);
+            failure
+        })
     }
 
     /// Sends a frame. While the other rank does not read, this waits until the round's deadline.
@@ -207,15 +191,17 @@ impl Node {
     /// # Errors
     /// The round cannot end: the group has failed, that rank has left or is silent, or the deadline
     /// is over.
-    pub(super) fn send(&self, frame: Outgoing<'_>) -> Result<(), CommError> {
-        let Outgoing {
-            to, group, round, ..
-        } = frame;
+    pub(super) fn send(
+        &self,
+        frame: &OutgoingFrame<'_>,
+        round: &Round<'_>,
+    ) -> Result<(), CommError> {
+        let &OutgoingFrame { to, group, .. } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
         self.await_connection(to, group, round)?;
-        match self.write(frame) {
+        match self.write(frame, round) {
             Ok(()) => Ok(()),
             Err(Some(failure)) => Err(failure),
             // The rank is lost because of the failed write. Another one may have to be named as the
@@ -225,16 +211,17 @@ impl Node {
     }
 
     /// Exchanges records with all ranks of a large group, and returns them in rank order.
-    /// [`State::next`] decides each step, as [`relay`](super::relay) describes; this carries the
+    /// [`InboxState::next`] decides each step, as [`relay`](super::relay) describes; this carries the
     /// steps out, without the lock while it sends.
-    pub(super) fn gather(
+    pub(super) fn relay_records(
         &self,
         group: u64,
         round: &Round<'_>,
         record: &[u8],
     ) -> Result<Vec<Bytes>, CommError> {
+        let begun = Instant::now();
+        let mut has_reached = false;
         let mut state = self.inbox().lock();
-        let (begun, mut has_reached) = (Instant::now(), false);
         state.enter(group, round.number, record, begun);
         self.inbox().look_for_notices();
         loop {
@@ -248,7 +235,7 @@ impl Node {
                         // this one may not have connected yet. Without a connection, this rank
                         // would not notice that the other one leaves or stops.
                         has_reached = true;
-                        let neighbours = state.neighbours_in(group);
+                        let neighbours = state.groups[&group].neighbours();
                         drop(state);
                         neighbours
                             .into_iter()
@@ -259,20 +246,28 @@ impl Node {
                 Next::Send { to, bundles } => {
                     drop(state);
                     for bundle in bundles {
-                        self.pass_on(Outgoing {
+                        let frame = OutgoingFrame {
                             to,
                             kind: Kind::Bundle,
                             group,
-                            round,
-                            body: &bundle,
-                        })?;
+                            round: round.number,
+                            body: bundle.into(),
+                        };
+                        self.forward(&frame, round)?;
                     }
                     state = self.inbox().lock();
                 }
                 Next::Ask(questions) => {
                     drop(state);
                     for (of, about) in questions {
-                        self.ask(of, &about, group, round)?;
+                        let question = Notice {
+                            to: of,
+                            kind: Kind::Question,
+                            group,
+                            round: round.number,
+                            body: ranks_body(&about).into(),
+                        };
+                        self.ask(question, round)?;
                     }
                     state = self.inbox().lock();
                 }
@@ -283,10 +278,8 @@ impl Node {
     /// Sends a frame of a relayed exchange. While the other rank does not read, this waits until
     /// the round's deadline. It is not an error if the other rank is gone: it may have all records
     /// already. If it is still needed, the exchange itself fails.
-    fn pass_on(&self, frame: Outgoing<'_>) -> Result<(), CommError> {
-        let Outgoing {
-            to, group, round, ..
-        } = frame;
+    fn forward(&self, frame: &OutgoingFrame<'_>, round: &Round<'_>) -> Result<(), CommError> {
+        let &OutgoingFrame { to, group, .. } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
@@ -298,38 +291,20 @@ impl Node {
                 Err(failure)
             };
         }
-        match self.write(frame) {
+        match self.write(frame, round) {
             Err(Some(failure)) => Err(failure),
             Ok(()) | Err(None) => Ok(()),
         }
     }
 
-    /// Asks the rank `of` for the records of the ranks `about`. If there is no connection to `of`,
-    /// this does not wait for one, because `of` may be the rank at fault, and there are others to
-    /// ask. The question is sent once there is a connection.
-    fn ask(
-        &self,
-        of: usize,
-        about: &[usize],
-        group: u64,
-        round: &Round<'_>,
-    ) -> Result<(), CommError> {
-        if self.links.is_connected(of) {
-            return self.pass_on(Outgoing {
-                to: of,
-                kind: Kind::Question,
-                group,
-                round,
-                body: &ranks_body(about),
-            });
+    /// Sends a question for records. If there is no connection to the rank that is asked, this does
+    /// not wait for one, because that rank may be the one at fault, and there are others to ask.
+    /// The question is sent once there is a connection.
+    fn ask(&self, question: Notice, round: &Round<'_>) -> Result<(), CommError> {
+        if self.links.is_connected(question.to) {
+            return self.forward(&question, round);
         }
-        self.notify(Notice {
-            to: of,
-            kind: Kind::Question,
-            group,
-            round: round.number,
-            body: ranks_body(about),
-        });
+        self.notify(question);
         Ok(())
     }
 
@@ -345,24 +320,23 @@ impl Node {
     /// one.
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
         let told = self.inbox().change(|state| state.fail(group, round, error));
-        let Ok(body) = wire::encode(error) else {
-            return;
-        };
         // This rank may leave after this call, so try for a while to send the news here. What
         // cannot be sent is left to the thread that sends notices.
         let until = Instant::now() + GOODBYE_TIMEOUT;
         told.iter().for_each(|&to| self.links.reach(to));
+        let body = encode_failure(error);
         for to in told {
+            let news = Notice {
+                to,
+                kind: Kind::Abort,
+                group,
+                round,
+                body: body.clone().into(),
+            };
             if self.is_connected_before(to, until) {
-                self.links.try_send(to, Kind::Abort, (group, round), &body);
+                self.links.try_send(&news);
             } else {
-                self.notify(Notice {
-                    to,
-                    kind: Kind::Abort,
-                    group,
-                    round,
-                    body: body.clone(),
-                });
+                self.notify(news);
             }
         }
     }
@@ -390,37 +364,24 @@ impl Node {
         let until = limit.map(|limit| Instant::now() + limit);
         let mut state = self.inbox().lock();
         loop {
-            let staying = || {
-                let others = state
-                    .ranks
-                    .iter()
-                    .enumerate()
-                    .filter(|&(rank, _)| rank != self.rank);
-                others
-                    .map(|(_, state)| state)
-                    .filter(|state| !state.said_goodbye)
-            };
-            if staying().next().is_none() {
+            let is_over = until.is_some_and(|until| Instant::now() >= until);
+            let mut staying = state
+                .ranks
+                .iter()
+                .enumerate()
+                .filter(|&(rank, peer)| rank != self.rank && !peer.said_goodbye)
+                .map(|(_, peer)| peer)
+                .peekable();
+            if staying.peek().is_none() {
                 return true;
             }
-            if staying()
-                .any(|state| state.left.is_some() || state.silence(Instant::now()) > SILENCE)
-                || until.is_some_and(|until| Instant::now() >= until)
+            if is_over
+                || staying.any(|peer| peer.left.is_some() || peer.silence(Instant::now()) > SILENCE)
             {
                 return false;
             }
             state = self.inbox().wait(state, GOODBYE_TIMEOUT);
         }
-    }
-
-    /// Records the ranks of a new group.
-    pub(super) fn open(&self, group: u64, ranks: &[usize]) {
-        self.inbox().change(|state| state.open(group, ranks));
-    }
-
-    /// Drops a group of this process.
-    pub(super) fn close(&self, group: u64) {
-        self.inbox().lock().close(group);
     }
 
     /// Returns the reason that a round which still waits for these ranks cannot end, if there is
@@ -445,7 +406,7 @@ impl Node {
         &self,
         group: u64,
         round: &Round<'_>,
-        mut ready: impl FnMut(&mut State) -> Result<R, Vec<usize>>,
+        mut ready: impl FnMut(&mut InboxState) -> Result<R, Vec<usize>>,
     ) -> Result<R, CommError> {
         let mut has_reached = false;
         let mut state = self.inbox().lock();
@@ -478,7 +439,7 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         self.inbox().change(|state| state.leaving = true);
-        // Step 1: let the notices out. The others must get the news that this rank has to pass on
+        // Step 1: let the notices out. The others must get the news that this rank has to forward
         // before they see it leave.
         if let Some(notifier) = self.notifier.take() {
             notifier.join().ok();

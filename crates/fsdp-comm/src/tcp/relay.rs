@@ -9,24 +9,24 @@
 //!   missing. A rank that has entered the round answers, whatever it does now. So the records that
 //!   are still missing at the deadline are those of the ranks at fault, and a rank that has stopped
 //!   in the middle does not keep the records of others from anybody.
-//! - A rank may leave once it has entered the last round and passed on what it had to, while its
+//! - A rank may leave once it has entered the last round and sent on what it had to, while its
 //!   record is still on its way to some ranks. So a round does not fail just because a rank has
-//!   left. The *keeper* of a rank is the first that gets its record. So the keeper knows whether a
-//!   rank that has left had entered the round, and tells those who ask.
+//!   left. The *first receiver* of a rank is the one that gets its record before any other does. So
+//!   it knows whether a rank that has left had entered the round, and tells those who ask.
 //!
 //! A rank need not be connected to all others: see [`links`](super::links). A rank to which this
 //! one has no connection counts as neither gone nor silent, until this one asks it something or
 //! hears that it has ended.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::time::{Duration, Instant};
-use std::{iter, mem};
 
 use bytes::Bytes;
 
 use super::frame::{Kind, Notice};
-use super::gathering::bundles;
-use super::inbox::{Question, SILENCE, State, rank_body, timeout};
+use super::inbox::{InboxState, Question, ranks_body, timeout};
+use super::relayed_round::bundles;
 use crate::backend::Round;
 use crate::error::CommError;
 
@@ -39,11 +39,11 @@ const ASKS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 /// time few records are missing, so few connections have to be made.
 const NEIGHBOUR_TIME: Duration = Duration::from_secs(1);
 
-/// The time that a rank waits before it connects to the keeper of a rank that has left, or a
-/// twelfth of the time that the operation may take if that is shorter. Usually the connection is
+/// The time that a rank waits before it connects to the first receiver of a rank that has left, or
+/// a twelfth of the time that the operation may take if that is shorter. Usually the connection is
 /// not needed: if a rank has died, nearly all others hear within this time that the group has
 /// failed.
-pub(super) const KEEPER_PAUSE: Duration = Duration::from_millis(250);
+const FIRST_RECEIVER_PAUSE: Duration = Duration::from_millis(250);
 
 /// The time that others have for an answer before a silent rank is blamed.
 const ANSWER_TIME: Duration = Duration::from_millis(250);
@@ -77,16 +77,16 @@ struct Asking {
     /// The time at which to ask further, or to look again; `None` once all have had the time to
     /// answer.
     wake: Option<Instant>,
-    /// The earliest time at which a keeper may be asked that is not connected yet.
-    keeper_at: Option<Instant>,
+    /// The earliest time at which a first receiver may be asked that is not connected yet.
+    first_receiver_at: Option<Instant>,
 }
 
-impl State {
+impl InboxState {
     /// Lets this rank enter a round, with its record.
     pub(super) fn enter(&mut self, group: u64, round: u64, record: &[u8], now: Instant) {
         let state = self.groups.entry(group).or_default();
-        let gathering = state.gatherings.entry(round).or_default();
-        gathering.enter(state.schedule, Bytes::copy_from_slice(record), now);
+        let relayed = state.relayed_rounds.entry(round).or_default();
+        relayed.enter(state.schedule, Bytes::copy_from_slice(record), now);
     }
 
     /// Returns what this rank does next in a round that it has entered.
@@ -104,21 +104,21 @@ impl State {
         }
         let catches_up = self.catches_up(now);
         let state = self.groups.entry(group).or_default();
-        let (schedule, gathering) = (
-            state.schedule,
-            state.gatherings.entry(round.number).or_default(),
-        );
-        // Step 1: pass on what others wait for, before anything else.
-        if let Some(step) = gathering.next_step(schedule) {
+        let schedule = state.schedule;
+        let relayed = state.relayed_rounds.entry(round.number).or_default();
+        // Step 1: send on what others wait for, before anything else.
+        if let Some(step) = relayed.next_step(schedule) {
             return Ok(Next::Send {
                 to: state.ranks[step.to],
-                bundles: gathering.outgoing(schedule, step),
+                bundles: relayed.outgoing(schedule, step),
             });
         }
         // Step 2: end the round, if nothing is missing.
-        if let Some(records) = gathering.complete(schedule) {
+        if let Some(records) = relayed.complete(schedule) {
             state.over = Some(round.number);
-            state.gatherings.retain(|&number, _| number >= round.number);
+            state
+                .relayed_rounds
+                .retain(|&number, _| number >= round.number);
             return Ok(Next::Done(records));
         }
         // Do not judge the others before this process has read what they sent while it was stopped.
@@ -126,18 +126,19 @@ impl State {
             return Ok(Next::Wait(now + CHECK));
         }
         // Step 3: give up if a rank that has left will never send what is missing. This is so for a
-        // rank that still owes this one records, because it left before it had finished the round,
-        // and for one that never entered the round.
-        let missing = gathering.missing(schedule);
+        // rank from which records are still to come, because it left before it had finished the
+        // round, and for one that never entered the round.
+        let missing = relayed.missing(schedule);
         let absent = missing
             .iter()
             .copied()
-            .filter(|&rank| gathering.is_absent(rank));
-        let needed: Vec<usize> = gathering
-            .debtors(schedule)
+            .filter(|&rank| relayed.is_absent(rank));
+        let needed: Vec<usize> = relayed
+            .awaited_senders(schedule)
             .chain(absent)
             .map(|rank| state.ranks[rank])
             .collect();
+        let missing_ranks: Vec<usize> = missing.iter().map(|&rank| state.ranks[rank]).collect();
         if let Some(failure) = self.departed(group, round, &needed) {
             return Err(failure);
         }
@@ -145,7 +146,7 @@ impl State {
         let Asking {
             questions,
             wake,
-            keeper_at,
+            first_receiver_at,
         } = self.ask(group, round, &missing, now);
         if !questions.is_empty() {
             return Ok(Next::Ask(questions));
@@ -153,190 +154,191 @@ impl State {
         // Step 5: give up at the deadline, or earlier if a rank is silent and the others could not
         // help.
         let is_over = now >= round.until;
-        let ranks = self
-            .groups
-            .get(&group)
-            .map_or(&[][..], |group| &group.ranks);
-        let missing: Vec<usize> = missing.iter().map(|&rank| ranks[rank]).collect();
         if (is_over || wake.is_none())
-            && let Some(failure) = self.silent(round, &missing, now)
+            && let Some(failure) = self.silent(round, &missing_ranks, now)
         {
             return Err(failure);
         }
         if is_over
             && let Some(failure) = self
-                .departed(group, round, &missing)
-                .or_else(|| timeout(round, &missing, now))
+                .departed(group, round, &missing_ranks)
+                .or_else(|| timeout(round, &missing_ranks, now))
         {
             return Err(failure);
         }
-        let wake = [wake, keeper_at]
-            .into_iter()
-            .flatten()
-            .fold(round.until, Instant::min);
-        Ok(Next::Wait(wake.min(now + CHECK)))
+        let until = [
+            Some(round.until),
+            Some(now + CHECK),
+            wake,
+            first_receiver_at,
+        ]
+        .into_iter()
+        .flatten()
+        .min();
+        Ok(Next::Wait(until.expect("the deadline is always there")))
     }
 
     /// Returns what this rank asks for now.
     fn ask(&mut self, group: u64, round: &Round<'_>, missing: &[usize], now: Instant) -> Asking {
-        let State {
+        let InboxState {
             ranks: peers,
             groups,
             patience,
             ..
         } = self;
         let state = groups.entry(group).or_default();
-        let (ranks, schedule) = (&state.ranks, state.schedule);
-        let gathering = state.gatherings.entry(round.number).or_default();
-        let has_left = |rank: usize| peers[ranks[rank]].left.is_some();
-        let is_silent = |rank: usize| peers[ranks[rank]].silence(now) > SILENCE;
-        let can_answer =
-            |rank: usize| rank != schedule.rank() && !has_left(rank) && !is_silent(rank);
+        let ranks = &state.ranks;
+        let schedule = state.schedule;
+        let relayed = state.relayed_rounds.entry(round.number).or_default();
         // Decide whether this rank has waited for long. It asks at once if another one is silent,
         // because that one may have stopped.
+        let entered = relayed
+            .entered
+            .expect("a rank asks in rounds that it has entered");
         let before_deadline = round
             .until
-            .checked_sub(ASKS_BEFORE_DEADLINE.min(round.deadline / 2));
-        let before_patience_ends = gathering.entered.unwrap_or(now).checked_add(*patience / 2);
-        let asks_at = before_deadline
-            .unwrap_or(now)
-            .min(before_patience_ends.unwrap_or(round.until));
-        if now >= asks_at
-            || missing
-                .iter()
-                .any(|&rank| is_silent(rank) && !has_left(rank))
-        {
-            gathering.waits_long_since.get_or_insert(now);
+            .checked_sub(ASKS_BEFORE_DEADLINE.min(round.deadline / 2))
+            .unwrap_or(now);
+        let before_patience_ends = entered.checked_add(*patience / 2).unwrap_or(round.until);
+        let asks_at = before_deadline.min(before_patience_ends);
+        let misses_silent_rank = missing.iter().any(|&rank| {
+            let peer = &peers[ranks[rank]];
+            peer.left.is_none() && !peer.can_answer(now)
+        });
+        if now >= asks_at || misses_silent_rank {
+            relayed.waits_long_since.get_or_insert(now);
         }
         // Step 1: ask those ranks from which the missing records should have come. They may miss
         // them too, and ask on.
         let mut questions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        let asks_neighbours = gathering.waits_long_since.is_some() || gathering.others_ask;
-        if asks_neighbours && !mem::replace(&mut gathering.has_asked_neighbours, true) {
+        let asks_neighbours = relayed.waits_long_since.is_some() || relayed.others_ask;
+        if asks_neighbours && !mem::replace(&mut relayed.has_asked_neighbours, true) {
             for &about in missing {
-                let [one, other] = schedule.toward(about);
-                for of in iter::once(one)
-                    .chain((one != other).then_some(other))
-                    .filter(|&of| can_answer(of))
-                {
-                    questions.entry(of).or_default().push(about);
+                let mut relays = schedule.relays_from(about).to_vec();
+                relays.dedup();
+                for of in relays {
+                    if of != schedule.rank() && peers[ranks[of]].can_answer(now) {
+                        questions.entry(of).or_default().push(about);
+                    }
                 }
             }
         }
         // Step 2: if that did not help, ask each rank whose record is still missing.
-        let asks_all_at = gathering
+        let asks_all_at = relayed
             .waits_long_since
             .map(|since| since + NEIGHBOUR_TIME.min(round.deadline / 6));
         if asks_all_at.is_some_and(|at| now >= at) {
-            gathering.asks_all_since.get_or_insert(now);
+            relayed.asks_all_since.get_or_insert(now);
         }
-        let mut keeper_at = None;
+        let asks_all = relayed.asks_all_since.is_some();
+        let mut first_receiver_at: Option<Instant> = None;
         for &about in missing {
-            let (asks_all, slot) = (gathering.asks_all_since.is_some(), gathering.slot(about));
-            if asks_all && !slot.is_asked && can_answer(about) {
-                slot.is_asked = true;
+            let peer = relayed.peer(about);
+            let can_answer = peers[ranks[about]].can_answer(now);
+            if asks_all && !peer.is_asked && can_answer {
+                peer.is_asked = true;
                 questions.entry(about).or_default().push(about);
             }
-            // Step 3: ask the keeper of a rank that cannot answer itself, at once if there is a
-            // connection.
-            let keeper = schedule.keeper(about);
-            if !slot.is_keeper_asked && (has_left(about) || is_silent(about)) && can_answer(keeper)
+            // Step 3: ask the first receiver of a rank that cannot answer itself, at once if there
+            // is a connection.
+            let first_receiver = schedule.first_receiver(about);
+            if can_answer
+                || peer.is_first_receiver_asked
+                || first_receiver == schedule.rank()
+                || !peers[ranks[first_receiver]].can_answer(now)
             {
-                let since = *slot.needs_keeper_since.get_or_insert(now);
-                let at = since + KEEPER_PAUSE.min(round.deadline / 12);
-                if peers[ranks[keeper]].is_connected() || now >= at {
-                    slot.is_keeper_asked = true;
-                    questions.entry(keeper).or_default().push(about);
-                } else {
-                    keeper_at = Some(keeper_at.map_or(at, |other: Instant| other.min(at)));
-                }
+                continue;
+            }
+            let since = *peer.needs_first_receiver_since.get_or_insert(now);
+            let at = since + FIRST_RECEIVER_PAUSE.min(round.deadline / 12);
+            if peers[ranks[first_receiver]].is_connected() || now >= at {
+                peer.is_first_receiver_asked = true;
+                questions.entry(first_receiver).or_default().push(about);
+            } else {
+                first_receiver_at = Some(first_receiver_at.map_or(at, |other| other.min(at)));
             }
         }
-        let questions = questions
-            .into_iter()
-            .map(|(of, about)| (ranks[of], about))
-            .collect();
-        let wake = match (asks_all_at, gathering.asks_all_since) {
+        let wake = match (asks_all_at, relayed.asks_all_since) {
             (_, Some(since)) => Some(since + ANSWER_TIME).filter(|&answered| now < answered),
             (Some(at), None) => Some(at),
             (None, None) => Some(asks_at),
         };
         Asking {
-            questions,
+            questions: questions
+                .into_iter()
+                .map(|(of, about)| (ranks[of], about))
+                .collect(),
             wake,
-            keeper_at,
+            first_receiver_at,
         }
     }
 
-    /// Returns the news to pass on, and the answers to all questions that can be answered now.
+    /// Returns the news to forward, and the answers to all questions that can be answered now.
     pub(super) fn notices(&mut self) -> Vec<Notice> {
-        let State {
-            ranks: peers,
-            groups,
-            questions,
-            notices,
-            ..
-        } = self;
-        let mut notices = mem::take(notices);
+        let mut notices = mem::take(&mut self.notices);
         // The records that ranks have asked for, each with its rank.
         let mut found: BTreeMap<(usize, u64, u64), Vec<(usize, Bytes)>> = BTreeMap::new();
-        questions.retain(
-            |&Question {
-                 group,
-                 round,
-                 from,
-                 about,
-             }| {
-                // Keep a question about a group that is not known here yet.
-                let Some(state) = groups.get(&group).filter(|state| !state.ranks.is_empty()) else {
-                    return true;
-                };
-                // Drop a question whose answer nobody needs any more, or that makes no sense.
-                if state.over > Some(round)
-                    || about >= state.ranks.len()
-                    || peers[from].left.is_some()
-                {
-                    return false;
-                }
-                let record = state
-                    .gatherings
-                    .get(&round)
-                    .and_then(|gathering| gathering.record(about));
-                if let Some(record) = record {
-                    found
-                        .entry((from, group, round))
-                        .or_default()
-                        .push((about, record.clone()));
-                    return false;
-                }
-                // This rank is the keeper, and all frames of the rank that has left have been read.
-                // If it had entered the round, its record would be here. But if the group has
-                // failed, the rank may have left because of that.
-                let is_absent = state.schedule.keeper(about) == state.schedule.rank()
-                    && peers[state.ranks[about]].left.is_some()
-                    && !state.has_failed();
-                if is_absent {
-                    notices.push(Notice {
-                        to: from,
-                        kind: Kind::Absent,
-                        group,
-                        round,
-                        body: rank_body(about),
-                    });
-                }
-                !is_absent
-            },
-        );
-        for ((to, group, round), records) in found {
-            let bodies = bundles(records.iter().map(|(rank, record)| (*rank, record)));
-            notices.extend(bodies.into_iter().map(|body| Notice {
-                to,
-                kind: Kind::Bundle,
+        for question in mem::take(&mut self.questions) {
+            let Question {
                 group,
                 round,
-                body,
-            }));
+                from,
+                about,
+            } = question;
+            // Keep a question about a group that is not known here yet.
+            let state = match self.groups.get(&group) {
+                Some(state) if !state.ranks.is_empty() => state,
+                _ => {
+                    self.questions.insert(question);
+                    continue;
+                }
+            };
+            // Drop a question whose answer nobody needs any more, or that makes no sense.
+            if state.over > Some(round)
+                || about >= state.ranks.len()
+                || self.ranks[from].left.is_some()
+            {
+                continue;
+            }
+            if let Some(relayed) = state.relayed_rounds.get(&round)
+                && let Some(record) = relayed.record(about)
+            {
+                let records = found.entry((from, group, round)).or_default();
+                records.push((about, record.clone()));
+                continue;
+            }
+            // If this rank is the first receiver, all frames of the rank that has left have been
+            // read. If it had entered the round, its record would be here. But if the group has
+            // failed, the rank may have left because of that.
+            let is_absent = state.schedule.first_receiver(about) == state.schedule.rank()
+                && self.ranks[state.ranks[about]].left.is_some()
+                && state.failure.is_none();
+            if !is_absent {
+                self.questions.insert(question);
+                continue;
+            }
+            notices.push(Notice {
+                to: from,
+                kind: Kind::Absent,
+                group,
+                round,
+                body: ranks_body(&[about]).into(),
+            });
+        }
+        for ((to, group, round), records) in found {
+            for body in bundles(records.iter().map(|(rank, record)| (*rank, record))) {
+                notices.push(Notice {
+                    to,
+                    kind: Kind::Bundle,
+                    group,
+                    round,
+                    body: body.into(),
+                });
+            }
         }
         notices
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,6 +11,7 @@
 //! The others notice that it has ended, and return the error that is in the store, so that all
 //! ranks have the same.
 
+use std::collections::HashSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -21,19 +22,19 @@ use serde::{Deserialize, Serialize};
 
 use super::acceptor::Acceptor;
 use super::links::Directory;
-use super::node::{Connections, LaterConnections, Node};
+use super::node::{Connections, Node};
 use super::schedule::Schedule;
 use super::shared::host_token;
 use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::open_files;
-use crate::store::{RankValues, StoreOptions, TcpStore, every_address};
+use crate::store::{RankValues, StoreOptions, TcpStore, every_address, in_zone};
 use crate::wire;
 
 /// The address at which a rank listens, and what else the other ranks must know of it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Address {
+struct RankAddress {
     /// The address of its host. It is unspecified (0.0.0.0) if the rank is on the host of the
     /// store: then other ranks use the address at which they have reached the store.
     ip: IpAddr,
@@ -44,16 +45,16 @@ struct Address {
     direct_up_to: usize,
 }
 
-impl Address {
+impl RankAddress {
     /// Returns the address at which this rank, which has this connection to the store, reaches the
     /// other one.
     fn reach(&self, store: &TcpStore) -> SocketAddr {
         let ip = if self.ip.is_unspecified() {
-            store.peer_ip()
+            store.peer.ip()
         } else {
             self.ip
         };
-        store.in_zone(ip, self.port)
+        in_zone(store.local, ip, self.port)
     }
 }
 
@@ -99,23 +100,22 @@ pub(crate) struct Participant {
 /// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens
 /// there, at a free port.
 pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
-    let &Environment {
-        rank, world_size, ..
-    } = environment;
+    environment.check_identity()?;
     let options = StoreOptions {
         job: environment.job.clone(),
         secret: environment.secret.clone(),
         insecure: environment.insecure,
-        rank,
-        world_size,
+        rank: environment.rank,
+        world_size: environment.world_size,
         deadline,
     };
     let master = environment.master();
-    environment.check_identity()?;
-    let one_host = environment.is_on_one_host();
     match &environment.agent_store {
-        Some(key) => TcpStore::through_agent(&master, key, one_host, &options),
-        None if rank == 0 => TcpStore::host(&master, &options),
+        Some(key) => {
+            let one_host = environment.is_on_one_host();
+            TcpStore::through_agent(&master, key, one_host, &options)
+        }
+        None if environment.rank == 0 => TcpStore::host(&master, &options),
         None => TcpStore::connect(&master, &options),
     }
 }
@@ -126,20 +126,11 @@ pub(super) fn meet(
     store: TcpStore,
     shared_memory: bool,
 ) -> Result<Arc<Node>, CommError> {
-    let connected = connect_all(participant, &store, shared_memory);
-    let (hosts, connections) = connected.map_err(|error| participant.give_up(&store, error))?;
-    let &Participant {
-        rank,
-        deadline,
-        direct_up_to,
-        ..
-    } = participant;
-    Node::start(rank, hosts, connections, store, deadline, direct_up_to)
+    let connections = connect_all(participant, &store, shared_memory)
+        .map_err(|error| participant.give_up(&store, error))?;
+    Node::start(participant, connections, store)
         .map_err(|error| participant.io("start its threads", &error))
 }
-
-/// A token of each rank's host, and the connections of this rank.
-type Connected = (Vec<Option<String>>, Connections);
 
 /// Publishes this rank's address, and connects it to its neighbours, in a small job to all other
 /// ranks.
@@ -147,87 +138,71 @@ fn connect_all(
     participant: &Participant,
     store: &TcpStore,
     shared_memory: bool,
-) -> Result<Connected, CommError> {
-    let rank = participant.rank;
+) -> Result<Connections, CommError> {
     participant.make_room()?;
     // Step 1: agree on a nonce, which the first rank to come chooses. The key of the connections
     // between ranks is derived from it. So only a process that the store has let in can complete
     // the handshake of these connections.
-    let nonce = nonce().map_err(|error| participant.io("get a random number", &error))?;
-    let nonce = store
-        .compare_and_set("tcp/nonce", None, &nonce)
+    let proposed = nonce().map_err(|error| participant.io("get a random number", &error))?;
+    let chosen = store
+        .compare_and_set("tcp/nonce", None, &proposed)
         .map_err(|error| participant.lost(&error))?;
-    let key = participant.key.derive("ranks", &nonce);
+    let key = participant.key.derive("ranks", &chosen);
     // Step 2: listen, and let others in from now on, in the background. So they can connect as soon
     // as they know the address of this rank, and no rank waits for another one to reach this point.
-    let (addresses, ip) = own_addresses(store);
-    let acceptor = Acceptor::open(&addresses, key.clone());
-    let mut acceptor = acceptor.map_err(|error| participant.io("listen", &error))?;
+    let (listen_at, ip) = own_addresses(store);
+    let mut acceptor = Acceptor::open(&listen_at, key.clone())
+        .map_err(|error| participant.io("listen", &error))?;
     // Step 3: exchange addresses through the store.
-    let host = shared_memory.then(host_token).flatten();
-    let address = Address {
+    let own = RankAddress {
         ip,
         port: acceptor.port(),
-        host,
+        host: shared_memory.then(host_token).flatten(),
         direct_up_to: participant.direct_up_to,
     };
-    let addresses = exchange_addresses(participant, store, &address)?;
+    let ranks = exchange_addresses(participant, store, &own)?;
     let directory = Directory {
-        addresses: addresses
-            .iter()
-            .map(|address| address.reach(store))
-            .collect(),
+        addresses: ranks.iter().map(|rank| rank.reach(store)).collect(),
         key,
     };
-    let hosts = addresses.into_iter().map(|address| address.host).collect();
     // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the
     // higher ones. So of every two ranks exactly one connects.
     let mut streams: Vec<Option<TcpStream>> = (0..participant.world_size).map(|_| None).collect();
     let (lower, higher): (Vec<usize>, Vec<usize>) = participant
         .neighbours()
         .into_iter()
-        .partition(|&other| other < rank);
+        .partition(|&other| other < participant.rank);
     for other in lower {
         let address = directory.addresses[other];
-        let connected = connect(participant, &directory.key, address);
-        streams[other] = Some(
-            connected.map_err(|error| participant.unreachable(store, other, address, &error))?,
-        );
+        let stream = connect(participant, &directory.key, address)
+            .map_err(|error| participant.unreachable(store, other, address, &error))?;
+        streams[other] = Some(stream);
     }
     accept_all(participant, store, &mut acceptor, &mut streams, &higher)?;
-    if participant.connects_all {
-        return Ok((
-            hosts,
-            Connections {
-                streams,
-                later: None,
-            },
-        ));
-    }
     // Step 5: in a large job, wait until all ranks are connected to their neighbours.
-    wait_until_all_connected(participant, store)?;
-    Ok((
-        hosts,
-        Connections {
-            streams,
-            later: Some(LaterConnections {
-                directory,
-                acceptor,
-            }),
-        },
-    ))
+    let later = if participant.connects_all {
+        None
+    } else {
+        wait_until_all_connected(participant, store)?;
+        Some((directory, acceptor))
+    };
+    Ok(Connections {
+        hosts: ranks.into_iter().map(|rank| rank.host).collect(),
+        streams,
+        later,
+    })
 }
 
 /// Returns the addresses at which this rank may listen, and the address of this host to publish.
 fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
-    let ip = store.local_ip();
-    if ip.is_loopback() && store.is_everywhere() {
+    let ip = store.local.ip();
+    if ip.is_loopback() && store.is_everywhere {
         // This is the host of the store, and the store listens at all addresses of it. This rank
         // has reached the store at a loopback address, which is of no use to other hosts. So listen
         // at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    (vec![store.in_zone(ip, 0)], ip)
+    (vec![in_zone(store.local, ip, 0)], ip)
 }
 
 impl Participant {
@@ -289,10 +264,9 @@ impl Participant {
         self.missing(vec![0], format!("rank 0 is gone: {error}"))
     }
 
-    /// Returns the error for ranks that have ended their connections to the store, in this order.
-    /// The first of them is probably the reason why the others have.
-    fn departed(&self, ranks: &[usize]) -> CommError {
-        let first = ranks.first().copied().unwrap_or_default();
+    /// Returns the error because of the first rank that has ended its connection to the store. It is
+    /// probably the reason why others have.
+    fn departed(&self, first: usize) -> CommError {
         self.missing(
             vec![first],
             format!("rank {first} ended before all ranks were connected"),
@@ -302,14 +276,16 @@ impl Participant {
     /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has
     /// given up, or if rank 0 has ended and the store with it.
     fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
-        match store.departed(self.until.saturating_duration_since(Instant::now())) {
-            Err(error) => Some(self.lost(&error)),
-            Ok(departed) if departed.iter().any(|&other| is_awaited(other)) => {
-                Some(self.departed(&departed))
-            }
-            Ok(departed) if departed.is_empty() => None,
-            Ok(_) => wire::decode(&store.get(FAILURE).ok()??).ok(),
+        let left = self.until.saturating_duration_since(Instant::now());
+        let departed = match store.departed(left) {
+            Ok(departed) => departed,
+            Err(error) => return Some(self.lost(&error)),
+        };
+        let first = *departed.first()?;
+        if departed.iter().any(|&other| is_awaited(other)) {
+            return Some(self.departed(first));
         }
+        wire::decode(&store.get(FAILURE).ok()??).ok()
     }
 
     /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first
@@ -342,16 +318,16 @@ impl Participant {
     ) -> CommError {
         // The other rank may have ended because a third one had ended before: then blame the first
         // that ended.
-        match store.departed(CHECK) {
-            Ok(departed) if !departed.is_empty() => self.departed(&departed),
-            _ => {
-                let message = format!(
-                    "rank {} could not connect to rank {other} at {address}: {error}",
-                    self.rank
-                );
-                self.missing(vec![other], message)
-            }
+        if let Ok(departed) = store.departed(CHECK)
+            && let Some(&first) = departed.first()
+        {
+            return self.departed(first);
         }
+        let message = format!(
+            "rank {} could not connect to rank {other} at {address}: {error}",
+            self.rank
+        );
+        self.missing(vec![other], message)
     }
 }
 
@@ -359,19 +335,18 @@ impl Participant {
 fn exchange_addresses(
     participant: &Participant,
     store: &TcpStore,
-    own: &Address,
-) -> Result<Vec<Address>, CommError> {
-    let deadline = participant.deadline;
+    own: &RankAddress,
+) -> Result<Vec<RankAddress>, CommError> {
     let encoded = wire::encode(own).map_err(|message| participant.failed(message))?;
-    let late = format!("not all ranks came within {deadline:?}");
-    let addresses = exchange(participant, store, ADDRESS, &encoded, &late)?;
-    let decoded: Result<Vec<Address>, String> =
-        addresses.iter().map(|bytes| wire::decode(bytes)).collect();
-    let addresses = decoded.map_err(|message| participant.failed(message))?;
+    let late = format!("not all ranks came within {:?}", participant.deadline);
+    let mut addresses = Vec::with_capacity(participant.world_size);
+    for bytes in exchange(participant, store, ADDRESS, &encoded, &late)? {
+        let address: RankAddress =
+            wire::decode(&bytes).map_err(|message| participant.failed(message))?;
+        addresses.push(address);
+    }
     // Ranks that differ in this would wait for messages that are never sent.
-    let chosen = addresses
-        .first()
-        .map_or(participant.direct_up_to, |first| first.direct_up_to);
+    let chosen = addresses[0].direct_up_to;
     let mut others = addresses
         .iter()
         .map(|address| address.direct_up_to)
@@ -402,8 +377,16 @@ fn exchange(
         .wait_for_ranks(prefix, left)
         .map_err(|error| participant.lost(&error))?
     {
-        RankValues::Complete(values) => Ok(values),
-        RankValues::Departed(ranks) => Err(participant.departed(&ranks)),
+        RankValues::Complete(values) if values.len() == participant.world_size => Ok(values),
+        RankValues::Complete(values) => {
+            let message = format!(
+                "the store has {} values of {} ranks",
+                values.len(),
+                participant.world_size
+            );
+            Err(participant.failed(message))
+        }
+        RankValues::Departed(first) => Err(participant.departed(first)),
         RankValues::Missing(keys) => Err(participant.incomplete(
             |rank| keys.contains(&format!("{prefix}{rank}")),
             late.to_owned(),
@@ -427,18 +410,24 @@ fn accept_all(
         ..
     } = participant;
     let mut is_suspected = false;
-    while higher.iter().any(|&other| streams[other].is_none()) {
-        let is_awaited = |other: usize| higher.contains(&other) && streams[other].is_none();
+    loop {
+        let awaited: HashSet<usize> = higher
+            .iter()
+            .copied()
+            .filter(|&other| streams[other].is_none())
+            .collect();
+        if awaited.is_empty() {
+            return Ok(());
+        }
         let Some((stream, hello)) = acceptor.next(until.min(Instant::now() + CHECK)) else {
             if Instant::now() >= until {
                 let message = format!("not all ranks connected to rank {rank} within {deadline:?}");
-                return Err(participant.incomplete(is_awaited, message));
+                return Err(participant.incomplete(|other| awaited.contains(&other), message));
             }
             // A rank that has ended will not connect. But it may have connected just before, and
             // the connection may still be on its way to this thread. So fail only if the next check
             // finds the same.
-            let suspicion = participant.ended(store, is_awaited);
-            match suspicion {
+            match participant.ended(store, |other| awaited.contains(&other)) {
                 Some(error) if is_suspected => return Err(error),
                 suspicion => is_suspected = suspicion.is_some(),
             }
@@ -457,30 +446,25 @@ fn accept_all(
             ),
         }
     }
-    Ok(())
 }
 
 /// Waits until all ranks have connected to their neighbours.
 fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
-    let &Participant {
-        rank,
-        world_size,
-        deadline,
-        until,
-        ..
-    } = participant;
-    let late = format!("not all ranks connected to each other within {deadline:?}");
+    let late = format!(
+        "not all ranks connected to each other within {:?}",
+        participant.deadline
+    );
     exchange(participant, store, CONNECTED, &[], &late)?;
     // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all
     // others know.
     store
-        .set(&format!("{KNOWS}{rank}"), &[])
+        .set(&format!("{KNOWS}{}", participant.rank), &[])
         .map_err(|error| participant.lost(&error))?;
-    let mut unknowing: Vec<String> = (1..world_size)
+    let mut unknowing: Vec<String> = (1..participant.world_size)
         .map(|other| format!("{KNOWS}{other}"))
         .collect();
-    while rank == 0 && Instant::now() < until {
+    while participant.rank == 0 && Instant::now() < participant.until {
         let Err(missing) = store
             .wait(&unknowing, CHECK)
             .map_err(|error| participant.lost(&error))?
@@ -508,13 +492,14 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
             .until
             .saturating_duration_since(Instant::now())
             .max(RETRY);
-        let connected = TcpStream::connect_timeout(&address, left);
-        let greeted = connected.map_err(Refusal::Io).and_then(|stream| {
-            stream.set_nodelay(true)?;
-            handshake_as_client(&stream, key, hello, participant.until)?;
-            Ok(stream)
-        });
-        match greeted {
+        let connected = TcpStream::connect_timeout(&address, left)
+            .map_err(Refusal::Io)
+            .and_then(|stream| {
+                stream.set_nodelay(true)?;
+                handshake_as_client(&stream, key, hello, participant.until)?;
+                Ok(stream)
+            });
+        match connected {
             // The other rank listened before it published its address, so it is gone.
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 return Err(error);
@@ -542,14 +527,12 @@ mod tests {
 
     /// Returns the options of a rank of a job for its store.
     fn options(rank: usize, world_size: usize) -> StoreOptions {
-        let (job, deadline) = ("job".to_owned(), Duration::from_secs(20));
         StoreOptions {
-            job,
-            secret: None,
-            insecure: false,
+            job: "job".to_owned(),
             rank,
             world_size,
-            deadline,
+            deadline: Duration::from_secs(20),
+            ..StoreOptions::default()
         }
     }
 
@@ -567,7 +550,7 @@ mod tests {
             rank,
             world_size,
             address: "here".to_owned(),
-            key: store.key().clone(),
+            key: store.key.clone(),
             deadline,
             until: until(deadline),
             direct_up_to,
@@ -584,7 +567,7 @@ mod tests {
             let [other, silent] = [&second, &third]
                 .map(|options| TcpStore::connect(host.address(), options).unwrap());
             // Rank 2 publishes an address, and then connects to nobody.
-            let address = Address {
+            let address = RankAddress {
                 ip: Ipv4Addr::LOCALHOST.into(),
                 port: 1,
                 host: None,

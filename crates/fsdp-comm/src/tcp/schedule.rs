@@ -60,7 +60,7 @@ impl Schedule {
     }
 
     /// Returns the ranks that this one sends to or receives from, in rank order. News that each
-    /// rank passes on to its neighbours reaches all ranks.
+    /// rank forwards to its neighbours reaches all ranks.
     pub(super) fn neighbours(self) -> Vec<usize> {
         let neighbours: BTreeSet<usize> =
             self.steps().flat_map(|step| [step.to, step.from]).collect();
@@ -68,12 +68,12 @@ impl Schedule {
     }
 
     /// Returns two ranks that this one receives from, and that are on the way of a record from
-    /// `rank` to this one. One is as far away as the longest step that does not pass `rank`. The
-    /// other is as far away as the shortest of the steps that together lead to `rank`. Both may be
-    /// the same.
-    pub(super) fn toward(self, rank: usize) -> [usize; 2] {
-        let distance = (rank + self.ranks - self.rank) % self.ranks;
-        let longest = 1 << distance.checked_ilog2().unwrap_or_default();
+    /// another rank, `from`, to this one. One is as far away as the longest step that does not pass
+    /// `from`. The other is as far away as the shortest of the steps that together lead to `from`.
+    /// Both may be the same.
+    pub(super) fn relays_from(self, from: usize) -> [usize; 2] {
+        let distance = (from + self.ranks - self.rank) % self.ranks;
+        let longest = 1 << distance.ilog2();
         let shortest = distance & distance.wrapping_neg();
         [longest, shortest].map(|step| (self.rank + step) % self.ranks)
     }
@@ -84,8 +84,8 @@ impl Schedule {
         (first..first + len).map(move |rank| rank % self.ranks)
     }
 
-    /// Returns the keeper of a rank: the one that gets its record before any other does.
-    pub(super) fn keeper(self, rank: usize) -> usize {
+    /// Returns the rank that gets the record of a rank before any other does.
+    pub(super) fn first_receiver(self, rank: usize) -> usize {
         (rank + self.ranks - 1) % self.ranks
     }
 }
@@ -130,7 +130,7 @@ mod tests {
                     );
                 }
                 let first = own.first().map_or(rank, |step| step.to);
-                assert_eq!(Schedule::new(ranks, 0).keeper(rank), first);
+                assert_eq!(Schedule::new(ranks, 0).first_receiver(rank), first);
             }
         }
     }
@@ -171,7 +171,7 @@ mod tests {
                     let mut at = rank;
                     let mut steps = 0;
                     while at != to {
-                        let next = Schedule::new(ranks, at).toward(to)[way];
+                        let next = Schedule::new(ranks, at).relays_from(to)[way];
                         assert!(
                             Schedule::new(ranks, at)
                                 .steps()

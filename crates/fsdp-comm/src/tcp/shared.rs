@@ -15,20 +15,21 @@
 //! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
 use std::fs;
+use std::sync::Mutex;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::chunks::{Incoming, Outgoing, Published};
+use super::chunks::{IncomingChunks, OutgoingChunks, PublishedChunks};
 use super::inbox::SILENCE;
 use super::segment::{Notification, RECORD_BYTES, Segment, Word};
-use super::sockets::{Member, SETUP_ROUNDS, exchange};
-use super::watch::wait;
-use crate::backend::{Destination, Filler, Plan, Planner, Round, reduce_blocks};
+use super::sockets::{Member, SETUP_ROUNDS};
+use super::watch::SharedRound;
+use crate::backend::{Destination, Plan, Round, reduce_blocks};
 use crate::error::CommError;
+use crate::sync::lock;
 use crate::wire;
 
 /// The bit of a verdict that is set once the group has failed.
@@ -47,7 +48,7 @@ pub(super) struct SharedMemory {
     /// The segment of each rank.
     segments: Vec<Segment>,
     /// The chunks that this rank has sent so far.
-    published: Mutex<Published>,
+    published: Mutex<PublishedChunks>,
 }
 
 /// The data with which other ranks map a rank's segment.
@@ -97,61 +98,41 @@ impl SharedMemory {
             }
         });
         // Step 2: send all ranks what they need to map it, over the sockets.
-        let invitations = exchange(
-            member,
-            &Round {
-                number: 0,
-                ..*round
-            },
-            &encode(&invitation),
-        )?;
+        let invitations = exchange(member, round, 0, &invitation)?;
         // Step 3: map the segments of all others. The file stays open until all have mapped it,
         // after the next exchange.
         let (own, _file) = created.ok().unzip();
         let segments = own.and_then(|own| map_all(rank, own, &invitations));
         // Step 4: use shared memory only if it works for all ranks.
-        let verdicts = exchange(
-            member,
-            &Round {
-                number: 1,
-                ..*round
-            },
-            &encode(&segments.is_some()),
-        )?;
-        (0..2).for_each(|number| node.inbox().lock().forget(group, number));
-        if !verdicts
+        let verdicts = exchange(member, round, 1, &segments.is_some())?;
+        (0..2).for_each(|number| member.forget(number));
+        let works_for_all = verdicts
             .iter()
-            .all(|verdict| wire::decode(verdict) == Ok(true))
-        {
-            return Ok(None);
-        }
-        Ok(segments.map(|segments| SharedMemory {
+            .all(|verdict| wire::decode(verdict) == Ok(true));
+        let memory = segments.map(|segments| SharedMemory {
             segments,
             published: Mutex::default(),
-        }))
+        });
+        Ok(memory.filter(|_| works_for_all))
     }
 
-    /// Carries out a round.
-    pub(super) fn round(
+    /// Shows this rank's record to the others, and waits for the records of all. Returns them in
+    /// rank order. They stay in place until the round after the next.
+    pub(super) fn exchange(
         &self,
         member: Member<'_>,
         round: &Round<'_>,
         record: &[u8],
-        send: &[u8],
-        plan: Planner<'_, '_>,
-    ) -> Result<(), CommError> {
-        let rank = member.rank;
+    ) -> Result<Vec<&[u8]>, CommError> {
         if record.len() > RECORD_BYTES {
-            return Err(CommError::InvalidArgument {
-                operation: round.operation.to_owned(),
-                message: format!(
-                    "its {} bytes of arguments are more than {RECORD_BYTES}",
-                    record.len()
-                ),
-            });
+            let message = format!(
+                "its {} bytes of arguments are more than {RECORD_BYTES}",
+                record.len()
+            );
+            return Err(CommError::invalid_argument(round.operation, message));
         }
         let parity = (round.number % 2) as usize;
-        let own = &self.segments[rank];
+        let own = &self.segments[member.rank];
         // Step 1: publish this rank's record, and wake the others. It overwrites the record of the
         // round before last, which nobody reads any more, because all ranks have arrived at the
         // last round since then.
@@ -160,43 +141,21 @@ impl SharedMemory {
             .store(round.number + 1, Ordering::Release);
         own.notify(Notification::ToReaders);
         // Step 2: wait for all ranks, and agree on whether all have come.
-        self.conclude(member, round, self.all_arrived(member, round))?;
-        // Steps 3 and 4.
-        let records: Vec<&[u8]> = self
+        let all = self.shared_round(member, round).all_arrived();
+        self.conclude(member, round, all)?;
+        Ok(self
             .segments
             .iter()
             .map(|segment| segment.record(parity))
-            .collect();
-        match plan(&records)? {
-            Some(plan) => self.transfer(member, round, send, plan),
-            None => Ok(()),
-        }
+            .collect())
     }
 
-    /// Waits for all ranks to arrive at a round.
-    fn all_arrived(&self, member: Member<'_>, round: &Round<'_>) -> Result<(), CommError> {
-        for segment in &self.segments {
-            let missing = || self.missing(member, round);
-            wait(
-                member,
-                round,
-                segment,
-                Notification::ToReaders,
-                || has_arrived(segment, round),
-                missing,
-            )?;
+    fn shared_round<'a>(&'a self, member: Member<'a>, round: &'a Round<'a>) -> SharedRound<'a> {
+        SharedRound {
+            member,
+            round,
+            segments: &self.segments,
         }
-        Ok(())
-    }
-
-    /// Returns the ranks that have not arrived at a round, as global ranks, for the error when a
-    /// deadline is over.
-    fn missing(&self, member: Member<'_>, round: &Round<'_>) -> Vec<usize> {
-        let ranks = self.segments.iter().zip(member.ranks);
-        ranks
-            .filter(|(segment, _)| !has_arrived(segment, round))
-            .map(|(_, &rank)| rank)
-            .collect()
     }
 
     /// Makes all ranks agree on the outcome of a round: all have arrived, or it has failed. The
@@ -232,14 +191,21 @@ impl SharedMemory {
             until: round.until.max(Instant::now() + SILENCE),
             ..*round
         };
+        all?;
         let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
-        let by = member.ranks.get(by).copied().unwrap_or(member.ranks[0]);
-        all.and_then(|()| member.node.wait(member.group, &patient, |_| Err(vec![by])))
+        let Some(&by) = member.ranks.get(by) else {
+            // All ranks of the group can write the verdict, and one has written nonsense.
+            return Err(CommError::Aborted {
+                rank: member.ranks[member.rank],
+                message: format!("rank {by} of the group, which has no such rank, has given up"),
+            });
+        };
+        member.node.wait(member.group, &patient, |_| Err(vec![by]))
     }
 
     /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes
     /// those of the others.
-    fn transfer(
+    pub(super) fn transfer(
         &self,
         member: Member<'_>,
         round: &Round<'_>,
@@ -247,53 +213,33 @@ impl SharedMemory {
         plan: Plan<'_>,
     ) -> Result<(), CommError> {
         let rank = member.rank;
-        let mut published = self
-            .published
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let mut outgoing = Outgoing::new(
-            member,
-            round,
-            &self.segments[rank],
-            &plan.to,
-            send,
-            &mut published,
-        );
-        let own = send.get(plan.from[rank].clone()).unwrap_or_default();
+        let shared = self.shared_round(member, round);
+        let mut published = lock(&self.published);
+        let mut outgoing = OutgoingChunks::new(shared, &plan.to, send, &mut published);
+        let own = &send[plan.from[rank].clone()];
         // Each rank begins with the bytes of a different rank, so that not all wait for the same
         // one.
-        let others = (1..self.segments.len()).map(|k| (rank + k) % self.segments.len());
-        let incoming = |from: usize| {
-            Incoming::new(
-                member,
-                round,
-                &self.segments[from],
-                from,
-                plan.from[from].len(),
-            )
-        };
+        let ranks = self.segments.len();
+        let mut incoming: Vec<IncomingChunks<'_>> = (1..ranks)
+            .map(|k| (rank + k) % ranks)
+            .map(|from| IncomingChunks::new(shared, from, plan.from[from].len()))
+            .collect();
         match plan.destination {
-            Destination::Copy(destinations) => {
-                let mut fillers: Vec<Filler<'_>> =
-                    destinations.into_iter().map(Filler::new).collect();
-                let mut incoming: Vec<Incoming<'_>> = others.map(incoming).collect();
+            Destination::Copy(mut fillers) => {
                 // In each turn, publish the next chunk and consume one chunk of each other rank.
                 // The own bytes are copied in the first turn, while the others publish their
                 // chunks.
-                let mut first = true;
-                while first || !outgoing.is_over() || !incoming.iter().all(Incoming::is_over) {
-                    outgoing.publish()?;
-                    if std::mem::take(&mut first) {
-                        fillers[rank].fill(own);
-                    }
+                outgoing.publish()?;
+                fillers[rank].fill(own);
+                while !outgoing.is_over() || !incoming.iter().all(IncomingChunks::is_over) {
                     for incoming in incoming.iter_mut().filter(|incoming| !incoming.is_over()) {
                         fillers[incoming.from].fill(incoming.chunk()?);
                         incoming.consumed();
                     }
+                    outgoing.publish()?;
                 }
             }
             Destination::Reduce(mut reduce) => {
-                let mut incoming: Vec<Incoming<'_>> = others.map(incoming).collect();
                 // In each turn, publish the next chunk, and reduce one chunk of every rank at once.
                 let mut offset = 0;
                 while !outgoing.is_over() || offset < own.len() {
@@ -301,7 +247,7 @@ impl SharedMemory {
                     if offset == own.len() {
                         continue;
                     }
-                    let mut pieces = vec![&[][..]; self.segments.len()];
+                    let mut pieces = vec![&[][..]; ranks];
                     // The chunks of all ranks have the same size, as all ranks send to the same
                     // places.
                     let mut len = own.len() - offset;
@@ -312,11 +258,36 @@ impl SharedMemory {
                     pieces[rank] = &own[offset..offset + len];
                     reduce_blocks(&mut reduce, offset, &pieces);
                     offset += len;
-                    incoming.iter_mut().for_each(Incoming::consumed);
+                    incoming.iter_mut().for_each(IncomingChunks::consumed);
                 }
             }
         }
         Ok(())
+    }
+}
+
+impl SharedRound<'_> {
+    /// Waits for all ranks to arrive at the round.
+    fn all_arrived(&self) -> Result<(), CommError> {
+        for segment in self.segments {
+            self.wait(
+                segment,
+                Notification::ToReaders,
+                || has_arrived(segment, self.round),
+                || self.missing(),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Returns the ranks that have not arrived at the round, as global ranks, for the error when a
+    /// deadline is over.
+    fn missing(&self) -> Vec<usize> {
+        let ranks = self.segments.iter().zip(self.member.ranks);
+        ranks
+            .filter(|(segment, _)| !has_arrived(segment, self.round))
+            .map(|(_, &rank)| rank)
+            .collect()
     }
 }
 
@@ -325,25 +296,28 @@ fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
     segment.word(Word::Arrived).load(Ordering::Acquire) > round.number
 }
 
-/// Encodes a message for the other ranks of the host.
-fn encode<T: Serialize>(value: &T) -> Vec<u8> {
-    // If encoding fails, the other ranks cannot decode the empty bytes either, and then no rank
-    // uses shared memory.
-    wire::encode(value).unwrap_or_default()
+/// Exchanges a message with the other ranks of the host, in the round of this number.
+fn exchange<T: Serialize>(
+    member: Member<'_>,
+    round: &Round<'_>,
+    number: u64,
+    message: &T,
+) -> Result<Vec<Bytes>, CommError> {
+    let encoded = wire::encode(message).expect("numbers can be encoded");
+    member.exchange(&Round { number, ..*round }, &encoded)
 }
 
 /// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its
 /// rank's token.
 fn map_all(rank: usize, own: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
-    let mut own = Some(own);
-    let mut segments = Vec::with_capacity(invitations.len());
+    let ranks = invitations.len();
+    let mut segments = Vec::with_capacity(ranks);
     for (from, invitation) in invitations.iter().enumerate() {
-        segments.push(if from == rank {
-            own.take()?
-        } else {
-            map(from, invitation, invitations.len())?
-        });
+        if from != rank {
+            segments.push(map(from, invitation, ranks)?);
+        }
     }
+    segments.insert(rank, own);
     Some(segments)
 }
 
@@ -354,9 +328,13 @@ fn map(from: usize, invitation: &Bytes, ranks: usize) -> Option<Segment> {
         file,
         token,
     } = wire::decode::<Option<Invitation>>(invitation).ok()??;
-    let segment = Segment::open(process, file, ranks)
-        .inspect_err(|error| tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets"));
-    segment
-        .ok()
-        .filter(|segment| segment.word(Word::Token).load(Ordering::Acquire) == token)
+    match Segment::open(process, file, ranks) {
+        Ok(segment) => {
+            (segment.word(Word::Token).load(Ordering::Acquire) == token).then_some(segment)
+        }
+        Err(error) => {
+            tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets");
+            None
+        }
+    }
 }

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use super::frame::{CHUNK_BYTES, Kind};
-use super::node::{Node, Outgoing};
-use crate::backend::{Plan, Planner, Round, Sink};
+use super::frame::{CHUNK_BYTES, Kind, OutgoingFrame};
+use super::node::Node;
+use crate::backend::{Destination, Plan, Planner, Round};
 use crate::error::CommError;
 
 /// The number of rounds in which a group is set up: two for shared memory, and one for the backends
@@ -26,53 +26,67 @@ pub(super) struct Member<'a> {
     pub(super) rank: usize,
 }
 
-/// Shows this rank's record to the others, and waits for the records of all. Returns them in rank
-/// order.
-pub(super) fn exchange(
-    Member {
-        node,
-        group,
-        ranks,
-        rank,
-    }: Member<'_>,
-    round: &Round<'_>,
-    record: &[u8],
-) -> Result<Vec<Bytes>, CommError> {
-    if ranks.len() > node.direct_up_to {
-        return node.gather(group, round, record);
+impl Member<'_> {
+    /// Returns the global ranks of all others.
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> {
+        let own = self.node.rank;
+        self.ranks.iter().copied().filter(move |&rank| rank != own)
     }
-    for &to in others(ranks, rank) {
-        node.send(Outgoing {
+
+    /// Sends a frame of a round to a rank of the group.
+    fn send(&self, round: &Round<'_>, to: usize, kind: Kind, body: &[u8]) -> Result<(), CommError> {
+        let frame = OutgoingFrame {
             to,
-            kind: Kind::Record,
-            group,
-            round,
-            body: record,
-        })?;
+            kind,
+            group: self.group,
+            round: round.number,
+            body: body.into(),
+        };
+        self.node.send(&frame, round)
     }
-    // Wait until every rank's record is in the inbox, and take them.
-    node.wait(group, round, |state| {
-        let is_missing =
-            |from: &&usize| state.incoming(group, **from, round.number).record.is_none();
-        let missing: Vec<usize> = others(ranks, rank).filter(is_missing).copied().collect();
-        if !missing.is_empty() {
-            return Err(missing);
+
+    /// Shows this rank's record to the others, and waits for the records of all. Returns them in
+    /// rank order.
+    pub(super) fn exchange(
+        &self,
+        round: &Round<'_>,
+        record: &[u8],
+    ) -> Result<Vec<Bytes>, CommError> {
+        let &Member {
+            node, group, ranks, ..
+        } = self;
+        if ranks.len() > node.direct_up_to {
+            return node.relay_records(group, round, record);
         }
-        let mut records = Vec::with_capacity(ranks.len());
-        for &from in ranks {
-            records.push(if from == node.rank {
-                Bytes::copy_from_slice(record)
-            } else {
-                state
-                    .incoming(group, from, round.number)
-                    .record
-                    .take()
-                    .unwrap_or_default()
-                    .into()
-            });
+        for to in self.others() {
+            self.send(round, to, Kind::Record, record)?;
         }
-        Ok(records)
-    })
+        // Wait until every rank's record is in the inbox, and take them.
+        node.wait(group, round, |state| {
+            let missing: Vec<usize> = self
+                .others()
+                .filter(|&from| state.received(group, from, round.number).record.is_none())
+                .collect();
+            if !missing.is_empty() {
+                return Err(missing);
+            }
+            let mut records = Vec::with_capacity(ranks.len());
+            for &from in ranks {
+                if from == node.rank {
+                    records.push(Bytes::copy_from_slice(record));
+                    continue;
+                }
+                let received = state.received(group, from, round.number).record.take();
+                records.push(received.expect("no record is missing").into());
+            }
+            Ok(records)
+        })
+    }
+
+    /// Drops what has been received in a round that is over.
+    pub(super) fn forget(&self, round: u64) {
+        self.node.inbox().lock().forget(self.group, round);
+    }
 }
 
 /// Carries out a round.
@@ -83,20 +97,23 @@ pub(super) fn round(
     send: &[u8],
     plan: Planner<'_, '_>,
 ) -> Result<(), CommError> {
-    let Member { node, group, .. } = member;
-    let records = exchange(member, round, record)?;
-    let records: Vec<&[u8]> = records.iter().map(|record| &record[..]).collect();
-    let plan = match plan(&records) {
-        Ok(Some(plan)) => plan,
-        // The round ends here, in the same way on all ranks, because all have the same records.
-        ended => {
-            node.inbox().lock().forget(group, round.number);
-            return ended.map(drop);
-        }
+    let records = member.exchange(round, record)?;
+    let slices: Vec<&[u8]> = records.iter().map(|record| &record[..]).collect();
+    // If no bytes move, or a rank has an error, the round ends here, in the same way on all ranks,
+    // because all have the same records.
+    let outcome = match plan(&slices) {
+        Ok(Some(plan)) => transfer(member, round, send, plan),
+        Ok(None) => Ok(()),
+        Err(error) => Err(error),
     };
-    transfer(member, round, send, plan)?;
-    node.inbox().lock().forget(group, round.number);
-    Ok(())
+    member.forget(round.number);
+    outcome
+}
+
+/// The ranges of bytes that this rank sends to each rank and takes from each rank.
+struct Ranges<'a> {
+    to: &'a [Range<usize>],
+    from: &'a [Range<usize>],
 }
 
 /// Sends this rank's bytes chunk by chunk, and takes the chunks of the others in between.
@@ -112,34 +129,33 @@ fn transfer(
     send: &[u8],
     plan: Plan<'_>,
 ) -> Result<(), CommError> {
-    let Plan {
-        to,
-        from,
-        destination,
-        ..
-    } = plan;
-    let own = send.get(from[member.rank].clone()).unwrap_or_default();
-    let mut sink = Sink::new(destination);
-    let (to_send, to_receive) = (most_chunks(&to), most_chunks(&from));
+    let ranges = Ranges {
+        to: &plan.to,
+        from: &plan.from,
+    };
+    let own = &send[plan.from[member.rank].clone()];
+    let mut destination = plan.destination;
+    let to_send = most_chunks(ranges.to);
+    let to_receive = most_chunks(ranges.from);
     for index in 0..=to_send.max(to_receive) {
-        send_chunks(member, round, send, (&to, &from), index)?;
+        send_chunks(member, round, send, &ranges, index)?;
         // A chunk is taken one turn after the chunk of the same number was sent. So this rank
         // copies its own bytes, and sends its next chunk, while the chunks of the others are on
         // their way.
         let Some(before) = index.checked_sub(1) else {
-            if let Sink::Copy(fillers) = &mut sink {
+            if let Destination::Copy(fillers) = &mut destination {
                 fillers[member.rank].fill(own);
             }
             continue;
         };
-        let chunks = receive_chunks(member, round, (&to, &from), before)?;
+        let chunks = receive_chunks(member, round, &ranges, before)?;
         if before < to_receive {
             let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
-            if let Sink::Reduce(_) = sink {
+            if let Destination::Reduce(_) = destination {
                 // A reduction takes the bytes of this rank together with those of the others.
                 pieces[member.rank] = &own[chunk_range(own.len(), before)];
             }
-            sink.take(before * CHUNK_BYTES, &pieces);
+            destination.take(before * CHUNK_BYTES, &pieces);
         }
     }
     Ok(())
@@ -149,28 +165,18 @@ fn transfer(
 /// rank whose chunk of this number is answered. Each rank begins with the rank after it, so that
 /// not all send to the same one at once.
 fn send_chunks(
-    Member {
-        node,
-        group,
-        ranks,
-        rank,
-    }: Member<'_>,
+    member: Member<'_>,
     round: &Round<'_>,
     send: &[u8],
-    (to, from): (&[Range<usize>], &[Range<usize>]),
+    ranges: &Ranges<'_>,
     index: usize,
 ) -> Result<(), CommError> {
-    for other in (1..ranks.len()).map(|k| (rank + k) % ranks.len()) {
-        let bytes = send.get(to[other].clone()).unwrap_or_default();
+    let ranks = member.ranks.len();
+    for other in (1..ranks).map(|k| (member.rank + k) % ranks) {
+        let bytes = &send[ranges.to[other].clone()];
         let chunk = &bytes[chunk_range(bytes.len(), index)];
-        if !chunk.is_empty() || is_answered(&from[other], index) {
-            node.send(Outgoing {
-                to: ranks[other],
-                kind: Kind::Chunk,
-                group,
-                round,
-                body: chunk,
-            })?;
+        if !chunk.is_empty() || is_answered(&ranges.from[other], index) {
+            member.send(round, member.ranks[other], Kind::Chunk, chunk)?;
         }
     }
     Ok(())
@@ -179,36 +185,25 @@ fn send_chunks(
 /// Waits for the chunk of this number from each rank. It is empty for this rank, and for ranks that
 /// send fewer chunks.
 fn receive_chunks(
-    Member {
-        node,
-        group,
-        ranks,
-        rank,
-    }: Member<'_>,
+    member: Member<'_>,
     round: &Round<'_>,
-    (to, from): (&[Range<usize>], &[Range<usize>]),
+    ranges: &Ranges<'_>,
     index: usize,
 ) -> Result<Vec<Vec<u8>>, CommError> {
-    let mut received = vec![Vec::new(); ranks.len()];
-    for (other, range) in from.iter().enumerate() {
+    let mut received = vec![Vec::new(); member.ranks.len()];
+    for (other, range) in ranges.from.iter().enumerate() {
         let due = chunk_range(range.len(), index).len();
-        if other == rank || (due == 0 && !is_answered(&to[other], index)) {
+        if other == member.rank || (due == 0 && !is_answered(&ranges.to[other], index)) {
             continue;
         }
-        let chunk = node.wait(group, round, |state| {
-            state
-                .incoming(group, ranks[other], round.number)
-                .chunks
-                .pop_front()
-                .ok_or_else(|| vec![ranks[other]])
+        let from = member.ranks[other];
+        let chunk = member.node.wait(member.group, round, |state| {
+            let frames = state.received(member.group, from, round.number);
+            frames.chunks.pop_front().ok_or_else(|| vec![from])
         })?;
         if chunk.len() != due {
-            return Err(CommError::RankLeft {
-                rank: ranks[other],
-                operation: round.operation.to_owned(),
-                sequence: round.sequence,
-                reason: format!("sent {} bytes where {due} were due", chunk.len()),
-            });
+            let reason = format!("sent {} bytes where {due} were due", chunk.len());
+            return Err(round.rank_left(from, reason));
         }
         received[other] = chunk;
     }
@@ -223,21 +218,13 @@ fn is_answered(range: &Range<usize>, index: usize) -> bool {
     range.len() > (index + 2) * CHUNK_BYTES
 }
 
-fn others(ranks: &[usize], rank: usize) -> impl Iterator<Item = &usize> {
-    ranks
-        .iter()
-        .enumerate()
-        .filter(move |&(number, _)| number != rank)
-        .map(|(_, rank)| rank)
-}
-
 /// Returns the largest number of chunks of these ranges.
 fn most_chunks(ranges: &[Range<usize>]) -> usize {
     ranges
         .iter()
         .map(|range| range.len().div_ceil(CHUNK_BYTES))
         .max()
-        .unwrap_or(0)
+        .expect("there is a range for each rank")
 }
 
 /// Returns the range of the chunk of this number in so many bytes. It is empty if there are not so

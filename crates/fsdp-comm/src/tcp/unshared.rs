@@ -2,7 +2,7 @@
 //! sockets there.
 
 use super::sockets::Member;
-use crate::backend::{Planner, Round};
+use crate::backend::{Plan, Round};
 use crate::error::CommError;
 
 /// The shared memory of a group, which never exists here.
@@ -15,13 +15,22 @@ impl SharedMemory {
     }
 
     /// Never runs, because there is no value of this type.
-    pub(super) fn round(
+    pub(super) fn exchange(
         &self,
         _member: Member<'_>,
         _round: &Round<'_>,
         _record: &[u8],
+    ) -> Result<Vec<&[u8]>, CommError> {
+        match *self {}
+    }
+
+    /// Never runs, because there is no value of this type.
+    pub(super) fn transfer(
+        &self,
+        _member: Member<'_>,
+        _round: &Round<'_>,
         _send: &[u8],
-        _plan: Planner<'_, '_>,
+        _plan: Plan<'_>,
     ) -> Result<(), CommError> {
         match *self {}
     }

@@ -15,34 +15,52 @@ const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 /// asleep.
 const SPINS: usize = 200;
 
-/// Waits until `is_ready` returns `true`.
-///
-/// # Errors
-/// One of the `missing` ranks is lost, the group has failed, or the deadline is over.
-pub(super) fn wait(
-    Member { node, group, .. }: Member<'_>,
-    round: &Round<'_>,
-    segment: &Segment,
-    notification: Notification,
-    is_ready: impl Fn() -> bool,
-    missing: impl Fn() -> Vec<usize>,
-) -> Result<(), CommError> {
-    // The change often comes within microseconds, so look a few times before sleeping.
-    for _ in 0..SPINS {
-        if is_ready() {
-            return Ok(());
-        }
-        hint::spin_loop();
+/// A round of a group whose ranks share memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SharedRound<'a> {
+    pub(super) member: Member<'a>,
+    pub(super) round: &'a Round<'a>,
+    /// The segment of each rank.
+    pub(super) segments: &'a [Segment],
+}
+
+impl<'a> SharedRound<'a> {
+    /// Returns the segment of this rank.
+    pub(super) fn own(&self) -> &'a Segment {
+        &self.segments[self.member.rank]
     }
-    loop {
-        segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
-        // The ranks may have made the change and left after that. So look for their loss first, and
-        // then for the change.
-        let failure = node.failure(group, round, &missing());
-        match failure {
-            _ if is_ready() => return Ok(()),
-            Some(failure) => return Err(failure),
-            None => {}
+
+    /// Waits for notifications of a segment until `is_ready` returns `true`.
+    ///
+    /// # Errors
+    /// One of the `missing` ranks, which are global ranks, is lost, the group has failed, or the
+    /// deadline is over.
+    pub(super) fn wait(
+        &self,
+        segment: &Segment,
+        notification: Notification,
+        is_ready: impl Fn() -> bool,
+        missing: impl Fn() -> Vec<usize>,
+    ) -> Result<(), CommError> {
+        // The change often comes within microseconds, so look a few times before sleeping.
+        for _ in 0..SPINS {
+            if is_ready() {
+                return Ok(());
+            }
+            hint::spin_loop();
+        }
+        loop {
+            segment.wait_for_notification(notification, PEER_CHECK_INTERVAL, &is_ready);
+            // The ranks may have made the change and left after that. So look for their loss first,
+            // and then for the change.
+            let Member { node, group, .. } = self.member;
+            let failure = node.failure(group, self.round, &missing());
+            if is_ready() {
+                return Ok(());
+            }
+            if let Some(failure) = failure {
+                return Err(failure);
+            }
         }
     }
 }

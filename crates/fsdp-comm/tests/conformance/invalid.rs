@@ -145,14 +145,17 @@ const WRONG_CALLS: &[(&str, Call, Call)] = &[
         "scatter, an output that is not as counted",
         |group| {
             let counts = vec![1; group.world_size()];
-            group.scatter_uneven(
-                &mut [0.0],
+            group.scatter_uneven_into_slices(
+                &mut [&mut [0.0]],
                 root_only(group, &whole(group, 1)[..]),
                 &counts,
                 0,
             )
         },
-        |group| group.scatter_uneven(&mut [0.0; 2], None, &vec![1; group.world_size()], 0),
+        |group| {
+            let counts = vec![1; group.world_size()];
+            group.scatter_uneven_into_slices(&mut [&mut [0.0; 2]], None, &counts, 0)
+        },
     ),
     (
         "all-to-all, counts of another size",

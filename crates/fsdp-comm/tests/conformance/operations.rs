@@ -188,8 +188,9 @@ fn gather<T: TestElement>(group: &ProcessGroup) {
             let mut output = vec![T::of(99); counts.iter().sum()];
             let is_root = group.rank() == root;
             let input = numbers::<T>(group.rank(), counts[group.rank()]);
+            let outputs = &mut [&mut output[..]][..];
             group
-                .gather_uneven(is_root.then_some(&mut output[..]), &counts, &input, root)
+                .gather_uneven_into_slices(is_root.then_some(outputs), &counts, &input, root)
                 .unwrap();
             if is_root {
                 assert_eq!(output, gathered::<T>(&counts));
@@ -214,8 +215,8 @@ fn scatter<T: TestElement>(group: &ProcessGroup) {
             let input = gathered::<T>(&counts);
             let mut output = vec![T::of(99); counts[rank]];
             group
-                .scatter_uneven(
-                    &mut output,
+                .scatter_uneven_into_slices(
+                    &mut [&mut output],
                     (rank == root).then_some(&input[..]),
                     &counts,
                     root,

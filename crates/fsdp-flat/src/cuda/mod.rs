@@ -14,13 +14,15 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
-use candle_core::{CudaDevice, CudaStorage, DType, Storage, Tensor};
+use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Layout, Storage, Tensor};
 use float8::F8E4M3;
 use half::{bf16, f16};
 
 use crate::FlatError;
-use crate::storage::host::{Scalar, TensorBuffer};
-use crate::storage::lend::{StorageMut, contiguous_range, released, unsupported, with_storage_mut};
+use crate::storage::host::{Scalar, host_tensor, plain_bytes_mut, zeroed};
+use crate::storage::lend::{
+    StorageMut, contiguous_bytes, contiguous_range, released, unsupported, with_storage_mut,
+};
 
 /// Longer transfers to the host go through pinned memory.
 const STAGED_FROM_BYTES: usize = 1 << 20;
@@ -37,7 +39,6 @@ macro_rules! slices {
             match &storage.slice {
                 // SAFETY: plain bytes, as many as there are.
                 $(CudaStorageSlice::$variant(data) => unsafe { data.transmute(data.num_bytes()) },)*
-                CudaStorageSlice::F8E8M0(data) => Some(data.as_view()),
                 _ => None,
             }
         }
@@ -50,74 +51,69 @@ macro_rules! slices {
                     // SAFETY: plain bytes, as many as there are, and any bytes are an element.
                     unsafe { data.transmute_mut(len) }
                 })*
-                CudaStorageSlice::F8E8M0(data) => Some(data.as_view_mut()),
                 _ => None,
             }
         }
 
         /// Makes memory for these many elements, to be written before it is read.
-        fn uninitialized(device: &CudaDevice, dtype: DType, numel: usize) -> Result<CudaStorageSlice, FlatError> {
+        fn uninitialized(device: &CudaDevice, dtype: DType, numel: usize) -> Result<CudaStorage, FlatError> {
             // The driver does not allocate zero bytes.
             let numel = numel.max(1);
-            Ok(match dtype {
+            let slice = match dtype {
                 // SAFETY: the callers fill it.
                 $(DType::$variant => CudaStorageSlice::$variant(unsafe { device.alloc::<$type>(numel) }?),)*
-                // SAFETY: as above.
-                DType::F8E8M0 => CudaStorageSlice::F8E8M0(unsafe { device.alloc::<u8>(numel) }?),
                 dtype => return Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "GPU memory"))),
-            })
+            };
+            Ok(CudaStorage { slice, device: device.clone() })
         }
     };
 }
 
-slices! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
+slices! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3, u8 => F8E8M0 }
 
 /// Returns `true` if the storage has been released.
 pub(crate) fn is_released(tensor: &Tensor, storage: &CudaStorage) -> bool {
     storage.dtype() != tensor.dtype()
 }
 
-/// Copies a range of the storage's bytes to the host.
-pub(crate) fn read(
+/// Copies the elements of a contiguous tensor, which has this storage and layout, to the host.
+pub(crate) fn copy_to_host(
     tensor: &Tensor,
     storage: &CudaStorage,
-    range: Range<usize>,
-    to: &mut [u8],
-) -> Result<(), FlatError> {
+    layout: &Layout,
+) -> Result<CpuStorage, FlatError> {
+    let range = contiguous_bytes(tensor, layout)?;
     if is_released(tensor, storage) {
         return Err(released(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
-    let bytes = bytes.try_slice(range).ok_or_else(|| released(tensor))?;
+    let from = bytes.try_slice(range).ok_or_else(|| released(tensor))?;
+    let mut copy = zeroed(tensor.dims(), tensor.dtype())?;
+    let to = plain_bytes_mut(&mut copy);
     if to.is_empty() {
-        return Ok(());
+        return Ok(copy);
     }
     let stream = storage.device.cuda_stream();
+    // Small transfers are not worth the buffers.
     if to.len() >= STAGED_FROM_BYTES {
-        return staging::read(&stream, &bytes, to).map_err(failed);
+        staging::read(&stream, &from, to).map_err(failed)?;
+    } else {
+        stream
+            .memcpy_dtoh(&from, to)
+            .and_then(|()| stream.synchronize())
+            .map_err(failed)?;
     }
-    stream
-        .memcpy_dtoh(&bytes, to)
-        .and_then(|()| stream.synchronize())
-        .map_err(failed)
+    Ok(copy)
 }
 
 /// Copies a contiguous tensor to the host.
 pub(crate) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
     let (storage, layout) = tensor.storage_and_layout();
-    let range = contiguous_range(tensor, layout)?;
     let Storage::Cuda(storage) = &*storage else {
         return Err(FlatError::device(tensor));
     };
-    let mut host = TensorBuffer::zeros(tensor.dims(), tensor.dtype())?;
-    let size = tensor.dtype().size_in_bytes();
-    read(
-        tensor,
-        storage,
-        range.start * size..range.end * size,
-        host.bytes_mut(),
-    )?;
-    Ok(host.into_tensor())
+    let copy = copy_to_host(tensor, storage, layout)?;
+    Ok(host_tensor(copy, tensor.dims()))
 }
 
 /// Copies bytes from the host to a range, in bytes, of the storage. Returns when the copy has
@@ -133,13 +129,13 @@ pub(crate) fn write(
     }
     let stream = storage.device.cuda_stream();
     let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported(tensor))?;
-    let mut bytes = bytes.try_slice_mut(range).ok_or_else(|| released(tensor))?;
+    let mut to = bytes.try_slice_mut(range).ok_or_else(|| released(tensor))?;
     if from.is_empty() {
         return Ok(());
     }
     // The caller may free `from` as soon as this returns, so the copy must have finished by then.
     stream
-        .memcpy_htod(from, &mut bytes)
+        .memcpy_htod(from, &mut to)
         .and_then(|()| stream.synchronize())
         .map_err(failed)
 }
@@ -156,25 +152,7 @@ pub(crate) fn release(storage: &mut CudaStorage) -> Result<(), FlatError> {
 /// # Errors
 /// Dtypes whose elements are not plain bytes, and CUDA's.
 pub fn empty(device: &CudaDevice, dtype: DType) -> Result<CudaStorage, FlatError> {
-    Ok(CudaStorage {
-        slice: uninitialized(device, dtype, 0)?,
-        device: device.clone(),
-    })
-}
-
-/// Makes a tensor without elements, for which CUDA need not give any memory.
-pub(crate) fn without_elements(
-    shape: &[usize],
-    dtype: DType,
-    device: &CudaDevice,
-) -> Result<Tensor, FlatError> {
-    let storage = Storage::Cuda(empty(device, dtype)?);
-    Ok(Tensor::from_storage(
-        storage,
-        shape,
-        candle_core::op::BackpropOp::none(),
-        false,
-    ))
+    uninitialized(device, dtype, 0)
 }
 
 /// Puts fresh memory in the place of a storage's, with the elements of host memory.
@@ -184,11 +162,7 @@ pub(crate) fn refill(
     numel: usize,
     from: &[u8],
 ) -> Result<(), FlatError> {
-    let device = storage.device.clone();
-    let mut fresh = CudaStorage {
-        slice: uninitialized(&device, dtype, numel)?,
-        device,
-    };
+    let mut fresh = uninitialized(&storage.device, dtype, numel)?;
     let stream = fresh.device.cuda_stream();
     if let Some(mut bytes) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
         stream
@@ -203,21 +177,14 @@ pub(crate) fn refill(
 /// Puts fresh memory in the place of a storage's, with the elements of `source`, which is
 /// contiguous and of the same device.
 pub(crate) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<(), FlatError> {
-    let size = source.dtype().size_in_bytes();
-    let (from, layout) = source.storage_and_layout();
-    let range = contiguous_range(source, layout)?;
-    let Storage::Cuda(from) = &*from else {
+    let (source_storage, layout) = source.storage_and_layout();
+    let range = contiguous_bytes(source, layout)?;
+    let Storage::Cuda(source_storage) = &*source_storage else {
         return Err(FlatError::device(source));
     };
-    let from = bytes_of(from).ok_or_else(|| unsupported(source))?;
-    let from = from
-        .try_slice(range.start * size..range.end * size)
-        .ok_or_else(|| released(source))?;
-    let device = storage.device.clone();
-    let mut fresh = CudaStorage {
-        slice: uninitialized(&device, source.dtype(), source.elem_count())?,
-        device,
-    };
+    let bytes = bytes_of(source_storage).ok_or_else(|| unsupported(source))?;
+    let from = bytes.try_slice(range).ok_or_else(|| released(source))?;
+    let mut fresh = uninitialized(&storage.device, source.dtype(), source.elem_count())?;
     let stream = fresh.device.cuda_stream();
     if let Some(mut to) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
         stream.memcpy_dtod(&from, &mut to).map_err(failed)?;

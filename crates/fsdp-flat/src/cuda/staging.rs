@@ -25,20 +25,21 @@ impl Stage {
         // The stage has its own context. A second stream in candle's context would make candle
         // synchronize streams at every op.
         let context = CudaContext::new(ordinal)?;
-        let buffer = || -> Result<PinnedHostSlice<u8>, DriverError> {
-            // The flags are 0, so the memory is not write-combined: the host would read such memory
-            // very slowly. SAFETY: any bytes are a valid `u8`, and these are zeroed before anything
-            // reads them.
-            let mut buffer = unsafe { context.alloc_pinned_with_flags::<u8>(PIECE_BYTES, 0) }?;
-            // SAFETY: the buffer has `PIECE_BYTES` bytes, and nothing else uses it yet.
-            unsafe { std::ptr::write_bytes(buffer.as_mut_ptr()?, 0, PIECE_BYTES) };
-            Ok(buffer)
-        };
         Ok(Stage {
             stream: context.new_stream()?,
-            buffers: [buffer()?, buffer()?],
+            buffers: [pinned_buffer(&context)?, pinned_buffer(&context)?],
         })
     }
+}
+
+/// Makes a buffer of pinned memory for one piece.
+fn pinned_buffer(context: &Arc<CudaContext>) -> Result<PinnedHostSlice<u8>, DriverError> {
+    // The flags are 0, so the memory is not write-combined: the host would read such memory very
+    // slowly. SAFETY: any bytes are a valid `u8`, and these are zeroed before anything reads them.
+    let mut buffer = unsafe { context.alloc_pinned_with_flags::<u8>(PIECE_BYTES, 0) }?;
+    // SAFETY: the buffer has `PIECE_BYTES` bytes, and nothing else uses it yet.
+    unsafe { std::ptr::write_bytes(buffer.as_mut_ptr()?, 0, PIECE_BYTES) };
+    Ok(buffer)
 }
 
 /// Copies `from`, which `stream` has written, to the host. The copy is complete when this returns.
@@ -49,52 +50,55 @@ pub(super) fn read(
 ) -> Result<(), DriverError> {
     static STAGES: Mutex<Option<HashMap<usize, Stage>>> = Mutex::new(None);
     let ordinal = stream.context().ordinal();
-    let mut stages = STAGES.lock().unwrap_or_else(PoisonError::into_inner);
-    let stages = stages.get_or_insert_default();
-    let stage = match stages.remove(&ordinal) {
+    // A stage is out of the map while it is used, so a panic leaves none that is half used.
+    let mut lock = STAGES.lock().unwrap_or_else(PoisonError::into_inner);
+    let stages = lock.get_or_insert_default();
+    let mut stage = match stages.remove(&ordinal) {
         Some(stage) => stage,
         None => Stage::new(ordinal)?,
     };
-    // After an error the stage is dropped and the next call makes a new one: a transfer into this
-    // one's buffers may still be under way.
-    let stage = through(stage, stream, from, to)?;
-    stages.insert(ordinal, stage);
-    Ok(())
+    match copy_in_pieces(&mut stage, stream, from, to) {
+        Ok(()) => {
+            stages.insert(ordinal, stage);
+            Ok(())
+        }
+        Err(error) => {
+            // A transfer into the buffers may still be under way. It must have ended before they
+            // are dropped; the next call makes a new stage.
+            stage.stream.synchronize().ok();
+            Err(error)
+        }
+    }
 }
 
-/// Copies `from` to `to` through the buffers of a stage. Returns the stage only after a success;
-/// otherwise it is dropped.
-fn through(
-    mut stage: Stage,
+/// Copies `from` to `to` through the buffers of a stage.
+fn copy_in_pieces(
+    stage: &mut Stage,
     stream: &CudaStream,
     from: &CudaView<'_, u8>,
     to: &mut [u8],
-) -> Result<Stage, DriverError> {
+) -> Result<(), DriverError> {
     let len = to.len().min(from.len());
-    let copied = (|| {
-        // Wait for what `stream` still writes.
-        stage.stream.join(stream)?;
-        let mut before: Option<(usize, Range<usize>, CudaEvent)> = None;
-        for (k, start) in (0..len).step_by(PIECE_BYTES).enumerate() {
-            let range = start..len.min(start + PIECE_BYTES);
-            let buffer = &mut stage.buffers[k % 2].as_mut_slice()?[..range.len()];
-            // Nothing may touch the buffer before the event: only then has its piece arrived.
-            stage
-                .stream
-                .memcpy_dtoh(&from.slice(range.clone()), buffer)?;
-            let event = stage.stream.record_event(None)?;
-            // While this piece is on its way, move the one before it out of the other buffer.
-            if let Some(piece) = before.replace((k % 2, range, event)) {
-                take(&stage, piece, to)?;
-            }
+    // Wait for what `stream` still writes.
+    stage.stream.join(stream)?;
+    let mut before: Option<(usize, Range<usize>, CudaEvent)> = None;
+    for (k, start) in (0..len).step_by(PIECE_BYTES).enumerate() {
+        let range = start..len.min(start + PIECE_BYTES);
+        let buffer = &mut stage.buffers[k % 2].as_mut_slice()?[..range.len()];
+        // Nothing may touch the buffer before the event: only then has its piece arrived.
+        stage
+            .stream
+            .memcpy_dtoh(&from.slice(range.clone()), buffer)?;
+        let event = stage.stream.record_event(None)?;
+        // While this piece is on its way, move the one before it out of the other buffer.
+        if let Some(piece) = before.replace((k % 2, range, event)) {
+            take(stage, piece, to)?;
         }
-        before.map_or(Ok(()), |piece| take(&stage, piece, to))
-    })();
-    if copied.is_err() {
-        // The buffers are dropped next, so no transfer may be writing to them.
-        stage.stream.synchronize().ok();
     }
-    copied.map(|()| stage)
+    match before {
+        Some(last) => take(stage, last, to),
+        None => Ok(()),
+    }
 }
 
 /// Waits until the GPU has copied a piece to its staging buffer, and copies it from there to its

@@ -1,9 +1,10 @@
 //! Elements that are ready to be put into a tensor whose memory is released.
 
-use candle_core::{CpuStorage, DType, Tensor};
+use candle_core::backend::BackendStorage as _;
+use candle_core::{CpuStorage, Tensor};
 
 use super::guard::HostSlice;
-use super::host::{Scalar, bytes_of, copied_vec};
+use super::host::{Scalar, plain_bytes, reserved_vec};
 use super::lend::{StorageMut, contiguous_range, unsupported, with_storage_mut};
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -16,7 +17,7 @@ use crate::{FlatError, with_float};
 /// use fsdp_flat::storage::{Contents, release};
 /// let tensor = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
 /// release(&tensor)?;
-/// Contents::new(vec![3f32, 4.]).put(&tensor)?;
+/// Contents::new(vec![3f32, 4.]).move_into(&tensor)?;
 /// assert_eq!(tensor.to_vec1::<f32>()?, [3., 4.]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -40,38 +41,22 @@ impl Contents {
     }
 
     /// Makes contents of the elements of a contiguous tensor. Elements in the host's memory are
-    /// copied. Elements on a GPU stay there, and are copied by [`Self::put`].
+    /// copied. Elements on a GPU stay there, and are copied by [`Self::move_into`].
     ///
     /// # Errors
     /// A tensor that is released, not contiguous, or of a dtype that is not a float;
     /// [`FlatError::OutOfMemory`].
-    pub fn of(source: &Tensor) -> Result<Self, FlatError> {
+    pub fn from_tensor(source: &Tensor) -> Result<Self, FlatError> {
         #[cfg(feature = "cuda")]
         if source.device().is_cuda() {
             return Ok(Contents(Elements::Device(source.clone())));
         }
         with_float!(source.dtype(), T => {
-            Ok(Contents::new(copied_vec::<T>(&HostSlice::read(source)?)?))
+            let elements = HostSlice::<T>::read(source)?;
+            let mut data = reserved_vec(elements.len())?;
+            data.extend_from_slice(&elements);
+            Ok(Contents::new::<T>(data))
         }, else Err(unsupported(source)))
-    }
-
-    fn dtype(&self) -> DType {
-        use candle_core::backend::BackendStorage;
-        match &self.0 {
-            Elements::Host(data) => data.dtype(),
-            #[cfg(feature = "cuda")]
-            Elements::Device(source) => source.dtype(),
-        }
-    }
-
-    fn elem_count(&self) -> usize {
-        match &self.0 {
-            Elements::Host(data) => {
-                bytes_of(data).map_or(0, <[u8]>::len) / self.dtype().size_in_bytes().max(1)
-            }
-            #[cfg(feature = "cuda")]
-            Elements::Device(source) => source.elem_count(),
-        }
     }
 
     /// Replaces the storage of a tensor with these elements. All tensors that share the storage see
@@ -79,13 +64,23 @@ impl Contents {
     /// storage are lost.
     ///
     /// # Errors
-    /// The same as [`refill`].
-    pub fn put(self, tensor: &Tensor) -> Result<(), FlatError> {
-        if self.elem_count() != tensor.elem_count() || self.dtype() != tensor.dtype() {
+    /// Another number of elements or another dtype than the tensor's; a tensor that is not
+    /// contiguous, or that does not begin at the start of its storage; a device that this build
+    /// does not support.
+    pub fn move_into(self, tensor: &Tensor) -> Result<(), FlatError> {
+        let (dtype, numel) = match &self.0 {
+            Elements::Host(data) => {
+                let dtype = data.dtype();
+                (dtype, plain_bytes(data).len() / dtype.size_in_bytes())
+            }
+            #[cfg(feature = "cuda")]
+            Elements::Device(source) => (source.dtype(), source.elem_count()),
+        };
+        if numel != tensor.elem_count() || dtype != tensor.dtype() {
             return Err(FlatError::ShapeMismatch {
                 name: format!("storage of {:?}", tensor.dtype()),
                 expected: tensor.dims().to_vec(),
-                found: vec![self.elem_count()],
+                found: vec![numel],
             });
         }
         with_storage_mut(tensor, |storage, layout| {
@@ -101,10 +96,12 @@ impl Contents {
                     Ok(())
                 }
                 #[cfg(feature = "cuda")]
-                (StorageMut::Cuda(storage), Elements::Host(data)) => {
-                    let bytes = bytes_of(&data).ok_or_else(|| unsupported(tensor))?;
-                    cuda::refill(storage, tensor.dtype(), tensor.elem_count(), bytes)
-                }
+                (StorageMut::Cuda(storage), Elements::Host(data)) => cuda::refill(
+                    storage,
+                    tensor.dtype(),
+                    tensor.elem_count(),
+                    plain_bytes(&data),
+                ),
                 #[cfg(feature = "cuda")]
                 (StorageMut::Cuda(storage), Elements::Device(source)) => {
                     cuda::refill_from(storage, &source)
@@ -114,16 +111,4 @@ impl Contents {
             }
         })
     }
-}
-
-/// Replaces the storage of a tensor by these elements, row-major. All tensors that share the
-/// storage see the change.
-///
-/// The tensor must cover its whole storage, or else the other elements of the storage are lost.
-///
-/// # Errors
-/// Another number of elements or another dtype than the tensor's; a tensor that is not contiguous,
-/// or that does not begin at the start of its storage; a device that this build does not support.
-pub fn refill<T: Scalar>(tensor: &Tensor, data: Vec<T>) -> Result<(), FlatError> {
-    Contents::new(data).put(tensor)
 }

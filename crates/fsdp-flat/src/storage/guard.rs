@@ -5,9 +5,9 @@ use std::ops::{Deref, DerefMut, Range};
 
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor};
 
-use super::host::{Scalar, TensorBuffer, bytes_of, bytes_of_mut};
+use super::host::{Scalar, bytes_of, plain_bytes, plain_bytes_mut};
 use super::lend::{
-    StorageMut, contiguous_range, is_released_storage, released, unsupported, with_storage_mut,
+    StorageMut, contiguous_bytes, is_released_storage, released, unsupported, with_storage_mut,
 };
 use crate::FlatError;
 #[cfg(feature = "cuda")]
@@ -25,18 +25,22 @@ use crate::cuda;
 /// assert_eq!(*HostBytes::read(&tensor)?, [2, 3]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct HostBytes<'a>(Source<'a>);
+pub struct HostBytes<'a> {
+    source: Source<'a>,
+    /// The tensor's bytes in the source.
+    range: Range<usize>,
+}
 
 /// The place that bytes are read from.
 enum Source<'a> {
-    /// A locked storage in the host's memory, and the range of the tensor's bytes in it.
-    Lent(StorageRef<'a>, Range<usize>),
+    /// A locked storage in the host's memory.
+    Lent(StorageRef<'a>),
     /// A copy on the host of bytes that lie on a GPU.
     #[cfg_attr(
         not(feature = "cuda"),
         expect(dead_code, reason = "all memory is the host's")
     )]
-    Copied(TensorBuffer),
+    Copied(CpuStorage),
 }
 
 impl<'a> HostBytes<'a> {
@@ -49,17 +53,23 @@ impl<'a> HostBytes<'a> {
     /// host memory for the copy from a GPU.
     pub fn read(tensor: &'a Tensor) -> Result<Self, FlatError> {
         let (storage, layout) = tensor.storage_and_layout();
-        let range = byte_range(tensor, contiguous_range(tensor, layout)?);
+        let range = contiguous_bytes(tensor, layout)?;
         match &*storage {
             Storage::Cpu(data) => {
                 check_readable(tensor, data, &range)?;
-                Ok(HostBytes(Source::Lent(storage, range)))
+                Ok(HostBytes {
+                    source: Source::Lent(storage),
+                    range,
+                })
             }
+            // The host cannot reach memory of a GPU, so the guard has a copy.
             #[cfg(feature = "cuda")]
             Storage::Cuda(data) => {
-                let mut copy = TensorBuffer::zeros(&[tensor.elem_count()], tensor.dtype())?;
-                cuda::read(tensor, data, range, copy.bytes_mut())?;
-                Ok(HostBytes(Source::Copied(copy)))
+                let copy = cuda::copy_to_host(tensor, data, layout)?;
+                Ok(HostBytes {
+                    source: Source::Copied(copy),
+                    range: 0..range.len(),
+                })
             }
             _ => Err(FlatError::device(tensor)),
         }
@@ -70,17 +80,15 @@ impl Deref for HostBytes<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        match &self.0 {
-            Source::Lent(storage, range) => match &**storage {
-                // `read` has checked that there are such bytes, and the lock has been held since
-                // then.
-                Storage::Cpu(data) => bytes_of(data)
-                    .and_then(|bytes| bytes.get(range.clone()))
-                    .unwrap_or_default(),
-                _ => &[],
+        let storage = match &self.source {
+            Source::Lent(storage) => match &**storage {
+                Storage::Cpu(data) => data,
+                _ => unreachable!("only storages of the host are lent"),
             },
-            Source::Copied(copy) => copy.bytes(),
-        }
+            Source::Copied(copy) => copy,
+        };
+        // `read` has checked that there are such bytes, and the lock has been held since then.
+        &plain_bytes(storage)[self.range.clone()]
     }
 }
 
@@ -113,20 +121,14 @@ impl std::fmt::Debug for HostBytes<'_> {
 #[derive(Debug)]
 pub struct HostBytesMut {
     tensor: Tensor,
+    /// The tensor's storage, or the copy of what is on a GPU; `None` once it is back there.
+    held: Option<CpuStorage>,
+    /// The tensor's bytes in `held`.
     range: Range<usize>,
-    /// The bytes; `None` once they are back in the tensor.
-    held: Option<Held>,
 }
 
-/// The bytes that a [`HostBytesMut`] holds.
-#[derive(Debug)]
-enum Held {
-    /// The tensor's storage.
-    Storage(CpuStorage),
-    /// A copy of what is on a GPU.
-    #[cfg(feature = "cuda")]
-    Copy(TensorBuffer),
-}
+/// The reason why the bytes of a guard for writing are there.
+const HELD: &str = "the bytes are held until the guard ends";
 
 impl HostBytesMut {
     /// Takes a tensor's storage to change it.
@@ -135,25 +137,25 @@ impl HostBytesMut {
     /// The same as [`HostBytes::read`]. A tensor whose storage another guard for writing holds
     /// counts as released.
     pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
-        let (held, range) = with_storage_mut(tensor, |storage, layout| {
-            let range = byte_range(tensor, contiguous_range(tensor, layout)?);
-            match storage {
+        with_storage_mut(tensor, |storage, layout| {
+            let range = contiguous_bytes(tensor, layout)?;
+            let (held, range) = match storage {
                 StorageMut::Cpu(storage) => {
+                    // Nothing may fail after the storage has been taken.
                     check_readable(tensor, storage, &range)?;
-                    Ok((Held::Storage(std::mem::replace(storage, nothing())), range))
+                    (std::mem::replace(storage, nothing()), range)
                 }
                 #[cfg(feature = "cuda")]
                 StorageMut::Cuda(storage) => {
-                    let mut copy = TensorBuffer::zeros(&[tensor.elem_count()], tensor.dtype())?;
-                    cuda::read(tensor, storage, range.clone(), copy.bytes_mut())?;
-                    Ok((Held::Copy(copy), range))
+                    let copy = cuda::copy_to_host(tensor, storage, layout)?;
+                    (copy, 0..range.len())
                 }
-            }
-        })?;
-        Ok(HostBytesMut {
-            tensor: tensor.clone(),
-            range,
-            held: Some(held),
+            };
+            Ok(HostBytesMut {
+                tensor: tensor.clone(),
+                held: Some(held),
+                range,
+            })
         })
     }
 
@@ -168,19 +170,20 @@ impl HostBytesMut {
 
     /// Puts the bytes back into the tensor, unless that has been done.
     fn give_back(&mut self) -> Result<(), FlatError> {
-        match self.held.take() {
-            Some(Held::Storage(storage)) => exchange(&self.tensor, storage).map(drop),
-            #[cfg(feature = "cuda")]
-            Some(Held::Copy(mut copy)) => {
-                with_storage_mut(&self.tensor, |storage, _| match storage {
-                    StorageMut::Cuda(storage) => {
-                        cuda::write(&self.tensor, storage, self.range.clone(), copy.bytes_mut())
-                    }
-                    StorageMut::Cpu(_) => Err(FlatError::device(&self.tensor)),
-                })
+        let Some(held) = self.held.take() else {
+            return Ok(());
+        };
+        with_storage_mut(&self.tensor, |storage, _layout| match storage {
+            StorageMut::Cpu(storage) => {
+                *storage = held;
+                Ok(())
             }
-            None => Ok(()),
-        }
+            #[cfg(feature = "cuda")]
+            StorageMut::Cuda(storage) => {
+                let range = contiguous_bytes(&self.tensor, _layout)?;
+                cuda::write(&self.tensor, storage, range, plain_bytes(&held))
+            }
+        })
     }
 }
 
@@ -196,27 +199,13 @@ impl Deref for HostBytesMut {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        match &self.held {
-            Some(Held::Storage(storage)) => bytes_of(storage)
-                .and_then(|bytes| bytes.get(self.range.clone()))
-                .unwrap_or_default(),
-            #[cfg(feature = "cuda")]
-            Some(Held::Copy(copy)) => copy.bytes(),
-            None => &[],
-        }
+        &plain_bytes(self.held.as_ref().expect(HELD))[self.range.clone()]
     }
 }
 
 impl DerefMut for HostBytesMut {
     fn deref_mut(&mut self) -> &mut [u8] {
-        match &mut self.held {
-            Some(Held::Storage(storage)) => bytes_of_mut(storage)
-                .and_then(|bytes| bytes.get_mut(self.range.clone()))
-                .unwrap_or_default(),
-            #[cfg(feature = "cuda")]
-            Some(Held::Copy(copy)) => copy.bytes_mut(),
-            None => &mut [],
-        }
+        &mut plain_bytes_mut(self.held.as_mut().expect(HELD))[self.range.clone()]
     }
 }
 
@@ -245,9 +234,9 @@ impl<T: Scalar> Deref for HostSlice<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // The bytes come from a vector of `T`, so the cast can fail only if there are none: then
-        // the slice is empty.
-        bytemuck::try_cast_slice(&self.bytes).unwrap_or_default()
+        // The cast panics unless the bytes are whole values, aligned. They come from a vector of
+        // `T`, so they are.
+        bytemuck::cast_slice(&self.bytes)
     }
 }
 
@@ -295,20 +284,14 @@ impl<T: Scalar> Deref for HostSliceMut<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        bytemuck::try_cast_slice(&self.bytes).unwrap_or_default()
+        bytemuck::cast_slice(&self.bytes)
     }
 }
 
 impl<T: Scalar> DerefMut for HostSliceMut<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        bytemuck::try_cast_slice_mut(&mut self.bytes).unwrap_or_default()
+        bytemuck::cast_slice_mut(&mut self.bytes)
     }
-}
-
-/// Returns the range of a storage's bytes that a range of its elements takes.
-fn byte_range(tensor: &Tensor, elements: Range<usize>) -> Range<usize> {
-    let size = tensor.dtype().size_in_bytes();
-    elements.start * size..elements.end * size
 }
 
 /// Checks that a tensor's elements are of type `T`.
@@ -316,11 +299,10 @@ fn check_dtype<T: Scalar>(tensor: &Tensor) -> Result<(), FlatError> {
     if tensor.dtype() == T::DTYPE {
         return Ok(());
     }
-    let (expected, got) = (T::DTYPE, tensor.dtype());
     Err(candle_core::Error::UnexpectedDType {
         msg: "elements of a tensor",
-        expected,
-        got,
+        expected: T::DTYPE,
+        got: tensor.dtype(),
     }
     .into())
 }
@@ -337,10 +319,10 @@ pub(crate) fn check_readable(
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
     // A storage that is too short counts as released.
-    bytes
-        .get(range.clone())
-        .map(drop)
-        .ok_or_else(|| released(tensor))
+    if bytes.len() < range.end {
+        return Err(released(tensor));
+    }
+    Ok(())
 }
 
 /// Returns an empty storage of the kind that marks a tensor as released.

@@ -1,12 +1,13 @@
 //! Elements in the host's memory: candle's storages by their types.
 
-use std::collections::TryReserveError;
 use std::ops::Range;
 
 use bytemuck::allocation::try_zeroed_vec;
 use candle_core::backend::BackendStorage as _;
-use candle_core::{CpuStorage, Storage, Tensor, WithDType};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, DType, Storage, Tensor, WithDType};
 use float8::F8E4M3;
+use fsdp_layout::boxes::checked_numel;
 use half::{bf16, f16};
 
 use crate::FlatError;
@@ -15,65 +16,82 @@ use crate::non_temporal::non_temporal_to_vec;
 /// An element type that tensors here are made of.
 pub trait Scalar: WithDType + bytemuck::Pod {}
 
-macro_rules! scalars {
-    ($($type:ty => $variant:ident),*) => {
-        $(impl Scalar for $type {})*
+impl Scalar for u8 {}
+impl Scalar for u32 {}
+impl Scalar for i16 {}
+impl Scalar for i32 {}
+impl Scalar for i64 {}
+impl Scalar for bf16 {}
+impl Scalar for f16 {}
+impl Scalar for f32 {}
+impl Scalar for f64 {}
+impl Scalar for F8E4M3 {}
 
+macro_rules! plain_storages {
+    ($($type:ty => $variant:ident),*) => {
         /// The dtypes of candle whose elements are plain bytes, which is all that can be saved and
         /// loaded.
-        pub const PLAIN_DTYPES: &[candle_core::DType] =
-            &[$(candle_core::DType::$variant,)* candle_core::DType::F8E8M0];
+        pub const PLAIN_DTYPES: &[DType] = &[$(DType::$variant),*];
 
         /// Returns the storage's elements as bytes; `None` for types that are not plain bytes.
         pub(crate) fn bytes_of(storage: &CpuStorage) -> Option<&[u8]> {
             match storage {
                 $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice(data)),)*
-                CpuStorage::F8E8M0(data) => Some(data),
                 _ => None,
             }
         }
 
-        /// Returns the storage's elements as bytes that can be changed; `None` for types that are
-        /// not plain bytes.
-        pub(crate) fn bytes_of_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
+        /// Returns the bytes of a storage that has plain bytes, to be changed.
+        pub(crate) fn plain_bytes_mut(storage: &mut CpuStorage) -> &mut [u8] {
             match storage {
-                $(CpuStorage::$variant(data) => Some(bytemuck::cast_slice_mut(data)),)*
-                CpuStorage::F8E8M0(data) => Some(data),
-                _ => None,
+                $(CpuStorage::$variant(data) => bytemuck::cast_slice_mut(data),)*
+                _ => unreachable!("{NOT_PLAIN}"),
             }
         }
 
-        /// Copies a range of the storage's elements to memory of their own; `None` for types that
-        /// are not plain bytes, and for a range that is not there.
-        fn copied(storage: &CpuStorage, range: Range<usize>) -> Option<Result<CpuStorage, TryReserveError>> {
-            match storage {
-                $(CpuStorage::$variant(data) => {
-                    Some(non_temporal_to_vec(data.get(range)?).map(CpuStorage::$variant))
-                })*
-                CpuStorage::F8E8M0(data) => Some(non_temporal_to_vec(data.get(range)?).map(CpuStorage::F8E8M0)),
+        /// Copies a range of the storage's elements, which has this shape, to memory of their own;
+        /// `None` for types that are not plain bytes, and for a range that is not there.
+        pub(super) fn copied(
+            storage: &CpuStorage,
+            range: Range<usize>,
+            shape: &[usize],
+        ) -> Result<Option<CpuStorage>, FlatError> {
+            let copy = match storage {
+                $(CpuStorage::$variant(data) => data
+                    .get(range)
+                    .map(|data| non_temporal_to_vec(data).map(CpuStorage::$variant)),)*
                 _ => None,
-            }
+            };
+            copy.transpose().map_err(|_| out_of_memory(storage.dtype(), shape))
         }
 
         /// Makes zeros whose memory the system has not touched yet.
-        fn zeroed(dtype: candle_core::DType, shape: &[usize]) -> Result<CpuStorage, FlatError> {
-            let numel = fsdp_layout::boxes::checked_numel(shape).ok_or_else(|| out_of_memory(dtype, shape))?;
-            match dtype {
-                $(candle_core::DType::$variant => {
-                    try_zeroed_vec::<$type>(numel).map(CpuStorage::$variant).map_err(|()| out_of_memory(dtype, shape))
-                })*
-                candle_core::DType::F8E8M0 => {
-                    try_zeroed_vec(numel).map(CpuStorage::F8E8M0).map_err(|()| out_of_memory(dtype, shape))
-                }
-                _ => Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros"))),
-            }
+        ///
+        /// # Errors
+        /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
+        pub(crate) fn zeroed(shape: &[usize], dtype: DType) -> Result<CpuStorage, FlatError> {
+            let numel = checked_numel(shape).ok_or_else(|| out_of_memory(dtype, shape))?;
+            let zeros = match dtype {
+                $(DType::$variant => try_zeroed_vec::<$type>(numel).map(CpuStorage::$variant),)*
+                _ => return Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros"))),
+            };
+            zeros.map_err(|()| out_of_memory(dtype, shape))
         }
     };
 }
 
-scalars! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3 }
+// candle keeps the 8-bit scales of F8E8M0 as bytes, so they have no element type of their own.
+plain_storages! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3, u8 => F8E8M0 }
 
-fn out_of_memory(dtype: candle_core::DType, shape: &[usize]) -> FlatError {
+/// The reason why memory that was checked when it was taken or made has plain bytes.
+const NOT_PLAIN: &str = "only storages of plain bytes are lent, made and copied here";
+
+/// Returns the bytes of a storage that has plain bytes.
+pub(crate) fn plain_bytes(storage: &CpuStorage) -> &[u8] {
+    bytes_of(storage).expect(NOT_PLAIN)
+}
+
+fn out_of_memory(dtype: DType, shape: &[usize]) -> FlatError {
     FlatError::OutOfMemory {
         dtype: dtype.as_str().to_owned(),
         shape: shape.to_vec(),
@@ -101,92 +119,7 @@ pub fn reserved_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
     Ok(empty)
 }
 
-/// Copies a slice. If there is not enough memory, this is an error and does not end the process.
-///
-/// # Errors
-/// [`FlatError::OutOfMemory`].
-pub fn copied_vec<T: Scalar>(from: &[T]) -> Result<Vec<T>, FlatError> {
-    let mut to = reserved_vec(from.len())?;
-    to.extend_from_slice(from);
-    Ok(to)
-}
-
-/// Memory that will become a tensor. Until then it can be filled as bytes, from any thread.
-#[derive(Debug)]
-pub struct TensorBuffer {
-    storage: CpuStorage,
-    shape: Vec<usize>,
-}
-
-impl TensorBuffer {
-    /// Makes a buffer of zeros, as [`zeroed_vec`] does.
-    ///
-    /// # Errors
-    /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
-    pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Self, FlatError> {
-        Ok(TensorBuffer {
-            storage: zeroed(dtype, shape)?,
-            shape: shape.to_vec(),
-        })
-    }
-
-    /// Makes a buffer of this shape without any elements, which is no tensor until its storage has
-    /// been replaced.
-    ///
-    /// # Errors
-    /// Dtypes whose elements are not plain bytes.
-    pub(super) fn without_elements(
-        shape: &[usize],
-        dtype: candle_core::DType,
-    ) -> Result<Self, FlatError> {
-        Ok(TensorBuffer {
-            storage: zeroed(dtype, &[0])?,
-            shape: shape.to_vec(),
-        })
-    }
-
-    /// Returns the storage.
-    pub(super) fn into_storage(self) -> CpuStorage {
-        self.storage
-    }
-
-    /// Copies a range of a storage's elements; `None` for dtypes whose elements are not plain
-    /// bytes.
-    pub(super) fn copied(
-        storage: &CpuStorage,
-        range: Range<usize>,
-        shape: &[usize],
-    ) -> Result<Option<Self>, FlatError> {
-        let dtype = storage.dtype();
-        let Some(storage) = copied(storage, range) else {
-            return Ok(None);
-        };
-        let storage = storage.map_err(|_| out_of_memory(dtype, shape))?;
-        Ok(Some(TensorBuffer {
-            storage,
-            shape: shape.to_vec(),
-        }))
-    }
-
-    /// Returns the elements' bytes, row-major.
-    #[must_use]
-    pub fn bytes(&self) -> &[u8] {
-        bytes_of(&self.storage).unwrap_or_default()
-    }
-
-    /// Returns the row-major bytes of the elements, for the caller to fill.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        bytes_of_mut(&mut self.storage).unwrap_or_default()
-    }
-
-    /// Turns the memory into the tensor, without a copy.
-    #[must_use]
-    pub fn into_tensor(self) -> Tensor {
-        Tensor::from_storage(
-            Storage::Cpu(self.storage),
-            self.shape,
-            candle_core::op::BackpropOp::none(),
-            false,
-        )
-    }
+/// Makes a tensor of elements in the host's memory, row-major, without a copy.
+pub(crate) fn host_tensor(storage: CpuStorage, shape: &[usize]) -> Tensor {
+    Tensor::from_storage(Storage::Cpu(storage), shape, BackpropOp::none(), false)
 }

@@ -1,9 +1,12 @@
 //! Reads several views that are adjacent in one storage as a single one.
 
+use std::ops::Range;
+
 use candle_core::{Storage, Tensor};
 
-use super::host::bytes_of;
-use super::lend::{contiguous_range, is_released_storage};
+use super::guard::check_readable;
+use super::host::plain_bytes;
+use super::lend::contiguous_bytes;
 use super::storage_id;
 
 /// Runs `f` on the bytes of all `tensors` as one slice, without a copy.
@@ -15,36 +18,34 @@ use super::storage_id;
 /// `f` itself, which was not called: the tensors are not adjacent, or their storage has been
 /// released.
 pub fn with_joined_bytes<R, F: FnOnce(&[u8]) -> R>(tensors: &[&Tensor], f: F) -> Result<R, F> {
-    let Some((first, rest)) = tensors.split_first() else {
+    let Some(range) = joined_range(tensors) else {
         return Err(f);
     };
+    let (storage, _) = tensors[0].storage_and_layout();
+    match &*storage {
+        Storage::Cpu(data) if check_readable(tensors[0], data, &range).is_ok() => {
+            Ok(f(&plain_bytes(data)[range]))
+        }
+        _ => Err(f),
+    }
+}
+
+/// Returns the bytes of all tensors together in the storage that they share; `None` if they do not
+/// share one, or are not adjacent.
+fn joined_range(tensors: &[&Tensor]) -> Option<Range<usize>> {
+    let (first, rest) = tensors.split_first()?;
     // The storages are compared before one is locked. A thread that takes a read lock a second time
     // would deadlock with a writer that came in between.
     let id = storage_id(first);
-    let Ok(mut range) = contiguous_range(first, first.layout()) else {
-        return Err(f);
-    };
+    let mut range = contiguous_bytes(first, first.layout()).ok()?;
     for tensor in rest {
-        let next = contiguous_range(tensor, tensor.layout())
-            .ok()
-            .filter(|next| next.start == range.end);
-        let Some(next) = next.filter(|_| storage_id(tensor) == id) else {
-            return Err(f);
-        };
+        let next = contiguous_bytes(tensor, tensor.layout()).ok()?;
+        if next.start != range.end || storage_id(tensor) != id {
+            return None;
+        }
         range.end = next.end;
     }
-    let (storage, _) = first.storage_and_layout();
-    let Storage::Cpu(data) = &*storage else {
-        return Err(f);
-    };
-    if is_released_storage(first, data) {
-        return Err(f);
-    }
-    let size = first.dtype().size_in_bytes();
-    match bytes_of(data).and_then(|bytes| bytes.get(range.start * size..range.end * size)) {
-        Some(bytes) => Ok(f(bytes)),
-        None => Err(f),
-    }
+    Some(range)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Lending a tensor's storage for change, and the errors of storages that cannot be lent.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Tensor};
 
@@ -51,9 +52,12 @@ where
     F: FnOnce(StorageMut<'_>, &Layout) -> R,
 {
     fn lend(&self, storage: StorageMut<'_>, layout: &Layout) {
-        if let Some(closure) = self.closure.borrow_mut().take() {
-            *self.result.borrow_mut() = Some(closure(storage, layout));
-        }
+        let closure = self
+            .closure
+            .borrow_mut()
+            .take()
+            .expect("candle runs an in-place op once");
+        *self.result.borrow_mut() = Some(closure(storage, layout));
     }
 }
 
@@ -66,6 +70,7 @@ pub(crate) fn with_storage_mut<R>(
     tensor: &Tensor,
     f: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R, FlatError>,
 ) -> Result<R, FlatError> {
+    // Checked first, because candle would answer for another device without calling the op.
     if !is_known(tensor.device()) {
         return Err(FlatError::device(tensor));
     }
@@ -81,7 +86,7 @@ pub(crate) fn with_storage_mut<R>(
     }
     lend.result
         .into_inner()
-        .unwrap_or_else(|| Err(FlatError::device(tensor)))
+        .expect("candle runs an in-place op on devices that this build knows")
 }
 
 /// Returns `true` if this build can access the memory of this device.
@@ -100,13 +105,23 @@ pub(crate) fn released(tensor: &Tensor) -> FlatError {
 pub(crate) fn contiguous_range(
     tensor: &Tensor,
     layout: &Layout,
-) -> Result<std::ops::Range<usize>, FlatError> {
-    let (start, end) = layout
-        .contiguous_offsets()
-        .ok_or_else(|| FlatError::NotContiguous {
+) -> Result<Range<usize>, FlatError> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => Err(FlatError::NotContiguous {
             shape: tensor.dims().to_vec(),
-        })?;
-    Ok(start..end)
+        }),
+    }
+}
+
+/// Returns the range of its storage's bytes that a contiguous tensor occupies.
+pub(crate) fn contiguous_bytes(
+    tensor: &Tensor,
+    layout: &Layout,
+) -> Result<Range<usize>, FlatError> {
+    let elements = contiguous_range(tensor, layout)?;
+    let size = tensor.dtype().size_in_bytes();
+    Ok(elements.start * size..elements.end * size)
 }
 
 /// Returns the error for a tensor of a dtype whose elements are not plain bytes.

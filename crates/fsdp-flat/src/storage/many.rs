@@ -6,8 +6,8 @@ use std::ops::Range;
 use candle_core::{CpuStorage, Storage, Tensor};
 
 use super::guard::{check_readable, exchange, nothing};
-use super::host::bytes_of_mut;
-use super::lend::contiguous_range;
+use super::host::plain_bytes_mut;
+use super::lend::contiguous_bytes;
 use crate::FlatError;
 
 /// The storages of some CPU tensors, taken out of them; given back on drop.
@@ -60,8 +60,8 @@ impl StorageGuard {
     /// A tensor that is released, not contiguous, or of a dtype whose elements are not plain bytes.
     /// Nothing is taken then.
     pub fn take(tensors: &[&Tensor]) -> Result<Self, FlatError> {
-        // Step 1: look at all tensors, and note which bytes of which storage each needs. Nothing is
-        // taken yet, so that an error changes nothing. Tensors may share a storage.
+        // Step 1: look at all tensors, and record which bytes of which storage each needs. Nothing
+        // is taken yet, so that an error changes nothing. Tensors may share a storage.
         let mut by_address: HashMap<usize, usize> = HashMap::new();
         let mut storages: Vec<Taken> = Vec::new();
         for (index, &tensor) in tensors.iter().enumerate() {
@@ -69,15 +69,14 @@ impl StorageGuard {
             let Storage::Cpu(data) = &*storage else {
                 continue;
             };
-            // An empty range: only the dtype, and that the tensor is not released, are checked
-            // here.
-            check_readable(tensor, data, &(0..0))?;
-            if tensor.elem_count() == 0 {
+            let bytes = match tensor.elem_count() {
+                0 => 0..0,
+                _ => contiguous_bytes(tensor, layout)?,
+            };
+            check_readable(tensor, data, &bytes)?;
+            if bytes.is_empty() {
                 continue;
             }
-            let size = tensor.dtype().size_in_bytes();
-            let elements = contiguous_range(tensor, layout)?;
-            let bytes = elements.start * size..elements.end * size;
             let at = *by_address
                 .entry(std::ptr::from_ref(data).addr())
                 .or_insert_with(|| {
@@ -88,14 +87,11 @@ impl StorageGuard {
                     });
                     storages.len() - 1
                 });
-            // Ranges of one storage are kept in order. A tensor that shares bytes with an earlier
-            // one is not taken.
+            // Ranges of one storage are in ascending order, so only the one before can overlap. A
+            // tensor that shares bytes with an earlier one is not taken.
             let ranges = &mut storages[at].ranges;
             let place = ranges.partition_point(|(_, other)| other.start < bytes.end);
-            if place
-                .checked_sub(1)
-                .is_none_or(|before| ranges[before].1.end <= bytes.start)
-            {
+            if place == 0 || ranges[place - 1].1.end <= bytes.start {
                 ranges.insert(place, (index, bytes));
             }
         }
@@ -124,19 +120,15 @@ impl StorageGuard {
             .map(|empty| empty.then(Default::default))
             .collect();
         for taken in &mut self.storages {
-            let mut rest = bytes_of_mut(&mut taken.storage).unwrap_or_default();
+            let mut rest = plain_bytes_mut(&mut taken.storage);
             let mut at = 0;
             for (index, range) in &taken.ranges {
-                let Some((_, from)) =
-                    std::mem::take(&mut rest).split_at_mut_checked(range.start - at)
-                else {
-                    break;
-                };
-                let Some((bytes, after)) = from.split_at_mut_checked(range.len()) else {
-                    break;
-                };
+                // `take` has checked that all ranges are in the storage, one after the other.
+                let (_, from) = std::mem::take(&mut rest).split_at_mut(range.start - at);
+                let (bytes, after) = from.split_at_mut(range.len());
                 all[*index] = Some(bytes);
-                (rest, at) = (after, range.end);
+                rest = after;
+                at = range.end;
             }
         }
         all

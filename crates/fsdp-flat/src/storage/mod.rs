@@ -20,16 +20,17 @@ mod joined;
 pub(crate) mod lend;
 mod many;
 
-use candle_core::{Device, Storage, Tensor};
+use candle_core::{CpuStorage, Device, Storage, Tensor};
 
+use self::host::{copied, host_tensor, zeroed};
 use self::lend::{StorageMut, is_released_storage, released, with_storage_mut};
 use crate::FlatError;
 #[cfg(feature = "cuda")]
-use crate::cuda;
+use {crate::cuda, candle_core::op::BackpropOp};
 
-pub use self::contents::{Contents, refill};
+pub use self::contents::Contents;
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
-pub use self::host::{PLAIN_DTYPES, Scalar, TensorBuffer, copied_vec, reserved_vec, zeroed_vec};
+pub use self::host::{PLAIN_DTYPES, Scalar, reserved_vec, zeroed_vec};
 pub use self::joined::with_joined_bytes;
 pub use self::many::StorageGuard;
 
@@ -77,7 +78,7 @@ fn place(tensor: &Tensor) -> (usize, usize) {
 }
 
 /// Frees the memory of a tensor. Reading the tensor, or one that shares its storage, is an error
-/// until [`refill`] is called.
+/// until [`Contents`] are moved into it.
 ///
 /// # Errors
 /// A tensor on a device that this build does not support.
@@ -119,17 +120,29 @@ pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor, FlatError> 
 /// A tensor that is released; [`FlatError::OutOfMemory`]; candle's errors.
 pub fn owned_copy(tensor: &Tensor) -> Result<Tensor, FlatError> {
     // candle's own copy does not support all dtypes, and goes through the CPU's caches.
-    if let (Storage::Cpu(storage), layout) = (&*tensor.storage_and_layout().0, tensor.layout()) {
-        if is_released_storage(tensor, storage) {
-            return Err(released(tensor));
-        }
-        if let Some((start, end)) = layout.contiguous_offsets()
-            && let Some(copy) = TensorBuffer::copied(storage, start..end, tensor.dims())?
-        {
-            return Ok(copy.into_tensor());
-        }
+    match contiguous_copy(tensor)? {
+        Some(copy) => Ok(host_tensor(copy, tensor.dims())),
+        None => Ok(tensor.detach().force_contiguous()?.detach()),
     }
-    Ok(tensor.detach().force_contiguous()?.detach())
+}
+
+/// Copies the elements of a tensor; `None` if it is not on the CPU, not contiguous, or of a dtype
+/// whose elements are not plain bytes.
+///
+/// # Errors
+/// A tensor that is released; [`FlatError::OutOfMemory`].
+fn contiguous_copy(tensor: &Tensor) -> Result<Option<CpuStorage>, FlatError> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        return Ok(None);
+    };
+    if is_released_storage(tensor, storage) {
+        return Err(released(tensor));
+    }
+    match layout.contiguous_offsets() {
+        Some((start, end)) => copied(storage, start..end, tensor.dims()),
+        None => Ok(None),
+    }
 }
 
 /// Makes a contiguous tensor of zeros on a device.
@@ -141,16 +154,20 @@ pub fn zeros_on(
     dtype: candle_core::DType,
     device: &Device,
 ) -> Result<Tensor, FlatError> {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(device) = device
-        && shape.contains(&0)
-    {
-        return cuda::without_elements(shape, dtype, device);
-    }
-    if device.is_cpu() {
-        zeros(shape, dtype)
-    } else {
-        Ok(Tensor::zeros(shape, dtype, device)?)
+    match device {
+        Device::Cpu => zeros(shape, dtype),
+        // CUDA gives no memory for no elements.
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) if shape.contains(&0) => {
+            let storage = Storage::Cuda(cuda::empty(device, dtype)?);
+            Ok(Tensor::from_storage(
+                storage,
+                shape,
+                BackpropOp::none(),
+                false,
+            ))
+        }
+        device => Ok(Tensor::zeros(shape, dtype, device)?),
     }
 }
 
@@ -159,7 +176,7 @@ pub fn zeros_on(
 /// # Errors
 /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
 pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatError> {
-    Ok(TensorBuffer::zeros(shape, dtype)?.into_tensor())
+    Ok(host_tensor(zeroed(shape, dtype)?, shape))
 }
 
 /// Makes a contiguous tensor on the CPU that takes no memory yet. It is a released tensor until
@@ -169,10 +186,13 @@ pub fn zeros(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatE
 /// # Errors
 /// Dtypes whose elements are not plain bytes.
 pub fn unfilled(shape: &[usize], dtype: candle_core::DType) -> Result<Tensor, FlatError> {
+    // There is nothing to fill in a tensor without elements.
     if shape.contains(&0) {
         return zeros(shape, dtype);
     }
-    let tensor = TensorBuffer::without_elements(shape, dtype)?.into_tensor();
+    // candle takes the dtype from the storage, so the tensor is made of one of its dtype, which is
+    // then released.
+    let tensor = host_tensor(zeroed(&[0], dtype)?, shape);
     release(&tensor)?;
     Ok(tensor)
 }
@@ -187,20 +207,10 @@ pub fn fill_with_copy(tensor: &Tensor, source: &Tensor) -> Result<bool, FlatErro
     if tensor.elem_count() != source.elem_count() || tensor.dtype() != source.dtype() {
         return Ok(false);
     }
-    let copy = match (
-        &*source.storage_and_layout().0,
-        source.layout().contiguous_offsets(),
-    ) {
-        (Storage::Cpu(storage), _) if is_released_storage(source, storage) => {
-            return Err(released(source));
-        }
-        (Storage::Cpu(storage), Some((start, end))) => {
-            TensorBuffer::copied(storage, start..end, tensor.dims())?
-        }
-        _ => None,
+    let Some(copy) = contiguous_copy(source)? else {
+        return Ok(false);
     };
-    let Some(copy) = copy else { return Ok(false) };
-    guard::exchange(tensor, copy.into_storage())?;
+    guard::exchange(tensor, copy)?;
     Ok(true)
 }
 
@@ -209,10 +219,7 @@ pub fn fill_with_copy(tensor: &Tensor, source: &Tensor) -> Result<bool, FlatErro
 /// # Errors
 /// [`FlatError::OutOfMemory`].
 pub fn fill_with_zeros(tensor: &Tensor) -> Result<(), FlatError> {
-    guard::exchange(
-        tensor,
-        TensorBuffer::zeros(tensor.dims(), tensor.dtype())?.into_storage(),
-    )?;
+    guard::exchange(tensor, zeroed(tensor.dims(), tensor.dtype())?)?;
     Ok(())
 }
 
@@ -304,8 +311,6 @@ mod tests {
                 );
             }
         }
-        let raw = crate::RawTensor::zeros(fsdp_layout::DType::Bool, vec![usize::MAX, 2]);
-        assert!(matches!(raw, Err(FlatError::OutOfMemory { .. })));
     }
 
     #[test]
@@ -335,19 +340,21 @@ mod tests {
             Err(FlatError::Freed { .. })
         ));
         assert!(matches!(
-            refill(&weight, vec![0f32; 5]),
+            Contents::new(vec![0f32; 5]).move_into(&weight),
             Err(FlatError::ShapeMismatch { .. })
         ));
         let rows = weight.narrow(0, 1, 1).unwrap();
         assert!(matches!(
-            refill(&rows, vec![0f32; 3]),
+            Contents::new(vec![0f32; 3]).move_into(&rows),
             Err(FlatError::NotContiguous { .. })
         ));
         assert!(matches!(
-            refill(&transposed, vec![0f32; 6]),
+            Contents::new(vec![0f32; 6]).move_into(&transposed),
             Err(FlatError::NotContiguous { .. })
         ));
-        refill(&weight, vec![1f32, 2., 3., 4., 5., 6.]).unwrap();
+        Contents::new(vec![1f32, 2., 3., 4., 5., 6.])
+            .move_into(&weight)
+            .unwrap();
         assert_eq!(
             transposed.to_vec2::<f32>().unwrap(),
             [[1., 4.], [2., 5.], [3., 6.]]
@@ -360,7 +367,7 @@ mod tests {
             let tensor = zeros(&shape, DType::F32).unwrap();
             release(&tensor).unwrap();
             assert!(is_released(&tensor));
-            refill::<f32>(&tensor, Vec::new()).unwrap();
+            Contents::new(Vec::<f32>::new()).move_into(&tensor).unwrap();
             assert!(HostSlice::<f32>::read(&tensor).unwrap().is_empty());
         }
     }

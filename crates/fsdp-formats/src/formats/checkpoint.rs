@@ -9,7 +9,9 @@ use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
 use super::lookup::request_of;
-use super::read::{Destination, Files, ReadDone, ReadOptions, read_in_parallel};
+use super::read::{
+    Destination, Files, LARGE_DESTINATION, ReadDone, ReadOptions, check_buffers, read_in_parallel,
+};
 use super::structure::Structure;
 use crate::error::FileError;
 use crate::metadata::{Metadata, Replica, StorageInfo};
@@ -189,11 +191,18 @@ pub trait Checkpoint: Send + Sync {
     /// [`Checkpoint::metadata`] says.
     fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let request = request_of(self.metadata(), fqn, bounds)?;
-        self.read(
-            vec![Destination::new(request, vec![dst])],
-            ReadOptions::default(),
-        )?;
-        Ok(())
+        if dst.len() > LARGE_DESTINATION {
+            // Threads share it.
+            let destination = Destination::new(request, vec![dst]);
+            self.read(vec![destination], ReadOptions::default())?;
+            return Ok(());
+        }
+        plan_load(self.metadata(), [&request], ReadPlanOptions::default())?;
+        check_buffers(&request, request.dtype, &[&mut *dst])?;
+        if dst.is_empty() {
+            return Ok(());
+        }
+        self.read_boxes(fqn, &mut [Slot::new(bounds.clone(), dst)])
     }
 
     /// Reads boxes of many tensors into buffers, by several threads.

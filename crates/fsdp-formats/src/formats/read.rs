@@ -88,7 +88,7 @@ impl Default for ReadOptions {
 }
 
 /// The size from which destinations are cut, so that threads can share them.
-const LARGE_DESTINATION: usize = 64 << 20;
+pub(super) const LARGE_DESTINATION: usize = 64 << 20;
 
 /// Boxes of one tensor that one thread fills.
 struct Job<'d> {
@@ -355,7 +355,7 @@ fn jobs<'d>(
 }
 
 /// Checks that there is one buffer for each box, and that it has the length of the box in bytes.
-fn check_buffers(
+pub(super) fn check_buffers(
     request: &LoadRequest,
     dtype: DType,
     buffers: &[&mut [u8]],

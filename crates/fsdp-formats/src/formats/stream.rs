@@ -6,8 +6,11 @@ use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::{DType, TensorBox};
 
 use super::checkpoint::Checkpoint;
+use super::lookup::request_of;
 use crate::budget::{Budget, FREE};
 use crate::error::FileError;
+use crate::payload::slot::Slot;
+use crate::plan::{ReadPlanOptions, plan_load};
 
 /// The bytes of a tensor that [`stream`] reads at once.
 const PIECE: usize = 16 << 20;
@@ -25,7 +28,20 @@ pub fn stream<E: From<FileError>>(
     sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
     check_expansion(checkpoint, fqn, range.end)?;
-    let mut read = |part: &TensorBox, dst: &mut [u8]| checkpoint.read_box(fqn, part, dst);
+    if range.is_empty() {
+        return Ok(());
+    }
+    // The box is planned once, and then read piece by piece.
+    let request = request_of(checkpoint.metadata(), fqn, bounds)?;
+    plan_load(
+        checkpoint.metadata(),
+        [&request],
+        ReadPlanOptions::default(),
+    )
+    .map_err(FileError::from)?;
+    let mut read = |part: &TensorBox, dst: &mut [u8]| {
+        checkpoint.read_boxes(fqn, &mut [Slot::new(part.clone(), dst)])
+    };
     stream_boxes(&mut read, dtype, bounds, range, sink)
 }
 

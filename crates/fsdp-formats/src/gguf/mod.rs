@@ -18,7 +18,6 @@ use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, Start};
 use crate::formats::blocks::{BLOCK, BlockFormat};
 use crate::formats::checkpoint::Format;
-use crate::formats::read::OpenOptions;
 use crate::limits::is_sane_shape;
 use crate::metadata::StorageInfo;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -27,9 +26,11 @@ use crate::storage::read_at::ReadAt as _;
 use crate::strided::StridedLayout;
 
 /// Opens a file.
-pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
-    let (parent, name) = location.split()?;
-    let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+pub(crate) fn open(
+    location: &Location,
+    directory: CheckedDirectory,
+) -> Result<Assembled, FileError> {
+    let (_, name) = location.split()?;
     let mut assembler = Assembler::new(Format::Gguf, location.name(), directory);
     let file = assembler.directory().file(name)?;
     let error = |source| FileError::File {

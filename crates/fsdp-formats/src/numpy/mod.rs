@@ -15,7 +15,6 @@ pub(crate) use self::header::START;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, Start};
 use crate::formats::checkpoint::Format;
-use crate::formats::read::OpenOptions;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
@@ -26,55 +25,67 @@ const RECORD_END: &str = ".npy";
 
 /// Returns `true` if an archive is NumPy's: if all of its records are arrays, or if an array is at
 /// its top. The records of torch's archives all lie below one directory.
-pub(crate) fn is_archive(file: &dyn ReadAt) -> bool {
-    Directory::read_rootless(file).is_ok_and(|archive| {
-        let is_array = |name: &String| name.ends_with(RECORD_END);
-        archive.records.keys().all(is_array)
-            || archive
-                .records
-                .keys()
-                .any(|name| is_array(name) && !name.contains('/'))
-    })
+pub(crate) fn is_archive(archive: &Directory) -> bool {
+    let is_array = |name: &String| name.ends_with(RECORD_END);
+    let mut names = archive.records.keys();
+    names.clone().all(is_array) || names.any(|name| is_array(name) && !name.contains('/'))
 }
 
-/// Opens an archive of arrays, or one array.
-pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
-    let (parent, name) = location.split()?;
-    let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+/// Opens a file that is one array.
+pub(crate) fn open_array(
+    location: &Location,
+    directory: CheckedDirectory,
+) -> Result<Assembled, FileError> {
+    let (_, name) = location.split()?;
+    let header = Header::read(&*directory.file(name)?)
+        .map_err(|source| directory.file_error(name, source))?;
+    let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
+    assemble(
+        location,
+        directory,
+        vec![(key, Start::At(header.length), header)],
+    )
+}
+
+/// Opens an archive of arrays, whose directory has been read without a root.
+pub(crate) fn open_archive(
+    location: &Location,
+    directory: CheckedDirectory,
+    archive: &Directory,
+) -> Result<Assembled, FileError> {
+    let (_, name) = location.split()?;
+    let arrays = arrays(&*directory.file(name)?, archive)
+        .map_err(|source| directory.file_error(name, source))?;
+    assemble(location, directory, arrays)
+}
+
+/// Makes the checkpoint with these arrays: key, start of the elements, header.
+fn assemble(
+    location: &Location,
+    directory: CheckedDirectory,
+    arrays: Vec<(String, Start, Header)>,
+) -> Result<Assembled, FileError> {
+    let (_, name) = location.split()?;
+    let file: Arc<str> = Arc::from(name);
     let mut assembler = Assembler::new(Format::Numpy, location.name(), directory);
-    let file = assembler.directory().file(name)?;
-    let error = |source| FileError::File {
-        path: location.name().to_owned(),
-        source,
-    };
-    let arrays = arrays(&*file, name).map_err(error)?;
-    let name: Arc<str> = Arc::from(name);
     for (key, start, header) in arrays {
         let path = KeyPath(vec![PathPart::Key(key)]);
-        let layout = header.layout();
         let piece = Piece {
-            file: name.clone(),
+            file: file.clone(),
             start,
-            layout,
+            layout: header.layout(),
             elements: Elements::Plain,
         };
-        assembler.add_tensor(&path, &name, header.dtype, &header.shape, vec![piece])?;
+        assembler.add_tensor(&path, &file, header.dtype, &header.shape, vec![piece])?;
     }
     Ok(assembler.finish(None))
 }
 
-/// Finds the arrays of a file: key, start of the elements, header.
-fn arrays(file: &dyn ReadAt, name: &str) -> Result<Vec<(String, Start, Header)>, FormatError> {
-    let mut start = [0; START.len()];
-    if file.len() >= start.len() as u64 {
-        file.read_exact_at(0, &mut start)?;
-    }
-    if start == *START {
-        let header = Header::read(file)?;
-        let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
-        return Ok(vec![(key, Start::At(header.length), header)]);
-    }
-    let archive = Directory::read_rootless(file)?;
+/// Finds the arrays of an archive: key, start of the elements, header.
+fn arrays(
+    file: &dyn ReadAt,
+    archive: &Directory,
+) -> Result<Vec<(String, Start, Header)>, FormatError> {
     let kept = Kept::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {

@@ -35,7 +35,7 @@ pub enum WriteContent {
         properties: TensorProperties,
         /// Global shape.
         shape: Vec<usize>,
-        /// The boxes; empty ones are dropped.
+        /// The boxes; empty ones are dropped. A [`schema`](LocalPlan::schema) has none.
         boxes: Vec<TensorBox>,
         /// `true` if every rank that has the tensor holds the whole of it, as its only box. It is
         /// then sent to the planner once for all ranks.
@@ -45,48 +45,6 @@ pub enum WriteContent {
     Value {
         /// The bytes of its item, for balancing
         /// ([`value_item_length`](crate::writer::value_item_length)).
-        length: u64,
-    },
-}
-
-/// The keys of a rank's plan, without the boxes that only this rank holds: the same on most ranks
-/// of a job.
-///
-/// A global plan is made from the distinct schemas of all ranks, each sent once, and from each
-/// rank's [`HeldBox`]es. So a rank sends little more than its boxes, and all keys, paths, dtypes
-/// and shapes are still compared.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct PlanSchema {
-    /// The items, in the order of the plan.
-    pub items: Vec<SchemaItem>,
-}
-
-/// One flat key of a [`PlanSchema`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct SchemaItem {
-    /// The flat key.
-    pub fqn: String,
-    /// The place in the nested state dict, if that was flattened.
-    pub path: Option<KeyPath>,
-    /// The tensor or the value.
-    pub content: SchemaContent,
-}
-
-/// The content of a [`SchemaItem`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum SchemaContent {
-    /// A tensor.
-    Tensor {
-        /// Element type and what else torch notes.
-        properties: TensorProperties,
-        /// Global shape.
-        shape: Vec<usize>,
-        /// `true` if each rank with this schema holds the whole tensor, as box 0.
-        is_whole: bool,
-    },
-    /// A non-tensor value, which each rank with this schema has.
-    Value {
-        /// The bytes of its item.
         length: u64,
     },
 }
@@ -183,32 +141,37 @@ impl LocalPlan {
         hasher.0.finish_128()
     }
 
-    /// Returns the keys of the plan, without the boxes that only this rank holds.
+    /// Returns the plan without its boxes: the schema, which is the same on most ranks of a job.
+    /// The boxes of whole tensors follow from it; the others are [`held_boxes`](Self::held_boxes).
+    ///
+    /// A global plan is made from the distinct schemas of all ranks, each sent once, and from each
+    /// rank's [`HeldBox`]es. So a rank sends little more than its boxes, and all keys, paths, dtypes
+    /// and shapes are still compared.
     #[must_use]
-    pub fn schema(&self) -> PlanSchema {
-        let items = self.items.iter().map(|item| {
+    pub fn schema(&self) -> LocalPlan {
+        let mut schema = LocalPlan::default();
+        for item in &self.items {
             let content = match &item.content {
-                WriteContent::Value { length } => SchemaContent::Value { length: *length },
+                WriteContent::Value { length } => WriteContent::Value { length: *length },
                 WriteContent::Tensor {
                     properties,
                     shape,
                     is_whole,
                     ..
-                } => SchemaContent::Tensor {
+                } => WriteContent::Tensor {
                     properties: properties.clone(),
                     shape: shape.clone(),
+                    boxes: Vec::new(),
                     is_whole: *is_whole,
                 },
             };
-            SchemaItem {
+            schema.items.push(WriteItem {
                 fqn: item.fqn.clone(),
                 path: item.path.clone(),
                 content,
-            }
-        });
-        PlanSchema {
-            items: items.collect(),
+            });
         }
+        schema
     }
 
     /// Returns the boxes that are not in the [`schema`](LocalPlan::schema). Empty boxes are left
@@ -249,9 +212,9 @@ impl HeldBox {
     }
 }
 
-impl SchemaItem {
-    /// Returns about how many bytes it takes to send this. A number or a length takes eight bytes
-    /// at most.
+impl WriteItem {
+    /// Returns about how many bytes it takes to send this, without its boxes. A number or a length
+    /// takes eight bytes at most.
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
         let path = self
@@ -259,14 +222,12 @@ impl SchemaItem {
             .as_ref()
             .map_or(0, |path| path.flat_key().len() + 12 * path.0.len());
         let shape = match &self.content {
-            SchemaContent::Tensor { shape, .. } => 8 * shape.len(),
-            SchemaContent::Value { .. } => 0,
+            WriteContent::Tensor { shape, .. } => 8 * shape.len(),
+            WriteContent::Value { .. } => 0,
         };
         (64 + self.fqn.len() + path + shape) as u64
     }
-}
 
-impl WriteItem {
     /// Hashes all that ranks must agree on about this item: not the length of a value, and not the
     /// boxes of a tensor.
     fn hash_schema(&self, hasher: &mut impl Hasher) {

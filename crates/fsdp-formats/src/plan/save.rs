@@ -8,7 +8,7 @@ use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
 use super::error::SavePlanError;
-use super::local::{HeldBox, LocalPlan, PlanSchema, SchemaContent, SchemaItem};
+use super::local::{HeldBox, LocalPlan, WriteContent, WriteItem};
 use super::validate::{ChunkError, validate_chunks, validate_cover};
 use crate::limits::MAX_KEY_BYTES;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, VERSION};
@@ -104,7 +104,7 @@ pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan
 /// replicas of a shard) share one offer, so that their boxes are stored once. The boxes are moved
 /// into the plan's metadata, not copied.
 pub fn plan_offers(
-    schemas: &[PlanSchema],
+    schemas: &[LocalPlan],
     offers: Vec<Offer>,
     of_ranks: &[usize],
     options: PlanOptions,
@@ -136,7 +136,7 @@ type CheckBoxes<'c> = &'c dyn Fn(&[usize], &[&TensorBox]) -> Result<(), ChunkErr
 
 /// Makes the plan of [`plan_offers`], with `check` applied to the boxes of each tensor.
 fn plan_checked(
-    schemas: &[PlanSchema],
+    schemas: &[LocalPlan],
     offers: Vec<Offer>,
     of_ranks: &[usize],
     options: PlanOptions,
@@ -170,7 +170,7 @@ fn plan_checked(
             paths.insert(fqn.to_owned(), path.clone());
         }
         let content = match &group.first.content {
-            SchemaContent::Value { length } => {
+            WriteContent::Value { length } => {
                 let holders = group.candidates.iter().map(|(_, holder)| *holder).collect();
                 let value = SharedChunk {
                     weight: VALUE_BYTES,
@@ -182,7 +182,7 @@ fn plan_checked(
                 shared.extend(assigned.assign_or_share(value));
                 Entry::Bytes(BytesEntry::default())
             }
-            SchemaContent::Tensor {
+            WriteContent::Tensor {
                 properties, shape, ..
             } => {
                 let mut candidates = group.candidates;
@@ -302,7 +302,7 @@ impl Holders {
 /// All ranks' items of one flat key.
 struct Group<'p> {
     first_rank: usize,
-    first: &'p SchemaItem,
+    first: &'p WriteItem,
     last_schema: usize,
     /// The boxes of a tensor, or `None` for a value, with those that hold them.
     candidates: Vec<(Option<TensorBox>, Holder)>,
@@ -384,7 +384,7 @@ impl Assignment<'_> {
 /// Collects the items of each key, in the order of first appearance by rank, and checks that the
 /// ranks agree on them.
 fn group<'p>(
-    schemas: &'p [PlanSchema],
+    schemas: &'p [LocalPlan],
     mut offers: Vec<Offer>,
     of_ranks: &[usize],
 ) -> Result<Vec<(&'p str, Group<'p>)>, SavePlanError> {
@@ -432,10 +432,10 @@ fn group<'p>(
                 item: index as u32,
             };
             match &item.content {
-                SchemaContent::Value { .. } => group.candidates.push((None, holder)),
+                WriteContent::Value { .. } => group.candidates.push((None, holder)),
                 // The schema implies the boxes of whole tensors. Make them explicit, to compare
                 // them with others.
-                SchemaContent::Tensor {
+                WriteContent::Tensor {
                     shape,
                     is_whole: true,
                     ..
@@ -445,7 +445,7 @@ fn group<'p>(
                         .candidates
                         .extend(whole.map(|bounds| (Some(bounds), holder)));
                 }
-                SchemaContent::Tensor { .. } => {}
+                WriteContent::Tensor { .. } => {}
             }
             groups_of[schema].push(position);
         }
@@ -484,7 +484,7 @@ pub fn check_key_length(fqn: &str) -> Result<(), SavePlanError> {
 
 /// Checks that a rank's item has the same kind, dtype and shape as that of the first rank with this
 /// key.
-fn check_agreement(group: &Group<'_>, rank: usize, item: &SchemaItem) -> Result<(), SavePlanError> {
+fn check_agreement(group: &Group<'_>, rank: usize, item: &WriteItem) -> Result<(), SavePlanError> {
     let differs = |what, first: String, second: String| {
         let (first_rank, second_rank) = (group.first_rank, rank);
         Err(SavePlanError::Disagreement {
@@ -497,14 +497,14 @@ fn check_agreement(group: &Group<'_>, rank: usize, item: &SchemaItem) -> Result<
         })
     };
     match (&group.first.content, &item.content) {
-        (SchemaContent::Value { .. }, SchemaContent::Value { .. }) => {}
+        (WriteContent::Value { .. }, WriteContent::Value { .. }) => {}
         (
-            SchemaContent::Tensor {
+            WriteContent::Tensor {
                 properties: a,
                 shape: shape_a,
                 ..
             },
-            SchemaContent::Tensor {
+            WriteContent::Tensor {
                 properties: b,
                 shape: shape_b,
                 ..
@@ -517,10 +517,10 @@ fn check_agreement(group: &Group<'_>, rank: usize, item: &SchemaItem) -> Result<
                 return differs("shape", format!("{shape_a:?}"), format!("{shape_b:?}"));
             }
         }
-        (SchemaContent::Tensor { .. }, _) => {
+        (WriteContent::Tensor { .. }, _) => {
             return differs("kind", "tensor".into(), "value".into());
         }
-        (SchemaContent::Value { .. }, _) => {
+        (WriteContent::Value { .. }, _) => {
             return differs("kind", "value".into(), "tensor".into());
         }
     }

@@ -104,15 +104,15 @@ impl SafetensorsCheckpoint {
         }
     }
 
-    /// Opens one file. Values are taken from `NAME.values.json` beside it, if it exists.
+    /// Opens one file in its directory. Values are taken from `NAME.values.json` beside it, if it
+    /// exists.
     pub(crate) fn open_file(
-        location: impl Into<Location>,
+        location: &Location,
+        directory: CheckedDirectory,
         options: OpenOptions,
     ) -> Result<Self, FileError> {
-        let location = location.into();
-        let (parent, name) = location.split()?;
-        let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
-        let mut opened = Self::without_files(&location, Format::SafetensorsFile, directory);
+        let (_, name) = location.split()?;
+        let mut opened = Self::without_files(location, Format::SafetensorsFile, directory);
         // The header has the hash of the values file, if there is one: a file of that name alone
         // proves nothing.
         let Texts {

@@ -57,11 +57,6 @@ pub fn encode_values<'v>(
     Ok(bytes)
 }
 
-/// Returns bytes as hexadecimal digits in lower case, two for each byte.
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 /// Returns a value as JSON, in the form that the module describes.
 fn to_json<'v>(
     value: &'v PlainValue,
@@ -88,7 +83,7 @@ fn to_json<'v>(
         PlainValue::None => Value::Null,
         PlainValue::Bool(value) => json!(value),
         PlainValue::Int(value) => json!(value),
-        PlainValue::BigInt(bytes) => json!({ "$int": hex(bytes) }),
+        PlainValue::BigInt(bytes) => json!({ "$int": base16ct::lower::encode_string(bytes) }),
         PlainValue::Float(value) => {
             // A decimal number, if reading it returns the same bits.
             let plain = json!(value);
@@ -100,7 +95,7 @@ fn to_json<'v>(
             }
         }
         PlainValue::Str(text) => json!(text),
-        PlainValue::Bytes(bytes) => json!({ "$bytes": hex(bytes) }),
+        PlainValue::Bytes(bytes) => json!({ "$bytes": base16ct::lower::encode_string(bytes) }),
         PlainValue::List(items) => all(items)?,
         PlainValue::Tuple(items) => json!({ "$tuple": all(items)? }),
         PlainValue::Set(items) => json!({ "$set": all(items)? }),

@@ -293,13 +293,7 @@ fn is_hexadecimal(text: &str) -> bool {
 
 /// Reads bytes in hexadecimal.
 fn unhex(text: &str) -> Result<Vec<u8>, FormatError> {
-    if !text.len().is_multiple_of(2) || !is_hexadecimal(text) {
-        return Err(malformed("bytes are not in hexadecimal"));
-    }
-    (0..text.len())
-        .step_by(2)
-        .map(|at| u8::from_str_radix(&text[at..at + 2], 16).map_err(malformed))
-        .collect()
+    base16ct::mixed::decode_vec(text).map_err(|_| malformed("bytes are not in hexadecimal"))
 }
 
 #[cfg(test)]

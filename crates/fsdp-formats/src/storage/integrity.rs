@@ -27,7 +27,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use fsdp_digest::{Digest, StateDigest};
-use hex_simd::AsciiCase;
 use serde::{Deserialize, Serialize};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
@@ -219,12 +218,12 @@ fn put_line(out: &mut Vec<u8>, value: &impl Serialize) -> Result<(), FormatError
 /// Returns hashes as text: 16 hexadecimal digits each.
 fn digits_of(hashes: &[u64]) -> String {
     let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_be_bytes()).collect();
-    hex_simd::encode_to_string(bytes, AsciiCase::Lower)
+    base16ct::lower::encode_string(&bytes)
 }
 
 /// Returns the hashes in a text that [`digits_of`] made.
 fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
-    let bytes = hex_simd::decode_to_vec(digits)
+    let bytes = base16ct::mixed::decode_vec(digits)
         .map_err(|_| malformed("a hash is not of hexadecimal digits"))?;
     let (hashes, rest) = bytes.as_chunks();
     if !rest.is_empty() {

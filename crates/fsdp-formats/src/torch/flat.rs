@@ -47,8 +47,33 @@ pub(crate) enum Leaf {
 impl FlatFile {
     /// Reads a file: its pickle and the values in it. Tensors are located, but not read.
     pub(crate) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
-        let (pickle, storages) = read_pickle(file)?;
-        let parsed = parse(&pickle)?;
+        let mut start = [0; legacy::START_LENGTH];
+        if file.len() >= start.len() as u64 {
+            file.read_exact_at(0, &mut start)?;
+        }
+        if legacy::is_start(&start) {
+            let (pickle, storages) = legacy::read(file)?;
+            return Self::new(file, &pickle, storages);
+        }
+        Self::read_archive(file, Directory::read(file)?)
+    }
+
+    /// Reads a file that is an archive, whose directory has been read.
+    pub(crate) fn read_archive(file: &dyn ReadAt, archive: Directory) -> Result<Self, FormatError> {
+        archive.check_byte_order(file)?;
+        if !archive.records.contains_key("data.pkl") {
+            let what = "an archive without the record `data.pkl` of `torch.save`, as `torch.export.save` writes it,";
+            return Err(FormatError::Unsupported {
+                what: what.to_owned(),
+            });
+        }
+        let pickle = archive.read_record(file, "data.pkl", MAX_OBJECT_BYTES)?;
+        Self::new(file, &pickle, Storages::Archive(archive))
+    }
+
+    /// Flattens the state dict of a pickle whose storages are known.
+    fn new(file: &dyn ReadAt, pickle: &[u8], storages: Storages) -> Result<Self, FormatError> {
+        let parsed = parse(pickle)?;
         let mut flat = Flattener {
             pickle: &parsed,
             walk: Walk::new(&parsed),
@@ -96,27 +121,6 @@ impl FlatFile {
             elements: Elements::Plain,
         })
     }
-}
-
-/// Reads the pickle of a file, and finds its storages.
-fn read_pickle(file: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {
-    let mut start = [0; legacy::START_LENGTH];
-    if file.len() >= start.len() as u64 {
-        file.read_exact_at(0, &mut start)?;
-    }
-    if legacy::is_start(&start) {
-        return legacy::read(file);
-    }
-    let archive = Directory::read(file)?;
-    archive.check_byte_order(file)?;
-    if !archive.records.contains_key("data.pkl") {
-        let what = "an archive without the record `data.pkl` of `torch.save`, as `torch.export.save` writes it,";
-        return Err(FormatError::Unsupported {
-            what: what.to_owned(),
-        });
-    }
-    let pickle = archive.read_record(file, "data.pkl", MAX_OBJECT_BYTES)?;
-    Ok((pickle, Storages::Archive(archive)))
 }
 
 /// Returns about how many bytes a part of a path takes.

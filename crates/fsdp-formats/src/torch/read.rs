@@ -8,21 +8,31 @@ use tracing::warn;
 use crate::error::FileError;
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
-use crate::formats::read::OpenOptions;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
+use crate::torch::zip::Directory;
 
-/// Opens a file of `torch.save`, written by any version of torch.
+/// Opens a file of `torch.save`, written by any version of torch. `archive` is the directory of its
+/// records, if it has one.
 ///
 /// Sharded tensors become whole tensors whose chunks are the parts of the ranks. In a file that one
 /// of several ranks has written, the chunks of the other ranks are missing.
-pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
-    let (parent, name) = location.split()?;
-    let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
+pub(crate) fn open(
+    location: &Location,
+    directory: CheckedDirectory,
+    archive: Option<Directory>,
+) -> Result<Assembled, FileError> {
+    let (_, name) = location.split()?;
     let mut assembler = Assembler::new(Format::Torch, location.name(), directory);
     let name: Arc<str> = Arc::from(name);
-    let flat = read_flat(assembler.directory(), &name)?;
+    let file = assembler.directory().file(&name)?;
+    let flat = match archive {
+        Some(archive) => FlatFile::read_archive(&*file, archive),
+        None => FlatFile::read(&*file),
+    };
+    let flat = flat.map_err(|source| assembler.directory().file_error(&name, source))?;
+    warn_of_attributes(assembler.directory(), &name, &flat);
     // All keys are taken, without a prefix.
     add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
     Ok(assembler.finish(Some(flat.structure)))
@@ -33,15 +43,18 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 pub(crate) fn read_flat(directory: &CheckedDirectory, name: &str) -> Result<FlatFile, FileError> {
     let file = directory.file(name)?;
     let flat = FlatFile::read(&*file).map_err(|source| directory.file_error(name, source))?;
+    warn_of_attributes(directory, name, &flat);
+    Ok(flat)
+}
+
+/// Logs a warning if some tensors have a class or attributes in Python that are not kept.
+fn warn_of_attributes(directory: &CheckedDirectory, name: &str, flat: &FlatFile) {
     let simplified: Vec<&str> = flat.tensors_without_attributes().collect();
     if let [first, ..] = simplified[..] {
-        let (path, tensors) = (
-            directory.path().join(name).display().to_string(),
-            simplified.len(),
-        );
+        let path = directory.path().join(name).display().to_string();
+        let tensors = simplified.len();
         warn!(%path, tensors, first, "some tensors have a class or attributes of their own in Python, which are not kept");
     }
-    Ok(flat)
 }
 
 /// Adds the tensors and values of a file. `prefix` returns the parts to put before the path of a

@@ -75,14 +75,11 @@ impl Squares {
 
     /// Returns torch's keys of the averages of a parameter of this shape, each with its shape.
     pub(crate) fn shapes(shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
-        let with_one = |from_end: usize| {
-            let mut shape = shape.to_vec();
-            let at = shape.len() - from_end;
-            shape[at] = 1;
-            shape
-        };
         match shape {
-            [.., _, _] => vec![("row_var", with_one(1)), ("col_var", with_one(2))],
+            [batch @ .., rows, columns] => vec![
+                ("row_var", [batch, &[*rows, 1]].concat()),
+                ("col_var", [batch, &[1, *columns]].concat()),
+            ],
             _ => vec![("variance", shape.to_vec())],
         }
     }
@@ -133,6 +130,8 @@ impl Squares {
     fn average(&mut self, grad: &[f64], shape: &[usize], weight: f64) {
         match (self, shape) {
             (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
+                // A parameter of more dimensions is a row of matrices, each with averages of its
+                // own.
                 for (index, matrix) in grad.chunks_exact(height * width).enumerate() {
                     let mut of_columns = vec![0.0; *width];
                     for (row, values) in matrix.chunks_exact(*width).enumerate() {
@@ -194,8 +193,18 @@ fn root_mean_square(values: &[f64]) -> f64 {
     (values.iter().map(|x| x * x).sum::<f64>() / values.len().max(1) as f64).sqrt()
 }
 
+/// One update of a whole parameter.
+pub(crate) struct WholeUpdate<'a> {
+    /// The number of the update, from 1.
+    pub(crate) step: f32,
+    /// The dtype that the parameter is stored in.
+    pub(crate) dtype: DType,
+    pub(crate) shape: &'a [usize],
+    pub(crate) grad: &'a [f64],
+}
+
 impl AdafactorOptions {
-    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+    pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let eps1 = self.eps.0.unwrap_or(0.0);
         let values = [
             ("lr", self.lr),
@@ -203,7 +212,7 @@ impl AdafactorOptions {
             ("eps[1]", self.eps.1),
             ("weight_decay", self.weight_decay),
         ];
-        at_least_zero("Adafactor", &values)?;
+        at_least_zero(algorithm, &values)?;
         for (key, value, is_fine, range) in [
             (
                 "beta2_decay",
@@ -215,7 +224,7 @@ impl AdafactorOptions {
         ] {
             if !is_fine || !value.is_finite() {
                 return Err(AlgorithmError::OutOfRange {
-                    algorithm: "Adafactor",
+                    algorithm,
                     key,
                     value,
                     range,
@@ -261,24 +270,22 @@ impl AdafactorOptions {
         [Some(StateEntry::STEP), None, None, None]
     }
 
-    /// Updates a whole parameter and its averages once. `step` is the number of this update, from
-    /// 1.
+    /// Updates a whole parameter and its averages once.
     pub(crate) fn update(
         &self,
-        step: f32,
-        dtype: DType,
-        shape: &[usize],
+        update: &WholeUpdate<'_>,
         param: &mut [f64],
-        grad: &[f64],
         squares: &mut Squares,
     ) {
-        let step = f64::from(step);
-        let eps1 = self.eps.0.unwrap_or(match dtype {
+        let step = f64::from(update.step);
+        // torch takes the distance from 1 to the next number of the parameter's dtype.
+        let eps1 = self.eps.0.unwrap_or(match update.dtype {
             DType::F64 => f64::EPSILON,
             DType::BF16 => half::bf16::EPSILON.to_f64(),
             DType::F16 => half::f16::EPSILON.to_f64(),
             _ => f64::from(f32::EPSILON),
         });
+        // The rate falls with the steps, and follows the size of the parameter.
         let rate = self.lr.min(step.powf(-0.5));
         let alpha = at_least(root_mean_square(param), self.eps.1) * rate;
         if self.weight_decay != 0.0 {
@@ -286,14 +293,15 @@ impl AdafactorOptions {
                 .iter_mut()
                 .for_each(|p| *p *= 1.0 - self.lr * self.weight_decay);
         }
-        squares.average(grad, shape, step.powf(self.beta2_decay));
+        squares.average(update.grad, update.shape, step.powf(self.beta2_decay));
         let sign = if self.maximize { -1.0 } else { 1.0 };
-        let estimate = squares.estimate(shape, eps1);
-        let update = estimate
+        let estimate = squares.estimate(update.shape, eps1);
+        let update: Vec<f64> = estimate
             .into_iter()
-            .zip(grad)
-            .map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt());
-        let update: Vec<f64> = update.collect();
+            .zip(update.grad)
+            .map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt())
+            .collect();
+        // An update that is larger than `d` on the average is scaled down.
         let factor = alpha / at_least(root_mean_square(&update) / self.d, 1.0);
         param
             .iter_mut()

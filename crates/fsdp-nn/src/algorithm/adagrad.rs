@@ -43,9 +43,9 @@ impl Default for AdagradOptions {
 }
 
 impl AdagradOptions {
-    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+    pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         at_least_zero(
-            "Adagrad",
+            algorithm,
             &[
                 ("lr", self.lr),
                 ("lr_decay", self.lr_decay),
@@ -101,7 +101,8 @@ impl AdagradOptions {
     ) {
         let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
         let gradient = Gradient::new(self.maximize, self.weight_decay);
-        let (descent, one) = (scalar::<T>(-rate), scalar::<T>(1.0));
+        let descent = scalar::<T>(-rate);
+        let one = scalar::<T>(1.0);
         let eps = Element::from_scalar(self.eps);
         for ((param, &grad), sum) in params.iter_mut().zip(grads).zip(sums) {
             let p = Element::load(*param);

@@ -65,12 +65,11 @@ impl AdamOptions {
         )?;
         for (key, value) in [("betas[0]", self.betas.0), ("betas[1]", self.betas.1)] {
             if !(0.0..1.0).contains(&value) {
-                let range = "at least 0 and less than 1";
                 return Err(AlgorithmError::OutOfRange {
                     algorithm,
                     key,
                     value,
-                    range,
+                    range: "at least 0 and less than 1",
                 });
             }
         }
@@ -133,58 +132,26 @@ impl AdamOptions {
         ]
     }
 
-    /// Runs one step without amsgrad. The slices must have equal lengths.
-    pub(super) fn update<T: Float>(
-        &self,
-        decoupled: bool,
-        step: f32,
-        params: &mut [T],
-        grads: &[T],
-        exp_avgs: &mut [T],
-        exp_avg_sqs: &mut [T],
-    ) {
-        let scalars = Scalars::<T>::new(self, decoupled, step);
-        let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
-        for (((param, &grad), exp_avg), exp_avg_sq) in elements {
-            let (p, m, v) = scalars.average(*param, grad, *exp_avg, *exp_avg_sq);
-            *exp_avg = m.store();
-            *exp_avg_sq = v.store();
-            *param = scalars.descend(p, m, v).store();
-        }
-    }
-
-    /// Runs one step with amsgrad. The slices must have equal lengths.
-    #[expect(clippy::too_many_arguments, reason = "one slice for each state entry")]
-    pub(super) fn update_amsgrad<T: Float>(
-        &self,
-        decoupled: bool,
-        step: f32,
-        params: &mut [T],
-        grads: &[T],
-        exp_avgs: &mut [T],
-        exp_avg_sqs: &mut [T],
-        max_exp_avg_sqs: &mut [T],
-    ) {
-        let scalars = Scalars::<T>::new(self, decoupled, step);
-        let elements = params
-            .iter_mut()
-            .zip(grads)
-            .zip(exp_avgs)
-            .zip(exp_avg_sqs)
-            .zip(max_exp_avg_sqs);
-        for ((((param, &grad), exp_avg), exp_avg_sq), max_exp_avg_sq) in elements {
-            let (p, m, v) = scalars.average(*param, grad, *exp_avg, *exp_avg_sq);
-            let max = Element::load(*max_exp_avg_sq).maximum(v);
-            *exp_avg = m.store();
-            *exp_avg_sq = v.store();
-            *max_exp_avg_sq = max.store();
-            *param = scalars.descend(p, m, max).store();
+    /// Returns the factors of one step. With `decoupled` weight decay it is AdamW's.
+    pub(super) fn scalars<T: Float>(&self, decoupled: bool, step: f32) -> Scalars<T> {
+        let (beta1, beta2) = self.betas;
+        let keep = 1.0 - self.lr * self.weight_decay;
+        let penalty = if decoupled { 0.0 } else { self.weight_decay };
+        Scalars {
+            gradient: Gradient::new(self.maximize, penalty),
+            keep: (decoupled && self.weight_decay != 0.0).then(|| scalar::<T>(keep)),
+            first_weight: Weight::new(1.0 - beta1),
+            beta2: scalar::<T>(beta2),
+            second_weight: scalar::<T>(1.0 - beta2),
+            bias_correction2_sqrt: scalar::<T>(bias_correction(beta2, step).sqrt()),
+            eps: Element::from_scalar(self.eps),
+            descent: scalar::<T>(-(self.lr / bias_correction(beta1, step))),
         }
     }
 }
 
 /// The factors that are the same for all elements of an update.
-struct Scalars<T: Float> {
+pub(super) struct Scalars<T: Float> {
     gradient: Gradient<T>,
     /// The factor that the parameter is multiplied with: decoupled weight decay.
     keep: Option<T::Real>,
@@ -203,21 +170,37 @@ pub(crate) fn bias_correction(beta: f64, step: f32) -> f64 {
 }
 
 impl<T: Float> Scalars<T> {
-    fn new(options: &AdamOptions, decoupled: bool, step: f32) -> Self {
-        let (beta1, beta2) = options.betas;
-        let keep = 1.0 - options.lr * options.weight_decay;
-        Self {
-            gradient: Gradient::new(
-                options.maximize,
-                if decoupled { 0.0 } else { options.weight_decay },
-            ),
-            keep: (decoupled && options.weight_decay != 0.0).then(|| scalar::<T>(keep)),
-            first_weight: Weight::new(1.0 - beta1),
-            beta2: scalar::<T>(beta2),
-            second_weight: scalar::<T>(1.0 - beta2),
-            bias_correction2_sqrt: scalar::<T>(bias_correction(beta2, step).sqrt()),
-            eps: Element::from_scalar(options.eps),
-            descent: scalar::<T>(-(options.lr / bias_correction(beta1, step))),
+    /// Runs one step without amsgrad. The slices must have equal lengths.
+    pub(super) fn update(
+        &self,
+        params: &mut [T],
+        grads: &[T],
+        [exp_avgs, exp_avg_sqs]: [&mut [T]; 2],
+    ) {
+        let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
+        for (((param, &grad), exp_avg), exp_avg_sq) in elements {
+            let (p, m, v) = self.average(*param, grad, *exp_avg, *exp_avg_sq);
+            *exp_avg = m.store();
+            *exp_avg_sq = v.store();
+            *param = self.descend(p, m, v).store();
+        }
+    }
+
+    /// Runs one step with amsgrad. The slices must have equal lengths.
+    pub(super) fn update_amsgrad(
+        &self,
+        params: &mut [T],
+        grads: &[T],
+        [exp_avgs, exp_avg_sqs, max_exp_avg_sqs]: [&mut [T]; 3],
+    ) {
+        let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
+        for ((((param, &grad), exp_avg), exp_avg_sq), max) in elements.zip(max_exp_avg_sqs) {
+            let (p, m, v) = self.average(*param, grad, *exp_avg, *exp_avg_sq);
+            let largest = Element::load(*max).maximum(v);
+            *exp_avg = m.store();
+            *exp_avg_sq = v.store();
+            *max = largest.store();
+            *param = self.descend(p, m, largest).store();
         }
     }
 
@@ -230,8 +213,10 @@ impl<T: Float> Scalars<T> {
         exp_avg: T,
         exp_avg_sq: T,
     ) -> (Element<T>, Element<T>, Element<T>) {
-        let p = Element::load(param);
-        let p = self.keep.map_or(p, |keep| p.mul(keep));
+        let mut p = Element::load(param);
+        if let Some(keep) = self.keep {
+            p = p.mul(keep);
+        }
         let g = self.gradient.load(grad, p);
         let m = Element::load(exp_avg).lerp(g, self.first_weight);
         let v = Element::load(exp_avg_sq)

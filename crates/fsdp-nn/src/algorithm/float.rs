@@ -254,9 +254,13 @@ impl<R: Real> Weight<R> {
     /// Prepares a weight. Below 0.5 results are computed from the start, otherwise from the end.
     pub(super) fn new(weight: f64) -> Self {
         let from_start = R::from_scalar(weight.abs()) < R::from_scalar(0.5);
-        let (weight, one) = (R::from_scalar(weight), R::from_scalar(1.0));
+        let factor = R::from_scalar(weight);
         Self {
-            factor: if from_start { weight } else { weight - one },
+            factor: if from_start {
+                factor
+            } else {
+                factor - R::from_scalar(1.0)
+            },
             from_start,
         }
     }

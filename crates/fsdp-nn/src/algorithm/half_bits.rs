@@ -60,12 +60,13 @@ pub(super) fn round_f16(value: f32) -> f32 {
     // Adding and subtracting a large power of two rounds away the low bits. `power` is chosen so
     // that the distance between neighbouring f32 values next to it is the distance between
     // neighbouring f16 values next to `value`.
-    let power = f32::from_bits(magnitude.to_bits() & F32_INFINITY);
-    let power = if power < F16_NORMAL {
-        F16_NORMAL
-    } else {
-        power
-    } * 8192.0;
+    let exponent = f32::from_bits(magnitude.to_bits() & F32_INFINITY);
+    let power = 8192.0
+        * if exponent < F16_NORMAL {
+            F16_NORMAL
+        } else {
+            exponent
+        };
     let finite = (magnitude + power) - power;
     let rounded = if magnitude < 65520.0 {
         finite

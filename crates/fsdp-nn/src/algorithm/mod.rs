@@ -47,7 +47,7 @@ use error::at_least_zero;
 use fsdp_layout::{DType, PlainValue};
 
 pub use adafactor::AdafactorOptions;
-pub(crate) use adafactor::Squares;
+pub(crate) use adafactor::{Squares, WholeUpdate};
 pub use adagrad::AdagradOptions;
 pub use adam::AdamOptions;
 pub(crate) use adam::bias_correction;
@@ -95,6 +95,20 @@ pub enum Algorithm {
     ScheduleFreeAdamW(ScheduleFreeOptions),
 }
 
+/// Evaluates an expression for the options of an algorithm, whichever it is.
+macro_rules! with_options {
+    ($algorithm:expr, $options:ident => $value:expr) => {
+        match $algorithm {
+            Algorithm::Sgd($options) => $value,
+            Algorithm::Adam($options) | Algorithm::AdamW($options) => $value,
+            Algorithm::Adagrad($options) => $value,
+            Algorithm::Adafactor($options) => $value,
+            Algorithm::Muon($options) => $value,
+            Algorithm::ScheduleFreeAdamW($options) => $value,
+        }
+    };
+}
+
 impl Algorithm {
     /// Returns torch's class name.
     #[must_use]
@@ -113,14 +127,7 @@ impl Algorithm {
     /// Returns the learning rate.
     #[must_use]
     pub const fn lr(&self) -> f64 {
-        match self {
-            Algorithm::Sgd(options) => options.lr,
-            Algorithm::Adam(options) | Algorithm::AdamW(options) => options.lr,
-            Algorithm::Adagrad(options) => options.lr,
-            Algorithm::Adafactor(options) => options.lr,
-            Algorithm::Muon(options) => options.lr,
-            Algorithm::ScheduleFreeAdamW(options) => options.lr,
-        }
+        with_options!(self, options => options.lr)
     }
 
     /// Changes the learning rate, as a scheduler does.
@@ -129,14 +136,7 @@ impl Algorithm {
     /// [`AlgorithmError::OutOfRange`] for a negative or non-finite rate. The old rate stays then.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), AlgorithmError> {
         at_least_zero(self.name(), &[("lr", lr)])?;
-        match self {
-            Algorithm::Sgd(options) => options.lr = lr,
-            Algorithm::Adam(options) | Algorithm::AdamW(options) => options.lr = lr,
-            Algorithm::Adagrad(options) => options.lr = lr,
-            Algorithm::Adafactor(options) => options.lr = lr,
-            Algorithm::Muon(options) => options.lr = lr,
-            Algorithm::ScheduleFreeAdamW(options) => options.lr = lr,
-        }
+        with_options!(self, options => options.lr = lr);
         Ok(())
     }
 
@@ -146,14 +146,7 @@ impl Algorithm {
     /// # Errors
     /// [`AlgorithmError::OutOfRange`] and [`AlgorithmError::Nesterov`].
     pub fn validate(&self) -> Result<(), AlgorithmError> {
-        match self {
-            Algorithm::Sgd(options) => options.validate(),
-            Algorithm::Adam(options) | Algorithm::AdamW(options) => options.validate(self.name()),
-            Algorithm::Adagrad(options) => options.validate(),
-            Algorithm::Adafactor(options) => options.validate(),
-            Algorithm::Muon(options) => options.validate(),
-            Algorithm::ScheduleFreeAdamW(options) => options.validate(),
-        }
+        with_options!(self, options => options.validate(self.name()))
     }
 
     /// Checks that parameters of this dtype can be updated: `f32`, `f64`, `bf16` and `f16` can,
@@ -274,17 +267,14 @@ impl Algorithm {
     /// that the algorithm does not have, and for one that has a shape of its own, such as
     /// Adafactor's averages of rows.
     pub(crate) fn kind_of(&self, name: &str, shape: &[usize]) -> Option<StateKind> {
-        let of_schema = self
-            .state_entries()
-            .find(|entry| entry.name == name)
-            .map(|entry| entry.kind);
-        let is_like = |(average, own): &(&str, Vec<usize>)| *average == name && own == shape;
-        of_schema.or_else(|| {
-            self.averages_of(shape)
-                .iter()
-                .any(is_like)
-                .then_some(StateKind::LikeParameter)
-        })
+        if let Some(entry) = self.state_entries().find(|entry| entry.name == name) {
+            return Some(entry.kind);
+        }
+        let averages = self.averages_of(shape);
+        let is_like = averages
+            .iter()
+            .any(|(average, own)| *average == name && own == shape);
+        is_like.then_some(StateKind::LikeParameter)
     }
 
     /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather
@@ -336,22 +326,23 @@ impl Algorithm {
         }
         self.check_step(step)?;
         let found = state.len();
+        let decoupled = matches!(self, Algorithm::AdamW(_));
         match (self, state) {
             (Algorithm::Sgd(options), []) if options.momentum == 0.0 => options.update(param, grad),
             (Algorithm::Sgd(options), [buffer]) if options.momentum != 0.0 => {
                 options.update_with_momentum(first, param, grad, buffer);
             }
-            (Algorithm::Adam(options), [exp_avg, exp_avg_sq]) if !options.amsgrad => {
-                options.update(false, step, param, grad, exp_avg, exp_avg_sq);
+            (Algorithm::Adam(options) | Algorithm::AdamW(options), [exp_avg, exp_avg_sq])
+                if !options.amsgrad =>
+            {
+                let scalars = options.scalars(decoupled, step);
+                scalars.update(param, grad, [exp_avg, exp_avg_sq]);
             }
-            (Algorithm::AdamW(options), [exp_avg, exp_avg_sq]) if !options.amsgrad => {
-                options.update(true, step, param, grad, exp_avg, exp_avg_sq);
-            }
-            (Algorithm::Adam(options), [exp_avg, exp_avg_sq, max]) if options.amsgrad => {
-                options.update_amsgrad(false, step, param, grad, exp_avg, exp_avg_sq, max);
-            }
-            (Algorithm::AdamW(options), [exp_avg, exp_avg_sq, max]) if options.amsgrad => {
-                options.update_amsgrad(true, step, param, grad, exp_avg, exp_avg_sq, max);
+            (Algorithm::Adam(options) | Algorithm::AdamW(options), [exp_avg, exp_avg_sq, max])
+                if options.amsgrad =>
+            {
+                let scalars = options.scalars(decoupled, step);
+                scalars.update_amsgrad(param, grad, [exp_avg, exp_avg_sq, max]);
             }
             (Algorithm::Adagrad(options), [sum]) => options.update(step, param, grad, sum),
             (Algorithm::ScheduleFreeAdamW(options), [z, exp_avg_sq]) => {

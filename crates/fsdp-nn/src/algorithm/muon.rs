@@ -80,7 +80,7 @@ impl Default for MuonOptions {
 const MAX_STEPS: u64 = 99;
 
 impl MuonOptions {
-    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+    pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let Self {
             lr,
             weight_decay,
@@ -91,7 +91,7 @@ impl MuonOptions {
             ..
         } = *self;
         at_least_zero(
-            "Muon",
+            algorithm,
             &[
                 ("lr", lr),
                 ("weight_decay", weight_decay),
@@ -115,7 +115,7 @@ impl MuonOptions {
         ] {
             if !is_fine {
                 return Err(AlgorithmError::OutOfRange {
-                    algorithm: "Muon",
+                    algorithm,
                     key,
                     value,
                     range,
@@ -180,7 +180,8 @@ impl MuonOptions {
     /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made
     /// orthogonal; slices of equal length.
     pub(crate) fn direction<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
-        let (fresh, ahead) = (Weight::new(1.0 - self.momentum), Weight::new(self.momentum));
+        let fresh = Weight::new(1.0 - self.momentum);
+        let ahead = Weight::new(self.momentum);
         let elements = grads.iter().zip(buffers).map(|(&grad, buffer)| {
             let g = Element::load(grad);
             let b = Element::load(*buffer).lerp(g, fresh);
@@ -202,6 +203,7 @@ impl MuonOptions {
         params: &mut [T],
         direction: &[half::bf16],
     ) {
+        // The decay does not follow the shape of the matrix, the step does.
         let keep = scalar::<T>(1.0 - self.lr * self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.adjusted_lr(shape));
         for (param, &direction) in params.iter_mut().zip(direction) {
@@ -216,7 +218,7 @@ impl MuonOptions {
     /// Returns the learning rate for a matrix, adjusted to its shape as torch's `adjust_lr_fn`
     /// says.
     fn adjusted_lr(&self, [rows, columns]: [usize; 2]) -> f64 {
-        let (rows, columns) = (rows as f64, columns as f64);
+        let [rows, columns] = [rows, columns].map(|size| size as f64);
         self.lr
             * match self.adjust_lr_fn.unwrap_or(MuonAdjust::Original) {
                 MuonAdjust::Original => (rows / columns).max(1.0).sqrt(),

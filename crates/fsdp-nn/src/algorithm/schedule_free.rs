@@ -72,7 +72,7 @@ impl Default for ScheduleFreeOptions {
 pub(super) const NAME: &str = "AdamWScheduleFree";
 
 impl ScheduleFreeOptions {
-    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+    pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let values = [
             ("lr", self.lr),
             ("eps", self.eps),
@@ -81,15 +81,14 @@ impl ScheduleFreeOptions {
             ("weight_lr_power", self.weight_lr_power),
             ("weight_sum", self.weight_sum),
         ];
-        at_least_zero(NAME, &values)?;
+        at_least_zero(algorithm, &values)?;
         // An infinite rate would make the weights NaN. Before the first step, `lr_max` is -1.
         if !(self.lr_max.is_finite() && self.lr_max >= -1.0) {
-            let (key, value, range) = ("lr_max", self.lr_max, "finite and at least -1");
             return Err(AlgorithmError::OutOfRange {
-                algorithm: NAME,
-                key,
-                value,
-                range,
+                algorithm,
+                key: "lr_max",
+                value: self.lr_max,
+                range: "finite and at least -1",
             });
         }
         // `betas[0]` may not be 0, because `switch_weight` divides by it.
@@ -104,7 +103,7 @@ impl ScheduleFreeOptions {
         ] {
             if !(least..1.0).contains(&value) {
                 return Err(AlgorithmError::OutOfRange {
-                    algorithm: NAME,
+                    algorithm,
                     key,
                     value,
                     range,
@@ -192,18 +191,24 @@ impl ScheduleFreeOptions {
         Ok(())
     }
 
-    /// Returns the factors of the current step.
-    pub(crate) fn factors(&self) -> Factors {
-        let z_weight = if self.weight_sum == 0.0 {
+    /// Returns the divisor that makes up for the average of squares beginning at zero.
+    pub(crate) fn bias_correction(&self) -> f64 {
+        1.0 - self.betas.1.powf((self.k + 1) as f64)
+    }
+
+    /// Returns the weight of `z` in the new average.
+    pub(crate) fn z_weight(&self) -> f64 {
+        // Without any learning rate so far there is nothing to average.
+        if self.weight_sum == 0.0 {
             0.0
         } else {
             self.weight() / self.weight_sum
-        };
-        Factors {
-            bias_correction: 1.0 - self.betas.1.powf((self.k + 1) as f64),
-            z_weight,
-            gradient_factor: self.scheduled_lr * (self.betas.0 * (1.0 - z_weight) - 1.0),
         }
+    }
+
+    /// Returns the factor with which the normalized gradient is added to the parameter.
+    pub(crate) fn gradient_factor(&self) -> f64 {
+        self.scheduled_lr * (self.betas.0 * (1.0 - self.z_weight()) - 1.0)
     }
 
     /// Runs one step. The slices must have equal lengths; `zs` and `exp_avg_sqs` are the state of
@@ -215,24 +220,27 @@ impl ScheduleFreeOptions {
         zs: &mut [T],
         exp_avg_sqs: &mut [T],
     ) {
-        let factors = self.factors();
-        let (beta2, second_weight) = (scalar::<T>(self.betas.1), scalar::<T>(1.0 - self.betas.1));
-        let bias_correction = scalar::<T>(factors.bias_correction);
+        let beta2 = scalar::<T>(self.betas.1);
+        let second_weight = scalar::<T>(1.0 - self.betas.1);
+        let bias_correction = scalar::<T>(self.bias_correction());
         let eps = Element::from_scalar(self.eps);
         let decay = (self.weight_decay != 0.0).then(|| Element::from_scalar(self.weight_decay));
-        let z_weight = Weight::new(factors.z_weight);
-        let gradient_factor = Element::from_scalar(factors.gradient_factor);
+        let z_weight = Weight::new(self.z_weight());
+        let gradient_factor = Element::from_scalar(self.gradient_factor());
         let negative_lr = Element::from_scalar(-self.scheduled_lr);
         for (((param, &grad), z), exp_avg_sq) in
             params.iter_mut().zip(grads).zip(zs).zip(exp_avg_sqs)
         {
-            let (y, g) = (Element::load(*param), Element::load(grad));
+            let y = Element::load(*param);
+            let g = Element::load(grad);
             // AdamW's step, without its average of gradients.
             let v = Element::load(*exp_avg_sq)
                 .mul(beta2)
                 .addcmul(g, g, second_weight);
-            let normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
-            let normalized = decay.map_or(normalized, |decay| normalized.add_scaled(y, decay));
+            let mut normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
+            if let Some(decay) = decay {
+                normalized = normalized.add_scaled(y, decay);
+            }
             // Both `y` and `z` move, each from the `z` before this step.
             let old_z = Element::load(*z);
             *exp_avg_sq = v.store();
@@ -257,15 +265,4 @@ impl ScheduleFreeOptions {
             1.0 - 1.0 / self.betas.0
         }
     }
-}
-
-/// The factors of one step.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Factors {
-    /// The divisor that makes up for the average of squares beginning at zero.
-    pub(crate) bias_correction: f64,
-    /// The weight of `z` in the new average.
-    pub(crate) z_weight: f64,
-    /// The factor with which the normalized gradient is added to the parameter.
-    pub(crate) gradient_factor: f64,
 }

@@ -43,7 +43,7 @@ impl Default for SgdOptions {
 }
 
 impl SgdOptions {
-    pub(super) fn validate(&self) -> Result<(), AlgorithmError> {
+    pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let Self {
             lr,
             momentum,
@@ -53,7 +53,7 @@ impl SgdOptions {
             ..
         } = *self;
         at_least_zero(
-            "SGD",
+            algorithm,
             &[
                 ("lr", lr),
                 ("momentum", momentum),
@@ -62,12 +62,13 @@ impl SgdOptions {
         )?;
         if !dampening.is_finite() {
             return Err(AlgorithmError::OutOfRange {
-                algorithm: "SGD",
+                algorithm,
                 key: "dampening",
                 value: dampening,
                 range: "finite",
             });
         }
+        // Nesterov's formula holds for undamped momentum only.
         if nesterov && (momentum == 0.0 || dampening != 0.0) {
             return Err(AlgorithmError::Nesterov {
                 momentum,
@@ -153,10 +154,8 @@ impl SgdOptions {
     ) {
         let gradient = Gradient::new(self.maximize, self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.lr);
-        let (momentum, ahead) = (
-            scalar::<T>(self.momentum),
-            Element::from_scalar(self.momentum),
-        );
+        let momentum = scalar::<T>(self.momentum);
+        let ahead = Element::from_scalar(self.momentum);
         let undamped = Element::from_scalar(1.0 - self.dampening);
         for ((param, &grad), buffer) in params.iter_mut().zip(grads).zip(buffers) {
             let p = Element::load(*param);

@@ -1,6 +1,8 @@
 //! The errors of sharded modules and optimizers.
 
+mod build;
 mod optim_state;
+mod state_dict;
 mod training;
 
 use std::io;
@@ -13,7 +15,10 @@ use thiserror::Error;
 
 use crate::algorithm::AlgorithmError;
 
+pub use build::BuildError;
+use build::unit_name;
 pub use optim_state::OptimStateError;
+pub use state_dict::StateDictError;
 pub use training::{SamplerError, ScalerError};
 
 /// An error of this crate.
@@ -44,54 +49,30 @@ pub enum NnError {
     /// A sampler cannot continue with a state.
     #[error(transparent)]
     Sampler(#[from] SamplerError),
-    /// A model is given a second communication hook.
-    #[error("the model has a communication hook already, and can have one only")]
-    SecondHook,
-    /// The decay of an average of weights is outside its range.
-    #[error("the decay of an average of weights is {decay}, but must be between 0 and 1")]
-    EmaDecay {
-        /// The decay.
-        decay: f64,
+    /// A model cannot be built as it was declared.
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    /// A state dict, or the settings for it, cannot be used with this model.
+    #[error(transparent)]
+    StateDict(#[from] StateDictError),
+    /// Options or arguments that are out of range, contradict each other, or do not fit the model.
+    #[error("{problem}")]
+    Options {
+        /// What is wrong, and what to do.
+        problem: String,
     },
     /// The model computes with the average of its weights.
     #[error(
-        "the model has the average of its weights now: call `swap` of the `AveragedModel` that has the weights first"
+        "the model has the average of its weights now: call `swap` of the `AveragedModel` that has \
+         the weights first"
     )]
     Swapped,
-    /// Gradients are to be clipped by a norm that no norm can be.
-    #[error(
-        "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and not NaN"
-    )]
-    MaxNorm {
-        /// The norm.
-        max_norm: f64,
-    },
     /// Gradients of some rank hold NaN or infinities, which an update would spread to the
     /// parameters of all.
     #[error("the norm of the gradients is {norm}: gradients of some rank are not finite")]
     NonFiniteGradients {
         /// The norm of the gradients of all ranks.
         norm: f64,
-    },
-    /// A parameter is requested twice, with different shapes or dtypes.
-    #[error("parameter `{fqn}` is requested as {asked}, but it exists as {existing}")]
-    Conflict {
-        /// The parameter.
-        fqn: String,
-        /// The shape and dtype asked for.
-        asked: String,
-        /// The shape and dtype that are there.
-        existing: String,
-    },
-    /// `HybridShard` needs to know which ranks are replicas.
-    #[error(
-        "HybridShard needs a 2-D device mesh (replicas, shards) over all {world_size} ranks, but got shape {shape:?}"
-    )]
-    Mesh {
-        /// The mesh's shape; empty if there is none.
-        shape: Vec<usize>,
-        /// Ranks of the process group.
-        world_size: usize,
     },
     /// A forward computes with the parameters of the unit.
     #[error(
@@ -119,8 +100,8 @@ pub enum NnError {
     },
     /// A backward came to a unit whose values are not those that its forward computed with.
     #[error(
-        "the parameters of {} have changed since the forward: run backward before a step or a load, or the forward again \
-         after it",
+        "the parameters of {} have changed since the forward: run backward before a step or a \
+         load, or the forward again after it",
         unit_name(unit)
     )]
     ChangedSinceForward {
@@ -142,100 +123,6 @@ pub enum NnError {
         /// candle's error.
         error: String,
     },
-    /// Two units ask for one parameter, and neither runs inside the other.
-    #[error(
-        "parameter `{fqn}` of {} is requested by {} too: request it outside of units, or in a unit around both",
-        unit_name(first),
-        unit_name(second)
-    )]
-    SharedBetweenUnits {
-        /// The parameter.
-        fqn: String,
-        /// The unit that asked first.
-        first: String,
-        /// The other unit.
-        second: String,
-    },
-    /// A model that is built from a checkpoint asks for a parameter that is not in it.
-    #[error("the checkpoint has no parameter `{fqn}`")]
-    NotInCheckpoint {
-        /// The parameter.
-        fqn: String,
-    },
-    /// A model that is built from a checkpoint asks for another shape than is in it.
-    #[error(
-        "parameter `{fqn}` is requested with shape {asked:?}, but has {found:?} in the checkpoint"
-    )]
-    OtherShape {
-        /// The parameter.
-        fqn: String,
-        /// The shape asked for.
-        asked: Vec<usize>,
-        /// The shape in the checkpoint.
-        found: Vec<usize>,
-    },
-    /// A buffer is registered under a name that the model has already, or after the model has been
-    /// built.
-    #[error("buffer `{name}` is registered {problem}")]
-    Buffer {
-        /// The buffer.
-        name: String,
-        /// The circumstance that is wrong.
-        problem: &'static str,
-    },
-    /// A model is complete once it has been sharded.
-    #[error("parameter `{fqn}` is requested after the model has been built")]
-    LateParameter {
-        /// The parameter.
-        fqn: String,
-    },
-    /// The model had asked for a name before it was tied to another.
-    #[error(
-        "`{alias}` is a separate parameter already: tie it to `{fqn}` before the model requests it"
-    )]
-    LateTie {
-        /// The name.
-        alias: String,
-        /// The parameter that it should be another name of.
-        fqn: String,
-    },
-    /// One name is tied to two others.
-    #[error("`{alias}` is tied to `{first}` and to `{second}`")]
-    TiedTwice {
-        /// The name.
-        alias: String,
-        /// A name that it is tied to.
-        first: String,
-        /// Another.
-        second: String,
-    },
-    /// Ties that lead to no parameter.
-    #[error(
-        "{} are tied to each other in a circle: tie each to a parameter",
-        quoted(names)
-    )]
-    TieCircle {
-        /// The names in it.
-        names: Vec<String>,
-    },
-    /// FlatParameters have their units' names, so two of one name cannot be told apart.
-    #[error(
-        "two units were made at the scope `{unit}`, so their FlatParameters have the same name: set `use_orig_params`, or make \
-         each unit at its own scope"
-    )]
-    DuplicateUnit {
-        /// The scope.
-        unit: String,
-    },
-    /// A parameter for which candle records no graph is to be trained.
-    #[error(
-        "parameter `{fqn}` was built frozen, so it gets no gradient: select it in `FsdpConfig::requires_grad`, and freeze it \
-         with `set_requires_grad` until it is to be trained"
-    )]
-    BuiltFrozen {
-        /// The parameter.
-        fqn: String,
-    },
     /// The ranks have built different models, been given different options, or chosen different
     /// parameters to train.
     #[error("the ranks do not have the same model: {}", differences.join("; "))]
@@ -251,38 +138,13 @@ pub enum NnError {
     },
     /// An optimizer was to step while gradients had come to a unit that were not reduced yet.
     #[error(
-        "the backward of {} has not ended: run it by `FullyShardedDataParallel::backward`, not by candle's `loss.backward()`",
+        "the backward of {} has not ended: run it by `FullyShardedDataParallel::backward`, not by \
+         candle's `loss.backward()`",
         unit_name(unit)
     )]
     BackwardNotEnded {
         /// The unit's name; empty for the root.
         unit: String,
-    },
-    /// The parameters of a group are others than when the optimizer was made.
-    #[error(
-        "parameter group {index} has been replaced by one of other parameters: change the hyperparameters of a group, or make \
-         a new optimizer"
-    )]
-    OtherParameters {
-        /// The position of the group.
-        index: usize,
-    },
-    /// Two parameter groups hold one parameter.
-    #[error("parameter `{fqn}` is in more than one parameter group")]
-    DuplicateParameter {
-        /// The parameter.
-        fqn: String,
-    },
-    /// Without `use_orig_params` the optimizer sees whole FlatParameters.
-    #[error(
-        "parameters `{first}` and `{second}` are of one FlatParameter, so they must be in one parameter group: \
-         set `use_orig_params` or group them together"
-    )]
-    SplitFlatParameter {
-        /// A parameter.
-        first: String,
-        /// One of the same unit in another group, or in none.
-        second: String,
     },
     /// An optimizer state dict that does not fit.
     #[error("{error}{}", on_ranks(ranks))]
@@ -293,106 +155,9 @@ pub enum NnError {
         /// concerns all.
         ranks: Vec<usize>,
     },
-    /// A config of another class than the state dict type asks for.
-    #[error("expected {which} of type `{expected}`, but got `{found}`")]
-    ConfigType {
-        /// `state_dict_config` or `optim_state_dict_config`.
-        which: &'static str,
-        /// The class for the state dict type.
-        expected: &'static str,
-        /// The class given.
-        found: &'static str,
-    },
-    /// Local state dicts, which hold FlatParameters, do not support a mesh.
-    #[error(
-        "DeviceMesh is not compatible with LOCAL_STATE_DICT: use `StateDictType::Sharded`, or shard without a mesh"
-    )]
-    MeshWithLocal,
-    /// Parameters that are whole on every rank have no local state dict.
-    #[error(
-        "`local_state_dict` can only be used when parameters are flatten and sharded: use `StateDictType::Full` with \
-         NoShard or a single rank"
-    )]
-    LocalWithoutSharding,
     /// The optimizer steps on the parameters of another model.
     #[error("the optimizer was made for the parameters of another model")]
     ForeignOptimizer,
-    /// The names are not the parameters of a unit.
-    #[error("{fqns:?} are not the parameters of one FlatParameter")]
-    NotAFlatParameter {
-        /// The names.
-        fqns: Vec<String>,
-    },
-    /// Options that contradict each other.
-    #[error("{problem}")]
-    Options {
-        /// The contradiction, and what to set.
-        problem: &'static str,
-    },
-    /// A submodule that the model does not have, in the options of a state dict.
-    #[error(
-        "the model has no parameter or buffer in the submodule `{module}`; give a name such as `layers.0`"
-    )]
-    UnknownSubmodule {
-        /// The name in the options.
-        module: String,
-    },
-    /// A state dict of FlatParameters cannot be loaded by name.
-    #[error(
-        "`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module"
-    )]
-    FlatParameterKey {
-        /// The key.
-        key: String,
-    },
-    /// A state dict is not the one that it is compared with.
-    #[error("state dicts differ at `{key}`: {problem}")]
-    Differs {
-        /// The flat key.
-        key: String,
-        /// The difference.
-        problem: String,
-    },
-    /// A param group of a state dict that cannot be read.
-    #[error("param group {index} of the optimizer state dict is malformed: {problem}")]
-    MalformedGroup {
-        /// Its position.
-        index: usize,
-        /// The problem.
-        problem: String,
-    },
-    /// Several saved groups meet in one live group with different hyperparameters.
-    #[error(
-        "parameters of group {index} were saved in groups with different hyperparameters \
-         ({first:?} and {second:?}): make them one group before saving, or separate groups before loading"
-    )]
-    ConflictingGroups {
-        /// The live group.
-        index: usize,
-        /// Parameters of one saved group.
-        first: Vec<String>,
-        /// Parameters of another.
-        second: Vec<String>,
-    },
-    /// A container where a tensor or a plain value should be.
-    #[error("optimizer state `{name}` of parameter `{fqn}` cannot be a {kind}")]
-    UnexpectedState {
-        /// The parameter.
-        fqn: String,
-        /// The state entry.
-        name: String,
-        /// The kind that was found.
-        kind: String,
-    },
-}
-
-/// Returns a unit for messages.
-fn unit_name(unit: &str) -> String {
-    if unit.is_empty() {
-        "the root unit".to_owned()
-    } else {
-        format!("unit `{unit}`")
-    }
 }
 
 /// The most names of a large model that a message has.
@@ -419,8 +184,8 @@ fn one_of(names: &[String]) -> String {
 /// Returns the advice for a computation with a parameter that is sharded.
 fn where_to_compute(units: &[String]) -> String {
     if units.is_empty() {
-        return "a model that is being built can take views of its parameters (`t`, `reshape`), but neither compute with them \
-                nor copy them"
+        return "a model that is being built can take views of its parameters (`t`, `reshape`), but \
+                neither compute with them nor copy them"
             .to_owned();
     }
     let mut names: Vec<String> = units
@@ -437,20 +202,27 @@ fn where_to_compute(units: &[String]) -> String {
     )
 }
 
-fn quoted(names: &[String]) -> String {
-    names
-        .iter()
-        .map(|name| format!("`{name}`"))
-        .collect::<Vec<_>>()
-        .join(", ")
-}
-
 /// Returns the end of a message that names ranks.
 fn on_ranks(ranks: &[usize]) -> String {
     match ranks {
         [] => String::new(),
         [rank] => format!(" (on rank {rank})"),
         ranks => format!(" (on ranks {ranks:?})"),
+    }
+}
+
+impl NnError {
+    pub(crate) fn unknown_parameter(fqn: &str) -> Self {
+        NnError::UnknownParameter {
+            fqn: fqn.to_owned(),
+        }
+    }
+
+    /// Makes the error of options or arguments that cannot be.
+    pub(crate) fn options(problem: impl Into<String>) -> Self {
+        NnError::Options {
+            problem: problem.into(),
+        }
     }
 }
 

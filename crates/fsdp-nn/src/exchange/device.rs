@@ -49,7 +49,8 @@ fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
 /// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute
 /// value. Returns NaN if any element is NaN.
 pub(crate) fn norm_part(flat: &Tensor, is_infinity: bool) -> Result<f64> {
-    let (mut squares, mut largest) = (0f64, 0f64);
+    let mut squares = 0f64;
+    let mut largest = 0f64;
     for piece in pieces(flat.elem_count()) {
         let piece = flat
             .narrow(0, piece.start, piece.len())?
@@ -117,10 +118,6 @@ mod nccl {
         group.device().filter(|_| tensor.device().is_cuda())
     }
 
-    fn unsupported(tensor: &Tensor) -> Result<()> {
-        Err(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "FlatParameter").into())
-    }
-
     /// Returns all ranks' shards, one after the other.
     pub(crate) fn all_gather(group: &ProcessGroup, shard: &Tensor) -> Result<Option<Tensor>> {
         fn gather<T: Scalar + Element + CudaDType + DeviceRepr>(
@@ -144,7 +141,7 @@ mod nccl {
             shard.dtype(),
             shard.device(),
         )?;
-        with_float!(shard.dtype(), T => gather::<T>(on_device, &whole, shard)?, else unsupported(shard)?);
+        with_float!(shard.dtype(), T => gather::<T>(on_device, &whole, shard)?);
         Ok(Some(whole))
     }
 
@@ -175,7 +172,7 @@ mod nccl {
         let Some(on_device) = on_device(group, whole) else {
             return Ok(false);
         };
-        with_float!(whole.dtype(), T => reduce::<T>(on_device, reduced, whole)?, else unsupported(whole)?);
+        with_float!(whole.dtype(), T => reduce::<T>(on_device, reduced, whole)?);
         Ok(true)
     }
 
@@ -193,7 +190,7 @@ mod nccl {
         let Some(on_device) = on_device(group, buffer) else {
             return Ok(false);
         };
-        with_float!(buffer.dtype(), T => reduce::<T>(on_device, buffer)?, else unsupported(buffer)?);
+        with_float!(buffer.dtype(), T => reduce::<T>(on_device, buffer)?);
         Ok(true)
     }
 }

@@ -57,22 +57,22 @@ pub(crate) fn flat_gradient<T: Scalar>(
 ) -> Result<Vec<T>> {
     let mut flat = reserved_vec::<T>(layout.padded_unsharded_numel())?;
     for (entry, numel) in layout.entries().iter().zip(layout.numels_with_padding()) {
-        let (start, end) = (flat.len(), flat.len() + numel);
+        let start = flat.len();
         let grad = match entry {
             FlatEntry::Param(param) => grads[*param].take(),
             FlatEntry::Padding => None,
         };
-        let grad = grad.map(|grad| cast(grad, Some(T::DTYPE))).transpose()?;
-        match grad {
-            Some(grad) if grad.is_contiguous() => {
-                flat.extend_from_slice(&HostSlice::<T>::read(&grad)?)
-            }
-            grad => {
-                flat.resize(end, T::zeroed());
-                if let Some(grad) = grad {
-                    copy_gradient(&grad, &mut flat[start..], false)?;
-                }
-            }
+        // Padding, and a parameter that got no gradient.
+        let Some(grad) = grad else {
+            flat.resize(start + numel, T::zeroed());
+            continue;
+        };
+        let cast = cast(grad, Some(T::DTYPE))?;
+        if cast.is_contiguous() {
+            flat.extend_from_slice(&HostSlice::<T>::read(&cast)?);
+        } else {
+            flat.resize(start + numel, T::zeroed());
+            copy_gradient(&cast, &mut flat[start..], false)?;
         }
     }
     flat.resize(layout.padded_unsharded_numel(), T::zeroed());

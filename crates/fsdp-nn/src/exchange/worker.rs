@@ -22,11 +22,12 @@ impl Worker {
     /// Starts the thread.
     pub(crate) fn start(name: &str) -> io::Result<Self> {
         let (jobs, queue) = mpsc::channel::<Job>();
-        let run = move || {
-            tasks::stay_on_this_thread();
-            queue.into_iter().for_each(|job| job());
-        };
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(run)?;
+        let thread = thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                tasks::stay_on_this_thread();
+                queue.into_iter().for_each(|job| job());
+            })?;
         Ok(Worker {
             jobs: Some(jobs),
             thread: Some(thread),

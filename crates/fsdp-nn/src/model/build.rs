@@ -10,9 +10,10 @@ use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::aligned_numel;
 use indexmap::IndexMap;
 
+use super::init::InitialValues;
 use super::registry::{Declared, ROOT, Registry};
 use crate::config::{FsdpConfig, ShardingStrategy};
-use crate::error::{NnError, Result};
+use crate::error::{BuildError, NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared};
 use crate::unit::{FlatParamHandle, Parameter, UnitSpec};
 
@@ -77,16 +78,19 @@ pub(crate) fn build_units(
         // Without `use_orig_params` a FlatParameter is named after its unit, so that two units
         // cannot have one name.
         if !config.use_orig_params && built.handles.iter().any(|other| other.name() == unit.name) {
-            return Err(NnError::DuplicateUnit {
+            return Err(BuildError::DuplicateUnit {
                 unit: unit.name.clone(),
-            });
+            }
+            .into());
         }
         let handle = Arc::new(built.unit(index, registry, declared, config)?);
         // From now on the model's tensors and modules find their unit.
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param);
         }
-        unit.slot.set(&handle);
+        unit.slot
+            .set(Arc::downgrade(&handle))
+            .expect("each unit has one handle");
         built.handles.push(handle);
     }
     let units = built.handles.iter();
@@ -107,14 +111,8 @@ impl Built {
     ) -> Result<FlatParamHandle> {
         let unit = &registry.units[index];
         let dtype = check_unit(declared, config.use_orig_params)?;
-        if let Some(reduce) = unit.precision.reduce
-            && !file_dtype(reduce).is_ok_and(|dtype| dtype.is_float())
-        {
-            return Err(candle_core::Error::UnsupportedDTypeForOp(
-                reduce,
-                "reduction of gradients",
-            )
-            .into());
+        if let Some(reduce) = unit.precision.reduce {
+            check_computes(reduce, "reduction of gradients")?;
         }
         let align = if config.use_orig_params {
             aligned_numel(file_dtype(dtype)?)
@@ -177,6 +175,7 @@ pub(crate) fn describe(
             None => "no mesh".to_owned(),
         },
     ];
+    // The precision of the model, and then that of each unit that has one of its own.
     lines.push(format!("{:?}", config.mixed_precision));
     lines.extend(
         registry
@@ -191,22 +190,26 @@ pub(crate) fn describe(
             }),
     );
     lines.extend(registry.params.iter().map(|(fqn, param)| {
-        let unit = match registry.units[param.unit].name.as_str() {
-            _ if param.unit == ROOT => "no unit".to_owned(),
-            name => format!("unit `{name}`, number {} of the model,", param.unit),
+        let unit = if param.unit == ROOT {
+            "no unit".to_owned()
+        } else {
+            let name = &registry.units[param.unit].name;
+            format!("unit `{name}`, number {} of the model,", param.unit)
         };
         let trained = if param.requires_grad {
             "trained"
         } else {
             "frozen"
         };
-        let (dtype, shape) = (param.tensor.dtype().as_str(), param.tensor.dims());
-        let shards = param.dtype.as_str();
         format!(
-            "the parameter `{fqn}` in {unit} {trained}, {dtype} {shape:?} of {shards}, from {:?}",
+            "the parameter `{fqn}` in {unit} {trained}, {} {:?} of {}, from {:?}",
+            param.tensor.dtype().as_str(),
+            param.tensor.dims(),
+            param.dtype.as_str(),
             param.init
         )
     }));
+    // Ties and buffers too: a state dict has them, so the ranks must have the same.
     lines.extend(
         aliases
             .iter()
@@ -231,6 +234,7 @@ fn shard_and_replicate_groups(group: &ProcessGroup, config: &FsdpConfig) -> Resu
             shard: None,
             replicate: unless_alone(group.clone()),
         }),
+        // The rows of the mesh are replicas, and the ranks of a row hold one copy together.
         (ShardingStrategy::HybridShard, Some(mesh))
             if mesh.shape().len() == 2 && mesh.size() == group.world_size() =>
         {
@@ -240,12 +244,13 @@ fn shard_and_replicate_groups(group: &ProcessGroup, config: &FsdpConfig) -> Resu
                 replicate,
             })
         }
-        (ShardingStrategy::HybridShard, mesh) => Err(NnError::Mesh {
+        (ShardingStrategy::HybridShard, mesh) => Err(BuildError::Mesh {
             shape: mesh
                 .as_ref()
                 .map_or_else(Vec::new, |mesh| mesh.shape().to_vec()),
             world_size: group.world_size(),
-        }),
+        }
+        .into()),
         _ => Ok(Groups {
             shard: unless_alone(group.clone()),
             replicate: None,
@@ -265,40 +270,42 @@ fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
     ))
 }
 
+/// Checks that there is arithmetic of a dtype: files know 8-bit floats too.
+fn check_computes(dtype: DType, operation: &'static str) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F64 | DType::BF16 | DType::F16 => Ok(()),
+        _ => Err(candle_core::Error::UnsupportedDTypeForOp(dtype, operation).into()),
+    }
+}
+
 /// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must
 /// have one dtype, which holds floats, and the model must compute with all in one dtype. Without
 /// `use_orig_params` all must be trained, or none.
 fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Result<DType> {
-    let Some((_, first)) = declared.first() else {
-        return Err(fsdp_layout::FlatLayoutError::Empty.into());
-    };
-    let (dtype, computed) = (first.dtype, file_dtype(first.tensor.dtype())?);
-    let expected = file_dtype(dtype)?;
+    let (_, first) = declared[0];
     for (fqn, param) in declared {
-        let found = file_dtype(param.dtype)?;
-        if !found.is_float() {
+        let dtype = file_dtype(param.dtype)?;
+        if !dtype.is_float() {
             return Err(fsdp_flat::FlatError::IntegerDType {
                 fqn: (*fqn).clone(),
-                dtype: found,
+                dtype,
             }
             .into());
         }
-        if found != expected {
-            return Err(fsdp_flat::FlatError::MixedDType {
-                fqn: (*fqn).clone(),
-                expected,
-                found,
+        check_computes(param.dtype, "FlatParameter")?;
+        // One flat tensor holds all parameters of a unit, and one operation casts it.
+        for (expected, found) in [
+            (first.dtype, param.dtype),
+            (first.tensor.dtype(), param.tensor.dtype()),
+        ] {
+            if found != expected {
+                return Err(fsdp_flat::FlatError::MixedDType {
+                    fqn: (*fqn).clone(),
+                    expected: file_dtype(expected)?,
+                    found: file_dtype(found)?,
+                }
+                .into());
             }
-            .into());
-        }
-        let found = file_dtype(param.tensor.dtype())?;
-        if found != computed {
-            return Err(fsdp_flat::FlatError::MixedDType {
-                fqn: (*fqn).clone(),
-                expected: computed,
-                found,
-            }
-            .into());
         }
         if !use_orig_params && param.requires_grad != first.requires_grad {
             return Err(fsdp_flat::FlatError::MixedRequiresGrad {
@@ -307,7 +314,7 @@ fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Resul
             .into());
         }
     }
-    Ok(dtype)
+    Ok(first.dtype)
 }
 
 /// Writes this rank's part of each parameter's initial values.
@@ -318,10 +325,12 @@ fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64
         for (info, (fqn, param)) in infos.iter().zip(declared) {
             if let Some(info) = info {
                 let target = &mut data[info.shard_range()];
-                crate::model::init::fill(&param.init, seed, fqn, param.tensor.dims(), info.param_range(), target);
+                let shape = param.tensor.dims();
+                let values = InitialValues { init: &param.init, seed, fqn, shape };
+                values.fill(info.param_range(), target);
             }
         }
-    }, else ());
+    });
     Ok(())
 }
 
@@ -363,8 +372,9 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
         .all_gather_object(&lines.len())?
         .into_iter()
         .max()
-        .unwrap_or(0);
-    let (mut same, mut different) = (0, longest);
+        .expect("a group has ranks");
+    let mut same = 0;
+    let mut different = longest;
     while same + 1 < different {
         let middle = same.midpoint(different);
         let hashes = group.all_gather_object(&hash(&lines[..middle.min(lines.len())]))?;
@@ -376,14 +386,14 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
     }
     // Show each other the line that differs, and list which ranks have which.
     let found = group.all_gather_object(&lines.get(same).cloned())?;
-    let mut differences: Vec<(Option<String>, Vec<usize>)> = Vec::new();
+    let mut by_line: Vec<(Option<String>, Vec<usize>)> = Vec::new();
     for (line, &rank) in found.into_iter().zip(group.global_ranks()) {
-        match differences.iter_mut().find(|(other, _)| *other == line) {
+        match by_line.iter_mut().find(|(other, _)| *other == line) {
             Some((_, ranks)) => ranks.push(rank),
-            None => differences.push((line, vec![rank])),
+            None => by_line.push((line, vec![rank])),
         }
     }
-    let differences = differences.into_iter().map(|(line, ranks)| {
+    let differences = by_line.into_iter().map(|(line, ranks)| {
         format!(
             "{} {}",
             on_ranks(&ranks),

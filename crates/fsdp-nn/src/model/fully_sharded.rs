@@ -71,7 +71,7 @@ impl<M> FullyShardedDataParallel<M> {
     /// An error of one rank becomes an error on every rank. The errors of `build`;
     /// [`NnError::DifferentModels`] if the ranks do not build the same model; parameters that
     /// cannot share a unit (mixed dtypes, integers, and without `use_orig_params` frozen and
-    /// trained ones, or two units of one name); [`NnError::Mesh`]; ties that lead to no parameter
+    /// trained ones, or two units of one name); [`BuildError::Mesh`](crate::BuildError::Mesh); ties that lead to no parameter
     /// ([`Scope::tie`]); [`NnError::ParametersSharded`] if `build` computes with parameters.
     pub fn new(
         group: ProcessGroup,
@@ -87,8 +87,8 @@ impl<M> FullyShardedDataParallel<M> {
     /// [`Self::new`].
     ///
     /// # Errors
-    /// [`NnError::NotInCheckpoint`] for a parameter that is not in `shapes`, and
-    /// [`NnError::OtherShape`] for one that has another shape there. The builder returns these to
+    /// [`BuildError::NotInCheckpoint`](crate::BuildError::NotInCheckpoint) for a parameter that is not in `shapes`, and
+    /// [`BuildError::OtherShape`](crate::BuildError::OtherShape) for one that has another shape there. The builder returns these to
     /// `build`, which may handle them. The errors of [`Self::new`].
     pub fn empty(
         group: ProcessGroup,
@@ -155,15 +155,15 @@ impl<M> FullyShardedDataParallel<M> {
         let output = f(&self.module).map_err(|error| self.parameters.explain(error))?;
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
-        let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
+        let converted = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
         // Attach a check to the output: a backward must fail if values have changed since this
         // forward. Units that are gathered attach it to their own output, the others do not.
         let unchecked: Vec<Arc<FlatParamHandle>> = self.parameters.unchecked_units();
         if root.is_none() && unchecked.is_empty() {
-            return Ok(output);
+            return Ok(converted);
         }
         let changes = self.parameters.shared.values.last_change();
-        Ok(output.map_tensors(&mut |tensor| {
+        Ok(converted.map_tensors(&mut |tensor| {
             // The hook copies its tensor, so it is attached only where it is needed. A tensor
             // without a gradient has no backward. And a parameter that the model returns as its
             // output was not computed from the values of parameters.
@@ -320,14 +320,13 @@ impl<M> FullyShardedDataParallel<M> {
     /// ```
     ///
     /// # Errors
-    /// [`NnError::SecondHook`]; [`NnError::DifferentModels`] if ranks register different ones. One
+    /// [`NnError::Options`] if the model has a hook; [`NnError::DifferentModels`] if ranks register different ones. One
     /// rank's error is every rank's.
     pub fn register_comm_hook(&self, hook: CommHook) -> Result<()> {
         let reductions = &self.parameters().shared.reductions;
-        let free = if reductions.sent_dtype().is_none() {
-            Ok(hook)
-        } else {
-            Err(NnError::SecondHook)
+        let free = match reductions.sent_dtype() {
+            Some(_) => Err(second_hook()),
+            None => Ok(hook),
         };
         let hook = agree_on_model(self.group(), "register_comm_hook", free, |hook| {
             vec![format!("the hook {hook:?}")]
@@ -335,9 +334,14 @@ impl<M> FullyShardedDataParallel<M> {
         if reductions.set_sent_dtype(hook.dtype()) {
             Ok(())
         } else {
-            Err(NnError::SecondHook)
+            Err(second_hook())
         }
     }
+}
+
+/// Returns the error for a model that is given a second communication hook.
+fn second_hook() -> NnError {
+    NnError::options("the model has a communication hook already, and can have one only")
 }
 
 /// The way in which gradients travel between ranks: torch's communication hooks of the same names.

@@ -11,39 +11,55 @@ use fsdp_flat::storage::Scalar;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// Writes elements `range` of the row-major parameter `fqn` of `shape` into `out`.
-pub(crate) fn fill<T: Scalar>(
-    init: &Init,
-    seed: u64,
-    fqn: &str,
-    shape: &[usize],
-    range: Range<usize>,
-    out: &mut [T],
-) {
-    match distribution(init, shape) {
-        Distribution::Constant(value) => out.fill(T::from_f64(value)),
-        Distribution::Uniform { low, high } => {
-            let mut words = Words::at(seed, fqn, range.start);
-            for value in out {
-                *value = T::from_f64(low + (high - low) * words.next_unit());
+/// The initial values of a parameter, which depend on the seed and on its name only.
+pub(crate) struct InitialValues<'a> {
+    pub(crate) init: &'a Init,
+    pub(crate) seed: u64,
+    pub(crate) fqn: &'a str,
+    pub(crate) shape: &'a [usize],
+}
+
+impl InitialValues<'_> {
+    /// Writes the values of a range of the parameter's elements, row-major, to `out`.
+    pub(crate) fn fill<T: Scalar>(&self, range: Range<usize>, out: &mut [T]) {
+        match distribution(self.init, self.shape) {
+            Distribution::Constant(value) => out.fill(T::from_f64(value)),
+            Distribution::Uniform { low, high } => {
+                let mut words = self.words(range.start);
+                for value in out {
+                    *value = T::from_f64(low + (high - low) * next_unit(&mut words));
+                }
+            }
+            Distribution::Normal { mean, deviation } => {
+                // Box-Muller: two words make two elements, 2k and 2k + 1.
+                let mut pairs = self.words(range.start & !1);
+                let mut spare = None;
+                if range.start % 2 == 1 && !out.is_empty() {
+                    spare = Some(next_normal_pair(&mut pairs).1);
+                }
+                for value in out {
+                    let normal = spare.take().unwrap_or_else(|| {
+                        let (first, second) = next_normal_pair(&mut pairs);
+                        spare = Some(second);
+                        first
+                    });
+                    *value = T::from_f64(mean + deviation * normal);
+                }
             }
         }
-        Distribution::Normal { mean, deviation } => {
-            // Box-Muller: two words make two elements, 2k and 2k + 1.
-            let mut words = Words::at(seed, fqn, range.start & !1);
-            let mut spare = None;
-            if range.start % 2 == 1 && !out.is_empty() {
-                spare = Some(words.next_normal_pair().1);
-            }
-            for value in out {
-                let normal = spare.take().unwrap_or_else(|| {
-                    let (first, second) = words.next_normal_pair();
-                    spare = Some(second);
-                    first
-                });
-                *value = T::from_f64(mean + deviation * normal);
-            }
-        }
+    }
+
+    /// Returns the random words from one element on: one word for each element.
+    fn words(&self, element: usize) -> ChaCha8Rng {
+        // Seed and name make the key, so that no value depends on the other parameters or on how
+        // they are sharded.
+        let mut key = [0; 32];
+        key[..8].copy_from_slice(&self.seed.to_le_bytes());
+        let name = twox_hash::XxHash3_128::oneshot(self.fqn.as_bytes());
+        key[8..24].copy_from_slice(&name.to_le_bytes());
+        let mut rng = ChaCha8Rng::from_seed(key);
+        rng.set_word_pos(element as u128);
+        rng
     }
 }
 
@@ -67,6 +83,7 @@ fn distribution(init: &Init, shape: &[usize]) -> Distribution {
             fan,
             non_linearity,
         } => {
+            // A parameter with an empty dimension has no values, but must not divide by zero.
             let fan = fan.for_shape(&candle_core::Shape::from(shape)).max(1);
             let deviation = non_linearity.gain() / (fan as f64).sqrt();
             match dist {
@@ -75,6 +92,7 @@ fn distribution(init: &Init, shape: &[usize]) -> Distribution {
                     deviation,
                 },
                 NormalOrUniform::Uniform => {
+                    // A uniform distribution from -b to b has the standard deviation b / sqrt(3).
                     let bound = 3f64.sqrt() * deviation;
                     Distribution::Uniform {
                         low: -bound,
@@ -86,34 +104,16 @@ fn distribution(init: &Init, shape: &[usize]) -> Distribution {
     }
 }
 
-/// The random words of one parameter, one word an element, from any element on.
-struct Words(ChaCha8Rng);
+/// Returns a number in the open interval from 0 to 1.
+fn next_unit(words: &mut ChaCha8Rng) -> f64 {
+    (f64::from(words.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
+}
 
-impl Words {
-    /// Returns the words from `element` on.
-    fn at(seed: u64, fqn: &str, element: usize) -> Self {
-        // Seed and name make the key, so that no value depends on the other parameters or on how
-        // they are sharded.
-        let mut key = [0; 32];
-        key[..8].copy_from_slice(&seed.to_le_bytes());
-        key[8..24].copy_from_slice(&twox_hash::XxHash3_128::oneshot(fqn.as_bytes()).to_le_bytes());
-        let mut rng = ChaCha8Rng::from_seed(key);
-        rng.set_word_pos(element as u128);
-        Words(rng)
-    }
-
-    /// Returns a number in the open interval from 0 to 1.
-    fn next_unit(&mut self) -> f64 {
-        (f64::from(self.0.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
-    }
-
-    /// Returns two independent numbers of the standard normal distribution, by the Box-Muller
-    /// transform.
-    fn next_normal_pair(&mut self) -> (f64, f64) {
-        let radius = (-2.0 * self.next_unit().ln()).sqrt();
-        let (sin, cos) = (TAU * self.next_unit()).sin_cos();
-        (radius * cos, radius * sin)
-    }
+/// Returns two independent numbers of the standard normal distribution: a Box-Muller transform.
+fn next_normal_pair(words: &mut ChaCha8Rng) -> (f64, f64) {
+    let radius = (-2.0 * next_unit(words).ln()).sqrt();
+    let (sin, cos) = (TAU * next_unit(words)).sin_cos();
+    (radius * cos, radius * sin)
 }
 
 #[cfg(test)]
@@ -132,10 +132,16 @@ mod tests {
         ];
         for init in inits {
             let mut whole = vec![0f32; 37];
-            fill(&init, 7, "h.0.weight", &[37], 0..37, &mut whole);
+            let values = InitialValues {
+                init: &init,
+                seed: 7,
+                fqn: "h.0.weight",
+                shape: &[37],
+            };
+            values.fill(0..37, &mut whole);
             for range in [0..37, 1..5, 4..4, 8..37, 35..37] {
                 let mut part = vec![0f32; range.len()];
-                fill(&init, 7, "h.0.weight", &[37], range.clone(), &mut part);
+                values.fill(range.clone(), &mut part);
                 assert_eq!(part, whole[range]);
             }
         }
@@ -147,9 +153,15 @@ mod tests {
             mean: 0.0,
             stdev: 0.02,
         };
-        let make = |seed, name| {
+        let make = |seed, fqn| {
             let mut out = vec![0f64; 100_000];
-            fill(&normal, seed, name, &[100_000], 0..100_000, &mut out);
+            let values = InitialValues {
+                init: &normal,
+                seed,
+                fqn,
+                shape: &[100_000],
+            };
+            values.fill(0..100_000, &mut out);
             out
         };
         let a = make(0, "a");

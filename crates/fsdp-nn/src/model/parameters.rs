@@ -2,8 +2,8 @@
 //! and live values.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Tensor, TensorId, Var};
 use fsdp_comm::ProcessGroup;
@@ -14,7 +14,7 @@ use indexmap::IndexMap;
 
 use super::build::{Built, NEW, agree_on_model, build_units, describe};
 use super::registry::{SharedRegistry, lock};
-use super::state_dict_type::CurrentSettings;
+use super::state_dict_type::StateDictSettings;
 use crate::config::{FsdpConfig, ShardingStrategy};
 use crate::error::{NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared, Unchanged};
@@ -43,7 +43,7 @@ pub struct ShardedParameters {
     ignored: Vec<(String, Var)>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) overlap: Option<Arc<Overlap>>,
-    pub(crate) settings: CurrentSettings,
+    pub(crate) settings: Mutex<StateDictSettings>,
     /// `true` while the parameters have the values of an average, which has theirs.
     pub(crate) has_average: AtomicBool,
     /// `true` once parameters without a gradient have been looked for.
@@ -84,11 +84,9 @@ impl ShardedParameters {
         } = built;
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
-            let params = unit.params.iter().enumerate();
-            places
-                .extend(params.map(|(param, parameter)| {
-                    (parameter.fqn.as_str(), Location { handle, param })
-                }));
+            for (param, parameter) in unit.params.iter().enumerate() {
+                places.insert(&parameter.fqn, Location { handle, param });
+            }
         }
         // Keep the order in which the model declared the parameters, which is not the order of
         // units.
@@ -98,12 +96,13 @@ impl ShardedParameters {
             .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
             .collect();
         let shard_ranks = shard_ranks(&group, &groups, config);
-        let ignored = registry
-            .ignored
-            .iter()
-            .filter_map(|name| Some((name, &registry.buffers.get(name)?.0)));
-        let ignored = ignored.map(|(name, tensor)| Ok((name.clone(), Var::from_tensor(tensor)?)));
-        let ignored = ignored.collect::<Result<_>>()?;
+        let mut ignored = Vec::with_capacity(registry.ignored.len());
+        for name in &registry.ignored {
+            // The builder got an error for an ignored parameter that could not be made.
+            if let Some((tensor, _)) = registry.buffers.get(name) {
+                ignored.push((name.clone(), Var::from_tensor(tensor)?));
+            }
+        }
         let parameters = ShardedParameters {
             group,
             groups,
@@ -116,7 +115,7 @@ impl ShardedParameters {
             ignored,
             shared,
             overlap,
-            settings: CurrentSettings::default(),
+            settings: Mutex::default(),
             has_average: AtomicBool::new(false),
             looked_for_unreached: AtomicBool::new(false),
             on_mesh: config.mesh.is_some(),
@@ -152,8 +151,7 @@ impl ShardedParameters {
     }
 
     /// Returns `true` if `other` is this very model on this rank, and not one like it.
-    #[must_use]
-    pub fn is_same_model(&self, other: &ShardedParameters) -> bool {
+    pub(crate) fn is_same_model(&self, other: &ShardedParameters) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 
@@ -227,9 +225,7 @@ impl ShardedParameters {
         self.locations
             .get(fqn)
             .copied()
-            .ok_or_else(|| NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            })
+            .ok_or_else(|| NnError::unknown_parameter(fqn))
     }
 
     /// Returns `true` if there is a parameter of this name or alias.
@@ -276,10 +272,7 @@ impl ShardedParameters {
 
     /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group
     /// does not have owns none.
-    ///
-    /// # Errors
-    /// [`NnError::UnknownParameter`].
-    pub fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
+    pub(crate) fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
         let Location { handle, param } = self.location(fqn)?;
         let Some(&shard_rank) = self.shard_ranks.get(rank) else {
             return Ok(Vec::new());
@@ -297,13 +290,6 @@ impl ShardedParameters {
     pub fn parameter(&self, fqn: &str) -> Result<ShardedTensor> {
         let Location { handle, param } = self.location(fqn)?;
         self.handles[handle].sharded_param(param)
-    }
-
-    /// Returns the dtype of a unit's shards, as one of `fsdp_layout`.
-    pub(crate) fn file_dtype(&self, handle: &FlatParamHandle) -> Result<fsdp_layout::DType> {
-        let dtype = handle.dtype();
-        fsdp_flat::dtype::from_candle(dtype)
-            .ok_or_else(|| candle_core::Error::UnsupportedDTypeForOp(dtype, "FlatParameter").into())
     }
 
     /// Returns a flat view of this rank's part of the parameter's live values; `None` if it has
@@ -324,18 +310,8 @@ impl ShardedParameters {
         if handle.grad().is_none() {
             return Ok(None);
         }
-        let shape = &handle.layout().shapes()[param];
-        match handle.grad_piece(param)? {
-            Some(piece) => {
-                let boxes = handle.layout().param_boxes(param, handle.shard_rank());
-                Ok(Some(ShardedTensor::from_flat(shape, boxes, &piece)?))
-            }
-            None => Ok(Some(ShardedTensor::new(
-                handle.dtype(),
-                shape.clone(),
-                Vec::new(),
-            )?)),
-        }
+        let piece = handle.grad_piece(param)?;
+        handle.boxed(param, piece.as_ref()).map(Some)
     }
 
     /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's
@@ -377,6 +353,14 @@ impl ShardedParameters {
     #[must_use]
     pub fn has_average(&self) -> bool {
         self.has_average.load(Ordering::Relaxed)
+    }
+
+    /// Checks that the model has its weights, and not their average.
+    pub(crate) fn check_not_swapped(&self) -> Result<()> {
+        if self.has_average() {
+            return Err(NnError::Swapped);
+        }
+        Ok(())
     }
 
     /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
@@ -501,11 +485,7 @@ fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Ve
         (None, ..) => vec![0; group.world_size()],
         // Shards lie along the second dimension of the mesh.
         (Some(_), ShardingStrategy::HybridShard, Some(mesh)) => ranks
-            .map(|rank| {
-                mesh.coordinate(rank)
-                    .and_then(|at| at.get(1).copied())
-                    .unwrap_or(0)
-            })
+            .map(|rank| mesh.coordinate(rank).expect("the mesh has all ranks")[1])
             .collect(),
         _ => ranks.collect(),
     }
@@ -535,7 +515,7 @@ impl ShardedParameters {
     /// Collectives: one agreement.
     ///
     /// # Errors
-    /// [`NnError::BuiltFrozen`]; without `use_orig_params` a choice of some of a unit's parameters;
+    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a choice of some of a unit's parameters;
     /// [`NnError::DifferentModels`] if ranks choose differently. One rank's error is every rank's,
     /// and changes nothing.
     pub fn set_requires_grad(&self, requires_grad: impl Fn(&str) -> bool) -> Result<()> {
@@ -544,10 +524,10 @@ impl ShardedParameters {
             .map(|param| (param, requires_grad(&param.fqn)))
             .collect();
         let checked = self.check_choice(&chosen).map(|()| chosen);
-        let chosen = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
+        let agreed = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
             describe_choice(chosen)
         })?;
-        for (param, requires_grad) in chosen {
+        for (param, requires_grad) in agreed {
             param.set_requires_grad(requires_grad);
         }
         Ok(())
@@ -560,9 +540,12 @@ impl ShardedParameters {
             .iter()
             .find(|(param, requires_grad)| *requires_grad && !param.is_trainable)
         {
-            return Err(NnError::BuiltFrozen {
-                fqn: param.fqn.clone(),
-            });
+            return Err(NnError::options(format!(
+                "parameter `{}` was built frozen, so it gets no gradient: select it in \
+                 `FsdpConfig::requires_grad`, and freeze it with `set_requires_grad` until it is \
+                 to be trained",
+                param.fqn
+            )));
         }
         if self.use_orig_params() {
             return Ok(());

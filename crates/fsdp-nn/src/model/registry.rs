@@ -12,8 +12,9 @@ use fsdp_flat::with_float;
 use indexmap::{IndexMap, IndexSet};
 use tracing::warn;
 
+use super::init::InitialValues;
 use crate::config::{FsdpConfig, MixedPrecision};
-use crate::error::{NnError, Result};
+use crate::error::{BuildError, NnError, Result};
 use crate::unit::{ParameterOp, ParameterSlot, UnitSlot};
 
 /// A parameter that the model has requested.
@@ -50,7 +51,7 @@ pub(crate) struct Registry {
     pub(crate) ignored: IndexSet<String>,
     /// The first invalid tie or buffer. `Scope::tie` and `Scope::buffer` cannot return an error, so
     /// it is reported when the model is complete.
-    wrong: Option<NnError>,
+    wrong: Option<BuildError>,
     /// `true` once the model has been sharded.
     is_complete: bool,
     requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
@@ -61,6 +62,14 @@ pub(crate) struct Registry {
     seed: u64,
     /// The shapes of a checkpoint's parameters, if the model is going to be loaded from one.
     shapes: Option<HashMap<String, Vec<usize>>>,
+}
+
+/// What the model requests under a name.
+struct Request<'a> {
+    shape: Shape,
+    init: Init,
+    dtype: DType,
+    device: &'a Device,
 }
 
 /// A unit that the model has declared.
@@ -105,32 +114,37 @@ impl Registry {
     pub(crate) fn complete(&mut self) -> Result<IndexMap<String, String>> {
         self.is_complete = true;
         if let Some(error) = self.wrong.take() {
-            return Err(error);
+            return Err(error.into());
         }
         if let Some(name) = self
             .buffers
             .keys()
             .find(|name| self.params.contains_key(*name) || self.aliases.contains_key(*name))
         {
-            return Err(NnError::Buffer {
+            return Err(BuildError::Buffer {
                 name: name.clone(),
                 problem: "under the name of a parameter",
-            });
+            }
+            .into());
         }
+        // A name that was tied must not be a parameter of its own too: which of the two it is would
+        // depend on the order in which the model requested them.
         let mut resolved = IndexMap::new();
         for alias in self.aliases.keys() {
             let fqn = self.resolve(alias)?;
             if self.params.contains_key(alias) {
-                return Err(NnError::LateTie {
+                return Err(BuildError::LateTie {
                     alias: alias.clone(),
                     fqn: fqn.to_owned(),
-                });
+                }
+                .into());
             }
             resolved.insert(alias.clone(), fqn.to_owned());
         }
+        // A tie to a name that the model has never requested is a typing error.
         for fqn in resolved.values().chain(&self.announced) {
             if !self.params.contains_key(fqn) {
-                return Err(NnError::UnknownParameter { fqn: fqn.clone() });
+                return Err(NnError::unknown_parameter(fqn));
             }
         }
         Ok(resolved)
@@ -142,9 +156,10 @@ impl Registry {
         let mut current = name;
         while let Some(next) = self.aliases.get(current) {
             if chain.contains(&next.as_str()) {
-                return Err(NnError::TieCircle {
+                return Err(BuildError::TieCircle {
                     names: chain.into_iter().map(str::to_owned).collect(),
-                });
+                }
+                .into());
             }
             chain.push(next);
             current = next;
@@ -185,7 +200,7 @@ impl Registry {
         }
         match self.aliases.get(&alias) {
             Some(first) if first != fqn => {
-                let error = NnError::TiedTwice {
+                let error = BuildError::TiedTwice {
                     alias,
                     first: first.clone(),
                     second: fqn.to_owned(),
@@ -203,10 +218,11 @@ impl Registry {
     pub(crate) fn add_buffer(&mut self, name: String, value: Tensor, persistent: bool) {
         if self.is_complete {
             warn!(
-                "buffer `{name}` is registered after the model has been built, so it is in no state dict"
+                "buffer `{name}` is registered after the model has been built, so it is in no \
+                 state dict"
             );
         } else if self.buffers.contains_key(&name) {
-            self.wrong.get_or_insert(NnError::Buffer {
+            self.wrong.get_or_insert(BuildError::Buffer {
                 name,
                 problem: "twice",
             });
@@ -223,37 +239,37 @@ impl Registry {
         }
         let [first, second] =
             [owner, self.open_unit_or_root()].map(|unit| self.units[unit].name.clone());
-        Err(NnError::SharedBetweenUnits {
+        Err(BuildError::SharedBetweenUnits {
             fqn: fqn.to_owned(),
             first,
             second,
-        })
+        }
+        .into())
     }
 
     /// Returns the tensor of a parameter, and declares it if the model requests it for the first
     /// time.
-    fn parameter(
-        &mut self,
-        shape: Shape,
-        name: &str,
-        init: Init,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor> {
+    fn parameter(&mut self, name: &str, request: Request<'_>) -> Result<Tensor> {
         let name = self.resolve(name)?.to_owned();
         let is_ignored = (self.ignored_states)(&name);
         if is_ignored || is_running_statistic(&name) || self.buffers.contains_key(&name) {
             if is_ignored {
                 self.ignored.insert(name.clone());
             }
-            return self.buffer(&shape, &name, &init, dtype, device);
+            return self.buffer(&name, &request);
         }
+        let Request {
+            shape,
+            init,
+            dtype,
+            device,
+        } = request;
         if let Some(existing) = self.params.get(&name) {
             check_same(&name, &existing.tensor, &shape, dtype)?;
             return self.request_again(&name);
         }
         if self.is_complete {
-            return Err(NnError::LateParameter { fqn: name });
+            return Err(BuildError::LateParameter { fqn: name }.into());
         }
         self.check_saved(&name, &shape)?;
         let unit = self.open_unit_or_root();
@@ -306,28 +322,31 @@ impl Registry {
     /// tied to it.
     fn saved_shape(&self, fqn: &str) -> Option<&Vec<usize>> {
         let shapes = self.shapes.as_ref()?;
-        let is_alias = |alias: &&String| self.resolve(alias).is_ok_and(|name| name == fqn);
-        let aliases = || {
-            self.aliases
-                .keys()
-                .filter(is_alias)
-                .find_map(|alias| shapes.get(alias))
-        };
-        shapes.get(fqn).or_else(aliases)
+        shapes.get(fqn).or_else(|| {
+            let mut aliases = self.aliases.keys();
+            aliases.find_map(|alias| {
+                let is_alias = self.resolve(alias).is_ok_and(|name| name == fqn);
+                shapes.get(alias).filter(|_| is_alias)
+            })
+        })
     }
 
     /// Checks that the checkpoint that the model is built from has a parameter of this shape.
     fn check_saved(&self, fqn: &str, shape: &Shape) -> Result<()> {
+        if self.shapes.is_none() {
+            return Ok(());
+        }
         match self.saved_shape(fqn) {
-            _ if self.shapes.is_none() => Ok(()),
-            None => Err(NnError::NotInCheckpoint {
+            None => Err(BuildError::NotInCheckpoint {
                 fqn: fqn.to_owned(),
-            }),
-            Some(found) if found != shape.dims() => Err(NnError::OtherShape {
+            }
+            .into()),
+            Some(found) if found != shape.dims() => Err(BuildError::OtherShape {
                 fqn: fqn.to_owned(),
                 asked: shape.dims().to_vec(),
                 found: found.clone(),
-            }),
+            }
+            .into()),
             Some(_) => Ok(()),
         }
     }
@@ -335,9 +354,7 @@ impl Registry {
     /// Returns the tensor of an existing parameter, which is requested again.
     fn request_again(&self, fqn: &str) -> Result<Tensor> {
         let Some(existing) = self.params.get(fqn) else {
-            return Err(NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            });
+            return Err(NnError::unknown_parameter(fqn));
         };
         self.check_is_gathered_here(fqn, existing.unit)?;
         Ok(existing.tensor.clone())
@@ -352,7 +369,13 @@ impl Registry {
         }
         match self.saved_shape(&fqn).cloned() {
             Some(shape) if !self.params.contains_key(&fqn) => {
-                self.parameter(shape.into(), asked, Init::Const(0.0), dtype, device)
+                let request = Request {
+                    shape: shape.into(),
+                    init: Init::Const(0.0),
+                    dtype,
+                    device,
+                };
+                self.parameter(asked, request)
             }
             _ => self.request_again(&fqn),
         }
@@ -360,14 +383,8 @@ impl Registry {
 
     /// Returns a buffer, and registers it as a persistent one if the model requests it for the
     /// first time.
-    fn buffer(
-        &mut self,
-        shape: &Shape,
-        name: &str,
-        init: &Init,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor> {
+    fn buffer(&mut self, name: &str, request: &Request<'_>) -> Result<Tensor> {
+        let shape = &request.shape;
         if let Some((existing, _)) = self.buffers.get(name) {
             // Under mixed precision the buffer may have a dtype of its own, so only its shape is
             // compared.
@@ -375,32 +392,37 @@ impl Registry {
             return Ok(existing.clone());
         }
         if self.is_complete {
-            return Err(NnError::LateParameter {
+            return Err(BuildError::LateParameter {
                 fqn: name.to_owned(),
-            });
+            }
+            .into());
         }
         self.check_saved(name, shape)?;
-        let here = self.open_unit_or_root();
-        let precision = self.units[here].precision;
-        let full = if precision.param == Some(dtype) {
+        let precision = self.units[self.open_unit_or_root()].precision;
+        let dtype = if self.ignored.contains(name) {
+            request.dtype
+        } else if let Some(dtype) = precision.buffer {
+            dtype
+        } else if precision.param == Some(request.dtype) {
             self.dtype
         } else {
-            dtype
+            request.dtype
         };
-        let dtype = if self.ignored.contains(name) {
-            dtype
-        } else {
-            precision.buffer.unwrap_or(full)
+        let values_of = InitialValues {
+            init: &request.init,
+            seed: self.seed,
+            fqn: name,
+            shape: shape.dims(),
         };
-        let value = with_float!(dtype, T => {
+        let initial = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();
-            crate::model::init::fill(init, self.seed, name, shape.dims(), all, &mut values);
-            Tensor::from_vec(values, shape, device)?
+            values_of.fill(all, &mut values);
+            Tensor::from_vec(values, shape, request.device)?
         }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
         // Make it a variable: candle's batch norm updates a variable in place, but would update a
         // copy of another tensor.
-        let value = Var::from_tensor(&value)?.into_inner();
+        let value = Var::from_tensor(&initial)?.into_inner();
         self.buffers.insert(name.to_owned(), (value.clone(), true));
         Ok(value)
     }
@@ -419,11 +441,12 @@ fn check_same(fqn: &str, existing: &Tensor, shape: &Shape, dtype: DType) -> Resu
     if existing.shape() == shape && existing.dtype() == dtype {
         return Ok(());
     }
-    Err(NnError::Conflict {
+    Err(BuildError::Conflict {
         fqn: fqn.to_owned(),
         asked: format!("{:?} {dtype:?}", shape.dims()),
         existing: format!("{:?} {:?}", existing.dims(), existing.dtype()),
-    })
+    }
+    .into())
 }
 
 /// Returns `true` for the names by which candle's batch norm requests its running statistics, which
@@ -453,8 +476,14 @@ impl SimpleBackend for Backend {
         dtype: DType,
         device: &Device,
     ) -> candle_core::Result<Tensor> {
+        let request = Request {
+            shape,
+            init,
+            dtype,
+            device,
+        };
         lock(&self.0)
-            .parameter(shape, name, init, dtype, device)
+            .parameter(name, request)
             .map_err(NnError::into_candle)
     }
 

@@ -1,11 +1,9 @@
 //! The state dict that a model gives: torch's `StateDictType` and its configs, set for a scope.
 
-use std::sync::{Mutex, PoisonError};
-
 use candle_core::Device;
 use fsdp_state::{GatherOptions, KeepOn};
 
-use crate::error::{NnError, Result};
+use crate::error::{Result, StateDictError};
 
 /// torch's `StateDictType`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -106,17 +104,18 @@ pub enum OptimStateDictConfig {
     Local(LocalOptimStateDictConfig),
 }
 
-impl StateDictConfig {
+impl From<StateDictType> for StateDictConfig {
     /// Returns the default config of a type.
-    #[must_use]
-    pub fn of(state_dict_type: StateDictType) -> Self {
+    fn from(state_dict_type: StateDictType) -> Self {
         match state_dict_type {
             StateDictType::Full => StateDictConfig::Full(FullStateDictConfig::default()),
             StateDictType::Sharded => StateDictConfig::Sharded(ShardedStateDictConfig::default()),
             StateDictType::Local => StateDictConfig::Local(LocalStateDictConfig::default()),
         }
     }
+}
 
+impl StateDictConfig {
     /// Returns `true` if tensors are put on the CPU.
     #[must_use]
     pub const fn offload_to_cpu(&self) -> bool {
@@ -154,10 +153,9 @@ impl StateDictConfig {
     }
 }
 
-impl OptimStateDictConfig {
+impl From<StateDictType> for OptimStateDictConfig {
     /// Returns the default config of a type.
-    #[must_use]
-    pub fn of(state_dict_type: StateDictType) -> Self {
+    fn from(state_dict_type: StateDictType) -> Self {
         match state_dict_type {
             StateDictType::Full => OptimStateDictConfig::Full(FullOptimStateDictConfig::default()),
             StateDictType::Sharded => {
@@ -168,7 +166,9 @@ impl OptimStateDictConfig {
             }
         }
     }
+}
 
+impl OptimStateDictConfig {
     /// Returns `true` if tensors are put on the CPU.
     #[must_use]
     pub const fn offload_to_cpu(&self) -> bool {
@@ -230,25 +230,26 @@ pub struct StateDictSettings {
 
 impl Default for StateDictSettings {
     fn default() -> Self {
-        StateDictSettings::of(StateDictType::Full)
+        StateDictSettings::from(StateDictType::Full)
+    }
+}
+
+impl From<StateDictType> for StateDictSettings {
+    /// Returns a type with its default configs.
+    fn from(state_dict_type: StateDictType) -> Self {
+        StateDictSettings {
+            state_dict_type,
+            state_dict_config: StateDictConfig::from(state_dict_type),
+            optim_state_dict_config: OptimStateDictConfig::from(state_dict_type),
+        }
     }
 }
 
 impl StateDictSettings {
-    /// Returns a type with its default configs.
-    #[must_use]
-    pub fn of(state_dict_type: StateDictType) -> Self {
-        StateDictSettings {
-            state_dict_type,
-            state_dict_config: StateDictConfig::of(state_dict_type),
-            optim_state_dict_config: OptimStateDictConfig::of(state_dict_type),
-        }
-    }
-
     /// Returns a type with these configs; `None` is the default one.
     ///
     /// # Errors
-    /// [`NnError::ConfigType`] for a config of another type's class.
+    /// [`StateDictError::ConfigType`] for a config of another type's class.
     ///
     /// ```
     /// use fsdp_nn::torch::{LocalStateDictConfig, StateDictConfig, StateDictSettings, StateDictType};
@@ -261,7 +262,8 @@ impl StateDictSettings {
         state_dict_config: Option<StateDictConfig>,
         optim_state_dict_config: Option<OptimStateDictConfig>,
     ) -> Result<Self> {
-        let default = StateDictSettings::of(state_dict_type);
+        // The default configs are of the classes that the type asks for.
+        let default = StateDictSettings::from(state_dict_type);
         let model = state_dict_config.unwrap_or(default.state_dict_config);
         let optim = optim_state_dict_config.unwrap_or(default.optim_state_dict_config);
         check_class(
@@ -305,29 +307,11 @@ fn check_class(which: &'static str, expected: &'static str, found: &'static str)
     if expected == found {
         Ok(())
     } else {
-        Err(NnError::ConfigType {
+        Err(StateDictError::ConfigType {
             which,
             expected,
             found,
-        })
-    }
-}
-
-/// The settings in force for one model.
-#[derive(Debug, Default)]
-pub(crate) struct CurrentSettings(Mutex<StateDictSettings>);
-
-impl CurrentSettings {
-    /// Puts settings in force, and returns those before.
-    pub(crate) fn replace(&self, settings: StateDictSettings) -> StateDictSettings {
-        std::mem::replace(
-            &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner),
-            settings,
-        )
-    }
-
-    /// Returns the settings in force.
-    pub(crate) fn get(&self) -> StateDictSettings {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+        .into())
     }
 }

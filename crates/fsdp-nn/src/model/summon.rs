@@ -7,8 +7,8 @@ use candle_core::Tensor;
 use indexmap::{IndexMap, IndexSet};
 
 use super::build::agree_on_model;
-use super::parameters::ShardedParameters;
-use crate::error::{NnError, Result};
+use super::parameters::{Location, ShardedParameters};
+use crate::error::{BuildError, NnError, Result};
 use crate::unit::InUse;
 
 const WRITE_BACK: &str = "FullParameters::write_back";
@@ -58,14 +58,11 @@ impl ShardedParameters {
         for handle in &self.handles {
             units.push(handle.gather_whole()?);
         }
-        let tensor = |fqn: &str| {
-            self.location(fqn)
-                .map(|at| units[at.handle][at.param].clone())
-        };
-        let whole = self
-            .fqns()
-            .map(|fqn| Ok((fqn.to_owned(), tensor(fqn)?)))
-            .collect::<Result<_>>()?;
+        let mut whole = IndexMap::new();
+        for fqn in self.fqns() {
+            let Location { handle, param } = self.location(fqn)?;
+            whole.insert(fqn.to_owned(), units[handle][param].clone());
+        }
         Ok(FullParameters {
             parameters: self,
             whole,
@@ -84,9 +81,7 @@ impl FullParameters<'_> {
         let name = self.parameters.canonical_fqn(fqn);
         self.whole
             .get(name)
-            .ok_or_else(|| NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            })
+            .ok_or_else(|| NnError::unknown_parameter(fqn))
     }
 
     /// Returns the parameters by name, in the order in which the model declared them.
@@ -104,11 +99,12 @@ impl FullParameters<'_> {
     pub fn set(&mut self, fqn: &str, value: Tensor) -> Result<()> {
         let there = self.get(fqn)?;
         if there.dims() != value.dims() || there.dtype() != value.dtype() {
-            return Err(NnError::Conflict {
+            return Err(BuildError::Conflict {
                 fqn: fqn.to_owned(),
                 asked: format!("{:?} {:?}", value.dims(), value.dtype()),
                 existing: format!("{:?} {:?}", there.dims(), there.dtype()),
-            });
+            }
+            .into());
         }
         let name = self.parameters.canonical_fqn(fqn).to_owned();
         self.whole.insert(name.clone(), value.detach());
@@ -132,6 +128,7 @@ impl FullParameters<'_> {
             replaced,
             in_use,
         } = self;
+        // The guards would refuse the reshard and the change of values.
         drop(in_use);
         let prepared = parameters.reshard().and_then(|()| {
             let values = replaced.iter().filter_map(|fqn| whole.get_key_value(fqn));
@@ -139,6 +136,8 @@ impl FullParameters<'_> {
                 .map(|(fqn, value)| Ok((fqn, value, hash(value)?)))
                 .collect::<Result<Vec<_>>>()
         });
+        // Every rank writes its own part, so other values on another rank would break the parameter
+        // in pieces.
         let values = agree_on_model(parameters.group(), WRITE_BACK, prepared, |values| {
             values
                 .iter()

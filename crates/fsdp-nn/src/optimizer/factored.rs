@@ -5,13 +5,10 @@ use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::{HostSliceMut, to_device};
 use fsdp_flat::with_float;
 
-use super::local::{LocalParam, LocalState};
-use super::owners::{
-    Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners,
-};
-use crate::algorithm::{AdafactorOptions, Algorithm, Squares};
+use super::local::{BEGUN, LocalParam, LocalState};
+use super::owners::{GroupStep, Owned, agree, assign_owners, from_owners, to_owners};
+use crate::algorithm::{AdafactorOptions, Squares, WholeUpdate};
 use crate::error::Result;
-use crate::model::ShardedParameters;
 
 /// The most entries of averages that a parameter has.
 const ENTRIES: usize = 2;
@@ -30,21 +27,16 @@ const BATCH: usize = 1 << 24;
 /// each batch two agreements, three to five exchanges and one all-gather over the shard group.
 pub(super) fn step_factored(
     options: &AdafactorOptions,
-    algorithm: &Algorithm,
-    parameters: &ShardedParameters,
-    locals: &mut [LocalParam],
-    indices: &[usize],
+    mut step: GroupStep<'_>,
     before: Result<()>,
 ) -> Result<()> {
-    let group = parameters.shard_group();
-    let all = before.and_then(|()| owned_of(algorithm, group, locals, indices));
-    let (mut all, ()) = agree_on_parameters(group, algorithm, locals, all.map(|all| (all, ())))?;
+    let group = step.shard_group;
+    let prepared = before.and_then(|()| Ok((step.owned()?, ())));
+    let (mut all, ()) = step.agree_on_parameters(prepared)?;
     // Each rank updates about as much of a batch as any other. All ranks cut the same batches,
     // because only shapes decide.
-    let largest = all.iter().map(Owned::numel).max().unwrap_or(0);
-    let limit = largest
-        .max(BATCH)
-        .saturating_mul(group.map_or(1, ProcessGroup::world_size));
+    let largest = all.iter().map(Owned::numel).fold(BATCH, usize::max);
+    let limit = largest.saturating_mul(group.map_or(1, ProcessGroup::world_size));
     let mut rest = all.as_mut_slice();
     loop {
         let len = batch_len(rest.iter().map(Owned::numel), limit);
@@ -52,7 +44,7 @@ pub(super) fn step_factored(
         assign_owners(batch, |shape| {
             shape.iter().map(|&size| size as u128).product()
         });
-        step_batch(options, parameters, locals, batch)?;
+        step_batch(options, &mut step, batch)?;
         if after.is_empty() {
             return Ok(());
         }
@@ -72,70 +64,53 @@ fn batch_len(numels: impl Iterator<Item = usize>, limit: usize) -> usize {
 }
 
 /// Updates some of the parameters of a group.
-fn step_batch(
-    options: &AdafactorOptions,
-    parameters: &ShardedParameters,
-    locals: &mut [LocalParam],
-    all: &[Owned],
-) -> Result<()> {
-    let group = parameters.shard_group();
-    let rank = group.map_or(0, ProcessGroup::rank);
+fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, all: &[Owned]) -> Result<()> {
+    let group = step.shard_group;
+    let rank = step.rank();
     let refs: Vec<&Owned> = all.iter().collect();
     // Step 1: this rank's parts of values and gradients, and the averages that all ranks have.
-    let parts = all
+    let read = all
         .iter()
-        .map(|owned| read_part(owned, &locals[owned.local]))
+        .map(|owned| read_part(owned, &step.locals[owned.local]))
         .collect::<Result<Vec<_>>>();
-    let mut parts = agree(group, parts)?;
+    let mut parts = agree(group, read)?;
     // Step 2: each owner puts its parameters together, and updates them and their averages.
-    let mut params = to_owners(
-        group,
-        &refs,
-        parts
-            .iter_mut()
-            .map(|part| std::mem::take(&mut part.param))
-            .collect(),
-    )?;
-    let grads = to_owners(
-        group,
-        &refs,
-        parts
-            .iter_mut()
-            .map(|part| std::mem::take(&mut part.grad))
-            .collect(),
-    )?;
+    let own_params = parts.iter_mut().map(|part| std::mem::take(&mut part.param));
+    let mut params = to_owners(group, &refs, own_params.collect())?;
+    let own_grads = parts.iter_mut().map(|part| std::mem::take(&mut part.grad));
+    let grads = to_owners(group, &refs, own_grads.collect())?;
     for entry in 0..ENTRIES {
         gather_sharded_averages(group, entry, all, &mut parts)?;
     }
     for (((owned, param), grad), part) in all.iter().zip(&mut params).zip(&grads).zip(&mut parts) {
         if owned.owner == rank {
-            let dtype = parameters.file_dtype(&locals[owned.local].handle)?;
-            options.update(
-                next_step(&locals[owned.local]),
-                dtype,
-                &owned.shape,
-                param,
+            let local = &step.locals[owned.local];
+            let update = WholeUpdate {
+                step: next_step(local),
+                dtype: local.handle.file_dtype(),
+                shape: &owned.shape,
                 grad,
-                &mut part.squares,
-            );
+            };
+            options.update(&update, param, &mut part.squares);
         }
     }
     drop(grads);
     // Step 3: every rank gets its parts of the values, and all averages.
-    let params = from_owners(group, &refs, params)?;
+    let updated_params = from_owners(group, &refs, params)?;
     let mut squares: Vec<Squares> = parts.into_iter().map(|part| part.squares).collect();
     if let Some(group) = group {
         share_averages(group, all, &mut squares)?;
     }
-    let written = all.iter().zip(params).zip(squares);
-    let written = written.map(|((owned, param), squares)| {
-        write_part(owned, rank, &mut locals[owned.local], &param, &squares)
+    let mut updated = all.iter().zip(updated_params).zip(squares);
+    let written = updated.try_for_each(|((owned, param), squares)| {
+        let local = &mut step.locals[owned.local];
+        write_part(owned, rank, local, &param, &squares)
     });
-    agree(group, written.collect::<Result<()>>())
+    agree(group, written)
 }
 
 /// A rank's part of a parameter, before a step.
-struct Part {
+struct OwnPart {
     param: Vec<f64>,
     grad: Vec<f64>,
     /// The averages that are whole on every rank; the others are zero until they are joined.
@@ -150,38 +125,36 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
+/// Returns a tensor's elements; none if there is no tensor.
+fn values_of(piece: Option<Tensor>) -> Result<Vec<f64>> {
+    piece.map_or(Ok(Vec::new()), |piece| values(&piece))
+}
+
 /// Reads this rank's part of a parameter, of its gradient and of its averages.
-fn read_part(owned: &Owned, local: &LocalParam) -> Result<Part> {
+fn read_part(owned: &Owned, local: &LocalParam) -> Result<OwnPart> {
     local.handle.begin_change()?;
-    let piece = |piece: Option<Tensor>| piece.map_or(Ok(Vec::new()), |piece| values(&piece));
-    let (param, grad) = (
-        piece(local.handle.local_piece(owned.param)?)?,
-        piece(local.handle.grad_piece(owned.param)?)?,
-    );
     let squares = Squares::zeros(&owned.shape);
-    let mut part = Part {
-        grad,
+    let mut part = OwnPart {
+        param: values_of(local.handle.local_piece(owned.param)?)?,
+        grad: values_of(local.handle.grad_piece(owned.param)?)?,
         squares: squares.clone(),
         sharded: Default::default(),
-        param,
     };
     for (entry, (name, zeros, shape)) in squares.entries(&owned.shape).into_iter().enumerate() {
+        // An average that is missing, or of another shape, begins at zero.
         let saved = local
             .state
             .as_ref()
             .and_then(|state| state.entries.get(name));
-        match saved {
-            _ if shape == owned.shape => {
-                let flat = local
-                    .live_piece(name)
-                    .filter(|flat| flat.elem_count() == part.param.len());
-                part.sharded[entry] =
-                    flat.map_or_else(|| Ok(vec![0.0; part.param.len()]), values)?;
-            }
-            Some(LocalState::Whole(tensor)) if tensor.elem_count() == zeros.len() => {
-                part.squares.set_entry(entry, &values(tensor)?);
-            }
-            _ => {}
+        if shape == owned.shape {
+            part.sharded[entry] = match local.live_piece(name) {
+                Some(flat) if flat.elem_count() == part.param.len() => values(flat)?,
+                _ => vec![0.0; part.param.len()],
+            };
+        } else if let Some(LocalState::Whole(tensor)) = saved
+            && tensor.elem_count() == zeros.len()
+        {
+            part.squares.set_entry(entry, &values(tensor)?);
         }
     }
     Ok(part)
@@ -193,19 +166,22 @@ fn gather_sharded_averages(
     group: Option<&ProcessGroup>,
     entry: usize,
     all: &[Owned],
-    parts: &mut [Part],
+    parts: &mut [OwnPart],
 ) -> Result<()> {
-    let is_sharded = |one: &Owned| {
-        Squares::shapes(&one.shape)
+    let mut chosen = Vec::new();
+    for (index, one) in all.iter().enumerate() {
+        let shapes = Squares::shapes(&one.shape);
+        if shapes
             .get(entry)
             .is_some_and(|(_, shape)| *shape == one.shape)
-    };
-    let chosen: Vec<usize> = (0..all.len())
-        .filter(|&index| is_sharded(&all[index]))
-        .collect();
+        {
+            chosen.push(index);
+        }
+    }
     if chosen.is_empty() {
         return Ok(());
     }
+    // All ranks choose the same parameters, because only shapes decide.
     let owned: Vec<&Owned> = chosen.iter().map(|&index| &all[index]).collect();
     let sharded = chosen
         .iter()
@@ -233,13 +209,11 @@ fn next_step(local: &LocalParam) -> f32 {
 /// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one
 /// all-gather.
 fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) -> Result<()> {
-    let numel = |owner: usize| {
-        let of_owner = all.iter().filter(move |one| one.owner == owner);
-        of_owner
-            .map(|one| Squares::zeros(&one.shape).values().len())
-            .sum()
-    };
-    let counts: Vec<usize> = (0..group.world_size()).map(numel).collect();
+    // The sizes follow from the shapes, so no rank has to send its own.
+    let mut counts = vec![0; group.world_size()];
+    for one in all {
+        counts[one.owner] += Squares::zeros(&one.shape).values().len();
+    }
     let owned = all
         .iter()
         .zip(&*squares)
@@ -273,36 +247,32 @@ fn write_part(
     if let Some(piece) = local.handle.local_piece(owned.param)? {
         with_float!(piece.dtype(), T => {
             let mut piece = HostSliceMut::<T>::write(&piece)?;
-            piece.iter_mut().zip(param).for_each(|(to, from)| *to = <T as WithDType>::from_f64(*from));
+            for (to, from) in piece.iter_mut().zip(param) {
+                *to = <T as WithDType>::from_f64(*from);
+            }
             piece.finish()?;
-        }, else ());
+        });
     }
-    let mut state = local.state.clone().unwrap_or_default();
+    let mut state = local.state.clone().expect(BEGUN);
     state.step = Some(next_step(local));
     for (name, values, shape) in squares.entries(&owned.shape) {
-        let is_sharded = shape == owned.shape;
-        let values = if is_sharded {
-            &values[owned.parts[rank].clone()]
+        // An average of the parameter's own shape is sharded as the parameter is.
+        let entry = if shape == owned.shape {
+            let own = &values[owned.parts[rank].clone()];
+            LocalState::Piece(state_tensor(own, &[own.len()], local)?)
         } else {
-            values
-        };
-        let shape = if is_sharded {
-            vec![values.len()]
-        } else {
-            shape
-        };
-        let values =
-            Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(local.handle.dtype())?;
-        let values = to_device(&values, local.handle.shard_device())?;
-        let entry = if is_sharded {
-            LocalState::Piece(values)
-        } else {
-            LocalState::Whole(values)
+            LocalState::Whole(state_tensor(values, &shape, local)?)
         };
         state.entries.insert(name.to_owned(), entry);
     }
     local.state = Some(state);
     Ok(())
+}
+
+/// Makes a tensor of state in the dtype and on the device of a local parameter.
+fn state_tensor(values: &[f64], shape: &[usize], local: &LocalParam) -> Result<Tensor> {
+    let tensor = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(local.handle.dtype())?;
+    Ok(to_device(&tensor, local.handle.shard_device())?)
 }
 
 #[cfg(test)]

@@ -1,18 +1,14 @@
 //! Steps of Muon, which needs each matrix whole.
 
-use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
 use fsdp_flat::with_float;
 use half::bf16;
 
-use super::local::{LocalParam, LocalState};
+use super::local::{BEGUN, LocalParam, LocalState};
 use super::newton_schulz::orthogonal;
-use super::owners::{
-    Owned, agree, agree_on_parameters, assign_owners, from_owners, owned_of, to_owners,
-};
-use crate::algorithm::{Algorithm, MuonOptions};
+use super::owners::{GroupStep, Owned, agree, assign_owners, from_owners, to_owners};
+use crate::algorithm::MuonOptions;
 use crate::error::Result;
-use crate::model::ShardedParameters;
 
 /// The key of the momentum in the state.
 const MOMENTUM: &str = "momentum_buffer";
@@ -22,61 +18,65 @@ const MOMENTUM: &str = "momentum_buffer";
 /// exchanges over the shard group.
 pub(super) fn step_matrices(
     options: &MuonOptions,
-    algorithm: &Algorithm,
-    parameters: &ShardedParameters,
-    locals: &mut [LocalParam],
-    indices: &[usize],
+    mut step: GroupStep<'_>,
     before: Result<()>,
 ) -> Result<()> {
-    let group = parameters.shard_group();
-    let cost = |shape: &[usize]| {
-        let smaller = shape.iter().min().copied().unwrap_or(0) as u128;
-        shape.iter().map(|&size| size as u128).product::<u128>() * smaller
-    };
+    let group = step.shard_group;
     // Step 1: each rank updates the momentum of its parts, and computes their directions.
-    let prepared = before.and_then(|()| {
-        let mut matrices = owned_of(algorithm, group, locals, indices)?;
-        assign_owners(&mut matrices, cost);
-        let directions = matrices
-            .iter()
-            .map(|matrix| direction(options, matrix, &mut locals[matrix.local]));
-        let directions = directions.collect::<Result<Vec<Vec<bf16>>>>()?;
-        Ok((matrices, directions))
-    });
-    let (matrices, directions) = agree_on_parameters(group, algorithm, locals, prepared)?;
+    let prepared = before.and_then(|()| directions(options, &mut step));
+    let (matrices, parts) = step.agree_on_parameters(prepared)?;
     // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the
     // parts back.
     let all: Vec<&Owned> = matrices.iter().collect();
-    let owned = to_owners(group, &all, directions)?;
-    let owned = agree(
+    let gathered = to_owners(group, &all, parts)?;
+    let orthogonal = agree(
         group,
-        orthogonal_of(
-            options,
-            &matrices,
-            owned,
-            group.map_or(0, ProcessGroup::rank),
-        ),
+        orthogonal_of(options, &matrices, gathered, step.rank()),
     )?;
-    let directions = from_owners(group, &all, owned)?;
+    let parts = from_owners(group, &all, orthogonal)?;
     // Step 3: each rank updates its parts.
-    for (matrix, direction) in matrices.iter().zip(&directions) {
-        descend(options, matrix, &locals[matrix.local], direction)?;
+    for (matrix, direction) in matrices.iter().zip(&parts) {
+        descend(options, matrix, &step.locals[matrix.local], direction)?;
     }
     Ok(())
 }
 
+/// Returns the matrices that got a gradient, with an owner each, and the directions of this rank's
+/// parts of them.
+fn directions(
+    options: &MuonOptions,
+    step: &mut GroupStep<'_>,
+) -> Result<(Vec<Owned>, Vec<Vec<bf16>>)> {
+    let mut matrices = step.owned()?;
+    assign_owners(&mut matrices, cost);
+    let mut directions = Vec::with_capacity(matrices.len());
+    for matrix in &matrices {
+        directions.push(direction(options, matrix, &mut step.locals[matrix.local])?);
+    }
+    Ok((matrices, directions))
+}
+
+/// Returns how long it takes to orthogonalize a matrix of this shape, in some unit.
+fn cost(shape: &[usize]) -> u128 {
+    let [rows, columns] = sizes(shape).map(|size| size as u128);
+    rows * columns * rows.min(columns)
+}
+
 /// Returns the rows and columns of a matrix. Groups of Muon hold only matrices.
-fn sizes(matrix: &Owned) -> [usize; 2] {
-    match matrix.shape[..] {
+fn sizes(shape: &[usize]) -> [usize; 2] {
+    match *shape {
         [rows, columns] => [rows, columns],
-        _ => [1, matrix.numel()],
+        _ => unreachable!("an optimizer refuses parameters for Muon that are not matrices"),
     }
 }
 
 /// Updates the momentum of this rank's part of a matrix, and returns the part's direction.
 fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> Result<Vec<bf16>> {
+    // The momentum changes before the parameter does, and a backward of an earlier forward must not
+    // run in between.
     local.handle.begin_change()?;
-    let mut state = local.state.clone().unwrap_or_default();
+    let mut state = local.state.clone().expect(BEGUN);
+    // State of another algorithm may have been loaded, which has no momentum.
     if !matches!(state.entries.get(MOMENTUM), Some(LocalState::Piece(_))) {
         let fresh = zeros_on(
             &[local.numel],
@@ -104,7 +104,7 @@ fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> R
         let direction = options.direction(&grad, &mut momentum);
         momentum.finish()?;
         Ok(direction.into_iter().map(to_bf16::<T>).collect())
-    }, else Err(candle_core::Error::UnsupportedDTypeForOp(grad.dtype(), "Muon").into()))
+    })
 }
 
 fn to_bf16<T: Scalar>(value: T) -> bf16 {
@@ -127,9 +127,9 @@ fn descend(
     };
     with_float!(param.dtype(), T => {
         let mut param = HostSliceMut::<T>::write(&param)?;
-        options.descend(sizes(matrix), &mut param, direction);
+        options.descend(sizes(&matrix.shape), &mut param, direction);
         Ok(param.finish()?)
-    }, else Err(candle_core::Error::UnsupportedDTypeForOp(param.dtype(), "Muon").into()))
+    })
 }
 
 /// Orthogonalizes the matrices that this rank owns. The others are left as they are.
@@ -141,7 +141,7 @@ fn orthogonal_of(
 ) -> Result<Vec<Vec<bf16>>> {
     let directions = matrices.iter().zip(whole).map(|(matrix, whole)| {
         if matrix.owner == rank {
-            Ok(orthogonal(options, &whole, sizes(matrix))?)
+            Ok(orthogonal(options, &whole, sizes(&matrix.shape))?)
         } else {
             Ok(whole)
         }

@@ -12,77 +12,64 @@ use crate::algorithm::{
 /// Elements that are updated at a time: each op makes a new tensor of them.
 const PIECE: usize = 1 << 24;
 
-/// Updates a piece of a parameter once, in place: as [`Algorithm::update`]. `state` is in the order
-/// of the schema, and has as many tensors; all are one-dimensional, contiguous and equally long.
-pub(super) fn update(
-    algorithm: &Algorithm,
-    step: f32,
-    first: bool,
-    param: &Tensor,
-    grad: &Tensor,
-    state: &[Tensor],
-) -> Result<()> {
-    update_by(
-        PIECE,
-        |param, grad, state| update_piece(algorithm, step, first, param, grad, state),
-        param,
-        grad,
-        state,
-    )
+/// An update of a parameter: the rule, and the step that it is of, as in [`Algorithm::update`].
+#[derive(Clone, Copy)]
+pub(super) struct Update<'a> {
+    pub(super) algorithm: &'a Algorithm,
+    /// The number of the update, from 1.
+    pub(super) step: f32,
+    /// `true` if the entry that begins as the first gradient has no values yet.
+    pub(super) first: bool,
 }
 
-/// Updates piece by piece.
-fn update_by(
-    piece: usize,
-    update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> Result<()>,
-    param: &Tensor,
-    grad: &Tensor,
-    state: &[Tensor],
-) -> Result<()> {
-    let numel = param.elem_count();
-    for start in (0..numel).step_by(piece) {
-        let len = piece.min(numel - start);
-        let state: Vec<Tensor> = state
-            .iter()
-            .map(|tensor| tensor.narrow(0, start, len))
-            .collect::<Result<_>>()?;
-        update(
-            &param.narrow(0, start, len)?,
-            &grad.narrow(0, start, len)?,
-            &state,
-        )?;
+impl Update<'_> {
+    /// Updates a piece of a parameter once, in place. `state` is in the order of the schema, and
+    /// has as many tensors; all are one-dimensional, contiguous and equally long.
+    pub(super) fn apply(self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
+        self.apply_by(PIECE, param, grad, state)
     }
-    Ok(())
-}
 
-/// Updates a parameter and its state with a gradient. All arithmetic is done in the wider type that
-/// `widen` chooses.
-fn update_piece(
-    algorithm: &Algorithm,
-    step: f32,
-    first: bool,
-    param: &Tensor,
-    grad: &Tensor,
-    state: &[Tensor],
-) -> Result<()> {
-    let widened: Vec<Tensor> = state.iter().map(widen).collect::<Result<_>>()?;
-    let (p, g) = (widen(param)?, widen(grad)?);
-    let (p, new_state) = match algorithm {
-        Algorithm::Sgd(options) => sgd(options, first, p, g, &widened)?,
-        Algorithm::Adam(options) => adam(options, false, step, p, g, &widened)?,
-        Algorithm::AdamW(options) => adam(options, true, step, p, g, &widened)?,
-        Algorithm::Adagrad(options) => adagrad(options, step, p, g, &widened)?,
-        Algorithm::ScheduleFreeAdamW(options) => schedule_free(options, &p, g, &widened)?,
-        // `Optimizer::step` handles these two itself, because they need whole parameters.
-        Algorithm::Adafactor(_) | Algorithm::Muon(_) => return Err(missing(algorithm.name())),
-    };
-    // Only now, so that an error has changed nothing.
-    for (target, value) in state.iter().zip(&new_state) {
-        store(target, value)?;
+    /// Updates as many elements at a time.
+    fn apply_by(self, piece: usize, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
+        let numel = param.elem_count();
+        for start in (0..numel).step_by(piece) {
+            let len = piece.min(numel - start);
+            let state: Vec<Tensor> = state
+                .iter()
+                .map(|tensor| tensor.narrow(0, start, len))
+                .collect::<Result<_>>()?;
+            let grad = grad.narrow(0, start, len)?;
+            self.apply_to_piece(&param.narrow(0, start, len)?, &grad, &state)?;
+        }
+        Ok(())
     }
-    store(param, &p)
+
+    /// Updates a piece and its state with a gradient. All arithmetic is done in the wider type that
+    /// `widen` chooses.
+    fn apply_to_piece(self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
+        let widened: Vec<Tensor> = state.iter().map(widen).collect::<Result<_>>()?;
+        let p = widen(param)?;
+        let g = widen(grad)?;
+        let (new_param, new_state) = match self.algorithm {
+            Algorithm::Sgd(options) => sgd(options, self.first, p, g, &widened)?,
+            Algorithm::Adam(options) | Algorithm::AdamW(options) => {
+                adam(options, self, p, g, &widened)?
+            }
+            Algorithm::Adagrad(options) => adagrad(options, self.step, p, g, &widened)?,
+            Algorithm::ScheduleFreeAdamW(options) => schedule_free(options, &p, g, &widened)?,
+            Algorithm::Adafactor(_) | Algorithm::Muon(_) => {
+                unreachable!("`Optimizer::step` updates parameters that must be whole by itself")
+            }
+        };
+        // Only now, so that an error has changed nothing.
+        for (target, value) in state.iter().zip(&new_state) {
+            store(target, value)?;
+        }
+        store(param, &new_param)
+    }
 }
 
+/// A new parameter, and its new state.
 type Updated = (Tensor, Vec<Tensor>);
 
 /// Returns a tensor in the dtype that updates are computed in.
@@ -108,10 +95,6 @@ fn gradient(grad: Tensor, param: &Tensor, maximize: bool, weight_decay: f64) -> 
     }
 }
 
-fn missing(algorithm: &str) -> candle_core::Error {
-    candle_core::Error::Msg(format!("{algorithm} was given too little state"))
-}
-
 /// Computes a step of SGD.
 fn sgd(
     options: &SgdOptions,
@@ -124,10 +107,14 @@ fn sgd(
     if options.momentum == 0.0 {
         return Ok(((p - (g * options.lr)?)?, Vec::new()));
     }
-    let buffer = match state.first() {
-        Some(_) if first => g.clone(),
-        Some(buffer) => ((buffer * options.momentum)? + (&g * (1.0 - options.dampening))?)?,
-        None => return Err(missing("SGD")),
+    // The momentum begins as the first gradient itself.
+    let [buffer] = state else {
+        unreachable!("SGD with momentum has one entry of state");
+    };
+    let buffer = if first {
+        g.clone()
+    } else {
+        ((buffer * options.momentum)? + (&g * (1.0 - options.dampening))?)?
     };
     let direction = if options.nesterov {
         (g + (&buffer * options.momentum)?)?
@@ -145,14 +132,15 @@ fn schedule_free(
     state: &[Tensor],
 ) -> Result<Updated> {
     let [z, exp_avg_sq] = state else {
-        return Err(missing("AdamWScheduleFree"));
+        unreachable!("schedule-free AdamW has two entries of state");
     };
-    let (factors, beta2) = (options.factors(), options.betas.1);
+    let z_weight = options.z_weight();
+    let beta2 = options.betas.1;
     let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
-    let normalized = (g / ((&v / factors.bias_correction)?.sqrt()? + options.eps)?)?;
-    let normalized = (normalized + (y * options.weight_decay)?)?;
-    let moved = ((y * (1.0 - factors.z_weight))? + (z * factors.z_weight)?)?;
-    let p = (moved + (&normalized * factors.gradient_factor)?)?;
+    let denominator = ((&v / options.bias_correction())?.sqrt()? + options.eps)?;
+    let normalized = ((g / denominator)? + (y * options.weight_decay)?)?;
+    let moved = ((y * (1.0 - z_weight))? + (z * z_weight)?)?;
+    let p = (moved + (&normalized * options.gradient_factor())?)?;
     let z = (z - (normalized * options.scheduled_lr)?)?;
     Ok((p, vec![z, v]))
 }
@@ -160,40 +148,37 @@ fn schedule_free(
 /// Computes a step of Adam, or with `decoupled` weight decay of AdamW.
 fn adam(
     options: &AdamOptions,
-    decoupled: bool,
-    step: f32,
-    p: Tensor,
+    update: Update<'_>,
+    mut p: Tensor,
     g: Tensor,
     state: &[Tensor],
 ) -> Result<Updated> {
     let [exp_avg, exp_avg_sq, rest @ ..] = state else {
-        return Err(missing("Adam"));
+        unreachable!("Adam has two entries of state or more");
     };
     let (beta1, beta2) = options.betas;
-    let p = if decoupled && options.weight_decay != 0.0 {
-        (p * (1.0 - options.lr * options.weight_decay))?
-    } else {
-        p
-    };
-    let g = gradient(
-        g,
-        &p,
-        options.maximize,
-        if decoupled { 0.0 } else { options.weight_decay },
-    )?;
+    let step = update.step;
+    // AdamW shrinks the parameter, and Adam adds a penalty to the gradient.
+    let mut penalty = options.weight_decay;
+    if matches!(update.algorithm, Algorithm::AdamW(_)) {
+        penalty = 0.0;
+        if options.weight_decay != 0.0 {
+            p = (p * (1.0 - options.lr * options.weight_decay))?;
+        }
+    }
+    let g = gradient(g, &p, options.maximize, penalty)?;
     let m = ((exp_avg * beta1)? + (&g * (1.0 - beta1))?)?;
     let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
-    let (squares, max) = match rest.first() {
-        Some(max) => {
-            let max = max.maximum(&v)?;
-            (max.clone(), Some(max))
-        }
-        None if options.amsgrad => return Err(missing("Adam with amsgrad")),
-        None => (v.clone(), None),
+    // With amsgrad the third entry is the largest average so far.
+    let max = match rest.first() {
+        Some(max) => Some(max.maximum(&v)?),
+        None => None,
     };
+    let squares = max.as_ref().unwrap_or(&v);
     let denominator = ((squares.sqrt()? / bias_correction(beta2, step).sqrt())? + options.eps)?;
-    let p = (p - ((&m / denominator)? * (options.lr / bias_correction(beta1, step)))?)?;
-    Ok((p, [Some(m), Some(v), max].into_iter().flatten().collect()))
+    let descent = ((&m / denominator)? * (options.lr / bias_correction(beta1, step)))?;
+    let new_state = [m, v].into_iter().chain(max).collect();
+    Ok(((p - descent)?, new_state))
 }
 
 /// Computes a step of Adagrad.
@@ -204,8 +189,8 @@ fn adagrad(
     g: Tensor,
     state: &[Tensor],
 ) -> Result<Updated> {
-    let Some(sum) = state.first() else {
-        return Err(missing("Adagrad"));
+    let [sum] = state else {
+        unreachable!("Adagrad has one entry of state");
     };
     let rate = options.lr / (1.0 + (f64::from(step) - 1.0) * options.lr_decay);
     let g = gradient(g, &p, options.maximize, options.weight_decay)?;
@@ -304,10 +289,12 @@ mod tests {
                 let grad = Tensor::new(grads.as_slice(), &Device::Cpu).unwrap();
                 let number = (step + 1) as f32;
                 // In pieces, the last of which is not whole.
-                let piece = |p: &Tensor, g: &Tensor, s: &[Tensor]| {
-                    update_piece(&algorithm, number, first, p, g, s)
+                let update = Update {
+                    algorithm: &algorithm,
+                    step: number,
+                    first,
                 };
-                update_by(2, piece, &param, &grad, &state).unwrap();
+                update.apply_by(2, &param, &grad, &state).unwrap();
                 let mut slices: Vec<&mut [f64]> =
                     expected_state.iter_mut().map(Vec::as_mut_slice).collect();
                 algorithm
@@ -341,7 +328,12 @@ mod tests {
                 .unwrap()
         };
         let (param, state) = (tensor(1.0), [tensor(0.0), tensor(0.0)]);
-        update(&adam, 1.0, false, &param, &tensor(2.0), &state).unwrap();
+        let update = Update {
+            algorithm: &adam,
+            step: 1.0,
+            first: false,
+        };
+        update.apply(&param, &tensor(2.0), &state).unwrap();
         let value = |tensor: &Tensor| {
             tensor
                 .to_dtype(DType::F32)

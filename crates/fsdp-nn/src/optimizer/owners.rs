@@ -13,7 +13,7 @@ use crate::error::Result;
 
 /// A parameter that a step updates as a whole.
 pub(super) struct Owned {
-    /// The local parameter that it belongs to, by its position in the optimizer.
+    /// The local parameter that it belongs to, by its position in the group.
     pub(super) local: usize,
     /// Its position in the unit.
     pub(super) param: usize,
@@ -31,80 +31,77 @@ impl Owned {
     }
 }
 
-/// Lists the parameters of a group that got a gradient, in the order of the model, which is the
-/// same on all ranks: a rank may have named them in any order. Rank 0 owns them until
-/// [`assign_owners`]. All trained parameters get their initial state.
-pub(super) fn owned_of(
-    algorithm: &Algorithm,
-    group: Option<&ProcessGroup>,
-    locals: &mut [LocalParam],
-    indices: &[usize],
-) -> Result<Vec<Owned>> {
-    let ranks = group.map_or(1, ProcessGroup::world_size);
-    let mut all = Vec::new();
-    for &index in indices {
-        let local = &mut locals[index];
-        if !local.requires_grad() || local.handle.grad().is_none() {
-            continue;
-        }
-        begin_state(algorithm, local)?;
-        let layout = local.handle.layout();
-        for param in local
-            .params()
-            .into_iter()
-            .filter(|&param| local.handle.has_gradient(param))
-        {
-            let part = |rank| {
-                layout
-                    .shard_param_info(param, rank)
-                    .map_or(0..0, |info| info.param_range())
-            };
-            let (shape, parts) = (
-                layout.shapes()[param].clone(),
-                (0..ranks).map(part).collect(),
-            );
-            all.push(Owned {
-                local: index,
-                param,
-                shape,
-                parts,
-                owner: 0,
-            });
-        }
-    }
-    all.sort_by_key(|owned| (locals[owned.local].handle.number(), owned.param));
-    Ok(all)
+/// A step of one group, whose parameters are updated as wholes.
+pub(super) struct GroupStep<'a> {
+    pub(super) algorithm: &'a Algorithm,
+    /// The ranks that each have a part of every parameter; `None` if this rank has all of them.
+    pub(super) shard_group: Option<&'a ProcessGroup>,
+    /// The local parameters of the group.
+    pub(super) locals: &'a mut [LocalParam],
 }
 
-/// Turns one rank's error into an error on every rank, and checks that all ranks are about to
-/// update the same parameters: what they exchange does not say which parameters it is of.
-pub(super) fn agree_on_parameters<T>(
-    group: Option<&ProcessGroup>,
-    algorithm: &Algorithm,
-    locals: &[LocalParam],
-    outcome: Result<(Vec<Owned>, T)>,
-) -> Result<(Vec<Owned>, T)> {
-    let Some(group) = group else { return outcome };
-    let hash = outcome.as_ref().map_or(0, |(all, _)| {
+impl GroupStep<'_> {
+    /// Returns the rank of this process among those that share the parameters.
+    pub(super) fn rank(&self) -> usize {
+        self.shard_group.map_or(0, ProcessGroup::rank)
+    }
+
+    /// Lists the parameters that got a gradient, in the order of the model, which is the same on
+    /// all ranks: a rank may have named them in any order. Rank 0 owns them until
+    /// [`assign_owners`]. All trained parameters get their initial state.
+    pub(super) fn owned(&mut self) -> Result<Vec<Owned>> {
+        let ranks = self.shard_group.map_or(1, ProcessGroup::world_size);
+        let mut all = Vec::new();
+        for (index, local) in self.locals.iter_mut().enumerate() {
+            if !local.requires_grad() || local.handle.grad().is_none() {
+                continue;
+            }
+            // All parameters of a unit get their state together: a checkpoint has that of all of
+            // them, or of none.
+            begin_state(self.algorithm, local)?;
+            let layout = local.handle.layout();
+            for param in local.params() {
+                if !local.handle.has_gradient(param) {
+                    continue;
+                }
+                let parts = (0..ranks).map(|rank| match layout.shard_param_info(param, rank) {
+                    Some(info) => info.param_range(),
+                    None => 0..0,
+                });
+                all.push(Owned {
+                    local: index,
+                    param,
+                    shape: layout.shapes()[param].clone(),
+                    parts: parts.collect(),
+                    owner: 0,
+                });
+            }
+        }
+        all.sort_by_key(|owned| (self.locals[owned.local].handle.number(), owned.param));
+        Ok(all)
+    }
+
+    /// Turns one rank's error into an error on every rank, and checks that all ranks are about to
+    /// update the same parameters: what they exchange does not say which parameters it is of.
+    pub(super) fn agree_on_parameters<T>(
+        &self,
+        outcome: Result<(Vec<Owned>, T)>,
+    ) -> Result<(Vec<Owned>, T)> {
+        let Some(group) = self.shard_group else {
+            return outcome;
+        };
         let mut hasher = XxHash3_64::new();
-        all.iter().for_each(|owned| {
-            (
-                locals[owned.local].handle.number(),
-                owned.param,
-                &owned.shape,
-            )
-                .hash(&mut hasher)
-        });
-        hasher.finish()
-    });
-    let operation = format!(
-        "Optimizer::step, for the parameters of {} that got a gradient,",
-        algorithm.name()
-    );
-    tell(
-        group.agree_on(&operation, hash, outcome.as_ref().map(|_| ())),
-        outcome,
-    )
+        for owned in outcome.iter().flat_map(|(all, _)| all) {
+            let number = self.locals[owned.local].handle.number();
+            (number, owned.param, &owned.shape).hash(&mut hasher);
+        }
+        let operation = format!(
+            "Optimizer::step, for the parameters of {} that got a gradient,",
+            self.algorithm.name()
+        );
+        let own = outcome.as_ref().map(|_| ());
+        tell(group.agree_on(&operation, hasher.finish(), own), outcome)
+    }
 }
 
 /// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order
@@ -117,6 +114,7 @@ pub(super) fn assign_owners(all: &mut [Owned], cost: impl Fn(&[usize]) -> u128) 
     let mut loads = vec![0u128; ranks];
     for index in order {
         let holders = (0..ranks).filter(|&rank| !all[index].parts[rank].is_empty());
+        // A parameter without elements has no holder, and nothing to update.
         let owner = holders.min_by_key(|&rank| loads[rank]).unwrap_or(0);
         loads[owner] += cost(&all[index].shape);
         all[index].owner = owner;
@@ -160,7 +158,8 @@ pub(super) fn to_owners<T: Element + Default>(
     let Some(group) = group else { return Ok(parts) };
     let ranks = group.world_size();
     // Step 1: pack this rank's parts, owner by owner.
-    let (mut sent, mut send_counts) = (Vec::new(), vec![0; ranks]);
+    let mut sent = Vec::new();
+    let mut send_counts = vec![0; ranks];
     for (owner, count) in send_counts.iter_mut().enumerate() {
         for (index, _) in owned_by(all, owner) {
             sent.extend_from_slice(&parts[index]);
@@ -200,9 +199,11 @@ pub(super) fn from_owners<T: Element + Default>(
     whole: Vec<Vec<T>>,
 ) -> Result<Vec<Vec<T>>> {
     let Some(group) = group else { return Ok(whole) };
-    let (rank, ranks) = (group.rank(), group.world_size());
+    let rank = group.rank();
+    let ranks = group.world_size();
     // Step 1: pack each rank's part of the parameters that this rank owns, rank by rank.
-    let (mut sent, mut send_counts) = (Vec::new(), vec![0; ranks]);
+    let mut sent = Vec::new();
+    let mut send_counts = vec![0; ranks];
     for (to, count) in send_counts.iter_mut().enumerate() {
         for (index, one) in owned_by(all, rank) {
             sent.extend_from_slice(&whole[index][one.parts[to].clone()]);

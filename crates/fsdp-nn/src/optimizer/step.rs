@@ -8,6 +8,7 @@ use fsdp_flat::with_float;
 use super::factored::step_factored;
 use super::local::{LocalParam, LocalState, begin_state, initial_state};
 use super::matrices::step_matrices;
+use super::owners::GroupStep;
 use super::{Optimizer, on_device};
 use crate::algorithm::{Algorithm, Float, Initial, StateKind};
 use crate::error::{NnError, Result};
@@ -33,7 +34,7 @@ impl Optimizer {
     /// Before anything is changed: [`NnError::Swapped`]; [`NnError::UnitInUse`] inside a forward;
     /// [`NnError::BackwardNotEnded`]; schedule-free AdamW in its `eval` mode; hyperparameters out
     /// of range, and an algorithm that cannot update the parameters of its group;
-    /// [`NnError::OtherParameters`].
+    /// [`NnError::Options`] for a group of other parameters than before.
     ///
     /// After that, candle's errors, of which memory is one, and those of the collectives. A
     /// parameter whose update fails keeps its state, but others may have been updated. If the step
@@ -42,9 +43,7 @@ impl Optimizer {
     /// error: end the run.
     pub fn step(&mut self) -> Result<()> {
         // Step 1: check everything that can be known before something is changed.
-        if self.parameters.has_average() {
-            return Err(NnError::Swapped);
-        }
+        self.parameters.check_not_swapped()?;
         self.check_groups()?;
         let mut begun = Vec::with_capacity(self.groups.len());
         for index in 0..self.groups.len() {
@@ -81,31 +80,18 @@ impl Optimizer {
         // all ranks begin each of these groups, in the order of the model, because a rank may have
         // made its groups in any order.
         for index in self.groups_in_order_of_model() {
-            let (group, indices) = (&self.groups[index], &self.locals_of_group[index]);
-            let (parameters, locals) = (&self.parameters, &mut self.locals);
-            match &group.algorithm {
-                Algorithm::Muon(options) => {
-                    outcome = step_matrices(
-                        options,
-                        &group.algorithm,
-                        parameters,
-                        locals,
-                        indices,
-                        outcome,
-                    );
-                }
-                Algorithm::Adafactor(options) => {
-                    outcome = step_factored(
-                        options,
-                        &group.algorithm,
-                        parameters,
-                        locals,
-                        indices,
-                        outcome,
-                    );
-                }
-                _ => {}
-            }
+            let locals = self.locals_of_group(index);
+            let group = &self.groups[index];
+            let step = GroupStep {
+                algorithm: &group.algorithm,
+                shard_group: self.parameters.shard_group(),
+                locals: &mut self.locals[locals],
+            };
+            outcome = match &group.algorithm {
+                Algorithm::Muon(options) => step_matrices(options, step, outcome),
+                Algorithm::Adafactor(options) => step_factored(options, step, outcome),
+                _ => outcome,
+            };
         }
         outcome
     }
@@ -113,18 +99,15 @@ impl Optimizer {
     /// Returns the positions of the groups that have parameters, in the order of the first
     /// parameter of each in the model.
     fn groups_in_order_of_model(&self) -> Vec<usize> {
-        let mut order: Vec<(Option<(usize, usize)>, usize)> = Vec::with_capacity(self.groups.len());
-        for (index, locals) in self.locals_of_group.iter().enumerate() {
-            let locals = locals.iter().map(|&local| &self.locals[local]);
-            let first = locals.flat_map(|local| {
-                local
-                    .params()
-                    .into_iter()
-                    .map(|param| (local.handle.number(), param))
+        let mut order: Vec<((usize, usize), usize)> = Vec::with_capacity(self.groups.len());
+        for index in 0..self.groups.len() {
+            let locals = &self.locals[self.locals_of_group(index)];
+            let params = locals.iter().flat_map(|local| {
+                let params = local.params().into_iter();
+                params.map(|param| (local.handle.number(), param))
             });
-            order.push((first.min(), index));
+            order.extend(params.min().map(|first| (first, index)));
         }
-        order.retain(|(first, _)| first.is_some());
         order.sort_unstable();
         order.into_iter().map(|(_, index)| index).collect()
     }
@@ -134,7 +117,10 @@ impl Optimizer {
     fn check_groups(&self) -> Result<()> {
         for (index, (group, fqns)) in self.groups.iter().zip(&self.fqns_of_group).enumerate() {
             if !Arc::ptr_eq(&group.fqns, fqns) && group.fqns != *fqns {
-                return Err(NnError::OtherParameters { index });
+                return Err(NnError::options(format!(
+                    "parameter group {index} has been replaced by one of other parameters: change \
+                     the hyperparameters of a group, or make a new optimizer"
+                )));
             }
         }
         self.check_algorithms(self.groups.iter().map(|group| &group.algorithm))
@@ -142,9 +128,9 @@ impl Optimizer {
 
     /// Updates the parameters of a group, each by itself. No communication.
     fn step_group(&mut self, index: usize) -> Result<()> {
+        let locals = self.locals_of_group(index);
         let algorithm = &self.groups[index].algorithm;
-        for &local in &self.locals_of_group[index] {
-            let local = &mut self.locals[local];
+        for local in &mut self.locals[locals] {
             if !local.requires_grad() || local.handle.grad().is_none() {
                 continue;
             }
@@ -153,19 +139,16 @@ impl Optimizer {
                 begin_state(algorithm, local)?;
                 continue;
             }
-            with_float!(local.handle.dtype(), T => step_local::<T>(algorithm, local)?, else {
-                return Err(candle_core::Error::UnsupportedDTypeForOp(local.handle.dtype(), "optimizer step").into());
-            });
+            with_float!(local.handle.dtype(), T => step_local::<T>(algorithm, local)?);
         }
         Ok(())
     }
 
     /// Returns `true` if a trained parameter of a group has a gradient.
     fn has_gradients(&self, index: usize) -> bool {
-        let mut locals = self.locals_of_group[index]
+        self.locals[self.locals_of_group(index)]
             .iter()
-            .map(|&local| &self.locals[local]);
-        locals.any(|local| local.requires_grad() && local.has_gradient())
+            .any(|local| local.requires_grad() && local.has_gradient())
     }
 }
 
@@ -189,24 +172,27 @@ pub(super) fn step_local<T: Scalar + Float>(
         .state_entries()
         .filter(|entry| entry.kind == StateKind::LikeParameter)
     {
-        let missing = !matches!(state.entries.get(entry.name), Some(LocalState::Piece(_)));
-        if missing {
-            // `first` holds for the one entry that begins as the gradient.
-            first |= entry.initial == Initial::FirstGradient;
-            let mut fresh = initial_state(algorithm, local)?;
-            let piece = match fresh.entries.swap_remove(entry.name) {
-                Some(piece) => piece,
-                None => LocalState::Piece(zeros_on(
-                    &[local.numel],
-                    local.handle.dtype(),
-                    local.handle.shard_device(),
-                )?),
-            };
-            state.entries.insert(entry.name.to_owned(), piece);
-        }
         if let Some(LocalState::Piece(flat)) = state.entries.get(entry.name) {
             slices.push(flat.clone());
+            continue;
         }
+        // `first` holds for the one entry that begins as the gradient.
+        first |= entry.initial == Initial::FirstGradient;
+        let fresh = match initial_state(algorithm, local)?
+            .entries
+            .swap_remove(entry.name)
+        {
+            Some(LocalState::Piece(flat)) => flat,
+            _ => zeros_on(
+                &[local.numel],
+                local.handle.dtype(),
+                local.handle.shard_device(),
+            )?,
+        };
+        slices.push(fresh.clone());
+        state
+            .entries
+            .insert(entry.name.to_owned(), LocalState::Piece(fresh));
     }
     let step = state.step.unwrap_or(0.0) + 1.0;
     algorithm.check_step(step)?;
@@ -228,18 +214,23 @@ pub(super) fn step_local<T: Scalar + Float>(
             .map(|flat| flat.narrow(0, segment.start, segment.len))
             .collect::<candle_core::Result<Vec<_>>>()?;
         if !local.handle.shard_device().is_cpu() {
-            on_device::update(algorithm, step, first, &param, &grad, &pieces)?;
+            let update = on_device::Update {
+                algorithm,
+                step,
+                first,
+            };
+            update.apply(&param, &grad, &pieces)?;
             continue;
         }
         let grad = HostSlice::<T>::read(&grad)?;
         let mut param = HostSliceMut::<T>::write(&param)?;
-        let mut pieces = pieces
+        let mut guards = pieces
             .iter()
             .map(HostSliceMut::<T>::write)
             .collect::<Result<Vec<_>, _>>()?;
-        let mut slices: Vec<&mut [T]> = pieces.iter_mut().map(|piece| &mut **piece).collect();
-        tasks::update(&mut param, &grad, &mut slices, |param, grad, slices| {
-            algorithm.update(step, first, param, grad, slices)
+        let mut state: Vec<&mut [T]> = guards.iter_mut().map(|guard| &mut **guard).collect();
+        tasks::update(&mut param, &grad, &mut state, |param, grad, state| {
+            algorithm.update(step, first, param, grad, state)
         })?;
     }
     let counts_steps = algorithm

@@ -61,12 +61,13 @@ fn first_of(
         .iter()
         .position(|&rank| rank == first)?;
     let error = errors.get(position)?.clone()?;
-    let ranks = group
+    let mut ranks: Vec<usize> = group
         .global_ranks()
         .iter()
         .zip(errors)
-        .filter(|(_, other)| other.as_ref() == Some(&error));
-    let mut ranks: Vec<usize> = ranks.map(|(rank, _)| *rank).collect();
+        .filter(|(_, other)| other.as_ref() == Some(&error))
+        .map(|(rank, _)| *rank)
+        .collect();
     // An empty list stands for all ranks.
     if ranks.len() == group.world_size() {
         ranks.clear();

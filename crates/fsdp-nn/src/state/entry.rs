@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 use super::OptimStateError;
 use super::groups::plain;
 use crate::algorithm::{Algorithm, Initial, StateKind};
-use crate::error::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
 
 /// One saved state entry of one parameter.
@@ -35,15 +35,24 @@ impl Saved {
     /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is
     /// shaped like a parameter without dimensions.
     fn of_kind(&self, kind: Option<StateKind>, parameter: &[usize]) -> Self {
-        match self {
-            Saved::Tensor { small: Some(value), shape, .. }
-                // A step may have been saved with a dimension of one element.
-                if kind == Some(StateKind::Scalar)
-                    || shape.is_empty() && (kind != Some(StateKind::LikeParameter) || !parameter.is_empty()) =>
-            {
-                Saved::Scalar(value.clone())
-            }
-            other => other.clone(),
+        let Saved::Tensor {
+            small: Some(value),
+            shape,
+            ..
+        } = self
+        else {
+            return self.clone();
+        };
+        let is_scalar = match kind {
+            // A step may have been saved with a dimension of one element.
+            Some(StateKind::Scalar) => true,
+            Some(StateKind::LikeParameter) => shape.is_empty() && !parameter.is_empty(),
+            None => shape.is_empty(),
+        };
+        if is_scalar {
+            Saved::Scalar(value.clone())
+        } else {
+            self.clone()
         }
     }
 
@@ -144,25 +153,22 @@ struct SavedEntry<'a> {
     /// own, such as Adafactor's averages, and for one that the algorithm does not know.
     kind: Option<StateKind>,
     values: Vec<Option<Saved>>,
-}
-
-/// The strictness with which saved state is read.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct EntryOptions {
     /// `true` if parameters of a FlatParameter may lack state that others of it have.
-    pub(crate) allow_missing: bool,
+    allow_missing: bool,
     /// `true` if tensors of another dtype than the parameter are converted.
-    pub(crate) cast: bool,
+    cast: bool,
 }
 
 impl EntryPlan {
     /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an
-    /// item for each of the model's parameters that the local parameter is made of.
+    /// item for each of the model's parameters that the local parameter is made of: nothing for
+    /// some of them only if `allow_missing`. Tensors of another dtype are converted if `cast`.
     pub(crate) fn new(
         local: &LocalParam,
         algorithm: &Algorithm,
         saved: &[Option<&SavedEntries>],
-        options: EntryOptions,
+        allow_missing: bool,
+        cast: bool,
     ) -> Result<Option<Self>> {
         let Some(first) = saved.iter().flatten().next() else {
             return Ok(None);
@@ -186,40 +192,31 @@ impl EntryPlan {
         }
         // Adafactor's averages have shapes of their own, and exist from the first step on. Its
         // parameters are never flat.
-        let (params, shapes) = (local.params(), local.handle.layout().shapes());
+        let params = local.params();
+        let shapes = local.handle.layout().shapes();
         let averages = if let [param] = params[..] {
             algorithm.averages_of(&shapes[param])
         } else {
             Vec::new()
         };
         for (name, expected) in &averages {
-            if let Some(found) = first
-                .get(*name)
-                .map(Saved::shape)
-                .filter(|found| *found != expected.as_slice())
+            if let Some(found) = first.get(*name).map(Saved::shape)
+                && found != expected.as_slice()
             {
-                let (fqn, name, found, expected) = (
-                    local.name(),
-                    (*name).to_owned(),
-                    found.to_vec(),
-                    expected.clone(),
-                );
                 return Err(OptimStateError::WrongShape {
-                    fqn,
-                    name,
-                    found,
-                    expected,
+                    fqn: local.name(),
+                    name: (*name).to_owned(),
+                    found: found.to_vec(),
+                    expected: expected.clone(),
                 }
                 .into());
             }
         }
         // Take the entries in the algorithm's order, whatever order they were saved in, so that
         // equal state is saved as equal bytes again.
-        let known = algorithm
-            .state_entries()
-            .map(|entry| entry.name)
-            .chain(averages.iter().map(|(name, _)| *name));
-        let known: Vec<&str> = known.collect();
+        let mut known: Vec<&'static str> =
+            algorithm.state_entries().map(|entry| entry.name).collect();
+        known.extend(averages.iter().map(|(name, _)| *name));
         let mut order: Vec<&String> = first.keys().collect();
         order.sort_by_key(|name| {
             known
@@ -238,58 +235,55 @@ impl EntryPlan {
             let kind = params
                 .first()
                 .and_then(|&param| algorithm.kind_of(name, &shapes[param]));
-            let values = saved.iter().zip(&params);
-            let values = values.map(|(entries, &param)| {
+            let values = saved.iter().zip(&params).map(|(entries, &param)| {
                 Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param]))
             });
-            plan.add(
-                &SavedEntry {
-                    local,
-                    name,
-                    kind,
-                    values: values.collect(),
-                },
-                options,
-            )?;
+            plan.add(&SavedEntry {
+                local,
+                name,
+                kind,
+                values: values.collect(),
+                allow_missing,
+                cast,
+            })?;
         }
         // Note which entries are missing. Those that are made with the first gradient may be
         // absent, because there may have been no gradient yet.
-        let needed = algorithm
+        let mut needed: Vec<&'static str> = algorithm
             .state_entries()
-            .filter(|entry| entry.initial != Initial::FirstGradient);
-        let has_stepped = plan.state.step.is_some_and(|step| step > 0.0);
-        let averages = averages
-            .into_iter()
-            .filter(|_| has_stepped)
-            .map(|(name, _)| name);
-        let needed = needed.map(|entry| entry.name).chain(averages);
-        plan.missing = needed.filter(|name| !first.contains_key(*name)).collect();
+            .filter(|entry| entry.initial != Initial::FirstGradient)
+            .map(|entry| entry.name)
+            .collect();
+        if plan.state.step.is_some_and(|step| step > 0.0) {
+            needed.extend(averages.iter().map(|(name, _)| *name));
+        }
+        needed.retain(|name| !first.contains_key(*name));
+        plan.missing = needed;
         Ok(Some(plan))
     }
 
     /// Plans one entry.
-    fn add(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
+    fn add(&mut self, entry: &SavedEntry<'_>) -> Result<()> {
         let &SavedEntry {
             local,
             name,
             kind,
             ref values,
+            ..
         } = entry;
         let is_like = kind == Some(StateKind::LikeParameter);
-        let Some(first) = values.iter().flatten().next() else {
-            return Ok(());
-        };
+        let first = values
+            .iter()
+            .flatten()
+            .next()
+            .expect("an entry is the state of one of the parameters");
         let is_one_type = values
             .iter()
             .flatten()
             .all(|value| value.type_name() == first.type_name());
         let is_tensor = matches!(first, Saved::Tensor { .. });
         if is_one_type && kind == Some(StateKind::Scalar) && is_tensor {
-            return Err(OptimStateError::MalformedStep {
-                fqn: local.name(),
-                found: first.describe(),
-            }
-            .into());
+            return Err(malformed_step(local, first));
         }
         if !is_one_type || is_like && !is_tensor {
             let types = values
@@ -303,19 +297,16 @@ impl EntryPlan {
             }
             .into());
         }
-        if is_tensor {
-            return self.add_tensors(entry, options);
-        }
+        let Saved::Scalar(value) = first else {
+            return self.add_tensors(entry);
+        };
         // A FlatParameter has one scalar for all its parameters, so their scalars must be the same.
         let bits = first.bits();
-        let same = |value: &Option<Saved>| {
-            value
-                .as_ref()
-                .map_or(options.allow_missing, |value| value.bits() == bits)
-        };
-        if !values.iter().all(same) {
-            let describe =
-                |value: &Option<Saved>| value.as_ref().map_or("None".to_owned(), Saved::describe);
+        let is_same = values.iter().all(|value| match value {
+            Some(value) => value.bits() == bits,
+            None => entry.allow_missing,
+        });
+        if !is_same {
             let mut dtypes = BTreeSet::new();
             for value in values.iter().flatten() {
                 if let Saved::Scalar(StateValue::Tensor(tensor)) = value {
@@ -324,51 +315,54 @@ impl EntryPlan {
             }
             return Err(OptimStateError::DifferingScalars {
                 name: name.to_owned(),
-                values: values.iter().map(describe).collect(),
+                values: values
+                    .iter()
+                    .map(|value| value.as_ref().map_or("None".to_owned(), Saved::describe))
+                    .collect(),
                 dtypes: dtypes.into_iter().collect(),
                 fqns: local.fqns(),
             }
             .into());
         }
-        let Saved::Scalar(value) = first else {
-            return Ok(());
-        };
         if kind == Some(StateKind::Scalar) {
-            let malformed = || OptimStateError::MalformedStep {
-                fqn: local.name(),
-                found: first.describe(),
+            let Some(step) = as_step(value) else {
+                return Err(malformed_step(local, first));
             };
-            self.state.step = Some(as_step(value).ok_or_else(malformed)?);
+            self.state.step = Some(step);
             return Ok(());
         }
         // An entry that the algorithm does not know is kept, and saved again.
-        let kept = match value.copy()? {
-            StateValue::Tensor(tensor) => LocalState::Whole(tensor),
-            other => LocalState::Plain(other.to_plain()?.unwrap_or(PlainValue::None)),
+        let retained = match (value.copy()?, value.to_plain()?) {
+            (StateValue::Tensor(tensor), _) => LocalState::Whole(tensor),
+            (_, Some(plain)) => LocalState::Plain(plain),
+            (other, None) => return Err(unexpected_state(local, name, other.kind())),
         };
-        self.state.entries.insert(name.to_owned(), kept);
+        self.state.entries.insert(name.to_owned(), retained);
         Ok(())
     }
 
     /// Plans an entry that is a tensor for every parameter that has it.
-    fn add_tensors(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
+    fn add_tensors(&mut self, entry: &SavedEntry<'_>) -> Result<()> {
         let &SavedEntry {
             local,
             name,
             kind,
             ref values,
+            ..
         } = entry;
         let is_like = kind == Some(StateKind::LikeParameter);
-        let (params, fqns) = (local.params(), local.fqns());
+        let params = local.params();
+        let fqns = local.fqns();
         let shapes = local.handle.layout().shapes();
         let mut dtypes: BTreeSet<DType> = BTreeSet::new();
         // Step 1: look at all values before choosing the error. It names the first value that does
         // not fit. Zeros take the place of absent values, but not for a parameter without
         // dimensions: torch refuses that.
-        let (mut wrong, mut absent_scalar) = (None, None);
+        let mut wrong = None;
+        let mut absent_scalar = None;
         for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
             let Some(Saved::Tensor { dtype, shape, .. }) = value else {
-                if shapes[param].is_empty() && value.is_none() && !options.allow_missing {
+                if shapes[param].is_empty() && value.is_none() && !entry.allow_missing {
                     absent_scalar = Some(fqn);
                 }
                 continue;
@@ -383,8 +377,7 @@ impl EntryPlan {
                 .iter()
                 .find(|dtype| dtype::to_candle(**dtype).is_err())
         {
-            let (fqn, name, kind) = (local.name(), name.to_owned(), format!("tensor of {dtype}"));
-            return Err(NnError::UnexpectedState { fqn, name, kind });
+            return Err(unexpected_state(local, name, &format!("tensor of {dtype}")));
         }
         if wrong.is_some() && !is_like && have_one_dtype_and_shape(values) {
             // The FlatParameter has one such tensor, and the state of each of its parameters was
@@ -400,37 +393,29 @@ impl EntryPlan {
                 else {
                     continue;
                 };
-                let (position, becomes, name) = (*position, *dtype, name.to_owned());
                 self.tensors.push(EntryTensor {
-                    position,
-                    becomes,
-                    name,
+                    position: *position,
+                    becomes: *dtype,
+                    name: name.to_owned(),
                     like: None,
                 });
             }
             return Ok(());
         }
         if dtypes.len() > 1 {
-            let dtypes = dtypes.iter().map(DType::to_string).collect();
             return Err(OptimStateError::DifferingDTypes {
                 name: name.to_owned(),
-                dtypes,
+                dtypes: dtypes.iter().map(DType::to_string).collect(),
                 fqns,
             }
             .into());
         }
         if let Some((fqn, found, expected)) = wrong {
-            let (fqn, name, found, expected) = (
-                fqn.clone(),
-                name.to_owned(),
-                found.clone(),
-                expected.clone(),
-            );
             return Err(OptimStateError::WrongShape {
-                fqn,
-                name,
-                found,
-                expected,
+                fqn: fqn.clone(),
+                name: name.to_owned(),
+                found: found.clone(),
+                expected: expected.clone(),
             }
             .into());
         }
@@ -441,52 +426,44 @@ impl EntryPlan {
             }
             .into());
         }
-        let found = dtypes.first().copied().unwrap_or(DType::F32);
-        let expected = local.handle.dtype();
-        let casts = options.cast && Memory::converts(found, expected);
-        if is_like && dtype::from_candle(expected) != Some(found) && !casts {
+        let found = *dtypes.first().expect("an entry of tensors has one");
+        let expected = local.handle.file_dtype();
+        let casts = entry.cast && Memory::converts(found, local.handle.dtype());
+        if is_like && found != expected && !casts {
             return Err(OptimStateError::WrongDType {
-                fqn: fqns.first().cloned().unwrap_or_default(),
+                fqn: fqns[0].clone(),
                 name: name.to_owned(),
                 found: found.to_string(),
-                expected: dtype::from_candle(expected)
-                    .map_or_else(String::new, |dtype| dtype.to_string()),
+                expected: expected.to_string(),
             }
             .into());
         }
         // An entry of the parameter's shape takes the parameter's dtype. Other entries keep the
         // dtype that was saved.
-        let becomes = if is_like {
-            expected
-        } else {
-            dtype::to_candle(found)?
-        };
+        let becomes = if is_like { expected } else { found };
+        let dtype = dtype::to_candle(becomes)?;
         // Step 2: find memory for the entry of the whole local parameter. Its live memory is filled
         // only if the values cover all of it. What is not covered must become zero, so it needs new
         // memory.
-        let live = local
-            .live_piece(name)
-            .filter(|live| live.dtype() == becomes);
+        let live = local.live_piece(name).filter(|live| live.dtype() == dtype);
         let device = local.handle.shard_device();
         let (flat, home) = match live.filter(|_| values.iter().all(Option::is_some)) {
             Some(live) => (live.clone(), Home::Live),
             None if device.is_cpu() && local.is_one_box() => {
-                (unfilled(&[local.numel], becomes)?, Home::Unfilled)
+                (unfilled(&[local.numel], dtype)?, Home::Unfilled)
             }
-            None => (zeros_on(&[local.numel], becomes, device)?, Home::New),
+            None => (zeros_on(&[local.numel], dtype, device)?, Home::New),
         };
         // Step 3: give each parameter its part of that memory.
-        let becomes = dtype::from_candle(becomes).unwrap_or(found);
         for ((&param, fqn), value) in params.iter().zip(fqns).zip(values) {
             let Some(Saved::Tensor { position, .. }) = value else {
                 continue;
             };
-            let like = Some((fqn, local.sharded_piece(&flat, param)?, home));
             self.tensors.push(EntryTensor {
                 position: *position,
                 becomes,
                 name: name.to_owned(),
-                like,
+                like: Some((fqn, local.sharded_piece(&flat, param)?, home)),
             });
         }
         self.state
@@ -506,7 +483,7 @@ impl EntryPlan {
                 LocalState::Plain(value) => format!("{value:?}"),
                 LocalState::Whole(tensor) => Saved::Scalar(tensor.clone().into())
                     .bits()
-                    .unwrap_or_default(),
+                    .unwrap_or_else(|| "a tensor of many elements".to_owned()),
                 LocalState::Piece(_) => continue,
             };
             scalars.push((format!("state.{fqn}.{name}"), value));
@@ -524,16 +501,11 @@ impl EntryPlan {
         if let Some(LocalState::Whole(first)) = self.state.entries.get(name)
             && *HostBytes::read(first)? != *HostBytes::read(&tensor)?
         {
-            let (name, values) = (
-                name.to_owned(),
-                vec!["tensors with other elements".to_owned()],
-            );
-            let (dtypes, fqns) = (vec![tensor.dtype().as_str().to_owned()], local.fqns());
             return Err(OptimStateError::DifferingScalars {
-                name,
-                values,
-                dtypes,
-                fqns,
+                name: name.to_owned(),
+                values: vec!["tensors with other elements".to_owned()],
+                dtypes: vec![tensor.dtype().as_str().to_owned()],
+                fqns: local.fqns(),
             }
             .into());
         }
@@ -542,6 +514,25 @@ impl EntryPlan {
             .insert(name.to_owned(), LocalState::Whole(tensor));
         Ok(())
     }
+}
+
+/// Returns the error for a saved step that is no number of steps.
+fn malformed_step(local: &LocalParam, step: &Saved) -> NnError {
+    let error = OptimStateError::MalformedStep {
+        fqn: local.name(),
+        found: step.describe(),
+    };
+    error.into()
+}
+
+/// Returns the error for an entry of a kind that no optimizer can keep.
+pub(crate) fn unexpected_state(local: &LocalParam, name: &str, kind: &str) -> NnError {
+    let error = StateDictError::UnexpectedState {
+        fqn: local.name(),
+        name: name.to_owned(),
+        kind: kind.to_owned(),
+    };
+    error.into()
 }
 
 /// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype

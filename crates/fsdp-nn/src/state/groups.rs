@@ -7,7 +7,7 @@ use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
 
 use super::OptimStateKeyType;
-use crate::error::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 use crate::optimizer::{GroupUpdate, Optimizer, ParamGroup};
 
@@ -90,7 +90,7 @@ fn group_dict(group: SavedGroup) -> StateValue {
 /// Reads the `param_groups` of an optimizer state dict. Without this key there are no groups.
 ///
 /// # Errors
-/// [`NnError::MalformedGroup`] for anything but a list of dicts with names or ids.
+/// [`StateDictError::MalformedGroup`] for anything but a list of dicts with names or ids.
 pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
     match state.get("param_groups") {
         None => Ok(Vec::new()),
@@ -104,26 +104,34 @@ pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
             .enumerate()
             .map(|(index, group)| read_group(index, &group.clone().into()))
             .collect(),
-        Some(other) => {
-            let problem = format!("`param_groups` is a {}", other.kind());
-            Err(NnError::MalformedGroup { index: 0, problem })
-        }
+        Some(other) => Err(malformed(
+            0,
+            format!("`param_groups` is a {}", other.kind()),
+        )),
     }
+}
+
+/// Returns the error for a group that cannot be read.
+fn malformed(index: usize, problem: String) -> NnError {
+    StateDictError::MalformedGroup { index, problem }.into()
 }
 
 /// Reads one group: `params` are names or ids, and all other keys are hyperparameters.
 fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
-    let malformed = |problem: String| NnError::MalformedGroup { index, problem };
     let Some(PlainValue::Dict(entries)) = plain(group) else {
+        // Name what is in the way: a tensor of many elements is no hyperparameter.
         let wrong = group
             .as_dict()
             .into_iter()
             .flatten()
             .find(|(_, value)| plain(value).is_none());
-        return Err(malformed(match wrong {
-            Some((key, value)) => format!("`{key}` is a {}", value.kind()),
-            None => format!("it is a {}", group.kind()),
-        }));
+        return Err(malformed(
+            index,
+            match wrong {
+                Some((key, value)) => format!("`{key}` is a {}", value.kind()),
+                None => format!("it is a {}", group.kind()),
+            },
+        ));
     };
     let mut group = SavedGroup {
         hyperparameters: Vec::new(),
@@ -132,28 +140,32 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
     };
     for (key, value) in entries {
         let PlainValue::Str(key) = key else {
-            return Err(malformed(format!("a key is a {}", key.type_name())));
+            return Err(malformed(index, format!("a key is a {}", key.type_name())));
         };
         if key != "params" {
             group.hyperparameters.push((key, value));
             continue;
         }
         let (PlainValue::List(params) | PlainValue::Tuple(params)) = value else {
-            return Err(malformed(format!("`params` is a {}", value.type_name())));
+            return Err(malformed(
+                index,
+                format!("`params` is a {}", value.type_name()),
+            ));
         };
         for param in params {
             let (key, key_type) = match param {
                 PlainValue::Str(fqn) => (fqn, OptimStateKeyType::ParamName),
                 PlainValue::Int(id) => (id.to_string(), OptimStateKeyType::ParamId),
                 other => {
-                    return Err(malformed(format!(
-                        "`params` holds a {}, not names or ids",
-                        other.type_name()
-                    )));
+                    return Err(malformed(
+                        index,
+                        format!("`params` holds a {}, not names or ids", other.type_name()),
+                    ));
                 }
             };
+            // Names and ids together cannot be told apart later: a name may be a number.
             if group.key_type.is_some_and(|before| before != key_type) {
-                return Err(malformed("`params` holds names and ids".to_owned()));
+                return Err(malformed(index, "`params` holds names and ids".to_owned()));
             }
             group.key_type = Some(key_type);
             group.params.push(key);
@@ -175,12 +187,11 @@ pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
             list.iter().map(plain).collect::<Option<_>>()?,
         )),
         StateValue::Dict(dict) => {
-            let entry = |(key, value): (&String, &StateValue)| {
-                Some((PlainValue::Str(key.clone()), plain(value)?))
-            };
-            Some(PlainValue::Dict(
-                dict.iter().map(entry).collect::<Option<_>>()?,
-            ))
+            let mut entries = Vec::new();
+            for (key, value) in dict {
+                entries.push((PlainValue::Str(key.clone()), plain(value)?));
+            }
+            Some(PlainValue::Dict(entries))
         }
         _ => None,
     }
@@ -275,15 +286,20 @@ impl SavedGroups {
             let source = &self.groups[first];
             for &other in others {
                 if !same_hyperparameters(source, &self.groups[other]) {
-                    return Err(NnError::ConflictingGroups {
+                    return Err(StateDictError::ConflictingGroups {
                         index,
                         first: source.params.clone(),
                         second: self.groups[other].params.clone(),
-                    });
+                    }
+                    .into());
                 }
             }
-            let unnamed = unnamed.into_iter().filter(|fqn| !is_missed(fqn));
-            missing.extend(unnamed.map(|fqn| format!("param_groups.{index}.params.{fqn}")));
+            unnamed.retain(|fqn| !is_missed(fqn));
+            missing.extend(
+                unnamed
+                    .iter()
+                    .map(|fqn| format!("param_groups.{index}.params.{fqn}")),
+            );
             let read = group.algorithm.with_group(&source.hyperparameters)?;
             read.algorithm.validate()?;
             missing.extend(

@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
 use super::entry::Saved;
-use super::local::{LocalStates, portable_state};
-use crate::error::{NnError, Result};
+use super::local::PortableStates;
+use crate::error::{NnError, Result, StateDictError};
 use crate::optimizer::Optimizer;
 
 /// The key of a local parameter that is the same on all ranks, whatever its id is there: torch's
@@ -29,7 +29,7 @@ pub struct OptimStateKey {
 
 impl OptimStateKey {
     /// Returns the key of the local parameter at position `local` of an optimizer.
-    pub(crate) fn of(optimizer: &Optimizer, local: usize) -> Self {
+    pub(crate) fn new(optimizer: &Optimizer, local: usize) -> Self {
         OptimStateKey {
             unflat_param_names: optimizer.locals()[local].fqns(),
         }
@@ -52,9 +52,7 @@ pub(crate) fn resolve_keys(
         return Ok(keys);
     }
     // Every rank has a piece of each FlatParameter, so every rank must have the keys of rank 0.
-    let Some(keys) = all.first() else {
-        return Ok(Vec::new());
-    };
+    let keys = &all[0];
     let mut missing = Vec::new();
     for (rank, has) in group.global_ranks().iter().zip(all) {
         let has: HashSet<&OptimStateKey> = has.iter().collect();
@@ -94,7 +92,7 @@ struct Entry {
 
 impl Entry {
     /// Describes a state entry. The value itself goes with it if that is small.
-    fn of(name: &str, value: &StateValue) -> Result<Self> {
+    fn new(name: &str, value: &StateValue) -> Result<Self> {
         let leaf = Leaf::from_value(&KeyPath(vec![PathPart::Key(name.to_owned())]), value)?;
         Ok(Entry {
             leaf,
@@ -145,25 +143,36 @@ pub(crate) fn join(
     optimizer: &Optimizer,
     group: &ProcessGroup,
     operation: &'static str,
-    local: Result<LocalStates>,
-) -> Result<(StateDict, LocalStates)> {
-    let contribution = local.and_then(|local| Ok((contribution_of(optimizer, &local)?, local)));
+    own: Result<PortableStates>,
+) -> Result<(StateDict, PortableStates)> {
     // A rank with an error brings `None`. The others then take part in an agreement, which gives
     // all ranks the error.
-    let (contribution, own) = match contribution {
-        Ok(((contribution, own), local)) => (Some(contribution), Ok((own, local))),
+    let (contribution, own) = match own.and_then(|own| Ok((contribution_of(optimizer, &own)?, own)))
+    {
+        Ok((contribution, own)) => (Some(contribution), Ok(own)),
         Err(error) => (None, Err(error)),
     };
-    let all: Vec<Option<Contribution>> = group.all_gather_object(&contribution)?;
-    if all.iter().any(Option::is_none) {
-        return NnError::agree(group, operation, None, own);
+    let gathered: Vec<Option<Contribution>> = group.all_gather_object(&contribution)?;
+    if gathered.iter().any(Option::is_none) {
+        return NnError::agree(
+            group,
+            operation,
+            None,
+            own.map(|own| (StateDict::new(), own)),
+        );
     }
-    let (own, local) = own?;
-    let all: Vec<Contribution> = all.into_iter().flatten().collect();
+    let portable = own?;
+    let own_states: HashMap<&str, &StateDict> = portable
+        .states
+        .iter()
+        .flat_map(|(_, states)| states)
+        .map(|(fqn, state)| (fqn.as_str(), state))
+        .collect();
+    let all: Vec<Contribution> = gathered.into_iter().flatten().collect();
     // From here on every rank computes from the contributions of all ranks, so all find the same
     // errors.
     let merge_keys = optimizer.parameters().use_orig_params();
-    let keys: Vec<Vec<OptimStateKey>> = all
+    let keys_of_ranks: Vec<Vec<OptimStateKey>> = all
         .iter()
         .map(|contribution| {
             contribution
@@ -173,7 +182,7 @@ pub(crate) fn join(
                 .collect()
         })
         .collect();
-    let keys = resolve_keys(group, &keys, merge_keys)?;
+    let keys = resolve_keys(group, &keys_of_ranks, merge_keys)?;
     if merge_keys {
         check_elements(optimizer, &keys, &all)?;
     }
@@ -183,37 +192,44 @@ pub(crate) fn join(
             known.entry(fqn).or_default().push((rank, entries));
         }
     }
-    let (mut joined, mut lacking) = (StateDict::new(), StateDict::new());
+    let mut joined = StateDict::new();
+    let mut lacking = StateDict::new();
     for fqn in keys.iter().flat_map(|key| &key.unflat_param_names) {
         let Some(holders) = known.remove(fqn.as_str()) else {
             continue;
         };
         check_same(group, fqn, &holders)?;
-        let Some((_, entries)) = holders.first() else {
-            continue;
-        };
-        let (own, mut state) = (own.dict(fqn), StateDict::new());
-        for (name, entry) in *entries {
-            let here = own.and_then(|own| own.get(name)).cloned();
+        let (_, entries) = holders[0];
+        let here = own_states.get(fqn.as_str());
+        let mut state = StateDict::new();
+        for (name, entry) in entries {
+            let here_too = here.and_then(|state| state.get(name)).cloned();
             // A whole tensor that is not on every rank is gathered from those that have it. All
             // ranks find out alike whether the others can hold it.
             if entry.small.is_none() && !entry.leaf.is_sharded() && holders.len() < all.len() {
                 let Ok(absent) = entry.value_without_elements() else {
-                    let (fqn, name, kind) = (fqn.clone(), name.clone(), entry.leaf.to_string());
-                    return Err(NnError::UnexpectedState { fqn, name, kind });
+                    return Err(StateDictError::UnexpectedState {
+                        fqn: fqn.clone(),
+                        name: name.clone(),
+                        kind: entry.leaf.to_string(),
+                    }
+                    .into());
                 };
-                let boxes = here.as_ref().and_then(StateValue::as_tensor);
-                let boxes = boxes.map(|tensor| ShardedTensor::from_whole(tensor).into());
+                let boxes = match here_too.as_ref().and_then(StateValue::as_tensor) {
+                    Some(tensor) => ShardedTensor::from_whole(tensor).into(),
+                    None => absent,
+                };
                 let path = KeyPath(vec![
                     PathPart::Key(fqn.clone()),
                     PathPart::Key(name.clone()),
                 ]);
-                set_element(&mut lacking, &path, boxes.unwrap_or(absent))?;
+                set_element(&mut lacking, &path, boxes)?;
             }
-            state.insert(
-                name.as_str(),
-                here.map_or_else(|| entry.value_without_elements(), Ok)?,
-            );
+            let value = match here_too {
+                Some(value) => value,
+                None => entry.value_without_elements()?,
+            };
+            state.insert(name.as_str(), value);
         }
         joined.insert(fqn.as_str(), state);
     }
@@ -228,40 +244,29 @@ pub(crate) fn join(
             set_element(&mut joined, path, value)
         })?;
     }
-    Ok((joined, local))
+    Ok((joined, portable))
 }
 
-/// Returns this rank's contribution, and its states by the model's names. Parameters of which it
-/// has no element are left out.
-fn contribution_of(
-    optimizer: &Optimizer,
-    local: &LocalStates,
-) -> Result<(Contribution, StateDict)> {
+/// Returns what this rank tells the others of its state.
+fn contribution_of(optimizer: &Optimizer, own: &PortableStates) -> Result<Contribution> {
     let mut contribution = Contribution {
         keys: Vec::new(),
         states: Vec::new(),
     };
-    let mut own = StateDict::new();
-    for (index, _, entries) in &local.states {
-        let index = *index;
-        let param = &optimizer.locals()[index];
-        if entries.is_empty() || param.is_empty() {
-            continue;
+    for (index, states) in &own.states {
+        for (fqn, state) in states {
+            let mut entries = BTreeMap::new();
+            for (name, value) in state {
+                entries.insert(name.clone(), Entry::new(name, value)?);
+            }
+            contribution.states.push((fqn.clone(), entries));
         }
-        for (fqn, state) in portable_state(optimizer, index, entries)? {
-            let entries = state
-                .iter()
-                .map(|(name, value)| Ok((name.clone(), Entry::of(name, value)?)));
-            contribution
-                .states
-                .push((fqn.clone(), entries.collect::<Result<_>>()?));
-            own.insert(fqn, state);
-        }
+        let key = OptimStateKey::new(optimizer, *index);
         contribution
             .keys
-            .push((OptimStateKey::of(optimizer, index), param.numel));
+            .push((key, optimizer.locals()[*index].numel));
     }
-    Ok((contribution, own))
+    Ok(contribution)
 }
 
 /// Checks that the ranks together have optimizer state for all elements of each parameter in
@@ -285,7 +290,7 @@ fn check_elements(
             continue;
         };
         let expected = parameters.shape(fqn)?.iter().product::<usize>() * replicas;
-        let found = held.get(key).copied().unwrap_or(0);
+        let found = held[key];
         if found != expected {
             return Err(OptimStateError::NotOnAllRanks {
                 fqn: fqn.clone(),
@@ -300,29 +305,35 @@ fn check_elements(
 
 /// Checks that all ranks with state of a parameter have the same entries.
 fn check_same(group: &ProcessGroup, fqn: &str, holders: &Holders<'_>) -> Result<()> {
-    let Some(((reference, expected), others)) = holders.split_first() else {
-        return Ok(());
-    };
+    let ((reference, expected), others) = holders
+        .split_first()
+        .expect("a state that was gathered has a rank that has it");
     for (rank, found) in others {
+        // In order, so that every rank finds the same difference first.
         let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
         for name in names {
-            let (a, b) = (expected.get(name), found.get(name));
-            if a.zip(b).is_some_and(|(a, b)| a.is_same(b)) {
+            let expected = expected.get(name);
+            let found = found.get(name);
+            if let (Some(expected), Some(found)) = (expected, found)
+                && expected.is_same(found)
+            {
                 continue;
             }
-            let describe = |entry: Option<&Entry>| {
-                entry.map_or_else(|| Ok("none".to_owned()), Entry::describe)
-            };
-            let global = |rank: usize| group.global_ranks().get(rank).copied().unwrap_or(rank);
-            return Err(NnError::from(OptimStateError::DifferingOnRanks {
+            return Err(OptimStateError::DifferingOnRanks {
                 fqns: vec![fqn.to_owned()],
                 name: name.clone(),
-                rank: global(*rank),
-                found: describe(b)?,
-                reference: global(*reference),
-                expected: describe(a)?,
-            }));
+                rank: group.global_ranks()[*rank],
+                found: describe(found)?,
+                reference: group.global_ranks()[*reference],
+                expected: describe(expected)?,
+            }
+            .into());
         }
     }
     Ok(())
+}
+
+/// Returns the value of an entry, or its dtype and shape, for messages.
+fn describe(entry: Option<&Entry>) -> Result<String> {
+    entry.map_or_else(|| Ok("none".to_owned()), Entry::describe)
 }

@@ -10,6 +10,7 @@ use fsdp_flat::storage::zeros_on;
 use fsdp_state::engine::{DictSource, LoadOptions};
 use fsdp_state::{StateDict, StateValue, load_state};
 
+use super::entry::unexpected_state;
 use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
 use super::names::key_type_of;
 use super::{LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
@@ -72,29 +73,29 @@ impl LocalStates {
             .into_iter()
             .find(|key| !state.contains_key(key))
         {
-            return Err(OptimStateError::MissingKey {
-                key: key.to_owned(),
+            return Err(OptimStateError::missing_key(key).into());
+        }
+        let groups = read_param_groups(&state)?;
+        if groups.len() != optimizer.groups().len() {
+            return Err(OptimStateError::GroupCount {
+                saved: groups.len(),
+                current: optimizer.groups().len(),
             }
             .into());
         }
-        let groups = read_param_groups(&state)?;
-        let (saved, current) = (groups.len(), optimizer.groups().len());
-        if saved != current {
-            return Err(OptimStateError::GroupCount { saved, current }.into());
-        }
+        // Ids and names of the saved optimizer count only as marks of positions.
         let mut positions: HashMap<String, usize> = HashMap::new();
         for (index, group) in groups.iter().enumerate() {
-            let params = optimizer.params_of_group(index);
-            let (saved, current) = (group.params.len(), params.len());
-            if saved != current {
+            let params = optimizer.locals_of_group(index);
+            if group.params.len() != params.len() {
                 return Err(OptimStateError::GroupSize {
                     index,
-                    saved,
-                    current,
+                    saved: group.params.len(),
+                    current: params.len(),
                 }
                 .into());
             }
-            positions.extend(group.params.iter().cloned().zip(params.iter().copied()));
+            positions.extend(group.params.iter().cloned().zip(params));
         }
         Self::sorted(optimizer, state, groups, |key, _| {
             positions.get(key).copied()
@@ -111,10 +112,7 @@ impl LocalStates {
         find: impl Fn(&str, bool) -> Option<usize>,
     ) -> Result<Self> {
         let Some(StateValue::Dict(states)) = state.remove("state") else {
-            return Err(OptimStateError::MissingKey {
-                key: "state".to_owned(),
-            }
-            .into());
+            return Err(OptimStateError::missing_key("state").into());
         };
         let locals = optimizer.locals();
         // The groups determine whether keys are ids or names. Without groups, keys that are numbers
@@ -156,11 +154,11 @@ impl LocalStates {
             for (index, group) in groups.iter_mut().enumerate() {
                 let mut names = Vec::new();
                 for key in &group.params {
-                    let unknown = || OptimStateError::UnknownParam {
-                        index,
-                        key: key.clone(),
+                    let Some(local) = find(key, by_name) else {
+                        let key = key.clone();
+                        return Err(OptimStateError::UnknownParam { index, key }.into());
                     };
-                    names.extend(locals[find(key, by_name).ok_or_else(unknown)?].fqns());
+                    names.extend(locals[local].fqns());
                 }
                 group.params = names;
                 group.key_type = Some(OptimStateKeyType::ParamName);
@@ -171,13 +169,94 @@ impl LocalStates {
     }
 }
 
+/// An optimizer's state on this rank, by the model's names. Tensors shaped like parameters are boxes.
+pub(crate) struct PortableStates {
+    /// The local parameters that have state and elements on this rank, by their positions in the
+    /// optimizer, each with the states of the model's parameters that it is made of.
+    pub(crate) states: Vec<(usize, Vec<(String, StateDict)>)>,
+    /// State under other keys.
+    pub(crate) user_state: StateDict,
+    /// The groups; `None` if there are none.
+    pub(crate) groups: Option<Vec<SavedGroup>>,
+}
+
+impl PortableStates {
+    /// Returns the live state, as views.
+    pub(crate) fn live(optimizer: &Optimizer) -> Result<Self> {
+        let mut states = Vec::new();
+        for (index, local) in optimizer.locals().iter().enumerate() {
+            let Some(state) = local.state.as_ref().filter(|_| !local.is_empty()) else {
+                continue;
+            };
+            let mut portable = Vec::new();
+            for (fqn, param) in local.fqns().into_iter().zip(local.params()) {
+                portable.push((fqn, local.portable(state, param)?));
+            }
+            states.push((index, portable));
+        }
+        let mut groups = Vec::with_capacity(optimizer.groups().len());
+        for (index, group) in optimizer.groups().iter().enumerate() {
+            let locals = &optimizer.locals()[optimizer.locals_of_group(index)];
+            let fqns = locals.iter().flat_map(LocalParam::fqns);
+            groups.push(SavedGroup::of_live(
+                group,
+                fqns.collect(),
+                OptimStateKeyType::ParamName,
+            ));
+        }
+        Ok(PortableStates {
+            states,
+            user_state: optimizer.user_state().clone(),
+            groups: Some(groups),
+        })
+    }
+
+    /// Returns the state in a dict that [`Optimizer::state_dict`] or
+    /// [`Optimizer::named_state_dict`] gave.
+    ///
+    /// # Errors
+    /// Those of [`LocalStates::read`] and of [`Self::of_local`].
+    pub(crate) fn read(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
+        let local = LocalStates::read(optimizer, state)?;
+        let mut states = Vec::new();
+        for (index, _, entries) in &local.states {
+            states.extend(Self::of_local(optimizer, *index, entries)?.states);
+        }
+        Ok(PortableStates {
+            states,
+            user_state: local.user_state,
+            groups: local.groups,
+        })
+    }
+
+    /// Returns the state of one local parameter alone.
+    ///
+    /// # Errors
+    /// Those of [`portable_state`].
+    pub(crate) fn of_local(
+        optimizer: &Optimizer,
+        index: usize,
+        entries: &StateDict,
+    ) -> Result<Self> {
+        let mut states = Vec::new();
+        if !entries.is_empty() && !optimizer.locals()[index].is_empty() {
+            states.push((index, portable_state(optimizer, index, entries)?));
+        }
+        Ok(PortableStates {
+            states,
+            user_state: StateDict::new(),
+            groups: None,
+        })
+    }
+}
+
 /// Returns the state of each of the model's parameters that a local parameter is made of, from its
 /// local state: pieces become boxes of views.
 ///
 /// # Errors
 /// [`OptimStateError::WrongShape`] for pieces of another length than this rank's; containers of
 /// tensors.
-pub(crate) fn portable_state(
+fn portable_state(
     optimizer: &Optimizer,
     index: usize,
     entries: &StateDict,
@@ -204,27 +283,19 @@ pub(crate) fn portable_state(
                 continue;
             }
             StateValue::Tensor(tensor) if is_like => {
-                let (fqn, name, found, expected) = (
-                    local.name(),
-                    name.clone(),
-                    tensor.dims().to_vec(),
-                    local.dims(),
-                );
                 return Err(OptimStateError::WrongShape {
-                    fqn,
-                    name,
-                    found,
-                    expected,
+                    fqn: local.name(),
+                    name: name.clone(),
+                    found: tensor.dims().to_vec(),
+                    expected: local.dims(),
                 }
                 .into());
             }
             StateValue::Tensor(_) | StateValue::Raw(_) => value.clone(),
-            other => {
-                let (fqn, name, kind) = (local.name(), name.clone(), other.kind().to_owned());
-                plain(other)
-                    .ok_or(NnError::UnexpectedState { fqn, name, kind })?
-                    .into()
-            }
+            other => match plain(other) {
+                Some(plain) => plain.into(),
+                None => return Err(unexpected_state(local, name, other.kind())),
+            },
         };
         states
             .iter_mut()
@@ -233,25 +304,29 @@ pub(crate) fn portable_state(
     Ok(states)
 }
 
+/// What a load into an optimizer that is not in use yet allows.
+pub(crate) struct ExactLoad {
+    /// `true` if a trained parameter may lack state that others of its unit have.
+    pub(crate) allow_missing_state: bool,
+    /// The arguments of the call, which must be the same on all ranks.
+    pub(crate) arguments: String,
+}
+
 /// Loads state by the model's names into an optimizer that is not in use yet. The first value that
-/// does not fit is returned as an error, instead of a report of all. With `allow_missing_state`, a
-/// trained parameter may lack state that others of its unit have. All ranks must pass the same
-/// `arguments`.
+/// does not fit is returned as an error, instead of a report of all.
 pub(crate) fn load_exactly(
     operation: &'static str,
     group: &ProcessGroup,
     source: &mut DictSource<'_>,
     optimizer: &mut Optimizer,
-    allow_missing_state: bool,
-    arguments: String,
+    exact: ExactLoad,
 ) -> Result<()> {
     let parameters = Arc::clone(optimizer.parameters());
     let prefixes = StatePrefixes {
         model: None,
         optim: Some(Vec::new()),
     };
-    let target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?;
-    let mut target = target.exact(allow_missing_state).with_arguments(arguments);
+    let mut target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?.exact(exact);
     let options = LoadOptions {
         strict: false,
         ..LoadOptions::default()
@@ -264,14 +339,16 @@ pub(crate) fn load_exactly(
 /// everything that it needs. No communication.
 pub(crate) fn load_here(states: StateDict, optimizer: &mut Optimizer) -> Result<()> {
     let state: StateDict = [("state", states.into())].into_iter().collect();
-    let (group, mut source) = (ProcessGroup::alone(), DictSource::on_every_rank(&state)?);
+    let options = ExactLoad {
+        allow_missing_state: true,
+        arguments: String::new(),
+    };
     load_exactly(
         "load_state_dict",
-        &group,
-        &mut source,
+        &ProcessGroup::alone(),
+        &mut DictSource::on_every_rank(&state)?,
         optimizer,
-        true,
-        String::new(),
+        options,
     )
 }
 
@@ -314,11 +391,8 @@ impl Optimizer {
     /// Returns the local state dict. Its tensors are views of the live state. Every local state
     /// dict is made here.
     pub(crate) fn state_dict_views(&self, key_type: OptimStateKeyType) -> Result<StateDict> {
-        let key = |index: usize| match key_type {
-            OptimStateKeyType::ParamId => index.to_string(),
-            OptimStateKeyType::ParamName => self.locals()[index].name(),
-        };
-        let (mut state, mut of_empty) = (StateDict::new(), StateDict::new());
+        let mut state = StateDict::new();
+        let mut of_empty = StateDict::new();
         for (index, local) in self.locals().iter().enumerate() {
             let Some(entries) = local.local_entries()? else {
                 continue;
@@ -330,23 +404,28 @@ impl Optimizer {
             } else {
                 &mut state
             };
-            state.insert_new(key(index), entries)?;
+            state.insert_new(self.key_of_local(index, key_type), entries)?;
         }
         state.extend(self.user_state().clone());
         let mut groups = Vec::with_capacity(self.groups().len());
         for (index, group) in self.groups().iter().enumerate() {
-            let params = self
-                .params_of_group(index)
-                .iter()
-                .map(|&local| key(local))
-                .collect();
-            groups.push(SavedGroup::of_live(group, params, key_type));
+            let locals = self.locals_of_group(index);
+            let params = locals.map(|local| self.key_of_local(local, key_type));
+            groups.push(SavedGroup::of_live(group, params.collect(), key_type));
         }
         let mut dict = optim_dict(state, groups);
         if self.locals().iter().any(LocalParam::is_empty) {
             dict.insert(EMPTY_PIECES, of_empty);
         }
         Ok(dict)
+    }
+
+    /// Returns the id or the name of a local parameter.
+    fn key_of_local(&self, local: usize, key_type: OptimStateKeyType) -> String {
+        match key_type {
+            OptimStateKeyType::ParamId => local.to_string(),
+            OptimStateKeyType::ParamName => self.locals()[local].name(),
+        }
     }
 
     /// Loads a state dict that [`Self::state_dict`] or [`Self::named_state_dict`] returned: torch's
@@ -421,11 +500,11 @@ impl Optimizer {
     /// the states of the other parameters of their groups.
     fn deduce_empty(&mut self) -> Result<()> {
         for group in 0..self.groups().len() {
-            let params = self.params_of_group(group).to_vec();
-            let mut steps = params
+            let members = self.locals_of_group(group);
+            let locals = &self.locals()[members.clone()];
+            let mut steps = locals
                 .iter()
-                .filter_map(|&local| self.locals()[local].state.as_ref())
-                .map(|state| state.step);
+                .filter_map(|local| Some(local.state.as_ref()?.step));
             // If the others differ, it is not known how many steps this one has made.
             let Some(first) = steps
                 .next()
@@ -434,17 +513,17 @@ impl Optimizer {
                 continue;
             };
             // Entries that begin with the first gradient are there if the others have them.
-            let begun = self.groups()[group].algorithm.state_entries();
-            let mut begun: Vec<&str> = begun
-                .filter(|e| e.initial == Initial::FirstGradient)
-                .map(|e| e.name)
+            let begun: Vec<&str> = self.groups()[group]
+                .algorithm
+                .state_entries()
+                .filter(|entry| entry.initial == Initial::FirstGradient)
+                .map(|entry| entry.name)
+                .filter(|name| {
+                    let mut locals = locals.iter();
+                    locals.any(|local| local.live_piece(name).is_some())
+                })
                 .collect();
-            begun.retain(|name| {
-                params
-                    .iter()
-                    .any(|&local| self.locals()[local].live_piece(name).is_some())
-            });
-            for index in params {
+            for index in members {
                 let local = &self.locals()[index];
                 if local.is_empty() && local.state.is_none() {
                     let mut state = initial_state(&self.groups()[group].algorithm, local)?;

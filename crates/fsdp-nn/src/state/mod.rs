@@ -10,7 +10,7 @@
 //! | `live` | [`LiveTarget`]: a live model and its optimizers take state |
 //! | `local` | an optimizer's local state dict, by ids or by its own names: torch's `Optimizer.state_dict` and `load_state_dict` |
 //! | `join` | all ranks' local optimizer states as one state dict by the model's names |
-//! | `agree`, `error` | errors that travel between ranks as the types that they are |
+//! | `agree` | errors that travel between ranks as the types that they are |
 
 mod agree;
 mod entry;
@@ -23,11 +23,13 @@ mod saved;
 mod views;
 
 pub use crate::error::OptimStateError;
-pub(crate) use groups::{SavedGroup, group_dicts, optim_dict, read_param_groups};
+pub(crate) use groups::{SavedGroup, group_dicts, optim_dict, plain, read_param_groups};
 pub use join::OptimStateKey;
 pub(crate) use join::{join, resolve_keys};
 pub use live::{LiveTarget, StatePrefixes};
-pub(crate) use local::{EMPTY_PIECES, LocalStates, load_exactly, load_here};
+pub(crate) use local::{
+    EMPTY_PIECES, ExactLoad, LocalStates, PortableStates, load_exactly, load_here,
+};
 pub use names::OptimStateKeyType;
 pub(crate) use names::{key_type_of, names_that_count};
 pub use views::{MissingState, live_model_state_dict, live_optim_state_dict};

@@ -8,7 +8,7 @@ use fsdp_state::StateDict;
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
-use crate::error::Result;
+use crate::error::{NnError, Result};
 use crate::model::ShardedParameters;
 
 /// The keys by which an optimizer state dict names parameters: torch's `OptimStateKeyType`.
@@ -26,34 +26,36 @@ pub(crate) fn key_type_of(
     states: &StateDict,
     mut of_groups: impl Iterator<Item = OptimStateKeyType>,
 ) -> Result<Option<OptimStateKeyType>> {
-    let invalid = |expected: &str| {
-        let keys = states.keys().take(8).map(str::to_owned).collect();
-        Err(OptimStateError::InvalidKeys {
-            keys,
-            expected: expected.to_owned(),
-        }
-        .into())
-    };
     let numbers = states
         .keys()
         .filter(|key| key.parse::<usize>().is_ok())
         .count();
     let of_groups = match of_groups.next() {
         Some(first) if of_groups.any(|other| other != first) => {
-            return invalid("some groups have names, others ids");
+            return Err(invalid(states, "some groups have names, others ids"));
         }
         of_groups => of_groups,
     };
+    // A name may be a number. So only the groups can say that numbers are names.
     match of_groups {
         Some(OptimStateKeyType::ParamId) if numbers < states.len() => {
-            invalid("the groups have ids")
+            Err(invalid(states, "the groups have ids"))
         }
         Some(_) => Ok(of_groups),
         None if states.is_empty() => Ok(None),
         None if numbers == states.len() => Ok(Some(OptimStateKeyType::ParamId)),
         None if numbers == 0 => Ok(Some(OptimStateKeyType::ParamName)),
-        None => invalid("some are names, others ids"),
+        None => Err(invalid(states, "some are names, others ids")),
     }
+}
+
+/// Returns the error for keys that are not what they should be, with some of them.
+fn invalid(states: &StateDict, expected: &str) -> NnError {
+    let error = OptimStateError::InvalidKeys {
+        keys: states.keys().take(8).map(str::to_owned).collect(),
+        expected: expected.to_owned(),
+    };
+    error.into()
 }
 
 /// Returns which of several names counts, for each parameter that some of them name: parameter to
@@ -68,11 +70,11 @@ pub(crate) fn names_that_count<'n>(
 ) -> HashMap<&'n str, &'n str> {
     // The parameter's own name is none of the aliases, and `None` comes before any position among
     // them.
-    let precedence = |name: &str| parameters.aliases().get_index_of(name);
+    let aliases = parameters.aliases();
     let mut chosen: HashMap<&str, &str> = HashMap::new();
     for name in names {
         let best = chosen.entry(parameters.canonical_fqn(name)).or_insert(name);
-        if precedence(name) < precedence(best) {
+        if aliases.get_index_of(name) < aliases.get_index_of(*best) {
             *best = name;
         }
     }

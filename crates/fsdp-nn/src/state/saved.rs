@@ -12,7 +12,7 @@ use super::entry::{Saved, SavedEntries};
 use super::groups::{SavedGroup, SavedGroups, plain, read_param_groups};
 use super::names::{OptimKey, names_that_count};
 use super::{OptimStateError, OptimStateKeyType};
-use crate::error::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 
 /// Optimizer state of a source, by the model's names.
@@ -47,7 +47,7 @@ impl LoadContext<'_> {
 }
 
 /// A part of the state under one key: the path below the key, and the position in the source.
-type Part<'a> = (&'a [PathPart], usize);
+type StatePart<'a> = (&'a [PathPart], usize);
 
 impl SavedOptim {
     /// Sorts the parts of a source that belong to optimizers. `rename` turns names of the source
@@ -64,8 +64,8 @@ impl SavedOptim {
     ) -> Result<Self> {
         // A source lists single leaves: those of one parameter, and those of all groups, are
         // collected first.
-        let mut by_key: IndexMap<&str, Vec<Part<'_>>> = IndexMap::new();
-        let mut groups = StateDict::new();
+        let mut by_key: IndexMap<&str, Vec<StatePart<'_>>> = IndexMap::new();
+        let mut nested_groups = StateDict::new();
         let mut flat_groups: IndexMap<&str, SavedGroup> = IndexMap::new();
         for (key, position) in parts {
             match key {
@@ -75,7 +75,7 @@ impl SavedOptim {
                 OptimKey::Group(inside) => {
                     let mut path = vec![PathPart::Key("param_groups".to_owned())];
                     path.extend(inside.iter().cloned());
-                    set_element(&mut groups, &KeyPath(path), load.value(*position)?)?;
+                    set_element(&mut nested_groups, &KeyPath(path), load.value(*position)?)?;
                 }
                 OptimKey::FlatGroup { key, name } => {
                     let value = plain_entry(key, name, &load.value(*position)?)?;
@@ -87,7 +87,7 @@ impl SavedOptim {
             }
         }
         // Nested groups are read as a whole; the flat form has a group for each parameter instead.
-        let mut groups = read_param_groups(&groups)?;
+        let mut groups = read_param_groups(&nested_groups)?;
         if let Some(group) = groups
             .iter()
             .find(|group| group.key_type == Some(OptimStateKeyType::ParamId))
@@ -95,22 +95,21 @@ impl SavedOptim {
             return Err(ids(group.params.clone()));
         }
         groups.extend(flat_groups.into_values());
-        let mut new_names = NewNames::default();
+        let mut sources = HashMap::new();
         for name in groups.iter_mut().flat_map(|group| &mut group.params) {
-            *name = new_names.add(name, rename)?;
+            *name = rename_apart(name, rename, &mut sources)?;
         }
-        let groups = SavedGroups::new(groups, parameters);
         let mut saved = SavedOptim {
             states: HashMap::new(),
-            groups,
+            groups: SavedGroups::new(groups, parameters),
             user_state: Vec::new(),
             unexpected: Vec::new(),
         };
-        let mut new_names = NewNames::default();
-        let named = by_key
-            .into_iter()
-            .map(|(key, parts)| Ok((new_names.add(key, rename)?, parts)));
-        let named: Vec<(String, Vec<Part<'_>>)> = named.collect::<Result<_>>()?;
+        sources.clear();
+        let mut named: Vec<(String, Vec<StatePart<'_>>)> = Vec::with_capacity(by_key.len());
+        for (key, parts) in by_key {
+            named.push((rename_apart(key, rename, &mut sources)?, parts));
+        }
         // A tied parameter may have been saved under several of its names. One of them is used.
         let names = named
             .iter()
@@ -141,7 +140,7 @@ impl SavedOptim {
     /// Adds state under a key that no parameter of the model has. If a saved group names the key,
     /// it is a parameter of another model, and is unexpected. Otherwise it is state that a user has
     /// added, under a key that is no number.
-    fn add_unknown(&mut self, name: &str, parts: &[Part<'_>]) -> Result<()> {
+    fn add_unknown(&mut self, name: &str, parts: &[StatePart<'_>]) -> Result<()> {
         if self.groups.of_parameter.contains_key(name) {
             self.unexpected.push(name.to_owned());
             return Ok(());
@@ -170,24 +169,24 @@ fn ids(keys: Vec<String>) -> NnError {
     OptimStateError::InvalidKeys { keys, expected }.into()
 }
 
-/// The names in the model that names of a source have been turned into, each with its name in the
-/// source.
-#[derive(Default)]
-struct NewNames(HashMap<String, String>);
-
-impl NewNames {
-    /// Turns a name of the source into the model's with `rename`.
-    ///
-    /// # Errors
-    /// [`StateError::DuplicateKey`] if another name of the source has become the same name.
-    fn add(&mut self, name: &str, rename: &dyn Fn(&str) -> String) -> Result<String> {
-        let new = rename(name);
-        let first = self.0.entry(new.clone()).or_insert_with(|| name.to_owned());
-        if first == name {
-            Ok(new)
-        } else {
-            Err(StateError::DuplicateKey { key: new }.into())
-        }
+/// Turns a name of a source into the model's with `rename`. `sources` has the names that have become
+/// names of the model before, by these.
+///
+/// # Errors
+/// [`StateError::DuplicateKey`] if another name of the source has become the same name.
+fn rename_apart(
+    name: &str,
+    rename: &dyn Fn(&str) -> String,
+    sources: &mut HashMap<String, String>,
+) -> Result<String> {
+    let new = rename(name);
+    let first = sources
+        .entry(new.clone())
+        .or_insert_with(|| name.to_owned());
+    if first == name {
+        Ok(new)
+    } else {
+        Err(StateError::DuplicateKey { key: new }.into())
     }
 }
 
@@ -197,14 +196,15 @@ fn entries(
     fqn: &str,
     name: &str,
     load: &LoadContext<'_>,
-    parts: &[Part<'_>],
+    parts: &[StatePart<'_>],
 ) -> Result<SavedEntries> {
     let mut entries = SavedEntries::new();
     let mut nested = StateDict::new();
     for &(path, position) in parts {
-        let Some((_, leaf)) = load.schema.get(position) else {
-            continue;
-        };
+        let (_, leaf) = load
+            .schema
+            .get(position)
+            .expect("parts are those of the schema");
         let [PathPart::Key(entry), inside @ ..] = path else {
             let kind = load
                 .values
@@ -244,9 +244,12 @@ fn entries(
 
 /// Returns an entry of a parameter, of its state or its group, that must be a plain value.
 fn plain_entry(fqn: &str, name: &str, value: &StateValue) -> Result<PlainValue> {
-    plain(value).ok_or_else(|| NnError::UnexpectedState {
-        fqn: fqn.to_owned(),
-        name: name.to_owned(),
-        kind: value.kind().to_owned(),
+    plain(value).ok_or_else(|| {
+        StateDictError::UnexpectedState {
+            fqn: fqn.to_owned(),
+            name: name.to_owned(),
+            kind: value.kind().to_owned(),
+        }
+        .into()
     })
 }

@@ -15,7 +15,7 @@ use fsdp_state::{
 };
 
 use super::StateDictOptions;
-use crate::error::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
 use crate::state::{
@@ -161,6 +161,7 @@ fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
     let mut flat = StateDict::new();
     let mut parameters: HashSet<String> = HashSet::new();
     for group in groups {
+        // In the flat format each parameter has the hyperparameters of its group.
         for fqn in &group.params {
             for (key, value) in &group.hyperparameters {
                 flat.insert(format!("param_groups.{fqn}.{key}"), value.clone());
@@ -258,8 +259,7 @@ pub fn set_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_state_dict",
-        Some(model),
-        Some(optim),
+        &[(MODEL, model), (OPTIM, optim)],
         parameters,
         optimizers,
         options,
@@ -278,8 +278,7 @@ pub fn set_model_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_model_state_dict",
-        Some(model),
-        None,
+        &[(MODEL, model)],
         parameters,
         &mut [],
         options,
@@ -300,33 +299,40 @@ pub fn set_optimizer_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_optimizer_state_dict",
-        None,
-        Some(optim),
+        &[(OPTIM, optim)],
         parameters,
         optimizers,
         options,
     )
 }
 
+/// The keys under which [`set`] loads the dicts of the model and of its optimizers.
+const MODEL: &str = "model";
+const OPTIM: &str = "optim";
+
 /// Loads the dicts that are given. All three functions that set state call this.
 fn set(
     operation: &'static str,
-    model: Option<&StateDict>,
-    optim: Option<&StateDict>,
+    dicts: &[(&str, &StateDict)],
     parameters: &ShardedParameters,
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
     let group = parameters.group();
-    let mut state = StateDict::new();
-    for (key, dict) in [("model", model), ("optim", optim)] {
-        state.extend(dict.map(|dict| (key, dict.clone().into())));
-    }
+    let state: StateDict = dicts
+        .iter()
+        .map(|&(key, dict)| (key, dict.clone().into()))
+        .collect();
     let mut checked = options.check(parameters);
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not
     // checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
-        checked = checked.and_then(|()| check_dicts(model, optim, parameters));
+        for (key, dict) in dicts {
+            checked = checked.and_then(|()| match *key {
+                MODEL => check_model_dict(dict, parameters),
+                _ => check_optim_dict(dict),
+            });
+        }
     }
     let mut source = if options.broadcast_from_rank0 {
         DictSource::on_root(group, operation, 0, checked.map(|()| Some(&state)))?
@@ -335,22 +341,18 @@ fn set(
         NnError::or_refuse(group, operation, opened)?
     };
     // An empty model dict stands for none.
-    let has_model = source.schema().has_key("model");
-    let key = |key: &str| Some(vec![key.to_owned()]);
+    let has_model = source.schema().has_key(MODEL);
+    let has_optim = dicts.iter().any(|(key, _)| *key == OPTIM);
     let prefixes = StatePrefixes {
-        model: key("model").filter(|_| has_model),
-        optim: key("optim").filter(|_| optim.is_some()),
+        model: has_model.then(|| vec![MODEL.to_owned()]),
+        optim: has_optim.then(|| vec![OPTIM.to_owned()]),
     };
     let optimizers = optimizers
         .iter_mut()
         .map(|optimizer| &mut **optimizer)
         .collect();
-    let target = NnError::or_refuse(
-        group,
-        operation,
-        LiveTarget::new(parameters, optimizers, prefixes),
-    )?;
-    let mut target = target
+    let live = LiveTarget::new(parameters, optimizers, prefixes);
+    let mut target = NnError::or_refuse(group, operation, live)?
         .with_names(
             |name| options.name_in_model(name),
             |name| options.renamed_in_model(name),
@@ -364,39 +366,27 @@ fn set(
     load_state(operation, group, &mut source, &mut target, &load)
 }
 
-/// Checks that the model's dict has no key of a FlatParameter, and that the optimizers' dict is in
-/// a format that is known: nested (it has `state`) or flat.
-///
-/// Keys of FlatParameters are those of a local state dict, which another function loads. An
-/// optimizers' dict without state must not pass for one of parameters that have not been stepped:
-/// the state of all of them would be lost.
-fn check_dicts(
-    model: Option<&StateDict>,
-    optim: Option<&StateDict>,
-    parameters: &ShardedParameters,
-) -> Result<()> {
-    let is_flat_param =
-        |key: &str| key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key);
-    if let Some(key) = model
-        .into_iter()
-        .flat_map(StateDict::keys)
-        .find(|key| is_flat_param(key))
-    {
-        return Err(NnError::FlatParameterKey {
-            key: key.to_owned(),
-        });
-    }
-    let Some(optim) = optim.filter(|optim| !optim.is_empty()) else {
-        return Ok(());
-    };
-    let is_flat = optim
-        .keys()
-        .all(|key| key.starts_with("state.") || key.starts_with("param_groups."));
-    if !optim.contains_key("state") && !is_flat {
-        return Err(OptimStateError::MissingKey {
-            key: "state".to_owned(),
+/// Checks that a model's dict has no key of a FlatParameter: that is one of a local state dict, which
+/// another function loads.
+fn check_model_dict(dict: &StateDict, parameters: &ShardedParameters) -> Result<()> {
+    for key in dict.keys() {
+        if key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key) {
+            let key = key.to_owned();
+            return Err(StateDictError::FlatParameterKey { key }.into());
         }
-        .into());
     }
     Ok(())
+}
+
+/// Checks that an optimizers' dict is in a format that is known: nested (it has `state`), flat, or
+/// empty. One without state must not pass for that of parameters that have not been stepped: the
+/// state of all of them would be lost.
+fn check_optim_dict(dict: &StateDict) -> Result<()> {
+    let is_flat = dict
+        .keys()
+        .all(|key| key.starts_with("state.") || key.starts_with("param_groups."));
+    if dict.contains_key("state") || is_flat {
+        return Ok(());
+    }
+    Err(OptimStateError::missing_key("state").into())
 }

@@ -9,7 +9,7 @@ use fsdp_state::{
 };
 use indexmap::IndexMap;
 
-use crate::error::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 use crate::model::state_dict_type::StateDictType;
 use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_buffers};
@@ -29,8 +29,8 @@ use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_
 ///   FlatParameter without the padding at its end, and persistent buffers. No communication.
 ///
 /// # Errors
-/// With `Full` any rank's, on every rank. With `Local`, [`NnError::MeshWithLocal`] and
-/// [`NnError::LocalWithoutSharding`].
+/// With `Full` any rank's, on every rank. With `Local`, [`StateDictError::MeshWithLocal`] and
+/// [`StateDictError::LocalWithoutSharding`].
 pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     let mut state = StateDict::new();
     state_dict_into(parameters, |name, value| {
@@ -127,10 +127,10 @@ pub(super) fn gather(
 /// Returns the flat parameters as views of this rank's shards, and the persistent buffers.
 fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
     if parameters.on_mesh {
-        return Err(NnError::MeshWithLocal);
+        return Err(StateDictError::MeshWithLocal.into());
     }
     if parameters.shard_group().is_none() {
-        return Err(NnError::LocalWithoutSharding);
+        return Err(StateDictError::LocalWithoutSharding.into());
     }
     let mut state = StateDict::new();
     for handle in &parameters.handles {
@@ -140,10 +140,8 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
         let layout = handle.layout();
         // With `use_orig_params` the padding for the number of ranks counts as part of the
         // FlatParameter; without it the tensor is the same for any number of ranks.
-        let end = (0..layout.fqns().len())
-            .map(|param| layout.param_range(param).end)
-            .max()
-            .unwrap_or(0);
+        let last = layout.fqns().len() - 1;
+        let end = layout.param_range(last).end;
         let range = layout.shard_range(handle.shard_rank());
         let numel = range.end.min(end).saturating_sub(range.start);
         let mut shards = Vec::new();
@@ -193,24 +191,23 @@ pub fn load_state_dict(
     parameters: &ShardedParameters,
     strict: bool,
 ) -> Result<LoadReport> {
+    const OPERATION: &str = "load_state_dict";
     let settings = parameters.get_state_dict_type();
     let options = LoadOptions {
         strict,
         ..LoadOptions::default()
     };
-    let (group, operation) = (parameters.group(), "load_state_dict");
+    let group = parameters.group();
     if settings.state_dict_type() == StateDictType::Local {
         // On the next swap the loaded values would become the average.
-        if parameters.has_average() {
-            return Err(NnError::Swapped);
-        }
+        parameters.check_not_swapped()?;
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
-        let mut source = NnError::or_refuse(group, operation, DictSource::on_every_rank(state))?;
-        let target = NnError::or_refuse(group, operation, DictTarget::new(&live, None))?;
-        let mut target = target.with_own_tensors();
+        let mut source = NnError::or_refuse(group, OPERATION, DictSource::on_every_rank(state))?;
+        let views = DictTarget::new(&live, None);
+        let mut target = NnError::or_refuse(group, OPERATION, views)?.with_own_tensors();
         let report: LoadReport =
-            load_state::<_, _, NnError>(operation, group, &mut source, &mut target, &options)?;
+            load_state::<_, _, NnError>(OPERATION, group, &mut source, &mut target, &options)?;
         // The last names are copied first, so that of several names of one buffer the first counts.
         let loaded = target.into_state().into_iter().rev().collect();
         parameters.begin_change_of_all()?;
@@ -219,13 +216,13 @@ pub fn load_state_dict(
     }
     let root = settings.state_dict_config().rank0_only().then_some(0);
     let mut source = match root {
-        Some(root) => DictSource::on_root(group, operation, root, Ok::<_, NnError>(Some(state)))?,
-        None => NnError::or_refuse(group, operation, DictSource::on_every_rank(state))?,
+        Some(root) => DictSource::on_root(group, OPERATION, root, Ok::<_, NnError>(Some(state)))?,
+        None => NnError::or_refuse(group, OPERATION, DictSource::on_every_rank(state))?,
     };
     let prefixes = StatePrefixes {
         model: Some(Vec::new()),
         optim: None,
     };
     let mut target = LiveTarget::new(parameters, Vec::new(), prefixes)?;
-    load_state(operation, group, &mut source, &mut target, &options)
+    load_state(OPERATION, group, &mut source, &mut target, &options)
 }

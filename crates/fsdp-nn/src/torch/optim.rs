@@ -8,7 +8,7 @@ use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
 use super::model::gather;
-use crate::error::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 use crate::model::state_dict_type::{
     FullOptimStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictSettings,
@@ -16,8 +16,8 @@ use crate::model::state_dict_type::{
 };
 use crate::optimizer::Optimizer;
 use crate::state::{
-    LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, group_dicts, join,
-    load_exactly, load_here, names_that_count, resolve_keys,
+    ExactLoad, LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, PortableStates,
+    group_dicts, join, load_exactly, load_here, names_that_count, resolve_keys,
 };
 
 /// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective
@@ -49,8 +49,9 @@ pub fn optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
+    let own = own_states(state, parameters, optimizer);
     collected(
-        state,
+        own,
         parameters,
         optimizer,
         &parameters.get_state_dict_type(),
@@ -71,14 +72,9 @@ pub fn optim_state_dict_into(
     optimizer: &Optimizer,
     mut sink: impl FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<StateDict> {
-    Ok(streamed(
-        state,
-        parameters,
-        optimizer,
-        &parameters.get_state_dict_type(),
-        &mut sink,
-    )?
-    .0)
+    let own = own_states(state, parameters, optimizer);
+    let settings = parameters.get_state_dict_type();
+    Ok(streamed(own, parameters, optimizer, &settings, &mut sink)?.0)
 }
 
 /// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in
@@ -102,7 +98,8 @@ pub fn full_optim_state_dict(
         None,
         Some(OptimStateDictConfig::Full(config)),
     )?;
-    collected(state, parameters, optimizer, &settings)
+    let own = own_states(state, parameters, optimizer);
+    collected(own, parameters, optimizer, &settings)
 }
 
 /// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force:
@@ -124,19 +121,33 @@ pub fn sharded_optim_state_dict(
         None,
         Some(OptimStateDictConfig::Sharded(config)),
     )?;
-    collected(state, parameters, optimizer, &settings)
+    let own = own_states(state, parameters, optimizer);
+    collected(own, parameters, optimizer, &settings)
+}
+
+/// Returns this rank's state by the model's names: that of a local state dict, or the live one.
+fn own_states(
+    state: Option<&StateDict>,
+    parameters: &ShardedParameters,
+    optimizer: &Optimizer,
+) -> Result<PortableStates> {
+    check_owner(parameters, optimizer)?;
+    match state {
+        Some(state) => PortableStates::read(optimizer, state.clone()),
+        None => PortableStates::live(optimizer),
+    }
 }
 
 /// Puts the values that [`streamed`] hands out into one dict, parameters in their order.
 fn collected(
-    state: Option<&StateDict>,
+    own: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     settings: &StateDictSettings,
 ) -> Result<StateDict> {
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
     let (mut result, order) = streamed(
-        state,
+        own,
         parameters,
         optimizer,
         settings,
@@ -164,7 +175,7 @@ fn collected(
 /// Hands all values to `sink`. Returns the user state and the groups, and the names of the
 /// parameters in their order.
 fn streamed(
-    state: Option<&StateDict>,
+    own: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     settings: &StateDictSettings,
@@ -173,12 +184,7 @@ fn streamed(
     const OPERATION: &str = "optim_state_dict";
     let group = parameters.group();
     let keep = settings.optim_state_dict_config().gather_options();
-    let dict = check_owner(parameters, optimizer).and_then(|()| match state {
-        Some(state) => Ok(state.clone()),
-        None => optimizer.state_dict_views(OptimStateKeyType::ParamId),
-    });
-    let local = dict.and_then(|dict| LocalStates::read(optimizer, dict));
-    let (joined, local) = join(optimizer, group, OPERATION, local)?;
+    let (joined, own) = join(optimizer, group, OPERATION, own)?;
     let order = joined.keys().map(str::to_owned).collect();
     if settings.state_dict_type() == StateDictType::Full {
         gather(
@@ -193,7 +199,7 @@ fn streamed(
                 [PathPart::Index(_), ..] | [] => Ok(()),
             },
         )?;
-        return Ok((user_state_and_groups(local, &keep, group)?, order));
+        return Ok((user_state_and_groups(own, &keep, group)?, order));
     }
     // Boxes are not gathered. So without this agreement the other ranks would not learn of an
     // error.
@@ -201,7 +207,7 @@ fn streamed(
         let mut entries = entries.as_dict().into_iter().flatten();
         entries.try_for_each(|(name, value)| sink(fqn, name, value.copy_to(keep.device.as_ref())?))
     });
-    let rest = offered.and_then(|()| user_state_and_groups(local, &keep, group));
+    let rest = offered.and_then(|()| user_state_and_groups(own, &keep, group));
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))
 }
 
@@ -217,7 +223,7 @@ fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<
 /// Returns a dict with the state under keys that are no parameter's, and with the groups. It is
 /// empty on ranks that keep nothing.
 fn user_state_and_groups(
-    local: LocalStates,
+    own: PortableStates,
     keep: &GatherOptions,
     group: &ProcessGroup,
 ) -> Result<StateDict> {
@@ -225,8 +231,8 @@ fn user_state_and_groups(
     if !keep.keep_on.contains(group.rank()) {
         return Ok(dict);
     }
-    dict.insert("state", local.user_state.copy()?);
-    if let Some(groups) = local.groups {
+    dict.insert("state", own.user_state.copy()?);
+    if let Some(groups) = own.groups {
         dict.insert("param_groups", group_dicts(groups));
     }
     Ok(dict)
@@ -240,7 +246,7 @@ fn user_state_and_groups(
 /// Collectives: those of [`optim_state_dict`], and one agreement.
 ///
 /// # Errors
-/// The errors of [`optim_state_dict`], and [`NnError::NotAFlatParameter`], the same on every rank.
+/// The errors of [`optim_state_dict`], and [`StateDictError::NotAFlatParameter`], the same on every rank.
 pub fn unflatten_optim_state(
     flat_state: &StateDict,
     parameters: &ShardedParameters,
@@ -253,15 +259,19 @@ pub fn unflatten_optim_state(
         None,
         local_of(optimizer, fqns),
     )?;
-    let by_id: StateDict = [(local.to_string(), flat_state.clone().into())]
-        .into_iter()
-        .collect();
-    let state: StateDict = [("state", by_id.into())].into_iter().collect();
-    let state = optim_state_dict(Some(&state), parameters, optimizer)?;
-    let state_of = |fqn: &str| state.dict("state")?.dict(fqn).cloned();
-    Ok(fqns
-        .iter()
-        .map(|fqn| state_of(fqn.as_ref()).unwrap_or_default())
+    let own = check_owner(parameters, optimizer)
+        .and_then(|()| PortableStates::of_local(optimizer, local, flat_state));
+    let state = collected(
+        own,
+        parameters,
+        optimizer,
+        &parameters.get_state_dict_type(),
+    )?;
+    // A rank that keeps nothing has no `state`, and parameters without state are not in it.
+    let states = state.dict("state");
+    let of_params = fqns.iter().map(|fqn| states?.dict(fqn.as_ref()));
+    Ok(of_params
+        .map(|state| state.cloned().unwrap_or_default())
         .collect())
 }
 
@@ -272,8 +282,9 @@ fn local_of(optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<usize> {
         .locals()
         .iter()
         .position(|local| local.fqns() == fqns);
-    local.ok_or_else(|| NnError::NotAFlatParameter {
-        fqns: fqns.iter().map(|fqn| (*fqn).to_owned()).collect(),
+    local.ok_or_else(|| {
+        let fqns = fqns.iter().map(|fqn| (*fqn).to_owned()).collect();
+        StateDictError::NotAFlatParameter { fqns }.into()
     })
 }
 
@@ -319,7 +330,7 @@ pub struct OptimLoadOptions {
 ///
 /// # Errors
 /// The same on every rank, and nothing is changed: [`OptimStateError`] for state that the
-/// parameters cannot take; [`NnError::ConflictingGroups`]; ranks that pass different dicts
+/// parameters cannot take; [`StateDictError::ConflictingGroups`]; ranks that pass different dicts
 /// ([`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks) for scalars,
 /// hyperparameters and whole tensors).
 pub fn optim_state_dict_to_load(
@@ -337,10 +348,7 @@ pub fn optim_state_dict_to_load(
         return Ok(dict);
     }
     if !dict.contains_key("param_groups") {
-        return Err(OptimStateError::MissingKey {
-            key: "param_groups".to_owned(),
-        }
-        .into());
+        return Err(OptimStateError::missing_key("param_groups").into());
     }
     *optimizer = loaded;
     // The result shares no memory with the optimizer.
@@ -445,8 +453,10 @@ fn to_local(
         group,
         &mut source,
         &mut loaded,
-        options.allow_missing_state,
-        format!("{options:?}"),
+        ExactLoad {
+            allow_missing_state: options.allow_missing_state,
+            arguments: format!("{options:?}"),
+        },
     )?;
     let key_type = if options.is_named_optimizer {
         OptimStateKeyType::ParamName
@@ -464,12 +474,12 @@ fn to_local(
 fn with_states(state: Option<&StateDict>) -> Result<&StateDict> {
     state
         .filter(|state| state.dict("state").is_some())
-        .ok_or_else(|| {
-            OptimStateError::MissingKey {
-                key: "state".to_owned(),
-            }
-            .into()
-        })
+        .ok_or_else(missing_state)
+}
+
+/// Returns the error for an optimizer state dict without `state`.
+fn missing_state() -> NnError {
+    OptimStateError::missing_key("state").into()
 }
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name:
@@ -483,7 +493,7 @@ fn with_states(state: Option<&StateDict>) -> Result<&StateDict> {
 ///
 /// # Errors
 /// [`OptimStateError`]: differing names, types, dtypes, scalars; shapes other than the parameters';
-/// missing entries. [`NnError::NotAFlatParameter`]; boxes that are not covered.
+/// missing entries. [`StateDictError::NotAFlatParameter`]; boxes that are not covered.
 pub fn flatten_optim_state(
     state: &StateDict,
     optimizer: &Optimizer,
@@ -521,9 +531,7 @@ pub fn shard_orig_param_state(
 ) -> Result<StateDict> {
     let local = optimizer
         .local_index(fqn)
-        .ok_or_else(|| NnError::UnknownParameter {
-            fqn: fqn.to_owned(),
-        })?;
+        .ok_or_else(|| NnError::unknown_parameter(fqn))?;
     let entries = flattened(
         optimizer,
         local,
@@ -556,13 +564,13 @@ pub fn map_param_key_to_optim_keys(
     merge_keys: bool,
 ) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
     let group = optimizer.parameters().group();
-    let keyed = LocalStates::read(optimizer, state.clone()).map(|local| {
-        let states = local.states.into_iter();
-        states
-            .map(|(index, key, _)| (OptimStateKey::of(optimizer, index), key))
-            .collect::<IndexMap<_, _>>()
-    });
-    let keyed = NnError::agree(group, "map_param_key_to_optim_keys", None, keyed)?;
+    let read = LocalStates::read(optimizer, state.clone());
+    let local = NnError::agree(group, "map_param_key_to_optim_keys", None, read)?;
+    let keyed: IndexMap<OptimStateKey, String> = local
+        .states
+        .into_iter()
+        .map(|(index, key, _)| (OptimStateKey::new(optimizer, index), key))
+        .collect();
     let mine: Vec<OptimStateKey> = keyed.keys().cloned().collect();
     let all: Vec<Vec<OptimStateKey>> = group.all_gather_object(&mine)?;
     Ok((resolve_keys(group, &all, merge_keys)?, keyed))
@@ -587,9 +595,7 @@ pub fn broadcast_processed_state(
     let parameters = optimizer.parameters();
     let group = parameters.group();
     let states = match state.and_then(|state| state.dict("state")) {
-        None if group.rank() == 0 => Err(NnError::from(OptimStateError::MissingKey {
-            key: "state".to_owned(),
-        })),
+        None if group.rank() == 0 => Err(missing_state()),
         states => Ok(states),
     };
     let source = DictSource::on_root(group, "broadcast_processed_state", 0, states)?;

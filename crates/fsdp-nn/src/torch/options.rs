@@ -2,7 +2,7 @@
 
 use fsdp_state::KeepOn;
 
-use crate::error::{NnError, Result};
+use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 
 /// torch's `StateDictOptions`; the same on every rank.
@@ -69,15 +69,16 @@ impl StateDictOptions {
     /// Refuses options that contradict each other, and submodules that the model does not have.
     pub(super) fn check(&self, parameters: &ShardedParameters) -> Result<()> {
         if self.broadcast_from_rank0 && !self.full_state_dict {
-            return Err(NnError::Options {
-                problem: "full_state_dict must be true when broadcast_from_rank0 is true",
-            });
+            return Err(NnError::options(
+                "full_state_dict must be true when broadcast_from_rank0 is true",
+            ));
         }
         if !self.keep_submodule_prefixes && self.submodules.len() != 1 {
-            return Err(NnError::Options {
-                problem: "without keep_submodule_prefixes exactly one submodule must be named",
-            });
+            return Err(NnError::options(
+                "without keep_submodule_prefixes exactly one submodule must be named",
+            ));
         }
+        // A submodule is there if some parameter or buffer lies in it.
         let mut names: Vec<&str> = parameters.fqns().collect();
         names.extend(
             parameters
@@ -86,13 +87,13 @@ impl StateDictOptions {
                 .chain(parameters.buffers().keys())
                 .map(String::as_str),
         );
-        let is_unknown = |module: &&String| !names.iter().any(|name| below(name, module).is_some());
-        match self.submodules.iter().find(is_unknown) {
-            Some(module) => Err(NnError::UnknownSubmodule {
-                module: module.clone(),
-            }),
-            None => Ok(()),
+        for module in &self.submodules {
+            if !names.iter().any(|name| below(name, module).is_some()) {
+                let module = module.clone();
+                return Err(StateDictError::UnknownSubmodule { module }.into());
+            }
         }
+        Ok(())
     }
 
     /// Returns the options beside `strict` that decide what is loaded, and where: all ranks must
@@ -106,8 +107,8 @@ impl StateDictOptions {
             ..
         } = self;
         format!(
-            "ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, keep_submodule_prefixes \
-             {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
+            "ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, \
+             keep_submodule_prefixes {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
         )
     }
 

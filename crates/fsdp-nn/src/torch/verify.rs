@@ -10,7 +10,7 @@ use fsdp_state::{
 };
 
 use super::{StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict};
-use crate::error::{NnError, Result};
+use crate::error::{Result, StateDictError};
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
 
@@ -23,7 +23,7 @@ use crate::optimizer::Optimizer;
 /// Collectives: those of [`gather_state_dict`] and one agreement.
 ///
 /// # Errors
-/// [`NnError::Differs`] naming the first difference; errors of the load.
+/// [`StateDictError::Differs`] naming the first difference; errors of the load.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -88,7 +88,7 @@ pub fn verify_osd_by_load(
 /// [`gather_state_dict`] and one agreement.
 ///
 /// # Errors
-/// [`NnError::Differs`] naming the first difference.
+/// [`StateDictError::Differs`] naming the first difference.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -136,32 +136,34 @@ fn check_same(found: &StateDict, expected: &StateDict) -> Result<()> {
     } = flatten_containers(expected)?;
     let keys: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
     for key in keys {
-        let differs = |problem: &str| NnError::Differs {
-            key: key.clone(),
-            problem: problem.to_owned(),
+        let problem = match (found.get(key), expected.get(key)) {
+            (Some(found), Some(expected)) => difference(found, expected)?,
+            (Some(_), None) => Some("it is not expected"),
+            (None, _) => Some("it is missing"),
         };
-        let (Some(found), Some(expected)) = (found.get(key), expected.get(key)) else {
-            return Err(differs(if found.contains_key(key) {
-                "it is not expected"
-            } else {
-                "it is missing"
-            }));
-        };
-        let equal = match (found, expected) {
-            (StateValue::Tensor(found), StateValue::Tensor(expected)) => {
-                if found.dims() != expected.dims() || found.dtype() != expected.dtype() {
-                    return Err(differs("another shape or dtype"));
-                }
-                *HostBytes::read(&found.contiguous()?)?
-                    == *HostBytes::read(&expected.contiguous()?)?
+        if let Some(problem) = problem {
+            return Err(StateDictError::Differs {
+                key: key.clone(),
+                problem: problem.to_owned(),
             }
-            (StateValue::Raw(found), StateValue::Raw(expected)) => found == expected,
-            (StateValue::Plain(found), StateValue::Plain(expected)) => found.same_bits(expected),
-            _ => return Err(differs("another kind of value")),
-        };
-        if !equal {
-            return Err(differs("another value"));
+            .into());
         }
     }
     Ok(())
+}
+
+/// Returns how two values differ; `None` if they are the same.
+fn difference(found: &StateValue, expected: &StateValue) -> Result<Option<&'static str>> {
+    let is_same = match (found, expected) {
+        (StateValue::Tensor(found), StateValue::Tensor(expected)) => {
+            if found.dims() != expected.dims() || found.dtype() != expected.dtype() {
+                return Ok(Some("another shape or dtype"));
+            }
+            *HostBytes::read(&found.contiguous()?)? == *HostBytes::read(&expected.contiguous()?)?
+        }
+        (StateValue::Raw(found), StateValue::Raw(expected)) => found == expected,
+        (StateValue::Plain(found), StateValue::Plain(expected)) => found.same_bits(expected),
+        _ => return Ok(Some("another kind of value")),
+    };
+    Ok((!is_same).then_some("another value"))
 }

@@ -1,5 +1,6 @@
 //! The norm of all gradients together, and clipping by it.
 
+use candle_core::WithDType;
 use fsdp_comm::ReduceOp;
 use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
@@ -64,16 +65,19 @@ impl ShardedParameters {
     pub fn grad_norm_of(&self, norm: GradNorm) -> Result<f64> {
         let mut total = [0f64];
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-            let local = match norm {
-                _ if !grad.device().is_cpu() => {
-                    device::norm_part(&grad, norm == GradNorm::Infinity)?
-                }
-                GradNorm::L2 => with_float!(grad.dtype(), T => {
-                    tasks::sum(&HostSlice::<T>::read(&grad)?, |x| candle_core::WithDType::to_f64(x).powi(2))
-                }, else 0.0),
-                GradNorm::Infinity => with_float!(grad.dtype(), T => {
-                    HostSlice::<T>::read(&grad)?.iter().map(|x| candle_core::WithDType::to_f64(*x).abs()).fold(0.0, larger)
-                }, else 0.0),
+            let local = if !grad.device().is_cpu() {
+                device::norm_part(&grad, norm == GradNorm::Infinity)?
+            } else {
+                with_float!(grad.dtype(), T => {
+                    let values = HostSlice::<T>::read(&grad)?;
+                    match norm {
+                        GradNorm::L2 => tasks::sum(&values, |x| WithDType::to_f64(x).powi(2)),
+                        GradNorm::Infinity => {
+                            let sizes = values.iter().map(|x| WithDType::to_f64(*x).abs());
+                            sizes.fold(0.0, larger)
+                        }
+                    }
+                })
             };
             total[0] = if norm == GradNorm::L2 {
                 total[0] + local
@@ -116,7 +120,7 @@ impl ShardedParameters {
     /// `error_if_nonfinite=True`. Collectives: as [`Self::grad_norm`].
     ///
     /// # Errors
-    /// [`NnError::MaxNorm`] for a norm that is negative or NaN; the errors of
+    /// [`NnError::Options`] for a norm that is negative or NaN; the errors of
     /// [`Self::finite_grad_norm`]. The gradients are unchanged then.
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         self.clip_grad_norm_with(max_norm, ClipOptions::default())
@@ -127,23 +131,29 @@ impl ShardedParameters {
     /// infinite or NaN on all of them, or on none.
     ///
     /// # Errors
-    /// [`NnError::MaxNorm`] for a norm that is negative or NaN; the all-reduce's; with
+    /// [`NnError::Options`] for a norm that is negative or NaN; the all-reduce's; with
     /// [`OnNonFinite::Error`] also [`NnError::NonFiniteGradients`].
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
         if max_norm.is_nan() || max_norm < 0.0 {
-            return Err(NnError::MaxNorm { max_norm });
+            return Err(NnError::options(format!(
+                "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and \
+                 not NaN"
+            )));
         }
         let norm = self.grad_norm_of(options.norm)?;
-        match options.on_non_finite {
-            _ if norm.is_finite() => {}
-            OnNonFinite::Error => return Err(NnError::NonFiniteGradients { norm }),
-            OnNonFinite::Skip => {
-                self.zero_grad();
-                return Ok(norm);
+        if !norm.is_finite() {
+            match options.on_non_finite {
+                OnNonFinite::Error => return Err(NnError::NonFiniteGradients { norm }),
+                OnNonFinite::Skip => {
+                    self.zero_grad();
+                    return Ok(norm);
+                }
+                OnNonFinite::Scale => {}
             }
-            OnNonFinite::Scale => {}
         }
+        // torch adds the same to avoid a division by zero.
         let scale = max_norm / (norm + 1e-6);
+        // A norm that is NaN makes all gradients NaN, as in torch, so that nobody overlooks it.
         if scale < 1.0 || scale.is_nan() {
             self.scale_gradients(scale)?;
         }
@@ -158,7 +168,7 @@ impl ShardedParameters {
                 continue;
             }
             // A half type may not hold the factor: a product with it rounded could be zero.
-            with_float!(grad.dtype(), T => multiply(&mut HostSliceMut::<T>::write(&grad)?, scale), else ());
+            with_float!(grad.dtype(), T => multiply(&mut HostSliceMut::<T>::write(&grad)?, scale));
         }
         Ok(())
     }

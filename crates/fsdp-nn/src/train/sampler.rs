@@ -85,12 +85,6 @@ impl ShardedSampler {
         self.consumed / self.options.samples
     }
 
-    /// Returns the number of samples that all ranks together have had.
-    #[must_use]
-    pub const fn consumed(&self) -> u64 {
-        self.consumed
-    }
-
     /// Returns the weight that each sample has in the loss of its rank: `ranks / batch`.
     ///
     /// Gradients are averaged over ranks, and ranks may have different numbers of samples. Let a
@@ -125,8 +119,9 @@ impl ShardedSampler {
     /// [`Self::weight_of_sample`]. Every rank must call it for each batch.
     pub fn next_batch(&mut self, rank: usize, ranks: usize) -> Vec<u64> {
         let batch = self.options.batch;
-        let start = |rank: usize| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64;
-        let part = start(rank)..start(rank.saturating_add(1)).min(batch);
+        let [start, end] = [rank, rank.saturating_add(1)]
+            .map(|rank| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64);
+        let part = start..end.min(batch);
         let samples = part
             .map(|offset| self.sample(self.consumed.wrapping_add(offset)))
             .collect();
@@ -142,11 +137,12 @@ impl ShardedSampler {
             shuffle,
             ..
         } = self.options;
-        let (epoch, place) = (place / samples, place % samples);
+        let epoch = place / samples;
+        let place_in_epoch = place % samples;
         if shuffle {
-            permuted(place, samples, mixed(mixed(seed) ^ epoch))
+            permuted(place_in_epoch, samples, mixed(mixed(seed) ^ epoch))
         } else {
-            place
+            place_in_epoch
         }
     }
 
@@ -180,26 +176,30 @@ impl ShardedSampler {
             shuffle,
             ..
         } = self.options;
-        let plain = |key| state.get(key).and_then(|value| value.as_plain());
-        let int = |key| {
-            let value = plain(key)
-                .and_then(PlainValue::as_int)
-                .map(i64::cast_unsigned);
-            value.ok_or(SamplerError::State {
-                key,
-                expected: "integer",
-            })
+        let saved = state.get("shuffle").and_then(|value| value.as_plain());
+        let Some(saved_shuffle) = saved.and_then(PlainValue::as_bool) else {
+            return Err(SamplerError::State {
+                key: "shuffle",
+                expected: "bool",
+            });
         };
-        let saved_shuffle = plain("shuffle").and_then(PlainValue::as_bool);
-        let saved_shuffle = saved_shuffle.ok_or(SamplerError::State {
-            key: "shuffle",
-            expected: "bool",
-        })?;
-        check("samples", int("samples")?, samples)?;
-        check("seed", int("seed")?, seed)?;
+        check("samples", integer(state, "samples")?, samples)?;
+        check("seed", integer(state, "seed")?, seed)?;
         check("shuffle", saved_shuffle, shuffle)?;
-        self.consumed = int("consumed")?;
+        self.consumed = integer(state, "consumed")?;
         Ok(())
+    }
+}
+
+/// Reads an integer from the state of a sampler.
+fn integer(state: &StateDict, key: &'static str) -> Result<u64, SamplerError> {
+    let saved = state.get(key).and_then(|value| value.as_plain());
+    match saved.and_then(PlainValue::as_int) {
+        Some(value) => Ok(value.cast_unsigned()),
+        None => Err(SamplerError::State {
+            key,
+            expected: "integer",
+        }),
     }
 }
 
@@ -224,12 +224,12 @@ fn check<T: PartialEq + ToString>(
 /// Four rounds of a Feistel network permute all numbers with as many bits as `n` needs. A result
 /// that is not below `n` is permuted again until it is ("cycle walking"). Each number below `n`
 /// then maps to the next such number on its cycle, so this is a permutation too.
-fn permuted(x: u64, n: u64, key: u64) -> u64 {
+fn permuted(mut x: u64, n: u64, key: u64) -> u64 {
     let half = (u64::BITS - (n - 1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1u64 << half) - 1;
-    let mut x = x;
     loop {
-        let (mut left, mut right) = (x >> half, x & mask);
+        let mut left = x >> half;
+        let mut right = x & mask;
         for round in 0..4 {
             (left, right) = (
                 right,
@@ -244,10 +244,10 @@ fn permuted(x: u64, n: u64, key: u64) -> u64 {
 }
 
 /// Returns a number whose bits all depend on all bits of `x`: the output function of SplitMix64.
-const fn mixed(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+const fn mixed(mut x: u64) -> u64 {
+    x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
 

@@ -9,7 +9,7 @@ use fsdp_flat::with_float;
 use fsdp_layout::PlainValue;
 use fsdp_state::StateDict;
 
-use crate::error::{NnError, Result, ScalerError};
+use crate::error::{Result, ScalerError};
 use crate::exchange::device;
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
@@ -110,6 +110,7 @@ impl GradScaler {
             growth_interval,
             enabled,
         } = options;
+        // torch keeps the scale in f32, which may not hold the number.
         let scale = init_scale as f32;
         for (key, value, is_fine, range) in [
             (
@@ -184,19 +185,16 @@ impl GradScaler {
         if self.unscaled_of(parameters)?.is_some() {
             return Err(ScalerError::UnscaledTwice.into());
         }
-        let is_finite = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
+        let own = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
         // An error of this rank must not leave the others waiting.
-        let mut found = [f32::from(u8::from(!*is_finite.as_ref().unwrap_or(&false)))];
+        let is_own_finite = *own.as_ref().unwrap_or(&false);
+        let mut found = [f32::from(u8::from(!is_own_finite))];
         parameters.group().all_reduce(&mut found, ReduceOp::Max)?;
-        is_finite?;
-        let (model, reductions) = (
-            Arc::as_ptr(&parameters.shared).addr(),
-            parameters.shared.reductions.count(),
-        );
+        own?;
         let is_finite = found[0] == 0.0;
         self.unscaled.push(Unscaled {
-            model,
-            reductions,
+            model: Arc::as_ptr(&parameters.shared).addr(),
+            reductions: parameters.shared.reductions.count(),
             is_finite,
         });
         Ok(is_finite)
@@ -293,20 +291,14 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(());
         }
-        let float = |key| value(state, key, "a float", PlainValue::as_float);
-        let count = |key| {
-            value(state, key, "a count", |value| {
-                u32::try_from(value.as_int()?).ok()
-            })
-        };
         let options = GradScalerOptions {
-            init_scale: float("scale")?,
-            growth_factor: float("growth_factor")?,
-            backoff_factor: float("backoff_factor")?,
-            growth_interval: count("growth_interval")?,
+            init_scale: float(state, "scale")?,
+            growth_factor: float(state, "growth_factor")?,
+            backoff_factor: float(state, "backoff_factor")?,
+            growth_interval: count(state, "growth_interval")?,
             enabled: true,
         };
-        let growth_tracker = count("_growth_tracker")?;
+        let growth_tracker = count(state, "_growth_tracker")?;
         let loaded = GradScaler {
             growth_tracker,
             ..GradScaler::new(options)?
@@ -324,26 +316,39 @@ impl GradScaler {
     }
 }
 
-/// Returns the plain value under a key of a state dict.
+/// Reads a float from the state of a scaler.
+fn float(state: &StateDict, key: &'static str) -> Result<f64> {
+    value(state, key, "a float", PlainValue::as_float)
+}
+
+/// Reads a count from the state of a scaler.
+fn count(state: &StateDict, key: &'static str) -> Result<u32> {
+    value(state, key, "a count", |value| {
+        u32::try_from(value.as_int()?).ok()
+    })
+}
+
+/// Reads a value from the state of a scaler.
 fn value<T>(
     state: &StateDict,
     key: &'static str,
     expected: &'static str,
     convert: impl FnOnce(&PlainValue) -> Option<T>,
 ) -> Result<T> {
-    let found = state.get(key).map(|value| value.as_plain());
-    let wrong = |found| {
-        NnError::from(ScalerError::State {
-            key,
-            found,
-            expected,
-        })
+    let found = match state.get(key).map(|value| value.as_plain()) {
+        None => "nothing",
+        Some(None) => "a tensor or dict",
+        Some(Some(plain)) => match convert(plain) {
+            Some(value) => return Ok(value),
+            None => plain.type_name(),
+        },
     };
-    match found {
-        None => Err(wrong("nothing")),
-        Some(None) => Err(wrong("a tensor or dict")),
-        Some(Some(plain)) => convert(plain).ok_or_else(|| wrong(plain.type_name())),
-    }
+    let error = ScalerError::State {
+        key,
+        found,
+        expected,
+    };
+    Err(error.into())
 }
 
 impl ShardedParameters {
@@ -366,7 +371,7 @@ impl ShardedParameters {
                     is_finite &= value.is_finite();
                     *x = <T as WithDType>::from_f64(value * factor);
                 }
-            }, else ());
+            });
         }
         Ok(is_finite)
     }

@@ -11,9 +11,9 @@ use fsdp_layout::FlatLayout;
 
 use super::gradients::Gradients;
 use super::parameter::Parameter;
-use crate::config::{MixedPrecision, ShardingStrategy, cast};
+use crate::config::{BackwardPrefetch, MixedPrecision, ShardingStrategy, cast};
 use crate::error::{NnError, Result};
-use crate::exchange::{Groups, Moment, Overlap, Shared, UnitExchange};
+use crate::exchange::{Groups, Overlap, Shared, UnitExchange};
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -116,6 +116,8 @@ impl FlatParamHandle {
         shared
             .memory
             .count_held(layout.sharded_numel() * dtype.size_in_bytes());
+        // Where nothing is sharded, cast or offloaded, the model's own tensors are the parameters.
+        // There is no other copy of them.
         let is_offloaded = unit.cpu_offload && !device.is_cpu();
         let is_gathered = unit.groups.shard.is_none() && compute_dtype == dtype && !is_offloaded;
         let flat = if is_gathered {
@@ -155,6 +157,7 @@ impl FlatParamHandle {
             }),
             params: unit.params,
         };
+        // The model's tensors have been empty so far.
         if is_gathered {
             handle.fill(handle.exchange.parts(&shard)?)?;
         } else {
@@ -184,6 +187,12 @@ impl FlatParamHandle {
 
     pub(crate) fn dtype(&self) -> DType {
         self.exchange.dtype
+    }
+
+    /// Returns the dtype of the shards, as one of `fsdp_layout`.
+    pub(crate) fn file_dtype(&self) -> fsdp_layout::DType {
+        fsdp_flat::dtype::from_candle(self.exchange.dtype)
+            .expect("a unit is built of parameters whose dtype files can have")
     }
 
     /// Returns the device on which shards, reduced gradients and optimizer state live.
@@ -262,21 +271,28 @@ impl FlatParamHandle {
     /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there
     /// is no gradient, or if this rank has no part of the parameter.
     pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
-        let Some(grad) = self.grad() else {
+        let info = self.layout().shard_param_info(param, self.shard_rank());
+        let (Some(grad), Some(info)) = (self.grad(), info) else {
             return Ok(None);
         };
-        match self
-            .exchange
-            .layout
-            .shard_param_info(param, self.shard_rank())
-        {
-            Some(info) => Ok(Some(grad.narrow(
-                0,
-                info.offset_in_shard,
-                info.numel_in_shard,
-            )?)),
-            None => Ok(None),
-        }
+        Ok(Some(grad.narrow(
+            0,
+            info.offset_in_shard,
+            info.numel_in_shard,
+        )?))
+    }
+
+    /// Returns this rank's elements of a parameter, or of values like it, as boxes. `flat` is `None`
+    /// for no elements.
+    pub(crate) fn boxed(&self, param: usize, flat: Option<&Tensor>) -> Result<ShardedTensor> {
+        let shape = &self.layout().shapes()[param];
+        Ok(match flat {
+            Some(flat) => {
+                let boxes = self.layout().param_boxes(param, self.shard_rank());
+                ShardedTensor::from_flat(shape, boxes, flat)?
+            }
+            None => ShardedTensor::new(self.dtype(), shape.clone(), Vec::new())?,
+        })
     }
 
     /// Returns parameter `param` as boxes of views of the live memory.
@@ -372,7 +388,7 @@ impl FlatParamHandle {
             .memory
             .count_held(self.exchange.unsharded_bytes());
         if let Some(overlap) = &self.overlap {
-            overlap.gather_next(Moment::BeforeComputation);
+            overlap.gather_next(BackwardPrefetch::Pre);
         }
         Ok(())
     }
@@ -380,7 +396,7 @@ impl FlatParamHandle {
     /// Puts gathered values into the parameters' storages.
     fn fill(&self, gathered: Vec<Contents>) -> Result<()> {
         for (param, contents) in self.params.iter().zip(gathered) {
-            contents.put(&param.tensor)?;
+            contents.move_into(&param.tensor)?;
         }
         Ok(())
     }
@@ -485,15 +501,12 @@ impl FlatParamHandle {
                 .map(|param| Ok(owned_copy(&param.tensor.detach())?))
                 .collect();
         };
-        let layout = &self.exchange.layout;
-        let param = |(index, shape): (usize, &Vec<usize>)| {
-            let range = layout.param_range(index);
-            Ok(owned_copy(
-                &whole
-                    .narrow(0, range.start, range.len())?
-                    .reshape(shape.as_slice())?,
-            )?)
-        };
-        layout.shapes().iter().enumerate().map(param).collect()
+        let mut params = Vec::with_capacity(self.params.len());
+        for (index, shape) in self.layout().shapes().iter().enumerate() {
+            let range = self.layout().param_range(index);
+            let flat = whole.narrow(0, range.start, range.len())?;
+            params.push(owned_copy(&flat.reshape(shape.as_slice())?)?);
+        }
+        Ok(params)
     }
 }

@@ -194,7 +194,7 @@ fn a_local_state_dict_brings_each_rank_its_own_statistics_back() {
     run_local(2, |group| {
         let model = model(&group, ShardingStrategy::FullShard);
         let parameters = model.parameters();
-        let local = StateDictSettings::of(StateDictType::Local);
+        let local = StateDictSettings::from(StateDictType::Local);
         // Each rank has other samples.
         model
             .forward(|net| net.forward(&input(group.rank()), true))
@@ -291,7 +291,7 @@ fn buffers_that_are_one_tensor_are_loaded_from_the_first_of_their_names() {
             StateDictType::Sharded,
             StateDictType::Local,
         ] {
-            let settings = StateDictSettings::of(kind);
+            let settings = StateDictSettings::from(kind);
             let mut state = saved
                 .parameters()
                 .state_dict_type(settings, || state_dict(saved.parameters()))

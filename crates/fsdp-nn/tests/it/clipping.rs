@@ -243,7 +243,10 @@ fn a_norm_that_no_gradients_can_have_is_refused_and_changes_nothing() {
         let before = gradients(&model);
         for max_norm in [-1.0, f64::NEG_INFINITY, f64::NAN] {
             let error = model.parameters().clip_grad_norm(max_norm).unwrap_err();
-            assert!(matches!(error, NnError::MaxNorm { .. }), "{error}");
+            assert!(
+                error.to_string().contains("cannot be clipped to a norm"),
+                "{error}"
+            );
         }
         assert_eq!(gradients(&model), before);
         // An infinite one clips nothing.

@@ -347,7 +347,12 @@ fn a_slow_link_changes_no_bits() {
         bytes_per_second: 10_000_000,
     };
     let train = |config: FsdpConfig| {
-        let losses = LocalRanks::new(2).link(link).run(|group| {
+        let ranks = LocalRanks {
+            world_size: 2,
+            link: Some(link),
+            ..LocalRanks::default()
+        };
+        let losses = ranks.run(|group| {
             train(
                 &model(&group, config.clone(), Units::Explicit),
                 Run::default(),
@@ -420,7 +425,7 @@ impl<F: Fn() + Send + Sync> CustomOp1 for Tells<F> {
 /// the first is in the next one.
 fn run_apart(config: &FsdpConfig, waits_in_forward: bool, waits_in_backward: bool) {
     let places = Arc::new(Places::default());
-    let ranks = LocalRanks::new(2).run(|group| {
+    let ranks = run_local(2, |group| {
         let rank = group.rank();
         let model = FullyShardedDataParallel::new(group, config.clone(), |scope| {
             let layer = |index: usize| {

@@ -9,7 +9,8 @@ use fsdp_comm::run_local;
 use fsdp_nn::algorithm::{Algorithm, SgdOptions};
 use fsdp_nn::torch::{StateDictSettings, StateDictType, load_state_dict, state_dict};
 use fsdp_nn::{
-    FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, Scope, ShardingStrategy, Unit,
+    FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, Scope, ShardingStrategy,
+    StateDictError, Unit,
 };
 
 struct Layer(Linear);
@@ -146,12 +147,16 @@ fn after_a_load_of_each_type() {
         let refused = AtomicUsize::new(0);
         with_each_loss(|model, loss, what| {
             let parameters = model.parameters();
-            let loaded = parameters.state_dict_type(StateDictSettings::of(state_dict_type), || {
-                let state = state_dict(parameters)?;
-                load_state_dict(&state, parameters, true)
-            });
+            let loaded =
+                parameters.state_dict_type(StateDictSettings::from(state_dict_type), || {
+                    let state = state_dict(parameters)?;
+                    load_state_dict(&state, parameters, true)
+                });
             // Only what is sharded has a local state dict.
-            if matches!(loaded, Err(NnError::LocalWithoutSharding)) {
+            if matches!(
+                loaded,
+                Err(NnError::StateDict(StateDictError::LocalWithoutSharding))
+            ) {
                 return;
             }
             loaded.unwrap();

@@ -8,8 +8,8 @@ use fsdp_layout::DeviceMesh;
 use fsdp_nn::algorithm::{Algorithm, SgdOptions};
 use fsdp_nn::torch::{StateDictOptions, get_model_state_dict};
 use fsdp_nn::{
-    FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError, Optimizer, ShardingStrategy,
-    Unit,
+    BuildError, FsdpConfig, FullyShardedDataParallel, MixedPrecision, NnError, Optimizer,
+    ShardingStrategy, Unit,
 };
 use fsdp_state::StateValue;
 
@@ -152,7 +152,7 @@ fn values_that_differ_between_ranks_are_an_error_that_names_the_parameter_and_ch
         ));
         assert!(matches!(
             whole.set("b.bias", Tensor::new(1f32, &Device::Cpu).unwrap()),
-            Err(NnError::Conflict { .. })
+            Err(NnError::Build(BuildError::Conflict { .. }))
         ));
     })
     .unwrap();

@@ -2,15 +2,18 @@
 
 use std::borrow::Cow;
 
-use candle_core::{CpuStorage, Layout, Result, WithDType};
+use candle_core::{CpuStorage, Layout, Result, WithDType as _};
 use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 
-use crate::element::{Element, widened};
+use crate::element::Element;
+use crate::operation::Input;
 use crate::product::{Matrix, product};
 use crate::real::{Real, sum};
 use crate::rows::vectorized;
 use crate::softmax::softmax_row;
-use crate::values::{elements, span};
+use crate::values::{all_elements, elements, span};
+
+pub(super) const NAME: &str = "attention";
 
 /// The number of queries that are computed at a time.
 const BLOCK: usize = 64;
@@ -19,30 +22,29 @@ const BLOCK: usize = 64;
 ///
 /// # Errors
 /// Another dtype than `T`'s.
-pub(super) fn wide<'a, T: Element>(
-    storage: &'a CpuStorage,
-    operation: &'static str,
-) -> Result<Cow<'a, CpuStorage>> {
-    let values = storage.as_slice::<T>().map_or(0, <[T]>::len);
-    let values = elements::<T>(storage, 0..values, operation)?;
-    if T::DTYPE == T::Real::DTYPE {
-        return Ok(Cow::Borrowed(storage));
-    }
-    Ok(Cow::Owned(T::Real::to_cpu_storage_owned(widened(values))))
+pub(super) fn wide<T: Element>(storage: &CpuStorage) -> Result<Cow<'_, CpuStorage>> {
+    Ok(match T::reals(all_elements::<T>(storage, NAME)?) {
+        Cow::Borrowed(_) => Cow::Borrowed(storage),
+        Cow::Owned(values) => Cow::Owned(T::Real::to_cpu_storage_owned(values)),
+    })
 }
 
 /// Heads `[batch, heads, rows, width]` within a storage.
 pub(super) struct View<'a> {
-    storage: &'a CpuStorage,
-    layout: Layout,
+    pub(super) storage: Cow<'a, CpuStorage>,
+    pub(super) layout: Layout,
 }
 
 impl<'a> View<'a> {
-    pub(super) fn new(storage: &'a CpuStorage, layout: &Layout) -> Self {
-        View {
-            storage,
+    /// Returns a tensor's heads in the type that their arithmetic is done in.
+    ///
+    /// # Errors
+    /// Another dtype than `T`'s.
+    pub(super) fn widened<T: Element>((storage, layout): Input<'a>) -> Result<Self> {
+        Ok(View {
+            storage: wide::<T>(storage)?,
             layout: layout.clone(),
-        }
+        })
     }
 
     fn dim(&self, dim: usize) -> usize {
@@ -50,27 +52,23 @@ impl<'a> View<'a> {
     }
 
     /// Returns `len` rows of a head, as a matrix.
-    fn rows<R: Real + WithDType>(
-        &self,
-        head: usize,
-        start: usize,
-        len: usize,
-    ) -> Result<Matrix<'_, R>> {
+    fn rows<R: Real>(&self, head: usize, start: usize, len: usize) -> Result<Matrix<'_, R>> {
         let strides = self.layout.stride();
-        let (batch, head) = (head / self.dim(1), head % self.dim(1));
         let offset = self.layout.start_offset()
-            + batch * strides[0]
-            + head * strides[1]
+            + head / self.dim(1) * strides[0]
+            + head % self.dim(1) * strides[1]
             + start * strides[2];
         let layout = Layout::new((len, self.dim(3)).into(), strides[2..].to_vec(), offset);
-        // A product refuses a matrix that is not all there.
-        let values = self
-            .storage
-            .as_slice::<R>()?
-            .get(span(&layout))
-            .unwrap_or_default();
-        Matrix::of_layout(values, &layout)
+        Matrix::from_layout(elements(&self.storage, span(&layout), NAME)?, &layout)
     }
+}
+
+/// How the heads of an attention are computed.
+#[derive(Clone, Copy)]
+pub(super) struct Attention {
+    /// `true` if a row sees no columns after its own.
+    pub(super) causal: bool,
+    pub(super) scale: f64,
 }
 
 /// The heads of queries, keys and values.
@@ -78,9 +76,7 @@ pub(super) struct Heads<'a> {
     pub(super) query: View<'a>,
     pub(super) key: View<'a>,
     pub(super) value: View<'a>,
-    /// `true` if a row sees no columns after its own.
-    pub(super) causal: bool,
-    pub(super) scale: f64,
+    pub(super) attention: Attention,
 }
 
 /// Some queries of a head, and the keys that they see.
@@ -92,7 +88,23 @@ struct Block {
     columns: usize,
 }
 
-impl Heads<'_> {
+impl<'a> Heads<'a> {
+    /// Returns the heads of these queries, keys and values.
+    ///
+    /// # Errors
+    /// Another dtype than `T`'s.
+    pub(super) fn new<T: Element>(
+        attention: Attention,
+        [query, key, value]: [Input<'a>; 3],
+    ) -> Result<Self> {
+        Ok(Heads {
+            query: View::widened::<T>(query)?,
+            key: View::widened::<T>(key)?,
+            value: View::widened::<T>(value)?,
+            attention,
+        })
+    }
+
     fn heads(&self) -> usize {
         self.query.dim(0) * self.query.dim(1)
     }
@@ -106,84 +118,89 @@ impl Heads<'_> {
     /// Cuts the rows of a head into blocks. With `causal`, a block needs only the columns up to its
     /// last row.
     fn blocks(&self, head: usize) -> impl Iterator<Item = Block> {
-        let (all_rows, all_columns, causal) = (self.query.dim(2), self.key.dim(2), self.causal);
+        let all_rows = self.query.dim(2);
         (0..all_rows).step_by(BLOCK).map(move |start| {
             let rows = BLOCK.min(all_rows - start);
-            let columns = if causal {
-                all_columns.min(start + rows)
-            } else {
-                all_columns
-            };
             Block {
                 head,
                 start,
                 rows,
-                columns,
+                columns: self.visible_columns(start + rows - 1),
             }
         })
     }
 
+    /// Returns the number of columns that a row sees, the first ones.
+    #[inline(always)]
+    fn visible_columns(&self, row: usize) -> usize {
+        let all = self.key.dim(2);
+        if self.attention.causal {
+            all.min(row + 1)
+        } else {
+            all
+        }
+    }
+
     /// Computes each head of the output, `[rows, width of values]`.
-    pub(super) fn forward<R: Real + WithDType>(&self) -> Result<Vec<Vec<R>>> {
-        let head = |head: usize| {
-            let mut output = Vec::with_capacity(self.query.dim(2) * self.value.dim(3));
-            for block in self.blocks(head) {
-                let weights = self.weights::<R>(block)?;
-                let value = self.value.rows(head, 0, block.columns)?;
-                output.extend(product(
-                    block.matrix(&weights),
-                    value,
-                    None,
-                    self.threads(),
-                )?);
-            }
-            Ok(output)
-        };
-        (0..self.heads()).into_par_iter().map(head).collect()
+    pub(super) fn forward<R: Real>(&self) -> Result<Vec<Vec<R>>> {
+        (0..self.heads())
+            .into_par_iter()
+            .map(|head| self.forward_of(head))
+            .collect()
+    }
+
+    /// Computes one head of the output.
+    fn forward_of<R: Real>(&self, head: usize) -> Result<Vec<R>> {
+        let mut output = Vec::with_capacity(self.query.dim(2) * self.value.dim(3));
+        // One block's scores fit into the cache, and are forgotten before the next block.
+        for block in self.blocks(head) {
+            let weights = self.weights::<R>(block)?;
+            let value = self.value.rows(head, 0, block.columns)?;
+            output.extend(product(
+                block.matrix(&weights),
+                value,
+                None,
+                self.threads(),
+            )?);
+        }
+        Ok(output)
     }
 
     /// Computes the gradients of queries, keys and values from the gradient of the output: three
     /// lists with one entry for each head.
-    pub(super) fn backward<R: Real + WithDType>(
-        &self,
-        grad: &View<'_>,
-    ) -> Result<[Vec<Vec<R>>; 3]> {
-        let heads = (0..self.heads())
+    pub(super) fn backward<R: Real>(&self, grad: &View<'_>) -> Result<[Vec<Vec<R>>; 3]> {
+        let heads: Result<Vec<[Vec<R>; 3]>> = (0..self.heads())
             .into_par_iter()
-            .map(|head| self.backward_of(head, grad));
-        let heads: Vec<[Vec<R>; 3]> = heads.collect::<Result<_>>()?;
-        let mut parts: [Vec<Vec<R>>; 3] = Default::default();
-        for head in heads {
-            parts
-                .iter_mut()
-                .zip(head)
-                .for_each(|(part, head)| part.push(head));
+            .map(|head| self.backward_of(head, grad))
+            .collect();
+        let mut gradients = [Vec::new(), Vec::new(), Vec::new()];
+        for [dquery, dkey, dvalue] in heads? {
+            gradients[0].push(dquery);
+            gradients[1].push(dkey);
+            gradients[2].push(dvalue);
         }
-        Ok(parts)
+        Ok(gradients)
     }
 
     /// Computes the gradients of the queries, keys and values of one head.
-    fn backward_of<R: Real + WithDType>(
-        &self,
-        head: usize,
-        grad: &View<'_>,
-    ) -> Result<[Vec<R>; 3]> {
+    fn backward_of<R: Real>(&self, head: usize, grad: &View<'_>) -> Result<[Vec<R>; 3]> {
         let mut dquery = Vec::with_capacity(self.query.dim(2) * self.query.dim(3));
-        let mut dkey = vec![<R as Real>::ZERO; self.key.dim(2) * self.key.dim(3)];
-        let mut dvalue = vec![<R as Real>::ZERO; self.value.dim(2) * self.value.dim(3)];
+        let mut dkey = vec![R::ZERO; self.key.dim(2) * self.key.dim(3)];
+        let mut dvalue = vec![R::ZERO; self.value.dim(2) * self.value.dim(3)];
         for block in self.blocks(head) {
             // The weights were not kept from the forward, because they are large: compute them
             // again.
             let weights = self.weights::<R>(block)?;
             let grad = grad.rows(head, block.start, block.rows)?;
             let value = self.value.rows(head, 0, block.columns)?;
-            // The gradient of the weights, and from it, in place, that of the scores.
-            let mut dscores = product(grad, value.transposed(), None, self.threads())?;
-            let scale = R::of(self.scale);
+            // The gradient of the weights, which becomes that of the scores in place.
+            let mut gradients = product(grad, value.transposed(), None, self.threads())?;
+            let scale = R::nearest(self.attention.scale);
             vectorized(
                 #[inline(always)]
                 || {
-                    for (dscores, weights) in dscores
+                    // The gradient of a softmax, as in its own backward, times the scale.
+                    for (dscores, weights) in gradients
                         .chunks_mut(block.columns)
                         .zip(weights.chunks(block.columns))
                     {
@@ -197,12 +214,13 @@ impl Heads<'_> {
             );
             // Each block adds to the gradients of all keys and values that it has used. Only it has
             // these queries.
-            let (weights, dscores) = (block.matrix(&weights), block.matrix(&dscores));
-            let query = self.query.rows(head, block.start, block.rows)?;
+            let across_rows = block.matrix(&weights).transposed();
             add(
                 &mut dvalue,
-                &product(weights.transposed(), grad, None, self.threads())?,
+                &product(across_rows, grad, None, self.threads())?,
             );
+            let dscores = block.matrix(&gradients);
+            let query = self.query.rows(head, block.start, block.rows)?;
             add(
                 &mut dkey,
                 &product(dscores.transposed(), query, None, self.threads())?,
@@ -215,24 +233,20 @@ impl Heads<'_> {
 
     /// Computes the softmax of the scores of a block, row by row; 0 where a row does not see a
     /// column.
-    fn weights<R: Real + WithDType>(&self, block: Block) -> Result<Vec<R>> {
+    fn weights<R: Real>(&self, block: Block) -> Result<Vec<R>> {
         let query = self.query.rows(block.head, block.start, block.rows)?;
         let key = self.key.rows(block.head, 0, block.columns)?;
         let mut weights = product(query, key.transposed(), None, self.threads())?;
-        let scale = R::of(self.scale);
+        let scale = R::nearest(self.attention.scale);
         vectorized(
             #[inline(always)]
             || {
                 for (row, weights) in weights.chunks_mut(block.columns).enumerate() {
-                    let seen = if self.causal {
-                        block.columns.min(block.start + row + 1)
-                    } else {
-                        block.columns
-                    };
-                    let (seen, hidden) = weights.split_at_mut(seen);
-                    seen.iter_mut().for_each(|score| *score *= scale);
-                    softmax_row(seen);
-                    hidden.fill(<R as Real>::ZERO);
+                    let columns = self.visible_columns(block.start + row);
+                    let (visible, hidden) = weights.split_at_mut(columns);
+                    visible.iter_mut().for_each(|score| *score *= scale);
+                    softmax_row(visible);
+                    hidden.fill(R::ZERO);
                 }
             },
         );

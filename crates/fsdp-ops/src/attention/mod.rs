@@ -5,16 +5,17 @@
 
 mod head;
 
-use candle_core::{
-    CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, WithDType as _,
-};
+use std::borrow::Cow;
 
-use self::head::{Heads, View, wide};
-use crate::composed;
-use crate::element::{Element, tensor, with_element};
+use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
+
+use self::head::{Attention, Heads, NAME, View, wide};
+use crate::element::Element;
+use crate::operation::{Input, OnCpu, Operation, mismatched};
 use crate::parts::in_parts;
 use crate::real::Real;
-use crate::values::{contiguous, cpu};
+use crate::softmax;
+use crate::values::{contiguous, cpu, tensor};
 
 /// Computes `softmax(query * key^T * scale) * value` for each batch and head: torch's
 /// `scaled_dot_product_attention`.
@@ -44,20 +45,20 @@ pub fn scaled_dot_product_attention(
 ) -> Result<Tensor> {
     let (batch, heads, _, width) = query.dims4()?;
     let columns = key.dim(2)?;
-    for (other, expected) in [
-        (key, [batch, heads, columns, width]),
-        (value, [batch, heads, columns, value.dim(3)?]),
-    ] {
-        if other.dims() != expected {
-            let (lhs, rhs) = (query.shape().clone(), other.shape().clone());
-            return Err(candle_core::Error::ShapeMismatchBinaryOp { lhs, rhs, op: NAME }.bt());
-        }
+    if key.dims() != [batch, heads, columns, width] {
+        return mismatched(query, key, NAME);
     }
-    check_columns(query, columns)?;
+    if value.dims() != [batch, heads, columns, value.dim(3)?] {
+        return mismatched(query, value, NAME);
+    }
+    // The softmax of no scores would be a division by zero.
+    if columns == 0 && query.elem_count() > 0 {
+        candle_core::bail!("{NAME}: queries without keys");
+    }
     if !query.device().is_cpu() {
-        return composed::attention(query, key, value, causal, scale);
+        return composed(query, key, value, causal, scale);
     }
-    query.apply_op3(key, value, Attention { causal, scale })
+    query.apply_op3(key, value, OnCpu(Attention { causal, scale }))
 }
 
 /// Computes attention of the output of one projection to queries, keys and values.
@@ -83,149 +84,137 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
         let parts = qkv
             .reshape((batch, time, 3, heads, width))?
             .permute((2, 0, 3, 1, 4))?;
-        let [query, key, value] = [parts.get(0)?, parts.get(1)?, parts.get(2)?];
-        let mixed = composed::attention(&query, &key, &value, causal, scale)?;
+        let mixed = composed(
+            &parts.get(0)?,
+            &parts.get(1)?,
+            &parts.get(2)?,
+            causal,
+            scale,
+        )?;
         return mixed.transpose(1, 2)?.reshape((batch, time, heads * width));
     }
-    qkv.contiguous()?.apply_op1(PackedAttention {
+    qkv.contiguous()?.apply_op1(OnCpu(PackedAttention {
         heads,
-        causal,
-        scale,
-    })
+        attention: Attention { causal, scale },
+    }))
 }
 
-const NAME: &str = "attention";
-
-/// Refuses queries that have no key: their softmax would be a division by zero.
-fn check_columns(query: &Tensor, columns: usize) -> Result<()> {
-    if columns == 0 && query.elem_count() > 0 {
-        candle_core::bail!("{NAME}: queries without keys");
-    }
-    Ok(())
-}
-
-struct Attention {
+/// Computes [`scaled_dot_product_attention`] with candle's operations.
+pub(crate) fn composed(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
     causal: bool,
     scale: f64,
+) -> Result<Tensor> {
+    let mut scores = (query.contiguous()? * scale)?.matmul(&key.transpose(2, 3)?)?;
+    if causal {
+        // Adding minus infinity makes a weight 0.
+        let rows = query.dim(2)?;
+        let columns = key.dim(2)?;
+        let mut mask = vec![0f32; rows * columns];
+        for (row, mask) in mask.chunks_mut(columns.max(1)).enumerate() {
+            mask[columns.min(row + 1)..].fill(f32::NEG_INFINITY);
+        }
+        let hidden = Tensor::from_vec(mask, (rows, columns), query.device())?;
+        scores = scores.broadcast_add(&hidden.to_dtype(query.dtype())?)?;
+    }
+    softmax::composed(&scores)?.matmul(&value.contiguous()?)
 }
 
-impl CustomOp3 for Attention {
-    fn name(&self) -> &'static str {
-        NAME
+impl Operation<3> for Attention {
+    const NAME: &'static str = NAME;
+
+    fn forward<T: Element>(&self, [query, key, value]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let (batch, heads, rows, _) = query.1.shape().dims4()?;
+        let shape = Shape::from((batch, heads, rows, value.1.dims()[3]));
+        let y = Heads::new::<T>(*self, [query, key, value])?.forward()?;
+        Ok((joined(&y), shape))
     }
 
-    fn cpu_fwd(
+    fn backward<T: Element>(
         &self,
-        query: &CpuStorage,
-        query_layout: &Layout,
-        key: &CpuStorage,
-        key_layout: &Layout,
-        value: &CpuStorage,
-        value_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let (batch, heads, rows, _) = query_layout.shape().dims4()?;
-        let shape = Shape::from((batch, heads, rows, value_layout.dims()[3]));
-        with_element!(query.dtype(), NAME, T => {
-            let [query, key, value] = [wide::<T>(query, NAME)?, wide::<T>(key, NAME)?, wide::<T>(value, NAME)?];
-            let heads = Heads {
-                query: View::new(&query, query_layout),
-                key: View::new(&key, key_layout),
-                value: View::new(&value, value_layout),
-                causal: self.causal,
-                scale: self.scale,
-            };
-            Ok((T::to_cpu_storage_owned(joined::<T>(&heads.forward()?)), shape))
-        })
-    }
-
-    fn bwd(
-        &self,
-        query: &Tensor,
-        key: &Tensor,
-        value: &Tensor,
+        [query, key, value]: [&Tensor; 3],
         _: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (of_query, query_layout) = query.storage_and_layout();
-        let (of_key, key_layout) = key.storage_and_layout();
-        let (of_value, value_layout) = value.storage_and_layout();
-        let (of_grad, grad_layout) = grad.storage_and_layout();
-        with_element!(query.dtype(), NAME, T => {
-            let (of_query, of_key) = (wide::<T>(cpu(&of_query, NAME)?, NAME)?, wide::<T>(cpu(&of_key, NAME)?, NAME)?);
-            let (of_value, of_grad) = (wide::<T>(cpu(&of_value, NAME)?, NAME)?, wide::<T>(cpu(&of_grad, NAME)?, NAME)?);
-            let heads = Heads {
-                query: View::new(&of_query, query_layout),
-                key: View::new(&of_key, key_layout),
-                value: View::new(&of_value, value_layout),
-                causal: self.causal,
-                scale: self.scale,
-            };
-            let [dquery, dkey, dvalue] = heads.backward(&View::new(&of_grad, grad_layout))?;
-            let gradient = |heads: &[Vec<_>], of: &Tensor| tensor(joined::<T>(heads), of.dims()).map(Some);
-            Ok((gradient(&dquery, query)?, gradient(&dkey, key)?, gradient(&dvalue, value)?))
-        })
+    ) -> Result<[Tensor; 3]> {
+        let (query_storage, query_layout) = query.storage_and_layout();
+        let (key_storage, key_layout) = key.storage_and_layout();
+        let (value_storage, value_layout) = value.storage_and_layout();
+        let (grad_storage, grad_layout) = grad.storage_and_layout();
+        let inputs = [
+            (cpu(&query_storage, NAME)?, query_layout),
+            (cpu(&key_storage, NAME)?, key_layout),
+            (cpu(&value_storage, NAME)?, value_layout),
+        ];
+        let heads = Heads::new::<T>(*self, inputs)?;
+        let grad = View::widened::<T>((cpu(&grad_storage, NAME)?, grad_layout))?;
+        let [dquery, dkey, dvalue] = heads.backward(&grad)?;
+        Ok([
+            tensor(joined::<T>(&dquery), query.dims())?,
+            tensor(joined::<T>(&dkey), key.dims())?,
+            tensor(joined::<T>(&dvalue), value.dims())?,
+        ])
     }
 }
 
 struct PackedAttention {
     heads: usize,
-    causal: bool,
-    scale: f64,
+    attention: Attention,
+}
+
+impl Operation<1> for PackedAttention {
+    const NAME: &'static str = NAME;
+
+    fn forward<T: Element>(&self, [qkv]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let (batch, time, packed) = qkv.1.shape().dims3()?;
+        let values = wide::<T>(qkv.0)?;
+        let mixed = self.unpacked(&values, qkv.1)?.forward()?;
+        let y = interleaved(&[mixed], self.heads, time, packed / 3 / self.heads);
+        Ok((y, (batch, time, packed / 3).into()))
+    }
+
+    fn backward<T: Element>(
+        &self,
+        [qkv]: [&Tensor; 1],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 1]> {
+        let (batch, time, packed) = qkv.dims3()?;
+        let width = packed / 3 / self.heads;
+        let grad_of_heads = grad
+            .reshape((batch, time, self.heads, width))?
+            .transpose(1, 2)?;
+        let (qkv_storage, layout) = qkv.storage_and_layout();
+        let (grad_storage, grad_layout) = grad_of_heads.storage_and_layout();
+        let values = wide::<T>(cpu(&qkv_storage, NAME)?)?;
+        let grad = View::widened::<T>((cpu(&grad_storage, NAME)?, grad_layout))?;
+        let parts = self.unpacked(&values, layout)?.backward(&grad)?;
+        let dqkv = interleaved::<T>(&parts, self.heads, time, width);
+        Ok([tensor(dqkv, qkv.dims())?])
+    }
 }
 
 impl PackedAttention {
     /// Returns the heads of queries, keys and values `[batch, time, 3, heads, width]`.
-    fn heads<'a>(&self, storage: &'a CpuStorage, layout: &Layout) -> Result<Heads<'a>> {
+    fn unpacked<'a>(&self, storage: &'a CpuStorage, layout: &Layout) -> Result<Heads<'a>> {
         let (batch, time, packed) = layout.shape().dims3()?;
-        let (start, width) = (contiguous(layout, NAME)?.start, packed / 3 / self.heads);
-        let part = |part: usize| {
-            let strides = vec![time * packed, width, packed, 1];
-            let layout = Layout::new(
-                (batch, self.heads, time, width).into(),
-                strides,
-                start + part * self.heads * width,
-            );
-            View::new(storage, &layout)
-        };
-        Ok(Heads {
-            query: part(0),
-            key: part(1),
-            value: part(2),
-            causal: self.causal,
-            scale: self.scale,
-        })
-    }
-}
-
-impl CustomOp1 for PackedAttention {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage as _;
-        let (batch, time, packed) = layout.shape().dims3()?;
-        with_element!(qkv.dtype(), NAME, T => {
-            let qkv = wide::<T>(qkv, NAME)?;
-            let mixed = self.heads(&qkv, layout)?.forward()?;
-            let mixed = interleaved::<T>(&[mixed], self.heads, time, packed / 3 / self.heads);
-            Ok((T::to_cpu_storage_owned(mixed), (batch, time, packed / 3).into()))
-        })
-    }
-
-    fn bwd(&self, qkv: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let (batch, time, packed) = qkv.dims3()?;
         let width = packed / 3 / self.heads;
-        let grad = grad
-            .reshape((batch, time, self.heads, width))?
-            .transpose(1, 2)?;
-        let ((of_qkv, layout), (of_grad, grad_layout)) =
-            (qkv.storage_and_layout(), grad.storage_and_layout());
-        with_element!(qkv.dtype(), NAME, T => {
-            let (of_qkv, of_grad) = (wide::<T>(cpu(&of_qkv, NAME)?, NAME)?, wide::<T>(cpu(&of_grad, NAME)?, NAME)?);
-            let parts = self.heads(&of_qkv, layout)?.backward(&View::new(&of_grad, grad_layout))?;
-            tensor(interleaved::<T>(&parts, self.heads, time, width), qkv.dims()).map(Some)
+        let start = contiguous(layout, NAME)?.start;
+        // All three are interleaved in the one storage, so each has its own start there.
+        let [query, key, value] = [0, 1, 2].map(|part| View {
+            storage: Cow::Borrowed(storage),
+            layout: Layout::new(
+                (batch, self.heads, time, width).into(),
+                vec![time * packed, width, packed, 1],
+                start + part * self.heads * width,
+            ),
+        });
+        Ok(Heads {
+            query,
+            key,
+            value,
+            attention: self.attention,
         })
     }
 }
@@ -247,22 +236,24 @@ fn interleaved<T: Element>(
     time: usize,
     width: usize,
 ) -> Vec<T> {
-    let batches = parts.first().map_or(0, |part| part.len() / heads);
+    let batches = parts[0].len() / heads;
     // The number of values of one position in time.
     let stride = parts.len() * heads * width;
-    let zero = T::narrow(<T::Real as Real>::ZERO);
-    in_parts(batches * time * stride, stride, zero, |number, output| {
-        let (batch, position) = (number / time, number % time);
-        let heads = parts
+    let zero = T::narrow(T::Real::ZERO);
+    let (values, _) = in_parts(batches * time * stride, stride, zero, |number, output| {
+        // A part is one position in time: of each head in turn, the values of that position.
+        let batch = number / time;
+        let position = number % time;
+        let heads_of_batch = parts
             .iter()
             .flat_map(|part| &part[batch * heads..(batch + 1) * heads]);
-        for (output, head) in output.chunks_mut(width).zip(heads) {
+        for (output, head) in output.chunks_mut(width).zip(heads_of_batch) {
             let values = &head[position * width..(position + 1) * width];
             output
                 .iter_mut()
                 .zip(values)
                 .for_each(|(output, &value)| *output = T::narrow(value));
         }
-    })
-    .0
+    });
+    values
 }

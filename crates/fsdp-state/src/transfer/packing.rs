@@ -118,7 +118,7 @@ impl<'a> Outgoing<'a> {
     }
 
     /// Returns the candle tensor that has exactly the elements of the box, if there is one.
-    fn held_exactly(&self) -> Option<&'a Tensor> {
+    fn tensor_of_box(&self) -> Option<&'a Tensor> {
         let mut sources = self.sources.iter();
         match &sources.find(|source| source.bounds == *self.bounds)?.data {
             Data::Tensor(tensor) => Some(tensor),
@@ -146,9 +146,9 @@ pub(super) fn with_packed<R>(
     boxes: &[Outgoing<'_>],
     f: impl FnOnce(&[u8]) -> R,
 ) -> (R, Result<(), StateError>) {
-    let held: Option<Vec<&Tensor>> = boxes.iter().map(Outgoing::held_exactly).collect();
+    let tensors: Option<Vec<&Tensor>> = boxes.iter().map(Outgoing::tensor_of_box).collect();
     // Without tensors there is nothing to join, and `f` comes back.
-    match with_joined_bytes(&held.unwrap_or_default(), f) {
+    match with_joined_bytes(&tensors.unwrap_or_default(), f) {
         Ok(result) => (result, Ok(())),
         Err(f) => {
             let mut packed = Vec::new();

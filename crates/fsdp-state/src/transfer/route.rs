@@ -359,6 +359,17 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_sends_too_little_is_named() {
+        let sent = by_value(vec![vec![1, 2], vec![3, 4]], 2).unwrap();
+        assert_eq!(sent, [[1, 3], [2, 4]]);
+        let error = by_value(vec![vec![1, 2], vec![3]], 2).unwrap_err();
+        assert!(
+            error.to_string().starts_with("rank 1 of the group"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn each_layout_takes_the_cheapest_collective() {
         let whole = [rows(0, 4)];
         let (low, high) = ([rows(0, 2)], [rows(2, 2)]);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 use fsdp_comm::{LocalRanks, ProcessGroup};
-use fsdp_flat::storage::{HostBytes, TensorBuffer};
+use fsdp_flat::storage::{HostBytes, HostBytesMut, zeros};
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::boxes::boxes_of_flat_range;
 use fsdp_layout::shard::chunk_range;
@@ -28,11 +28,13 @@ pub(crate) const DTYPES: [DType; 11] = [
 
 /// Runs a function on ranks that are threads, and returns the results in rank order.
 pub(crate) fn run<T: Send>(world_size: usize, f: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    LocalRanks::new(world_size)
-        .stack_bytes(2 << 20)
-        .deadline(Duration::from_secs(30))
-        .run(f)
-        .unwrap()
+    let ranks = LocalRanks {
+        world_size,
+        stack_bytes: 2 << 20,
+        deadline: Duration::from_secs(30),
+        ..LocalRanks::default()
+    };
+    ranks.run(f).unwrap()
 }
 
 /// Checks that all ranks failed with the same message, and returns it.
@@ -77,9 +79,11 @@ impl Numbers {
 /// Makes a tensor of arbitrary bits, NaNs included.
 pub(crate) fn tensor(shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     let mut numbers = Numbers(seed);
-    let mut buffer = TensorBuffer::zeros(shape, dtype).unwrap();
-    buffer.bytes_mut().fill_with(|| numbers.next() as u8);
-    buffer.into_tensor()
+    let tensor = zeros(shape, dtype).unwrap();
+    let mut bytes = HostBytesMut::write(&tensor).unwrap();
+    bytes.fill_with(|| numbers.next() as u8);
+    bytes.finish().unwrap();
+    tensor
 }
 
 pub(crate) fn f32s(shape: &[usize], seed: u64) -> Tensor {

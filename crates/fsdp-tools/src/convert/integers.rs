@@ -2,13 +2,15 @@
 //! plain tensors are quantized, and what they mean (scheme, scale, zero point) becomes a value
 //! `KEY.quantizer`.
 
+use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, Origin, Seen, quantizer_key};
 use fsdp_formats::metadata::{BytesEntry, Entry};
 use fsdp_formats::reader::Slot;
-use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
+
+use super::output::unsupported;
 
 /// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
@@ -26,18 +28,9 @@ fn integer(dtype: DType) -> Option<DType> {
     }
 }
 
-fn unsupported(fqn: &str, what: &str) -> FileError {
-    FileError::Encode {
-        fqn: fqn.to_owned(),
-        source: FormatError::Unsupported {
-            what: what.to_owned(),
-        },
-    }
-}
-
 impl<'a> Integers<'a> {
     /// Makes the view; `None` if nothing is quantized.
-    pub(super) fn of(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
+    pub(super) fn new(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
         if !from
             .tensors()
@@ -48,48 +41,47 @@ impl<'a> Integers<'a> {
         let mut metadata = from.clone();
         let mut quantizers = IndexMap::new();
         // The keys of the quantizers, by those of their tensors.
-        let mut beside = IndexMap::new();
+        let mut siblings = IndexMap::new();
         for (fqn, tensor) in from.tensors() {
             let Some(dtype) = integer(tensor.properties.dtype) else {
                 continue;
             };
-            if let Some(Entry::Tensor(tensor)) = metadata.entries.get_mut(fqn) {
-                tensor.properties.dtype = dtype;
-            }
-            let Some(quantizer) = source.quantizer(fqn)? else {
-                return Err(unsupported(
-                    fqn,
-                    "a quantized tensor without its scale and zero point",
-                ));
-            };
-            let key = quantizer_key(fqn);
-            if metadata
+            let quantizer = source.quantizer(fqn)?.ok_or_else(|| {
+                unsupported(fqn, "a quantized tensor without its scale and zero point")
+            })?;
+            let mut entry = tensor.clone();
+            entry.properties.dtype = dtype;
+            metadata
                 .entries
-                .insert(key.clone(), Entry::Bytes(BytesEntry::default()))
-                .is_some()
-            {
-                return Err(unsupported(
-                    fqn,
-                    &format!("a quantized tensor beside a value `{key}`"),
-                ));
+                .insert(fqn.to_owned(), Entry::Tensor(entry));
+            let key = quantizer_key(fqn);
+            let value = Entry::Bytes(BytesEntry::default());
+            if metadata.entries.insert(key.clone(), value).is_some() {
+                let what = format!("a quantized tensor beside a value `{key}`");
+                return Err(unsupported(fqn, what));
             }
             if let Some(paths) = &mut metadata.planner_data {
-                // Beside the tensor, where that is in a dict; at the top, where it is in a list.
-                let mut path = paths.get(fqn).cloned().unwrap_or_default();
+                // In the same dict as the tensor; at the top, if that is in a list.
+                let mut path = match paths.get(fqn) {
+                    Some(path) => path.clone(),
+                    None => KeyPath::default(),
+                };
                 match path.0.last_mut() {
                     Some(PathPart::Key(last)) => last.push_str(".quantizer"),
                     _ => path = KeyPath(vec![PathPart::Key(key.clone())]),
                 }
                 paths.insert(key.clone(), path);
             }
-            beside.insert(fqn.to_owned(), key.clone());
+            siblings.insert(fqn.to_owned(), key.clone());
             quantizers.insert(key, quantizer);
         }
         let mut structure = source.structure().cloned();
         if let Some(structure) = &mut structure {
-            structure.add_beside(&beside, ".quantizer").map_err(|fqn| {
-                unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
-            })?;
+            structure
+                .add_beside(&siblings, ".quantizer")
+                .map_err(|fqn| {
+                    unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
+                })?;
         }
         Ok(Some(Integers {
             seen: Seen::of(source, metadata, structure),

@@ -16,6 +16,7 @@ mod integers;
 mod old_values;
 mod opaque;
 mod options;
+mod output;
 mod sidecars;
 mod to_dcp;
 mod to_rank_files;
@@ -29,19 +30,21 @@ use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, Structure};
 use fsdp_formats::internals::{
     byte_length, check_expansion, check_key_length, opaque_entries, shown,
 };
-use fsdp_formats::storage::{CheckedDirectory, Links};
-use fsdp_formats::{FileError, FormatError, Location};
+use fsdp_formats::storage::{CheckedDirectory, Links, Staging};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::TensorBox;
 
 use self::copied::CopiedFiles;
 use self::integers::Integers;
-use self::sidecars::{Kept, keys_beside};
+use self::output::Conversion;
+use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 
 pub use self::cast::Cast;
-pub(crate) use self::cast::Optimizers;
+pub(crate) use self::cast::{CASTABLE, Optimizers};
 pub use self::options::OutputFormat;
+pub(crate) use self::output::unsupported;
+pub use self::output::{ConvertOptions, Converted};
 pub use self::view::{Rename, View};
-pub use crate::output::{ConvertOptions, Converted};
 
 /// Writes all of a checkpoint to `destination` in another format or layout.
 ///
@@ -58,37 +61,179 @@ pub fn convert(
     target: OutputFormat,
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
-    if let Some(integers) = Integers::of(source)? {
-        let quantized = integers.keys().map(str::to_owned).collect();
-        return Ok(Converted {
-            quantized,
-            ..convert(&integers, destination, target, options)?
-        });
+    // Step 1: what is written is the source through up to three views. No format writes quantized
+    // tensors as such.
+    let mut source = source;
+    let mut quantized = Vec::new();
+    let integers = Integers::new(source)?;
+    if let Some(integers) = &integers {
+        quantized.extend(integers.keys().map(str::to_owned));
+        source = integers;
     }
     // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys
     // stay out of the directory.
-    let kept = if matches!(target, OutputFormat::Dcp { .. }) {
-        Kept::of(source)
-    } else {
-        Kept::default()
+    let sidecars = match target {
+        OutputFormat::Dcp { .. } => CopiedSidecars::find(source),
+        _ => CopiedSidecars::default(),
     };
-    if kept.keys.is_empty() {
-        return write(source, destination.into(), target, &kept, options);
+    let without_sidecars = without(source, &sidecars.keys)?;
+    if let Some(view) = &without_sidecars {
+        source = view;
     }
-    let keep = |fqn: &str| {
-        if kept.keys.contains(fqn) {
-            Rename::Drop
-        } else {
-            Rename::Keep
-        }
-    };
-    write(
-        &View::new(source, keep, None)?,
-        destination.into(),
-        target,
-        &kept,
+    let OpaqueEntries { copied, unwritable } = opaque_of(source, target, options.threads)?;
+    if !unwritable.is_empty() && !options.drop_opaque {
+        return Err(FileError::Opaque { values: unwritable });
+    }
+    let unwritable_keys = unwritable.iter().map(|(fqn, _)| fqn.clone()).collect();
+    let without_opaque = without(source, &unwritable_keys)?;
+    if let Some(view) = &without_opaque {
+        source = view;
+    }
+
+    // Step 2: all that can be found wrong with the source is found before anything is written.
+    check_source(source, target, &copied, options)?;
+
+    // Step 3: write it.
+    let destination = destination.into();
+    let staging = prepare(&destination, target, options)?;
+    let with = options
+        .with
+        .map(|with| CheckedDirectory::open(with, false, Links::Follow))
+        .transpose()?;
+    let (extra, left_behind) = extra_files(source, target, &sidecars, with.as_ref())?;
+    let containers = lost_containers(source, target);
+    let conversion = Conversion {
+        source,
+        staging,
+        extra: &extra,
         options,
-    )
+    };
+    let converted = match target {
+        OutputFormat::Dcp { ranks } => to_dcp::write(conversion, ranks.max(1), &copied),
+        OutputFormat::SafetensorsFile => to_safetensors::write_file(conversion, &destination),
+        OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
+            Some(plan) => to_rank_files::write_ranks(conversion, plan, max_file_bytes),
+            None => to_safetensors::write_directory(conversion, max_file_bytes),
+        },
+        OutputFormat::SafetensorsShards { ranks } => {
+            to_safetensors::write_shards(conversion, ranks.max(1))
+        }
+        OutputFormat::Torch => to_torch::write(conversion),
+    };
+    let notes_left_out = match target {
+        OutputFormat::Dcp { .. } | OutputFormat::Torch => source
+            .notes()
+            .iter()
+            .map(|(key, _)| (*key).to_owned())
+            .collect(),
+        _ => Vec::new(),
+    };
+    Ok(Converted {
+        quantized,
+        dropped: unwritable,
+        containers,
+        copied: extra.names(),
+        left_behind,
+        notes_left_out,
+        ..converted?
+    })
+}
+
+/// Returns a view without these keys; `None` if there are none.
+fn without<'s>(
+    source: &'s dyn Checkpoint,
+    keys: &HashSet<String>,
+) -> Result<Option<View<'s>>, FileError> {
+    if keys.is_empty() {
+        return Ok(None);
+    }
+    let view = View::new(
+        source,
+        |fqn| {
+            if keys.contains(fqn) {
+                Rename::Drop
+            } else {
+                Rename::Keep
+            }
+        },
+        None,
+    )?;
+    Ok(Some(view))
+}
+
+/// The opaque values and tensors of a checkpoint, and the type of each.
+struct OpaqueEntries {
+    /// The entries that are copied as they are stored.
+    copied: Vec<(String, String)>,
+    /// The entries that the output cannot hold.
+    unwritable: Vec<(String, String)>,
+}
+
+/// Finds the opaque values and tensors of a checkpoint. From DCP to DCP, items in the directory's
+/// own files are copied as bytes, so they may be opaque.
+fn opaque_of(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    threads: usize,
+) -> Result<OpaqueEntries, FileError> {
+    let is_dcp = matches!(
+        (source.format(), target),
+        (Format::Dcp, OutputFormat::Dcp { .. })
+    );
+    let in_sidecars = keys_in_sidecars(source);
+    let (copied, unwritable) = opaque_entries(source, threads)?
+        .into_iter()
+        .partition(|(fqn, _)| is_dcp && !in_sidecars.contains(fqn.as_str()));
+    Ok(OpaqueEntries { copied, unwritable })
+}
+
+/// Refuses a source that cannot be written in this format.
+fn check_source(
+    source: &dyn Checkpoint,
+    target: OutputFormat,
+    opaque: &[(String, String)],
+    options: ConvertOptions<'_>,
+) -> Result<(), FileError> {
+    if target != OutputFormat::Torch {
+        check_same_texts(source)?;
+    }
+    if let Some(plan) = options.tensor_parallel {
+        if !matches!(target, OutputFormat::SafetensorsDirectory { .. }) {
+            return Err(unsupported(
+                "",
+                "a format that has no files of tensor-parallel ranks",
+            ));
+        }
+        to_rank_files::check_plan(source, plan)?;
+    }
+    if matches!(target, OutputFormat::Dcp { .. }) {
+        source
+            .metadata()
+            .entries
+            .keys()
+            .try_for_each(|fqn| check_key_length(fqn))?;
+    }
+    source.check_stored(&|_| true)?;
+    check_sizes(source, target, opaque)?;
+    source.check_copies(&|_| true)
+}
+
+/// Refuses dicts whose keys would become the same text.
+fn check_same_texts(source: &dyn Checkpoint) -> Result<(), FileError> {
+    let Some((path, [other, text])) = source.structure().and_then(Structure::same_texts) else {
+        return Ok(());
+    };
+    let what = format!(
+        "a dict with both keys {} and {} in a format other than torch's",
+        shown(other),
+        shown(text)
+    );
+    let fqn = if path.is_empty() {
+        shown(text)
+    } else {
+        format!("{path}.{}", shown(text))
+    };
+    Err(unsupported(&fqn, what))
 }
 
 /// Refuses tensors with vastly more elements than are stored, before any plan or file becomes as
@@ -111,6 +256,7 @@ fn check_sizes(
         .tensors()
         .filter(|(fqn, _)| !opaque.contains(fqn))
     {
+        // More bytes than this machine can count are refused like the most that it can.
         let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype)
             .unwrap_or(usize::MAX);
         check_expansion(source, fqn, bytes as u64 / ranks)?;
@@ -118,86 +264,14 @@ fn check_sizes(
     Ok(())
 }
 
-/// Writes a checkpoint in another format. The files in `kept` are copied as they are.
-fn write(
-    source: &dyn Checkpoint,
-    destination: Location,
+/// Prepares the destination, which a checkpoint of this format may replace.
+fn prepare(
+    destination: &Location,
     target: OutputFormat,
-    kept: &Kept,
     options: ConvertOptions<'_>,
-) -> Result<Converted, FileError> {
-    // From DCP to DCP, values in the directory's own files are copied as bytes, so they may be
-    // opaque.
-    let copied = matches!(
-        (source.format(), target),
-        (Format::Dcp, OutputFormat::Dcp { .. })
-    );
-    let beside = keys_beside(source);
-    let (opaque, unknown): (Vec<_>, Vec<_>) = opaque_entries(source, options.threads)?
-        .into_iter()
-        .partition(|(fqn, _)| copied && !beside.contains(fqn.as_str()));
-    if !unknown.is_empty() {
-        if !options.drop_opaque {
-            return Err(FileError::Opaque { values: unknown });
-        }
-        let dropped: HashSet<&str> = unknown.iter().map(|(fqn, _)| fqn.as_str()).collect();
-        let keep = |fqn: &str| {
-            if dropped.contains(fqn) {
-                Rename::Drop
-            } else {
-                Rename::Keep
-            }
-        };
-        let view = View::new(source, keep, None)?;
-        let converted = write(&view, destination, target, kept, options)?;
-        return Ok(Converted {
-            dropped: unknown,
-            ..converted
-        });
-    }
-    // All that can be found wrong with the source is found before anything is written.
-    let same = source
-        .structure()
-        .filter(|_| target != OutputFormat::Torch)
-        .and_then(Structure::same_texts);
-    if let Some((path, [other, text])) = same {
-        let what = format!(
-            "a dict with both keys {} and {} in a format other than torch's",
-            shown(other),
-            shown(text)
-        );
-        let fqn = if path.is_empty() {
-            shown(text)
-        } else {
-            format!("{path}.{}", shown(text))
-        };
-        return Err(FileError::Encode {
-            fqn,
-            source: FormatError::Unsupported { what },
-        });
-    }
-    if let Some(plan) = options.tensor_parallel {
-        if !matches!(target, OutputFormat::SafetensorsDirectory { .. }) {
-            let what = "a format that has no files of tensor-parallel ranks".to_owned();
-            return Err(FileError::Encode {
-                fqn: String::new(),
-                source: FormatError::Unsupported { what },
-            });
-        }
-        to_rank_files::check_plan(source, plan)?;
-    }
-    if matches!(target, OutputFormat::Dcp { .. }) {
-        source
-            .metadata()
-            .entries
-            .keys()
-            .try_for_each(|fqn| check_key_length(fqn))?;
-    }
-    source.check_stored(&|_| true)?;
-    check_sizes(source, target, &opaque)?;
-    source.check_copies(&|_| true)?;
+) -> Result<Staging, FileError> {
     let durable = options.durable.cloned().unwrap_or_default();
-    let staging = durable.prepare(&destination, options.overwrite)?;
+    let staging = durable.prepare(destination, options.overwrite)?;
     match target {
         OutputFormat::SafetensorsFile | OutputFormat::Torch => staging.check_replaces_file()?,
         OutputFormat::Dcp { .. }
@@ -206,24 +280,23 @@ fn write(
             staging.check_replaces_directory()?;
         }
     }
-    let mut containers = source
-        .structure()
-        .map(Structure::modules)
-        .unwrap_or_default();
-    if target != OutputFormat::Torch {
-        containers.extend(
-            source
-                .structure()
-                .map(Structure::untold)
-                .unwrap_or_default(),
-        );
-    }
+    Ok(staging)
+}
+
+/// Returns the files beside the source's own that are copied, and the names of those that are not.
+fn extra_files<'c>(
+    source: &'c dyn Checkpoint,
+    target: OutputFormat,
+    sidecars: &CopiedSidecars,
+    with: Option<&'c CheckedDirectory>,
+) -> Result<(CopiedFiles<'c>, Vec<String>), FileError> {
     let ExtraFiles { files, others, .. } = ExtraFiles::of(source)?;
-    let (read, files) = files
+    // The keys of a sidecar file that is not copied have been written like all others.
+    let (written, files): (Vec<_>, Vec<_>) = files
         .into_iter()
-        .partition(|name| kept.leaves_out(source, name));
+        .partition(|name| sidecars.leaves_out(source, name));
     let mut extra = CopiedFiles::default();
-    let mut left_behind: Vec<String> = [others, read].concat();
+    let mut left_behind = [others, written].concat();
     if target.keeps_framework(source.format()) {
         extra.add(files, source.directory());
     } else if matches!(target, OutputFormat::SafetensorsDirectory { .. })
@@ -238,46 +311,20 @@ fn write(
         left_behind.extend(files);
     }
     left_behind.sort();
-    let with = options
-        .with
-        .map(|with| CheckedDirectory::open(with, false, Links::Follow))
-        .transpose()?;
-    if let Some(with) = &with {
+    if let Some(with) = with {
         extra.add(ExtraFiles::for_hugging_face(with)?, with);
     }
-    let converted = match target {
-        OutputFormat::Dcp { ranks } => {
-            to_dcp::write(source, staging, ranks.max(1), &opaque, &extra, options)
-        }
-        OutputFormat::SafetensorsFile => {
-            to_safetensors::write_file(source, &destination, staging, options)
-        }
-        OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
-            Some(plan) => {
-                to_rank_files::write_ranks(source, staging, plan, max_file_bytes, &extra, options)
-            }
-            None => {
-                to_safetensors::write_directory(source, staging, max_file_bytes, &extra, options)
-            }
-        },
-        OutputFormat::SafetensorsShards { ranks } => {
-            to_safetensors::write_shards(source, staging, ranks.max(1), &extra, options)
-        }
-        OutputFormat::Torch => to_torch::write(source, staging, options),
+    Ok((extra, left_behind))
+}
+
+/// Returns the containers that a format cannot express.
+fn lost_containers(source: &dyn Checkpoint, target: OutputFormat) -> Vec<String> {
+    let Some(structure) = source.structure() else {
+        return Vec::new();
     };
-    let notes_left_out = match target {
-        OutputFormat::Dcp { .. } | OutputFormat::Torch => source
-            .notes()
-            .iter()
-            .map(|(key, _)| (*key).to_owned())
-            .collect(),
-        _ => Vec::new(),
-    };
-    Ok(Converted {
-        containers,
-        copied: extra.names(),
-        left_behind,
-        notes_left_out,
-        ..converted?
-    })
+    let mut containers = structure.modules();
+    if target != OutputFormat::Torch {
+        containers.extend(structure.untold());
+    }
+    containers
 }

@@ -7,58 +7,60 @@ use fsdp_formats::internals::SIDECAR_FILES;
 
 /// The sidecar files of a DCP directory that are copied as they are.
 #[derive(Debug, Default)]
-pub(crate) struct Kept {
+pub(super) struct CopiedSidecars {
     /// The names of the files.
-    pub(crate) files: Vec<String>,
+    pub(super) files: Vec<String>,
     /// The keys in them, which stay out of the directory's own files.
-    pub(crate) keys: HashSet<String>,
+    pub(super) keys: HashSet<String>,
 }
 
-impl Kept {
+impl CopiedSidecars {
     /// Finds the sidecar files of which all keys are still present and unchanged. If some keys of a
     /// file are excluded, renamed, or computed anew (cast, averaged, mapped), the file is not
     /// copied, and its remaining keys are written like all others.
-    pub(crate) fn of(checkpoint: &dyn Checkpoint) -> Self {
-        let mut kept = Kept::default();
+    pub(super) fn find(checkpoint: &dyn Checkpoint) -> Self {
+        let mut copied = CopiedSidecars::default();
         if checkpoint.format() != Format::Dcp {
-            return kept;
+            return copied;
         }
         for part in checkpoint.parts() {
-            if is_sidecar(&part)
-                && part
-                    .keys
-                    .iter()
-                    .all(|(key, name)| is_unchanged(checkpoint, &part, key, name))
-            {
-                kept.files.push(part.place.to_owned());
-                kept.keys.extend(part.keys.values().cloned());
+            if is_sidecar(&part) && is_unchanged(checkpoint, &part) {
+                copied.files.push(part.place.to_owned());
+                copied.keys.extend(part.keys.values().cloned());
             }
         }
-        kept
+        copied
     }
 
     /// Returns `true` if a file is a sidecar with keys that is not copied as it is.
-    pub(crate) fn leaves_out(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
-        let is_it = |part: &PartOf<'_>| is_sidecar(part) && part.place == file;
-        !self.files.iter().any(|kept| kept == file) && checkpoint.parts().iter().any(is_it)
+    pub(super) fn leaves_out(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
+        !self.files.iter().any(|copied| copied == file)
+            && checkpoint
+                .parts()
+                .iter()
+                .any(|part| is_sidecar(part) && part.place == file)
     }
 }
 
 /// Returns the keys whose data is in sidecar files.
-pub(crate) fn keys_beside(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
-    let stored = checkpoint.metadata().stored();
-    stored
+pub(super) fn keys_in_sidecars(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
+    checkpoint
+        .metadata()
+        .stored()
         .filter(|(_, _, stored)| SIDECAR_FILES.contains(&stored.relative_path.as_str()))
         .map(|(fqn, ..)| fqn)
         .collect()
 }
 
-/// Returns `true` if a checkpoint has at `name` what a part of it has at `key`, as it is.
-fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>, key: &str, name: &str) -> bool {
-    let (own, seen) = (part.checkpoint.metadata(), checkpoint.metadata());
+/// Returns `true` if a checkpoint has all keys of a part of it, as they are.
+fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>) -> bool {
+    let in_part = &part.checkpoint.metadata().entries;
+    let in_whole = &checkpoint.metadata().entries;
     // The same entry is not enough: a tensor that is computed anew has it too, and all values of a
     // file have one.
-    own.entries.get(key) == seen.entries.get(name) && checkpoint.key_in_parts(name) == Some(name)
+    part.keys.iter().all(|(key, name)| {
+        in_part.get(key) == in_whole.get(name) && checkpoint.key_in_parts(name) == Some(name)
+    })
 }
 
 /// Returns `true` if a part of a checkpoint is a sidecar file.

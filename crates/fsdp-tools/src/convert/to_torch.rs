@@ -8,21 +8,13 @@ use fsdp_formats::internals::{
     write_payloads, write_tensor, write_value,
 };
 use fsdp_formats::metadata::{Metadata, TensorEntry};
-use fsdp_formats::storage::{StagedFile, Staging};
+use fsdp_formats::storage::StagedFile;
 use fsdp_formats::{FileError, FormatError};
+use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use crate::output::{ConvertOptions, Converted, Streamed, commit_file, summary};
-
-fn unsupported(fqn: &str, what: &str) -> FileError {
-    FileError::Encode {
-        fqn: fqn.to_owned(),
-        source: FormatError::Unsupported {
-            what: what.to_owned(),
-        },
-    }
-}
+use super::output::{Conversion, Converted, Streamed, commit_file, summary, unsupported};
 
 /// A storage of the file to be written.
 enum PlannedStorage<'a> {
@@ -41,13 +33,13 @@ struct Pickled<'a> {
 
 impl<'a> Pickled<'a> {
     /// Writes the opcodes of a structure and of all that it holds.
-    fn put(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
+    fn write(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
         check_depth(depth)?;
         match structure {
             Structure::Module(_, items) => {
                 write::op(&mut self.bytes, write::EMPTY_DICT);
                 write::op(&mut self.bytes, write::MARK);
-                self.put_module("", items, depth)?;
+                self.write_module("", items, depth)?;
                 write::op(&mut self.bytes, write::SETITEMS);
             }
             Structure::Dict(items) => {
@@ -56,41 +48,32 @@ impl<'a> Pickled<'a> {
                 for (key, item) in items {
                     // Keys hold no tensors.
                     write_value(&mut self.bytes, key, &mut Vec::new(), 0, depth + 1)?;
-                    self.put(item, depth + 1)?;
+                    self.write(item, depth + 1)?;
                 }
                 write::op(&mut self.bytes, write::SETITEMS);
             }
             Structure::List(items) => {
                 write::op(&mut self.bytes, write::EMPTY_LIST);
                 write::op(&mut self.bytes, write::MARK);
-                self.put_all(items, depth)?;
+                self.write_all(items, depth)?;
                 write::op(&mut self.bytes, write::APPENDS);
             }
             Structure::Tuple(items) => {
                 write::open_tuple(&mut self.bytes, items.len());
-                self.put_all(items, depth)?;
+                self.write_all(items, depth)?;
                 write::close_tuple(&mut self.bytes, items.len());
             }
             Structure::Leaf(fqn) => match (self.metadata.tensor(fqn), self.values.get(fqn)) {
                 (Some(tensor), _) => {
-                    check_writable(tensor.properties.dtype)?;
-                    write_tensor(
-                        &mut self.bytes,
-                        self.storages.len(),
-                        tensor.properties.dtype,
-                        &tensor.shape,
-                    );
+                    let dtype = tensor.properties.dtype;
+                    check_writable(dtype)?;
+                    write_tensor(&mut self.bytes, self.storages.len(), dtype, &tensor.shape);
                     self.storages.push(PlannedStorage::Tensor(fqn, tensor));
                 }
                 (None, Some(value)) => {
                     let mut inside: Vec<&PlainTensor> = Vec::new();
-                    write_value(
-                        &mut self.bytes,
-                        value,
-                        &mut inside,
-                        self.storages.len(),
-                        depth,
-                    )?;
+                    let first = self.storages.len();
+                    write_value(&mut self.bytes, value, &mut inside, first, depth)?;
                     self.storages
                         .extend(inside.into_iter().map(PlannedStorage::Inside));
                 }
@@ -104,7 +87,7 @@ impl<'a> Pickled<'a> {
 
     /// Writes the items of a module as those of its state dict: each key is the path of an item
     /// below the module.
-    fn put_module(
+    fn write_module(
         &mut self,
         prefix: &str,
         items: &'a [(PlainValue, Structure)],
@@ -112,25 +95,24 @@ impl<'a> Pickled<'a> {
     ) -> Result<(), FormatError> {
         check_depth(depth)?;
         for (key, item) in items {
-            let name = format!("{prefix}{}", key.key_text().unwrap_or_default());
+            let text = key.key_text().expect("the keys of a module are texts");
+            let name = format!("{prefix}{text}");
             if let Structure::Module(_, below) = item {
-                self.put_module(&format!("{name}."), below, depth + 1)?;
+                self.write_module(&format!("{name}."), below, depth + 1)?;
                 continue;
             }
-            write_value(
-                &mut self.bytes,
-                &PlainValue::Str(name),
-                &mut Vec::new(),
-                0,
-                depth + 1,
-            )?;
-            self.put(item, depth + 1)?;
+            // Keys hold no tensors.
+            let key = PlainValue::Str(name);
+            write_value(&mut self.bytes, &key, &mut Vec::new(), 0, depth + 1)?;
+            self.write(item, depth + 1)?;
         }
         Ok(())
     }
 
-    fn put_all(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
-        items.iter().try_for_each(|item| self.put(item, depth + 1))
+    fn write_all(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
+        items
+            .iter()
+            .try_for_each(|item| self.write(item, depth + 1))
     }
 }
 
@@ -156,25 +138,25 @@ fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
         None => Structure::of_paths(metadata)?,
     };
     let leaves = structure.leaves();
-    match metadata
-        .entries
-        .keys()
-        .find(|fqn| !leaves.contains(fqn.as_str()))
-    {
-        Some(fqn) => Err(unsupported(
-            fqn,
-            "a key that has no place in the state dict",
-        )),
-        None => Ok(structure),
+    for fqn in metadata.entries.keys() {
+        if !leaves.contains(fqn.as_str()) {
+            return Err(unsupported(
+                fqn,
+                "a key that has no place in the state dict",
+            ));
+        }
     }
+    Ok(structure)
 }
 
 /// Writes all of a checkpoint as one file of `torch.save`.
-pub(crate) fn write(
-    source: &dyn Checkpoint,
-    staging: Staging,
-    options: ConvertOptions<'_>,
-) -> Result<Converted, FileError> {
+pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> {
+    let Conversion {
+        source,
+        staging,
+        options,
+        ..
+    } = conversion;
     let structure = structure_of(source)?;
     let mut values = HashMap::new();
     for (fqn, _) in source.metadata().values() {
@@ -189,7 +171,7 @@ pub(crate) fn write(
     };
     write::proto(&mut pickled.bytes, 2);
     pickled
-        .put(&structure, 0)
+        .write(&structure, 0)
         .map_err(|source| FileError::Encode {
             fqn: "data.pkl".to_owned(),
             source,
@@ -206,9 +188,10 @@ pub(crate) fn write(
             PlannedStorage::Tensor(fqn, tensor) => (&tensor.shape, tensor.properties.dtype, *fqn),
             PlannedStorage::Inside(tensor) => (&tensor.shape, tensor.dtype, ""),
         };
-        let numel = fsdp_layout::boxes::checked_numel(shape);
-        let length = numel.and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-        lengths.push(length.ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?);
+        let length = checked_numel(shape)
+            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()))
+            .ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?;
+        lengths.push(length);
         boxes.push(TensorBox::whole(shape));
     }
     // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
@@ -251,13 +234,12 @@ pub(crate) fn write(
         .collect();
     let file = staging.create_single(layout.length())?;
     // The header before a storage contains its checksum, so it is written after the storage.
-    let write_before = |index, crc| write_header(&file, &layout, index, crc);
     let written = write_payloads(
         &file,
         &payloads,
         &streamed,
         options.threads,
-        Some(&write_before),
+        Some(&|index, crc| write_header(&file, &layout, index, crc)),
     )?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
     if crcs.is_empty() {

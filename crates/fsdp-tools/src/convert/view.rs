@@ -1,15 +1,16 @@
 //! [`View`]: a checkpoint with some keys left out or renamed, and its floating-point tensors cast.
 
 use fsdp_digest::StateDigest;
+use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, Structure, stream};
 use fsdp_formats::internals::{Layer, Moved, Origin, Placed, Seen, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
-use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::{KeyPath, PathPart};
 use indexmap::IndexMap;
 
 use super::cast::{CASTABLE, Cast, Optimizers, cast_elements};
+use super::output::unsupported;
 
 /// A decision over a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,14 +42,6 @@ impl std::fmt::Debug for View<'_> {
     }
 }
 
-/// Returns the error that something cannot be done with a key.
-fn unsupported(fqn: &str, what: String) -> FileError {
-    FileError::Encode {
-        fqn: fqn.to_owned(),
-        source: FormatError::Unsupported { what },
-    }
-}
-
 impl<'a> View<'a> {
     /// Makes a view in which `rename` decides about each key, and `cast` about the dtype of tensors
     /// of `f64`, `f32`, `f16` and `bf16`.
@@ -61,7 +54,7 @@ impl<'a> View<'a> {
             return Err(unsupported("", format!("casting to `{}`", cast.dtype)));
         }
         let from = source.metadata();
-        let optimizers = Optimizers::of(from);
+        let optimizers = Optimizers::new(from);
         let mut names = IndexMap::new();
         let mut digests = source.digests().map(|_| StateDigest::default());
         let mut metadata = Metadata {
@@ -76,10 +69,8 @@ impl<'a> View<'a> {
                 Rename::Keep => (fqn.clone(), path.cloned()),
                 Rename::To(name) => {
                     let path = path.map(|path| {
-                        KeyPath(
-                            Moved::new(path, &name)
-                                .apply(&path.0, |key| PathPart::Key(key.to_owned())),
-                        )
+                        let change = Moved::new(path, &name);
+                        KeyPath(change.apply(&path.0, |key| PathPart::Key(key.to_owned())))
                     });
                     (name, path)
                 }
@@ -135,8 +126,8 @@ fn structure_of_view(
         Rename::Keep => Placed::Stays,
         Rename::Drop => Placed::LeftOut,
         Rename::To(name) => {
-            let moved = Moved::new(path, &name);
-            Placed::Moves(name, moved)
+            let change = Moved::new(path, &name);
+            Placed::Moves(name, change)
         }
     })
 }
@@ -152,14 +143,13 @@ impl Layer for View<'_> {
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         let name = self.source_name(fqn);
-        let dtype = |metadata: &Metadata, fqn: &str| {
-            metadata.tensor(fqn).map(|tensor| tensor.properties.dtype)
-        };
-        let is_cast = dtype(&self.seen.metadata, fqn) != dtype(self.source(0).metadata(), name);
-        if is_cast {
-            Origin::Made
-        } else {
-            Origin::Source(0, name)
+        let own = self.seen.metadata.tensor(fqn);
+        let theirs = self.source(0).metadata().tensor(name);
+        match (own, theirs) {
+            (Some(own), Some(theirs)) if own.properties.dtype != theirs.properties.dtype => {
+                Origin::Made
+            }
+            _ => Origin::Source(0, name),
         }
     }
 
@@ -174,21 +164,20 @@ impl Layer for View<'_> {
         let from = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
         for slot in slots {
             // Read in pieces, because the source's elements may be larger than those of the slot.
-            let mut rest: &mut [u8] = slot.bytes;
-            let length = slot.bounds.numel() as u64 * from.size_in_bytes();
-            stream(
+            let range = 0..slot.bounds.numel() as u64 * from.size_in_bytes();
+            let mut at = 0;
+            stream::<FileError>(
                 self.source(0),
                 name,
                 from,
                 &slot.bounds,
-                0..length,
+                range,
                 &mut |bytes| {
                     let elements = bytes.len() / from.size_in_bytes() as usize;
-                    let (now, later) = std::mem::take(&mut rest)
-                        .split_at_mut(elements * to.size_in_bytes() as usize);
-                    cast_elements(bytes, from, now, to);
-                    rest = later;
-                    Ok::<(), FileError>(())
+                    let end = at + elements * to.size_in_bytes() as usize;
+                    cast_elements(bytes, from, &mut slot.bytes[at..end], to);
+                    at = end;
+                    Ok(())
                 },
             )?;
             slot.filled(0..slot.bytes.len());

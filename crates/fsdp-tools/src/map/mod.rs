@@ -80,20 +80,21 @@ impl Map {
     /// Returns the map that undoes this one. Dropped keys are not restored.
     #[must_use]
     pub fn reversed(&self) -> Self {
-        let rules = self.rules.iter().filter(|rule| !rule.targets.is_empty());
-        let rules = rules.map(|rule| Rule {
-            line: rule.line,
-            sources: rule.targets.clone(),
-            targets: rule.sources.clone(),
-            operations: rule
-                .operations
-                .iter()
-                .rev()
-                .map(Operation::reversed)
-                .collect(),
-        });
+        let mut rules = Vec::new();
+        for rule in &self.rules {
+            if rule.targets.is_empty() {
+                continue;
+            }
+            let operations = rule.operations.iter().rev();
+            rules.push(Rule {
+                line: rule.line,
+                sources: rule.targets.clone(),
+                targets: rule.sources.clone(),
+                operations: operations.map(Operation::reversed).collect(),
+            });
+        }
         Map {
-            rules: rules.collect(),
+            rules,
             is_builtin: self.is_builtin,
         }
     }

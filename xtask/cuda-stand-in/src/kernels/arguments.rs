@@ -91,15 +91,19 @@ impl Layout {
                 .first(dims * self.arrays)?
                 .to_vec(),
         };
-        let array = |k: usize| info[k * self.dims..(k + 1) * self.dims].to_vec();
-        // Kernels do not use the sizes of what is contiguous: those of `index_select` are even
-        // another tensor's.
-        let places = |(sizes, strides): (Vec<usize>, Vec<usize>)| {
-            Places((!is_contiguous(&sizes, &strides)).then_some((sizes, strides)))
-        };
-        Ok((1..self.arrays)
-            .map(|k| places((array(0), array(k))))
-            .collect())
+        let sizes = &info[..self.dims];
+        let mut places = Vec::new();
+        for array in 1..self.arrays {
+            let strides = &info[array * self.dims..(array + 1) * self.dims];
+            // Kernels do not use the sizes of what is contiguous: those of `index_select` are even
+            // another tensor's.
+            places.push(if is_contiguous(sizes, strides) {
+                Places(None)
+            } else {
+                Places(Some((sizes.to_vec(), strides.to_vec())))
+            });
+        }
+        Ok(places)
     }
 }
 
@@ -118,7 +122,8 @@ fn is_contiguous(sizes: &[usize], strides: &[usize]) -> bool {
 pub(super) struct Places(Option<(Vec<usize>, Vec<usize>)>);
 
 impl Places {
-    pub(super) fn of(&self, index: usize) -> usize {
+    /// Returns the place of the element with this index.
+    pub(super) fn place(&self, index: usize) -> usize {
         let Some((sizes, strides)) = &self.0 else {
             return index;
         };
@@ -169,10 +174,10 @@ mod tests {
     fn elements_are_found_by_sizes_and_strides() {
         let transposed = Places(Some((vec![3, 2], vec![1, 3])));
         assert_eq!(
-            (0..6).map(|k| transposed.of(k)).collect::<Vec<_>>(),
+            (0..6).map(|k| transposed.place(k)).collect::<Vec<_>>(),
             [0, 3, 1, 4, 2, 5]
         );
-        assert_eq!(Places(None).of(4), 4);
+        assert_eq!(Places(None).place(4), 4);
         assert!(is_contiguous(&[4, 1, 3], &[3, 7, 1]) && is_contiguous(&[], &[]));
         assert!(!is_contiguous(&[3, 2], &[1, 3]) && !is_contiguous(&[2, 3], &[6, 1]));
     }

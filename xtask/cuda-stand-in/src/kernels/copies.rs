@@ -27,45 +27,56 @@ pub(super) fn find(root: &str, dtype: &str) -> Option<Kernel> {
 }
 
 fn copy<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(2));
-    let (from, to) = (arguments.address(), arguments.address());
+    let count = arguments.size();
+    let layout = arguments.layout(2);
+    let from = arguments.address();
+    let to = arguments.address();
     Box::new(move || {
-        let (places, to) = (layout.places()?, elements::<T>(to)?);
+        let places = layout.places()?;
+        let to = elements::<T>(to)?;
         let source = input(from, to)?;
         for k in 0..count {
-            to.set(k, source.get(if from == 0 { k } else { places[0].of(k) }));
+            to.set(
+                k,
+                source.get(if from == 0 { k } else { places[0].place(k) }),
+            );
         }
         Ok(())
     })
 }
 
 fn fill<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
-    let (to, value, count) = (
-        arguments.address(),
-        arguments.value::<T>(),
-        arguments.size(),
-    );
+    let to = arguments.address();
+    let value = arguments.value::<T>();
+    let count = arguments.size();
     Box::new(move || elements::<T>(to)?.fill_from(&vec![value; count]))
 }
 
 fn set<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(2));
-    let (value, to) = (arguments.value::<T>(), arguments.address());
+    let count = arguments.size();
+    let layout = arguments.layout(2);
+    let value = arguments.value::<T>();
+    let to = arguments.address();
     Box::new(move || {
-        let (places, to) = (layout.places()?, elements::<T>(to)?);
+        let places = layout.places()?;
+        let to = elements::<T>(to)?;
         for k in 0..count {
-            to.set(places[0].of(k), value);
+            to.set(places[0].place(k), value);
         }
         Ok(())
     })
 }
 
 fn copy_rows<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
-    let (from, to) = (arguments.address(), arguments.address());
-    let (rows, columns) = (arguments.int(), arguments.int());
-    let (from_stride, to_stride) = (arguments.int(), arguments.int());
+    let from = arguments.address();
+    let to = arguments.address();
+    let rows = arguments.int();
+    let columns = arguments.int();
+    let from_stride = arguments.int();
+    let to_stride = arguments.int();
     Box::new(move || {
-        let (from, to) = (elements::<T>(from)?, elements::<T>(to)?);
+        let from = elements::<T>(from)?;
+        let to = elements::<T>(to)?;
         for row in 0..rows {
             for column in 0..columns {
                 to.set(
@@ -79,20 +90,26 @@ fn copy_rows<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
 }
 
 fn choose<C: Element, T: Element>(arguments: &mut Arguments) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(4));
-    let (condition, yes) = (arguments.address(), arguments.address());
-    let (no, to) = (arguments.address(), arguments.address());
+    let count = arguments.size();
+    let layout = arguments.layout(4);
+    let condition = arguments.address();
+    let yes = arguments.address();
+    let no = arguments.address();
+    let to = arguments.address();
     Box::new(move || {
-        let (places, condition) = (layout.places()?, elements::<C>(condition)?);
-        let (yes, no, to) = (elements::<T>(yes)?, elements::<T>(no)?, elements::<T>(to)?);
+        let places = layout.places()?;
+        let condition = elements::<C>(condition)?;
+        let yes = elements::<T>(yes)?;
+        let no = elements::<T>(no)?;
+        let to = elements::<T>(to)?;
         for k in 0..count {
-            let is_set = condition.get(places[0].of(k)).to_i64() != 0;
+            let is_set = condition.get(places[0].place(k)).to_i64() != 0;
             to.set(
                 k,
                 if is_set {
-                    yes.get(places[1].of(k))
+                    yes.get(places[1].place(k))
                 } else {
-                    no.get(places[2].of(k))
+                    no.get(places[2].place(k))
                 },
             );
         }
@@ -101,13 +118,16 @@ fn choose<C: Element, T: Element>(arguments: &mut Arguments) -> Work {
 }
 
 fn cast<S: Element, T: Element>(arguments: &mut Arguments) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(2));
-    let (from, to) = (arguments.address(), arguments.address());
+    let count = arguments.size();
+    let layout = arguments.layout(2);
+    let from = arguments.address();
+    let to = arguments.address();
     Box::new(move || {
         let places = layout.places()?;
-        let (from, to) = (elements::<S>(from)?, elements::<T>(to)?);
+        let from = elements::<S>(from)?;
+        let to = elements::<T>(to)?;
         for k in 0..count {
-            let value = from.get(places[0].of(k));
+            let value = from.get(places[0].place(k));
             let is_plain = S::IS_FLOAT || T::IS_FLOAT;
             to.set(
                 k,

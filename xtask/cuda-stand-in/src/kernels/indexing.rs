@@ -67,21 +67,25 @@ fn add<T: Element>(x: T, y: T) -> T {
 }
 
 fn select<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(2));
-    let (ids, from, to) = (
-        arguments.address(),
-        arguments.address(),
-        arguments.address(),
-    );
-    let (_left, source) = (arguments.size(), arguments.size());
-    let (chosen, right) = (arguments.size(), arguments.size());
+    let count = arguments.size();
+    let layout = arguments.layout(2);
+    let ids = arguments.address();
+    let from = arguments.address();
+    let to = arguments.address();
+    let _left = arguments.size();
+    let source = arguments.size();
+    let chosen = arguments.size();
+    let right = arguments.size();
     Box::new(move || {
-        let (places, ids) = (layout.places()?, elements::<I>(ids)?);
-        let (from, to) = (elements::<T>(from)?, elements::<T>(to)?);
+        let places = layout.places()?;
+        let ids = elements::<I>(ids)?;
+        let from = elements::<T>(from)?;
+        let to = elements::<T>(to)?;
         for k in 0..count {
-            let (row, column) = (k / (chosen * right), k % right);
+            let row = k / (chosen * right);
+            let column = k % right;
             let value = place(&ids, k / right % chosen, source).map_or(T::ZERO, |place_of_id| {
-                from.get(places[0].of((row * source + place_of_id) * right + column))
+                from.get(places[0].place((row * source + place_of_id) * right + column))
             });
             to.set(k, value);
         }
@@ -90,18 +94,21 @@ fn select<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
 }
 
 fn gather<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
-    let (count, ids) = (arguments.size(), arguments.address());
-    let (from, to) = (arguments.address(), arguments.address());
-    let (_left, source) = (arguments.size(), arguments.size());
-    let (chosen, right) = (arguments.size(), arguments.size());
+    let count = arguments.size();
+    let ids = arguments.address();
+    let from = arguments.address();
+    let to = arguments.address();
+    let _left = arguments.size();
+    let source = arguments.size();
+    let chosen = arguments.size();
+    let right = arguments.size();
     Box::new(move || {
-        let (ids, from, to) = (
-            elements::<I>(ids)?,
-            elements::<T>(from)?,
-            elements::<T>(to)?,
-        );
+        let ids = elements::<I>(ids)?;
+        let from = elements::<T>(from)?;
+        let to = elements::<T>(to)?;
         for k in 0..count {
-            let (row, column) = (k / (right * chosen), k % right);
+            let row = k / (right * chosen);
+            let column = k % right;
             let value = place(&ids, k, source)
                 .map_or(T::ZERO, |id| from.get((row * source + id) * right + column));
             to.set(k, value);
@@ -111,16 +118,18 @@ fn gather<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
 }
 
 fn index_add<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
-    let (ids, chosen) = (arguments.address(), arguments.size());
-    let (from, to) = (arguments.address(), arguments.address());
-    let (left, _source) = (arguments.size(), arguments.size());
-    let (size, right) = (arguments.size(), arguments.size());
+    let ids = arguments.address();
+    let chosen = arguments.size();
+    let from = arguments.address();
+    let to = arguments.address();
+    let left = arguments.size();
+    let _source = arguments.size();
+    let size = arguments.size();
+    let right = arguments.size();
     Box::new(move || {
-        let (ids, from, to) = (
-            elements::<I>(ids)?,
-            elements::<T>(from)?,
-            elements::<T>(to)?,
-        );
+        let ids = elements::<I>(ids)?;
+        let from = elements::<T>(from)?;
+        let to = elements::<T>(to)?;
         for row in 0..left {
             for k in 0..chosen {
                 let Some(id) = place(&ids, k, size) else {
@@ -142,19 +151,17 @@ fn index_add<I: Index, T: Element>(arguments: &mut Arguments) -> Work {
 /// Returns the work of candle's `scatter` kernels: each source element is combined into the place
 /// that its id names along the scattered dimension.
 fn scatter_with<I: Index, T: Element>(arguments: &mut Arguments, combine: fn(T, T) -> T) -> Work {
-    let (ids, from, to) = (
-        arguments.address(),
-        arguments.address(),
-        arguments.address(),
-    );
-    let (left, source) = (arguments.size(), arguments.size());
-    let (size, right) = (arguments.size(), arguments.size());
+    let ids = arguments.address();
+    let from = arguments.address();
+    let to = arguments.address();
+    let left = arguments.size();
+    let source = arguments.size();
+    let size = arguments.size();
+    let right = arguments.size();
     Box::new(move || {
-        let (ids, from, to) = (
-            elements::<I>(ids)?,
-            elements::<T>(from)?,
-            elements::<T>(to)?,
-        );
+        let ids = elements::<I>(ids)?;
+        let from = elements::<T>(from)?;
+        let to = elements::<T>(to)?;
         for row in 0..left {
             for here in (row * source * right)..((row + 1) * source * right) {
                 let Some(id) = place(&ids, here, size) else {

@@ -34,13 +34,16 @@ trait Binary: 'static {
 }
 
 fn unary<T: Element, O: Unary>(arguments: &mut Arguments, _: Grid) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(2));
-    let (from, to) = (arguments.address(), arguments.address());
+    let count = arguments.size();
+    let layout = arguments.layout(2);
+    let from = arguments.address();
+    let to = arguments.address();
     Box::new(move || {
-        let (places, to) = (layout.places()?, elements::<T>(to)?);
+        let places = layout.places()?;
+        let to = elements::<T>(to)?;
         let source = input(from, to)?;
         for k in 0..count {
-            let place = if from == 0 { k } else { places[0].of(k) };
+            let place = if from == 0 { k } else { places[0].place(k) };
             to.set(k, T::from_f64(O::apply(source.get(place).to_f64())));
         }
         Ok(())
@@ -49,23 +52,20 @@ fn unary<T: Element, O: Unary>(arguments: &mut Arguments, _: Grid) -> Work {
 
 /// Writes `combine` of the elements of two tensors.
 fn combine<T: Element, R: Element>(arguments: &mut Arguments, combine: fn(T, T) -> R) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(3));
-    let (left, right, to) = (
-        arguments.address(),
-        arguments.address(),
-        arguments.address(),
-    );
+    let count = arguments.size();
+    let layout = arguments.layout(3);
+    let left = arguments.address();
+    let right = arguments.address();
+    let to = arguments.address();
     Box::new(move || {
         let places = layout.places()?;
-        let (left, right, to) = (
-            elements::<T>(left)?,
-            elements::<T>(right)?,
-            elements::<R>(to)?,
-        );
+        let left = elements::<T>(left)?;
+        let right = elements::<T>(right)?;
+        let to = elements::<R>(to)?;
         for k in 0..count {
             to.set(
                 k,
-                combine(left.get(places[0].of(k)), right.get(places[1].of(k))),
+                combine(left.get(places[0].place(k)), right.get(places[1].place(k))),
             );
         }
         Ok(())
@@ -211,14 +211,18 @@ fn sign(x: f64) -> f64 {
 }
 
 fn affine<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(2));
-    let (from, to) = (arguments.address(), arguments.address());
-    let (factor, summand) = (arguments.value::<T>(), arguments.value::<T>());
+    let count = arguments.size();
+    let layout = arguments.layout(2);
+    let from = arguments.address();
+    let to = arguments.address();
+    let factor = arguments.value::<T>();
+    let summand = arguments.value::<T>();
     Box::new(move || {
-        let (places, to) = (layout.places()?, elements::<T>(to)?);
+        let places = layout.places()?;
+        let to = elements::<T>(to)?;
         let source = input(from, to)?;
         for k in 0..count {
-            let x = source.get(if from == 0 { k } else { places[0].of(k) });
+            let x = source.get(if from == 0 { k } else { places[0].place(k) });
             let value = if T::IS_FLOAT {
                 T::from_f64(x.to_f64() * factor.to_f64() + summand.to_f64())
             } else {
@@ -236,14 +240,17 @@ fn affine<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
 
 /// Writes `apply` of each element and of one number.
 fn with_number<T: Element>(arguments: &mut Arguments, apply: fn(f64, f64) -> f64) -> Work {
-    let (count, layout) = (arguments.size(), arguments.layout(2));
+    let count = arguments.size();
+    let layout = arguments.layout(2);
     let number = arguments.value::<T>().to_f64();
-    let (from, to) = (arguments.address(), arguments.address());
+    let from = arguments.address();
+    let to = arguments.address();
     Box::new(move || {
-        let (places, to) = (layout.places()?, elements::<T>(to)?);
+        let places = layout.places()?;
+        let to = elements::<T>(to)?;
         let source = input(from, to)?;
         for k in 0..count {
-            let place = if from == 0 { k } else { places[0].of(k) };
+            let place = if from == 0 { k } else { places[0].place(k) };
             to.set(k, T::from_f64(apply(source.get(place).to_f64(), number)));
         }
         Ok(())

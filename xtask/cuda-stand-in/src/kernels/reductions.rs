@@ -25,16 +25,19 @@ fn reduce<T: Element, R: Element>(
     groups: Option<usize>,
     reduce: fn(&[T]) -> R,
 ) -> Work {
-    let (count, len) = (arguments.size(), arguments.size());
+    let count = arguments.size();
+    let len = arguments.size();
     let layout = arguments.layout(2);
-    let (from, to) = (arguments.address(), arguments.address());
+    let from = arguments.address();
+    let to = arguments.address();
     Box::new(move || {
         let places = layout.places()?;
-        let (from, to) = (elements::<T>(from)?, elements::<R>(to)?);
+        let from = elements::<T>(from)?;
+        let to = elements::<R>(to)?;
         let mut group = Vec::with_capacity(len);
         for k in 0..groups.unwrap_or(count) {
             group.clear();
-            group.extend((k * len..(k + 1) * len).map(|k| from.get(places[0].of(k))));
+            group.extend((k * len..(k + 1) * len).map(|k| from.get(places[0].place(k))));
             to.set(k, reduce(&group));
         }
         Ok(())

@@ -3,7 +3,7 @@
 use super::arguments::{Arguments, Grid, Kernel, by_type};
 use super::element::Element;
 use crate::machine::elements;
-use crate::memory::{Address, Elements};
+use crate::memory::Address;
 use crate::queue::Work;
 
 /// Returns the kernel of an operation for a type.
@@ -25,7 +25,8 @@ fn rows<T: Element>(
     (count, columns): (usize, usize),
     change: impl Fn(&mut [f64]),
 ) -> Result<(), String> {
-    let (from, to) = (elements::<T>(from)?, elements::<T>(to)?);
+    let from = elements::<T>(from)?;
+    let to = elements::<T>(to)?;
     let mut row = Vec::with_capacity(columns);
     for start in (0..count).map(|row| row * columns) {
         row.clear();
@@ -39,7 +40,8 @@ fn rows<T: Element>(
 }
 
 fn softmax<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
-    let (between, columns) = ((arguments.address(), arguments.address()), arguments.int());
+    let between = (arguments.address(), arguments.address());
+    let columns = arguments.int();
     let count = grid.blocks * grid.block[0];
     Box::new(move || {
         rows::<T>(between, (count, columns), |row| {
@@ -61,11 +63,11 @@ fn optional<T: Element>(address: Address, len: usize) -> Result<Option<Vec<T>>, 
 }
 
 fn rms_norm<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
-    let (between, factors) = (
-        (arguments.address(), arguments.address()),
-        arguments.address(),
-    );
-    let (columns, _threads, epsilon) = (arguments.int(), arguments.int(), arguments.value::<f32>());
+    let between = (arguments.address(), arguments.address());
+    let factors = arguments.address();
+    let columns = arguments.int();
+    let _threads = arguments.int();
+    let epsilon = arguments.value::<f32>();
     let count = grid.blocks * grid.block[1];
     Box::new(move || {
         let factors = optional::<T>(factors, columns)?;
@@ -81,14 +83,15 @@ fn rms_norm<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
 
 fn layer_norm<T: Element>(arguments: &mut Arguments, grid: Grid) -> Work {
     let between = (arguments.address(), arguments.address());
-    let (factors, summands) = (arguments.address(), arguments.address());
-    let (columns, _threads, epsilon) = (arguments.int(), arguments.int(), arguments.value::<f32>());
+    let factors = arguments.address();
+    let summands = arguments.address();
+    let columns = arguments.int();
+    let _threads = arguments.int();
+    let epsilon = arguments.value::<f32>();
     let count = grid.blocks * grid.block[1];
     Box::new(move || {
-        let (factors, summands) = (
-            optional::<T>(factors, columns)?,
-            optional::<T>(summands, columns)?,
-        );
+        let factors = optional::<T>(factors, columns)?;
+        let summands = optional::<T>(summands, columns)?;
         rows::<T>(between, (count, columns), |row| {
             let mean = row.iter().sum::<f64>() / columns as f64;
             let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / columns as f64;
@@ -114,19 +117,23 @@ fn addresses(arguments: &mut Arguments) -> [Address; 4] {
     ]
 }
 
-/// Turns `pairs` pairs of elements: `places` tells the places of a pair, and of its cosine and
+/// Rotates `pairs` pairs of elements: `places` tells the places of a pair, and of its cosine and
 /// sine.
-fn turn<T: Element>(
+fn rotate<T: Element>(
     [from, cosines, sines, to]: [Address; 4],
     pairs: usize,
     places: impl Fn(usize) -> (usize, usize, usize),
 ) -> Result<(), String> {
-    let of = |address| -> Result<Elements<T>, String> { elements(address) };
-    let (from, cosines, sines, to) = (of(from)?, of(cosines)?, of(sines)?, of(to)?);
+    let from = elements::<T>(from)?;
+    let cosines = elements::<T>(cosines)?;
+    let sines = elements::<T>(sines)?;
+    let to = elements::<T>(to)?;
     for pair in 0..pairs {
         let (first, second, angle) = places(pair);
-        let (x, y) = (from.get(first).to_f64(), from.get(second).to_f64());
-        let (cosine, sine) = (cosines.get(angle).to_f64(), sines.get(angle).to_f64());
+        let x = from.get(first).to_f64();
+        let y = from.get(second).to_f64();
+        let cosine = cosines.get(angle).to_f64();
+        let sine = sines.get(angle).to_f64();
         to.set(first, T::from_f64(x * cosine - y * sine));
         to.set(second, T::from_f64(x * sine + y * cosine));
     }
@@ -142,9 +149,11 @@ fn batch(pair: usize, stride: usize, angles: usize) -> usize {
 
 fn rope_interleaved<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
     let addresses = addresses(arguments);
-    let (heads, each, stride) = (arguments.int(), arguments.int(), arguments.int());
+    let heads = arguments.int();
+    let each = arguments.int();
+    let stride = arguments.int();
     Box::new(move || {
-        turn::<T>(addresses, heads * each / 2, |pair| {
+        rotate::<T>(addresses, heads * each / 2, |pair| {
             (
                 2 * pair,
                 2 * pair + 1,
@@ -156,12 +165,16 @@ fn rope_interleaved<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
 
 fn rope<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
     let addresses = addresses(arguments);
-    let (heads, each) = (arguments.int(), arguments.int());
-    let (size, stride) = (arguments.int(), arguments.int());
+    let heads = arguments.int();
+    let each = arguments.int();
+    let size = arguments.int();
+    let stride = arguments.int();
     Box::new(move || {
-        turn::<T>(addresses, heads * each / 2, |pair| {
-            let (head, within) = (pair / (each / 2), pair % (each / 2));
-            let (time, k) = (within / (size / 2), within % (size / 2));
+        rotate::<T>(addresses, heads * each / 2, |pair| {
+            let head = pair / (each / 2);
+            let within = pair % (each / 2);
+            let time = within / (size / 2);
+            let k = within % (size / 2);
             let first = head * each + time * size + k;
             (
                 first,
@@ -174,12 +187,17 @@ fn rope<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
 
 fn rope_thd<T: Element>(arguments: &mut Arguments, _: Grid) -> Work {
     let addresses = addresses(arguments);
-    let (batches, times) = (arguments.int(), arguments.int());
-    let (heads, size, stride) = (arguments.int(), arguments.int(), arguments.int());
+    let batches = arguments.int();
+    let times = arguments.int();
+    let heads = arguments.int();
+    let size = arguments.int();
+    let stride = arguments.int();
     Box::new(move || {
-        turn::<T>(addresses, batches * times * heads * size / 2, |pair| {
-            let (row, k) = (pair / (size / 2), pair % (size / 2));
-            let (time, first) = (row / heads % times, row * size + k);
+        rotate::<T>(addresses, batches * times * heads * size / 2, |pair| {
+            let row = pair / (size / 2);
+            let k = pair % (size / 2);
+            let time = row / heads % times;
+            let first = row * size + k;
             (
                 first,
                 first + size / 2,

@@ -119,7 +119,8 @@ impl Call {
 /// Sends what this rank contributes to a call to the ranks that need it.
 fn send(call: &Call, messages: &mut Messages) -> Result<(), String> {
     let (header, size) = call.header()?;
-    let (rank, ranks) = (messages.rank(), messages.ranks());
+    let rank = messages.rank();
+    let ranks = messages.ranks();
     let mut post = |to: usize, address: Address, bytes: usize| -> Result<(), String> {
         messages.send(to, &[header.as_slice(), &read(address, bytes)?].concat())
     };
@@ -227,7 +228,7 @@ fn combine<T: Copy, const N: usize>(
             .map(|&bytes| from(bytes))
             .collect::<Vec<T>>()
     });
-    let first = rows.next().unwrap_or_default();
+    let first = rows.next().expect("a group has a rank");
     let all = rows.fold(first, |all, row| {
         all.into_iter().zip(row).map(|(x, y)| both(x, y)).collect()
     });
@@ -241,17 +242,13 @@ fn whole<const N: usize>(
     to: impl Fn(i64) -> [u8; N],
 ) -> Vec<u8> {
     let ranks = parts.len() as i64;
-    let average = |value: i64| if op == AVERAGE { value / ranks } else { value };
-    combine(
-        parts,
-        from,
-        |value| to(average(value)),
-        if op == MAX {
-            i64::max
-        } else {
-            i64::wrapping_add
-        },
-    )
+    let both = if op == MAX {
+        i64::max
+    } else {
+        i64::wrapping_add
+    };
+    let divisor = if op == AVERAGE { ranks } else { 1 };
+    combine(parts, from, |value| to(value / divisor), both)
 }
 
 fn float<T: Element, const N: usize>(
@@ -261,19 +258,18 @@ fn float<T: Element, const N: usize>(
     to: impl Fn(T) -> [u8; N],
 ) -> Vec<u8> {
     let ranks = parts.len() as f64;
-    let round = |value: f64| {
-        to(T::from_f64(if op == AVERAGE {
-            value / ranks
-        } else {
-            value
-        }))
-    };
+    let divisor = if op == AVERAGE { ranks } else { 1.0 };
     let both = if op == MAX {
         f64::max
     } else {
         |x: f64, y: f64| x + y
     };
-    combine(parts, |bytes| from(bytes).to_f64(), round, both)
+    combine(
+        parts,
+        |bytes| from(bytes).to_f64(),
+        |value| to(T::from_f64(value / divisor)),
+        both,
+    )
 }
 
 #[cfg(test)]

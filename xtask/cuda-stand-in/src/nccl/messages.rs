@@ -91,10 +91,8 @@ impl Messages {
     }
 
     fn write(&self, name: &str, bytes: &[u8]) -> Result<(), String> {
-        let (whole, partial) = (
-            self.directory.join(name),
-            self.directory.join(format!("partial-{name}")),
-        );
+        let whole = self.directory.join(name);
+        let partial = self.directory.join(format!("partial-{name}"));
         fs::write(&partial, bytes)
             .and_then(|()| fs::rename(&partial, &whole))
             .map_err(|error| format!("{}: {error}", whole.display()))
@@ -215,11 +213,10 @@ pub(super) fn content<'m>(
         .split_at_checked(HEADER)
         .ok_or("a message is too short")?;
     if header != expected {
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
         return Err(format!(
             "rank {from} called `{}`, and not `{}`",
-            text(header),
-            text(expected)
+            String::from_utf8_lossy(header).trim(),
+            String::from_utf8_lossy(expected).trim()
         ));
     }
     Ok(content)
@@ -281,7 +278,8 @@ mod tests {
 
     #[test]
     fn another_call_is_found_by_its_header() {
-        let (sent, expected) = (header("ncclAllGather", 7, 3), header("ncclAllReduce", 7, 3));
+        let sent = header("ncclAllGather", 7, 3);
+        let expected = header("ncclAllReduce", 7, 3);
         let message = [&sent[..], b"xyz"].concat();
         assert_eq!(content(&message, &sent, 1).unwrap(), b"xyz");
         assert!(

@@ -113,7 +113,8 @@ impl Launch {
             .name("launch".to_owned())
             .spawn(move || {
                 thread::sleep(LAUNCH);
-                let (communicator, calls) = (Arc::clone(&self.communicator), self.calls);
+                let communicator = Arc::clone(&self.communicator);
+                let calls = self.calls;
                 self.device
                     .push(&self.stream, Box::new(move || communicator.run(&calls)));
                 self.communicator
@@ -242,7 +243,8 @@ unsafe extern "C" fn ncclCommInitRankConfig(
     let joiner = thread::Builder::new()
         .name("join".to_owned())
         .spawn(move || {
-            let (directory, place) = (messages::directory(&name), messages::place(device.number));
+            let directory = messages::directory(&name);
+            let place = messages::place(device.number);
             match Messages::join(directory, (rank, ranks), &place, || {
                 communicator.is_aborted()
             }) {

@@ -103,6 +103,8 @@ pub(super) fn count(text: &str) -> Result<CountedFile> {
     let mut reader = SyntaxReader::default();
     reader.visit_file(&syntax);
 
+    // The tree has no comments between items, and macros are tokens only. So lines, characters and
+    // calls are counted from the tokens, which have their places in the text.
     let tokens: TokenStream = text.parse().map_err(|error| anyhow!("{error}"))?;
     let mut lines = LineReader {
         text,
@@ -230,8 +232,8 @@ impl<'ast> Visit<'ast> for SyntaxReader {
     }
 }
 
-/// Returns the name that a `let` binds; `None` if it takes a value apart, or is there in some builds
-/// only.
+/// Returns the name that a `let` binds; `None` if it takes a value apart, or is there in some
+/// builds only.
 fn bound_name(local: &Local) -> Option<&syn::Ident> {
     let conditional = local
         .attrs
@@ -369,7 +371,7 @@ mod tests {
             "/// What.",
             "/// More.",
             "fn f() { // not a line of its own",
-            "    let text = \"a",
+            "    let text = \"é",
             "// b\";",
             "}",
             "//// Neither doc.",
@@ -378,8 +380,8 @@ mod tests {
         assert_eq!(found.code_lines, 4);
         assert_eq!(found.comment_lines, 2);
         assert_eq!(found.doc_lines, 3);
-        let code = "fnf(){lettext=\"a//b\";}";
-        assert_eq!(found.characters, code.len());
+        let code = "fnf(){lettext=\"é//b\";}";
+        assert_eq!(found.characters, code.chars().count());
     }
 
     #[test]

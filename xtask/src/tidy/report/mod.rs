@@ -13,7 +13,8 @@ use anyhow::{Context as _, Result, ensure};
 
 use self::anchors::ANCHORS;
 use self::counts::Counts;
-use super::collect;
+use crate::files::{collect, read};
+use crate::shell::show;
 
 /// The directories that hold no product code, wherever they are.
 const OUTSIDE: [&str; 6] = ["tests", "examples", "benches", "fuzz", "target", "src"];
@@ -58,7 +59,6 @@ const fn column(title: &'static str, count: fn(&Counts) -> usize, per: usize) ->
 }
 
 /// Prints the counts of all packages in a directory, beside those of other projects.
-#[expect(clippy::print_stdout, reason = "the report is what was asked for")]
 pub(super) fn run(directory: &Path) -> Result<()> {
     let mut packages = Vec::new();
     find_packages(directory, &mut packages)?;
@@ -75,16 +75,16 @@ pub(super) fn run(directory: &Path) -> Result<()> {
         rows.push((package_name(directory, package), counts));
     }
     rows.push(("total".to_owned(), total));
-    println!("Code without tests, comments and white space:\n");
-    println!("{}", size_table(&rows));
+    show("Code without tests, comments and white space:\n");
+    show(&size_table(&rows));
     for anchor in &ANCHORS {
         rows.push((
             format!("{} {}", anchor.package, anchor.revision),
             anchor.counts,
         ));
     }
-    println!("In 1000 code lines; comments, and doc comments, in 100:\n");
-    println!("{}", rate_table(&rows));
+    show("In 1000 code lines; comments, and doc comments, in 100:\n");
+    show(&rate_table(&rows));
     Ok(())
 }
 
@@ -131,10 +131,10 @@ fn count_package(package: &Path) -> Result<Counts> {
         if file.extension().is_none_or(|extension| extension != "rs") {
             continue;
         }
-        let text = fs::read_to_string(&file)
-            .with_context(|| format!("failed to read `{}`", file.display()))?;
-        let found = counts::count(&text)
+        let found = counts::count(&read(&file)?)
             .with_context(|| format!("failed to parse `{}`", file.display()))?;
+        // Where the files of the modules for tests are is known only from the files that declare
+        // them, which may come later.
         let children = children_directory(&file);
         for module in &found.test_modules {
             test_files.push(children.join(format!("{module}.rs")));
@@ -153,6 +153,7 @@ fn count_package(package: &Path) -> Result<Counts> {
         total.add(&found.counts);
         type_names.extend(found.type_names);
     }
+    // One name may have two types of one file, or of two files.
     total.repeated_types = counts::repeated(&type_names);
     Ok(total)
 }
@@ -222,18 +223,15 @@ fn push_row(text: &mut String, name: &str, cells: &[String]) {
 }
 
 #[cfg(test)]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "sources of a test, not checkpoint files"
-)]
 mod tests {
     use super::*;
+    use crate::files::write;
 
-    fn write(directory: &Path, files: &[(&str, &str)]) {
+    fn write_all(directory: &Path, files: &[(&str, &str)]) {
         for (name, text) in files {
             let path = directory.join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
+            write(&path, text).unwrap();
         }
     }
 
@@ -249,7 +247,7 @@ mod tests {
             ("src/a/checks.rs", "fn f() {}"),
             ("src/a/b.rs", "struct A; fn f() {}"),
         ];
-        write(directory.path(), &files);
+        write_all(directory.path(), &files);
         let counts = count_package(directory.path()).unwrap();
         assert_eq!(counts.functions, 1);
         assert_eq!(counts.types, 2);
@@ -268,7 +266,7 @@ mod tests {
             ("tests/Cargo.toml", ""),
             ("tests/src/lib.rs", ""),
         ];
-        write(directory.path(), &files);
+        write_all(directory.path(), &files);
         let mut packages = Vec::new();
         find_packages(directory.path(), &mut packages).unwrap();
         let names: Vec<String> = packages

@@ -8,16 +8,9 @@ use crate::algorithm::Initial;
 use crate::error::{NnError, Result};
 use crate::optimizer::{GroupUpdate, Optimizer};
 use crate::state::OptimStateError;
-use crate::state::entry::{EntryOptions, EntryPlan, Saved};
+use crate::state::entry::{EntryPlan, Saved};
+use crate::state::local::ExactLoad;
 use crate::state::saved::SavedOptim;
-
-/// A load of optimizers in which the first thing that does not fit is an error of its own, rather
-/// than a line of the report.
-#[derive(Clone, Copy)]
-pub(super) struct Exact {
-    /// `true` if a trained parameter may lack state that others of its unit have.
-    pub(super) allow_missing_state: bool,
-}
 
 /// The state and the groups that an optimizer is about to get.
 pub(super) struct Incoming {
@@ -37,7 +30,7 @@ impl Incoming {
         optimizer: &Optimizer,
         saved: &mut SavedOptim,
         cast: bool,
-        exact: Option<Exact>,
+        exact: Option<&ExactLoad>,
         report: &mut LoadReport,
     ) -> Result<Self> {
         // A parameter without state is reported once, not again for the group that does not name
@@ -47,11 +40,10 @@ impl Incoming {
         } else {
             missing_states(optimizer, saved)?
         };
-        let is_missed = |fqn: &str| exact.is_some() || lacks_state.contains(fqn);
         let mut missing = Vec::new();
-        let groups = saved
-            .groups
-            .match_with(optimizer, &mut missing, is_missed)?;
+        let groups = saved.groups.match_with(optimizer, &mut missing, |fqn| {
+            exact.is_some() || lacks_state.contains(fqn)
+        })?;
         // A group that was not saved (`param_groups.<index>` in `missing`) keeps its
         // hyperparameters. A group that was saved must have all of them; one that it lacks is
         // `param_groups.<index>.<key>` in `missing`.
@@ -59,23 +51,19 @@ impl Incoming {
             .iter()
             .find(|key| exact.is_some() && key.split('.').count() > 2)
         {
-            return Err(OptimStateError::MissingKey { key: key.clone() }.into());
+            return Err(OptimStateError::missing_key(key).into());
         }
         optimizer.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
-        let options = EntryOptions {
-            allow_missing: exact.is_none(),
-            cast,
-        };
         let mut plans = Vec::with_capacity(optimizer.locals().len());
-        for (index, local) in optimizer.locals().iter().enumerate() {
+        for local in optimizer.locals() {
             let fqns = local.fqns();
-            let first = fqns.first().map_or("", String::as_str);
+            let first = &fqns[0];
             let entries: Vec<_> = fqns
                 .iter()
                 .map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty()))
                 .collect();
-            let (algorithm, _) = &groups[optimizer.group_of_local(index)];
-            let plan = match EntryPlan::new(local, algorithm, &entries, options) {
+            let (algorithm, _) = &groups[local.group];
+            let plan = match EntryPlan::new(local, algorithm, &entries, exact.is_none(), cast) {
                 // The report is to have all misfits, so that the first one does not end the plan.
                 Err(error) if exact.is_none() => {
                     report
@@ -90,7 +78,7 @@ impl Incoming {
                     let fqn = if local.is_flat {
                         local.name()
                     } else {
-                        first.to_owned()
+                        first.clone()
                     };
                     return Err(OptimStateError::MissingEntry {
                         fqn,
@@ -105,12 +93,11 @@ impl Incoming {
         match exact {
             // A FlatParameter's plan has compared its parameters already; original ones have a plan
             // each.
-            Some(Exact {
-                allow_missing_state,
-            }) if !allow_missing_state && optimizer.parameters().use_orig_params() => {
-                check_presence(optimizer, saved)?;
+            Some(exact) => {
+                if !exact.allow_missing_state && optimizer.parameters().use_orig_params() {
+                    check_presence(optimizer, saved)?;
+                }
             }
-            Some(_) => {}
             None => report
                 .missing
                 .extend(missing.into_iter().chain(lacks_state)),
@@ -150,12 +137,9 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
     match kind {
         OptimStateError::WrongShape { fqn, name, .. }
         | OptimStateError::WrongDType { fqn, name, .. } => {
-            let (parameters, entry) = (
-                optimizer.parameters(),
-                saved.states.get(fqn).and_then(|e| e.get(name)),
-            );
-            let dtype = fsdp_flat::dtype::from_candle(parameters.dtype(fqn)?);
-            let dtype = dtype.map_or_else(String::new, |dtype| dtype.to_string());
+            let parameters = optimizer.parameters();
+            let entry = saved.states.get(fqn).and_then(|entries| entries.get(name));
+            let dtype = parameters.handles[parameters.location(fqn)?.handle].file_dtype();
             let shape = match kind {
                 OptimStateError::WrongShape { expected, .. } => expected,
                 _ => parameters.shape(fqn)?,
@@ -166,14 +150,11 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
                 current: format!("{dtype} {shape:?}"),
             })
         }
-        OptimStateError::DifferingTypes { name, types, fqns } => {
-            let fqn = fqns.first().map_or("", String::as_str);
-            Ok(Mismatch {
-                fqn: format!("{fqn}.{name}"),
-                saved: types.join(", "),
-                current: "a tensor".to_owned(),
-            })
-        }
+        OptimStateError::DifferingTypes { name, types, fqns } => Ok(Mismatch {
+            fqn: format!("{}.{name}", fqns[0]),
+            saved: types.join(", "),
+            current: "a tensor".to_owned(),
+        }),
         _ => Err(error),
     }
 }
@@ -190,8 +171,11 @@ fn check_presence(optimizer: &Optimizer, saved: &SavedOptim) -> Result<()> {
             .iter()
             .find(|param| saved.has_state(&param.fqn));
         if let (Some((param, _)), Some(other)) = (lacking.next(), other) {
-            let (fqn, other) = (param.fqn.clone(), other.fqn.clone());
-            return Err(OptimStateError::MissingState { fqn, other }.into());
+            return Err(OptimStateError::MissingState {
+                fqn: param.fqn.clone(),
+                other: other.fqn.clone(),
+            }
+            .into());
         }
     }
     Ok(())

@@ -12,9 +12,10 @@ use fsdp_state::{
     Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element,
 };
 
-use self::incoming::{Exact, Incoming};
+use self::incoming::Incoming;
 use super::entry::Home;
 use super::groups::number;
+use super::local::ExactLoad;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use super::views::persistent_buffers;
@@ -42,7 +43,7 @@ pub struct LiveTarget<'a> {
     rename: Box<Rename<'a>>,
     rename_in_optimizers: Box<Rename<'a>>,
     ignore_frozen: bool,
-    exact: Option<Exact>,
+    exact: Option<ExactLoad>,
     /// Arguments of the call that all ranks must pass alike, for people to read.
     arguments: String,
     /// The destinations of the wanted tensors, which hold their indices as `place`.
@@ -73,11 +74,11 @@ struct Destination {
     /// The memory that it goes to, and its kind; `None` if it gets fresh memory, which is taken
     /// over when it is filled.
     memory: Option<(StateValue, Home)>,
-    part: Part,
+    part: TargetPart,
 }
 
 /// The part of the target that a wanted tensor belongs to.
-enum Part {
+enum TargetPart {
     /// A parameter, by its own name.
     Parameter(String),
     /// A persistent buffer.
@@ -149,13 +150,13 @@ impl<'a> LiveTarget<'a> {
         in_model: impl Fn(&str) -> String + 'a,
         in_optimizers: impl Fn(&str) -> String + 'a,
     ) -> Self {
-        (self.rename, self.rename_in_optimizers) = (Box::new(in_model), Box::new(in_optimizers));
+        self.rename = Box::new(in_model);
+        self.rename_in_optimizers = Box::new(in_optimizers);
         self
     }
 
     /// Lets frozen parameters be missing from the source, if `ignore_frozen`.
-    #[must_use]
-    pub const fn ignore_frozen(mut self, ignore_frozen: bool) -> Self {
+    pub(crate) const fn ignore_frozen(mut self, ignore_frozen: bool) -> Self {
         self.ignore_frozen = ignore_frozen;
         self
     }
@@ -170,10 +171,8 @@ impl<'a> LiveTarget<'a> {
 
     /// Lets the load end with an error at the first value that does not fit the optimizers, instead
     /// of a report of all such values. The optimizers must not be in use yet.
-    pub(crate) const fn exact(mut self, allow_missing_state: bool) -> Self {
-        self.exact = Some(Exact {
-            allow_missing_state,
-        });
+    pub(crate) fn exact(mut self, exact: ExactLoad) -> Self {
+        self.exact = Some(exact);
         self
     }
 
@@ -215,7 +214,7 @@ impl<'a> LiveTarget<'a> {
                 &value,
                 load.options,
             );
-            self.add(wanted, value, Part::Parameter(fqn.to_owned()), plan);
+            self.add(wanted, value, TargetPart::Parameter(fqn.to_owned()), plan);
         }
         for (name, value) in persistent_buffers(parameters) {
             match named.remove(name) {
@@ -228,7 +227,7 @@ impl<'a> LiveTarget<'a> {
                         &value,
                         load.options,
                     );
-                    self.add(wanted, value, Part::Buffer, plan);
+                    self.add(wanted, value, TargetPart::Buffer, plan);
                 }
             }
         }
@@ -244,7 +243,7 @@ impl<'a> LiveTarget<'a> {
         &mut self,
         wanted: Result<Wanted, Mismatch>,
         value: StateValue,
-        part: Part,
+        part: TargetPart,
         plan: &mut Plan,
     ) {
         match wanted {
@@ -256,14 +255,10 @@ impl<'a> LiveTarget<'a> {
                     .iter()
                     .any(|tensor| !tensor.is_contiguous()) =>
             {
-                let (saved, current) = (
-                    "a tensor".to_owned(),
-                    "a tensor that is not contiguous".to_owned(),
-                );
                 plan.report.mismatched.push(Mismatch {
                     fqn: key,
-                    saved,
-                    current,
+                    saved: "a tensor".to_owned(),
+                    current: "a tensor that is not contiguous".to_owned(),
                 });
             }
             Ok(wanted) => {
@@ -323,14 +318,10 @@ impl<'a> LiveTarget<'a> {
                         .extend((1..path.0.len()).map(|depth| KeyPath(path.0[..depth].to_vec()))),
                     // A value that is no container lies on the way.
                     Err(StateError::WrongContainer { expected, .. }) => {
-                        let (saved, current) = (
-                            leaf.to_string(),
-                            format!("a value where the checkpoint has a {expected}"),
-                        );
                         plan.report.mismatched.push(Mismatch {
                             fqn: path.flat_key(),
-                            saved,
-                            current,
+                            saved: leaf.to_string(),
+                            current: format!("a value where the checkpoint has a {expected}"),
                         });
                     }
                     Err(error) => return Err(error.into()),
@@ -349,62 +340,49 @@ impl<'a> LiveTarget<'a> {
                         here,
                         load.options,
                     );
-                    self.add(wanted, here.clone(), Part::Value(path.clone()), plan);
+                    self.add(wanted, here.clone(), TargetPart::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
-                    let (saved, current) = (leaf.to_string(), here.kind().to_owned());
                     plan.report.mismatched.push(Mismatch {
                         fqn: path.flat_key(),
-                        saved,
-                        current,
+                        saved: leaf.to_string(),
+                        current: here.kind().to_owned(),
                     });
                 }
                 (None, None) => plan.report.unexpected.push(path.flat_key()),
             }
         }
         // A list of plain values is one value in some formats, and its elements are in others.
-        let is_saved = |path: &KeyPath| {
-            (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())))
-        };
-        let missing = Schema::from_state(current)?;
-        let missing = missing
-            .iter()
-            .filter(|(path, _)| !is_saved(path) && !opened.contains(path));
-        plan.report
-            .missing
-            .extend(missing.map(|(path, _)| path.flat_key()));
-        (self.values, self.new_values) = (Some(current), new_values);
+        for (path, _) in Schema::from_state(current)?.iter() {
+            let is_saved =
+                (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())));
+            if !is_saved && !opened.contains(path) {
+                plan.report.missing.push(path.flat_key());
+            }
+        }
+        self.values = Some(current);
+        self.new_values = new_values;
         Ok(())
     }
 
     /// Sorts the positions of a source's leaves by the part of the target that they belong to.
     fn sort(&self, schema: &Schema) -> Sorted {
-        let is_parameter =
-            |name: &str| self.parameters.contains(&(self.rename_in_optimizers)(name));
+        let optim = self.prefixes.optim.as_ref();
+        let model = self.prefixes.model.as_ref();
         let mut sorted = Sorted::default();
         for (position, (path, _)) in schema.iter().enumerate() {
-            if let Some(inside) = self
-                .prefixes
-                .optim
-                .as_ref()
-                .and_then(|prefix| path.below(prefix))
-            {
-                // Without an optimizer nothing can be taken.
-                match OptimKey::read(&inside.0, &is_parameter)
-                    .filter(|_| !self.optimizers.is_empty())
-                {
-                    Some(key) => sorted.optim.push((key, position)),
-                    None => sorted.unreadable.push(inside.flat_key()),
+            if let Some(inside) = optim.and_then(|prefix| path.below(prefix)) {
+                let key = OptimKey::read(&inside.0, &|name| {
+                    self.parameters.contains(&(self.rename_in_optimizers)(name))
+                });
+                match key {
+                    // Without an optimizer nothing can be taken.
+                    Some(key) if !self.optimizers.is_empty() => sorted.optim.push((key, position)),
+                    _ => sorted.unreadable.push(inside.flat_key()),
                 }
-            } else if let Some(inside) = self
-                .prefixes
-                .model
-                .as_ref()
-                .and_then(|prefix| path.below(prefix))
-            {
-                sorted
-                    .model
-                    .push(((self.rename)(&inside.flat_key()), position));
+            } else if let Some(inside) = model.and_then(|prefix| path.below(prefix)) {
+                let name = (self.rename)(&inside.flat_key());
+                sorted.model.push((name, position));
             } else {
                 sorted.values.push(position);
             }
@@ -435,14 +413,16 @@ impl Target for LiveTarget<'_> {
         };
         if self.is_live() {
             // On the next swap the loaded values would become the average.
-            if self.parameters.has_average() {
-                return Err(NnError::Swapped.into());
-            }
+            self.parameters.check_not_swapped()?;
             // Units that are gathered would continue with the old values.
             self.parameters.reshard()?;
         }
         let mut plan = Plan::default();
-        plan.common.arguments.clone_from(&self.arguments);
+        let arguments = match &self.exact {
+            Some(exact) => &exact.arguments,
+            None => &self.arguments,
+        };
+        plan.common.arguments.clone_from(arguments);
         if self.prefixes.model.is_some() {
             self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();
@@ -455,10 +435,11 @@ impl Target for LiveTarget<'_> {
         self.plan_values(&load, &sorted.values, &mut plan)?;
         // The order of the schema is that of all ranks. The values beside the model come last,
         // since an average has the model's buffers too, whose names in the model count.
-        let is_beside =
-            |wanted: &Wanted| matches!(self.destinations[wanted.place].part, Part::Value(_));
-        plan.wanted
-            .sort_by_key(|wanted| (is_beside(wanted), wanted.position));
+        plan.wanted.sort_by_key(|wanted| {
+            let destination = &self.destinations[wanted.place];
+            let is_value = matches!(destination.part, TargetPart::Value(_));
+            (is_value, wanted.position)
+        });
         Ok(plan)
     }
 
@@ -474,11 +455,12 @@ impl Target for LiveTarget<'_> {
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
         match &self.destinations[wanted.place].part {
-            &Part::Entry {
+            &TargetPart::Entry {
                 optimizer,
                 local,
                 ref name,
             } => {
+                // The copies that all parameters of a FlatParameter have are compared there.
                 let tensor = memory.into_value(true, &Device::Cpu)?;
                 if let (Some(plan), StateValue::Tensor(tensor)) =
                     (&mut self.incoming[optimizer].plans[local], tensor)
@@ -486,19 +468,22 @@ impl Target for LiveTarget<'_> {
                     plan.take_whole(&self.optimizers[optimizer].locals()[local], name, tensor)?;
                 }
             }
-            Part::UserState(path) => set_element(
+            TargetPart::UserState(path) => set_element(
                 &mut self.user_state,
                 path,
                 memory.into_value(true, &Device::Cpu)?,
             )?,
-            Part::Value(path) if matches!(memory, Memory::Raw { .. }) => {
+            TargetPart::Value(path) if matches!(memory, Memory::Raw { .. }) => {
                 set_element(
                     &mut self.new_values,
                     path,
                     memory.into_value(true, &Device::Cpu)?,
                 )?;
             }
-            Part::Parameter(_) | Part::Buffer | Part::EntryLike(_) | Part::Value(_) => {}
+            TargetPart::Parameter(_)
+            | TargetPart::Buffer
+            | TargetPart::EntryLike(_)
+            | TargetPart::Value(_) => {}
         }
         Ok(())
     }
@@ -516,16 +501,20 @@ impl Target for LiveTarget<'_> {
 
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
         match &self.destinations[wanted.place].part {
-            Part::Parameter(fqn) | Part::EntryLike(fqn) => self.parameters.boxes_on(fqn, rank).ok(),
-            Part::Buffer | Part::Entry { .. } => Some(vec![TensorBox::whole(&wanted.shape)]),
-            Part::UserState(_) | Part::Value(_) => None,
+            TargetPart::Parameter(fqn) | TargetPart::EntryLike(fqn) => {
+                self.parameters.boxes_on(fqn, rank).ok()
+            }
+            TargetPart::Buffer | TargetPart::Entry { .. } => {
+                Some(vec![TensorBox::whole(&wanted.shape)])
+            }
+            TargetPart::UserState(_) | TargetPart::Value(_) => None,
         }
     }
 
     fn commit(&mut self) -> Result<()> {
         // A backward of what was computed with the old values would be wrong.
         for destination in &self.destinations {
-            if let Part::Parameter(fqn) = &destination.part {
+            if let TargetPart::Parameter(fqn) = &destination.part {
                 self.parameters.begin_change(fqn)?;
             }
         }
@@ -563,7 +552,7 @@ fn ask_for(
     // its own.
     let is_same_on_all = !matches!(
         destination.part,
-        Part::Buffer | Part::UserState(_) | Part::Value(_)
+        TargetPart::Buffer | TargetPart::UserState(_) | TargetPart::Value(_)
     );
     plan.wanted.push(Wanted {
         place: destinations.len(),

@@ -5,7 +5,7 @@ use fsdp_state::engine::{Plan, Wanted};
 use fsdp_state::set_element;
 
 use super::incoming::Incoming;
-use super::{Destination, LiveTarget, Part, ask_for};
+use super::{Destination, LiveTarget, TargetPart, ask_for};
 use crate::error::Result;
 use crate::optimizer::Optimizer;
 use crate::state::OptimStateError;
@@ -44,7 +44,7 @@ impl LiveTarget<'_> {
                 optimizer,
                 &mut saved,
                 load.options.cast,
-                self.exact,
+                self.exact.as_ref(),
                 &mut plan.report,
             )?;
             for (local, (param, entry_plan)) in optimizer
@@ -57,7 +57,7 @@ impl LiveTarget<'_> {
                     continue;
                 };
                 for tensor in entry_plan.tensors.drain(..) {
-                    let (wanted, destination) = match tensor.like {
+                    let (wanted, memory, part) = match tensor.like {
                         Some((fqn, memory, home)) => {
                             let wanted = Wanted::new(
                                 load.schema,
@@ -65,42 +65,34 @@ impl LiveTarget<'_> {
                                 tensor.becomes,
                                 memory.boxes(),
                             );
-                            let memory = Some((memory.into(), home));
                             (
                                 wanted,
-                                Destination {
-                                    memory,
-                                    part: Part::EntryLike(fqn),
-                                },
+                                Some((memory.into(), home)),
+                                TargetPart::EntryLike(fqn),
                             )
                         }
                         None => {
-                            let part = Part::Entry {
+                            let part = TargetPart::Entry {
                                 optimizer: index,
                                 local,
                                 name: tensor.name,
                             };
-                            (
-                                Wanted::whole(load.schema, tensor.position),
-                                Destination { memory: None, part },
-                            )
+                            (Wanted::whole(load.schema, tensor.position), None, part)
                         }
                     };
                     if let Some(wanted) = wanted {
+                        let destination = Destination { memory, part };
                         ask_for(wanted, destination, &mut self.destinations, plan);
                     }
                 }
-                let first = param.fqns().into_iter().next().unwrap_or_default();
-                entry_plan.add_scalars(&first, &mut plan.common.values);
+                entry_plan.add_scalars(&param.fqns()[0], &mut plan.common.values);
             }
             // Ranks that step with other hyperparameters would drift apart.
             agree_on_groups(optimizer, &incoming.groups, &mut plan.common.values);
             self.incoming.push(incoming);
         }
-        let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
-        plan.report
-            .unexpected
-            .extend(saved.states.keys().filter(|fqn| !is_held(fqn)).cloned());
+        let unknown = saved.states.keys().filter(|fqn| !holds(&optimizers, fqn));
+        plan.report.unexpected.extend(unknown.cloned());
         plan.report.unexpected.append(&mut saved.unexpected);
         self.plan_user_state(saved.user_state, load, plan)
     }
@@ -119,7 +111,7 @@ impl LiveTarget<'_> {
             } else if let Some(wanted) = Wanted::whole(load.schema, position) {
                 let destination = Destination {
                     memory: None,
-                    part: Part::UserState(path),
+                    part: TargetPart::UserState(path),
                 };
                 ask_for(wanted, destination, &mut self.destinations, plan);
             }
@@ -128,10 +120,16 @@ impl LiveTarget<'_> {
     }
 }
 
+/// Returns `true` if one of the optimizers holds a parameter.
+fn holds(optimizers: &[&Optimizer], fqn: &str) -> bool {
+    optimizers.iter().any(|optimizer| optimizer.holds(fqn))
+}
+
 /// Refuses state and groups of parameters that no optimizer has.
 fn check_known(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
-    let is_held = |fqn: &str| optimizers.iter().any(|optimizer| optimizer.holds(fqn));
-    if let Some(fqn) = saved.states.keys().filter(|fqn| !is_held(fqn)).min() {
+    // The first by name, since the keys are in no order.
+    let unknown = saved.states.keys().filter(|fqn| !holds(optimizers, fqn));
+    if let Some(fqn) = unknown.min() {
         let count = optimizers
             .iter()
             .map(|optimizer| optimizer.fqns().count())
@@ -143,7 +141,7 @@ fn check_known(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
         .into());
     }
     for (index, group) in saved.groups.groups.iter().enumerate() {
-        if let Some(key) = group.params.iter().find(|fqn| !is_held(fqn)) {
+        if let Some(key) = group.params.iter().find(|fqn| !holds(optimizers, fqn)) {
             return Err(OptimStateError::UnknownParam {
                 index,
                 key: key.clone(),

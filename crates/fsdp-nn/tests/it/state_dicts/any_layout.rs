@@ -121,7 +121,7 @@ struct Saved {
 }
 
 fn under<T>(parameters: &ShardedParameters, kind: StateDictType, f: impl FnOnce() -> T) -> T {
-    parameters.state_dict_type(StateDictSettings::of(kind), f)
+    parameters.state_dict_type(StateDictSettings::from(kind), f)
 }
 
 fn rank0_only() -> StateDictSettings {
@@ -235,7 +235,7 @@ fn check(case: &Case) {
             );
         };
         load(
-            StateDictSettings::of(StateDictType::Full),
+            StateDictSettings::from(StateDictType::Full),
             model_state,
             &optim_state,
             "Full",
@@ -253,7 +253,7 @@ fn check(case: &Case) {
             redealt(&sharded_optims, rank, to.world),
         );
         load(
-            StateDictSettings::of(StateDictType::Sharded),
+            StateDictSettings::from(StateDictType::Sharded),
             &m,
             &o,
             "Sharded",
@@ -265,7 +265,7 @@ fn check(case: &Case) {
             );
         if has_local && takes_local && from.use_orig_params == to.use_orig_params {
             load(
-                StateDictSettings::of(StateDictType::Local),
+                StateDictSettings::from(StateDictType::Local),
                 &redealt(&locals, rank, to.world),
                 &o,
                 "Local",

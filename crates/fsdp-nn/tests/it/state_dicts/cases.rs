@@ -39,7 +39,7 @@ fn a_unit_without_parameters_has_no_flat_parameter_no_keys_and_no_collectives() 
             (StateDictType::Local, "full._flat_param"),
         ] {
             let state = parameters
-                .state_dict_type(StateDictSettings::of(kind), || state_dict(parameters))
+                .state_dict_type(StateDictSettings::from(kind), || state_dict(parameters))
                 .unwrap();
             assert_eq!(state.keys().collect::<Vec<_>>(), [key]);
         }
@@ -197,7 +197,7 @@ fn state_of_a_model_with_an_unused_unit_goes_through_every_type() {
                 let mut source = optimizer(parameters, &spec, &adam(), false);
                 train(&model, &mut [&mut source], 0..2);
                 for kind in [StateDictType::Full, StateDictType::Sharded] {
-                    let settings = StateDictSettings::of(kind);
+                    let settings = StateDictSettings::from(kind);
                     let saved = parameters
                         .state_dict_type(settings, || optim_state_dict(None, parameters, &source))
                         .unwrap();

@@ -411,10 +411,12 @@ pub(crate) fn full_name(unit: &str, name: &str) -> String {
 
 /// Runs one rank a thread; a rank that panics fails the test with its message.
 pub(crate) fn ranks<T: Send>(world: usize, f: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    LocalRanks::new(world)
-        .deadline(std::time::Duration::from_secs(20))
-        .run(f)
-        .unwrap()
+    let ranks = LocalRanks {
+        world_size: world,
+        deadline: std::time::Duration::from_secs(20),
+        ..LocalRanks::default()
+    };
+    ranks.run(f).unwrap()
 }
 
 /// The state dict of a model and optimizer that were trained without sharding, with whole tensors:

@@ -64,7 +64,7 @@ fn sharded_state_dicts_are_this_ranks_boxes_of_the_full_one() {
                 let parameters = model.parameters();
                 let full = state_dict(parameters).unwrap();
                 let sharded = parameters
-                    .state_dict_type(StateDictSettings::of(StateDictType::Sharded), || {
+                    .state_dict_type(StateDictSettings::from(StateDictType::Sharded), || {
                         state_dict(parameters)
                     })
                     .unwrap();
@@ -88,9 +88,9 @@ fn sharded_state_dicts_are_this_ranks_boxes_of_the_full_one() {
 #[test]
 fn any_layout_loads_what_any_layout_saved() {
     let types = [
-        StateDictSettings::of(StateDictType::Full),
+        StateDictSettings::from(StateDictType::Full),
         rank0_only(),
-        StateDictSettings::of(StateDictType::Sharded),
+        StateDictSettings::from(StateDictType::Sharded),
     ];
     let models = models();
     for (i, from) in layouts().into_iter().enumerate() {
@@ -173,7 +173,7 @@ fn state_dicts_own_their_memory() {
                 let mut optimizer = optimizer(parameters, &spec, &sgd(0.0), false);
                 let get = || {
                     parameters
-                        .state_dict_type(StateDictSettings::of(state_dict_type), || {
+                        .state_dict_type(StateDictSettings::from(state_dict_type), || {
                             state_dict(parameters)
                         })
                         .unwrap()
@@ -234,9 +234,9 @@ fn only_persistent_buffers_are_saved_and_they_load() {
 #[test]
 fn what_does_not_fit_changes_nothing_on_any_rank() {
     let settings = [
-        StateDictSettings::of(StateDictType::Full),
+        StateDictSettings::from(StateDictType::Full),
         rank0_only(),
-        StateDictSettings::of(StateDictType::Sharded),
+        StateDictSettings::from(StateDictType::Sharded),
     ];
     for settings in settings {
         let wrong = Tensor::zeros((4, 9), DType::F32, &candle_core::Device::Cpu).unwrap();
@@ -300,7 +300,7 @@ fn missing_and_unexpected_names_are_reported_once_if_not_strict() {
 }
 
 fn local() -> StateDictSettings {
-    StateDictSettings::of(StateDictType::Local)
+    StateDictSettings::from(StateDictType::Local)
 }
 
 #[test]

@@ -290,10 +290,10 @@ fn settings_decide_who_brings_the_state() {
         train(&model, &mut [&mut optimizer], 0..1);
         let local = optimizer.state_dict().unwrap();
         let settings = [
-            StateDictSettings::of(StateDictType::Full),
+            StateDictSettings::from(StateDictType::Full),
             optim_rank0_only(),
-            StateDictSettings::of(StateDictType::Sharded),
-            StateDictSettings::of(StateDictType::Local),
+            StateDictSettings::from(StateDictType::Sharded),
+            StateDictSettings::from(StateDictType::Local),
         ];
         for settings in settings {
             parameters.state_dict_type(settings, || {

@@ -1,11 +1,11 @@
 //! The settings hold in their scope and nowhere else.
 
-use fsdp_nn::NnError;
 use fsdp_nn::torch::{
     FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig,
     OptimStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictSettings,
     StateDictType,
 };
+use fsdp_nn::{NnError, StateDictError};
 
 use crate::state_dicts::common::{composite, full_shard, model, ranks};
 
@@ -21,11 +21,11 @@ fn a_config_of_another_class_is_refused() {
     );
     assert!(matches!(
         error,
-        NnError::ConfigType {
+        NnError::StateDict(StateDictError::ConfigType {
             expected: "FullStateDictConfig",
             found: "LocalStateDictConfig",
             ..
-        }
+        })
     ));
     let optim = OptimStateDictConfig::Local(LocalOptimStateDictConfig::default());
     let error = StateDictSettings::new(StateDictType::Sharded, None, Some(optim)).unwrap_err();
@@ -49,7 +49,7 @@ fn defaults_are_torchs() {
         (StateDictType::Sharded, true),
         (StateDictType::Local, false),
     ] {
-        let config = OptimStateDictConfig::of(state_dict_type);
+        let config = OptimStateDictConfig::from(state_dict_type);
         assert_eq!(config.offload_to_cpu(), offload, "{state_dict_type:?}");
         assert!(!config.rank0_only());
     }
@@ -74,10 +74,10 @@ fn the_settings_before_come_back_on_every_exit_path() {
             parameters.set_state_dict_type(outer),
             StateDictSettings::default()
         );
-        let sharded = StateDictSettings::of(StateDictType::Sharded);
+        let sharded = StateDictSettings::from(StateDictType::Sharded);
         parameters.state_dict_type(sharded, || {
             assert_eq!(parameters.get_state_dict_type(), sharded);
-            let local = StateDictSettings::of(StateDictType::Local);
+            let local = StateDictSettings::from(StateDictType::Local);
             parameters.state_dict_type(local, || {
                 assert_eq!(parameters.get_state_dict_type(), local)
             });

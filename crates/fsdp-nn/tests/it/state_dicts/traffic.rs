@@ -111,7 +111,7 @@ fn sharded_reads_and_loads_into_the_same_layout_move_no_tensor_bytes() {
                 ..Default::default()
             };
             optim_state_dict_to_load(sharded, parameters, optimizer, &options).unwrap();
-            parameters.state_dict_type(StateDictSettings::of(StateDictType::Sharded), || {
+            parameters.state_dict_type(StateDictSettings::from(StateDictType::Sharded), || {
                 let state = state_dict(parameters).unwrap();
                 load_state_dict(&state, parameters, true).unwrap();
             });

@@ -9,11 +9,12 @@ use fsdp_formats::internals::{Sidecar, default_threads, integrity_beside, tensor
 use fsdp_formats::metadata::{BytesEntry, Entry};
 use fsdp_formats::storage::{Durable, Staging};
 use fsdp_formats::writer::PayloadSource;
-use fsdp_formats::{FileError, Location};
+use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
+use super::copied::CopiedFiles;
 use crate::tensor_parallel::TensorParallelPlan;
 
 /// The options of a conversion.
@@ -90,6 +91,25 @@ pub struct Converted {
     pub dropped: Vec<(String, String)>,
 }
 
+/// A conversion that is about to be written.
+pub(crate) struct Conversion<'c> {
+    /// The checkpoint, in the form in which it is written.
+    pub(crate) source: &'c dyn Checkpoint,
+    /// The prepared destination.
+    pub(crate) staging: Staging,
+    /// The files of other programs that are copied beside it.
+    pub(crate) extra: &'c CopiedFiles<'c>,
+    pub(crate) options: ConvertOptions<'c>,
+}
+
+/// Returns the error that something cannot be written.
+pub(crate) fn unsupported(fqn: &str, what: impl Into<String>) -> FileError {
+    FileError::Encode {
+        fqn: fqn.to_owned(),
+        source: FormatError::Unsupported { what: what.into() },
+    }
+}
+
 /// A checkpoint as the source of payloads for a writer.
 pub(crate) struct Streamed<'a> {
     pub(crate) source: &'a dyn Checkpoint,
@@ -158,7 +178,8 @@ pub(crate) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> Tensor
     let mut bounds = TensorBox::whole(shape);
     if let Some(&rows) = shape.first() {
         let own = chunk_range(rows, ranks, rank);
-        (bounds.offsets[0], bounds.sizes[0]) = (own.start, own.len());
+        bounds.offsets[0] = own.start;
+        bounds.sizes[0] = own.len();
     }
     bounds
 }

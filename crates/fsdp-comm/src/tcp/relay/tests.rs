@@ -1,4 +1,4 @@
-//! Whole groups in one thread: the states of all ranks, a network that delays and reorders frames,
+//! Tests of whole groups in one thread: the states of all ranks, a network that delays and reorders frames,
 //! and a clock that jumps from one event to the next. A seed decides everything that is random.
 //!
 //! Each rank is connected to its neighbours at the start, and to others once it sends something to
@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::frame::{Frame, Kind};
-use super::inbox::{State, rank_body, ranks_body};
-use super::relay::{KEEPER_PAUSE, Next};
-use super::schedule::Schedule;
+use super::super::frame::{Frame, Kind};
+use super::super::inbox::{InboxState, ranks_body};
+use super::super::schedule::Schedule;
+use super::{FIRST_RECEIVER_PAUSE, Next};
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::wire;
@@ -59,7 +59,7 @@ impl Random {
 
 /// A fault of a rank.
 #[derive(Debug, Clone, Copy)]
-enum Fault {
+enum RankFault {
     /// It enters this round so much later.
     Late(u64, Duration),
     /// It ends without a goodbye after this time.
@@ -88,7 +88,7 @@ enum Event {
         from: usize,
         to: usize,
     },
-    /// A rank has noted a connection that another one has asked for.
+    /// A rank has registered a connection that another one has asked for.
     Connected {
         from: usize,
         to: usize,
@@ -103,7 +103,7 @@ enum Event {
         from: usize,
         to: usize,
     },
-    Fault(usize, Fault),
+    Fault(usize, RankFault),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -115,9 +115,9 @@ enum Condition {
 }
 
 struct Rank {
-    state: State,
+    state: InboxState,
     condition: Condition,
-    fault: Option<Fault>,
+    fault: Option<RankFault>,
     /// The end of the round that it is in.
     until: Option<Instant>,
     /// The number of rounds that it has completed.
@@ -169,11 +169,11 @@ struct World {
 
 impl World {
     /// Creates a group of ranks that enter so many rounds, one after the other.
-    fn new(ranks: usize, rounds: u64, seed: u64, faults: &[(usize, Fault)]) -> Self {
+    fn new(ranks: usize, rounds: u64, seed: u64, faults: &[(usize, RankFault)]) -> Self {
         let start = Instant::now();
         let mut random = Random::new(seed);
         let rank = |number: usize| {
-            let mut state = State::new(number, ranks, 1, DEADLINE, start);
+            let mut state = InboxState::new(number, ranks, 1, DEADLINE, start);
             state.open(GROUP, &(0..ranks).collect::<Vec<_>>());
             state.neighbours = Schedule::new(ranks, number).neighbours();
             let fault = faults
@@ -216,7 +216,7 @@ impl World {
             ends_after_failure,
         };
         for &(rank, fault) in faults {
-            if let Fault::Dies(at) | Fault::Stops(at) | Fault::Pauses(at, _) = fault {
+            if let RankFault::Dies(at) | RankFault::Stops(at) | RankFault::Pauses(at, _) = fault {
                 world.plan(start + at, Event::Fault(rank, fault));
             }
         }
@@ -244,11 +244,11 @@ impl World {
         } = self.ranks[rank];
         let mut at = self.now + self.random.within(SKEW);
         match fault {
-            Some(Fault::Late(round, by)) if round == completed => at += by,
-            Some(fault @ Fault::DiesBefore(round)) if round == completed => {
+            Some(RankFault::Late(round, by)) if round == completed => at += by,
+            Some(fault @ RankFault::DiesBefore(round)) if round == completed => {
                 return self.plan(at, Event::Fault(rank, fault));
             }
-            Some(Fault::Leaves(rounds)) if rounds == completed => return self.leave(rank),
+            Some(RankFault::Leaves(rounds)) if rounds == completed => return self.leave(rank),
             _ if completed == self.rounds => return,
             _ => {}
         }
@@ -298,7 +298,7 @@ impl World {
         }
     }
 
-    /// Lets the rank `to` note a connection that `from` has asked for. `from` learns that a little
+    /// Lets the rank `to` register a connection that `from` has asked for. `from` learns that a little
     /// later.
     fn accept(&mut self, from: usize, to: usize) {
         if self.ranks[from].condition == Condition::Gone {
@@ -407,14 +407,14 @@ impl World {
                         .state
                         .disconnect(from, &io::ErrorKind::UnexpectedEof.into());
                 }
-                Event::Fault(_, Fault::Dies(_) | Fault::DiesBefore(_)) => self.end(rank),
-                Event::Fault(_, Fault::Stops(_)) => {
+                Event::Fault(_, RankFault::Dies(_) | RankFault::DiesBefore(_)) => self.end(rank),
+                Event::Fault(_, RankFault::Stops(_)) => {
                     self.ranks[rank].condition = Condition::Stopped(at, None)
                 }
-                Event::Fault(_, Fault::Pauses(_, pause)) => {
+                Event::Fault(_, RankFault::Pauses(_, pause)) => {
                     self.ranks[rank].condition = Condition::Stopped(at, Some(at + pause));
                 }
-                Event::Fault(_, Fault::Late(..) | Fault::Leaves(_)) => {}
+                Event::Fault(_, RankFault::Late(..) | RankFault::Leaves(_)) => {}
             }
             if self.ranks[rank].condition == Condition::Running {
                 self.go_on(rank);
@@ -452,7 +452,7 @@ impl World {
         let rank = &mut self.ranks[rank];
         rank.until = Some(now + DEADLINE);
         rank.entered = now;
-        let record = rank_body(rank.state.rank ^ rank.completed as usize);
+        let record = ranks_body(&[rank.state.rank ^ rank.completed as usize]);
         rank.state.enter(GROUP, rank.completed, &record, now);
     }
 
@@ -485,7 +485,8 @@ impl World {
                     break;
                 }
                 Ok(Next::Done(records)) => {
-                    let expected = (0..self.ranks.len()).map(|of| rank_body(of ^ number as usize));
+                    let expected =
+                        (0..self.ranks.len()).map(|of| ranks_body(&[of ^ number as usize]));
                     assert!(records.iter().map(|record| record.to_vec()).eq(expected));
                     self.ranks[rank].until = None;
                     self.ranks[rank].completed += 1;
@@ -496,7 +497,8 @@ impl World {
         }
         if self.ranks[rank].condition == Condition::Running {
             for notice in self.ranks[rank].state.notices() {
-                self.send(rank, notice.to, notice.kind, notice.round, notice.body);
+                let body = notice.body.into_owned();
+                self.send(rank, notice.to, notice.kind, notice.round, body);
             }
         }
     }
@@ -639,7 +641,7 @@ fn the_rendezvous_and_a_barrier_of_1024_ranks_take_few_connections_and_messages_
 #[test]
 fn the_news_of_an_end_takes_few_messages_of_each_rank() {
     for (ranks, digits) in [(33, 6), (600, 10), (1023, 10), (1024, 10)] {
-        let world = World::new(ranks, 2, 1, &[(ranks / 3, Fault::DiesBefore(1))]).run();
+        let world = World::new(ranks, 2, 1, &[(ranks / 3, RankFault::DiesBefore(1))]).run();
         world.assert_blame();
         world.assert_failed_at_once();
         for rank in world.sound() {
@@ -663,11 +665,11 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone_and_is_not_connected_to_
         // All but rank 12 come much later.
         let others = (0..ranks).filter(|rank| ![1, 12].contains(rank));
         let mut faults: Vec<_> = others
-            .map(|rank| (rank, Fault::Late(1, DEADLINE / 2)))
+            .map(|rank| (rank, RankFault::Late(1, DEADLINE / 2)))
             .collect();
-        faults.push((1, Fault::DiesBefore(1)));
+        faults.push((1, RankFault::DiesBefore(1)));
         let world = World::new(ranks, 3, 5, &faults).run();
-        world.assert_failed_within(KEEPER_PAUSE + AT_ONCE);
+        world.assert_failed_within(FIRST_RECEIVER_PAUSE + AT_ONCE);
         assert!(matches!(
             world.ranks[12].error,
             Some((_, CommError::RankLeft { rank: 1, .. }))
@@ -686,7 +688,7 @@ fn all_ranks_get_the_records_of_all_in_whatever_order_frames_come() {
 fn exactly_the_ranks_that_are_late_are_named_by_all() {
     with_many_seeds(200, |ranks, seed, random| {
         let late = [random.below(ranks), random.below(ranks)];
-        let faults = late.map(|rank| (rank, Fault::Late(1, 2 * DEADLINE)));
+        let faults = late.map(|rank| (rank, RankFault::Late(1, 2 * DEADLINE)));
         let world = World::new(ranks, 3, seed, &faults).run();
         let mut expected = late.to_vec();
         expected.sort_unstable();
@@ -720,7 +722,7 @@ fn a_rank_that_is_late_until_the_deadline_costs_few_connections() {
     let mut random = Random::new(7);
     for (ranks, digits) in [(33, 6), (100, 7), (600, 10), (1024, 10)] {
         let late = random.below(ranks);
-        let world = World::new(ranks, 2, 7, &[(late, Fault::Late(1, 2 * DEADLINE))]).run();
+        let world = World::new(ranks, 2, 7, &[(late, RankFault::Late(1, 2 * DEADLINE))]).run();
         world.assert_blame();
         // All connect to the late rank itself. The others help each other.
         let connects: usize = world.ranks.iter().map(|rank| rank.connects).sum();
@@ -737,7 +739,9 @@ fn ranks_that_die_before_a_round_are_named_at_once() {
         // Neighbours, too: they are often on one host.
         let first = random.below(ranks);
         let victims = (first..first + 1 + random.below(2)).map(|rank| rank % ranks);
-        let faults: Vec<_> = victims.map(|rank| (rank, Fault::DiesBefore(1))).collect();
+        let faults: Vec<_> = victims
+            .map(|rank| (rank, RankFault::DiesBefore(1)))
+            .collect();
         let world = World::new(ranks, 3, seed, &faults).run();
         if faults.len() < ranks {
             world.assert_blame();
@@ -753,9 +757,9 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone() {
         // All but rank 2 come much later.
         let others = (0..ranks).filter(|rank| ![1, 2].contains(rank));
         let mut faults: Vec<_> = others
-            .map(|rank| (rank, Fault::Late(1, DEADLINE / 2)))
+            .map(|rank| (rank, RankFault::Late(1, DEADLINE / 2)))
             .collect();
-        faults.push((1, Fault::DiesBefore(1)));
+        faults.push((1, RankFault::DiesBefore(1)));
         let world = World::new(ranks, 3, 5, &faults).run();
         world.assert_failed_at_once();
         assert!(matches!(
@@ -768,7 +772,13 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone() {
 #[test]
 fn a_rank_that_leaves_between_rounds_spoils_only_the_next() {
     with_many_seeds(1024, |ranks, seed, random| {
-        let world = World::new(ranks, 3, seed, &[(random.below(ranks), Fault::Leaves(2))]).run();
+        let world = World::new(
+            ranks,
+            3,
+            seed,
+            &[(random.below(ranks), RankFault::Leaves(2))],
+        )
+        .run();
         world.assert_blame();
         world.assert_failed_at_once();
         assert!(world.sound().all(|rank| rank.completed == 2), "seed {seed}");
@@ -778,7 +788,9 @@ fn a_rank_that_leaves_between_rounds_spoils_only_the_next() {
 #[test]
 fn ranks_may_leave_after_the_last_round() {
     with_many_seeds(200, |ranks, seed, _| {
-        let faults: Vec<_> = (0..ranks).map(|rank| (rank, Fault::Leaves(2))).collect();
+        let faults: Vec<_> = (0..ranks)
+            .map(|rank| (rank, RankFault::Leaves(2)))
+            .collect();
         World::new(ranks, 2, seed, &faults).run().assert_success();
     });
 }
@@ -791,7 +803,7 @@ fn a_rank_that_dies_at_any_time_is_named() {
             ranks,
             6,
             seed,
-            &[(victim, Fault::Dies(random.within(3 * SKEW)))],
+            &[(victim, RankFault::Dies(random.within(3 * SKEW)))],
         )
         .run();
         world.assert_blame();
@@ -807,7 +819,7 @@ fn a_rank_that_stops_at_any_time_is_named() {
             ranks,
             6,
             seed,
-            &[(victim, Fault::Stops(random.within(3 * SKEW)))],
+            &[(victim, RankFault::Stops(random.within(3 * SKEW)))],
         )
         .run();
         world.assert_blame();
@@ -817,7 +829,7 @@ fn a_rank_that_stops_at_any_time_is_named() {
 #[test]
 fn a_rank_that_pauses_spoils_nothing() {
     with_many_seeds(200, |ranks, seed, random| {
-        let fault = Fault::Pauses(random.within(3 * SKEW), random.within(DEADLINE / 2));
+        let fault = RankFault::Pauses(random.within(3 * SKEW), random.within(DEADLINE / 2));
         World::new(ranks, 6, seed, &[(random.below(ranks), fault)])
             .run()
             .assert_success();
@@ -828,7 +840,7 @@ fn a_rank_that_pauses_spoils_nothing() {
 fn a_rank_that_was_stopped_until_the_others_gave_up_blames_nobody_else() {
     with_many_seeds(200, |ranks, seed, random| {
         let victim = random.below(ranks);
-        let fault = Fault::Pauses(random.within(3 * SKEW), 2 * DEADLINE);
+        let fault = RankFault::Pauses(random.within(3 * SKEW), 2 * DEADLINE);
         let world = World::new(ranks, 6, seed, &[(victim, fault)]).run();
         world.assert_blame_of(world.ranks.iter());
     });
@@ -840,8 +852,8 @@ fn a_rank_that_stops_after_it_has_entered_keeps_no_record_from_the_others() {
         // It stops while all wait for the last rank.
         let victim = random.below(ranks - 1);
         let faults = [
-            (victim, Fault::Stops(2 * SKEW)),
-            (ranks - 1, Fault::Late(0, 3 * SKEW)),
+            (victim, RankFault::Stops(2 * SKEW)),
+            (ranks - 1, RankFault::Late(0, 3 * SKEW)),
         ];
         let world = World::new(ranks, 2, seed, &faults).run();
         let all_but_victim = world.ranks.iter().filter(|rank| rank.state.rank != victim);

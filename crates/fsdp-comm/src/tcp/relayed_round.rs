@@ -1,4 +1,5 @@
-//! The records of one round that have reached this rank, if records travel through other ranks.
+//! A round whose records travel through other ranks: those that have reached this rank, and its part
+//! in sending them on.
 
 use std::time::Instant;
 
@@ -11,13 +12,13 @@ use super::schedule::{Schedule, Step};
 /// length.
 const PREFIX_BYTES: usize = 8;
 
-/// The records of a round, by rank of the group, and this rank's part in passing them on.
+/// The records of a round, by rank of the group, and this rank's part in sending them on.
 ///
 /// Records may come before this rank enters the round.
 #[derive(Debug, Default)]
-pub(super) struct Gathering {
+pub(super) struct RelayedRound {
     /// By rank of the group. It may be shorter than the group.
-    slots: Vec<Slot>,
+    peers: Vec<PeerRecord>,
     /// The time at which this rank entered the round.
     pub(super) entered: Option<Instant>,
     /// The number of records that this rank holds without a gap, from its own on in the order of
@@ -37,40 +38,40 @@ pub(super) struct Gathering {
 
 /// The knowledge of this rank about another one in a round.
 #[derive(Debug, Default)]
-pub(super) struct Slot {
+pub(super) struct PeerRecord {
     record: Option<Bytes>,
     /// `true` if this rank has asked that rank directly for its record.
     pub(super) is_asked: bool,
-    /// The time since which that rank's record can come only from its keeper.
-    pub(super) needs_keeper_since: Option<Instant>,
-    /// `true` if this rank has asked that keeper.
-    pub(super) is_keeper_asked: bool,
+    /// The time since which that rank's record can come only from its first receiver.
+    pub(super) needs_first_receiver_since: Option<Instant>,
+    /// `true` if this rank has asked that first receiver.
+    pub(super) is_first_receiver_asked: bool,
     /// `true` if that rank has left without having entered the round.
     pub(super) is_absent: bool,
 }
 
-impl Gathering {
+impl RelayedRound {
     /// Adds a record, unless it is here already. The rank must be one of the job.
     pub(super) fn add(&mut self, rank: usize, record: Bytes) {
-        self.slot(rank).record.get_or_insert(record);
+        self.peer(rank).record.get_or_insert(record);
     }
 
     /// Returns the record of a rank.
     pub(super) fn record(&self, rank: usize) -> Option<&Bytes> {
-        self.slots.get(rank)?.record.as_ref()
+        self.peers.get(rank)?.record.as_ref()
     }
 
     /// Returns what is known about a rank, which must be one of the job.
-    pub(super) fn slot(&mut self, rank: usize) -> &mut Slot {
-        if rank >= self.slots.len() {
-            self.slots.resize_with(rank + 1, Slot::default);
+    pub(super) fn peer(&mut self, rank: usize) -> &mut PeerRecord {
+        if rank >= self.peers.len() {
+            self.peers.resize_with(rank + 1, PeerRecord::default);
         }
-        &mut self.slots[rank]
+        &mut self.peers[rank]
     }
 
     /// Returns `true` if a rank has left without having entered the round.
     pub(super) fn is_absent(&self, rank: usize) -> bool {
-        self.slots.get(rank).is_some_and(|slot| slot.is_absent)
+        self.peers.get(rank).is_some_and(|peer| peer.is_absent)
     }
 
     /// Lets this rank enter the round, with its own record.
@@ -86,9 +87,8 @@ impl Gathering {
         let mut following = schedule
             .block(schedule.rank(), schedule.ranks())
             .skip(self.run);
-        while following
-            .next()
-            .is_some_and(|rank| self.record(rank).is_some())
+        while let Some(rank) = following.next()
+            && self.record(rank).is_some()
         {
             self.run += 1;
         }
@@ -109,8 +109,8 @@ impl Gathering {
         )
     }
 
-    /// Returns all records, in rank order, once this rank has them and has passed on those that
-    /// others wait for.
+    /// Returns all records, in rank order, once this rank has them and has sent on those that others
+    /// wait for.
     pub(super) fn complete(&self, schedule: Schedule) -> Option<Vec<Bytes>> {
         if self.steps_sent < schedule.steps().count() {
             return None;
@@ -127,14 +127,14 @@ impl Gathering {
             .collect()
     }
 
-    /// Returns the ranks that still owe this rank records in some step of the schedule.
-    pub(super) fn debtors(&self, schedule: Schedule) -> impl Iterator<Item = usize> {
-        let owes = move |step: &Step| {
+    /// Returns the ranks from which records are still to come in some step of the schedule.
+    pub(super) fn awaited_senders(&self, schedule: Schedule) -> impl Iterator<Item = usize> {
+        let awaited_steps = schedule.steps().filter(move |step| {
             schedule
                 .block(step.from, step.len)
                 .any(|rank| self.record(rank).is_none())
-        };
-        schedule.steps().filter(owes).map(|step| step.from)
+        });
+        awaited_steps.map(|step| step.from)
     }
 }
 
@@ -160,10 +160,8 @@ pub(super) fn unbundle(bundle: Vec<u8>) -> Option<Vec<(usize, Bytes)>> {
     let mut rest = Bytes::from(bundle);
     let mut records = Vec::new();
     while !rest.is_empty() {
-        let (rank, len) = (
-            rest.try_get_u32_le().ok()?,
-            rest.try_get_u32_le().ok()? as usize,
-        );
+        let rank = rest.try_get_u32_le().ok()?;
+        let len = rest.try_get_u32_le().ok()? as usize;
         if len > rest.len() {
             return None;
         }
@@ -213,46 +211,44 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_passes_on_what_it_has_and_is_done_when_it_has_all() {
+    fn a_rank_sends_on_what_it_has_and_is_done_when_it_has_all() {
         let schedule = Schedule::new(6, 4);
-        let mut gathering = Gathering::default();
-        gathering.add(0, record(0));
+        let mut round = RelayedRound::default();
+        round.add(0, record(0));
         assert_eq!(
-            gathering.next_step(schedule),
+            round.next_step(schedule),
             None,
             "it has not entered the round"
         );
-        gathering.enter(schedule, record(4), Instant::now());
-        let step = gathering.next_step(schedule).unwrap();
+        round.enter(schedule, record(4), Instant::now());
+        let step = round.next_step(schedule).unwrap();
         assert_eq!((step.to, step.len), (3, 1));
         assert_eq!(
-            gathering.next_step(schedule),
+            round.next_step(schedule),
             None,
             "it does not have the record of rank 5"
         );
-        assert_eq!(gathering.debtors(schedule).collect::<Vec<_>>(), [5, 0, 2]);
-        gathering.add(5, record(5));
-        let step = gathering.next_step(schedule).unwrap();
+        assert_eq!(
+            round.awaited_senders(schedule).collect::<Vec<_>>(),
+            [5, 0, 2]
+        );
+        round.add(5, record(5));
+        let step = round.next_step(schedule).unwrap();
         assert_eq!((step.to, step.len), (2, 2));
-        let sent = gathering.outgoing(schedule, step);
+        let sent = round.outgoing(schedule, step);
         assert_eq!(
             unbundle(sent[0].clone()),
             Some(vec![(4, record(4)), (5, record(5))])
         );
         // The last step needs no more than what it has.
         assert_eq!(
-            gathering
-                .next_step(schedule)
-                .map(|step| (step.to, step.len)),
+            round.next_step(schedule).map(|step| (step.to, step.len)),
             Some((0, 2))
         );
-        assert_eq!(gathering.missing(schedule), [1, 2, 3]);
-        assert_eq!(gathering.debtors(schedule).collect::<Vec<_>>(), [0, 2]);
-        assert_eq!(gathering.complete(schedule), None);
-        (1..4).for_each(|of| gathering.add(of, record(of)));
-        assert_eq!(
-            gathering.complete(schedule),
-            Some((0..6).map(record).collect())
-        );
+        assert_eq!(round.missing(schedule), [1, 2, 3]);
+        assert_eq!(round.awaited_senders(schedule).collect::<Vec<_>>(), [0, 2]);
+        assert_eq!(round.complete(schedule), None);
+        (1..4).for_each(|of| round.add(of, record(of)));
+        assert_eq!(round.complete(schedule), Some((0..6).map(record).collect()));
     }
 }
