@@ -234,8 +234,8 @@ impl Checkpointer {
 
     /// Checks that every rank can save to the run's directory, which is made if it does not exist.
     /// Each rank writes a small file there, and all of these are removed. Call it before training,
-    /// so that steps are not lost because the first save fails. Collectives: a broadcast of a result
-    /// and an agreement.
+    /// so that steps are not lost because the first save fails. Collectives: a broadcast of a
+    /// result and an agreement.
     ///
     /// # Errors
     /// The same on every rank: the errors of the storage.

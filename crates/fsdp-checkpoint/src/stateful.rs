@@ -137,8 +137,8 @@ const AVERAGE: &str = "average";
 /// run without optimizers. Names that begin with `model.` in a format of flat keys are the model's
 /// own, as in Hugging Face's files.
 ///
-/// A load may be limited to some of these keys, with [`LoadOptions::only`]. Model and optimizers are
-/// loaded as a whole or not at all.
+/// A load may be limited to some of these keys, with [`LoadOptions::only`]. Model and optimizers
+/// are loaded as a whole or not at all.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -425,7 +425,7 @@ impl<M> TrainState<M> {
 
 /// A load into a run that this rank is ready for.
 struct PreparedLoad<'c> {
-    /// What the checkpoint has of it.
+    /// The checkpoint, limited to what is loaded.
     source: CheckpointSource<'c>,
     /// The run's values, and the states of sampler, scaler and average.
     values: StateDict,

@@ -68,7 +68,8 @@ fn summary(body: &mut String, run: &RunData) {
 /// Appends the curves.
 fn charts(body: &mut String, metrics: &Metrics) {
     let norm = "Norm of the gradients, before clipping";
-    let curves: [(&str, &Series, fn(f64) -> String); 5] = [
+    type Show = fn(f64) -> String;
+    let curves: [(&str, &Series, Show); 5] = [
         ("Loss", &metrics.loss, number),
         ("Tokens per second", &metrics.tokens_per_s, number),
         ("Memory of rank 0's process, peak", &metrics.memory, memory),

@@ -180,12 +180,14 @@ impl ScheduleFreeOptions {
         if !self.train_mode {
             return Err(AlgorithmError::NotTraining { algorithm: NAME });
         }
+        // The rate grows linearly, from its first fraction in the first step.
         let warmup = if self.k < self.warmup_steps {
             (self.k + 1) as f64 / self.warmup_steps as f64
         } else {
             1.0
         };
         self.scheduled_lr = self.lr * warmup;
+        // Later iterates count more if their rate was larger.
         self.lr_max = self.lr_max.max(self.scheduled_lr);
         self.weight_sum += self.weight();
         Ok(())

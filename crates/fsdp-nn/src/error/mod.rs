@@ -58,7 +58,7 @@ pub enum NnError {
     /// Options or arguments that are out of range, contradict each other, or do not fit the model.
     #[error("{problem}")]
     Options {
-        /// What is wrong, and what to do.
+        /// The problem, and a way out.
         problem: String,
     },
     /// The model computes with the average of its weights.

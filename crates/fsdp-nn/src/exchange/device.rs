@@ -28,6 +28,7 @@ pub(crate) fn copy_gradient(
     }
     let grad = grad.detach().flatten_all()?;
     for piece in pieces(range.len()) {
+        // candle adds into new memory, so one piece at a time.
         let mut new = grad.narrow(0, piece.start, piece.len())?;
         if accumulate {
             new = (flat.narrow(0, range.start + piece.start, piece.len())? + new)?;

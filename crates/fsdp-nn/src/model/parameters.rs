@@ -82,6 +82,7 @@ impl ShardedParameters {
             overlap,
             ..
         } = built;
+        // A name leads to a unit, and to a place in it.
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
             for (param, parameter) in unit.params.iter().enumerate() {
@@ -95,6 +96,7 @@ impl ShardedParameters {
             .keys()
             .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
             .collect();
+        // Which part a rank has follows from the options, so no rank has to ask.
         let shard_ranks = shard_ranks(&group, &groups, config);
         let mut ignored = Vec::with_capacity(registry.ignored.len());
         for name in &registry.ignored {
@@ -515,9 +517,9 @@ impl ShardedParameters {
     /// Collectives: one agreement.
     ///
     /// # Errors
-    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a choice of some of a unit's parameters;
-    /// [`NnError::DifferentModels`] if ranks choose differently. One rank's error is every rank's,
-    /// and changes nothing.
+    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a
+    /// choice of some of a unit's parameters; [`NnError::DifferentModels`] if ranks choose
+    /// differently. One rank's error is every rank's, and changes nothing.
     pub fn set_requires_grad(&self, requires_grad: impl Fn(&str) -> bool) -> Result<()> {
         let params = self.handles.iter().flat_map(|handle| &handle.params);
         let chosen: Vec<(&Parameter, bool)> = params

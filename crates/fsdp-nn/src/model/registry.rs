@@ -64,7 +64,7 @@ pub(crate) struct Registry {
     shapes: Option<HashMap<String, Vec<usize>>>,
 }
 
-/// What the model requests under a name.
+/// A request of the model under a name.
 struct Request<'a> {
     shape: Shape,
     init: Init,
@@ -176,6 +176,7 @@ impl Registry {
         precision: Option<MixedPrecision>,
         slot: Arc<UnitSlot>,
     ) -> Option<DType> {
+        // A unit inherits the precision of the one around it, but the conversion of the outputs.
         let around = self.units[self.open_unit_or_root()].precision;
         self.open.push(self.units.len());
         self.units.push(DeclaredUnit {
@@ -198,6 +199,7 @@ impl Registry {
             self.announced.insert(alias);
             return;
         }
+        // A name that is tied to the same one again is fine.
         match self.aliases.get(&alias) {
             Some(first) if first != fqn => {
                 let error = BuildError::TiedTwice {
@@ -275,12 +277,15 @@ impl Registry {
         let unit = self.open_unit_or_root();
         let requires_grad = (self.requires_grad)(&name);
         let precision = self.units[unit].precision;
+        // The builder asked for the dtype to compute with. The shards keep the one of the config.
         let shard_dtype = if precision.param == Some(dtype) {
             self.dtype
         } else {
             dtype
         };
         let slot = Arc::new(ParameterSlot::default());
+        // The tensor has no memory until its unit is gathered. It is the same tensor in every
+        // forward, so that the model's modules can keep it.
         let op = ParameterOp {
             shape,
             dtype,

@@ -240,7 +240,7 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
     Ok(state)
 }
 
-/// What holds once [`begin_state`] has been called for an algorithm with state.
+/// The invariant after [`begin_state`], for an algorithm with state.
 pub(super) const BEGUN: &str = "the state of a parameter begins before its first step";
 
 /// Sets the initial state of a local parameter, if it has none and its algorithm has state before
@@ -256,6 +256,7 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
 /// Returns a copy of this rank's piece of a local parameter.
 fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
     let flat = zeros(&[local.numel], local.handle.dtype())?;
+    // Padding between the parameters stays zero.
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
         let Some(piece) = local.handle.local_piece(segment.param)? else {
             continue;

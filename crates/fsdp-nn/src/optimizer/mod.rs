@@ -165,6 +165,7 @@ impl Optimizer {
                         "parameter `{fqn}` is in more than one parameter group"
                     )));
                 }
+                // Without `use_orig_params` the first name of a unit brings in all of it.
                 let local = match flat_locals.get(&handle) {
                     Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
                     None => {
@@ -456,6 +457,7 @@ impl Optimizer {
             .into());
         }
         self.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
+        // All checks are done: from here nothing fails.
         for (group, (algorithm, extra)) in self.groups.iter_mut().zip(groups) {
             group.algorithm = algorithm;
             group.extra = extra;

@@ -16,7 +16,8 @@ impl Optimizer {
     /// same; no communication.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`]; candle's errors.
+    /// [`UnitInUse`](crate::NnError::UnitInUse) inside a forward;
+    /// [`Swapped`](crate::NnError::Swapped); candle's errors.
     pub fn train(&mut self) -> Result<()> {
         self.switch(true)
     }

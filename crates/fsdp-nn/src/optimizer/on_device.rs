@@ -107,10 +107,10 @@ fn sgd(
     if options.momentum == 0.0 {
         return Ok(((p - (g * options.lr)?)?, Vec::new()));
     }
-    // The momentum begins as the first gradient itself.
     let [buffer] = state else {
         unreachable!("SGD with momentum has one entry of state");
     };
+    // The momentum begins as the first gradient itself.
     let buffer = if first {
         g.clone()
     } else {

@@ -13,7 +13,7 @@ use fsdp_state::{StateDict, StateValue, load_state};
 use super::entry::unexpected_state;
 use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
 use super::names::key_type_of;
-use super::{LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
+use super::{ExactLoad, LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
 use crate::algorithm::Initial;
 use crate::error::{NnError, Result};
 use crate::optimizer::{LocalParam, LocalState, Optimizer, initial_state};
@@ -169,7 +169,8 @@ impl LocalStates {
     }
 }
 
-/// An optimizer's state on this rank, by the model's names. Tensors shaped like parameters are boxes.
+/// An optimizer's state on this rank, by the model's names. Tensors shaped like parameters are
+/// boxes.
 pub(crate) struct PortableStates {
     /// The local parameters that have state and elements on this rank, by their positions in the
     /// optimizer, each with the states of the model's parameters that it is made of.
@@ -302,14 +303,6 @@ fn portable_state(
             .for_each(|(_, state)| _ = state.insert(name.as_str(), value.clone()));
     }
     Ok(states)
-}
-
-/// What a load into an optimizer that is not in use yet allows.
-pub(crate) struct ExactLoad {
-    /// `true` if a trained parameter may lack state that others of its unit have.
-    pub(crate) allow_missing_state: bool,
-    /// The arguments of the call, which must be the same on all ranks.
-    pub(crate) arguments: String,
 }
 
 /// Loads state by the model's names into an optimizer that is not in use yet. The first value that
@@ -451,14 +444,12 @@ impl Optimizer {
             .zip(read.groups.iter().flatten())
             .enumerate()
         {
-            let read = group.algorithm.with_group(&saved.hyperparameters)?;
-            if let Some(key) = read.missing.first() {
-                return Err(OptimStateError::MissingKey {
-                    key: format!("param_groups.{index}.{key}"),
-                }
-                .into());
+            let found = group.algorithm.with_group(&saved.hyperparameters)?;
+            if let Some(key) = found.missing.first() {
+                let key = format!("param_groups.{index}.{key}");
+                return Err(OptimStateError::missing_key(&key).into());
             }
-            groups.push((read.algorithm, read.unknown));
+            groups.push((found.algorithm, found.unknown));
         }
         // Load the groups before the states: the new hyperparameters determine which entries there
         // must be.

@@ -105,6 +105,7 @@ impl SavedOptim {
             user_state: Vec::new(),
             unexpected: Vec::new(),
         };
+        // Groups and states name the same parameters, so each has a map of its own.
         sources.clear();
         let mut named: Vec<(String, Vec<StatePart<'_>>)> = Vec::with_capacity(by_key.len());
         for (key, parts) in by_key {
@@ -169,8 +170,8 @@ fn ids(keys: Vec<String>) -> NnError {
     OptimStateError::InvalidKeys { keys, expected }.into()
 }
 
-/// Turns a name of a source into the model's with `rename`. `sources` has the names that have become
-/// names of the model before, by these.
+/// Turns a name of a source into the model's with `rename`. `sources` has the names that have
+/// become names of the model before, by these.
 ///
 /// # Errors
 /// [`StateError::DuplicateKey`] if another name of the source has become the same name.

@@ -108,6 +108,7 @@ pub(crate) fn live_states_and_groups(
                 OptimStateKeyType::ParamName,
             ));
         }
+        // A key that two optimizers have state under is an error: one of them would be lost.
         for (key, value) in optimizer.user_state() {
             state.insert_new(rename(key), value.clone())?;
         }

@@ -366,8 +366,8 @@ fn set(
     load_state(operation, group, &mut source, &mut target, &load)
 }
 
-/// Checks that a model's dict has no key of a FlatParameter: that is one of a local state dict, which
-/// another function loads.
+/// Checks that a model's dict has no key of a FlatParameter: that is one of a local state dict,
+/// which another function loads.
 fn check_model_dict(dict: &StateDict, parameters: &ShardedParameters) -> Result<()> {
     for key in dict.keys() {
         if key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key) {

@@ -246,7 +246,8 @@ fn user_state_and_groups(
 /// Collectives: those of [`optim_state_dict`], and one agreement.
 ///
 /// # Errors
-/// The errors of [`optim_state_dict`], and [`StateDictError::NotAFlatParameter`], the same on every rank.
+/// The errors of [`optim_state_dict`], and [`StateDictError::NotAFlatParameter`], the same on every
+/// rank.
 pub fn unflatten_optim_state(
     flat_state: &StateDict,
     parameters: &ShardedParameters,
@@ -350,6 +351,7 @@ pub fn optim_state_dict_to_load(
     if !dict.contains_key("param_groups") {
         return Err(OptimStateError::missing_key("param_groups").into());
     }
+    // Everything has been checked, and the state is complete.
     *optimizer = loaded;
     // The result shares no memory with the optimizer.
     Ok(dict.copy()?)
@@ -447,6 +449,7 @@ fn to_local(
         let opened = owned.and_then(|()| Ok(DictSource::on_every_rank(with_states(state)?)?));
         NnError::or_refuse(group, OPERATION, opened)?
     };
+    // The caller's optimizer stays as it is unless the state is to be loaded directly.
     let mut loaded = optimizer.without_state();
     load_exactly(
         OPERATION,

@@ -251,6 +251,7 @@ impl GradScaler {
         if self.unscaled.is_empty() {
             return Err(ScalerError::NothingToUpdate.into());
         }
+        // All models share the scale, so an overflow in any of them lowers it.
         let is_finite = self.unscaled.drain(..).all(|unscaled| unscaled.is_finite);
         if !is_finite {
             // A scale of 0 could not grow again.

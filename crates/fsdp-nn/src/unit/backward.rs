@@ -8,8 +8,7 @@ use fsdp_flat::with_float;
 
 use super::gradients::{Backward, Gradients, Unreduced, Unsharded};
 use super::handle::{FlatParamHandle, HandleState};
-use crate::config::BackwardPrefetch;
-use crate::config::cast;
+use crate::config::{BackwardPrefetch, cast};
 use crate::error::Result;
 use crate::exchange::gradient::{copy_gradient, flat_gradient};
 use crate::exchange::{Reduction, device};

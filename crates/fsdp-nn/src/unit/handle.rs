@@ -38,15 +38,15 @@ pub(crate) struct UnitSpec {
 ///
 /// If parameters are sharded, the exchange's `flat` holds the authoritative values, this rank's
 /// shard, and the parameters' own storages are filled only between gather and reshard. With
-/// `NoShard` the parameters' storages hold the authoritative values and `flat` is `None`, unless the
-/// model computes in another dtype: then `flat` is the whole FlatParameter.
+/// `NoShard` the parameters' storages hold the authoritative values and `flat` is `None`, unless
+/// the model computes in another dtype: then `flat` is the whole FlatParameter.
 #[derive(Debug)]
 pub(crate) struct FlatParamHandle {
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
     precision: MixedPrecision,
     strategy: ShardingStrategy,
-    /// What the unit's collectives need.
+    /// The parts that the unit's collectives need.
     pub(crate) exchange: Arc<UnitExchange>,
     /// The collectives that overlap with the computation; `None` if the computation waits for each
     /// collective.
@@ -282,8 +282,8 @@ impl FlatParamHandle {
         )?))
     }
 
-    /// Returns this rank's elements of a parameter, or of values like it, as boxes. `flat` is `None`
-    /// for no elements.
+    /// Returns this rank's elements of a parameter, or of values like it, as boxes. `flat` is
+    /// `None` for no elements.
     pub(crate) fn boxed(&self, param: usize, flat: Option<&Tensor>) -> Result<ShardedTensor> {
         let shape = &self.layout().shapes()[param];
         Ok(match flat {
@@ -419,6 +419,7 @@ impl FlatParamHandle {
     /// Releases the gathered parameters, if they are gathered and can be gathered again. The caller
     /// has locked the state.
     pub(super) fn release(&self) -> Result<()> {
+        // Storages that hold the authoritative values must never be released.
         if !self.needs_gather() || !self.exchange.is_gathered() {
             return Ok(());
         }
@@ -458,6 +459,7 @@ impl FlatParamHandle {
         self.check_unused(&state)?;
         self.discard_ahead()?;
         self.release()?;
+        // A backward compares this with the change before its forward.
         state.changed_at = self.shared.values.change();
         Ok(())
     }

@@ -101,6 +101,7 @@ pub(crate) struct ParameterSlot {
 
 impl Drop for ParameterSlot {
     fn drop(&mut self) {
+        // The ids of tensors are not used again, but the map would grow with every model.
         let mut leaves = leaves();
         for id in self.tensors.get().into_iter().flatten() {
             leaves.remove(id);
@@ -201,9 +202,11 @@ impl CustomOp1 for ParameterOp {
         parameter: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<Option<Tensor>> {
+        // A recomputed part passes the gradient on to the outer backward itself.
         if InnerBackward::keep(parameter, grad) {
             return Ok(None);
         }
+        // The model may be gone, while its loss is still there.
         if let Some((unit, param)) = self.slot.place() {
             unit.receive_grad(param, grad)
                 .map_err(NnError::into_candle)?;

@@ -9,8 +9,16 @@ use crate::error::{NnError, Result};
 use crate::optimizer::{GroupUpdate, Optimizer};
 use crate::state::OptimStateError;
 use crate::state::entry::{EntryPlan, Saved};
-use crate::state::local::ExactLoad;
 use crate::state::saved::SavedOptim;
+
+/// A load into an optimizer that is not in use yet. The first value that does not fit is an error of
+/// its own, rather than a line of the report.
+pub(crate) struct ExactLoad {
+    /// `true` if a trained parameter may lack state that others of its unit have.
+    pub(crate) allow_missing_state: bool,
+    /// The arguments of the call, which must be the same on all ranks.
+    pub(crate) arguments: String,
+}
 
 /// The state and the groups that an optimizer is about to get.
 pub(super) struct Incoming {

@@ -12,10 +12,10 @@ use fsdp_state::{
     Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element,
 };
 
+pub(crate) use self::incoming::ExactLoad;
 use self::incoming::Incoming;
 use super::entry::Home;
 use super::groups::number;
-use super::local::ExactLoad;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use super::views::persistent_buffers;
