@@ -265,18 +265,6 @@ pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&
 }
 
 impl Plan<'_> {
-    /// Returns `true` if this rank reads bytes of `rank`.
-    #[must_use]
-    pub(crate) fn reads(&self, rank: usize) -> bool {
-        !self.from[rank].is_empty()
-    }
-
-    /// Returns `true` if `rank` reads bytes of this rank.
-    #[must_use]
-    pub(crate) fn is_read_by(&self, rank: usize) -> bool {
-        !self.to[rank].is_empty()
-    }
-
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
     pub(crate) fn moved(&self, rank: usize) -> (usize, usize) {

@@ -126,11 +126,13 @@ impl DeviceGroup<'_> {
         let numel = input.numel;
         let call = call::<T>(Operation::AllGather, vec![numel], None);
         let arguments = check(&call, || {
+            // On one stream the call comes after the work that fills the input.
             self.check_streams(&[input.stream, output.stream])?;
             self.group
                 .check_numel("the output", output.numel, times(numel, ranks)?)
         });
         let turn = self.group.begin(call, arguments)?;
+        // A gather copies bytes, so it works for types that NCCL does not know too.
         let (count, dtype) = as_counted::<T>(numel);
         let movement = Movement::AllGather {
             send: input.address,
@@ -273,6 +275,7 @@ impl DeviceGroup<'_> {
                 .check_root_only("an output", root, given, times(input.numel, ranks)?)
         });
         let turn = self.group.begin(call, arguments)?;
+        // NCCL has no gather: every rank sends to the root, and receives nothing.
         let mut send = vec![(input.address, 0); ranks];
         send[root].1 = bytes;
         let receive = match output {
@@ -307,6 +310,7 @@ impl DeviceGroup<'_> {
             )
         });
         let turn = self.group.begin(call, arguments)?;
+        // NCCL has no scatter: every rank receives from the root, and sends nothing.
         let send = match input {
             Some(input) => pieces(input.address, &vec![bytes; ranks]),
             None => vec![(0, 0); ranks],

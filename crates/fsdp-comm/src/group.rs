@@ -214,7 +214,10 @@ impl ProcessGroup {
             call.label = self.label.as_deref().map(bounded);
         }
         progress.sequence += 1;
-        lock(&self.shared.totals.traffic).record_call(call.operation);
+        *lock(&self.shared.totals.traffic)
+            .collectives
+            .entry(call.operation)
+            .or_default() += 1;
         let deadline = self.deadline.min(MAX_DEADLINE);
         let mut turn = Turn {
             group: self,

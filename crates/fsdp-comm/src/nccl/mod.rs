@@ -40,6 +40,7 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let rank = control.members().rank;
     let round = Round::rendezvous(deadline, until);
     let backend = blame::record(rank, NcclBackend::new(control, ordinal, &round))?;
+    // A launcher that does not tell how many ranks a host has counts as one with a rank on each.
     let ranks_on_host = environment.local_world_size.unwrap_or(1);
     Ok(ProcessGroup::new(
         Arc::new(backend),

@@ -88,7 +88,7 @@ impl TcpOptions {
             rank: environment.rank,
             world_size: environment.world_size,
             address: environment.master(),
-            key: store.key().clone(),
+            key: store.key.clone(),
             deadline: self.deadline,
             until,
             direct_up_to: self.direct_up_to,
@@ -127,6 +127,7 @@ impl TcpBackend {
     /// Opens a group on this rank, and sets up its shared memory where all of its ranks can share
     /// it.
     fn new(node: Arc<Node>, members: Members, round: &Round<'_>) -> Result<Self, CommError> {
+        // Frames for the group may have come already, from ranks that were faster.
         node.inbox()
             .change(|state| state.open(members.id, &members.global_ranks));
         let mut backend = TcpBackend {
@@ -250,6 +251,7 @@ impl Backend for TcpBackend {
     ) -> Result<(), CommError> {
         let round = &self.begin(round)?;
         let member = self.member();
+        // All ranks of the group have found the same when they set it up, so all go the same way.
         let Some(memory) = &self.memory else {
             return sockets::round(member, round, record, send, plan);
         };

@@ -113,7 +113,7 @@ pub(super) struct Question {
 impl GroupState {
     /// Returns the ranks of the group that this one sends to or receives from if records travel
     /// through other ranks.
-    fn neighbours(&self) -> Vec<usize> {
+    pub(super) fn neighbours(&self) -> Vec<usize> {
         self.schedule
             .neighbours()
             .into_iter()
@@ -129,14 +129,14 @@ impl PeerState {
             .map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
     }
 
+    /// Returns `true` if it is worth while to ask it something.
+    pub(super) fn can_answer(&self, now: Instant) -> bool {
+        self.left.is_none() && self.silence(now) <= SILENCE
+    }
+
     /// Returns `true` if there is a connection to it.
     pub(super) fn is_connected(&self) -> bool {
         self.connections > 0
-    }
-
-    /// Forgets a silence for which the rank is not to blame.
-    fn excuse_silence(&mut self, now: Instant) {
-        self.last_frame_received = self.last_frame_received.map(|_| now);
     }
 }
 
@@ -171,9 +171,9 @@ impl InboxState {
     pub(super) fn beat(&mut self, now: Instant) {
         if now.saturating_duration_since(self.last_beat) > SILENCE {
             self.resumed = Some(now);
-            self.ranks
-                .iter_mut()
-                .for_each(|rank| rank.excuse_silence(now));
+            for rank in &mut self.ranks {
+                rank.last_frame_received = rank.last_frame_received.map(|_| now);
+            }
         }
         self.last_beat = now;
     }
@@ -422,11 +422,6 @@ impl InboxState {
         self.forward_failure(group);
     }
 
-    /// Returns the ranks that this one sends to or receives from in a large group.
-    pub(super) fn neighbours_in(&self, group: u64) -> Vec<usize> {
-        self.groups[&group].neighbours()
-    }
-
     /// Drops a group.
     pub(super) fn close(&mut self, group: u64) {
         self.groups.remove(&group);
@@ -672,7 +667,7 @@ mod tests {
     fn large(now: Instant) -> InboxState {
         let mut state = InboxState::new(0, 40, 32, SILENCE, now);
         state.open(7, &(0..40).collect::<Vec<_>>());
-        state.neighbours = state.neighbours_in(7);
+        state.neighbours = state.groups[&7].neighbours();
         state
             .neighbours
             .clone()

@@ -235,7 +235,7 @@ impl Node {
                         // this one may not have connected yet. Without a connection, this rank
                         // would not notice that the other one leaves or stops.
                         has_reached = true;
-                        let neighbours = state.neighbours_in(group);
+                        let neighbours = state.groups[&group].neighbours();
                         drop(state);
                         neighbours
                             .into_iter()

@@ -29,7 +29,7 @@ use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::open_files;
-use crate::store::{RankValues, StoreOptions, TcpStore, every_address};
+use crate::store::{RankValues, StoreOptions, TcpStore, every_address, in_zone};
 use crate::wire;
 
 /// The address at which a rank listens, and what else the other ranks must know of it.
@@ -50,11 +50,11 @@ impl RankAddress {
     /// other one.
     fn reach(&self, store: &TcpStore) -> SocketAddr {
         let ip = if self.ip.is_unspecified() {
-            store.peer_ip()
+            store.peer.ip()
         } else {
             self.ip
         };
-        store.in_zone(ip, self.port)
+        in_zone(store.local, ip, self.port)
     }
 }
 
@@ -195,14 +195,14 @@ fn connect_all(
 
 /// Returns the addresses at which this rank may listen, and the address of this host to publish.
 fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
-    let ip = store.local_ip();
-    if ip.is_loopback() && store.is_everywhere() {
+    let ip = store.local.ip();
+    if ip.is_loopback() && store.is_everywhere {
         // This is the host of the store, and the store listens at all addresses of it. This rank
         // has reached the store at a loopback address, which is of no use to other hosts. So listen
         // at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    (vec![store.in_zone(ip, 0)], ip)
+    (vec![in_zone(store.local, ip, 0)], ip)
 }
 
 impl Participant {
@@ -550,7 +550,7 @@ mod tests {
             rank,
             world_size,
             address: "here".to_owned(),
-            key: store.key().clone(),
+            key: store.key.clone(),
             deadline,
             until: until(deadline),
             direct_up_to,

@@ -203,6 +203,7 @@ impl MuonOptions {
         params: &mut [T],
         direction: &[half::bf16],
     ) {
+        // The decay does not follow the shape of the matrix, the step does.
         let keep = scalar::<T>(1.0 - self.lr * self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.adjusted_lr(shape));
         for (param, &direction) in params.iter_mut().zip(direction) {

@@ -81,9 +81,7 @@ impl FullParameters<'_> {
         let name = self.parameters.canonical_fqn(fqn);
         self.whole
             .get(name)
-            .ok_or_else(|| NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            })
+            .ok_or_else(|| NnError::unknown_parameter(fqn))
     }
 
     /// Returns the parameters by name, in the order in which the model declared them.
@@ -130,6 +128,7 @@ impl FullParameters<'_> {
             replaced,
             in_use,
         } = self;
+        // The guards would refuse the reshard and the change of values.
         drop(in_use);
         let prepared = parameters.reshard().and_then(|()| {
             let values = replaced.iter().filter_map(|fqn| whole.get_key_value(fqn));
@@ -137,6 +136,8 @@ impl FullParameters<'_> {
                 .map(|(fqn, value)| Ok((fqn, value, hash(value)?)))
                 .collect::<Result<Vec<_>>>()
         });
+        // Every rank writes its own part, so other values on another rank would break the parameter
+        // in pieces.
         let values = agree_on_model(parameters.group(), WRITE_BACK, prepared, |values| {
             values
                 .iter()

@@ -320,7 +320,9 @@ impl Part {
 /// Returns the error of a part that computes something else the second time.
 fn not_the_same() -> candle_core::Error {
     candle_core::Error::Msg(
-        "a recomputed part of the model computes something else in the backward than in the forward".to_owned(),
+        "a recomputed part of the model computes something else in the backward than in the \
+         forward"
+            .to_owned(),
     )
 }
 
