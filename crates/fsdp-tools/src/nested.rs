@@ -70,6 +70,8 @@ impl Unfolded<'_> {
             self.parts.push((key, value));
             return;
         }
+        // Containers of other kinds or lengths are differences, even if all of their items are
+        // equal.
         match &value {
             PlainValue::List(items) => {
                 self.sequences.push((key.clone(), Place::List(items.len())));
@@ -81,6 +83,7 @@ impl Unfolded<'_> {
             _ => {}
         }
         match value {
+            // The parts of a dict have the texts of its keys.
             PlainValue::Dict(items) if items.iter().all(|(key, _)| key.key_text().is_some()) => {
                 for (name, item) in items {
                     let name = name.key_text().expect("all keys have a text");

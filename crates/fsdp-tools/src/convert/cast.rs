@@ -77,6 +77,7 @@ impl<'m> Optimizers<'m> {
     /// Returns `true` if a key belongs to the state of an optimizer.
     fn hold(&self, fqn: &str) -> bool {
         let mut at = 0;
+        // `state` alone may be anything. Beside `param_groups` it is that of an optimizer.
         for part in fqn.split('.') {
             let is_optimizer = matches!(part, "optim" | "optimizer" | "optimizers")
                 || part.starts_with("optim_")

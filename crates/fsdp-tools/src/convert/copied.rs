@@ -17,6 +17,7 @@ fn copy_file(
     let length = file.len();
     let staged = staging.create(name, length)?;
     let block = block_length(length);
+    // The hashes of the copy are made from what is read, which is checked if the source has hashes.
     let mut hashes = Vec::new();
     let mut buffer = Vec::new();
     for at in (0..length).step_by(block as usize) {
@@ -42,6 +43,7 @@ pub(super) struct CopiedFiles<'c> {
 impl<'c> CopiedFiles<'c> {
     /// Adds files of a directory.
     pub(super) fn add(&mut self, files: Vec<String>, from: &'c CheckedDirectory) {
+        // A later directory replaces files of the same names.
         self.from.extend(files.into_iter().map(|name| (name, from)));
     }
 

@@ -15,6 +15,9 @@ use super::output::unsupported;
 /// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
     seen: Seen<'a>,
+    /// The keys of the quantized tensors.
+    pub(super) quantized: Vec<String>,
+    /// The values that say what their integers mean.
     quantizers: IndexMap<String, PlainValue>,
 }
 
@@ -54,6 +57,7 @@ impl<'a> Integers<'a> {
             metadata
                 .entries
                 .insert(fqn.to_owned(), Entry::Tensor(entry));
+            // What the integers mean goes along as a value of its own.
             let key = quantizer_key(fqn);
             let value = Entry::Bytes(BytesEntry::default());
             if metadata.entries.insert(key.clone(), value).is_some() {
@@ -75,6 +79,7 @@ impl<'a> Integers<'a> {
             siblings.insert(fqn.to_owned(), key.clone());
             quantizers.insert(key, quantizer);
         }
+        // The nested state dict gets the values as siblings of their tensors.
         let mut structure = source.structure().cloned();
         if let Some(structure) = &mut structure {
             structure
@@ -85,16 +90,9 @@ impl<'a> Integers<'a> {
         }
         Ok(Some(Integers {
             seen: Seen::of(source, metadata, structure),
+            quantized: siblings.into_keys().collect(),
             quantizers,
         }))
-    }
-
-    /// Returns the keys of the quantized tensors.
-    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
-        let from = self.source(0).metadata();
-        from.tensors()
-            .filter(|(_, tensor)| integer(tensor.properties.dtype).is_some())
-            .map(|(fqn, _)| fqn)
     }
 }
 
@@ -104,6 +102,7 @@ impl Layer for Integers<'_> {
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        // The bytes of a quantized tensor are those of its integers.
         self.quantizers
             .get(fqn)
             .map_or(Origin::Source(0, fqn), Origin::Value)

@@ -15,7 +15,6 @@ mod copied;
 mod integers;
 mod old_values;
 mod opaque;
-mod options;
 mod output;
 mod sidecars;
 mod to_dcp;
@@ -41,9 +40,8 @@ use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 
 pub use self::cast::Cast;
 pub(crate) use self::cast::{CASTABLE, Optimizers};
-pub use self::options::OutputFormat;
 pub(crate) use self::output::unsupported;
-pub use self::output::{ConvertOptions, Converted};
+pub use self::output::{ConvertOptions, Converted, OutputFormat};
 pub use self::view::{Rename, View};
 
 /// Writes all of a checkpoint to `destination` in another format or layout.
@@ -67,7 +65,7 @@ pub fn convert(
     let mut quantized = Vec::new();
     let integers = Integers::new(source)?;
     if let Some(integers) = &integers {
-        quantized.extend(integers.keys().map(str::to_owned));
+        quantized.clone_from(&integers.quantized);
         source = integers;
     }
     // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys
@@ -80,7 +78,13 @@ pub fn convert(
     if let Some(view) = &without_sidecars {
         source = view;
     }
-    let OpaqueEntries { copied, unwritable } = opaque_of(source, target, options.threads)?;
+    // From DCP to DCP, items in the directory's own files are copied as bytes, so they may be
+    // opaque.
+    let is_dcp_copy = source.format() == Format::Dcp && matches!(target, OutputFormat::Dcp { .. });
+    let in_sidecars = keys_in_sidecars(source);
+    let (copied, unwritable): (Vec<_>, Vec<_>) = opaque_entries(source, options.threads)?
+        .into_iter()
+        .partition(|(fqn, _)| is_dcp_copy && !in_sidecars.contains(fqn.as_str()));
     if !unwritable.is_empty() && !options.drop_opaque {
         return Err(FileError::Opaque { values: unwritable });
     }
@@ -159,32 +163,6 @@ fn without<'s>(
         None,
     )?;
     Ok(Some(view))
-}
-
-/// The opaque values and tensors of a checkpoint, and the type of each.
-struct OpaqueEntries {
-    /// The entries that are copied as they are stored.
-    copied: Vec<(String, String)>,
-    /// The entries that the output cannot hold.
-    unwritable: Vec<(String, String)>,
-}
-
-/// Finds the opaque values and tensors of a checkpoint. From DCP to DCP, items in the directory's
-/// own files are copied as bytes, so they may be opaque.
-fn opaque_of(
-    source: &dyn Checkpoint,
-    target: OutputFormat,
-    threads: usize,
-) -> Result<OpaqueEntries, FileError> {
-    let is_dcp = matches!(
-        (source.format(), target),
-        (Format::Dcp, OutputFormat::Dcp { .. })
-    );
-    let in_sidecars = keys_in_sidecars(source);
-    let (copied, unwritable) = opaque_entries(source, threads)?
-        .into_iter()
-        .partition(|(fqn, _)| is_dcp && !in_sidecars.contains(fqn.as_str()));
-    Ok(OpaqueEntries { copied, unwritable })
 }
 
 /// Refuses a source that cannot be written in this format.

@@ -37,12 +37,14 @@ impl<'c> OpaqueCopy<'c> {
         metadata: &mut Metadata,
         written: &mut [RankWritten],
     ) -> Result<(), FileError> {
+        // Step 1: divide the items among the ranks.
         let mut items: Vec<Vec<Item<'c>>> = written.iter().map(|_| Vec::new()).collect();
         for (fqn, tensor) in self.source.metadata().tensors() {
             if opaque.contains(fqn) {
                 self.add_tensor(fqn, tensor, metadata, &mut items)?;
             }
         }
+        // Step 2: write a file for each rank that has some.
         for (rank, (items, written)) in items.iter().zip(written).enumerate() {
             if !items.is_empty() {
                 self.write_file(rank, items, written)?;
@@ -62,6 +64,7 @@ impl<'c> OpaqueCopy<'c> {
         // A box without elements has no place in a file, and so no item.
         let mut chunks = tensor.chunks.clone();
         chunks.retain(|chunk| chunk.stored.is_some());
+        // The entry comes after those that were planned, so its number is their count.
         let entry = metadata.entries.len() as u32;
         let digest = digest_of_opaque(self.source, fqn)?;
         let stored = tensor
@@ -114,6 +117,7 @@ impl<'c> OpaqueCopy<'c> {
         let mut offset = 0;
         for item in items {
             let length = item.stored.length;
+            // Each item is a segment of its own, so that reading it checks little else.
             let block = block_length(length);
             let mut hashes = Vec::new();
             let mut at = offset;

@@ -34,6 +34,8 @@ impl CopiedSidecars {
 
     /// Returns `true` if a file is a sidecar with keys that is not copied as it is.
     pub(super) fn leaves_out(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
+        // The keys of such a file are written like all others, so a copy of it would hold them
+        // twice.
         !self.files.iter().any(|copied| copied == file)
             && checkpoint
                 .parts()

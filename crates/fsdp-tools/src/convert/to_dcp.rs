@@ -43,6 +43,7 @@ pub(super) fn write(
         threads: Some(options.threads),
         ..WriteOptions::default()
     };
+    // The ranks write one after the other; the threads of each share its tensors.
     let mut written = Vec::with_capacity(ranks);
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
         written.push(write_rank(
@@ -114,6 +115,7 @@ fn plans(
             },
         };
         for (rank, plan) in plans.iter_mut().enumerate() {
+            // All ranks hold all values; the plan of the save chooses who writes each.
             let mut content = content.clone();
             if let WriteContent::Tensor { shape, boxes, .. } = &mut content {
                 boxes.push(rows_of_rank(shape, rank, ranks));

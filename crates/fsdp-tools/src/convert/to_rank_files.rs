@@ -22,7 +22,7 @@ use super::output::{Conversion, Converted, Streamed, unsupported};
 use super::to_safetensors::{
     DirectoryWriter, Files, Inside, Piece, SideContents, Sums, files_of, whole_tensors,
 };
-use crate::tensor_parallel::{Cut, Slice, TensorParallelPlan};
+use crate::tensor_parallel::{Cut, TensorParallelPlan};
 
 /// Checks that a plan has all tensors of a checkpoint, with the same shapes.
 pub(super) fn check_plan(
@@ -56,22 +56,23 @@ impl RankSlices<'_> {
     fn read(
         &self,
         fqn: &str,
-        slice: &Slice,
+        cut: &Cut,
         part: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
         let source = self.streamed.source;
-        if slice.ranges.is_empty() {
+        let ranges = cut.ranges(self.rank);
+        if ranges.is_empty() {
             source.read_box(fqn, part, dst)?;
             return self.add(fqn, part, dst, self.rank == 0);
         }
-        let dim = slice.dim;
+        let dim = cut.dim();
         let dtype = tensor_of(source.metadata(), fqn)?.properties.dtype;
         let element = dtype.size_in_bytes() as usize;
         let mut scratch = Vec::new();
         // The ranges follow each other in the rank's part.
         let mut local = 0;
-        for range in &slice.ranges {
+        for range in &ranges {
             let mut here = part.clone();
             here.offsets[dim] = local;
             here.sizes[dim] = range.len;
@@ -82,6 +83,7 @@ impl RankSlices<'_> {
             // The same box in the whole tensor.
             let mut whole = overlap.clone();
             whole.offsets[dim] = range.start + overlap.offsets[dim] - here.offsets[dim];
+            // A box that lies in one range is read in place.
             if overlap == *part {
                 source.read_box(fqn, &whole, dst)?;
                 self.add(fqn, &whole, dst, range.is_first)?;
@@ -115,6 +117,7 @@ impl RankSlices<'_> {
         }
         let tensor = tensor_of(self.streamed.source.metadata(), fqn)?;
         let element = tensor.properties.dtype.size_in_bytes() as usize;
+        // Threads share a tensor, so each box is summed by itself and then added.
         let mut sum = Sum::default();
         sum.add_box(&tensor.shape, bounds, element, bytes)
             .map_err(|error| wrong_box(fqn, &error))?;
@@ -137,10 +140,10 @@ impl PayloadSource for RankSlices<'_> {
         let (Some(tensor), Some(cut)) = (source.metadata().tensor(fqn), self.plan.cut(fqn)) else {
             return self.streamed.payload(fqn, bounds, range, sink);
         };
+        // A small file must not cause an unbounded number of elements.
         check_expansion(source, fqn, range.end)?;
-        let slice = cut.slice(self.rank);
         stream_boxes(
-            &mut |part, dst| self.read(fqn, &slice, part, dst),
+            &mut |part, dst| self.read(fqn, cut, part, dst),
             tensor.properties.dtype,
             bounds,
             range,
@@ -272,13 +275,12 @@ fn slice_note(cut: &Cut, rank: usize) -> Option<SliceNote> {
     if cut.shape_of(rank) == cut.shape() {
         return None;
     }
-    let slice = cut.slice(rank);
     Some(SliceNote {
         how: cut.how().to_owned(),
         shape: cut.shape().to_vec(),
-        dim: slice.dim,
-        ranges: slice
-            .ranges
+        dim: cut.dim(),
+        ranges: cut
+            .ranges(rank)
             .iter()
             .map(|range| (range.start, range.start + range.len))
             .collect(),

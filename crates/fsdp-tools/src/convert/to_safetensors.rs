@@ -18,7 +18,9 @@ use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::old_values::OldValues;
-use super::output::{Conversion, Converted, Streamed, commit_file, rows_of_rank, summary};
+use super::output::{
+    Conversion, Converted, Streamed, commit_file, rows_of_rank, saturating_bytes, summary,
+};
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
 #[derive(Debug, Clone)]
@@ -30,12 +32,7 @@ pub(super) struct Piece<'a> {
 
 impl Piece<'_> {
     fn bytes(&self) -> u64 {
-        let numel = self
-            .bounds
-            .sizes
-            .iter()
-            .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
-        numel.saturating_mul(self.dtype.size_in_bytes())
+        saturating_bytes(&self.bounds.sizes, self.dtype)
     }
 }
 
@@ -271,6 +268,7 @@ impl<'w> Files<'w> {
         sums: &mut Sums<'a>,
     ) -> Result<FileIntegrity, FileError> {
         let places = self.places(pieces)?;
+        // The header comes first, so its length must be known. Its text may change, its length not.
         let mut at = header(&texts(sums)?, pieces)?.len() as u64;
         let mut payloads = Vec::with_capacity(pieces.len());
         for (piece, place) in pieces.iter().zip(&places) {
@@ -294,6 +292,8 @@ impl<'w> Files<'w> {
         let header = header(&texts(sums)?, pieces)?;
         file.write_at(0, &header)?;
         file.finish()?;
+        // The header and each tensor are segments of their own, so that reading one checks little
+        // else.
         let mut integrity = FileIntegrity::default();
         integrity.push_bytes(&header);
         for (payload, written) in payloads.iter().zip(written) {
@@ -313,6 +313,7 @@ pub(super) fn files_of<'a>(
     let mut filled = 0u64;
     for piece in pieces {
         let length = piece.bytes();
+        // A file with one tensor may be larger than the limit.
         if filled > 0 && filled.saturating_add(length) > max_file_bytes {
             files.push(Vec::new());
             filled = 0;
@@ -356,11 +357,11 @@ pub(super) fn write_file(
         options,
         extra: inside.clone(),
     };
-    let old = OldValues::beside(target)?;
+    let old = OldValues::new(target)?;
     let hash = values.as_deref().map(values_hash);
     // Without values no file gets the second name, so any hash will do.
     let [values_name, pending_name, _] =
-        values_names(old.name(), hash.as_deref().unwrap_or_default());
+        values_names(&old.name, hash.as_deref().unwrap_or_default());
     let sidecar = Sidecar {
         name: &values_name,
         pending_name: &pending_name,
@@ -368,10 +369,11 @@ pub(super) fn write_file(
         is_unneeded: &|name| old.is_unneeded(name),
     };
     // The commit checks this again. A conversion that would be refused there need not begin.
-    if values.is_some() && old.folder().join(&values_name).exists()? {
+    if values.is_some() && old.folder.join(&values_name).exists()? {
         staging.check_sidecar(&values_name)?;
-        sidecar.unneeded(old.folder().name(), vec![values_name.clone()])?;
+        sidecar.unneeded(old.folder.name(), vec![values_name.clone()])?;
     }
+    // The digests are in the header, which is written again once the elements are summed.
     let mut sums = Sums::new();
     Files::new(&staging, &streamed).write(
         None,
@@ -461,6 +463,7 @@ impl<'w> DirectoryWriter<'w> {
         let digests = digests(&self.streamed, self.side, &self.sums);
         check_copy(self.staging.target(), source.digests(), &digests)?;
         self.integrity.digests = Some(digests);
+        // The integrity file covers the small files too, so they are hashed before it is written.
         let values_file = values.as_ref().map(|_| VALUES_FILE.to_owned());
         for (name, bytes) in [(INDEX, index), (VALUES_FILE, values)] {
             if let Some(bytes) = bytes {
@@ -521,6 +524,7 @@ pub(super) fn write_directory(
         .iter()
         .fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
     let files = files_of(pieces, max_file_bytes);
+    // An index that readers would refuse is found before anything is written.
     let index = encode_index(&files, total)?;
     let mut writer = DirectoryWriter::new(conversion, &side, &inside)?;
     for (number, file) in files.iter().enumerate() {

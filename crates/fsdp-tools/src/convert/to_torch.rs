@@ -7,19 +7,24 @@ use fsdp_formats::internals::{
     ArchiveLayout, MAX_DEPTH, PlannedPayload, ROOT, check_writable, pickle_write as write,
     write_payloads, write_tensor, write_value,
 };
-use fsdp_formats::metadata::{Metadata, TensorEntry};
+use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::StagedFile;
 use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::boxes::checked_numel;
-use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::output::{Conversion, Converted, Streamed, commit_file, summary, unsupported};
 
-/// A storage of the file to be written.
-enum PlannedStorage<'a> {
-    Tensor(&'a str, &'a TensorEntry),
-    Inside(&'a PlainTensor),
+/// A storage of the file to be written, which holds one tensor.
+struct PlannedStorage<'a> {
+    /// The key of the tensor. A tensor inside a value has the number of its storage, in a form that
+    /// is no key of a checkpoint.
+    name: String,
+    dtype: DType,
+    shape: &'a [usize],
+    /// The tensor itself, if it was inside a value.
+    inside: Option<&'a PlainTensor>,
 }
 
 /// The pickle of a state dict, and the storages that it refers to.
@@ -36,6 +41,7 @@ impl<'a> Pickled<'a> {
     fn write(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
         check_depth(depth)?;
         match structure {
+            // The state dict of a module is flat, whatever modules it consists of.
             Structure::Module(_, items) => {
                 write::op(&mut self.bytes, write::EMPTY_DICT);
                 write::op(&mut self.bytes, write::MARK);
@@ -68,14 +74,25 @@ impl<'a> Pickled<'a> {
                     let dtype = tensor.properties.dtype;
                     check_writable(dtype)?;
                     write_tensor(&mut self.bytes, self.storages.len(), dtype, &tensor.shape);
-                    self.storages.push(PlannedStorage::Tensor(fqn, tensor));
+                    self.storages.push(PlannedStorage {
+                        name: fqn.clone(),
+                        dtype,
+                        shape: &tensor.shape,
+                        inside: None,
+                    });
                 }
                 (None, Some(value)) => {
                     let mut inside: Vec<&PlainTensor> = Vec::new();
                     let first = self.storages.len();
                     write_value(&mut self.bytes, value, &mut inside, first, depth)?;
-                    self.storages
-                        .extend(inside.into_iter().map(PlannedStorage::Inside));
+                    for tensor in inside {
+                        self.storages.push(PlannedStorage {
+                            name: format!("\0storage {}", self.storages.len()),
+                            dtype: tensor.dtype,
+                            shape: &tensor.shape,
+                            inside: Some(tensor),
+                        });
+                    }
                 }
                 (None, None) => {
                     return Err(FormatError::unexpected(format!("a key `{fqn}`"), "none"));
@@ -158,6 +175,7 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
         ..
     } = conversion;
     let structure = structure_of(source)?;
+    // Values are small, so all of them are held.
     let mut values = HashMap::new();
     for (fqn, _) in source.metadata().values() {
         values.insert(fqn.to_owned(), source.read_value(fqn)?);
@@ -177,22 +195,18 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
             source,
         })?;
     write::op(&mut pickled.bytes, write::STOP);
-    let Pickled {
-        bytes, storages, ..
-    } = pickled;
-
-    let mut lengths = Vec::with_capacity(storages.len());
-    let mut boxes = Vec::with_capacity(storages.len());
-    for storage in &storages {
-        let (shape, dtype, fqn) = match storage {
-            PlannedStorage::Tensor(fqn, tensor) => (&tensor.shape, tensor.properties.dtype, *fqn),
-            PlannedStorage::Inside(tensor) => (&tensor.shape, tensor.dtype, ""),
-        };
-        let length = checked_numel(shape)
-            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()))
-            .ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?;
+    let mut lengths = Vec::with_capacity(pickled.storages.len());
+    let mut boxes = Vec::with_capacity(pickled.storages.len());
+    let mut extra = IndexMap::new();
+    for storage in &pickled.storages {
+        let length = checked_numel(storage.shape)
+            .and_then(|numel| (numel as u64).checked_mul(storage.dtype.size_in_bytes()))
+            .ok_or_else(|| unsupported(&storage.name, "a tensor of absurd size"))?;
         lengths.push(length);
-        boxes.push(TensorBox::whole(shape));
+        boxes.push(TensorBox::whole(storage.shape));
+        if let Some(tensor) = storage.inside {
+            extra.insert(storage.name.clone(), tensor);
+        }
     }
     // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
     // so such a file has the usual root.
@@ -202,29 +216,16 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
         .and_then(|stem| stem.to_str())
         .filter(|stem| ![".", ".."].contains(stem));
     let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
-    let layout = ArchiveLayout::new(&root, bytes, &lengths);
+    let layout = ArchiveLayout::new(&root, pickled.bytes, &lengths);
 
-    // Tensors inside values go by the number of their storage, which is not a key of a checkpoint.
-    let mut extra = IndexMap::new();
-    let mut names = Vec::with_capacity(storages.len());
-    for (index, storage) in storages.iter().enumerate() {
-        names.push(match storage {
-            PlannedStorage::Tensor(fqn, _) => (*fqn).to_owned(),
-            PlannedStorage::Inside(tensor) => {
-                let name = format!("\0storage {index}");
-                extra.insert(name.clone(), *tensor);
-                name
-            }
-        });
-    }
     let streamed = Streamed {
         source,
         options,
         extra,
     };
-    let payloads: Vec<PlannedPayload<'_>> = (0..storages.len())
+    let payloads: Vec<PlannedPayload<'_>> = (0..boxes.len())
         .map(|index| PlannedPayload {
-            fqn: &names[index],
+            fqn: &pickled.storages[index].name,
             bounds: &boxes[index],
             offset: layout.storage_offset(index),
             length: lengths[index],
@@ -243,6 +244,7 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
     )?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
     if crcs.is_empty() {
+        // Without storages, nothing has written the head of the archive.
         write_header(&file, &layout, 0, 0)?;
     }
     file.write_at(layout.tail_offset(), &layout.tail(&crcs))?;

@@ -2,7 +2,7 @@
 
 use fsdp_digest::StateDigest;
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, Structure, stream};
+use fsdp_formats::checkpoint::{Checkpoint, stream};
 use fsdp_formats::internals::{Layer, Moved, Origin, Placed, Seen, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
@@ -54,6 +54,7 @@ impl<'a> View<'a> {
             return Err(unsupported("", format!("casting to `{}`", cast.dtype)));
         }
         let from = source.metadata();
+        // Step 1: decide about each key.
         let optimizers = Optimizers::new(from);
         let mut names = IndexMap::new();
         let mut digests = source.digests().map(|_| StateDigest::default());
@@ -75,6 +76,7 @@ impl<'a> View<'a> {
                     (name, path)
                 }
             };
+            // The chunks of a tensor that is cast stay: only its elements change.
             let mut entry = entry.clone();
             if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast)
                 && cast.changes(fqn, tensor, &optimizers)
@@ -87,6 +89,7 @@ impl<'a> View<'a> {
             if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
                 paths.insert(name.clone(), path);
             }
+            // A renamed tensor has the same digest.
             if let (Some(digests), Some(digest)) =
                 (&mut digests, source.digests().and_then(|all| all.get(fqn)))
             {
@@ -100,10 +103,18 @@ impl<'a> View<'a> {
                 ));
             }
         }
-        let structure = source
-            .structure()
-            .map(|structure| structure_of_view(structure, &rename))
-            .transpose()?;
+        // Step 2: move the keys in the nested state dict in the same way.
+        let structure = match source.structure() {
+            Some(structure) => Some(structure.rebuilt(&mut |fqn, path| match rename(fqn) {
+                Rename::Keep => Placed::Stays,
+                Rename::Drop => Placed::LeftOut,
+                Rename::To(name) => {
+                    let change = Moved::new(path, &name);
+                    Placed::Moves(name, change)
+                }
+            })?),
+            None => None,
+        };
         Ok(View {
             seen: Seen::of(source, metadata, structure),
             names,
@@ -115,21 +126,6 @@ impl<'a> View<'a> {
     fn source_name<'n>(&'n self, fqn: &'n str) -> &'n str {
         self.names.get(fqn).map_or(fqn, String::as_str)
     }
-}
-
-/// Returns a structure as a view shows it.
-fn structure_of_view(
-    structure: &Structure,
-    rename: &dyn Fn(&str) -> Rename,
-) -> Result<Structure, FileError> {
-    structure.rebuilt(&mut |fqn, path| match rename(fqn) {
-        Rename::Keep => Placed::Stays,
-        Rename::Drop => Placed::LeftOut,
-        Rename::To(name) => {
-            let change = Moved::new(path, &name);
-            Placed::Moves(name, change)
-        }
-    })
 }
 
 impl Layer for View<'_> {

@@ -115,6 +115,7 @@ pub fn diff_digests(
     let (Some(a), Some(b)) = (first.digests(), second.digests()) else {
         return Ok(false);
     };
+    // Digests tell whether bits are equal, so there is no tolerance.
     let comparison = Comparison {
         first,
         second,
@@ -198,6 +199,7 @@ impl Comparison<'_> {
                 found(fqn, Difference::OnlyInSecond);
             }
         }
+        // Equal keys and values may still come from other containers.
         if let (Some(first), Some(second)) = (self.first.structure(), self.second.structure()) {
             containers(first, second, found);
         }
@@ -213,6 +215,7 @@ impl Comparison<'_> {
     /// Compares what both checkpoints have at a key of the first one.
     fn compare_key(self, fqn: &str, entry: &Entry) -> Result<Option<Difference>, FileError> {
         let Comparison { first, second, .. } = self;
+        // What the metadata tells needs no read.
         if let Some(difference) = shallow(entry, second.metadata().entries.get(fqn)) {
             return Ok(Some(difference));
         }
@@ -221,6 +224,7 @@ impl Comparison<'_> {
                 self.compare_values(&first.describe_value(fqn)?, &second.describe_value(fqn)?)
             );
         };
+        // The elements of an opaque tensor cannot be read, but its stored bytes can be compared.
         let types = [first.opaque_type(fqn)?, second.opaque_type(fqn)?];
         if types.iter().any(Option::is_some) {
             return self.compare_opaque(fqn, types);
@@ -262,6 +266,7 @@ impl Comparison<'_> {
         let theirs = match (other.metadata().entries.get(fqn), value) {
             (None, _) => return Ok(Some(only_here)),
             (Some(Entry::Bytes(_)), _) => other.describe_value(fqn)?,
+            // A tensor inside of a value is small, so it is read whole.
             (Some(Entry::Tensor(tensor)), PlainValue::Tensor(own))
                 if own.shape == tensor.shape && own.dtype == tensor.properties.dtype =>
             {
@@ -377,6 +382,7 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
             ),
         }
     }
+    // What only the second has was not seen yet.
     for (key, place) in &second {
         if !first.contains_key(key) && *place != Place::Leaf && !is_in_leaf(key, &first) {
             found(key, Difference::OnlyInSecond);

@@ -23,6 +23,7 @@ impl Tolerance {
         if a.is_nan() || b.is_nan() {
             return a.is_nan() != b.is_nan();
         }
+        // A tolerance relative to an infinity would allow everything.
         let is_finite = a.is_finite() && b.is_finite();
         let allowed = if is_finite {
             self.absolute + self.relative * b.abs()
@@ -113,6 +114,7 @@ impl Elements {
             b.clear();
             let are_numbers = for_each(number, first, &mut |value| a.push(value))
                 && for_each(number, second, &mut |value| b.push(value));
+            // Some bytes of the block differ: look at its elements one by one.
             let start = (at as usize + block * BLOCK) / element;
             for (index, (bits_a, bits_b)) in first
                 .chunks_exact(element)
@@ -123,6 +125,7 @@ impl Elements {
                     continue;
                 }
                 let position = (start + index) as u64;
+                // Elements of other types only differ or not.
                 if !are_numbers {
                     self.differs(position);
                     continue;
@@ -153,6 +156,7 @@ impl Elements {
     fn differs_by(&mut self, position: u64, distance: f64) {
         self.differs(position);
         let max = self.max_abs.get_or_insert(0.0);
+        // A NaN on one side only is the largest difference, and stays.
         *max = if max.is_nan() || distance.is_nan() {
             f64::NAN
         } else {

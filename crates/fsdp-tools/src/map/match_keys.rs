@@ -73,6 +73,7 @@ impl Matcher<'_> {
         if rule.targets.is_empty() {
             return Ok(self.drop_keys(rule));
         }
+        // Step 1: find the keys that the first old key of the rule fits.
         let mut fits = Vec::new();
         for fqn in self.metadata.entries.keys() {
             if !self.taken.contains(fqn)
@@ -84,6 +85,7 @@ impl Matcher<'_> {
         if let Some(Operation::Stack { name }) = rule.operations.last() {
             return self.apply_stack(rule, name, fits);
         }
+        // Step 2: apply the rule to each, together with the keys that belong to it.
         let mut is_used = false;
         for (fqn, bindings) in fits {
             is_used |= self.apply_to(rule, &fqn, &bindings)?;
@@ -126,6 +128,7 @@ impl Matcher<'_> {
         };
         let [node] = <[Node; 1]>::try_from(nodes)
             .map_err(|_| misfit(rule, fqn, "`unstack` takes one tensor"))?;
+        // Each index of the first dimension becomes the name in the new keys.
         let unstacked = node
             .unstacked()
             .map_err(|reason| misfit(rule, fqn, reason))?;
@@ -159,6 +162,8 @@ impl Matcher<'_> {
         }
         let is_used = !stacks.is_empty();
         for (target, mut layers) in stacks {
+            // The layers must be numbered from 0 without gaps: a missing one would shift the
+            // others.
             layers.sort_unstable_by_key(|(number, ..)| *number);
             let mut nodes = Vec::new();
             let mut dtype = None;
@@ -200,6 +205,7 @@ impl Matcher<'_> {
     /// Returns the tensors that a rule takes, which must have one dtype.
     fn nodes(&self, rule: &Rule, sources: &[String]) -> Result<Vec<Node>, MapError> {
         let mut nodes = Vec::new();
+        // Tensors are moved and never cast, so a new tensor has the one dtype of its parts.
         let mut dtype = None;
         for fqn in sources {
             let tensor = self
@@ -226,6 +232,7 @@ impl Matcher<'_> {
         let mut sources = Vec::new();
         nodes.iter().for_each(|node| node.sources(&mut sources));
         let sources: Vec<String> = sources.into_iter().map(str::to_owned).collect();
+        // Nothing is taken before the operations have succeeded.
         let made = operate(rule, fqn, nodes)?;
         self.taken.extend(sources);
         for (target, node) in rule.targets.iter().zip(made) {

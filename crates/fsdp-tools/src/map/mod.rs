@@ -68,7 +68,7 @@ impl Map {
     /// A name in the map has no value: most need `heads`, some `kv_heads`.
     pub fn builtin(name: &str, values: &Values) -> Option<Result<Self, MapError>> {
         let (text, is_reversed) = builtin::text(name)?;
-        Some(parse::rules(text, values).map(|rules| {
+        Some(parse::rules(&text, values).map(|rules| {
             let map = Map {
                 rules,
                 is_builtin: true,
@@ -82,6 +82,7 @@ impl Map {
     pub fn reversed(&self) -> Self {
         let mut rules = Vec::new();
         for rule in &self.rules {
+            // What was dropped is not there to be mapped back.
             if rule.targets.is_empty() {
                 continue;
             }

@@ -95,6 +95,7 @@ impl Node {
         let Some((&count, shape)) = self.shape.split_first() else {
             return Err("a tensor without dimensions cannot be unstacked".to_owned());
         };
+        // The size comes from a file.
         if count > MAX_UNSTACKED {
             return Err(format!(
                 "a tensor of shape {:?} would become more than {MAX_UNSTACKED} tensors",
@@ -183,6 +184,7 @@ impl Node {
                 let mut swapped = bounds.clone();
                 swapped.offsets.reverse();
                 swapped.sizes.reverse();
+                // Read the box of the source as it is, and swap its elements afterwards.
                 let mut bytes = vec![0; dst.len()];
                 of.read(source, element, &swapped, &mut bytes)?;
                 transpose(&bytes, swapped.sizes[0], swapped.sizes[1], element, dst);
@@ -242,6 +244,7 @@ impl Gathered {
                 part.read(source, element, &bounds, dst)?;
                 continue;
             }
+            // Read all that the runs span at once, and pick their indices from it.
             bytes.resize(outer * range.len() * inner, 0);
             part.read(source, element, &bounds, &mut bytes)?;
             for run in group {
@@ -261,6 +264,7 @@ impl Gathered {
     /// Returns the parts of the runs that lie in a range of the dimension, with positions in that
     /// range.
     fn runs_in(&self, range: Range<usize>) -> Vec<Run> {
+        // The runs are in order, so those before the range are skipped at once.
         let first = self
             .runs
             .partition_point(|run| run.to + run.len <= range.start);

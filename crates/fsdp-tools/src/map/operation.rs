@@ -127,6 +127,7 @@ fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Ve
     let equal = vec![1; targets];
     let shares = if shares.is_empty() { &equal } else { shares };
     let total: usize = shares.iter().sum();
+    // Each share must be a whole number of indices.
     if total == 0 || !size.is_multiple_of(total) || shares.len() != targets {
         return Err(format!(
             "dimension {dim} of shape {:?} cannot be split into shares {shares:?}",
@@ -147,6 +148,7 @@ fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Ve
 /// Moves the even rows of each head before the odd ones, or back.
 fn permute(node: Node, heads: usize, is_back: bool) -> Result<Node, String> {
     let size = size_of(&node, 0)?;
+    // Rotary embeddings pair the rows of a head, so their number must be even.
     if heads == 0 || !size.is_multiple_of(2 * heads) {
         return Err(format!("{size} rows are not {heads} heads of an even size"));
     }
@@ -216,6 +218,7 @@ fn join_qkv(parts: Vec<Node>, counts: HeadCounts) -> Result<Node, String> {
     let [queries, keys, values] = &parts[..] else {
         return Err("queries, keys and values are three tensors".to_owned());
     };
+    // The sizes of all three must be those of the same size of a head.
     let sizes = [size_of(queries, 0)?, size_of(keys, 0)?, size_of(values, 0)?];
     let total = sizes.into_iter().fold(0, usize::saturating_add);
     let (each, head) = counts.group(total)?;
@@ -225,6 +228,7 @@ fn join_qkv(parts: Vec<Node>, counts: HeadCounts) -> Result<Node, String> {
     }
     let mut runs = Vec::new();
     for group in 0..counts.keys {
+        // In a group: its query heads, then its key head, then its value head.
         let mut to = group * (each + 2) * head;
         for (part, len) in [each * head, head, head].into_iter().enumerate() {
             runs.push(Run {

@@ -60,6 +60,7 @@ fn templates(text: &str) -> Result<Vec<Template>, String> {
 /// Checks that every name of the new keys gets a text, and that the operations can give so many
 /// tensors.
 fn check(rule: &Rule) -> Result<(), String> {
+    // The names that have a text, and the number of tensors, after each operation.
     let mut known: BTreeSet<&str> = rule.sources[0].names().collect();
     let mut count = rule.sources.len();
     for (at, operation) in rule.operations.iter().enumerate() {
@@ -116,6 +117,7 @@ fn check(rule: &Rule) -> Result<(), String> {
 /// Parses an operation, such as `split(0, 2, 1)`. Its arguments are numbers, or names that have
 /// values.
 fn operation(text: &str, values: &Values) -> Result<Operation, String> {
+    // An operation without arguments has no brackets.
     let (name, arguments) = match text.split_once('(') {
         Some((name, rest)) => {
             let inside = rest

@@ -31,6 +31,7 @@ impl Template {
             let end = rest[at..]
                 .find('}')
                 .ok_or_else(|| format!("`{text}` has no end of `{{`"))?;
+            // `{name*}` is a place for any text.
             let inside = &rest[at + 1..at + end];
             let name = inside.strip_suffix('*').unwrap_or(inside);
             let is_rest = name.len() < inside.len();

@@ -46,6 +46,7 @@ impl<'a> Mapped<'a> {
             ..Metadata::default()
         };
         let mut tensors = IndexMap::new();
+        // Step 1: the tensors that are made of others.
         for (fqn, node) in nodes {
             let mut sources = Vec::new();
             node.sources(&mut sources);
@@ -68,11 +69,13 @@ impl<'a> Mapped<'a> {
             metadata.entries.insert(fqn.clone(), Entry::Tensor(entry));
             tensors.insert(fqn, (node, dtype));
         }
+        // Step 2: what keeps its content, under its new key.
         for (fqn, old) in &renamed {
             metadata
                 .entries
                 .insert(fqn.clone(), from.entries[old].clone());
         }
+        // Step 3: the paths of the keys in the nested state dict.
         if let (Some(paths), Some(old_paths)) = (&mut metadata.planner_data, &from.planner_data) {
             for fqn in metadata.entries.keys() {
                 // A key that changes has no place in the nested state dict of the source.

@@ -49,6 +49,7 @@ impl<'a> Average<'a> {
         for other in others {
             check_same(*first, *other)?;
         }
+        // Only weights are averaged. What else the checkpoints hold comes from the first one.
         let optimizers = Optimizers::new(first.metadata());
         let mut averaged = HashSet::new();
         for (fqn, tensor) in first.metadata().tensors() {
@@ -56,6 +57,7 @@ impl<'a> Average<'a> {
             if optimizers.is_state(fqn, tensor) {
                 continue;
             }
+            // Complex numbers are averaged part by part.
             let is_number = CASTABLE.contains(&parts(dtype));
             let what = if is_number {
                 match opaque_type(&sources, fqn)? {
@@ -205,6 +207,7 @@ impl Layer for Average<'_> {
                     index += 1;
                 });
             }
+            // Round once, after all sources are added.
             write(parts, &sums, bytes);
             Ok(())
         };

@@ -32,12 +32,6 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The prefix that PEFT puts before the keys of the base.
 const BASE: &str = "base_model.model.";
 
-/// The kind of an adapter, which tells what its other settings are.
-#[derive(Deserialize)]
-struct AdapterKind {
-    peft_type: Option<String>,
-}
-
 /// The settings of an adapter.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 pub struct LoraConfig {
@@ -91,12 +85,12 @@ impl LoraConfig {
     /// Parses the settings, and refuses those of adapters that cannot be merged.
     fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         // The settings of other kinds of adapters are others, so the kind is read first.
-        let AdapterKind { peft_type } = serde_json::from_slice(bytes).map_err(malformed)?;
-        if peft_type.as_deref() != Some("LORA") {
-            let kind = peft_type.as_deref().unwrap_or("unknown");
+        let settings: Value = serde_json::from_slice(bytes).map_err(malformed)?;
+        let kind = settings["peft_type"].as_str().unwrap_or("unknown");
+        if kind != "LORA" {
             return Err(unsupported_adapter(format!("an adapter of type {kind}")));
         }
-        let config: LoraConfig = serde_json::from_slice(bytes).map_err(malformed)?;
+        let config = LoraConfig::deserialize(settings).map_err(malformed)?;
         if config.use_dora {
             return Err(unsupported_adapter("an adapter with magnitudes (DoRA)"));
         }
@@ -229,8 +223,12 @@ impl<'a> Lora<'a> {
             if name.contains("lora_") {
                 return Err(unsupported(fqn, "this part of an adapter"));
             }
-            // What is left was trained whole, or is the grown weight below an update.
-            let key = replaced_key(name);
+            // What is left was trained whole, or is the weight below an update, which PEFT calls
+            // `MODULE.base_layer.weight`. It saves that of an embedding, which may have grown.
+            let key = match name.rsplit_once(BASE_LAYER) {
+                Some((module, rest)) => format!("{module}.{rest}"),
+                None => name.to_owned(),
+            };
             check_replacement(base, &key, (fqn, tensor))?;
             if !name.contains(BASE_LAYER)
                 && !config.ensure_weight_tying
@@ -248,6 +246,7 @@ impl<'a> Lora<'a> {
                 return Err(unsupported(fqn, what));
             }
         }
+        // All updates must be known: the shape of one may tell how a square one is oriented.
         model.orient(&mut updates, config.fan_in_fan_out)?;
         for key in updates.keys() {
             let dtype = tensor_of(&metadata, key)?.properties.dtype;
@@ -393,17 +392,6 @@ fn layer_of(key: &str) -> &str {
     module.rsplit_once('.').map_or(module, |(_, layer)| layer)
 }
 
-/// Returns the base's key of a tensor that an adapter replaces.
-///
-/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding,
-/// which may have grown.
-fn replaced_key(name: &str) -> String {
-    match name.rsplit_once(BASE_LAYER) {
-        Some((module, rest)) => format!("{module}.{rest}"),
-        None => name.to_owned(),
-    }
-}
-
 /// Checks that the base has a tensor of this name, and that it has the same shape as the adapter's.
 fn check_replacement(
     base: &dyn Checkpoint,
@@ -444,10 +432,12 @@ impl<'k> Factor<'k> {
             let Some((module, rest)) = name.split_once(word) else {
                 continue;
             };
-            let is_weight = if is_embedding {
-                !rest.contains("..")
-            } else {
-                rest == ".weight" || is_named_weight(rest)
+            // An adapter may have a name, which stands before `weight`.
+            let is_weight = match rest.strip_suffix(".weight") {
+                _ if is_embedding => !rest.contains(".."),
+                Some("") => true,
+                Some(name) => name.len() > 1 && name.rfind('.') == Some(0),
+                None => false,
             };
             return is_weight.then_some(Factor {
                 module,
@@ -468,14 +458,6 @@ impl<'k> Factor<'k> {
         let (own, other) = if self.is_a { ("A", "B") } else { ("B", "A") };
         fqn.replacen(&format!("{start}{own}"), &format!("{start}{other}"), 1)
     }
-}
-
-/// Returns `true` for `.NAME.weight`.
-fn is_named_weight(rest: &str) -> bool {
-    let name = rest
-        .strip_prefix('.')
-        .and_then(|rest| rest.strip_suffix(".weight"));
-    name.is_some_and(|name| !name.is_empty() && !name.contains('.'))
 }
 
 /// Makes the update of a weight by two factors, whose keys are `a` and `b`, and checks that it
@@ -613,6 +595,7 @@ impl Layer for Lora<'_> {
         let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
             self.source(source).read_box(key, part, bytes)?;
             let mut sums = Vec::with_capacity(part.numel());
+            // Add the update in f64, and round the sum once.
             for_each(dtype, bytes, &mut |number| sums.push(number));
             update.add(adapter, part, &mut sums)?;
             write(dtype, &sums, bytes);

@@ -57,6 +57,7 @@ struct Signature {
 
 /// Signs a statement, and returns the bundle.
 pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<String, SignError> {
+    // The bytes that are signed are those that are stored, so the order of fields does not matter.
     let payload = serde_json::to_vec(statement).map_err(SignError::malformed)?;
     let sig = Base64::encode_string(&key.sign(&encoded(&payload)));
     let bundle = Bundle {
@@ -87,6 +88,7 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
             "it has more than {MAX_SIGNATURE_BYTES} bytes"
         )));
     }
+    // Step 1: what kind of signature is it?
     let bundle: Bundle = serde_json::from_slice(bytes).map_err(SignError::malformed)?;
     if bundle.media_type != MEDIA_TYPE {
         return Err(SignError::unsupported(format!(
@@ -121,6 +123,7 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
             given: key.hash().to_owned(),
         });
     }
+    // Step 2: is it one of this key, over this payload?
     let payload = Base64::decode_vec(&envelope.payload).map_err(SignError::malformed)?;
     let signature = Base64::decode_vec(&signature.sig).map_err(SignError::malformed)?;
     if !key.verifies(&encoded(&payload), &signature) {

@@ -34,6 +34,7 @@ impl PrivateKey {
     /// password.
     pub fn from_pem(pem: &[u8]) -> Result<Self, SignError> {
         let pem = text(pem, PRIVATE)?;
+        // Both forms of encrypted keys have this word.
         if pem.contains("ENCRYPTED") {
             return Err(refused(
                 PRIVATE,

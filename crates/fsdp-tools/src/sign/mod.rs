@@ -116,6 +116,7 @@ pub fn sign(
             }));
         }
     }
+    // Hash every file, whatever it is: a load could read it.
     let directory = checkpoint.directory();
     let hashes = if checkpoint.format().is_file() {
         hash_single(location, directory, options)?
@@ -211,14 +212,14 @@ fn excluded_paths(options: SignOptions<'_>) -> impl Iterator<Item = &str> {
 fn files_to_sign(location: &Location, options: SignOptions<'_>) -> Result<Vec<String>, FileError> {
     let excluded: Vec<&str> = excluded_paths(options).collect();
     let mut files = location.files()?;
-    files.retain(|name| !excluded.iter().any(|path| is_below(name, path)));
+    files.retain(|name| {
+        !excluded.iter().any(|path| {
+            // The path itself, or what lies below it.
+            name.strip_prefix(path)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        })
+    });
     Ok(files)
-}
-
-/// Returns `true` if a path is another one, or lies below it.
-fn is_below(path: &str, above: &str) -> bool {
-    path.strip_prefix(above)
-        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// Hashes a checkpoint that is one file. Values beside it would not be covered.

@@ -162,6 +162,7 @@ impl Statement {
                     "`{name}` has a hash of `{algorithm}`, not `{HASH}`"
                 )));
             }
+            // A longer text is refused by the decoder.
             let mut hash = Sha256Hash::default();
             let decoded =
                 base16ct::mixed::decode(digest, &mut hash).map_err(SignError::malformed)?;

@@ -40,24 +40,15 @@ struct Share {
     each: usize,
 }
 
-/// The part of a tensor that a rank holds: ranges of indices of one dimension, one after the other.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Slice {
-    /// The dimension that is cut. The others are whole.
-    pub dim: usize,
-    /// The ranges. A tensor without dimensions has none, and is whole.
-    pub ranges: Vec<SliceRange>,
-}
-
 /// Indices of a dimension that a rank holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SliceRange {
+pub(crate) struct SliceRange {
     /// The first index.
-    pub start: usize,
+    pub(crate) start: usize,
     /// The number of indices.
-    pub len: usize,
+    pub(crate) len: usize,
     /// `true` if no rank with a lower number holds these indices too.
-    pub is_first: bool,
+    pub(crate) is_first: bool,
 }
 
 impl TensorParallelPlan {
@@ -89,6 +80,7 @@ impl TensorParallelPlan {
             .filter(|fqn| rules.is_cut_by_given(fqn))
             .map(module_of)
             .collect();
+        // Find all tensors without a rule before one is reported, to count them.
         let mut cuts = IndexMap::new();
         let mut unknown = Vec::new();
         let mut used = HashSet::new();
@@ -175,13 +167,15 @@ impl Cut {
         &self.shape
     }
 
-    /// Returns the part that a rank holds.
-    #[must_use]
-    pub fn slice(&self, rank: usize) -> Slice {
-        Slice {
-            dim: self.dim,
-            ranges: self.shares.iter().map(|share| share.range(rank)).collect(),
-        }
+    /// Returns the dimension that is cut. The others are whole.
+    pub(crate) fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Returns the ranges of indices of the dimension that a rank holds, one after the other. A
+    /// tensor without dimensions has none, and is whole.
+    pub(crate) fn ranges(&self, rank: usize) -> Vec<SliceRange> {
+        self.shares.iter().map(|share| share.range(rank)).collect()
     }
 
     /// Returns the shape of the part that a rank holds.
@@ -198,6 +192,7 @@ impl Cut {
 impl Share {
     /// Returns the range of a rank. Consecutive ranks may have copies of the same range.
     fn range(&self, rank: usize) -> SliceRange {
+        // The last ranks may have nothing, where a vocabulary was padded.
         let at = rank / self.copies * self.each;
         let start = at.min(self.len);
         let len = self.each.min(self.len - start);
@@ -225,17 +220,6 @@ fn is_small(fqn: &str, shape: &[usize]) -> bool {
     let name = layer.rsplit_once('.').map_or(layer, |(_, name)| name);
     let is_norm = name.contains("norm") || name == "ln" || name.starts_with("ln_");
     shape.is_empty() || (shape.len() == 1 && is_norm)
-}
-
-/// Returns `true` for the outputs of a Conv1D, whose weights are `[in, out]`.
-fn is_conv1d_of_outputs(how: &How) -> bool {
-    matches!(
-        how,
-        How::Outputs {
-            is_conv1d: true,
-            ..
-        }
-    )
 }
 
 /// A tensor, and the rule by which it is cut.
@@ -285,6 +269,7 @@ impl Planner<'_> {
         if rule.how == How::Replicate {
             return Ok(Cut::whole(shape, ranks));
         }
+        // A layer has a matrix and perhaps a bias.
         let is_vector = match shape.len() {
             1 => true,
             2 => false,
@@ -316,14 +301,21 @@ impl Planner<'_> {
             How::Inputs { parts, is_conv1d } => (usize::from(!is_conv1d), Some(parts)),
             How::Vocab | How::Replicate => (0, None),
         };
+        // Divide the dimension.
         let size = shape[dim];
         let shares = match parts {
             None => vocabulary(size, ranks).map(|share| vec![share]),
             Some(Parts::Equal(count)) => equal(size, *count, ranks),
             Some(Parts::Heads(heads)) => {
                 let parts = heads.len();
-                let is_fused = parts > 1 && !is_vector && is_conv1d_of_outputs(&rule.how);
-                if is_fused && shape[0].checked_mul(parts) != Some(size) {
+                // The outputs of a Conv1D are its columns.
+                if let How::Outputs {
+                    is_conv1d: true, ..
+                } = rule.how
+                    && parts > 1
+                    && !is_vector
+                    && shape[0].checked_mul(parts) != Some(size)
+                {
                     return Err(tensor.error(format!(
                         "a Conv1D of {parts} parts has {parts} times as many columns as rows"
                     )));
@@ -339,7 +331,7 @@ impl Planner<'_> {
             }
         };
         Ok(Cut {
-            how: rule.how_text().to_owned(),
+            how: rule.how_text.clone(),
             shape: shape.to_vec(),
             dim,
             shares: shares.map_err(|reason| tensor.error(reason))?,
@@ -376,8 +368,8 @@ impl Planner<'_> {
     ) -> Result<(usize, bool), TensorParallelError> {
         match heads {
             Heads::Number(number) => Ok((*number, false)),
-            Heads::Name(name) => match self.rules.value(name) {
-                Some(number) => Ok((number, name == KV_HEADS)),
+            Heads::Name(name) => match self.rules.values.get(name) {
+                Some(number) => Ok((*number, name == KV_HEADS)),
                 None => Err(TensorParallelError::NoValue {
                     rule: rule.to_string(),
                     fqn: fqn.to_owned(),
@@ -466,6 +458,7 @@ fn by_heads(
     let mut shares = Vec::new();
     let mut start = 0;
     for &(count, may_repeat) in counts {
+        // Where there are fewer heads than ranks, several ranks hold the same head.
         let copies = if count.is_multiple_of(ranks) && count > 0 {
             1
         } else if may_repeat && count > 0 && ranks.is_multiple_of(count) {
@@ -518,11 +511,10 @@ mod tests {
 
     /// Returns the ranges `(start, len)` of a rank.
     fn ranges(plan: &TensorParallelPlan, fqn: &str, rank: usize) -> (usize, Vec<(usize, usize)>) {
-        let slice = plan.cut(fqn).unwrap().slice(rank);
+        let cut = plan.cut(fqn).unwrap();
         (
-            slice.dim,
-            slice
-                .ranges
+            cut.dim,
+            cut.ranges(rank)
                 .iter()
                 .map(|range| (range.start, range.len))
                 .collect(),
@@ -566,7 +558,7 @@ mod tests {
                 ranges(&plan, "m.self_attn.qkv_proj.weight", rank),
                 (0, vec![(q, 8), (k, 4), (k + 8, 4)])
             );
-            let first = |fqn: &str| plan.cut(fqn).unwrap().slice(rank).ranges[0].is_first;
+            let first = |fqn: &str| plan.cut(fqn).unwrap().ranges(rank)[0].is_first;
             assert!(first("l.self_attn.q_proj.weight"));
             assert_eq!(first("l.self_attn.k_proj.weight"), rank % 2 == 0);
             assert_eq!(first("l.self_attn.o_proj.bias"), rank == 0);

@@ -99,7 +99,8 @@ pub(super) struct Rule {
     /// The last parts of a key. `*` matches any one part, and `**` at the end one or more.
     pattern: Vec<String>,
     pub(super) how: How,
-    how_text: String,
+    /// The text after the `=`, such as `colwise(heads)`.
+    pub(super) how_text: String,
     is_builtin: bool,
 }
 
@@ -107,7 +108,8 @@ pub(super) struct Rule {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
     rules: Vec<Rule>,
-    values: BTreeMap<String, usize>,
+    /// The numbers, by their names.
+    pub(super) values: BTreeMap<String, usize>,
 }
 
 impl Rules {
@@ -122,11 +124,17 @@ impl Rules {
         values: BTreeMap<String, usize>,
     ) -> Result<Self, TensorParallelError> {
         let mut rules = Vec::new();
+        // Given rules come first, so they take precedence.
         for text in texts {
-            rules.push(Rule::parse(text.as_ref(), false)?);
+            let text = text.as_ref();
+            let rule = Rule::parse(text, false).map_err(|reason| TensorParallelError::Rule {
+                text: text.to_owned(),
+                reason,
+            })?;
+            rules.push(rule);
         }
         for text in BUILTIN.lines() {
-            rules.push(Rule::parse(text, true)?);
+            rules.push(Rule::parse(text, true).expect("the rules that are built in are rules"));
         }
         Ok(Rules { rules, values })
     }
@@ -152,23 +160,11 @@ impl Rules {
         self.find(fqn)
             .is_some_and(|(_, rule)| !rule.is_builtin && rule.how != How::Replicate)
     }
-
-    /// Returns the number of a name.
-    pub(super) fn value(&self, name: &str) -> Option<usize> {
-        self.values.get(name).copied()
-    }
 }
 
 impl Rule {
     /// Parses `PATTERN=HOW`.
-    fn parse(text: &str, is_builtin: bool) -> Result<Self, TensorParallelError> {
-        Self::parse_parts(text, is_builtin).map_err(|reason| TensorParallelError::Rule {
-            text: text.to_owned(),
-            reason,
-        })
-    }
-
-    fn parse_parts(text: &str, is_builtin: bool) -> Result<Self, String> {
+    fn parse(text: &str, is_builtin: bool) -> Result<Self, String> {
         let (pattern, how) = text.split_once('=').ok_or("it is not PATTERN=HOW")?;
         let pattern: Vec<String> = pattern.trim().split('.').map(str::to_owned).collect();
         if pattern.iter().any(String::is_empty) {
@@ -187,11 +183,6 @@ impl Rule {
         })
     }
 
-    /// Returns the text after the `=`, such as `colwise(heads)`.
-    pub(super) fn how_text(&self) -> &str {
-        &self.how_text
-    }
-
     /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight
     /// or a bias belongs to.
     fn fits(&self, fqn: &str) -> bool {
@@ -201,6 +192,7 @@ impl Rule {
     /// Returns `true` if the pattern fits the end of a name, or, with a last `**`, a place in the
     /// name before its last part.
     fn is_end_of(&self, name: &str) -> bool {
+        // Patterns match whole parts of names.
         let parts: Vec<&str> = name.split('.').collect();
         if let Some((last, first)) = self.pattern.split_last()
             && last == "**"
@@ -247,6 +239,7 @@ impl How {
                 (word, Some(heads?))
             }
         };
+        // The layers of GPT-2 have their weights the other way round.
         let is_conv1d = word.starts_with("conv1d_");
         match (word, heads) {
             ("replicate", None) => Ok(How::Replicate),

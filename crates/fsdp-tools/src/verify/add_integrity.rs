@@ -52,6 +52,7 @@ pub fn add_integrity(
         Some(own) => digest(own.checkpoint, default_threads())?,
         None => digest(&*checkpoint, default_threads())?,
     };
+    // Hash the bytes as they are now.
     let mut integrity = Integrity {
         digests: Some(digested),
         ..Integrity::default()
@@ -113,6 +114,7 @@ fn cuts(
             cuts.insert(stored.offset);
             cuts.insert(stored.offset + stored.length);
         }
+        // A read of a part of a large tensor then checks its blocks, and not the whole item.
         if format == Format::Dcp && stored.length >= LARGE_ITEM && stored.transforms.is_empty() {
             let file = directory.file(&stored.relative_path)?;
             let payload = payload_of(&*file, stored.offset, stored.length);
@@ -152,6 +154,7 @@ fn hash(
         if end <= start {
             continue;
         }
+        // The last block of a segment may be shorter.
         let block = block_length(end - start);
         let mut hashes = Vec::new();
         for at in (start..end).step_by(block as usize) {

@@ -15,6 +15,7 @@ impl Verification<'_> {
     /// Checks the zip checksums of all DCP items.
     pub(super) fn check_items(&mut self) {
         let checkpoint = self.checkpoint;
+        // A transformed item is no archive in the file.
         let items: Vec<(&str, &StorageInfo)> = checkpoint
             .metadata()
             .stored()
@@ -51,6 +52,7 @@ impl Verification<'_> {
             .stored()
             .map(|(_, _, stored)| stored.relative_path.as_str())
             .collect();
+        // A file without tensors has a pickle all the same.
         if checkpoint.format().is_file() {
             names.extend(checkpoint.path().file_name().and_then(|name| name.to_str()));
         }

@@ -206,6 +206,7 @@ impl Verification<'_> {
                     .map(|value| Digest::of_value(&value)),
             }),
         });
+        // Report in the order of the metadata, whichever thread was first.
         for ((fqn, entry), found) in entries.into_iter().zip(found) {
             let stored = match entry {
                 Entry::Tensor(tensor) => tensor
@@ -244,6 +245,7 @@ impl Verification<'_> {
         let Some(recorded) = checkpoint.digests() else {
             return;
         };
+        // A digest without an entry must be that of a quantizer.
         let mut others: BTreeMap<&str, Digest> = recorded
             .iter()
             .filter(|(fqn, _)| !metadata.entries.contains_key(*fqn))
@@ -302,6 +304,7 @@ fn elements(
     if !counts && checkpoint.digests().is_none() {
         return Ok(ElementFindings::default());
     }
+    // One read gives both the count and the digest.
     let mut census = Census::default();
     let mut sum = Sum::default();
     let mut at = 0;

@@ -65,6 +65,7 @@ impl Report {
         for (fqn, census) in part.not_finite {
             self.not_finite.push((key_in_whole(fqn, of), census));
         }
+        // The whole has hashes only if all of its parts do.
         self.has_integrity &= part.has_integrity;
         self.stale_digests |= part.stale_digests;
         self.tensors += part.tensors;
