@@ -431,3 +431,50 @@ fn too_short(call: &Call, rank: usize, published: usize) -> CommError {
         }],
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{HashMap, HashSet};
+
+    use fsdp_layout::DeviceMesh;
+
+    use super::*;
+    use crate::run_local;
+
+    /// Returns the number of a group, and its ranks.
+    fn identity(group: &ProcessGroup) -> (u64, Vec<usize>) {
+        let members = group.shared.backend.members();
+        (members.id, members.global_ranks.clone())
+    }
+
+    #[test]
+    fn no_two_groups_of_a_job_have_the_same_number() {
+        let groups_of_ranks = run_local(4, |world| {
+            let mesh = DeviceMesh::new(&[2, 2], &["replicate", "shard"], 4).unwrap();
+            let mut groups = vec![world.clone()];
+            for _ in 0..3 {
+                groups.extend(world.subgroup(&[0, 1, 3]).unwrap());
+                groups.extend(world.subgroup(&[2, 3]).unwrap());
+                groups.push(world.mesh_group(&mesh, 0).unwrap());
+                groups.push(world.mesh_group(&mesh, 1).unwrap());
+            }
+            // The ranks of these groups have made different numbers of groups before.
+            let pair = groups[groups.len() - 1].clone();
+            groups.extend(pair.subgroup(&[1]).unwrap());
+            groups.push(
+                pair.mesh_group(&DeviceMesh::new(&[2], &["shard"], 2).unwrap(), 0)
+                    .unwrap(),
+            );
+            groups.iter().map(identity).collect::<Vec<_>>()
+        });
+        let mut ranks_of_groups = HashMap::new();
+        for groups in groups_of_ranks.unwrap() {
+            let numbers: HashSet<u64> = groups.iter().map(|(number, _)| *number).collect();
+            assert_eq!(numbers.len(), groups.len(), "{groups:?}");
+            for (number, ranks) in groups {
+                let known = ranks_of_groups.entry(number).or_insert(ranks.clone());
+                assert_eq!(*known, ranks, "group {number}");
+            }
+        }
+    }
+}

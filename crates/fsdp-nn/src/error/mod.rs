@@ -240,6 +240,7 @@ impl From<NnError> for StateError {
     /// state dicts.
     fn from(error: NnError) -> Self {
         match error {
+            // Its own errors pass as they are; of others the text and the kind.
             NnError::State(error) => error,
             error => StateError::Other {
                 message: error.to_string(),
@@ -275,6 +276,7 @@ impl NnError {
             return error.into();
         }
         let (parameters, units) = sharded();
+        // Everything is gathered, so the dtype was the model's own.
         if parameters.is_empty() {
             return error.into();
         }

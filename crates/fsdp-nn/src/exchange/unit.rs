@@ -107,6 +107,7 @@ impl UnitExchange {
         shard: &Tensor,
         group: &ProcessGroup,
     ) -> Result<Gathered> {
+        // The group fills the buffers in the order of the flat layout, padding included.
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
             values.push(zeroed_vec(numel)?);
@@ -221,6 +222,7 @@ impl UnitExchange {
             unsharded.dtype(),
             &self.device,
         )?;
+        // Without NCCL the gradient goes through the host.
         if !device::reduce_scatter(group, &reduced, &unsharded)? {
             let input = HostSlice::<T>::read(&unsharded)?;
             let mut output = HostSliceMut::<T>::write(&reduced)?;

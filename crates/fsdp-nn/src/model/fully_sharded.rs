@@ -109,6 +109,7 @@ impl<M> FullyShardedDataParallel<M> {
         shapes: Option<HashMap<String, Vec<usize>>>,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
+        // The model's code takes the builder for one of candle's. What it requests is recorded.
         let registry = Arc::new(Mutex::new(Registry::new(config, shapes)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let dtype = config.mixed_precision.param.unwrap_or(config.dtype);

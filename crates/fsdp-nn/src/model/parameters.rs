@@ -412,6 +412,7 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn lend(&self) -> Result<()> {
+        // A gathered copy would not follow what is written from now on.
         self.reshard()?;
         self.wait_for_readers();
         self.shared.values.lend();
@@ -470,6 +471,7 @@ fn check_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
             wanted: shard.bounds.clone(),
         }));
     }
+    // A rank without elements may have values of any dtype.
     if target.local_numel() > 0 && values.dtype() != target.dtype() {
         return Err(NnError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
             lhs: target.dtype(),
@@ -525,6 +527,7 @@ impl ShardedParameters {
         let chosen: Vec<(&Parameter, bool)> = params
             .map(|param| (param, requires_grad(&param.fqn)))
             .collect();
+        // The collectives of a backward depend on the choice, so it must be the same on all ranks.
         let checked = self.check_choice(&chosen).map(|()| chosen);
         let agreed = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
             describe_choice(chosen)

@@ -373,6 +373,7 @@ impl Registry {
             return Ok(buffer.clone());
         }
         match self.saved_shape(&fqn).cloned() {
+            // The checkpoint knows the shape that the model's code does not give.
             Some(shape) if !self.params.contains_key(&fqn) => {
                 let request = Request {
                     shape: shape.into(),
@@ -404,6 +405,7 @@ impl Registry {
         }
         self.check_saved(name, shape)?;
         let precision = self.units[self.open_unit_or_root()].precision;
+        // An ignored parameter is trained outside of the units, in the dtype that was asked for.
         let dtype = if self.ignored.contains(name) {
             request.dtype
         } else if let Some(dtype) = precision.buffer {
@@ -505,6 +507,7 @@ impl SimpleBackend for Backend {
 
     fn contains_tensor(&self, name: &str) -> bool {
         let registry = lock(&self.0);
+        // Models ask before they request an optional parameter.
         let is_saved = registry
             .resolve(name)
             .is_ok_and(|fqn| registry.saved_shape(fqn).is_some());

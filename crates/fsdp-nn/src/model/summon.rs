@@ -54,6 +54,7 @@ impl ShardedParameters {
     /// The errors of the all-gathers.
     pub fn summon_full_params(&self) -> Result<FullParameters<'_>> {
         let in_use = self.handles.iter().map(InUse::new).collect();
+        // Every rank gathers all units in the same order.
         let mut units: Vec<Vec<Tensor>> = Vec::with_capacity(self.handles.len());
         for handle in &self.handles {
             units.push(handle.gather_whole()?);

@@ -271,6 +271,7 @@ impl Optimizer {
             return Ok(());
         }
         for local in &self.locals {
+            // One update moves the whole flat tensor, frozen parameters or not.
             let (inside, outside): (Vec<_>, Vec<_>) = local
                 .handle
                 .params
@@ -411,6 +412,7 @@ impl Optimizer {
     /// Returns an optimizer of one of the local parameters alone, without any state. State of that
     /// parameter can be loaded into it to convert the state, while this optimizer stays as it is.
     pub(crate) fn of_local(&self, local: usize) -> Self {
+        // Conversions run on a copy, so that an error changes nothing here.
         let mut local = self.locals[local].without_state();
         let group = &self.groups[local.group];
         local.group = 0;

@@ -134,6 +134,7 @@ fn schedule_free(
     let [z, exp_avg_sq] = state else {
         unreachable!("schedule-free AdamW has two entries of state");
     };
+    // The same arithmetic as on the host, one operation of candle's at a time.
     let z_weight = options.z_weight();
     let beta2 = options.betas.1;
     let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;

@@ -87,6 +87,7 @@ impl GroupStep<'_> {
         &self,
         outcome: Result<(Vec<Owned>, T)>,
     ) -> Result<(Vec<Owned>, T)> {
+        // A rank that shares with none has nobody to agree with.
         let Some(group) = self.shard_group else {
             return outcome;
         };

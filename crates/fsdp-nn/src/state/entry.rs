@@ -277,6 +277,7 @@ impl EntryPlan {
             .flatten()
             .next()
             .expect("an entry is the state of one of the parameters");
+        // All parameters of a FlatParameter must agree, since it has one entry for all.
         let is_one_type = values
             .iter()
             .flatten()

@@ -162,6 +162,7 @@ pub(crate) fn join(
         );
     }
     let portable = own?;
+    // This rank's own values, to be found by name.
     let own_states: HashMap<&str, &StateDict> = portable
         .states
         .iter()

@@ -189,6 +189,7 @@ impl PortableStates {
             let Some(state) = local.state.as_ref().filter(|_| !local.is_empty()) else {
                 continue;
             };
+            // Views: nothing is copied before it is needed.
             let mut portable = Vec::new();
             for (fqn, param) in local.fqns().into_iter().zip(local.params()) {
                 portable.push((fqn, local.portable(state, param)?));
@@ -270,6 +271,7 @@ fn portable_state(
         .map(|fqn| (fqn, StateDict::new()))
         .collect();
     for (name, value) in entries {
+        // One entry of a FlatParameter is the state of all its parameters.
         let is_like = states
             .first()
             .is_some_and(|(fqn, _)| optimizer.is_like_parameter(fqn, name));

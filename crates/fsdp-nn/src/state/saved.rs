@@ -200,6 +200,7 @@ fn entries(
     parts: &[StatePart<'_>],
 ) -> Result<SavedEntries> {
     let mut entries = SavedEntries::new();
+    // A container comes as one leaf for each of its elements.
     let mut nested = StateDict::new();
     for &(path, position) in parts {
         let (_, leaf) = load

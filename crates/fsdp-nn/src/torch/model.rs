@@ -87,6 +87,7 @@ fn full(
             state.insert(name, value);
         }
     }
+    // The other names get the same value, without another transfer.
     let mut aliases: IndexMap<&str, Vec<&str>> = IndexMap::new();
     for (alias, fqn) in parameters.aliases() {
         aliases.entry(fqn).or_default().push(alias);

@@ -145,6 +145,7 @@ fn collected(
     optimizer: &Optimizer,
     settings: &StateDictSettings,
 ) -> Result<StateDict> {
+    // The gather hands entries out sorted by name. The result has the order of the join.
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
     let (mut result, order) = streamed(
         own,
@@ -566,6 +567,7 @@ pub fn map_param_key_to_optim_keys(
     optimizer: &Optimizer,
     merge_keys: bool,
 ) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
+    // Keys of one rank say nothing of the others: all exchange theirs.
     let group = optimizer.parameters().group();
     let read = LocalStates::read(optimizer, state.clone());
     let local = NnError::agree(group, "map_param_key_to_optim_keys", None, read)?;

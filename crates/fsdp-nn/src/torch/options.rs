@@ -87,6 +87,7 @@ impl StateDictOptions {
                 .chain(parameters.buffers().keys())
                 .map(String::as_str),
         );
+        // A name that is misspelt would give an empty state dict.
         for module in &self.submodules {
             if !names.iter().any(|name| below(name, module).is_some()) {
                 let module = module.clone();

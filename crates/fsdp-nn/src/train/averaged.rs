@@ -83,6 +83,7 @@ impl AveragedModel {
             )));
         }
         parameters.check_not_swapped()?;
+        // Begin at the weights, so that the average can be used before the first update.
         let mut average = IndexMap::new();
         for fqn in parameters.fqns() {
             let piece = parameters.local_piece(fqn)?;

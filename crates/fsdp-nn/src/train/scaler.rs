@@ -206,6 +206,7 @@ impl GradScaler {
     /// # Errors
     /// [`ScalerError::NewGradients`].
     fn unscaled_of(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
+        // One scaler may serve several models, so remember which were unscaled.
         let model = Arc::as_ptr(&parameters.shared).addr();
         let found = self
             .unscaled

@@ -242,6 +242,7 @@ impl PreBackwardOp {
         units: &[Arc<FlatParamHandle>],
         changes: u64,
     ) -> Self {
+        // The graph must not keep a model alive that has been dropped.
         let checked = units.iter().map(Arc::downgrade).collect();
         PreBackwardOp {
             handle: root.map(Arc::downgrade),

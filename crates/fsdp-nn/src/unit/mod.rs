@@ -117,6 +117,7 @@ impl<M> Unit<M> {
         };
         let whole = handle.gather_for_forward().map_err(NnError::into_candle)?;
         let computed = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
+        // Release the parameters before anything else takes memory.
         drop(whole);
         let output = computed.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
         if !handle.needs_gather() && handle.is_built_frozen() {
@@ -148,6 +149,7 @@ impl<M: Module> Module for Unit<M> {
     fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
         match self.handle() {
             Some(handle) => {
+                // Mixed precision converts the inputs of each unit, as torch does for floats.
                 let xs = handle.cast_input(xs)?;
                 self.run(|module| module.forward(&xs))
             }

@@ -293,8 +293,10 @@ impl Part {
             }
         }
         let stand_ins = stand_ins(&self.inputs)?;
+        // From here on gradients of parameters are collected instead of passed to their units.
         let inner = InnerBackward::begin();
         let output = (self.f)(&stand_ins)?;
+        // A function that depends on anything but its inputs may show here.
         if output.shape() != node.shape() || output.dtype() != node.dtype() {
             return Err(not_the_same());
         }

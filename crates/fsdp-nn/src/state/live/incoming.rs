@@ -11,8 +11,8 @@ use crate::state::OptimStateError;
 use crate::state::entry::{EntryPlan, Saved};
 use crate::state::saved::SavedOptim;
 
-/// A load into an optimizer that is not in use yet. The first value that does not fit is an error of
-/// its own, rather than a line of the report.
+/// A load into an optimizer that is not in use yet. The first value that does not fit is an error
+/// of its own, rather than a line of the report.
 pub(crate) struct ExactLoad {
     /// `true` if a trained parameter may lack state that others of its unit have.
     pub(crate) allow_missing_state: bool,
