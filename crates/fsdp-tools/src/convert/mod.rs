@@ -252,11 +252,7 @@ fn prepare(
     let staging = durable.prepare(destination, options.overwrite)?;
     match target {
         OutputFormat::SafetensorsFile | OutputFormat::Torch => staging.check_replaces_file()?,
-        OutputFormat::Dcp { .. }
-        | OutputFormat::SafetensorsDirectory { .. }
-        | OutputFormat::SafetensorsShards { .. } => {
-            staging.check_replaces_directory()?;
-        }
+        _ => staging.check_replaces_directory()?,
     }
     Ok(staging)
 }
