@@ -17,7 +17,7 @@ const STEP: &str = "global_step";
 /// names, or else the only one that has a name of DeepSpeed's.
 pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<String>, FileError> {
     let is_directory = |name: &str| -> Result<bool, FileError> {
-        Ok(location.join(name).storage().kind()? == Some(EntryKind::Directory))
+        Ok(location.join(name).storage()?.kind()? == Some(EntryKind::Directory))
     };
     if names.iter().any(|name| name == LATEST) && !is_directory(LATEST)? {
         let directory = CheckedDirectory::open(location, false, Links::Follow)?;
