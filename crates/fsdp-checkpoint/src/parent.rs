@@ -104,6 +104,6 @@ fn find_parent(run: &Location, step: u64) -> Option<(Parent, String)> {
         .inspect_err(|error| debug!(path = %path, %error, "cannot read the parent"))
         .ok()?;
     let step = checkpoint.lineage().map(|lineage| lineage.step);
-    let parent = Parent::of(step, checkpoint.digests().map(StateDigest::root))?;
+    let parent = Parent::new(step, checkpoint.digests().map(StateDigest::root))?;
     Some((parent, path.name().file_name()?.to_str()?.to_owned()))
 }

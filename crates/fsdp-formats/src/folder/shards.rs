@@ -67,5 +67,5 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
 
 /// Returns `true` if there is a directory of this name in a folder.
 fn is_directory(folder: &Location, name: &str) -> Result<bool, FileError> {
-    Ok(folder.join(name).storage().kind()? == Some(EntryKind::Directory))
+    Ok(folder.join(name).storage()?.kind()? == Some(EntryKind::Directory))
 }

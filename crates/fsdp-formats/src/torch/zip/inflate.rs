@@ -12,7 +12,7 @@ use miniz_oxide::{DataFormat, MZError, MZFlush, MZStatus};
 use super::Record;
 use crate::error::FormatError;
 use crate::formats::assembled::Packed;
-use crate::storage::read_at::{ReadAt, beyond_the_end};
+use crate::storage::read_at::{ReadAt, end_within};
 
 /// The bytes of input that are read at once.
 const INPUT: u64 = 64 << 10;
@@ -222,12 +222,7 @@ impl ReadAt for Inflated<'_> {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        if offset
-            .checked_add(dst.len() as u64)
-            .is_none_or(|end| end > self.record.length)
-        {
-            return Err(beyond_the_end(offset, dst.len()));
-        }
+        end_within(self.record.length, offset, dst.len() as u64)?;
         if dst.is_empty() {
             return Ok(());
         }
