@@ -201,8 +201,8 @@ impl Environment {
     /// Reads the place of a process from variables that `get` returns. Empty ones count as absent.
     ///
     /// ```
-    /// use fsdp_comm::{Environment, Launcher}; let variables = [("OMPI_COMM_WORLD_RANK", "1"),
-    /// ("OMPI_COMM_WORLD_SIZE", "2"), ("SLURM_PROCID", "0"),
+    /// use fsdp_comm::{Environment, Launcher};
+    /// let variables = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("SLURM_PROCID", "0"),
     ///     ("MASTER_ADDR", "node1")];
     /// let environment = Environment::from_variables(|name| {
     ///     variables.iter().find(|variable| variable.0 == name).map(|variable| variable.1.to_owned())

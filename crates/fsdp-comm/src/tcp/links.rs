@@ -17,9 +17,10 @@
 //! A new connection goes through these steps, after the handshake:
 //!
 //! ```text
-//! A (connects) B (admits) offers the connection: a heartbeat ───▶ takes that first frame, and
-//! registers the connection registers the connection ◀─── answers with a frame, a heartbeat if it
-//! has nothing else to send sends frames ◀──▶ sends frames
+//! A (connects)                                B (admits)
+//! offers the connection: a heartbeat  ───▶    takes that first frame, and registers the connection
+//! registers the connection            ◀───    answers with a frame, a heartbeat if it has nothing else to send
+//! sends frames                        ◀──▶    sends frames
 //! ```
 
 use std::collections::HashSet;

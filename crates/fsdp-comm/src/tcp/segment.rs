@@ -1,11 +1,11 @@
 //! Shared memory that one rank of a group owns and all ranks of the group map.
 //!
 //! ```text
-//! words of the owner: token, rounds arrived at, chunks published, rounds planned, the verdict,
-//! lengths of its two records two notifications (futexes): a count that goes up at every change,
-//! and the number of ranks that wait for the next change for each reader: chunks consumed | the
-//! place of its chunks of this round: number of the first, offset, size two records, of rounds with
-//! even and with odd numbers two windows, of chunks with even and with odd numbers
+//! words of the owner: token, rounds arrived at, chunks published, rounds planned, the verdict, lengths of its two records
+//! two notifications (futexes): a count that goes up at every change, and the number of ranks that wait for the next change
+//! for each reader: chunks consumed | the place of its chunks of this round: number of the first, offset, size
+//! two records, of rounds with even and with odd numbers
+//! two windows, of chunks with even and with odd numbers
 //! ```
 //!
 //! The protocol, in the modules `shared` and `chunks`, says who writes and reads what at which
