@@ -18,7 +18,7 @@ use fsdp_state::{
     StateValue, flatten_state_dict, is_part_of, load_state, set_element,
 };
 
-use crate::CheckpointError;
+use crate::error::CheckpointError;
 use crate::load::{LOAD, fill};
 use crate::source::CheckpointSource;
 
