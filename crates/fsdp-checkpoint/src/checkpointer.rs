@@ -219,7 +219,7 @@ impl Checkpointer {
     /// removes old checkpoints. One that is not a step of the run, or that has no digest, becomes
     /// no parent.
     fn record_save(&mut self, step: Option<u64>, report: &SaveReport) {
-        self.parent = Parent::of(step, report.digest).or(self.parent);
+        self.parent = Parent::new(step, report.digest).or(self.parent);
         self.start_pruning(step);
     }
 
@@ -437,7 +437,7 @@ impl Checkpointer {
             // parent: what this run saved or loaded before is not its parent, because the state now
             // comes from elsewhere.
             None => (
-                Parent::of(recorded, checkpoint.digests().map(StateDigest::root)),
+                Parent::new(recorded, checkpoint.digests().map(StateDigest::root)),
                 Some(path),
             ),
         };

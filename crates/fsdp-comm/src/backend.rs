@@ -52,9 +52,29 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Returns the part that moves GPU memory, if the backend has one.
     #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&crate::nccl::NcclBackend> {
+    fn device(&self) -> Option<&dyn DeviceTransfer> {
         None
     }
+}
+
+/// The part of a backend that moves GPU memory.
+#[cfg(feature = "nccl")]
+pub(crate) trait DeviceTransfer {
+    /// Returns the number of the GPU.
+    fn ordinal(&self) -> usize;
+
+    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
+    /// the stream. When this returns, with or without an error, the GPU no longer touches the
+    /// memory of the call.
+    ///
+    /// # Errors
+    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
+    fn transfer(
+        &self,
+        round: &Round<'_>,
+        call: crate::nccl::library::Movement,
+        stream: &cudarc::driver::CudaStream,
+    ) -> Result<(), CommError>;
 }
 
 /// The ranks of a group.

@@ -255,9 +255,9 @@ impl ProcessGroup {
         }
     }
 
-    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`, with the
-    /// root's output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices). All
-    /// ranks give all counts.
+    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`, with
+    /// the root's output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices).
+    /// All ranks give all counts.
     ///
     /// # Errors
     /// The same as [`gather`](Self::gather); counts that differ between ranks.

@@ -14,11 +14,11 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
+use crate::backend::DeviceTransfer;
 use crate::collectives::{check, sum};
 use crate::element::Element;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
-use crate::nccl::NcclBackend;
 use crate::nccl::library::{Movement, number};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
@@ -85,7 +85,7 @@ impl<'a, T: Element> DeviceSliceMut<'a, T> {
 #[derive(Clone, Copy)]
 pub struct DeviceGroup<'g> {
     group: &'g ProcessGroup,
-    nccl: &'g NcclBackend,
+    transfer: &'g dyn DeviceTransfer,
 }
 
 impl std::fmt::Debug for DeviceGroup<'_> {
@@ -101,8 +101,11 @@ impl ProcessGroup {
     /// host memory.
     #[must_use]
     pub fn device(&self) -> Option<DeviceGroup<'_>> {
-        let nccl = self.nccl()?;
-        Some(DeviceGroup { group: self, nccl })
+        let transfer = self.device_transfer()?;
+        Some(DeviceGroup {
+            group: self,
+            transfer,
+        })
     }
 }
 
@@ -110,7 +113,7 @@ impl DeviceGroup<'_> {
     /// Returns the number of the GPU whose memory this rank's slices must be in.
     #[must_use]
     pub fn ordinal(&self) -> usize {
-        self.nccl.ordinal
+        self.transfer.ordinal()
     }
 
     /// Does the same as [`ProcessGroup::all_gather_into`].
@@ -391,7 +394,7 @@ impl DeviceGroup<'_> {
         movement: Option<Movement>,
     ) -> Result<(), CommError> {
         turn.transfer(moved, |round| match movement {
-            Some(movement) => self.nccl.transfer(round, movement, stream),
+            Some(movement) => self.transfer.transfer(round, movement, stream),
             None => Ok(()),
         })
     }

@@ -15,9 +15,6 @@ use crate::sync::lock;
 use crate::traffic::Traffic;
 use crate::wire;
 
-/// The time that an operation may take unless [`ProcessGroup::with_deadline`] says otherwise.
-pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
-
 /// The largest payload that a rank sends along with its record.
 pub(crate) const INLINE_BYTES: usize = 4096;
 
@@ -364,7 +361,7 @@ impl Turn<'_> {
 
 #[cfg(feature = "nccl")]
 impl ProcessGroup {
-    pub(crate) fn nccl(&self) -> Option<&crate::nccl::NcclBackend> {
+    pub(crate) fn device_transfer(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
         self.shared.backend.device()
     }
 }

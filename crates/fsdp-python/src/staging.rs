@@ -10,8 +10,8 @@ use fsdp_formats::checkpoint::check_replaceable;
 use fsdp_formats::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_formats::storage::{self, Durable};
 use fsdp_formats::writer::{
-    PayloadSource, RankWritten, WriteOptions, decode_item, describe_item, finish_encoded,
-    write_rank,
+    PayloadSource, RankItems, RankWritten, WriteOptions, decode_item, describe_item,
+    finish_encoded, write_rank,
 };
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
@@ -152,10 +152,16 @@ impl Staging {
             digests,
             ..WriteOptions::default()
         };
+        let rank_items = RankItems {
+            rank,
+            plan: &plan,
+            selection: &selection,
+            source: &items,
+        };
         let outcome = py.detach(|| {
             self.lock()
                 .as_ref()
-                .map(|staging| write_rank(staging, rank, &plan, &selection, &items, &options))
+                .map(|staging| write_rank(staging, &rank_items, &options, None))
         });
         let written = outcome
             .ok_or_else(finished)?

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::access::{Key, Secret};
 use crate::blocking::read_exact;
 use crate::buffer::zeroed;
-use crate::group::DEFAULT_DEADLINE;
+use crate::deadline::DEFAULT_DEADLINE;
 use crate::wire;
 
 /// The longest key of the store, in bytes.

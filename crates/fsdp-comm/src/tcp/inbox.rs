@@ -166,8 +166,9 @@ impl InboxState {
         }
     }
 
-    /// Records that this process runs. If that was last recorded long ago, the process was stopped, and
-    /// then the others are not to blame for their silence: what they sent has not been read yet.
+    /// Records that this process runs. If that was last recorded long ago, the process was stopped,
+    /// and then the others are not to blame for their silence: what they sent has not been read
+    /// yet.
     pub(super) fn beat(&mut self, now: Instant) {
         if now.saturating_duration_since(self.last_beat) > SILENCE {
             self.resumed = Some(now);
@@ -300,8 +301,8 @@ impl InboxState {
         self.lost.retain(|&lost| lost != to);
     }
 
-    /// Records that this rank needs the rank `of`. From now on its silence counts, although there may
-    /// be no connection yet.
+    /// Records that this rank needs the rank `of`. From now on its silence counts, although there
+    /// may be no connection yet.
     pub(super) fn expect(&mut self, of: usize, now: Instant) {
         self.ranks[of].last_frame_received.get_or_insert(now);
     }

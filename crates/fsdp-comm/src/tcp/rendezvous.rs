@@ -128,8 +128,7 @@ pub(super) fn meet(
 ) -> Result<Arc<Node>, CommError> {
     let connections = connect_all(participant, &store, shared_memory)
         .map_err(|error| participant.give_up(&store, error))?;
-    Node::start(participant, connections, store)
-        .map_err(|error| participant.io("start its threads", &error))
+    Node::start(connections, store).map_err(|error| participant.io("start its threads", &error))
 }
 
 /// Publishes this rank's address, and connects it to its neighbours, in a small job to all other
@@ -187,6 +186,9 @@ fn connect_all(
         Some((directory, acceptor))
     };
     Ok(Connections {
+        rank: participant.rank,
+        deadline: participant.deadline,
+        direct_up_to: participant.direct_up_to,
         hosts: ranks.into_iter().map(|rank| rank.host).collect(),
         streams,
         later,
@@ -264,8 +266,8 @@ impl Participant {
         self.missing(vec![0], format!("rank 0 is gone: {error}"))
     }
 
-    /// Returns the error because of the first rank that has ended its connection to the store. It is
-    /// probably the reason why others have.
+    /// Returns the error because of the first rank that has ended its connection to the store. It
+    /// is probably the reason why others have.
     fn departed(&self, first: usize) -> CommError {
         self.missing(
             vec![first],

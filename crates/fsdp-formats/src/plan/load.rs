@@ -148,7 +148,7 @@ pub enum LoadPlanError {
 /// // Saved in two chunks of 8, wanted: elements 4..12.
 /// let chunk = |at| Chunk { bounds: TensorBox::new(vec![at], vec![8]), stored: None };
 /// let mut saved = Metadata::default();
-/// let properties = TensorProperties::of(DType::F32);
+/// let properties = TensorProperties::new(DType::F32);
 /// saved.entries.insert(
 ///     "w".into(),
 ///     Entry::Tensor(TensorEntry { properties, shape: vec![16], chunks: vec![chunk(0), chunk(8)] }),

@@ -70,7 +70,7 @@ impl LocalPlan {
         shape: Vec<usize>,
         boxes: Vec<TensorBox>,
     ) {
-        let properties = TensorProperties::of(dtype);
+        let properties = TensorProperties::new(dtype);
         let content = WriteContent::Tensor {
             properties,
             shape,
@@ -93,7 +93,7 @@ impl LocalPlan {
         dtype: DType,
         shape: Vec<usize>,
     ) {
-        let (properties, boxes) = (TensorProperties::of(dtype), vec![TensorBox::whole(&shape)]);
+        let (properties, boxes) = (TensorProperties::new(dtype), vec![TensorBox::whole(&shape)]);
         let content = WriteContent::Tensor {
             properties,
             shape,

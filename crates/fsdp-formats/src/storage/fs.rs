@@ -131,7 +131,7 @@ impl Durable {
                     Ok(done)
                 }),
         };
-        outcome.map_err(FileError::io(operation, path))
+        outcome.map_err(|error| FileError::io(operation, path, error))
     }
 
     /// Creates one directory, whose parent must exist. Returns `false` if it existed already.
@@ -162,14 +162,14 @@ impl Durable {
             return Ok(());
         };
         self.create_directories(parent)?;
-        let is_there = self.files.is_directory(path);
-        if !is_there {
+        let existed = self.files.is_directory(path);
+        if !existed {
             self.create_directory(path)?;
         }
         match self.sync_directory(parent_of(path)) {
             // The directory existed before, and it is somebody else's, or its file system has no
             // syncs.
-            Err(FileError::Io { source, .. }) if is_there && is_refused(&source) => Ok(()),
+            Err(FileError::Io { source, .. }) if existed && is_refused(&source) => Ok(()),
             synced => synced,
         }
     }
@@ -303,15 +303,18 @@ pub(super) fn parent_of(path: &Path) -> &Path {
 /// Returns the directory that `target` lies in, and the prefix of the names there that belong to
 /// it: `.NAME.`.
 pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileError> {
-    let name = target
-        .file_name()
+    let name = utf8_name("write to", target)?;
+    Ok((parent_of(target).to_owned(), format!(".{name}.")))
+}
+
+/// Returns the last part of a path; an error of this operation if that has no name in UTF-8.
+pub(super) fn utf8_name<'p>(operation: &'static str, path: &'p Path) -> Result<&'p str, FileError> {
+    path.file_name()
         .and_then(|name| name.to_str())
         .ok_or_else(|| {
-            let error =
-                std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-            FileError::io("write to", target)(error)
-        })?;
-    Ok((parent_of(target).to_owned(), format!(".{name}.")))
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "it has no name in UTF-8");
+            FileError::io(operation, path, error)
+        })
 }
 
 /// Returns `true` if `text` has the form of a nonce in a file name: 16 hexadecimal digits.

@@ -4,11 +4,11 @@ use crc32fast::Hasher;
 use fsdp_digest::{Part, Sum};
 use twox_hash::XxHash3_64;
 
-use super::layout::{Content, FileLayout, Placed};
+use super::layout::{Content, FileLayout, ItemLayout};
 use crate::error::FileError;
 use crate::payload::source::PayloadSource;
 use crate::payload::write::{
-    AT_ONCE, Done, PART, PlannedPayload, check_length, in_parallel, write_part,
+    AT_ONCE, Done, PartWriter, PlannedPayload, check_length, in_parallel, parts_of,
 };
 use crate::storage::StagedFile;
 use crate::storage::integrity::{FileIntegrity, block_length};
@@ -45,9 +45,10 @@ pub(super) fn write(
         file.writers(threads),
         Task::large_item,
         |task, buffer| run(file, layout, source, *task, buffer),
-        |item, crc| match Frame::new(layout, item, crc) {
-            Some(frame) => frame.write(file),
-            None => Ok(()),
+        |item, crc| {
+            let frame = Frame::new(layout, item, crc);
+            file.write_at(frame.from, &frame.head)?;
+            file.write_at(frame.end, &frame.tail)
         },
     )?;
     Ok((
@@ -61,12 +62,11 @@ fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
     let mut tasks = Vec::new();
     for (index, placed) in layout.items.iter().enumerate() {
         if let Some((_, length)) = placed.own_payload() {
-            let parts = (0..length.div_ceil(PART)).map(|part| Task::Part {
+            tasks.extend(parts_of(length).map(|part| Task::Part {
                 item: index,
-                start: part * PART,
-                end: (part * PART + PART).min(length),
-            });
-            tasks.extend(parts);
+                start: part.start,
+                end: part.end,
+            }));
             continue;
         }
         match tasks.last_mut() {
@@ -121,26 +121,31 @@ fn run(
         }
         Task::Part { item, start, end } => {
             let placed = &layout.items[item];
-            let (Some((payload, length)), Content::Tensor { bounds, place, .. }) =
+            let (Some((offset, length)), Content::Tensor { bounds, place, .. }) =
                 (placed.own_payload(), &placed.content)
             else {
-                return Ok(Done::default());
+                unreachable!("only a tensor with a payload of its own is written in parts");
             };
             let payload = PlannedPayload {
                 fqn: placed.fqn,
                 bounds,
-                offset: payload,
+                offset,
                 length,
                 place: place.as_ref(),
             };
-            write_part(file, &payload, start..end, source, true, buffer)
+            let writer = PartWriter {
+                file,
+                source,
+                with_checksum: true,
+            };
+            writer.write(&payload, start..end, buffer)
         }
     }
 }
 
 /// Appends a small item to the buffer, whole, and returns the sum over its elements.
 fn small_item(
-    placed: &Placed<'_>,
+    placed: &ItemLayout<'_>,
     source: &dyn PayloadSource,
     buffer: &mut Vec<u8>,
 ) -> Result<Sum, FileError> {
@@ -195,30 +200,24 @@ struct Frame {
 }
 
 impl Frame {
-    /// Returns the bytes around a tensor's payload, once its checksum `crc` is known; `None` for an
-    /// item that is not a tensor with its own payload.
-    fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Option<Self> {
+    /// Returns the bytes around the payload of a tensor that is written in parts, once its checksum
+    /// `crc` is known.
+    fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Self {
         let placed = &layout.items[item];
         let (Some((payload, length)), Content::Tensor { around, .. }) =
             (placed.own_payload(), &placed.content)
         else {
-            return None;
+            unreachable!("only a tensor with a payload of its own is written in parts");
         };
         let from = segment_start(layout, item);
         let mut head = vec![0; (placed.offset - from) as usize];
         head.extend_from_slice(&around.head(crc));
-        Some(Frame {
+        Frame {
             from,
             head,
             end: payload + length,
             tail: around.tail(crc),
-        })
-    }
-
-    /// Writes the bytes before the payload and those after it.
-    fn write(&self, file: &StagedFile) -> Result<(), FileError> {
-        file.write_at(self.from, &self.head)?;
-        file.write_at(self.end, &self.tail)
+        }
     }
 }
 
@@ -254,12 +253,10 @@ fn integrity<'t>(
                 if end < length {
                     continue;
                 }
-                let crc = std::mem::take(&mut crc).finalize();
-                if let Some(frame) = Frame::new(layout, item, crc) {
-                    integrity.push_bytes(&frame.head);
-                    integrity.push(length, block_length(length), std::mem::take(&mut hashes));
-                    integrity.push_bytes(&frame.tail);
-                }
+                let frame = Frame::new(layout, item, std::mem::take(&mut crc).finalize());
+                integrity.push_bytes(&frame.head);
+                integrity.push(length, block_length(length), std::mem::take(&mut hashes));
+                integrity.push_bytes(&frame.tail);
             }
         }
     }
@@ -271,7 +268,15 @@ fn parts<'t>(
     layout: &FileLayout<'_>,
     done: impl Iterator<Item = (&'t Task, &'t Done)>,
 ) -> Vec<Part> {
-    let mut parts: Vec<Part> = layout.items.iter().map(part_of_value).collect();
+    // The sums of a tensor are added to an empty part; the digest of a value is known already.
+    let mut parts: Vec<Part> = layout
+        .items
+        .iter()
+        .map(|item| match item.content {
+            Content::Value(_, digest) => Part::Value(digest),
+            Content::Tensor { .. } => Part::default(),
+        })
+        .collect();
     for (task, done) in done {
         match *task {
             Task::Batch { first, .. } => {
@@ -284,13 +289,4 @@ fn parts<'t>(
         }
     }
     parts
-}
-
-/// Returns the digest of an item that is a value; an empty part for a tensor, whose sums are added
-/// later.
-fn part_of_value(placed: &Placed<'_>) -> Part {
-    match placed.content {
-        Content::Value(_, digest) => Part::Value(digest),
-        Content::Tensor { .. } => Part::default(),
-    }
 }

@@ -24,7 +24,10 @@ pub(super) fn tree(files: &dyn FileSystem, root: &Path) -> Result<Vec<String>, F
             ));
         }
         let path = root.join(&directory);
-        for (name, kind) in files.list(&path).map_err(FileError::io("list", &path))? {
+        for (name, kind) in files
+            .list(&path)
+            .map_err(|error| FileError::io("list", &path, error))?
+        {
             let Some(utf8) = name.to_str() else {
                 return Err(refused(
                     root,
