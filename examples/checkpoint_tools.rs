@@ -43,8 +43,9 @@ fn main() -> Result<()> {
     let source = checkpoint::open(path.as_str(), OpenOptions { verify: true })?;
     println!("{}", source.format());
     for (name, tensor) in source.metadata().tensors() {
-        let (dtype, files) = (tensor.properties.dtype, tensor.chunks.len());
-        println!("{name}: {dtype} {:?} in {files} boxes", tensor.shape);
+        let dtype = tensor.properties.dtype;
+        let boxes = tensor.chunks.len();
+        println!("{name}: {dtype} {:?} in {boxes} boxes", tensor.shape);
         if dtype == DType::F32 && tensor.shape.len() == 2 {
             print_first_row(&*source, name, &tensor.shape)?;
         }

@@ -98,18 +98,17 @@ struct Transformer {
 
 impl Transformer {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        // A block is gathered for its forward and its backward only, and computes its activations
-        // again in the backward.
-        let block = |index: usize| {
-            scope
-                .pp("blocks")
-                .pp(index)
-                .unit(|scope| Ok(Recomputed::new(Block::new(scope)?)))
-        };
+        let mut blocks = Vec::new();
+        for index in 0..LAYERS {
+            // A block is gathered for its forward and its backward only, and computes its
+            // activations again in the backward.
+            let layer = scope.pp("blocks").pp(index);
+            blocks.push(layer.unit(|scope| Ok(Recomputed::new(Block::new(scope)?)))?);
+        }
         Ok(Transformer {
             tokens: embedding(TOKENS, WIDTH, scope.vb().pp("tokens"))?,
             positions: embedding(TIME, WIDTH, scope.vb().pp("positions"))?,
-            blocks: (0..LAYERS).map(block).collect::<candle_core::Result<_>>()?,
+            blocks,
             norm: RmsNorm::new(&scope.pp("norm"))?,
             head: linear_no_bias(WIDTH, TOKENS, scope.vb().pp("head"))?,
         })
@@ -118,7 +117,8 @@ impl Transformer {
     /// Returns the mean loss of rows of tokens, `[rows, TIME + 1]`: each token is the target of
     /// those before it.
     fn loss(&self, rows: &Tensor) -> candle_core::Result<Tensor> {
-        let (inputs, targets) = (rows.narrow(1, 0, TIME)?, rows.narrow(1, 1, TIME)?);
+        let inputs = rows.narrow(1, 0, TIME)?;
+        let targets = rows.narrow(1, 1, TIME)?;
         let positions = Tensor::arange(0, TIME as u32, rows.device())?;
         let mut x = self
             .tokens
@@ -138,12 +138,12 @@ impl Transformer {
 /// Returns this rank's rows of a step: token `t` of a row is `start + stride * t`, modulo the
 /// number of tokens.
 fn rows(group: &ProcessGroup, step: usize) -> candle_core::Result<Tensor> {
-    let mine = (0..ROWS).filter(|row| row % group.world_size() == group.rank());
-    let row = |row: usize| {
-        let (start, stride) = (row * 5 + step, 1 + row % 3);
-        (0..=TIME).map(move |t| ((start + stride * t) % TOKENS) as u32)
-    };
-    let tokens: Vec<u32> = mine.flat_map(row).collect();
+    let mut tokens = Vec::new();
+    for row in (group.rank()..ROWS).step_by(group.world_size()) {
+        let start = row * 5 + step;
+        let stride = 1 + row % 3;
+        tokens.extend((0..=TIME).map(|t| ((start + stride * t) % TOKENS) as u32));
+    }
     let count = tokens.len() / (TIME + 1);
     Tensor::from_vec(tokens, (count, TIME + 1), &Device::Cpu)
 }
@@ -180,10 +180,8 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
     }
     let parameters = model.parameters();
     if group.rank() == 0 {
-        let (kept, peak) = (
-            parameters.parameter_bytes(),
-            parameters.peak_parameter_bytes(),
-        );
+        let kept = parameters.parameter_bytes();
+        let peak = parameters.peak_parameter_bytes();
         println!("each rank keeps about {kept} bytes of parameters, and had at most {peak}");
     }
     Ok(())

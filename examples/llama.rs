@@ -75,13 +75,12 @@ fn generate(group: ProcessGroup, options: &Options) -> Result<Vec<u32>> {
     // The root stays whole until the next forward, unless told otherwise.
     parameters.reshard()?;
     if rank == 0 {
-        let names: Vec<&str> = parameters.fqns().collect();
-        let numel = |name: &&str| Ok(parameters.shape(name)?.iter().product::<usize>());
-        let whole: usize = names.iter().map(numel).sum::<Result<usize>>()?;
-        let (kept, peak) = (
-            parameters.parameter_bytes(),
-            parameters.peak_parameter_bytes(),
-        );
+        let mut whole = 0;
+        for name in parameters.fqns() {
+            whole += parameters.shape(name)?.iter().product::<usize>();
+        }
+        let kept = parameters.parameter_bytes();
+        let peak = parameters.peak_parameter_bytes();
         println!(
             "the model has {} bytes; this rank keeps {kept}, and had at most {peak}",
             whole * 4

@@ -131,9 +131,11 @@ struct Block {
 
 impl Block {
     fn new(config: &Config, scope: &Scope) -> candle_core::Result<Self> {
-        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+        let hidden = config.hidden_size;
+        let intermediate = config.intermediate_size;
         let kv = hidden / config.num_attention_heads * config.num_key_value_heads;
-        let (attention, mlp) = (scope.pp("self_attn"), scope.pp("mlp"));
+        let attention = scope.pp("self_attn");
+        let mlp = scope.pp("mlp");
         Ok(Block {
             input_norm: RmsNorm::new(config, &scope.pp("input_layernorm"))?,
             q: Lora::new(hidden, hidden, &attention.pp("q_proj"))?,
@@ -153,24 +155,15 @@ impl Block {
     fn forward(&self, x: &Tensor, cos: &Tensor, sin: &Tensor) -> candle_core::Result<Tensor> {
         let (rows, time, hidden) = x.dims3()?;
         let width = hidden / self.heads;
-        let by_head = |x: Tensor, heads: usize| {
-            x.reshape((rows, time, heads, width))?
-                .transpose(1, 2)?
-                .contiguous()
-        };
-        // A head of keys and values serves several heads of queries.
-        let repeat = |x: Tensor| {
-            let copies = vec![&x; self.heads / self.kv_heads];
-            Tensor::stack(&copies, 2)?.reshape((rows, self.heads, time, width))
-        };
         let input = self.input_norm.forward(x)?;
-        let q = ops::rope(&by_head(self.q.forward(&input)?, self.heads)?, cos, sin)?;
-        let k = repeat(ops::rope(
-            &by_head(self.k.forward(&input)?, self.kv_heads)?,
-            cos,
-            sin,
-        )?)?;
-        let v = repeat(by_head(self.v.forward(&input)?, self.kv_heads)?)?;
+        let q = by_head(&self.q.forward(&input)?, width)?;
+        let k = by_head(&self.k.forward(&input)?, width)?;
+        let v = by_head(&self.v.forward(&input)?, width)?;
+        // A head of keys and values serves several heads of queries.
+        let copies = self.heads / self.kv_heads;
+        let q = ops::rope(&q, cos, sin)?;
+        let k = repeated(&ops::rope(&k, cos, sin)?, copies)?;
+        let v = repeated(&v, copies)?;
         let attention =
             ops::scaled_dot_product_attention(&q, &k, &v, true, (width as f64).powf(-0.5))?;
         let x = (x + self
@@ -180,6 +173,20 @@ impl Block {
         let gated = (self.gate.forward(&input)?.silu()? * self.up.forward(&input)?)?;
         &x + self.down.forward(&gated)?
     }
+}
+
+/// Splits `[rows, time, heads * width]` into heads, `[rows, heads, time, width]`.
+fn by_head(x: &Tensor, width: usize) -> candle_core::Result<Tensor> {
+    let (rows, time, hidden) = x.dims3()?;
+    x.reshape((rows, time, hidden / width, width))?
+        .transpose(1, 2)?
+        .contiguous()
+}
+
+/// Repeats each head, `[rows, heads, time, width]`, as often as there are `copies`.
+fn repeated(x: &Tensor, copies: usize) -> candle_core::Result<Tensor> {
+    let (rows, heads, time, width) = x.dims4()?;
+    Tensor::stack(&vec![x; copies], 2)?.reshape((rows, heads * copies, time, width))
 }
 
 /// The Llama of candle-transformers with adapters, of operations that have gradients. Names are
@@ -196,16 +203,17 @@ struct Model {
 impl Model {
     fn new(config: &Config, scope: &Scope) -> candle_core::Result<Self> {
         let layers = scope.pp("model.layers");
-        let block = |index: usize| layers.pp(index).unit(|scope| Block::new(config, scope));
+        let mut blocks = Vec::new();
+        for index in 0..config.num_hidden_layers {
+            blocks.push(layers.pp(index).unit(|scope| Block::new(config, scope))?);
+        }
         Ok(Model {
             tokens: embedding(
                 config.vocab_size,
                 config.hidden_size,
                 scope.vb().pp("model.embed_tokens"),
             )?,
-            blocks: (0..config.num_hidden_layers)
-                .map(block)
-                .collect::<candle_core::Result<_>>()?,
+            blocks,
             norm: RmsNorm::new(config, &scope.pp("model.norm"))?,
             head: linear_no_bias(
                 config.hidden_size,
@@ -221,15 +229,15 @@ impl Model {
     fn forward(&self, tokens: &Tensor) -> candle_core::Result<Tensor> {
         let time = tokens.dim(1)?;
         let half = self.width / 2;
-        let frequency = |index: usize| {
-            self.rope_theta
-                .powf(-2.0 * index as f64 / self.width as f64) as f32
-        };
-        let frequencies =
-            Tensor::from_iter((0..half).map(frequency), tokens.device())?.reshape((1, half))?;
+        let frequencies = (0..half).map(|index| {
+            let exponent = -2.0 * index as f64 / self.width as f64;
+            self.rope_theta.powf(exponent) as f32
+        });
+        let frequencies = Tensor::from_iter(frequencies, tokens.device())?.reshape((1, half))?;
         let positions = Tensor::arange(0f32, time as f32, tokens.device())?.reshape((time, 1))?;
         let angles = positions.matmul(&frequencies)?;
-        let (cos, sin) = (angles.cos()?, angles.sin()?);
+        let cos = angles.cos()?;
+        let sin = angles.sin()?;
         let mut x = self.tokens.forward(tokens)?;
         for block in &self.blocks {
             x = block.run(|block| block.forward(&x, &cos, &sin))?;

@@ -7,7 +7,7 @@
 //! cargo run -p fsdp-examples --bin pytorch -- --load step-20 --save step-30
 //! ```
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use candle_core::{Device, Module, Tensor};
 use candle_nn::{Linear, linear};
 use clap::Parser;
@@ -61,15 +61,14 @@ fn train(group: &ProcessGroup, options: &Options) -> Result<()> {
         .values
         .plain_at(&["step"])
         .and_then(PlainValue::as_int)
-        .unwrap_or(0);
+        .context("`step` is no number")?;
     let rows = ROWS / group.world_size();
     let mut loss = [f64::NAN];
     for step in begin..begin + STEPS {
-        let (x, y) = batch(step)?;
-        let (x, y) = (
-            x.narrow(0, group.rank() * rows, rows)?,
-            y.narrow(0, group.rank() * rows, rows)?,
-        );
+        // Each rank computes its part of the batch.
+        let (all_x, all_y) = batch(step)?;
+        let x = all_x.narrow(0, group.rank() * rows, rows)?;
+        let y = all_y.narrow(0, group.rank() * rows, rows)?;
         let mine = run.model.forward(|(first, last)| {
             (last.forward(&first.forward(&x)?.tanh()?)? - &y)?
                 .sqr()?

@@ -49,15 +49,14 @@ struct Net {
 
 impl Net {
     fn new(scope: &Scope) -> candle_core::Result<Self> {
-        let layer = |index: usize| {
-            scope
-                .pp("hidden")
-                .pp(index)
-                .unit(|scope| linear(HIDDEN, HIDDEN, scope.vb()))
-        };
+        let mut hidden = Vec::new();
+        for index in 0..3 {
+            let layer = scope.pp("hidden").pp(index);
+            hidden.push(layer.unit(|scope| linear(HIDDEN, HIDDEN, scope.vb()))?);
+        }
         Ok(Net {
             first: linear(INPUTS, HIDDEN, scope.vb().pp("first"))?,
-            hidden: (0..3).map(layer).collect::<candle_core::Result<_>>()?,
+            hidden,
             last: linear(HIDDEN, 1, scope.vb().pp("last"))?,
         })
     }

@@ -234,8 +234,8 @@ impl Checkpointer {
 
     /// Checks that every rank can save to the run's directory, which is made if it does not exist.
     /// Each rank writes a small file there, and all of these are removed. Call it before training,
-    /// so that steps are not lost because the first save fails. Collectives: a broadcast of a result
-    /// and an agreement.
+    /// so that steps are not lost because the first save fails. Collectives: a broadcast of a
+    /// result and an agreement.
     ///
     /// # Errors
     /// The same on every rank: the errors of the storage.
@@ -424,7 +424,8 @@ impl Checkpointer {
         let name = name.into();
         let named = name.step();
         let path = self.location(name);
-        let (group, checkpoint) = open(LOAD, &path, &self.group, &self.options.load)?;
+        let group = with_storage_deadline(&self.group, self.options.load.deadline);
+        let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
         let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let in_memory = self.step_of_memory(&path);
         let recorded = checkpoint.lineage().map(|lineage| lineage.step);

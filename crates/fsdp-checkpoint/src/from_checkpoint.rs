@@ -14,6 +14,7 @@ use fsdp_state::{LoadError as _, LoadOptions, Schema, Source as _, StateError, l
 
 use crate::CheckpointError;
 use crate::load::open;
+use crate::save::with_storage_deadline;
 use crate::source::CheckpointSource;
 use crate::stateful::model_prefix;
 
@@ -90,19 +91,20 @@ pub fn from_checkpoint<M>(
     options: &FromCheckpointOptions,
     build: impl FnOnce(&Scope) -> CandleResult<M>,
 ) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
-    let (with_deadline, checkpoint) = open(OPERATION, &path.into(), &group, &options.load)?;
-    from_open(group, &with_deadline, config, &*checkpoint, options, build)
+    let with_deadline = with_storage_deadline(&group, options.load.deadline);
+    let checkpoint = open(OPERATION, &path.into(), &with_deadline, &options.load)?;
+    from_open(group, config, &*checkpoint, options, build)
 }
 
 /// Builds a model from a checkpoint that every rank has opened.
 fn from_open<M>(
     group: ProcessGroup,
-    with_deadline: &ProcessGroup,
     config: FsdpConfig,
     checkpoint: &dyn Checkpoint,
     options: &FromCheckpointOptions,
     build: impl FnOnce(&Scope) -> CandleResult<M>,
 ) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
+    let with_deadline = with_storage_deadline(&group, options.load.deadline);
     let mut source = CheckpointSource::new(checkpoint);
     let names = StateDictOptions {
         fqn_renames: options.fqn_renames.clone(),
@@ -110,7 +112,7 @@ fn from_open<M>(
     };
     let prefix = model_prefix(source.schema());
     let found = shapes(source.schema(), &prefix, &names);
-    let shapes = CheckpointError::agree(with_deadline, OPERATION, None, found)?;
+    let shapes = CheckpointError::agree(&with_deadline, OPERATION, None, found)?;
     let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
     let prefixes = StatePrefixes {
         model: Some(prefix),
@@ -120,7 +122,7 @@ fn from_open<M>(
         .with_names(|name| names.name_in_model(name), str::to_owned);
     load_state::<_, _, CheckpointError>(
         OPERATION,
-        with_deadline,
+        &with_deadline,
         &mut source,
         &mut target,
         &options.load,
@@ -176,14 +178,9 @@ mod tests {
         let read = run_local(4, |group| {
             let reader = CheckpointReader::open(&path).unwrap();
             let options = FromCheckpointOptions::default();
-            let model = from_open(
-                group.clone(),
-                &group,
-                FsdpConfig::default(),
-                &reader,
-                &options,
-                |scope| scope.vb().get((512, 1024), "weight"),
-            );
+            let model = from_open(group, FsdpConfig::default(), &reader, &options, |scope| {
+                scope.vb().get((512, 1024), "weight")
+            });
             drop(model.unwrap());
             reader.bytes_read()
         })

@@ -138,18 +138,15 @@ fn load_from(
     fill(&*checkpoint, state, &group, options, in_place)
 }
 
-/// Opens a checkpoint on every rank of a group, and returns it with the group, which now has the
-/// deadline of the load. For callers that may communicate in other ways before they load.
-/// Collective: one agreement.
+/// Opens a checkpoint on every rank of a group, for callers that may communicate in other ways
+/// before they load. Collective: one agreement.
 pub(crate) fn open(
     operation: &str,
     path: &Location,
     group: &ProcessGroup,
     options: &LoadOptions,
-) -> Result<(ProcessGroup, Box<dyn Checkpoint>), CheckpointError> {
-    let group = with_storage_deadline(group, options.deadline);
-    let checkpoint = CheckpointError::agree(&group, operation, None, open_here(path, options))?;
-    Ok((group, checkpoint))
+) -> Result<Box<dyn Checkpoint>, CheckpointError> {
+    CheckpointError::agree(group, operation, None, open_here(path, options))
 }
 
 /// Opens a checkpoint on this rank. No communication.

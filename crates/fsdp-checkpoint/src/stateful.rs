@@ -137,8 +137,8 @@ const AVERAGE: &str = "average";
 /// run without optimizers. Names that begin with `model.` in a format of flat keys are the model's
 /// own, as in Hugging Face's files.
 ///
-/// A load may be limited to some of these keys, with [`LoadOptions::only`]. Model and optimizers are
-/// loaded as a whole or not at all.
+/// A load may be limited to some of these keys, with [`LoadOptions::only`]. Model and optimizers
+/// are loaded as a whole or not at all.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -286,10 +286,11 @@ impl<M> TrainState<M> {
             .into());
         }
         if options.only.is_some() {
-            let has_model_only = model_prefix(source.schema()).is_empty();
+            // A checkpoint that holds no more than a model has its names without the key.
+            let takes_model = options.includes(MODEL) && model_prefix(source.schema()).is_empty();
             (source, _) = source.without(|key| {
-                let is_model = has_model_only && !is_part_of(key, OPTIM);
-                !options.includes(if is_model { MODEL } else { key })
+                let is_model = takes_model && !is_part_of(key, OPTIM);
+                !is_model && !options.includes(key)
             });
         }
         // Step 2: leave out what a load that is not strict need not take.
@@ -424,7 +425,7 @@ impl<M> TrainState<M> {
 
 /// A load into a run that this rank is ready for.
 struct PreparedLoad<'c> {
-    /// What the checkpoint has of it.
+    /// The checkpoint, limited to what is loaded.
     source: CheckpointSource<'c>,
     /// The run's values, and the states of sampler, scaler and average.
     values: StateDict,
@@ -450,7 +451,8 @@ fn saved_part(
     key: &str,
 ) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
-    part.extend(values.get(key).map(|here| (key, here.clone())));
+    let here = values.get(key).expect("the run has the part");
+    part.insert(key, here.clone());
     let mut positions = Vec::new();
     let mut paths = Vec::new();
     for (position, (path, _)) in source.schema().iter().enumerate() {
@@ -462,7 +464,7 @@ fn saved_part(
     for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
         set_element(&mut part, path, value)?;
     }
-    Ok(part.remove(key).map(dict_of).unwrap_or_default())
+    Ok(dict_of(part.remove(key).expect("the part was inserted")))
 }
 
 /// Returns the state of a part of the run as a dict. A value that has taken its place in a

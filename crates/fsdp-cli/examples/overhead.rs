@@ -61,7 +61,8 @@ fn measure(group: ProcessGroup) -> Result<(Duration, Duration), NnError> {
     })?;
     let mut sharded_optimizer =
         Optimizer::new(sharded.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
-    let (mut plain_times, mut sharded_times) = (Vec::new(), Vec::new());
+    let mut plain_times = Vec::new();
+    let mut sharded_times = Vec::new();
     for step in 0..WARM_UP + STEPS {
         let (tokens, targets) =
             BATCHES.batch(&text, BATCHES.rows_of(step), (0, 0), &Device::Cpu)?;
@@ -96,7 +97,8 @@ fn measure_check(group: ProcessGroup) -> Result<(Duration, Duration), Checkpoint
         FullyShardedDataParallel::new(group.clone(), config, |scope| Gpt::new(scope, &CONFIG))?;
     let optimizer = Optimizer::new(model.parameters(), Algorithm::AdamW(AdamOptions::adamw()))?;
     let mut run = TrainState::new(model, vec![optimizer]);
-    let (mut step_times, mut check_times) = (Vec::new(), Vec::new());
+    let mut step_times = Vec::new();
+    let mut check_times = Vec::new();
     for step in 0..WARM_UP + STEPS {
         let (tokens, targets) = batches
             .batch(

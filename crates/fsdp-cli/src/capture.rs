@@ -19,6 +19,7 @@ thread_local! {
 ///
 /// The command stops where it can once `stop` is not 0; the number counts as that of a signal.
 pub(crate) fn run<T>(stop: Arc<AtomicUsize>, command: impl FnOnce() -> T) -> (T, Vec<u8>) {
+    // The capture is that of this thread only: other threads of the program may print.
     CAPTURE.set(Some(Capture {
         output: Vec::new(),
         stop,

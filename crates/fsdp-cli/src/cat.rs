@@ -109,6 +109,7 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
     if !source.metadata().entries.contains_key(name) {
         return Err(no_such_key(name, source.metadata()));
     }
+    // An object of an unknown type is never built. What it is made of can be shown all the same.
     let opaque = source.opaque_type(name)?;
     match source.metadata().tensor(name) {
         // The dtype and the shape of an opaque tensor do not tell what it is.
@@ -216,6 +217,7 @@ impl NamedTensor<'_> {
     /// # Errors
     /// There are too many for one object.
     fn elements(&self) -> Result<Vec<Value>> {
+        // All elements of one JSON object are in memory at once, here and in whatever reads them.
         let limit = MAX_JSON_ELEMENTS;
         let elements = inspect::bytes(self.entry) / self.dtype().size_in_bytes();
         ensure!(elements <= limit, UsageError::TooLarge { elements, limit });
@@ -265,6 +267,7 @@ impl NamedTensor<'_> {
     /// Writes the tensor to a new NumPy file, which appears whole or not at all.
     fn write_npy(&self, path: &Path) -> Result<()> {
         let header = npy_header(self.dtype(), &self.entry.shape)?;
+        // The staged file is created beside it and renamed, so nothing that reads it sees a half.
         check_free(path, false)?;
         let staging = Durable::new().prepare(path, false)?;
         let mut at = header.len() as u64;
@@ -295,6 +298,7 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
             values.extend(integers.iter().map(|&b| Value::from(u64::from_le_bytes(b))));
         }
         DType::Complex32 | DType::Complex64 | DType::Complex128 => {
+            // A complex number is two floats of half its size, one after the other.
             let part = match dtype {
                 DType::Complex32 => DType::F16,
                 DType::Complex64 => DType::F32,
@@ -318,6 +322,7 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
 
 /// Returns a complex number as Python writes it without parentheses, such as `1.5-2.0j`.
 fn complex(real: f64, imaginary: f64, single: bool) -> String {
+    // NaN has a sign bit too, which nobody wants to see.
     let has_minus = imaginary.is_sign_negative() && !imaginary.is_nan();
     let plus = if has_minus { "" } else { "+" };
     if single {
@@ -397,6 +402,7 @@ fn value_json(value: &PlainValue) -> Value {
             items.iter().map(value_json).collect()
         }
         PlainValue::Dict(items) => {
+            // JSON has only text as keys.
             let named: Option<serde_json::Map<_, _>> = items
                 .iter()
                 .map(|(key, value)| Some((key.as_str()?.to_owned(), value_json(value))))
@@ -429,6 +435,7 @@ fn value_json(value: &PlainValue) -> Value {
 
 impl Stats {
     fn new(census: &Census) -> Self {
+        // Without a finite element, the extremes are still those that the count began with.
         let finite = (census.count > census.nan + census.infinite).then_some(census);
         Stats {
             count: census.count,
@@ -489,6 +496,7 @@ fn npy_header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>> {
     let descr = numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?;
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
     let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
+    // NumPy maps files into memory, and aligns the elements to 64 bytes for that.
     let width = (dict.len() + AROUND).next_multiple_of(64) - AROUND;
     let length = u16::try_from(width + 1).context("a shape of too many dimensions")?;
     let mut header = b"\x93NUMPY\x01\x00".to_vec();

@@ -55,6 +55,7 @@ pub(crate) struct DiffArguments {
 /// Parses the option `--tolerance`.
 fn tolerance(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
+    // NaN would make all numbers equal, or none.
     if value.is_finite() && value >= 0.0 {
         Ok(value)
     } else {
@@ -108,6 +109,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     }
     let mut second: &dyn Checkpoint = &*second_opened;
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
+    // Without globs all keys are compared, and there is no need for views that leave none out.
     let views;
     if !arguments.include.is_empty() || !arguments.exclude.is_empty() {
         let first_keys = first.metadata().entries.keys();
@@ -125,6 +127,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     }
     let mut differences = Vec::new();
     let mut add = |name: &str, difference| differences.push(DifferenceRow::new(name, &difference));
+    // Digests tell only whether bits are equal: not by how much they differ, nor where.
     let reads = arguments.full || arguments.heatmap || arguments.tolerance > 0.0;
     let by_digests = !reads && diff::diff_digests(first, second, &mut add)?;
     if !by_digests {
@@ -141,6 +144,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         )?;
     }
     differences.sort_by(|a, b| natural::compare(&a.name, &b.name));
+    // Keys of both count once.
     let first_keys = &first.metadata().entries;
     let second_keys = second.metadata().entries.keys();
     let only_in_second = second_keys.filter(|key| !first_keys.contains_key(*key));
@@ -165,6 +169,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
             "compared by the digests that both have recorded, no data was read; `--full` reads it",
         );
     }
+    // The verdict is for people; scripts look at the exit code.
     if comparison.equal {
         output::talk(&format!("equal: {compared} tensors and values"));
         return Ok(());
@@ -186,6 +191,7 @@ fn list(
 ) -> Result<()> {
     for row in differences {
         output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
+        // Only where elements differ is there something to draw: other shapes have no common grid.
         if pictures && row.elements.is_some() {
             for line in heatmap::lines(first, second, &row.name)? {
                 output::data(&format!("  {line}"))?;

@@ -57,6 +57,7 @@ struct Digests {
 pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let checkpoint = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
     let path = arguments.path.to_string();
+    // Recorded digests cost nothing but may be stale; computed ones read every byte.
     let computed;
     let (from, state) = if !arguments.recorded {
         computed = digest(&*checkpoint, arguments.threads.count())?;
@@ -84,6 +85,7 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
             each,
         });
     }
+    // The digest of all comes last, where it stands above the next prompt.
     let mut lines = Vec::new();
     if arguments.each {
         let mut digests: Vec<_> = state.iter().collect();

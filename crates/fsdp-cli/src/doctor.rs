@@ -141,6 +141,7 @@ pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
 /// Looks at the environment and at this machine. Whatever is missing is no error, but gets a hint.
 fn examine() -> MachineReport {
     let mut hints = Vec::new();
+    // The launcher comes first: most jobs that do not start fail because of its variables.
     let found = Environment::from_env();
     let fault = match &found {
         Ok(found) => found.check_identity().err(),
@@ -156,6 +157,7 @@ fn examine() -> MachineReport {
         Ok(found) => (Some(Launcher::from(found)), None),
         Err(error) => (None, Some(error.to_string())),
     };
+    // Ranks of one host lend each other memory if the system lets them, and use sockets otherwise.
     let shared_memory = shared_memory();
     if let Err(error) = &shared_memory {
         hints.push(format!(
@@ -173,6 +175,7 @@ fn examine() -> MachineReport {
         }
         libraries.insert(name, library);
     }
+    // A build without the right features is the most common reason for a GPU that stays idle.
     if !gpus.is_empty() {
         let build =
             "`cargo build --release --features nccl` makes one, and `cargo xtask gpu` tries it";
@@ -196,6 +199,7 @@ fn examine() -> MachineReport {
         backends: backends.into(),
         launcher,
         launcher_error,
+        // Reports are pasted into issues, so the secret itself is in no field.
         secret: std::env::var_os("FSDP_SECRET").is_some_and(|secret| !secret.is_empty()),
         variables: VARIABLES
             .iter()
@@ -203,6 +207,7 @@ fn examine() -> MachineReport {
             .collect(),
         cpu_cores: std::thread::available_parallelism().ok().map(usize::from),
         memory_bytes: memory::of_machine(),
+        // Each rank has a socket to every other one, so a low limit keeps large jobs from starting.
         open_files: getrlimit(Resource::Nofile).current,
         dev_shm_bytes: statvfs("/dev/shm")
             .ok()
@@ -239,6 +244,7 @@ impl From<Environment> for Launcher {
 fn shared_memory() -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
 
+    // Ranks open each other's segments through `/proc`, which containers may forbid.
     let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create("fsdp-doctor", flags)?;
     rustix::fs::ftruncate(&file, 4096)?;
@@ -281,6 +287,7 @@ fn is_gpu(path: &Path) -> bool {
 /// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually
 /// search.
 fn library(name: &str) -> Option<PathBuf> {
+    // The linker looks into the variable first, so what it would load comes first here too.
     let mut directories = Vec::new();
     if let Some(given) = std::env::var_os("LD_LIBRARY_PATH") {
         directories.extend(std::env::split_paths(&given));
@@ -302,6 +309,7 @@ impl MachineReport {
             };
             rows.push(("backend", format!("{name}: {is_here}")));
         }
+        // Either there is a launcher, or a reason why there is none.
         if let Some(launcher) = &self.launcher {
             let Launcher {
                 name,

@@ -104,6 +104,7 @@ pub fn report(
     let program = std::iter::once(OsString::from("fsdp"));
     let arguments: Vec<OsString> = program.chain(arguments).collect();
     let command = parse(&arguments).map_err(Error::from)?;
+    // Commands that print text, or run until a signal ends them, have no report to return.
     if !command.runs_inside() {
         return Err(anyhow!(
             "this command does not run inside another program: use the command `fsdp`"

@@ -165,6 +165,7 @@ pub(crate) struct Damaged {
 /// Returns the end of the message: the same distinctions as in [`Damaged::exit_code`].
 const fn found(unread: bool, unsupported: bool) -> &'static str {
     match (unread, unsupported) {
+        // Files that the system does not let us read may be sound: that is said first.
         (true, _) => "could not be read",
         (false, true) => "could not be checked",
         (false, false) => "is damaged",
@@ -174,6 +175,8 @@ const fn found(unread: bool, unsupported: bool) -> &'static str {
 impl Damaged {
     /// Returns the exit code for all problems together: files that could not be read come first.
     pub(crate) const fn exit_code(&self) -> u8 {
+        // The first that holds decides: whoever cannot read the files learns nothing about their
+        // content.
         match (self.unread, self.unsupported, self.incomplete) {
             (true, ..) => exit_codes::IO,
             (false, true, _) => exit_codes::UNSUPPORTED_VERSION,

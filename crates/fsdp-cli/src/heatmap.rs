@@ -73,6 +73,7 @@ impl Heat {
             cells: vec![0.0; rows * columns],
         };
         let mut at = 0;
+        // Tensors may be larger than memory.
         while at < numel {
             let end = numel.min(at + PIECE);
             let first_values = values(first, name, entry, at..end)?;

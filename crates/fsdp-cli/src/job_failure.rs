@@ -158,6 +158,8 @@ const MAX_DIFFERENCES: usize = 50;
 
 /// Returns the lines as a list below a message, of which only the first are shown.
 fn list(lines: &[String]) -> String {
+    // A model of another size differs in every tensor, and thousands of lines would hide the
+    // message.
     let mut list: String = lines
         .iter()
         .take(MAX_DIFFERENCES)
@@ -171,9 +173,11 @@ fn list(lines: &[String]) -> String {
 
 /// Returns the exit code of an error that only jobs have.
 pub(crate) fn exit_code(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
+    // Options that cannot work together are the user's to change, like those that clap refuses.
     if cause.is::<JobError>() || cause.is::<GptConfigError>() {
         return Some(exit_codes::USAGE);
     }
+    // A launcher is transparent: whoever waits for it sees the exit code of the rank that failed.
     if let Some(ended) = cause.downcast_ref::<RankEnded>() {
         return Some(ended.code);
     }
@@ -183,6 +187,8 @@ pub(crate) fn exit_code(cause: &(dyn std::error::Error + 'static)) -> Option<u8>
     if cause.is::<OtherModel>() {
         return Some(exit_codes::DIFFERENCE);
     }
+    // The operating system's error is its cause, and may be of a kind with another code; that the
+    // run has no place to save is what counts.
     if cause.is::<Unwritable>() {
         return Some(exit_codes::IO);
     }
@@ -241,6 +247,7 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static
 
 /// Returns `true` if an error only passes on that another rank failed or was lost.
 pub(crate) fn is_about_others(error: &Error) -> bool {
+    // Libraries wrap the error of a lost rank in their own types, so each of these is looked into.
     error.chain().any(|cause| {
         cause.is::<CommError>()
             || matches!(

@@ -66,6 +66,7 @@ impl<'a> Keys<'a> {
     }
 
     fn selects(&self, key: &str) -> bool {
+        // `--exclude` beats `--include`: whoever gives both wants a part of a part.
         let is_included = match &self.include {
             Some(include) => include.set.is_match(key),
             None => true,
@@ -79,6 +80,7 @@ impl<'a> Keys<'a> {
         if !self.selects(key) {
             return Rename::Drop;
         }
+        // Only the first rule counts, so a special rule can stand before a general one.
         let renamed = self.rules.iter().find_map(|rule| apply(rule, key));
         match (renamed, self.prefix) {
             (None, None) => Rename::Keep,
@@ -94,6 +96,7 @@ impl<'a> Keys<'a> {
     /// # Errors
     /// A glob that matches no key, which is probably a mistake.
     pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
+        // Only the first is told: the others are likely to have the same slip.
         if let Some(include) = &self.include
             && let Some(glob) = include.unused(keys).first()
         {
@@ -115,6 +118,7 @@ impl<'a> Keys<'a> {
         if selected.is_empty() && !metadata.entries.is_empty() {
             bail!(UsageError::NothingSelected);
         }
+        // The globs are checked against all keys, and not against those that other globs leave.
         self.check_include(keys.clone())?;
         for glob in self.exclude.unused(keys) {
             output::talk(&format!("`--exclude {}` matches no key", escaped(glob)));
@@ -125,6 +129,7 @@ impl<'a> Keys<'a> {
                 bail!(UsageError::UnusedRule { rule });
             }
         }
+        // No format has a name for a tensor without a name.
         let empty = Rename::To(String::new());
         ensure!(
             !selected.iter().any(|key| self.rename(key) == empty),
@@ -161,6 +166,7 @@ impl<'a> Globs<'a> {
     fn unused<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Vec<&'a str> {
         let mut is_used = vec![false; self.globs.len()];
         for key in keys {
+            // One pass over the keys finds all unused globs, however many there are.
             for index in self.set.matches(key) {
                 is_used[index] = true;
             }
@@ -192,6 +198,7 @@ const LEAST_SIMILAR: f64 = 0.7;
 /// `None` if no key is like it.
 pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
     let mut like = Vec::new();
+    // A checkpoint may have millions of keys, and this only helps with a slip.
     for other in metadata.entries.keys().take(MOST_COMPARED) {
         let similarity = similarity(key, other);
         if similarity > LEAST_SIMILAR {
@@ -228,6 +235,7 @@ fn is_end_of(part: &str, whole: &str) -> bool {
 /// Returns the new key, if the rule fits.
 fn apply((old, new): &(String, String), key: &str) -> Option<String> {
     let rest = key.strip_prefix(old.as_str())?;
+    // `model` must not rename `models`: a rule fits a key only at the end of a part.
     let whole = rest.is_empty() || rest.starts_with('.') || old.ends_with('.');
     whole.then(|| format!("{new}{rest}"))
 }

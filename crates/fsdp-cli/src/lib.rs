@@ -241,9 +241,7 @@ fn prepare_training(arguments: &train::TrainArguments) {
     // The pad is not larger because glibc uses the whole of it before it joins the small free
     // blocks that aligned ones leave between them, so each refused connection would add to the
     // memory of the thread that listens.
-    if cfg!(not(feature = "mimalloc")) {
-        keep_freed_memory(16 << 20);
-    }
+    keep_freed_memory(16 << 20);
 }
 
 /// Lets glibc keep freed memory for later allocations. By default it gives large blocks back to the

@@ -49,6 +49,7 @@ struct LoggedCheckpoint {
 pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     let run = arguments.run.to_string();
     let mut links = chain(&arguments.run)?;
+    // Chains are found from the oldest on, but the newest is what a reader looks for.
     links.reverse();
     let broken = links
         .iter()
@@ -68,6 +69,7 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         let lines: Vec<String> = links.iter().flat_map(lines).collect();
         output::lines(&lines)
     })?;
+    // The list is printed whole before this error: it shows where the chain is broken.
     ensure!(broken == 0, Broken { run, count: broken });
     Ok(())
 }
@@ -89,6 +91,8 @@ fn lines(link: &Link) -> Vec<String> {
     let digest = or_word(link.digest, "no digest");
     let mut lines = vec![format!("{}  {digest}", escaped(&link.name))];
     if let Some(lineage) = &link.lineage {
+        // A checkpoint without a parent is the first of its run, or of a run that started from
+        // weights alone.
         let parent = match lineage.parent {
             Some(parent) => format!("from step {} {}", parent.step, parent.digest),
             None => "begins the run".to_owned(),

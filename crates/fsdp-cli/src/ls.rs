@@ -53,6 +53,8 @@ struct ListedCheckpoint {
 /// # Errors
 /// A folder that cannot be listed.
 pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
+    // One that cannot be opened is listed too: a run with a damaged checkpoint is when this command
+    // is needed.
     let checkpoints: Vec<ListedCheckpoint> = steps_of_run(&arguments.run)?
         .into_iter()
         .map(ListedCheckpoint::new)
@@ -64,6 +66,7 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
             checkpoints,
         });
     }
+    // An empty list on stdout is data; that it is empty is told on stderr.
     if checkpoints.is_empty() {
         output::talk(&no_checkpoints(&arguments.run));
     }
@@ -87,6 +90,7 @@ impl ListedCheckpoint {
         match checkpoint::open(&found.path, OpenOptions::default()) {
             Ok(opened) => {
                 listed.format = Some(opened.format().name());
+                // The sizes come from a file that may be damaged, so their sum must not overflow.
                 for (_, tensor) in opened.metadata().tensors() {
                     listed.tensors += 1;
                     listed.bytes = listed.bytes.saturating_add(inspect::bytes(tensor));

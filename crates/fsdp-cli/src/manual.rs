@@ -38,6 +38,7 @@ pub(crate) fn completions(arguments: &CompletionsArguments, mut command: Command
 /// # Errors
 /// There is no such command, or stdout cannot be written.
 pub(crate) fn man(arguments: &ManArguments, mut command: Command) -> Result<()> {
+    // Only a built command has the options that clap adds, such as `--help`.
     command.build();
     let page = match &arguments.command {
         None => command,

@@ -58,6 +58,7 @@ impl MapArguments {
         let Some(name) = &self.map else {
             return Ok(None);
         };
+        // A map names sizes that differ from model to model, such as the number of heads.
         let values = self.values(places);
         let parsed = match Map::builtin(name, &values) {
             Some(map) => map,
@@ -147,6 +148,7 @@ fn config_values(source: &Location) -> Values {
     let Some(config) = config.as_ref().and_then(text_config) else {
         return values;
     };
+    // Architectures have different names for the same size. The first that is there counts.
     for (name, key) in CONFIG_KEYS {
         // A key that is missing, or is no size, leaves the name without a value.
         if let Some(number) = config.get(key).and_then(serde_json::Value::as_u64)

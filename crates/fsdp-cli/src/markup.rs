@@ -23,6 +23,7 @@ svg .paper{fill:var(--paper)}svg .none{fill:none;stroke:var(--line)}svg .several
 /// direction of text are shown as codes.
 pub(crate) fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
+    // First what acts on a reader, such as text from right to left, then what acts on HTML.
     for c in escaped(text).chars() {
         match c {
             '&' => safe.push_str("&amp;"),

@@ -32,6 +32,7 @@ pub(crate) fn check_free(path: &Path, overwrite: bool) -> Result<(), UsageError>
 /// # Errors
 /// Something is there that may not be replaced; the storage's errors.
 pub(crate) fn write(path: &Path, bytes: &[u8], overwrite: bool) -> Result<()> {
+    // It is written under another name first, so a reader sees all of it or nothing.
     let staging = Durable::new().prepare(path, overwrite)?;
     let file = staging.create_single(bytes.len() as u64)?;
     file.write_at(0, bytes)?;

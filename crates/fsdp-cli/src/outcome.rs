@@ -50,6 +50,7 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     if let Some(FileError::Opaque { .. }) = cause.downcast_ref() {
         return Some(exit_codes::OPAQUE);
     }
+    // A damaged checkpoint may have several kinds of problems: it has chosen among them.
     if let Some(damaged) = cause.downcast_ref::<Damaged>() {
         return Some(damaged.exit_code());
     }

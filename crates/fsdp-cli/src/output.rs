@@ -43,6 +43,7 @@ pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
     if capture::keep(bytes) {
         return Ok(());
     }
+    // A pipe whose reader has seen enough is another matter than a full disk.
     match write_stdout(bytes) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(StdoutClosed.into()),
         written => written.context("failed to write to stdout"),
@@ -61,6 +62,7 @@ fn write_stdout(bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// The same as [`data`].
 pub(crate) fn lines(lines: &[String]) -> Result<()> {
+    // An empty list is no output at all, rather than an empty line.
     if lines.is_empty() {
         return Ok(());
     }

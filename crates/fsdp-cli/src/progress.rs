@@ -38,9 +38,11 @@ pub(crate) struct ProgressLines {
 impl Progress {
     /// Creates a progress bar on a terminal, and lines now and then elsewhere.
     pub(crate) fn new(bytes: u64, wanted: bool) -> Self {
+        // A program that embeds this command owns the terminal.
         if !wanted || capture::is_on() {
             return Progress::Hidden;
         }
+        // Logs of jobs have no cursor: a bar would fill them with copies of itself.
         if !is_terminal() {
             return Progress::Lines(ProgressLines::new(bytes));
         }
@@ -97,6 +99,7 @@ impl ProgressLines {
 
     /// Returns the line after so many bytes and so much time.
     fn line(&self, done: u64, elapsed: Duration) -> String {
+        // The mean over all time is steadier than that of the last seconds, which depend on caches.
         let rate = done as f64 / elapsed.as_secs_f64().max(1e-9);
         let left = self.total.saturating_sub(done) as f64 / rate.max(1.0);
         format!(

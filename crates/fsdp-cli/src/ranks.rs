@@ -72,6 +72,8 @@ impl Ranks {
         rank: usize,
         f: impl FnOnce() -> T + Send,
     ) -> Result<T, CommError> {
+        // candle finds the pool of the thread that calls it, so work of this rank stays on its own
+        // threads.
         let pool = ThreadPoolBuilder::new()
             .num_threads(self.threads_per_rank())
             .stack_size(LocalRanks::default().stack_bytes)

@@ -90,6 +90,7 @@ impl Picture {
             .iter()
             .map(|(attribute, length)| format!(" {attribute}=\"{}\"", rounded(*length)))
             .collect();
+        // Elements without a style have no attributes but their place.
         let gap = if style.is_empty() { "" } else { " " };
         self.elements.push_str(&format!(
             "<{name}{lengths}{gap}{style}>{content}</{name}>\n"
@@ -104,6 +105,7 @@ impl Picture {
 
     /// Returns the picture as a file of its own, in the styles of pages.
     pub(crate) fn into_file(mut self, heading: &str, width: f64, height: f64) -> String {
+        // A file of its own has nobody to define the styles, so it brings them, and a background.
         self.elements = format!(
             "<style>\n{STYLE}</style>\n<rect class=\"paper\" width=\"{width}\" height=\"{height}\"/>\n{}",
             self.elements

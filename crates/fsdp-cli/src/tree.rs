@@ -21,6 +21,7 @@ pub(super) fn tree<'a>(
 ) -> Vec<String> {
     let mut root = Node::default();
     for (key, what, bytes) in entries {
+        // Each node on the way to a leaf counts it, so every line has the sums below it.
         let tensors = usize::from(what.is_some());
         let mut node = &mut root;
         node.add(tensors, bytes);

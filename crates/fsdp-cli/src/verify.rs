@@ -9,7 +9,6 @@ use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::ErrorKind;
 use fsdp_layout::with_causes;
-use fsdp_tools::sign::Signed;
 use fsdp_tools::verify::{self, Level, Report};
 use serde::Serialize;
 
@@ -122,9 +121,17 @@ struct NotFinite<'a> {
 /// The checkpoint is damaged; the report is written all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
+    // With `--json` there is an object on stdout whatever happens: for an error that ends the check
+    // early it has this error as its only problem.
     let json = arguments.work.json;
     // Check the signature first: until then nothing in the files can be trusted.
-    let signed = match signature(arguments) {
+    let checked = match (&arguments.signature, &arguments.public_key) {
+        (Some(signature), Some(key)) => {
+            sign::check(&arguments.path, signature, key, &arguments.work).map(Some)
+        }
+        _ => Ok(None),
+    };
+    let signed = match checked {
         Err(error) => {
             if json {
                 let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
@@ -157,6 +164,8 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let mut report =
         verify::verify_on_threads(&*source, level, threads, Some(&|bytes| bar.add(bytes)))?;
     drop(bar);
+    // Hashes of damaged files would make the damage look right from now on, so only a checkpoint
+    // without problems gets them.
     if arguments.seal && report.is_ok() && !report.has_integrity {
         let bar = Progress::new(bytes(&*source), shows_progress);
         verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
@@ -164,6 +173,8 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         drop(bar);
         output::talk(&format!("sealed `{path}`"));
     }
+    // Files that no save has written are no damage, but whoever wonders about the size of the
+    // directory wants to know of them.
     let unknown_files = verify::unknown_files(&*source)?
         .iter()
         .map(|file| file.display().to_string())
@@ -171,6 +182,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let mut finding = Finding::new(path.clone(), &report);
     finding.unknown_files = unknown_files;
     finding.signed = signed.as_ref().map(SignedFiles::from);
+    // The exit code must not depend on how much of the report was read.
     output::read_or_not(if json {
         output::json(&finding)
     } else {
@@ -178,9 +190,11 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         lines.extend(finding.lines());
         output::lines(&lines)
     })?;
+    // One problem is enough for the message: the report above has all of them.
     let Some(first) = report.problems.first() else {
         return Ok(());
     };
+    // A file that is missing tells of an interrupted copy, which has another remedy than damage.
     let incomplete = match &first.file {
         Some(name) => matches!(source.directory().has(name), Ok(false)),
         None => false,
@@ -213,14 +227,6 @@ fn report_only_problem(path: String, error: String) -> Result<()> {
     output::read_or_not(output::json(&finding))
 }
 
-/// Checks the signature, if one is asked for.
-fn signature(arguments: &VerifyArguments) -> Result<Option<Signed>> {
-    let (Some(signature), Some(key)) = (&arguments.signature, &arguments.public_key) else {
-        return Ok(None);
-    };
-    sign::check(&arguments.path, signature, key, &arguments.work).map(Some)
-}
-
 /// Returns the number of bytes of all items, as stored.
 fn bytes(source: &dyn Checkpoint) -> u64 {
     // The lengths come from a file that may be damaged.
@@ -242,6 +248,7 @@ impl<'a> Finding<'a> {
         });
         Finding {
             schema: SCHEMA,
+            // Where nothing but the kind of some items is wrong, the checkpoint may well be sound.
             is_unsupported: report
                 .problems
                 .iter()

@@ -20,6 +20,7 @@ pub(crate) struct Threads {
 impl Threads {
     /// Returns the number of threads to use: by default one for each core of the machine.
     pub(crate) fn count(&self) -> usize {
+        // Reading waits for storage more than for cores, but hashing and casting do not.
         self.threads
             .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, NonZeroUsize::get))
     }

@@ -52,9 +52,29 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     /// Returns the part that moves GPU memory, if the backend has one.
     #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&crate::nccl::NcclBackend> {
+    fn device(&self) -> Option<&dyn DeviceTransfer> {
         None
     }
+}
+
+/// The part of a backend that moves GPU memory.
+#[cfg(feature = "nccl")]
+pub(crate) trait DeviceTransfer {
+    /// Returns the number of the GPU.
+    fn ordinal(&self) -> usize;
+
+    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
+    /// the stream. When this returns, with or without an error, the GPU no longer touches the
+    /// memory of the call.
+    ///
+    /// # Errors
+    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
+    fn transfer(
+        &self,
+        round: &Round<'_>,
+        call: crate::nccl::library::Movement,
+        stream: &cudarc::driver::CudaStream,
+    ) -> Result<(), CommError>;
 }
 
 /// The ranks of a group.
@@ -265,18 +285,6 @@ pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&
 }
 
 impl Plan<'_> {
-    /// Returns `true` if this rank reads bytes of `rank`.
-    #[must_use]
-    pub(crate) fn reads(&self, rank: usize) -> bool {
-        !self.from[rank].is_empty()
-    }
-
-    /// Returns `true` if `rank` reads bytes of this rank.
-    #[must_use]
-    pub(crate) fn is_read_by(&self, rank: usize) -> bool {
-        !self.to[rank].is_empty()
-    }
-
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
     pub(crate) fn moved(&self, rank: usize) -> (usize, usize) {

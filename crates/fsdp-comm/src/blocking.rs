@@ -21,6 +21,8 @@ pub(crate) fn write_all(
     until: Instant,
 ) -> io::Result<()> {
     while !bytes.is_empty() {
+        // The timeout of a socket is that of each call, so it is set again to the time that is
+        // left.
         stream.set_write_timeout(Some(left(until)))?;
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),

@@ -255,9 +255,9 @@ impl ProcessGroup {
         }
     }
 
-    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`, with the
-    /// root's output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices). All
-    /// ranks give all counts.
+    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`, with
+    /// the root's output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices).
+    /// All ranks give all counts.
     ///
     /// # Errors
     /// The same as [`gather`](Self::gather); counts that differ between ranks.
@@ -293,13 +293,13 @@ impl ProcessGroup {
             self.check_root_only("an output", root, given, sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
+        // Only the root has outputs, and only to the root does any rank send.
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             let mut to = vec![0..0; counts.len()];
             to[root] = 0..size_of_val(input);
-            let from = if outputs.is_some() {
-                whole_inputs::<T>(counts)
-            } else {
-                vec![0..0; counts.len()]
+            let received = match outputs {
+                Some(_) => counts.to_vec(),
+                None => vec![0; counts.len()],
             };
             let outputs = outputs
                 .into_iter()
@@ -309,8 +309,8 @@ impl ProcessGroup {
                 pattern: Pattern::Gather { root },
                 longest: longest::<T>(counts),
                 to,
-                from,
-                destination: copy_into::<T>(outputs, counts),
+                from: whole_inputs::<T>(&received),
+                destination: copy_into::<T>(outputs, &received),
             }))
         })
     }
@@ -656,6 +656,7 @@ fn copy_into<'p, T>(
         let mut missing = count * size_of::<T>();
         let mut slices = Vec::new();
         while missing > 0 {
+            // Outputs without elements are passed over here.
             if rest.is_empty() {
                 rest = outputs
                     .next()
@@ -676,6 +677,7 @@ fn copy_into<'p, T>(
 /// Returns the destination that reduces the pieces of all ranks into `output`.
 fn reduce_into<T: Element>(output: &mut [T], op: ReduceOp) -> Destination<'_> {
     Destination::Reduce(Box::new(move |offset, pieces| {
+        // Blocks begin at multiples of 64 bytes, so no element is cut.
         let start = offset / size_of::<T>();
         let numel = pieces[0].len() / size_of::<T>();
         T::reduce(op, pieces, &mut output[start..start + numel]);

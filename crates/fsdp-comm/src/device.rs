@@ -14,11 +14,11 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
+use crate::backend::DeviceTransfer;
 use crate::collectives::{check, sum};
 use crate::element::Element;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
-use crate::nccl::NcclBackend;
 use crate::nccl::library::{Movement, number};
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
@@ -85,7 +85,7 @@ impl<'a, T: Element> DeviceSliceMut<'a, T> {
 #[derive(Clone, Copy)]
 pub struct DeviceGroup<'g> {
     group: &'g ProcessGroup,
-    nccl: &'g NcclBackend,
+    transfer: &'g dyn DeviceTransfer,
 }
 
 impl std::fmt::Debug for DeviceGroup<'_> {
@@ -101,8 +101,11 @@ impl ProcessGroup {
     /// host memory.
     #[must_use]
     pub fn device(&self) -> Option<DeviceGroup<'_>> {
-        let nccl = self.nccl()?;
-        Some(DeviceGroup { group: self, nccl })
+        let transfer = self.device_transfer()?;
+        Some(DeviceGroup {
+            group: self,
+            transfer,
+        })
     }
 }
 
@@ -110,7 +113,7 @@ impl DeviceGroup<'_> {
     /// Returns the number of the GPU whose memory this rank's slices must be in.
     #[must_use]
     pub fn ordinal(&self) -> usize {
-        self.nccl.ordinal
+        self.transfer.ordinal()
     }
 
     /// Does the same as [`ProcessGroup::all_gather_into`].
@@ -126,11 +129,13 @@ impl DeviceGroup<'_> {
         let numel = input.numel;
         let call = call::<T>(Operation::AllGather, vec![numel], None);
         let arguments = check(&call, || {
+            // On one stream the call comes after the work that fills the input.
             self.check_streams(&[input.stream, output.stream])?;
             self.group
                 .check_numel("the output", output.numel, times(numel, ranks)?)
         });
         let turn = self.group.begin(call, arguments)?;
+        // A gather copies bytes, so it works for types that NCCL does not know too.
         let (count, dtype) = as_counted::<T>(numel);
         let movement = Movement::AllGather {
             send: input.address,
@@ -273,6 +278,7 @@ impl DeviceGroup<'_> {
                 .check_root_only("an output", root, given, times(input.numel, ranks)?)
         });
         let turn = self.group.begin(call, arguments)?;
+        // NCCL has no gather: every rank sends to the root, and receives nothing.
         let mut send = vec![(input.address, 0); ranks];
         send[root].1 = bytes;
         let receive = match output {
@@ -307,6 +313,7 @@ impl DeviceGroup<'_> {
             )
         });
         let turn = self.group.begin(call, arguments)?;
+        // NCCL has no scatter: every rank receives from the root, and sends nothing.
         let send = match input {
             Some(input) => pieces(input.address, &vec![bytes; ranks]),
             None => vec![(0, 0); ranks],
@@ -387,7 +394,7 @@ impl DeviceGroup<'_> {
         movement: Option<Movement>,
     ) -> Result<(), CommError> {
         turn.transfer(moved, |round| match movement {
-            Some(movement) => self.nccl.transfer(round, movement, stream),
+            Some(movement) => self.transfer.transfer(round, movement, stream),
             None => Ok(()),
         })
     }

@@ -225,6 +225,8 @@ impl Environment {
                            torchrun, mpirun, srun or an indexed Kubernetes job";
             return Err(error("RANK", message));
         };
+        // The rank and the size come first: all other variables make sense only for a rank of a
+        // job.
         let (rank, world_size) = variables.place(names)?;
         let master_port = variables
             .number("MASTER_PORT")?
@@ -236,6 +238,7 @@ impl Environment {
             ));
         }
         let job = variables.job(names.job);
+        // The address of rank 0 may depend on everything else, so it is found last.
         let mut environment = Environment {
             launcher: names.launcher,
             rank,
@@ -267,6 +270,7 @@ impl Environment {
     /// are all on one host meet at its loopback address, whatever `MASTER_ADDR` is.
     #[must_use]
     pub fn master(&self) -> String {
+        // Nobody outside of this host can reach the loopback address, so no secret is needed there.
         if self.is_on_one_host()
             && self.secret.is_none()
             && !self.insecure

@@ -71,6 +71,8 @@ impl Turn<'_> {
         };
         let mut planned = None;
         self.round(fault, sizes, &first, |records| {
+            // The sizes come from the records of others, and are checked before anything is
+            // reserved.
             let found = Routes::new(records, global_ranks, &name, pattern)?;
             let fits = found.longest_round() <= ROUND_BYTES;
             if fits {

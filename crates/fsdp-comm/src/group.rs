@@ -15,9 +15,6 @@ use crate::sync::lock;
 use crate::traffic::Traffic;
 use crate::wire;
 
-/// The time that an operation may take unless [`ProcessGroup::with_deadline`] says otherwise.
-pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
-
 /// The largest payload that a rank sends along with its record.
 pub(crate) const INLINE_BYTES: usize = 4096;
 
@@ -214,7 +211,10 @@ impl ProcessGroup {
             call.label = self.label.as_deref().map(bounded);
         }
         progress.sequence += 1;
-        lock(&self.shared.totals.traffic).record_call(call.operation);
+        *lock(&self.shared.totals.traffic)
+            .collectives
+            .entry(call.operation)
+            .or_default() += 1;
         let deadline = self.deadline.min(MAX_DEADLINE);
         let mut turn = Turn {
             group: self,
@@ -361,7 +361,7 @@ impl Turn<'_> {
 
 #[cfg(feature = "nccl")]
 impl ProcessGroup {
-    pub(crate) fn nccl(&self) -> Option<&crate::nccl::NcclBackend> {
+    pub(crate) fn device_transfer(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
         self.shared.backend.device()
     }
 }
@@ -426,5 +426,52 @@ fn too_short(call: &Call, rank: usize, published: usize) -> CommError {
             ranks: vec![rank],
             call: format!("{call}, but published only {published} bytes"),
         }],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{HashMap, HashSet};
+
+    use fsdp_layout::DeviceMesh;
+
+    use super::*;
+    use crate::run_local;
+
+    /// Returns the number of a group, and its ranks.
+    fn identity(group: &ProcessGroup) -> (u64, Vec<usize>) {
+        let members = group.shared.backend.members();
+        (members.id, members.global_ranks.clone())
+    }
+
+    #[test]
+    fn no_two_groups_of_a_job_have_the_same_number() {
+        let groups_of_ranks = run_local(4, |world| {
+            let mesh = DeviceMesh::new(&[2, 2], &["replicate", "shard"], 4).unwrap();
+            let mut groups = vec![world.clone()];
+            for _ in 0..3 {
+                groups.extend(world.subgroup(&[0, 1, 3]).unwrap());
+                groups.extend(world.subgroup(&[2, 3]).unwrap());
+                groups.push(world.mesh_group(&mesh, 0).unwrap());
+                groups.push(world.mesh_group(&mesh, 1).unwrap());
+            }
+            // The ranks of these groups have made different numbers of groups before.
+            let pair = groups[groups.len() - 1].clone();
+            groups.extend(pair.subgroup(&[1]).unwrap());
+            groups.push(
+                pair.mesh_group(&DeviceMesh::new(&[2], &["shard"], 2).unwrap(), 0)
+                    .unwrap(),
+            );
+            groups.iter().map(identity).collect::<Vec<_>>()
+        });
+        let mut ranks_of_groups = HashMap::new();
+        for groups in groups_of_ranks.unwrap() {
+            let numbers: HashSet<u64> = groups.iter().map(|(number, _)| *number).collect();
+            assert_eq!(numbers.len(), groups.len(), "{groups:?}");
+            for (number, ranks) in groups {
+                let known = ranks_of_groups.entry(number).or_insert(ranks.clone());
+                assert_eq!(*known, ranks, "group {number}");
+            }
+        }
     }
 }

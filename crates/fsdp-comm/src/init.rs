@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use crate::backend_kind::BackendKind;
+use crate::deadline::DEFAULT_DEADLINE;
 use crate::environment::Environment;
 use crate::error::CommError;
-use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
+use crate::group::ProcessGroup;
 use crate::tcp::TcpOptions;
 
 /// Creates the group of all ranks of the job that a launcher started this process in. torch's

@@ -128,7 +128,7 @@ impl Backend for LinkedBackend {
     }
 
     #[cfg(feature = "nccl")]
-    fn device(&self) -> Option<&crate::nccl::NcclBackend> {
+    fn device(&self) -> Option<&dyn crate::backend::DeviceTransfer> {
         self.inner.device()
     }
 }

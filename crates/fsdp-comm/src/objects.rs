@@ -133,6 +133,7 @@ impl ProcessGroup {
             root: Some(root),
             ..Call::new(Operation::BroadcastResult)
         };
+        // A root with an error has no value, and needs none.
         let has_value = !matches!(outcome, Ok(None));
         let arguments = check(&call, || self.check_value(has_value, root));
         let mut turn = self.begin(call.clone(), arguments)?;
@@ -208,6 +209,8 @@ impl ProcessGroup {
         let mut turn = self.begin(call, Ok(()))?;
         let fault = outcome.as_ref().err().map(Fault::new);
         turn.round(fault, schema, &[], |records| {
+            // The hashes are not a part of the calls, so that the error for a difference says what
+            // differs.
             if records
                 .iter()
                 .all(|record| record.header.own == records[0].header.own)
@@ -217,7 +220,11 @@ impl ProcessGroup {
             let schemas = records
                 .iter()
                 .zip(self.global_ranks())
-                .map(|(record, &rank)| (rank, schema_name(&record.header.own)));
+                .map(|(record, &rank)| {
+                    let hashes = record.header.own.iter();
+                    let schema: String = hashes.map(|hash| format!("{hash:016x}")).collect();
+                    (rank, format!("schema {schema}"))
+                });
             Err(CommError::SchemaMismatch {
                 operation: operation.to_owned(),
                 schemas: RankCall::collect(schemas),
@@ -247,10 +254,4 @@ fn decode<T: DeserializeOwned>(call: &Call, bytes: &[u8]) -> Result<T, CommError
 /// Decodes the objects of all ranks.
 fn decode_all<T: DeserializeOwned>(call: &Call, objects: &[Vec<u8>]) -> Result<Vec<T>, CommError> {
     objects.iter().map(|bytes| decode(call, bytes)).collect()
-}
-
-/// Returns a schema for a message.
-fn schema_name(hashes: &[u64]) -> String {
-    let hashes: String = hashes.iter().map(|hash| format!("{hash:016x}")).collect();
-    format!("schema {hashes}")
 }

@@ -92,6 +92,7 @@ impl Turn<'_> {
             })?;
             Ok(None)
         })?;
+        // All ranks have taken part in the round above. Those outside of the group are done.
         let Some(rank) = ranks.iter().position(|&rank| rank == self.group.rank()) else {
             return Ok(None);
         };

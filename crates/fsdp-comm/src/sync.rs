@@ -1,5 +1,5 @@
-//! Locks that go on after a panic: what they protect is consistent at every moment at which a thread
-//! may panic.
+//! Locks that go on after a panic: what they protect is consistent at every moment at which a
+//! thread may panic.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

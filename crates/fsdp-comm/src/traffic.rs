@@ -41,11 +41,6 @@ impl Traffic {
         self.tensor_bytes_sent + self.tensor_bytes_received
     }
 
-    /// Counts a call of an operation.
-    pub(crate) fn record_call(&mut self, operation: Operation) {
-        *self.collectives.entry(operation).or_default() += 1;
-    }
-
     /// Counts the bytes of a tensor, or of objects, that went to other ranks and came from them.
     pub(crate) fn record_payload(&mut self, is_tensor: bool, sent: usize, received: usize) {
         let (sent_so_far, received_so_far) = if is_tensor {

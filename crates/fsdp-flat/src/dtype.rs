@@ -56,9 +56,15 @@ pub fn file_dtype(dtype: candle_core::DType) -> Result<DType, FlatError> {
 }
 
 /// Calls a generic function with the Rust type of a floating-point candle dtype:
-/// `with_float!(dtype, T => body, else other)`.
+/// `with_float!(dtype, T => body, else other)`. Without `else`, other dtypes are a bug of the
+/// caller's.
 #[macro_export]
 macro_rules! with_float {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        $crate::with_float!($dtype, $T => $body, else {
+            unreachable!("{:?} is none of the dtypes that are computed with", $dtype)
+        })
+    };
     ($dtype:expr, $T:ident => $body:expr, else $otherwise:expr) => {
         match $dtype {
             candle_core::DType::F32 => {

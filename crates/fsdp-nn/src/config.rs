@@ -1,5 +1,5 @@
-//! [`FsdpConfig`]: the options that decide how a model is sharded, and in which dtypes it is gathered,
-//! computed with and reduced.
+//! [`FsdpConfig`]: the options that decide how a model is sharded, and in which dtypes it is
+//! gathered, computed with and reduced.
 
 use std::fmt;
 use std::str::FromStr;

@@ -75,6 +75,8 @@ fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
             *sum += term(value);
         }
     }
+    // The lanes are independent sums, so that the loop can be vectorised. Their number is fixed,
+    // and so is the result.
     let rest: f64 = chunks.remainder().iter().map(|&value| term(value)).sum();
     lanes.iter().sum::<f64>() + rest
 }
@@ -93,6 +95,7 @@ pub(crate) fn update<T: Send + Sync, E: Send>(
     if !is_shared(param.len()) {
         return update(param, grad, states);
     }
+    // Cut all slices at the same places, so that each task has what belongs together.
     let mut states: Vec<_> = states
         .iter_mut()
         .map(|state| state.chunks_mut(TASK))

@@ -1,4 +1,4 @@
-//! Who gets the result of a collective function, and where.
+//! Options that say which ranks get the result of a collective function, and where.
 
 use std::fmt;
 

@@ -333,7 +333,8 @@ fn set_at(
         *slot = value;
         return Ok(());
     }
-    // An empty plain container, as a checkpoint has it for a dict without keys, cannot hold tensors.
+    // An empty plain container, as a checkpoint has it for a dict without keys, cannot hold
+    // tensors.
     if is_placeholder(slot) {
         *slot = container_for(rest);
     }

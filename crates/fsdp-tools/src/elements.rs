@@ -60,6 +60,7 @@ impl Census {
         if let Some(part) = parts_of_complex(dtype) {
             let mut parts = Vec::with_capacity(bytes.len() / part.size_in_bytes() as usize);
             for_each(part, bytes, &mut |value| parts.push(value));
+            // The two parts of a number are next to each other.
             for element in parts.as_chunks::<2>().0 {
                 self.count += 1;
                 if element.iter().any(|part| part.is_nan()) {
@@ -81,6 +82,7 @@ impl Census {
                 self.min = self.min.min(value);
                 self.max = self.max.max(value);
                 self.sum += value;
+                // Sums of differences from one element keep the digits that sums of squares lose.
                 let difference = value - *self.first.get_or_insert(value);
                 self.sum_from_first += difference;
                 self.squares_from_first += difference * difference;
@@ -108,12 +110,10 @@ impl Census {
 /// Calls `f` with each element as a number. Returns `false`, and calls nothing, if elements of this
 /// type are no real numbers.
 pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
-    fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), of: impl Fn([u8; N]) -> f64) {
-        bytes
-            .as_chunks::<N>()
-            .0
-            .iter()
-            .for_each(|element| f(of(*element)));
+    fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), decode: impl Fn([u8; N]) -> f64) {
+        for element in bytes.as_chunks::<N>().0 {
+            f(decode(*element));
+        }
     }
     match dtype {
         DType::Bool | DType::U8 | DType::QUInt8 => each(bytes, f, |[b]| f64::from(b)),
@@ -146,7 +146,7 @@ pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
 
 /// Returns the type of the two parts of a complex number; `None` for other types.
 #[must_use]
-pub fn parts_of_complex(dtype: DType) -> Option<DType> {
+pub(crate) fn parts_of_complex(dtype: DType) -> Option<DType> {
     match dtype {
         DType::Complex32 => Some(DType::F16),
         DType::Complex64 => Some(DType::F32),
@@ -173,6 +173,7 @@ fn float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f64 {
     let largest = (1 << exponent_bits) - 1;
     let exponent = i32::from(bits >> mantissa_bits) & largest;
     let mantissa = f64::from(bits & ((1 << mantissa_bits) - 1)) / f64::from(1 << mantissa_bits);
+    // The codes that are no numbers.
     match special {
         Special::Ieee if exponent == largest && mantissa == 0.0 => return sign * f64::INFINITY,
         Special::Ieee if exponent == largest => return f64::NAN,
@@ -180,6 +181,7 @@ fn float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f64 {
         Special::NegativeZeroIsNan if bits == 0x80 => return f64::NAN,
         _ => {}
     }
+    // The smallest exponent is that of subnormal numbers, which have no leading one.
     match exponent {
         0 => sign * mantissa * 2f64.powi(1 - bias),
         _ => sign * (1.0 + mantissa) * 2f64.powi(exponent - bias),

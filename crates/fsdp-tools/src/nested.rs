@@ -6,6 +6,8 @@ use std::collections::HashSet;
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
+use fsdp_formats::internals::Place;
+use fsdp_formats::metadata::Metadata;
 use fsdp_layout::PlainValue;
 use indexmap::IndexMap;
 
@@ -17,83 +19,83 @@ pub(crate) struct Nested {
     pub(crate) parts: IndexMap<String, Vec<(String, PlainValue)>>,
     /// The lists and tuples that were taken apart, by the keys that they would have in the other
     /// checkpoint.
-    pub(crate) sequences: Vec<(String, Sequence)>,
+    pub(crate) sequences: Vec<(String, Place<'static>)>,
     /// The keys in the other checkpoint that belong to a whole.
     pub(crate) in_other: HashSet<String>,
 }
 
-/// A list or a tuple of some length.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Sequence {
-    /// A list.
-    List(usize),
-    /// A tuple.
-    Tuple(usize),
-}
-
 impl Nested {
     /// Finds the values of `from` that `other` holds in parts.
-    pub(crate) fn of(from: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<Self, FileError> {
-        let there = &other.metadata().entries;
+    pub(crate) fn find(from: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<Self, FileError> {
         let mut nested = Nested::default();
-        for (fqn, _) in from
-            .metadata()
-            .values()
-            .filter(|(fqn, _)| !there.contains_key(*fqn))
-        {
-            let mut parts = Vec::new();
-            let mut sequences = Vec::new();
-            unfold(
-                from.describe_value(fqn)?,
-                fqn.to_owned(),
-                &|key| there.contains_key(key),
-                &mut parts,
-                &mut sequences,
-            );
-            let found = parts
-                .iter()
-                .map(|(key, _)| key)
-                .filter(|key| there.contains_key(*key));
+        for (fqn, _) in from.metadata().values() {
+            if other.metadata().entries.contains_key(fqn) {
+                continue;
+            }
+            let mut unfolded = Unfolded {
+                other: other.metadata(),
+                parts: Vec::new(),
+                sequences: Vec::new(),
+            };
+            unfolded.add(from.describe_value(fqn)?, fqn.to_owned());
+            // A value of which the other checkpoint has no part is merely missing there.
             let before = nested.in_other.len();
-            nested.in_other.extend(found.cloned());
+            for (key, _) in &unfolded.parts {
+                if other.metadata().entries.contains_key(key) {
+                    nested.in_other.insert(key.clone());
+                }
+            }
             if nested.in_other.len() > before {
-                nested.parts.insert(fqn.to_owned(), parts);
-                nested.sequences.extend(sequences);
+                nested.parts.insert(fqn.to_owned(), unfolded.parts);
+                nested.sequences.extend(unfolded.sequences);
             }
         }
         Ok(nested)
     }
 }
 
-/// Takes a value apart down to what the other checkpoint has, or to what holds nothing more.
-fn unfold(
-    value: PlainValue,
-    key: String,
-    is_there: &dyn Fn(&str) -> bool,
-    parts: &mut Vec<(String, PlainValue)>,
-    sequences: &mut Vec<(String, Sequence)>,
-) {
-    if is_there(&key) {
-        parts.push((key, value));
-        return;
-    }
-    match &value {
-        PlainValue::List(items) => sequences.push((key.clone(), Sequence::List(items.len()))),
-        PlainValue::Tuple(items) => sequences.push((key.clone(), Sequence::Tuple(items.len()))),
-        _ => {}
-    }
-    match value {
-        PlainValue::Dict(items) if items.iter().all(|(key, _)| key.key_text().is_some()) => {
-            for (name, item) in items {
-                let key = format!("{key}.{}", name.key_text().unwrap_or_default());
-                unfold(item, key, is_there, parts, sequences);
-            }
+/// A value that is taken apart.
+struct Unfolded<'o> {
+    /// The keys of the other checkpoint.
+    other: &'o Metadata,
+    parts: Vec<(String, PlainValue)>,
+    sequences: Vec<(String, Place<'static>)>,
+}
+
+impl Unfolded<'_> {
+    /// Adds a value, taken apart down to what the other checkpoint has, or to what holds nothing
+    /// more.
+    fn add(&mut self, value: PlainValue, key: String) {
+        if self.other.entries.contains_key(&key) {
+            self.parts.push((key, value));
+            return;
         }
-        PlainValue::List(items) | PlainValue::Tuple(items) if !items.is_empty() => {
-            for (index, item) in items.into_iter().enumerate() {
-                unfold(item, format!("{key}.{index}"), is_there, parts, sequences);
+        // Containers of other kinds or lengths are differences, even if all of their items are
+        // equal.
+        match &value {
+            PlainValue::List(items) => {
+                self.sequences.push((key.clone(), Place::List(items.len())));
             }
+            PlainValue::Tuple(items) => {
+                self.sequences
+                    .push((key.clone(), Place::Tuple(items.len())));
+            }
+            _ => {}
         }
-        value => parts.push((key, value)),
+        match value {
+            // The parts of a dict have the texts of its keys.
+            PlainValue::Dict(items) if items.iter().all(|(key, _)| key.key_text().is_some()) => {
+                for (name, item) in items {
+                    let name = name.key_text().expect("all keys have a text");
+                    self.add(item, format!("{key}.{name}"));
+                }
+            }
+            PlainValue::List(items) | PlainValue::Tuple(items) if !items.is_empty() => {
+                for (index, item) in items.into_iter().enumerate() {
+                    self.add(item, format!("{key}.{index}"));
+                }
+            }
+            value => self.parts.push((key, value)),
+        }
     }
 }

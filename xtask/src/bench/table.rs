@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::figures::{Case, Results};
 
 /// The speed that a case must reach at 2 GiB, as a multiple of a limit or of torch's.
-struct Target {
+struct SpeedTarget {
     case: &'static str,
     /// The name of the limit; every limit if empty.
     limit: &'static str,
@@ -15,74 +15,74 @@ struct Target {
     torch_ratio: Option<f64>,
 }
 
-const TARGETS: [Target; 12] = [
-    Target {
+const TARGETS: [SpeedTarget; 12] = [
+    SpeedTarget {
         case: "save",
         limit: "raw write, fsync",
         limit_ratio: Some(0.9),
         torch_ratio: Some(1.5),
     },
-    Target {
+    SpeedTarget {
         case: "load",
         limit: "",
         limit_ratio: Some(0.85),
         torch_ratio: Some(2.0),
     },
-    Target {
+    SpeedTarget {
         case: "load in place",
         limit: "",
         limit_ratio: Some(0.85),
         torch_ratio: Some(2.0),
     },
-    Target {
+    SpeedTarget {
         case: "full gather to rank 0",
         limit: "",
         limit_ratio: None,
         torch_ratio: Some(3.0),
     },
-    Target {
+    SpeedTarget {
         case: "optim_state_dict",
         limit: "",
         limit_ratio: None,
         torch_ratio: Some(20.0),
     },
-    Target {
+    SpeedTarget {
         case: "DCP to safetensors",
         limit: "",
         limit_ratio: Some(0.9),
         torch_ratio: Some(4.0),
     },
-    Target {
+    SpeedTarget {
         case: "safetensors to DCP",
         limit: "",
         limit_ratio: Some(0.9),
         torch_ratio: None,
     },
-    Target {
+    SpeedTarget {
         case: "reshard 4 to 2",
         limit: "",
         limit_ratio: Some(0.9),
         torch_ratio: None,
     },
-    Target {
+    SpeedTarget {
         case: "DCP to torch",
         limit: "",
         limit_ratio: Some(0.9),
         torch_ratio: None,
     },
-    Target {
+    SpeedTarget {
         case: "hashing",
         limit: "",
         limit_ratio: Some(20.0),
         torch_ratio: None,
     },
-    Target {
+    SpeedTarget {
         case: "async save, stall",
         limit: "",
         limit_ratio: Some(1.0 / 0.15),
         torch_ratio: None,
     },
-    Target {
+    SpeedTarget {
         case: "10 steps after async save",
         limit: "",
         limit_ratio: Some(1.0 / 1.02),
@@ -93,9 +93,9 @@ const TARGETS: [Target; 12] = [
 /// The size of state for which targets are set.
 const TARGET_SIZE: &str = "2g";
 
-impl Target {
+impl SpeedTarget {
     /// Finds the target of a case; `None` if it has none, or is of another size.
-    fn find(case: &Case) -> Option<&'static Target> {
+    fn find(case: &Case) -> Option<&'static SpeedTarget> {
         if case.size != TARGET_SIZE {
             return None;
         }
@@ -163,7 +163,7 @@ fn push_case(text: &mut String, case: &Case) {
             .as_ref()
             .map_or_else(String::new, |limit| limit.name.clone()),
         torch_ratio.map_or_else(String::new, |ratio| format!("{ratio:.1}")),
-        Target::find(case).map_or_else(String::new, |target| {
+        SpeedTarget::find(case).map_or_else(String::new, |target| {
             target.verdicts(limit_ratio, torch_ratio)
         }),
         peak_mib.map_or_else(String::new, |mib| format!("{mib:.1} MiB")),

@@ -60,7 +60,7 @@ const DISTURBANCES: [(Disturbance, u32); 6] = [
 
 /// The count of what was done to processes, and what it has cost.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct DisturbanceCounts {
     disturbances: BTreeMap<Disturbance, u64>,
     /// The most steps that were done before a failure and again after it.
     lost: u64,
@@ -70,7 +70,7 @@ pub(super) struct Counts {
     slowest: Duration,
 }
 
-impl Counts {
+impl DisturbanceCounts {
     pub(super) fn all(&self) -> u64 {
         self.disturbances.values().sum()
     }
@@ -88,7 +88,11 @@ pub(super) struct DisturbedRun<'a> {
 
 impl DisturbedRun<'_> {
     /// Runs the job to its end, and kills and stops its processes on the way.
-    pub(super) fn disturb(&self, random: &mut StdRng, counts: &mut Counts) -> Result<()> {
+    pub(super) fn disturb(
+        &self,
+        random: &mut StdRng,
+        counts: &mut DisturbanceCounts,
+    ) -> Result<()> {
         let before = counts.all();
         let begin = Instant::now();
         let mut job = self.work.start(self.out, self.said)?;
@@ -149,7 +153,7 @@ impl DisturbedRun<'_> {
     /// Returns the time until the next failure; `None` if there were enough.
     fn pause(
         &self,
-        counts: &Counts,
+        counts: &DisturbanceCounts,
         before: u64,
         begin: Instant,
         random: &mut StdRng,
@@ -177,7 +181,7 @@ impl DisturbedRun<'_> {
         job: &mut Job,
         ranks: &[Pid],
         random: &mut StdRng,
-        counts: &mut Counts,
+        counts: &mut DisturbanceCounts,
     ) -> Result<Option<Vec<Pid>>> {
         let (disturbance, _) = DISTURBANCES
             .choose_weighted(random, |(_, share)| *share)
@@ -220,7 +224,12 @@ impl DisturbedRun<'_> {
     ///
     /// The launcher ends those that do not end by themselves once one has. `cargo xtask soak`
     /// checks that all do.
-    fn check_survivors(&self, survivors: &[Pid], hit: Instant, counts: &mut Counts) -> Result<()> {
+    fn check_survivors(
+        &self,
+        survivors: &[Pid],
+        hit: Instant,
+        counts: &mut DisturbanceCounts,
+    ) -> Result<()> {
         let timeout = Duration::from_secs(self.work.timeout);
         let limit = self.longest_step + timeout + END;
         while survivors.iter().any(|rank| is_alive(*rank)) {

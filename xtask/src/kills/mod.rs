@@ -18,7 +18,7 @@ use clap::Args;
 use rand::SeedableRng as _;
 use rand::rngs::StdRng;
 
-use self::disturb::{Counts, DisturbedRun, Pace};
+use self::disturb::{DisturbanceCounts, DisturbedRun, Pace};
 use self::effective::effective;
 use crate::files::remove_directory;
 use crate::job::{ENDLESS, HANG, Work, last_lines, newest, program, step_seconds};
@@ -105,7 +105,7 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
         work.ranks
     ));
     let longest_step = longest(&step_seconds(&quiet)?);
-    let mut counts = Counts::default();
+    let mut counts = DisturbanceCounts::default();
     let mut runs = 0;
     let mut disturbed = Duration::ZERO;
     while counts.all() < kills {
@@ -184,7 +184,7 @@ fn one_long_run(
     ));
     // Step 2: the same number of steps, with failures.
     let work = Work { steps, ..endless };
-    let mut counts = Counts::default();
+    let mut counts = DisturbanceCounts::default();
     let start = Instant::now();
     let run = DisturbedRun {
         work: &work,

@@ -97,7 +97,7 @@ exec "$@"
 "#;
 
 /// The task itself.
-struct Task<'a> {
+struct Strangers<'a> {
     work: Work,
     field: Field,
     dir: &'a Path,
@@ -120,7 +120,7 @@ pub(crate) fn run(root: &Path, arguments: &StrangersArguments) -> Result<()> {
         max_restarts: 0,
         grace: 10,
     };
-    let task = Task {
+    let task = Strangers {
         work,
         field: Field::default(),
         dir: dir.path(),
@@ -133,7 +133,7 @@ pub(crate) fn run(root: &Path, arguments: &StrangersArguments) -> Result<()> {
     })
 }
 
-impl Task<'_> {
+impl Strangers<'_> {
     fn run(&self, arguments: &StrangersArguments, seed: u64) -> Result<()> {
         // Step 1: the bits of the jobs that meet.
         let quiet = self.dir.join("quiet");

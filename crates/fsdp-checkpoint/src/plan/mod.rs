@@ -82,9 +82,10 @@ pub(crate) struct Planned<'p> {
 
 impl PlanCache {
     /// Plans which rank writes what, or takes the plan of the save before if no rank's layout has
-    /// changed. The `group` and the rule to `deduplicate` are the same in all saves. Collectives: an agreement; if ranks differ, an object all-gather; for a new plan,
-    /// two object all-gathers, a gather for each round of pieces, an agreement and an object
-    /// scatter.
+    /// changed. The `group` and the rule to `deduplicate` are the same in all saves.
+    ///
+    /// Collectives: an agreement; if ranks differ, an object all-gather; for a new plan, two object
+    /// all-gathers, a gather for each round of pieces, an agreement and an object scatter.
     ///
     /// # Errors
     /// The same on every rank: any rank's error in `local`, or while it plans; state that differs

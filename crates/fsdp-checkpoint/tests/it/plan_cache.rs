@@ -1,5 +1,5 @@
-//! A checkpointer plans once; it plans again when what any rank holds has changed, and never writes by a
-//! plan that is wrong.
+//! A checkpointer plans once; it plans again when what any rank holds has changed, and never writes
+//! by a plan that is wrong.
 
 use std::path::Path;
 

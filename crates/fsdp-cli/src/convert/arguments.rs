@@ -101,20 +101,6 @@ pub(super) struct TargetArguments {
     pub(super) drop_opaque: bool,
 }
 
-/// The parts of tensor-parallel ranks.
-#[derive(Debug, Args)]
-pub(super) struct TensorParallelArguments {
-    /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all
-    /// tensors (only for hf)
-    #[arg(long, value_name = "N", value_parser = ranks())]
-    tp: Option<usize>,
-    /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab,
-    /// replicate and others, such as `mixer.in_proj=colwise`. Needed for tensors that no built-in
-    /// rule matches. May be given more than once
-    #[arg(long, value_name = "PATTERN=HOW", requires = "tp")]
-    tp_rule: Vec<String>,
-}
-
 /// Options of `fsdp convert`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -152,8 +138,15 @@ pub(crate) struct ConvertArguments {
     cast_optimizer: bool,
     #[command(flatten)]
     pub(super) map: MapArguments,
-    #[command(flatten)]
-    pub(super) tensor_parallel: TensorParallelArguments,
+    /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all
+    /// tensors (only for hf)
+    #[arg(long, value_name = "N", value_parser = ranks())]
+    tp: Option<usize>,
+    /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab,
+    /// replicate and others, such as `mixer.in_proj=colwise`. Needed for tensors that no built-in
+    /// rule matches. May be given more than once
+    #[arg(long, value_name = "PATTERN=HOW", requires = "tp")]
+    tp_rule: Vec<String>,
     #[command(flatten)]
     pub(super) writing: WriteArguments,
 }
@@ -218,12 +211,14 @@ impl TargetArguments {
     /// # Errors
     /// An option that the format does not have.
     pub(super) fn format(&self) -> Result<OutputFormat> {
+        // An option that would be ignored is refused: whoever gives it expects something of it.
         if self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded) {
             bail!(self.unused("--world-size"));
         }
         if self.max_shard_size.is_some() && self.to != To::Hf {
             bail!(self.unused("--max-shard-size"));
         }
+        // One rank writes one file, which is what most conversions are for.
         let ranks = self.world_size.unwrap_or(1);
         Ok(match self.to {
             To::Dcp => OutputFormat::Dcp { ranks },
@@ -247,6 +242,7 @@ impl TargetArguments {
         if self.to != To::Hf {
             bail!(self.unused("--with"));
         }
+        // A slip in the name would otherwise leave the tokenizer out without a word.
         if !with.exists()? || with.is_file()? {
             bail!(UsageError::NoDirectory {
                 option: "--with",
@@ -266,7 +262,8 @@ impl TargetArguments {
 impl ConvertArguments {
     /// Checks the combinations of options that are not checked elsewhere.
     pub(super) fn check(&self) -> Result<()> {
-        let has_tp = self.tensor_parallel.tp.is_some();
+        let has_tp = self.tp.is_some();
+        // The rules of `--tp` have names of sizes too, so `--set` may be for them.
         self.map.check_set(Some(has_tp))?;
         if has_tp && self.target.to != To::Hf {
             bail!(self.target.unused("--tp"));
@@ -282,10 +279,11 @@ impl ConvertArguments {
         metadata: &Metadata,
         places: &[&Location],
     ) -> Result<Option<TensorParallelPlan>> {
-        let Some(ranks) = self.tensor_parallel.tp else {
+        // Without `--tp` all ranks share the files, and nothing is cut.
+        let Some(ranks) = self.tp else {
             return Ok(None);
         };
-        let rules = Rules::new(&self.tensor_parallel.tp_rule, self.map.values(places))?;
+        let rules = Rules::new(&self.tp_rule, self.map.values(places))?;
         Ok(Some(TensorParallelPlan::new(metadata, &rules, ranks)?))
     }
 
@@ -300,7 +298,9 @@ impl ConvertArguments {
 
 /// Parses a size: `2GiB`, `1.5GB`, `4096`.
 fn size(text: &str) -> Result<u64, String> {
+    // The unit is all letters at the end; what is before them must be a number.
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == ' ');
+    // Units of 1000 and of 1024 are both in use, and neither may stand for the other.
     let unit: u64 = match text[number.len()..].trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" => 1_000,
@@ -342,6 +342,7 @@ fn fraction_of_unit(number: &str, unit: u64) -> Option<u64> {
 /// Parses a rule of `--rename`, `OLD=NEW`. NEW may be empty.
 fn rename_rule(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
+        // An empty OLD would fit every key, which `--prefix` is for.
         Some((old, new)) if !old.is_empty() => Ok((old.to_owned(), new.to_owned())),
         _ => Err("expected OLD=NEW, where OLD is not empty".to_owned()),
     }

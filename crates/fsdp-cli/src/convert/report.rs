@@ -79,6 +79,7 @@ struct CutTensor {
 impl WriteReport {
     /// Returns the report of what will be written, as far as it is known before.
     pub(super) fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
+        // The sizes come from a file that may be damaged, so no sum may overflow.
         let metadata = source.metadata();
         let mut tensors = 0;
         let mut bytes: u64 = 0;
@@ -92,6 +93,8 @@ impl WriteReport {
         let threads = destination.writing.work.threads.count() as u64;
         let values = metadata.values().count();
         let mut aside = Vec::new();
+        // DCP directories and files of torch hold any value; the others keep what they cannot hold
+        // in a file beside them.
         let aside_file = destination.values_file().filter(|_| values > 0);
         if aside_file.is_some() {
             aside.extend(metadata.values().map(|(key, _)| key.to_owned()));
@@ -108,6 +111,7 @@ impl WriteReport {
             tensors,
             values,
             bytes,
+            // Each thread holds a piece as it was read, and the same piece as it will be written.
             memory: threads.saturating_mul(2 * largest.min(PIECE) + AROUND),
             aside,
             aside_file,
@@ -123,6 +127,8 @@ impl WriteReport {
 
     /// Sets what was really written.
     pub(super) fn set_written(&mut self, source: &dyn Checkpoint, written: Converted) {
+        // The plan counts what the source has. Opaque items may have been left out since, and
+        // quantized tensors have become several.
         self.tensors = written.tensors;
         self.bytes = written.bytes;
         self.aside = written.aside;
@@ -157,6 +163,7 @@ impl WriteReport {
         let values = count(self.values, "value", "values");
         let bytes = iec(self.bytes);
         let path = escaped(&self.destination);
+        // Ranks of a tensor-parallel job get different amounts, and the largest decides what fits.
         let parts = match &self.tensor_parallel {
             Some(TensorParallelReport {
                 ranks, most_bytes, ..
@@ -173,6 +180,7 @@ impl WriteReport {
             return Ok(());
         }
         if let Some(report) = &self.tensor_parallel {
+            // The cuts are data, for scripts that check them before anything is written.
             let lines: Vec<String> = report.tensors.iter().map(CutTensor::line).collect();
             output::lines(&lines)?;
         }
@@ -240,6 +248,7 @@ impl TensorParallelReport {
     /// Returns the report of a plan, with its tensors if it `lists` them.
     fn new(plan: &TensorParallelPlan, metadata: &Metadata, lists: bool) -> Self {
         let mut tensors = Vec::new();
+        // Heads and rows need not divide equally, so each rank is summed up for itself.
         let mut bytes_of_ranks = vec![0u64; plan.ranks()];
         for (name, cut) in plan.cuts() {
             let tensor = metadata.tensor(name).expect("the plan is of these tensors");
@@ -269,6 +278,7 @@ impl TensorParallelReport {
 impl CutTensor {
     /// Returns a line: key, shape, how it is cut, and the shapes on the ranks.
     fn line(&self) -> String {
+        // Most ranks have parts of the same shape: they are written once, with their number.
         let shapes: Vec<String> = self
             .ranks
             .chunk_by(|a, b| a == b)

@@ -63,6 +63,7 @@ impl Attention {
     /// Mixes the positions of `x`. With a cache, `x` holds only new positions, and the cache those
     /// before.
     fn forward(&self, x: &Tensor, cache: Option<&mut KvCache>) -> Result<Tensor> {
+        // Queries, keys and values are one product: their weights are one matrix.
         let qkv = self.c_attn.forward(x)?;
         let mixed = match cache {
             None => packed_attention(&qkv, self.heads, true)?,
@@ -117,6 +118,7 @@ struct Linear {
 
 impl Linear {
     fn new(vb: &VarBuilder<'_>, input: usize, output: usize) -> Result<Self> {
+        // torch's initial values of a bias depend on the inputs of its layer.
         let bound = (input as f64).powf(-0.5);
         let weight = vb.get_with_hints((output, input), "weight", NORMAL)?;
         let bias = vb.get_with_hints(

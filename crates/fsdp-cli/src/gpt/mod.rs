@@ -75,6 +75,7 @@ impl Gpt {
             })
             .collect::<Result<_>>()?;
         let ln_f = LayerNorm::new(&vb.pp("ln_f"), config.hidden)?;
+        // torch saves a tied weight under both names; here it is one tensor.
         scope.tie("lm_head.weight", "transformer.wte.weight");
         Ok(Gpt {
             config: *config,

@@ -60,17 +60,24 @@ impl Processes {
     /// Reads the statuses of the processes that ranks have left behind and that have ended, so that
     /// the system can forget them. Returns the group and the status of each. `own` are the
     /// processes that are waited for elsewhere.
-    pub(super) fn reap_orphans(&self, own: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
+    pub(super) fn reap_orphans(&mut self, own: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
         let this = getpid();
         let mut found = Vec::new();
-        for process in &self.0 {
+        for process in &mut self.0 {
             let is_orphan = process.parent == Some(this) && !own.contains(&process.id);
-            if is_orphan
-                && process.has_ended
-                && let Some(group) = process.group
-                && let Ok(Some((_, status))) = waitpid(Some(process.id), WaitOptions::NOHANG)
-            {
-                found.push((group, ExitStatus::from_raw(status.as_raw())));
+            if !is_orphan || !process.has_ended {
+                continue;
+            }
+            match (
+                process.group,
+                waitpid(Some(process.id), WaitOptions::NOHANG),
+            ) {
+                (Some(group), Ok(Some((_, status)))) => {
+                    found.push((group, ExitStatus::from_raw(status.as_raw())));
+                }
+                // Its main thread has ended, but others have not, so it has no status yet.
+                (_, Ok(None)) => process.has_ended = false,
+                _ => {}
             }
         }
         found

@@ -85,6 +85,8 @@ impl RankOutput {
         from: Option<impl Read + Send + 'static>,
         to: Stream,
     ) -> Result<()> {
+        // A stream of its own thread each: a process that fills one pipe must not wait for the
+        // other.
         let from = from.expect("the processes are started with pipes");
         let running = self.running.clone();
         let copied = Arc::clone(&self.copied);
@@ -130,6 +132,8 @@ impl Copied {
             .read_until(b'\n', &mut line)
             .is_ok_and(|read| read > 0)
         {
+            // The last line of a process may end without a break, and very long lines are cut: each
+            // piece becomes a line.
             if !line.ends_with(b"\n") {
                 line.push(b'\n');
             }

@@ -44,7 +44,7 @@ pub(super) struct RunningProcesses<'e> {
     stage: Stage,
     /// The time at which the processes are asked to stop, to be started again in another number.
     stop_at: Option<Instant>,
-    /// What has happened so far.
+    /// The exits and signals so far.
     end: JobEnd,
 }
 
@@ -245,7 +245,7 @@ impl<'e> RunningProcesses<'e> {
     /// Looks at the processes that ranks have started: takes the status of those that have ended,
     /// and finishes each rank of which no process runs any more.
     fn look(&mut self) -> Result<()> {
-        let processes = Processes::list();
+        let mut processes = Processes::list();
         let ranks: Vec<(usize, Pid)> = self
             .running
             .iter()

@@ -58,6 +58,7 @@ impl<'a> Holdings<'a> {
             .filter(|(name, _)| keys.rename(name) == Rename::Keep);
         let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
         tensors.sort_by(|a, b| natural::compare(a.0, b.0));
+        // A file may hold parts of many tensors, and a tensor parts in many files.
         let mut by_file: HashMap<&str, Holder> = HashMap::new();
         for (_, entry) in &tensors {
             for chunk in &entry.chunks {
@@ -74,6 +75,7 @@ impl<'a> Holdings<'a> {
             }
         }
         let mut named: Vec<(&str, Holder)> = by_file.into_iter().collect();
+        // `__10_0.distcp` comes after `__2_0.distcp`, as its rank does.
         named.sort_by(|a, b| natural::compare(a.0, b.0));
         let mut holders = Vec::with_capacity(named.len());
         let mut positions = HashMap::with_capacity(named.len());

@@ -64,6 +64,7 @@ pub(crate) struct PictureArguments {
 /// There is no committed checkpoint, its metadata is damaged, or the file is there already.
 pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     let file = arguments.svg.as_ref().or(arguments.html.as_ref());
+    // What is in the way is told before the checkpoint is read.
     if let Some(file) = file {
         check_free(file, arguments.overwrite)?;
     }
@@ -80,8 +81,10 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
         let limit = arguments.limit.unwrap_or(IN_TERMINAL);
         return output::lines(&terminal::lines(&holdings, limit));
     };
+    // A file can be scrolled, so it shows more than a terminal does.
     let limit = arguments.limit.unwrap_or(IN_FILE);
     let title = format!("Map of {}", holdings.path);
+    // Both are one file that loads nothing, so they can be sent as they are.
     let text = match &arguments.html {
         Some(_) => page(&title, &drawing::body(&holdings, limit)),
         None => drawing::file(&title, &holdings, limit),

@@ -52,6 +52,7 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
 /// Adds a table of the files, with a bar for the bytes of each.
 fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
     let mut rows = vec![["", "rank", "file", "boxes", "bytes"].map(str::to_owned)];
+    // There are only 36 digits and letters, and a table that fills the screen hides the tensors.
     let listed = &holdings.holders[..holdings.holders.len().min(FILES)];
     let mut bars = vec![String::new()];
     for (position, holder) in listed.iter().enumerate() {
@@ -130,6 +131,7 @@ fn cell_symbol(cell: Cell) -> char {
 /// Returns a bar whose length is the proportion of `bytes` to `largest`, in eighths of a character.
 fn bar(bytes: u64, largest: u64) -> String {
     let eighths = (u128::from(bytes) * u128::from(BAR) * 8 / u128::from(largest)) as usize;
+    // The last character is a part of a block, so that bars differ where files differ little.
     let rest = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
     format!("{}{rest}", "█".repeat(eighths / 8))
 }

@@ -39,6 +39,7 @@ impl Links {
 impl Traffic {
     /// Adds up what each rank moves, on hosts of `per_host` ranks that follow each other.
     pub(super) fn of_ranks(by_rank: &[u64], per_host: usize) -> Self {
+        // Ranks of one host share its link to the storage.
         let hosts = by_rank
             .chunks(per_host.max(1))
             .map(|host| host.iter().sum::<u64>());

@@ -101,7 +101,7 @@ struct Sweep {
 }
 
 fn models() -> PossibleValuesParser {
-    PossibleValuesParser::new(models::PRESETS.iter().map(|preset| preset.name))
+    PossibleValuesParser::new(models::PRESETS.iter().map(|(name, _)| *name))
 }
 
 fn ranks() -> RangedU64ValueParser<usize> {
@@ -111,6 +111,7 @@ fn ranks() -> RangedU64ValueParser<usize> {
 /// Parses a finite number above 0.
 fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
+        // Speeds and times are divisors, so none may be 0.
         Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
         _ => Err("must be a number above 0".to_owned()),
     }
@@ -124,6 +125,7 @@ fn positive(text: &str) -> Result<f64, String> {
 pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
     let (name, state) = arguments.state()?;
     if let Some(plot) = &arguments.plot {
+        // A large plan takes minutes, so a file that is in the way is told before.
         check_free(plot, false)?;
     }
     if let Some(ranks) = arguments.ranks {
@@ -137,6 +139,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
             output::lines(&report.lines())
         };
     }
+    // The plans of a sweep are made one after the other: each may take gigabytes.
     let mut plans = Vec::with_capacity(arguments.sweep.len());
     for &ranks in &arguments.sweep {
         let plan = arguments.report(&name, &state, ranks)?;

@@ -5,21 +5,14 @@ pub(super) type Parameter = (String, Vec<usize>);
 
 /// A published model.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Preset {
-    /// The name on the command line.
-    pub(super) name: &'static str,
-    family: Family,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Family {
+pub(super) enum Preset {
     Llama(Llama),
     Gpt2 { layers: usize, hidden: usize },
 }
 
 /// The sizes of a model of Llama's architecture.
 #[derive(Debug, Clone, Copy)]
-struct Llama {
+pub(super) struct Llama {
     layers: usize,
     hidden: usize,
     intermediate: usize,
@@ -50,98 +43,109 @@ const LLAMA_8B: Llama = Llama {
 const GPT2_VOCAB: usize = 50_257;
 const GPT2_POSITIONS: usize = 1024;
 
-/// All models that `--model` takes.
-pub(super) const PRESETS: &[Preset] = &[
-    gpt2("gpt2-124m", 12, 768),
-    gpt2("gpt2-355m", 24, 1024),
-    gpt2("gpt2-774m", 36, 1280),
-    gpt2("gpt2-1.5b", 48, 1600),
-    llama(
+/// All models that `--model` takes, by their names.
+pub(super) const PRESETS: &[(&str, Preset)] = &[
+    (
+        "gpt2-124m",
+        Preset::Gpt2 {
+            layers: 12,
+            hidden: 768,
+        },
+    ),
+    (
+        "gpt2-355m",
+        Preset::Gpt2 {
+            layers: 24,
+            hidden: 1024,
+        },
+    ),
+    (
+        "gpt2-774m",
+        Preset::Gpt2 {
+            layers: 36,
+            hidden: 1280,
+        },
+    ),
+    (
+        "gpt2-1.5b",
+        Preset::Gpt2 {
+            layers: 48,
+            hidden: 1600,
+        },
+    ),
+    (
         "llama-1b",
-        Llama {
+        Preset::Llama(Llama {
             layers: 16,
             hidden: 2048,
             intermediate: 8192,
             head: 64,
             tied: true,
             ..LLAMA_8B
-        },
+        }),
     ),
-    llama(
+    (
         "llama-3b",
-        Llama {
+        Preset::Llama(Llama {
             layers: 28,
             hidden: 3072,
             intermediate: 8192,
             heads: 24,
             tied: true,
             ..LLAMA_8B
-        },
+        }),
     ),
-    llama("llama-8b", LLAMA_8B),
-    llama(
+    ("llama-8b", Preset::Llama(LLAMA_8B)),
+    (
         "llama-70b",
-        Llama {
+        Preset::Llama(Llama {
             layers: 80,
             hidden: 8192,
             intermediate: 28_672,
             heads: 64,
             ..LLAMA_8B
-        },
+        }),
     ),
-    llama(
+    (
         "llama-405b",
-        Llama {
+        Preset::Llama(Llama {
             layers: 126,
             hidden: 16_384,
             intermediate: 53_248,
             heads: 128,
             ..LLAMA_8B
-        },
+        }),
     ),
-    llama(
+    (
         "mistral-7b",
-        Llama {
+        Preset::Llama(Llama {
             vocab: 32_000,
             ..LLAMA_8B
-        },
+        }),
     ),
-    llama(
+    (
         "mixtral-8x7b",
-        Llama {
+        Preset::Llama(Llama {
             vocab: 32_000,
             experts: 8,
             ..LLAMA_8B
-        },
+        }),
     ),
 ];
 
-const fn llama(name: &'static str, sizes: Llama) -> Preset {
-    Preset {
-        name,
-        family: Family::Llama(sizes),
-    }
-}
-
-const fn gpt2(name: &'static str, layers: usize, hidden: usize) -> Preset {
-    Preset {
-        name,
-        family: Family::Gpt2 { layers, hidden },
-    }
-}
-
 /// Returns the preset of this name.
-pub(super) fn preset(name: &str) -> Option<&'static Preset> {
-    PRESETS.iter().find(|preset| preset.name == name)
+pub(super) fn preset(name: &str) -> Option<Preset> {
+    let (_, preset) = PRESETS.iter().find(|(preset, _)| *preset == name)?;
+    Some(*preset)
 }
 
 impl Preset {
     /// Lists the parameters by unit: one for each layer, and one for the parameters that are in no
     /// layer.
     pub(super) fn units(&self) -> Vec<Vec<Parameter>> {
-        match self.family {
-            Family::Llama(sizes) => sizes.units(),
-            Family::Gpt2 { layers, hidden } => gpt2_units(layers, hidden),
+        match *self {
+            Preset::Llama(sizes) => sizes.units(),
+            Preset::Gpt2 { layers, hidden } => gpt2_units(layers, hidden),
         }
     }
 }
@@ -149,6 +153,7 @@ impl Preset {
 impl Llama {
     /// Returns the parameters: those of the root, then those of each layer.
     fn units(&self) -> Vec<Vec<Parameter>> {
+        // The embedding and the last norm are in no layer: FSDP shards them with the root unit.
         let mut root = vec![
             (
                 "model.embed_tokens.weight".to_owned(),
@@ -156,6 +161,7 @@ impl Llama {
             ),
             ("model.norm.weight".to_owned(), vec![self.hidden]),
         ];
+        // A tied output layer is the embedding under a second name, and has no bytes of its own.
         if !self.tied {
             root.push(("lm_head.weight".to_owned(), vec![self.vocab, self.hidden]));
         }
@@ -176,6 +182,8 @@ impl Llama {
             ("self_attn.v_proj".to_owned(), vec![keys, hidden]),
             ("self_attn.o_proj".to_owned(), vec![hidden, queries]),
         ];
+        // A mixture of experts has a router in place of the dense layer, and an MLP for each
+        // expert.
         if self.experts == 0 {
             all.push(("mlp.gate_proj".to_owned(), vec![inner, hidden]));
             all.push(("mlp.up_proj".to_owned(), vec![inner, hidden]));
@@ -200,6 +208,7 @@ impl Llama {
         }
         all.push(("input_layernorm".to_owned(), vec![hidden]));
         all.push(("post_attention_layernorm".to_owned(), vec![hidden]));
+        // All of them are weights of a layer, under Hugging Face's prefix.
         all.into_iter()
             .map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape))
             .collect()
@@ -232,6 +241,7 @@ fn gpt2_units(layers: usize, hidden: usize) -> Vec<Vec<Parameter>> {
             ("mlp.c_proj", vec![4 * hidden, hidden]),
         ] {
             let name = format!("transformer.h.{layer}.{name}");
+            // Every weight of GPT-2 has a bias, of the size of its outputs: the last dimension.
             let bias = weight[weight.len() - 1];
             unit.push((format!("{name}.weight"), weight));
             unit.push((format!("{name}.bias"), vec![bias]));
@@ -263,10 +273,10 @@ mod tests {
         ];
         let ours: Vec<(&str, u64)> = PRESETS
             .iter()
-            .map(|preset| {
+            .map(|(name, preset)| {
                 let parameters = preset.units().into_iter().flatten();
                 (
-                    preset.name,
+                    *name,
                     parameters
                         .map(|(_, shape)| shape.iter().product::<usize>() as u64)
                         .sum(),
@@ -278,7 +288,7 @@ mod tests {
 
     #[test]
     fn names_are_unique_and_each_layer_is_a_unit() {
-        for preset in PRESETS {
+        for (model, preset) in PRESETS {
             let units = preset.units();
             let mut names: Vec<String> = units
                 .iter()
@@ -288,7 +298,7 @@ mod tests {
             let all = names.len();
             names.sort();
             names.dedup();
-            assert_eq!(names.len(), all, "{}", preset.name);
+            assert_eq!(names.len(), all, "{model}");
             assert!(units.len() > 12);
         }
         assert!(preset("llama-9b").is_none());

@@ -92,10 +92,13 @@ impl PlanReport {
     ) -> Self {
         let per_host = machines.ranks_per_host;
         let links = &machines.links;
+        // A save writes each byte once, but a load reads all that each rank holds: with replicas
+        // that is several times as much.
         let written = Traffic::of_ranks(&planned.files, per_host);
         let held = Traffic::of_ranks(&planned.held, per_host);
         let hosts = shape.ranks.div_ceil(per_host);
         let load = links.transfer(&held);
+        // A restart ends with a load, so the longer that takes, the more a failure costs.
         let times = JobTimes {
             mtbf: machines.host_mtbf / hosts as f64,
             // A save in the background copies all that a rank holds, before the ranks divide copies
@@ -119,6 +122,7 @@ impl PlanReport {
             bytes_of_rank: planned.payload,
             items_of_rank: planned.items,
             held_by_rank: held.rank,
+            // Ranks that write nothing have no file. Two files are the metadata and the hashes.
             files: planned.files.iter().filter(|&&length| length > 0).count() + 2,
             metadata_bytes: planned.metadata,
             planner: Planner {
@@ -180,6 +184,8 @@ impl PlanReport {
             Layout::Flat => "each unit flattened, then cut",
             Layout::Rows => "each tensor cut along its rows",
         };
+        // The rows are in the order of a reader's questions: what is it, what does a rank write,
+        // how long does it take, how often should it happen.
         let planner = &self.planner;
         let planning = duration(planner.plan_seconds);
         let encoding = duration(planner.metadata_seconds);
@@ -284,6 +290,7 @@ pub(super) fn duration(seconds: f64) -> String {
         ("s", 1.0),
         ("ms", 1e-3),
     ];
+    // The largest unit of which there is at least one leaves the fewest digits.
     let fits = units.into_iter().find(|&(_, unit)| seconds >= unit);
     let (name, unit) = fits.unwrap_or(("us", 1e-6));
     format!("{:.1} {name}", seconds / unit)
@@ -294,6 +301,7 @@ fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
     for (at, digit) in digits.chars().enumerate() {
+        // Counted from the end, a comma comes before every third digit.
         if at > 0 && (digits.len() - at).is_multiple_of(3) {
             text.push(',');
         }

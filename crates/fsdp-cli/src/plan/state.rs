@@ -130,7 +130,7 @@ impl JobState {
     /// # Errors
     /// A value that cannot be encoded. All those here can.
     pub(super) fn from_model(
-        preset: &Preset,
+        preset: Preset,
         parameters: ParameterType,
         optimizer: OptimizerState,
     ) -> Result<Self> {
@@ -138,6 +138,7 @@ impl JobState {
         let mut state = JobState::default();
         let mut elements = 0;
         for parameters in preset.units() {
+            // The keys are in the order of state dicts: the model first, then each kind of state.
             let mut model = Vec::with_capacity(parameters.len());
             for (name, shape) in &parameters {
                 model.push(Key::from_parts(&["model", name]));
@@ -161,6 +162,7 @@ impl JobState {
             state.units.push(Unit { parameters, kinds });
         }
         state.parameters = Some(elements);
+        // All floats take the same number of bytes, whatever their values.
         let float = value_item_length(&PlainValue::Float(0.1))?;
         for value in optimizer.values() {
             state.values.push((
@@ -192,6 +194,8 @@ impl JobState {
         };
         let mut units: IndexMap<(&str, &str, DType), Unit> = IndexMap::new();
         for (fqn, entry) in &metadata.entries {
+            // Only DCP records the path of a flat key. For other formats the key is split when it
+            // is planned.
             let paths = metadata.planner_data.as_ref();
             let key = Key {
                 fqn: fqn.clone(),
@@ -203,6 +207,7 @@ impl JobState {
                     let length = value.stored.as_ref().map_or(0, |stored| stored.length);
                     state.values.push((key, length));
                 }
+                // A scalar cannot be cut, so every rank holds it.
                 Entry::Tensor(tensor) if tensor.shape.is_empty() => {
                     state.whole.push((key, tensor.properties.dtype, Vec::new()));
                 }
@@ -252,6 +257,7 @@ impl JobState {
 
 /// Returns the name up to its first number, with that, and for state of an optimizer the last part.
 fn unit_of(fqn: &str) -> (&str, &str) {
+    // Moments have the shapes of their parameters, but are sharded in FlatParameters of their own.
     let kind = if fqn.starts_with("optim") {
         fqn.rsplit('.')
             .next()
@@ -260,6 +266,7 @@ fn unit_of(fqn: &str) -> (&str, &str) {
         ""
     };
     let mut end = 0;
+    // Layers are numbered, and the first number of a key is that of its layer.
     for part in fqn.split('.') {
         end += part.len() + 1;
         if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) {

@@ -100,6 +100,7 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
         ranks.is_multiple_of(replicas),
         UsageError::UnequalReplicas { ranks, replicas }
     );
+    // Replicas hold the same boxes, so the plan of one of them is that of all.
     let shards = ranks / replicas;
     let mut local = LocalPlan::default();
     let mut units = Sharded::add_all(state, shards, layout, &mut local)?;
@@ -117,6 +118,7 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
     // and sent once, as in a save.
     let schema = local.schema();
     let schema_bytes: u64 = schema.items.iter().map(|item| item.wire_bytes()).sum();
+    // Tensors without dimensions are held by every rank, and written by one.
     let whole_bytes: u64 = state
         .whole
         .iter()
@@ -142,6 +144,7 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
             .map(|held| held.wire_bytes())
             .sum::<u64>();
         boxes += offer.boxes.len();
+        // The check comes before the memory is taken: the boxes of the next shard may be as many.
         if boxes > MAX_BOXES {
             bail!(UsageError::TooManyBoxes { limit: MAX_BOXES });
         }
@@ -221,6 +224,8 @@ impl<'s> Sharded<'s> {
         let mut units = Vec::with_capacity(state.units.len());
         let mut most_kinds = 0;
         for unit in &state.units {
+            // FSDP1 shards the flattened unit, aligned for its dtype; FSDP2 cuts each tensor for
+            // itself.
             let flat = match (layout, unit.kinds.first()) {
                 (Layout::Flat, Some((dtype, _))) => Some(FlatLayout::new(
                     unit.parameters.clone(),
@@ -263,6 +268,7 @@ impl<'s> Sharded<'s> {
                 Some(flat) => flat.param_boxes(parameter, shard),
                 None => rows(shape, shard, shards),
             };
+            // All kinds of state of a parameter are cut like the parameter itself.
             let elements: u64 = own.iter().map(|bounds| bounds.numel() as u64).sum();
             for (items, (dtype, _)) in self.items.iter().zip(&self.unit.kinds) {
                 bytes += elements * dtype.size_in_bytes();
@@ -287,6 +293,7 @@ fn sort(local: &mut LocalPlan, units: &mut [Sharded<'_>], order: &[String]) {
         .into_iter()
         .enumerate()
         .collect();
+    // A checkpoint that another program has saved may have its keys in any order.
     items.sort_by_key(|(_, item)| positions.get(item.fqn.as_str()).copied());
     let mut new_positions = vec![0; items.len()];
     for (to, (from, item)) in items.into_iter().enumerate() {

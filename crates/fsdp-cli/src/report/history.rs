@@ -77,6 +77,7 @@ impl History {
         match line {
             EventLine::Start(start) => {
                 self.earlier_starts += make_room(&mut self.starts);
+                // Resumes are counted over all starts, also those that are dropped from the list.
                 self.resumes += usize::from(start.resumed_from.is_some());
                 self.starts.push(start);
             }

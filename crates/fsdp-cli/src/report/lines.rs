@@ -68,6 +68,7 @@ pub(crate) fn visit<T: DeserializeOwned>(
             return Ok(());
         }
         end += read as u64;
+        // A kill may have cut off the last line.
         let mut is_whole = bytes.ends_with(b"\n");
         let object = serde_json::from_slice(&bytes).ok();
         // Skip the rest of a line that is too long, which would be read as another line.

@@ -59,6 +59,7 @@ impl Metrics {
         self.skipped += u64::from(line.skipped);
         self.steps = step;
         self.last_loss = line.loss;
+        // A step whose loss was not a number has no point, and leaves no gap in memory.
         self.loss.push(step, line.loss);
         self.lr.push(step, line.lr);
         self.grad_norm.push(step, line.grad_norm);

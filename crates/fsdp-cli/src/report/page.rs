@@ -43,6 +43,7 @@ fn summary(body: &mut String, run: &RunData) {
         ("Last loss", loss),
         ("Checkpoints", run.checkpoints.len().to_string()),
     ];
+    // Runs of before these events were recorded have no starts; their page leaves the row out.
     if !run.history.starts.is_empty() {
         let starts = run.history.starts.len() + run.history.earlier_starts;
         let resumes = run.history.resumes;
@@ -67,7 +68,8 @@ fn summary(body: &mut String, run: &RunData) {
 /// Appends the curves.
 fn charts(body: &mut String, metrics: &Metrics) {
     let norm = "Norm of the gradients, before clipping";
-    let curves: [(&str, &Series, fn(f64) -> String); 5] = [
+    type Show = fn(f64) -> String;
+    let curves: [(&str, &Series, Show); 5] = [
         ("Loss", &metrics.loss, number),
         ("Tokens per second", &metrics.tokens_per_s, number),
         ("Memory of rank 0's process, peak", &metrics.memory, memory),
@@ -75,6 +77,7 @@ fn charts(body: &mut String, metrics: &Metrics) {
         ("Learning rate", &metrics.lr, number),
     ];
     for (title, series, show) in curves {
+        // Not every run has every curve: a checkpoint of another program has no speed.
         if let Some(chart) = chart(title, series, show) {
             body.push_str(&format!(
                 "<h2>{title}</h2>\n<div class=\"wide\">{chart}</div>\n"
@@ -132,6 +135,7 @@ fn saves(body: &mut String, history: &History) {
         "training waited",
     ];
     begin_table(body, "Saves", &columns);
+    // The newest is what a reader looks for first.
     for save in history.saves.iter().rev() {
         row(
             body,
@@ -203,6 +207,7 @@ fn end_table(body: &mut String, more: usize) {
 
 /// Appends a row of cells, which are HTML.
 fn row(body: &mut String, cells: &[String]) {
+    // Cells are HTML already: whoever makes one has escaped the names in it.
     body.push_str("<tr>");
     for cell in cells {
         body.push_str(&format!("<td>{cell}</td>"));
@@ -216,6 +221,7 @@ fn code(text: &str) -> String {
 
 /// Formats a number for people: four digits, and a power where there are many more.
 fn number(value: f64) -> String {
+    // Losses, norms and learning rates differ by powers of ten, and all are on one page.
     let size = value.abs();
     if size == 0.0 {
         "0".to_owned()

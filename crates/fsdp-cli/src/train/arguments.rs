@@ -39,6 +39,7 @@ fn size() -> RangedU64ValueParser<usize> {
 /// Returns the parser of a place for checkpoints. An empty text would be the current directory,
 /// which nobody means.
 fn location() -> impl TypedValueParser<Value = Location> {
+    // A path need not be UTF-8, so the text is not turned into a string first.
     OsStringValueParser::new().try_map(|text| {
         if text.is_empty() {
             Err("it is empty")
@@ -352,6 +353,8 @@ impl TrainArguments {
     /// Returns the options that must be the same on all ranks, as text: they decide what ranks
     /// compute together, and in which order they call collectives.
     pub(super) fn of_all_ranks(&self) -> String {
+        // Debug text is enough: it is only compared, by a hash, with that of the other ranks.
+        // Options of this process alone, such as the trace or the threads, are left out.
         let saves = (
             self.save_every,
             // The directory may differ from host to host.
@@ -384,6 +387,7 @@ impl TrainArguments {
     /// Returns which checkpoint to continue from. A process that a launcher has started again goes
     /// on, whatever it did the first time.
     pub(super) fn resume_mode(&self) -> ResumeMode {
+        // The command line of a process that is started again is that of its first start.
         if self.goes_on_unasked() {
             ResumeMode::Auto
         } else {

@@ -36,6 +36,8 @@ pub(super) fn latest_in_memory(
     group: &ProcessGroup,
     step: Option<u64>,
 ) -> Result<Option<StepCheckpoint>> {
+    // A strict resume must not fall back to an older step without a word, so there a tier that
+    // cannot be read is an error.
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
     let found = checkpointer(arguments, group, false, None)?.latest_in_memory(step, is_strict);
     let failed = "failed to look into the memory tier";
@@ -115,6 +117,7 @@ fn checkpointer(
 /// # Errors
 /// The errors of the store.
 fn remove_damaged(location: &Location) -> Result<(), FileError> {
+    // A user may have put other objects there, which must not be lost with the checkpoint.
     for name in location.names()? {
         let is_of_save = name == ".metadata"
             || name.starts_with(".integrity")
@@ -136,8 +139,8 @@ struct BackgroundSave {
 }
 
 impl Checkpoints {
-    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints, and the load is
-    /// limited to `only` some parts. This is a collective.
+    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints, and the load
+    /// is limited to `only` some parts. This is a collective.
     ///
     /// # Errors
     /// The same as [`Checkpointer::new`].
@@ -208,6 +211,7 @@ impl Checkpoints {
         run: &TrainState<Gpt>,
         report: Option<&Reporter>,
     ) -> Result<()> {
+        // The wait for the save before counts as a part of this save: training stands still for it.
         let clock = Instant::now();
         self.wait(report)?;
         self.make_room(step, run.model.group())?;
@@ -236,9 +240,11 @@ impl Checkpoints {
     /// The same on every rank: the errors of the store.
     fn make_room(&mut self, step: u64, group: &ProcessGroup) -> Result<()> {
         let location = self.checkpointer.location(step);
+        // Saves of other steps are not in the way of a damaged checkpoint.
         let Some(at) = self.damaged.iter().position(|damaged| *damaged == location) else {
             return Ok(());
         };
+        // It is removed once: a later save of the same step would find its own files there.
         self.damaged.swap_remove(at);
         if location.local().is_some() {
             return Ok(());
@@ -257,6 +263,8 @@ impl Checkpoints {
     /// # Errors
     /// The errors of that save, the same on every rank.
     pub(super) fn wait(&mut self, report: Option<&Reporter>) -> Result<()> {
+        // Only the last save can still be in the background, because each one waits for the one
+        // before.
         let Some(BackgroundSave {
             step,
             stall,
@@ -284,10 +292,13 @@ impl Checkpoints {
         let Some(started) = &mut self.started else {
             return Ok(());
         };
+        // Looking must never wait: the next step begins right after this.
         if started.outcome.is_some() || self.checkpointer.is_saving() {
             return Ok(());
         }
         let outcome = self.checkpointer.wait();
+        // An error is not reported by this rank alone. All ranks return it together when they next
+        // wait.
         let Ok(Some(saved)) = outcome else {
             started.outcome = Some(outcome);
             return Ok(());

@@ -12,6 +12,7 @@ impl DeviceName {
     /// # Errors
     /// A GPU backend with CPUs as the device; a build or a machine without GPUs.
     pub(super) fn choose(arguments: &TrainArguments) -> Result<Self> {
+        // NCCL moves GPU memory only, so it decides the device unless that is given.
         let device = match (arguments.device, arguments.backend) {
             (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => {
                 bail!(JobError::NcclOnCpus);
@@ -20,6 +21,7 @@ impl DeviceName {
             (None, Some(BackendName::Nccl)) => DeviceName::Cuda,
             (None, _) => DeviceName::Cpu,
         };
+        // A machine without a GPU is told before anything is written.
         if device == DeviceName::Cuda {
             devices()?;
         }

@@ -64,11 +64,13 @@ fn adamw(lr: f64) -> Algorithm {
 /// Makes an optimizer that steps the matrices of the blocks by Muon, and the rest by AdamW, at one
 /// learning rate.
 fn with_muon(lr: f64, parameters: &Arc<ShardedParameters>) -> Result<Optimizer> {
+    // With this adjustment both algorithms move weights alike, so one learning rate does for both.
     let muon = MuonOptions {
         lr,
         adjust_lr_fn: Some(MuonAdjust::MatchRmsAdamw),
         ..MuonOptions::default()
     };
+    // Embeddings and the output layer are matrices too, but Muon is for those inside of the model.
     let (matrices, rest): (Vec<&str>, Vec<&str>) = parameters.fqns().partition(|fqn| {
         fqn.contains(".h.") && parameters.shape(fqn).is_ok_and(|shape| shape.len() == 2)
     });

@@ -75,6 +75,8 @@ impl Resume {
     pub(super) fn at(path: &Location) -> Result<Self> {
         let checkpoint = checkpoint::open(path, OpenOptions::default())?;
         let metadata = checkpoint.metadata();
+        // A file of weights alone has the names of the model; a checkpoint of a run has more, and
+        // puts them below `model.`.
         let model = if metadata.tensor(EMBEDDING).is_some() {
             ""
         } else {
@@ -95,6 +97,7 @@ impl Resume {
             model,
             optimizer,
         };
+        // Whoever starts from another program's checkpoint should know what of it is not used.
         let step = resume.read("train.step", natural)?;
         let missing = match (optimizer, step) {
             (true, Some(_)) => "",
@@ -119,12 +122,16 @@ impl Resume {
         if let Some(rows) = self.read("train.rows", natural)? {
             return Ok(rows);
         }
+        // Without a count of rows, all steps had batches of one size: the stored one, or else the
+        // one of this run.
         let saved = self.read("train.config.batch", natural)?;
         Ok(self.step.saturating_mul(saved.unwrap_or(batch as u64)))
     }
 
     /// Returns the learning rate of the optimizer's first group, if it was saved.
     fn lr(&self) -> Result<Option<f64>> {
+        // torch saves the learning rate as a value of each parameter group, which all have the same
+        // one here.
         for (key, _) in self.checkpoint.metadata().values() {
             if key.starts_with("optim.param_groups.") && key.ends_with(".lr") {
                 return self.read(key, PlainValue::as_float);
@@ -221,6 +228,7 @@ impl Settings {
         {
             lr = resume.lr()?;
         }
+        // Each part of the schedule may be given anew on a resume: a longer run needs more steps.
         let schedule = Schedule {
             decay: decay(
                 arguments.schedule,
@@ -241,6 +249,7 @@ impl Settings {
                 schedule: schedule.steps,
             });
         }
+        // Seeds are unsigned, but integers in checkpoints are signed: the bits are kept.
         let seed = saved(resume, "train.seed", |seed| {
             Some(seed.as_int()?.cast_unsigned())
         })?;
@@ -295,6 +304,8 @@ impl Settings {
             .expect("the decay is that of an option");
         config.insert("schedule", choice_name(schedule));
         config.insert("warmup", self.schedule.warmup.cast_signed());
+        // A constant rate has no end. Its number of steps is left out, so that a longer run has the
+        // same configuration, and the same digest of it.
         if self.schedule.decay != Decay::Constant {
             config.insert("schedule_steps", self.schedule.steps.cast_signed());
         }
@@ -371,6 +382,7 @@ fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<Opti
     let Some(saved) = saved else {
         return Ok(asked.unwrap_or(OptimizerName::Adamw));
     };
+    // State of one optimizer is of no use to another, so this cannot change.
     if let Some(asked) = asked {
         let option = "--optimizer";
         let asked = choice_name(&asked);

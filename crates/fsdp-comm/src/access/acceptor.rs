@@ -38,6 +38,7 @@ pub(super) async fn accept_authenticated(
         oldest_first: VecDeque::new(),
     };
     loop {
+        // A stranger may keep silent. So when all places are taken, the oldest handshake gives way.
         let is_full = pending.handshakes.len() >= MAX_PENDING_HANDSHAKES;
         let oldest_is_slow = until_slow(pending.oldest_first.front().map(|&(began, _)| began));
         tokio::select! {
@@ -57,7 +58,12 @@ pub(super) async fn accept_authenticated(
                     sleep(PAUSE).await;
                 }
             },
-            () = oldest_is_slow, if is_full => pending.drop_oldest(),
+            () = oldest_is_slow, if is_full => {
+                // Give up the handshake that has run for longest.
+                if let Some((_, handshake)) = pending.oldest_first.pop_front() {
+                    handshake.abort();
+                }
+            }
         }
     }
 }
@@ -74,13 +80,6 @@ impl PendingHandshakes {
     fn start(&mut self, stream: TcpStream, key: Key) {
         let handshake = self.handshakes.spawn(authenticate(stream, key));
         self.oldest_first.push_back((Instant::now(), handshake));
-    }
-
-    /// Gives up the handshake that has run for longest.
-    fn drop_oldest(&mut self) {
-        if let Some((_, handshake)) = self.oldest_first.pop_front() {
-            handshake.abort();
-        }
     }
 }
 

@@ -33,6 +33,7 @@ impl Port {
         name: &str,
         on_authenticated: impl FnMut(TcpStream, Hello) + Send + 'static,
     ) -> io::Result<Port> {
+        // Listen before the thread starts, so that the caller learns why that is not possible.
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
@@ -64,6 +65,7 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
+        // The listener is closed when the thread has ended, so wait for that.
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             thread.join().ok();

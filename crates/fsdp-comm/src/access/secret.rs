@@ -22,6 +22,7 @@ impl Secret {
     /// The text is shorter than 16 bytes, which a stranger could guess. The error is the reason.
     pub fn new(text: impl Into<String>) -> Result<Secret, String> {
         let text = text.into();
+        // Length is all that can be checked: whether a text can be guessed depends on who chose it.
         if text.len() < MIN_BYTES {
             return Err(format!(
                 "has {} bytes, but a secret has at least {MIN_BYTES}",

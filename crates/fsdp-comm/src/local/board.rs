@@ -75,6 +75,7 @@ impl Board {
 
     /// Wakes these ranks, if they wait.
     fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
+        // With turns, ranks do not wait on condition variables, but ask again in their next turn.
         match &self.turns {
             Some(turns) => turns.changed(),
             None => ranks
@@ -111,6 +112,7 @@ impl Board {
         rank: usize,
         record: &[u8],
     ) -> Result<Arc<Vec<Vec<u8>>>, CommError> {
+        // Copy the record before taking the lock, for which all other ranks wait.
         let record = record.to_vec();
         let mut state = self.lock();
         if let Some(failure) = &state.failure {

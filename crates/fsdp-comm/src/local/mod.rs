@@ -129,9 +129,9 @@ impl Backend for LocalBackend {
             let others = (0..slots.len()).filter(|&rank| rank != own);
             let readers: Vec<usize> = others
                 .clone()
-                .filter(|&rank| plan.is_read_by(rank))
+                .filter(|&rank| !plan.to[rank].is_empty())
                 .collect();
-            let read: Vec<usize> = others.filter(|&rank| plan.reads(rank)).collect();
+            let read: Vec<usize> = others.filter(|&rank| !plan.from[rank].is_empty()).collect();
             self.read(round, plan)?;
             // The slice must stay until all its readers are done.
             board.finish(round, own, &read, &readers)
@@ -167,7 +167,7 @@ impl LocalBackend {
         } = &self.members;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
-            if !plan.reads(rank) {
+            if plan.from[rank].is_empty() {
                 loans.push(None);
                 continue;
             }

@@ -11,8 +11,9 @@ use fsdp_layout::ErrorKind;
 use super::turns::{TurnGuard, Turns};
 use super::{Group, Hub, LocalBackend, Membership};
 use crate::backend::{Backend, Members};
+use crate::deadline::DEFAULT_DEADLINE;
 use crate::error::{CommError, RankFailure, bounded};
-use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
+use crate::group::ProcessGroup;
 use crate::link::{LinkedBackend, SimulatedLink};
 use crate::sync::lock;
 
@@ -90,7 +91,7 @@ pub struct LocalRanks {
     /// A simulated network link before each rank, which all bytes from other ranks cross. For tests
     /// and benches.
     pub link: Option<SimulatedLink>,
-    /// What decides which rank runs when; the operating system by default.
+    /// The order in which ranks run; the operating system decides by default.
     pub turns: Option<Arc<dyn Turns>>,
 }
 

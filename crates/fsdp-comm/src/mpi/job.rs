@@ -188,7 +188,7 @@ fn meet(
         rank: world.rank(),
         world_size: world.ranks(),
         address: store.address().to_owned(),
-        key: store.key().clone(),
+        key: store.key.clone(),
         deadline,
         until,
         direct_up_to: TcpOptions::default().direct_up_to,

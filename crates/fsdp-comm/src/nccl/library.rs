@@ -141,6 +141,7 @@ fn functions() -> Result<&'static Functions, String> {
 
 /// Loads CUDA's driver and NCCL, and checks NCCL's version.
 fn load() -> Result<Functions, String> {
+    // NCCL loads the driver by itself, and would not say clearly that it is not there.
     open(&[DRIVER]).map_err(|error| {
         format!(
             "CUDA's driver, `{DRIVER}`, cannot be loaded ({error}): it comes with NVIDIA's driver"
@@ -343,6 +344,7 @@ impl NcclCommunicator {
         // SAFETY: `raw` is written at once, and the configuration is read before the call returns.
         let code = unsafe { (functions.init)(&mut raw, ranks, id, rank, &mut config) };
         functions.begun(code, ptr::null_mut())?;
+        // A call that has only begun must have made the handle, with which it is watched.
         if raw.is_null() {
             return Err("it made no communicator".to_owned());
         }

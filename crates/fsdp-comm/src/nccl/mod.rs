@@ -16,7 +16,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 
 use self::library::{Movement, UniqueId};
 use self::owner::OwnerThread;
-use crate::backend::{Backend, Members, Planner, Round};
+use crate::backend::{Backend, DeviceTransfer, Members, Planner, Round};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::until;
@@ -40,6 +40,7 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
     let rank = control.members().rank;
     let round = Round::rendezvous(deadline, until);
     let backend = blame::record(rank, NcclBackend::new(control, ordinal, &round))?;
+    // A launcher that does not tell how many ranks a host has counts as one with a rank on each.
     let ranks_on_host = environment.local_world_size.unwrap_or(1);
     Ok(ProcessGroup::new(
         Arc::new(backend),
@@ -102,13 +103,12 @@ fn unavailable(message: String) -> CommError {
 
 /// One rank of one group.
 #[derive(Debug)]
-pub(crate) struct NcclBackend {
+struct NcclBackend {
     // This field is dropped first, so that this rank leaves NCCL before it tells the others that it
     // leaves the group.
     owner: OwnerThread,
     control: Arc<TcpBackend>,
-    /// The number of the GPU.
-    pub(crate) ordinal: usize,
+    ordinal: usize,
 }
 
 impl NcclBackend {
@@ -140,14 +140,12 @@ impl NcclBackend {
     }
 }
 
-impl NcclBackend {
-    /// Carries out a call that all ranks have agreed on in this round, after all earlier work of
-    /// the stream. When this returns, with or without an error, the GPU no longer touches the
-    /// memory of the call.
-    ///
-    /// # Errors
-    /// A rank that is missing at the deadline or has left; an abort; an error of the library.
-    pub(crate) fn transfer(
+impl DeviceTransfer for NcclBackend {
+    fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    fn transfer(
         &self,
         round: &Round<'_>,
         call: Movement,
@@ -185,7 +183,7 @@ impl Backend for NcclBackend {
         self.control.abort(round, error);
     }
 
-    fn device(&self) -> Option<&NcclBackend> {
+    fn device(&self) -> Option<&dyn DeviceTransfer> {
         Some(self)
     }
 }

@@ -1,7 +1,7 @@
 //! The client of the store. Every rank is one, including the rank that hosts the store.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,15 +24,17 @@ use crate::sync::lock;
 #[derive(Debug)]
 pub struct TcpStore {
     address: String,
-    key: Key,
+    /// The key of the job.
+    pub(crate) key: Key,
     /// The connection; `None` after a request that failed in the middle.
     connection: Mutex<Option<TcpStream>>,
-    /// The address of this end of the connection.
-    local: SocketAddr,
+    /// The address of this end of the connection. Usually other ranks can reach this host at the
+    /// same address.
+    pub(crate) local: SocketAddr,
     /// The address of the other end.
-    peer: SocketAddr,
+    pub(crate) peer: SocketAddr,
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
-    is_everywhere: bool,
+    pub(crate) is_everywhere: bool,
     deadline: Duration,
     _server: Option<Port>,
 }
@@ -81,6 +83,7 @@ impl TcpStore {
         let StoreOptions {
             rank, world_size, ..
         } = options;
+        // Each rank keeps a connection to the store open until the job ends.
         open_files::make_room(*world_size)
             .map_err(|message| rendezvous(address, format!("rank {rank}: {message}")))?;
         let addresses = listening::addresses(address, options).map_err(|error| {
@@ -89,6 +92,7 @@ impl TcpStore {
                 format!("rank {rank} could not listen: {error}; see MASTER_ADDR"),
             )
         })?;
+        // An address that strangers reach needs a secret. This is checked before the port is open.
         for found in &addresses {
             options
                 .check_address(found.ip())
@@ -109,6 +113,7 @@ impl TcpStore {
                 format!("rank {rank} could not listen: {error}{hint}"),
             )
         })?;
+        // Port 0 stands for any, so the name of the store has the port that the system has chosen.
         let listens_at = server.address();
         if !listening::is_everywhere(address, options) {
             let name = listens_at.to_string();
@@ -208,34 +213,6 @@ impl TcpStore {
     #[must_use]
     pub fn address(&self) -> &str {
         &self.address
-    }
-
-    /// Returns the key of the job.
-    pub(crate) fn key(&self) -> &Key {
-        &self.key
-    }
-
-    /// Returns the address that this host has in the connection to the store. Usually other ranks
-    /// can reach this host at the same address.
-    pub(crate) fn local_ip(&self) -> IpAddr {
-        self.local.ip()
-    }
-
-    /// Returns the address of the store's host in the connection to the store.
-    pub(crate) fn peer_ip(&self) -> IpAddr {
-        self.peer.ip()
-    }
-
-    /// Returns the address of a port at an IP address. If that is a link-local one, the link is
-    /// that of the connection to the store.
-    pub(crate) fn in_zone(&self, ip: IpAddr, port: u16) -> SocketAddr {
-        listening::in_zone(self.local, ip, port)
-    }
-
-    /// Returns `true` if the store, and the ranks on its host, listen at every address of that
-    /// host.
-    pub(crate) fn is_everywhere(&self) -> bool {
-        self.is_everywhere
     }
 
     /// Sets a key.
@@ -381,6 +358,7 @@ impl TcpStore {
         let Some(mut stream) = connection.take() else {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
+        // The store itself answers at the deadline, and its answer may take a moment.
         let until = until(deadline.saturating_add(GRACE));
         let reply = write_all(&stream, &request, until)
             .and_then(|()| read_blocking(&mut stream, until))

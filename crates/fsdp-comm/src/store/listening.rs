@@ -15,6 +15,8 @@ use super::protocol::StoreOptions;
 /// started.
 pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
     let host = without_brackets(host_of(address));
+    // Everything that is no address is a name. `localhost` is the one name that leads to this host
+    // only.
     let stands_for_all = match without_zone(host).parse::<IpAddr>() {
         Ok(ip) => ip.is_unspecified(),
         Err(_) => host != "localhost",
@@ -62,7 +64,7 @@ pub(crate) fn without_zone(address: &str) -> &str {
 
 /// Returns the address of a port at an IP address. If that is a link-local one, which hosts on
 /// several links may have, the link is that of `local`, an address of this host.
-pub(super) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
+pub(crate) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
     match (ip, local) {
         (IpAddr::V6(ip), SocketAddr::V6(local)) if ip.is_unicast_link_local() => {
             SocketAddrV6::new(ip, port, 0, local.scope_id()).into()

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::access::{Key, Secret};
 use crate::blocking::read_exact;
 use crate::buffer::zeroed;
-use crate::group::DEFAULT_DEADLINE;
+use crate::deadline::DEFAULT_DEADLINE;
 use crate::wire;
 
 /// The longest key of the store, in bytes.
@@ -173,10 +173,6 @@ pub(super) fn invalid(message: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message.into())
 }
 
-pub(super) fn out_of_memory(message: String) -> io::Error {
-    io::Error::new(io::ErrorKind::OutOfMemory, message)
-}
-
 /// Encodes a message, with its length in front.
 pub(super) fn to_bytes<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     let body = wire::encode(message).map_err(invalid)?;
@@ -203,9 +199,11 @@ pub(super) fn read_blocking<T: DeserializeOwned>(
     stream: &mut TcpStream,
     until: Instant,
 ) -> io::Result<T> {
+    // The length comes first, and is checked before there is memory for the rest.
     let mut prefix = [0; 4];
     read_exact(stream, &mut prefix, until)?;
-    let mut body = zeroed(message_len(prefix)?, "a message of the store").map_err(out_of_memory)?;
+    let mut body = zeroed(message_len(prefix)?, "a message of the store")
+        .map_err(|message| io::Error::new(io::ErrorKind::OutOfMemory, message))?;
     read_exact(stream, &mut body, until)?;
     wire::decode(&body).map_err(invalid)
 }

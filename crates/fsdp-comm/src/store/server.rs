@@ -82,7 +82,9 @@ async fn serve(mut stream: TcpStream, hello: Hello, store: &Store) -> io::Result
         return told;
     }
     let ended = answer_requests(&mut stream, store).await;
-    store.depart(hello.rank);
+    // Those who wait for all ranks need not wait any longer.
+    store.lock().departed.push(hello.rank);
+    store.changed.notify_waiters();
     ended
 }
 
@@ -145,12 +147,6 @@ impl Store {
             return Reply::NotNow(format!("another process has already joined as rank {rank}"));
         }
         Reply::Welcome
-    }
-
-    /// Records that a rank has ended its connection, and wakes all who wait for it.
-    fn depart(&self, rank: u64) {
-        self.lock().departed.push(rank);
-        self.changed.notify_waiters();
     }
 
     /// Carries out a request, and returns the reply.

@@ -25,6 +25,7 @@ impl Acceptor {
     /// # Errors
     /// The same as of [`Port::open`].
     pub(super) fn open(addresses: &[SocketAddr], key: Key) -> io::Result<Acceptor> {
+        // The port has a thread of its own, so connections that come early wait in this channel.
         let (admitted, authenticated) = mpsc::channel();
         let port = Port::open(addresses, key, "fsdp-acceptor", move |stream, hello| {
             hand_over(&admitted, stream, hello)

@@ -14,10 +14,10 @@ use super::sockets::LAST_SETUP_ROUND;
 use super::sockets::{self, Member, SETUP_ROUNDS};
 use crate::backend::{Backend, Members, Planner, Round};
 use crate::blame;
-use crate::deadline::until;
+use crate::deadline::{DEFAULT_DEADLINE, until};
 use crate::environment::Environment;
 use crate::error::CommError;
-use crate::group::{DEFAULT_DEADLINE, ProcessGroup};
+use crate::group::ProcessGroup;
 use crate::store::TcpStore;
 
 /// The options with which a process joins its job through the `tcp` backend.
@@ -32,15 +32,15 @@ use crate::store::TcpStore;
 pub struct TcpOptions {
     /// The deadline of the rendezvous and of the group; [`DEFAULT_DEADLINE`] by default.
     pub deadline: Duration,
-    /// `true`, which is the default, if this rank shares memory with others on its host. If one rank
-    /// of a group does not, no rank of that group does.
+    /// `true`, which is the default, if this rank shares memory with others on its host. If one
+    /// rank of a group does not, no rank of that group does.
     pub shared_memory: bool,
     /// The size of the largest group whose ranks agree on operations by a message of each rank to
-    /// each other rank; 32 by default, because with so few ranks one message to each takes no longer
-    /// than a few messages that wait for each other. In a larger group a rank sends about
+    /// each other rank; 32 by default, because with so few ranks one message to each takes no
+    /// longer than a few messages that wait for each other. In a larger group a rank sends about
     /// `log2(ranks)` messages, which other ranks send on. In a job of more ranks, each connects to
-    /// about `2 log2(ranks)` others at the start, and to others when it needs to. All ranks of a job
-    /// must choose the same; [`connect`](Self::connect) checks that.
+    /// about `2 log2(ranks)` others at the start, and to others when it needs to. All ranks of a
+    /// job must choose the same; [`connect`](Self::connect) checks that.
     pub direct_up_to: usize,
 }
 
@@ -88,7 +88,7 @@ impl TcpOptions {
             rank: environment.rank,
             world_size: environment.world_size,
             address: environment.master(),
-            key: store.key().clone(),
+            key: store.key.clone(),
             deadline: self.deadline,
             until,
             direct_up_to: self.direct_up_to,
@@ -127,6 +127,7 @@ impl TcpBackend {
     /// Opens a group on this rank, and sets up its shared memory where all of its ranks can share
     /// it.
     fn new(node: Arc<Node>, members: Members, round: &Round<'_>) -> Result<Self, CommError> {
+        // Frames for the group may have come already, from ranks that were faster.
         node.inbox()
             .change(|state| state.open(members.id, &members.global_ranks));
         let mut backend = TcpBackend {
@@ -250,6 +251,7 @@ impl Backend for TcpBackend {
     ) -> Result<(), CommError> {
         let round = &self.begin(round)?;
         let member = self.member();
+        // All ranks of the group have found the same when they set it up, so all go the same way.
         let Some(memory) = &self.memory else {
             return sockets::round(member, round, record, send, plan);
         };

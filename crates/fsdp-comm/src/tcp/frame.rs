@@ -112,6 +112,7 @@ pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HE
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
+    // Check the header before any memory is reserved: it may come from another program.
     let kind = Kind::ALL.get(usize::from(header[0])).copied();
     let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, 17)) else {
         return Err(not_this_protocol());

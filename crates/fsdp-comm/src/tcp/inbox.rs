@@ -113,7 +113,7 @@ pub(super) struct Question {
 impl GroupState {
     /// Returns the ranks of the group that this one sends to or receives from if records travel
     /// through other ranks.
-    fn neighbours(&self) -> Vec<usize> {
+    pub(super) fn neighbours(&self) -> Vec<usize> {
         self.schedule
             .neighbours()
             .into_iter()
@@ -129,14 +129,14 @@ impl PeerState {
             .map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
     }
 
+    /// Returns `true` if it is worth while to ask it something.
+    pub(super) fn can_answer(&self, now: Instant) -> bool {
+        self.left.is_none() && self.silence(now) <= SILENCE
+    }
+
     /// Returns `true` if there is a connection to it.
     pub(super) fn is_connected(&self) -> bool {
         self.connections > 0
-    }
-
-    /// Forgets a silence for which the rank is not to blame.
-    fn excuse_silence(&mut self, now: Instant) {
-        self.last_frame_received = self.last_frame_received.map(|_| now);
     }
 }
 
@@ -166,14 +166,15 @@ impl InboxState {
         }
     }
 
-    /// Records that this process runs. If that was last recorded long ago, the process was stopped, and
-    /// then the others are not to blame for their silence: what they sent has not been read yet.
+    /// Records that this process runs. If that was last recorded long ago, the process was stopped,
+    /// and then the others are not to blame for their silence: what they sent has not been read
+    /// yet.
     pub(super) fn beat(&mut self, now: Instant) {
         if now.saturating_duration_since(self.last_beat) > SILENCE {
             self.resumed = Some(now);
-            self.ranks
-                .iter_mut()
-                .for_each(|rank| rank.excuse_silence(now));
+            for rank in &mut self.ranks {
+                rank.last_frame_received = rank.last_frame_received.map(|_| now);
+            }
         }
         self.last_beat = now;
     }
@@ -300,8 +301,8 @@ impl InboxState {
         self.lost.retain(|&lost| lost != to);
     }
 
-    /// Records that this rank needs the rank `of`. From now on its silence counts, although there may
-    /// be no connection yet.
+    /// Records that this rank needs the rank `of`. From now on its silence counts, although there
+    /// may be no connection yet.
     pub(super) fn expect(&mut self, of: usize, now: Instant) {
         self.ranks[of].last_frame_received.get_or_insert(now);
     }
@@ -420,11 +421,6 @@ impl InboxState {
         state.schedule = Schedule::new(ranks.len(), place);
         state.ranks = ranks.to_vec();
         self.forward_failure(group);
-    }
-
-    /// Returns the ranks that this one sends to or receives from in a large group.
-    pub(super) fn neighbours_in(&self, group: u64) -> Vec<usize> {
-        self.groups[&group].neighbours()
     }
 
     /// Drops a group.
@@ -672,7 +668,7 @@ mod tests {
     fn large(now: Instant) -> InboxState {
         let mut state = InboxState::new(0, 40, 32, SILENCE, now);
         state.open(7, &(0..40).collect::<Vec<_>>());
-        state.neighbours = state.neighbours_in(7);
+        state.neighbours = state.groups[&7].neighbours();
         state
             .neighbours
             .clone()

@@ -37,6 +37,7 @@ impl Inbox {
 
     /// Changes the state, and wakes all who wait for a change.
     pub(super) fn change<R>(&self, change: impl FnOnce(&mut InboxState) -> R) -> R {
+        // Give the lock back before waking others, because they would only wait for it.
         let result = change(&mut self.lock());
         self.changed.notify_all();
         self.noticed.notify_all();

@@ -88,8 +88,8 @@ struct Connection {
     /// The rank at the other end.
     rank: usize,
     stream: Arc<TcpStream>,
-    /// `true` once the other side may have registered the connection. From then on, if it ended without
-    /// a goodbye, the other side would think that this rank has ended.
+    /// `true` once the other side may have registered the connection. From then on, if it ended
+    /// without a goodbye, the other side would think that this rank has ended.
     is_offered: bool,
 }
 
@@ -264,8 +264,8 @@ impl Links {
         Ok(stream)
     }
 
-    /// Completes the handshake of a connection that this rank has made, and sends the first frame on
-    /// it, unless this rank is leaving.
+    /// Completes the handshake of a connection that this rank has made, and sends the first frame
+    /// on it, unless this rank is leaving.
     fn offer_connection(&self, stream: &Arc<TcpStream>, key: &Key) -> Result<(), Refusal> {
         let hello = Hello::new(self.rank, self.writers.len());
         handshake_as_client(stream, key, hello, Instant::now() + HANDSHAKE_TIME)?;

@@ -15,7 +15,6 @@ use super::inbox::{InboxState, SILENCE, encode_failure, ranks_body};
 use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
 use super::relay::Next;
-use super::rendezvous::Participant;
 use super::schedule::Schedule;
 use crate::access::Port;
 use crate::backend::Round;
@@ -34,9 +33,15 @@ const CONNECTION_CHECK: Duration = Duration::from_millis(100);
 /// The time after which a rank that waits for records connects to those that send records to it.
 const NEIGHBOUR_CHECK: Duration = Duration::from_millis(250);
 
-/// What a rank has after the rendezvous.
+/// The outcome of the rendezvous on a rank.
 #[derive(Debug)]
 pub(super) struct Connections {
+    /// This rank.
+    pub(super) rank: usize,
+    /// The deadline of the job.
+    pub(super) deadline: Duration,
+    /// The most ranks of a group that send their records to each other directly.
+    pub(super) direct_up_to: usize,
     /// A token of each rank's host, see [`Node::hosts`].
     pub(super) hosts: Vec<Option<String>>,
     /// The connections by rank; `None` for ranks to which there is none.
@@ -65,34 +70,32 @@ pub(super) struct Node {
 impl Node {
     /// Takes over the connections to other ranks, and starts the threads that read them, that send
     /// heartbeats and notices, and that take other connections.
-    pub(super) fn start(
-        participant: &Participant,
-        connections: Connections,
-        store: TcpStore,
-    ) -> io::Result<Arc<Node>> {
-        let &Participant {
+    pub(super) fn start(connections: Connections, store: TcpStore) -> io::Result<Arc<Node>> {
+        let Connections {
             rank,
-            world_size,
             deadline,
             direct_up_to,
-            ..
-        } = participant;
-        let mut state = InboxState::new(rank, world_size, direct_up_to, deadline, Instant::now());
-        let (directory, acceptor) = connections.later.unzip();
+            hosts,
+            streams,
+            later,
+        } = connections;
+        let ranks = streams.len();
+        let mut state = InboxState::new(rank, ranks, direct_up_to, deadline, Instant::now());
+        let (directory, acceptor) = later.unzip();
         if directory.is_some() {
-            state.neighbours = Schedule::new(world_size, rank).neighbours();
+            state.neighbours = Schedule::new(ranks, rank).neighbours();
         }
         // From here on, an error drops the node, which ends its connections and threads.
         let mut node = Node {
             rank,
-            hosts: connections.hosts,
+            hosts,
             direct_up_to,
-            links: Links::new(rank, world_size, Inbox::new(state), directory),
+            links: Links::new(rank, ranks, Inbox::new(state), directory),
             port: None,
             notifier: None,
             _store: store,
         };
-        for (from, stream) in connections.streams.into_iter().enumerate() {
+        for (from, stream) in streams.into_iter().enumerate() {
             if let Some(stream) = stream {
                 node.links.adopt(from, stream)?;
             }
@@ -103,7 +106,7 @@ impl Node {
                 beating.send_heartbeats();
             }
         })?;
-        if world_size > direct_up_to {
+        if ranks > direct_up_to {
             let notifying = Arc::clone(&node.links);
             let thread = thread::Builder::new().name("notices".to_owned());
             node.notifier = Some(thread.spawn(move || notifying.send_notices())?);
@@ -211,8 +214,8 @@ impl Node {
     }
 
     /// Exchanges records with all ranks of a large group, and returns them in rank order.
-    /// [`InboxState::next`] decides each step, as [`relay`](super::relay) describes; this carries the
-    /// steps out, without the lock while it sends.
+    /// [`InboxState::next`] decides each step, as [`relay`](super::relay) describes; this carries
+    /// the steps out, without the lock while it sends.
     pub(super) fn relay_records(
         &self,
         group: u64,
@@ -235,7 +238,7 @@ impl Node {
                         // this one may not have connected yet. Without a connection, this rank
                         // would not notice that the other one leaves or stops.
                         has_reached = true;
-                        let neighbours = state.neighbours_in(group);
+                        let neighbours = state.groups[&group].neighbours();
                         drop(state);
                         neighbours
                             .into_iter()

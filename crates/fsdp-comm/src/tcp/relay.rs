@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::frame::{Kind, Notice};
-use super::inbox::{InboxState, Question, SILENCE, ranks_body, timeout};
+use super::inbox::{InboxState, Question, ranks_body, timeout};
 use super::relayed_round::bundles;
 use crate::backend::Round;
 use crate::error::CommError;
@@ -190,14 +190,6 @@ impl InboxState {
         let ranks = &state.ranks;
         let schedule = state.schedule;
         let relayed = state.relayed_rounds.entry(round.number).or_default();
-        let is_silent: Vec<bool> = ranks
-            .iter()
-            .map(|&rank| peers[rank].silence(now) > SILENCE)
-            .collect();
-        let has_left: Vec<bool> = ranks
-            .iter()
-            .map(|&rank| peers[rank].left.is_some())
-            .collect();
         // Decide whether this rank has waited for long. It asks at once if another one is silent,
         // because that one may have stopped.
         let entered = relayed
@@ -209,11 +201,11 @@ impl InboxState {
             .unwrap_or(now);
         let before_patience_ends = entered.checked_add(*patience / 2).unwrap_or(round.until);
         let asks_at = before_deadline.min(before_patience_ends);
-        if now >= asks_at
-            || missing
-                .iter()
-                .any(|&rank| is_silent[rank] && !has_left[rank])
-        {
+        let misses_silent_rank = missing.iter().any(|&rank| {
+            let peer = &peers[ranks[rank]];
+            peer.left.is_none() && !peer.can_answer(now)
+        });
+        if now >= asks_at || misses_silent_rank {
             relayed.waits_long_since.get_or_insert(now);
         }
         // Step 1: ask those ranks from which the missing records should have come. They may miss
@@ -225,7 +217,7 @@ impl InboxState {
                 let mut relays = schedule.relays_from(about).to_vec();
                 relays.dedup();
                 for of in relays {
-                    if of != schedule.rank() && !has_left[of] && !is_silent[of] {
+                    if of != schedule.rank() && peers[ranks[of]].can_answer(now) {
                         questions.entry(of).or_default().push(about);
                     }
                 }
@@ -242,7 +234,7 @@ impl InboxState {
         let mut first_receiver_at: Option<Instant> = None;
         for &about in missing {
             let peer = relayed.peer(about);
-            let can_answer = !has_left[about] && !is_silent[about];
+            let can_answer = peers[ranks[about]].can_answer(now);
             if asks_all && !peer.is_asked && can_answer {
                 peer.is_asked = true;
                 questions.entry(about).or_default().push(about);
@@ -253,8 +245,7 @@ impl InboxState {
             if can_answer
                 || peer.is_first_receiver_asked
                 || first_receiver == schedule.rank()
-                || has_left[first_receiver]
-                || is_silent[first_receiver]
+                || !peers[ranks[first_receiver]].can_answer(now)
             {
                 continue;
             }

@@ -1,5 +1,5 @@
-//! A round whose records travel through other ranks: those that have reached this rank, and its part
-//! in sending them on.
+//! A round whose records travel through other ranks: those that have reached this rank, and its
+//! part in sending them on.
 
 use std::time::Instant;
 
@@ -109,8 +109,8 @@ impl RelayedRound {
         )
     }
 
-    /// Returns all records, in rank order, once this rank has them and has sent on those that others
-    /// wait for.
+    /// Returns all records, in rank order, once this rank has them and has sent on those that
+    /// others wait for.
     pub(super) fn complete(&self, schedule: Schedule) -> Option<Vec<Bytes>> {
         if self.steps_sent < schedule.steps().count() {
             return None;

@@ -29,7 +29,7 @@ use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::open_files;
-use crate::store::{RankValues, StoreOptions, TcpStore, every_address};
+use crate::store::{RankValues, StoreOptions, TcpStore, every_address, in_zone};
 use crate::wire;
 
 /// The address at which a rank listens, and what else the other ranks must know of it.
@@ -50,11 +50,11 @@ impl RankAddress {
     /// other one.
     fn reach(&self, store: &TcpStore) -> SocketAddr {
         let ip = if self.ip.is_unspecified() {
-            store.peer_ip()
+            store.peer.ip()
         } else {
             self.ip
         };
-        store.in_zone(ip, self.port)
+        in_zone(store.local, ip, self.port)
     }
 }
 
@@ -128,8 +128,7 @@ pub(super) fn meet(
 ) -> Result<Arc<Node>, CommError> {
     let connections = connect_all(participant, &store, shared_memory)
         .map_err(|error| participant.give_up(&store, error))?;
-    Node::start(participant, connections, store)
-        .map_err(|error| participant.io("start its threads", &error))
+    Node::start(connections, store).map_err(|error| participant.io("start its threads", &error))
 }
 
 /// Publishes this rank's address, and connects it to its neighbours, in a small job to all other
@@ -187,6 +186,9 @@ fn connect_all(
         Some((directory, acceptor))
     };
     Ok(Connections {
+        rank: participant.rank,
+        deadline: participant.deadline,
+        direct_up_to: participant.direct_up_to,
         hosts: ranks.into_iter().map(|rank| rank.host).collect(),
         streams,
         later,
@@ -195,14 +197,14 @@ fn connect_all(
 
 /// Returns the addresses at which this rank may listen, and the address of this host to publish.
 fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
-    let ip = store.local_ip();
-    if ip.is_loopback() && store.is_everywhere() {
+    let ip = store.local.ip();
+    if ip.is_loopback() && store.is_everywhere {
         // This is the host of the store, and the store listens at all addresses of it. This rank
         // has reached the store at a loopback address, which is of no use to other hosts. So listen
         // at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    (vec![store.in_zone(ip, 0)], ip)
+    (vec![in_zone(store.local, ip, 0)], ip)
 }
 
 impl Participant {
@@ -264,8 +266,8 @@ impl Participant {
         self.missing(vec![0], format!("rank 0 is gone: {error}"))
     }
 
-    /// Returns the error because of the first rank that has ended its connection to the store. It is
-    /// probably the reason why others have.
+    /// Returns the error because of the first rank that has ended its connection to the store. It
+    /// is probably the reason why others have.
     fn departed(&self, first: usize) -> CommError {
         self.missing(
             vec![first],
@@ -550,7 +552,7 @@ mod tests {
             rank,
             world_size,
             address: "here".to_owned(),
-            key: store.key().clone(),
+            key: store.key.clone(),
             deadline,
             until: until(deadline),
             direct_up_to,

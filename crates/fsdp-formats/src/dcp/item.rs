@@ -206,7 +206,7 @@ impl StoredTensor {
         directory.check_byte_order(item)?;
         let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
         let parsed = parse(&pickle)?;
-        let Some(tensor) = TensorRef::of(&parsed, parsed.root())? else {
+        let Some(tensor) = TensorRef::from_node(&parsed, parsed.root())? else {
             // A class or object of unknown type is opaque; any other value is not what the metadata
             // says.
             return Err(match parsed.wrong(parsed.root(), "a tensor") {

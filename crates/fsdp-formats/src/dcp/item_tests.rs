@@ -208,13 +208,7 @@ fn items_in_a_file_with_hashes_are_known_by_their_ends() {
     let mut plan = LocalPlan::default();
     for length in lengths {
         let whole = vec![TensorBox::whole(&[length])];
-        plan.add_tensor(
-            &format!("of_{length}"),
-            None,
-            DType::U8,
-            vec![length],
-            whole,
-        );
+        plan.add_tensor(format!("of_{length}"), None, DType::U8, vec![length], whole);
     }
     let directory = tempfile::tempdir().unwrap();
     let saved = directory.path().join("saved");

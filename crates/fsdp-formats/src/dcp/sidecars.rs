@@ -25,8 +25,9 @@ use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
+use crate::torch::flat::FlatFile;
 use crate::torch::legacy;
-use crate::torch::read::{add, read_flat};
+use crate::torch::read::add;
 
 /// The names of such files.
 pub const SIDECAR_FILES: [&str; 2] = ["common.pt", "meta.pt"];
@@ -93,14 +94,14 @@ fn open_sidecar(
     let directory = CheckedDirectory::open_for(location, name, options.verify)?;
     let mut assembler = Assembler::new(Format::Torch, location.join(name).name(), directory);
     let name: Arc<str> = Arc::from(name);
-    let of = match read_flat(assembler.directory(), &name) {
+    let of = match FlatFile::read(assembler.directory(), &name, None) {
         Ok(flat) => match flat.found.keys().find(|key| taken.contains(*key)) {
             Some(key) => {
                 format!("a state dict with `{key}`, which another file of the directory has too")
             }
             None if !matches!(flat.structure, Structure::Dict(_)) => "what is no dict".to_owned(),
             None => {
-                add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
+                add(&mut assembler, &flat, &[])?;
                 return Ok(assembler.finish(Some(flat.structure)));
             }
         },

@@ -6,12 +6,10 @@ use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-use super::flat::Named;
 use crate::error::FileError;
 use crate::formats::assembled::{Assembler, Held};
 use crate::limits::is_sane_shape;
-use crate::storage::checked_directory::CheckedDirectory;
-use crate::torch::flat::Leaf;
+use crate::torch::flat::{FlatFile, Leaf};
 use crate::torch::read::add_leaf;
 
 /// The keys of a file of model states that hold parameters, or describe their layout.
@@ -46,21 +44,10 @@ pub(super) fn state_path(name: &str, entry: &str) -> KeyPath {
     )
 }
 
-/// Returns the text of a path's part; `None` for an index, or if there is no part.
-fn key(part: Option<&PathPart>) -> Option<&str> {
-    match part {
-        Some(PathPart::Key(key)) => Some(key),
-        _ => None,
-    }
-}
-
 /// Reads the shapes of the parameters, one map for each parameter group of the optimizer.
-pub(super) fn param_shapes(
-    directory: &CheckedDirectory,
-    model: &Named,
-) -> Result<Vec<Shapes>, FileError> {
+pub(super) fn param_shapes(model: &FlatFile) -> Result<Vec<Shapes>, FileError> {
     let mut groups: Vec<Shapes> = Vec::new();
-    for (path, leaf) in model.flat.found.values() {
+    for (path, leaf) in model.found.values() {
         if let [
             PathPart::Key(first),
             PathPart::Index(group),
@@ -69,88 +56,71 @@ pub(super) fn param_shapes(
             && first == "param_shapes"
         {
             if *group > groups.len() {
-                return Err(model.error(
-                    directory,
-                    "its groups of parameters are not in order".to_owned(),
-                ));
+                return Err(model.malformed("its groups of parameters are not in order"));
             }
             if *group == groups.len() {
                 groups.push(Shapes::new());
             }
-            groups[*group].insert(name.clone(), shape(directory, model, name, leaf)?);
+            groups[*group].insert(name.clone(), shape(model, name, leaf)?);
         }
     }
     Ok(groups)
 }
 
 /// Reads the shapes of the frozen parameters, which are at the key `below`.
-pub(super) fn shapes_below(
-    directory: &CheckedDirectory,
-    model: &Named,
-    below: &str,
-) -> Result<Shapes, FileError> {
+pub(super) fn shapes_below(model: &FlatFile, below: &str) -> Result<Shapes, FileError> {
     let mut shapes = Shapes::new();
-    for (path, leaf) in model.flat.found.values() {
+    for (path, leaf) in model.found.values() {
         if let [PathPart::Key(first), PathPart::Key(name)] = &path.0[..]
             && first == below
         {
-            shapes.insert(name.clone(), shape(directory, model, name, leaf)?);
+            shapes.insert(name.clone(), shape(model, name, leaf)?);
         }
     }
     Ok(shapes)
 }
 
 /// Reads the shape of a parameter from a leaf of the model states.
-fn shape(
-    directory: &CheckedDirectory,
-    model: &Named,
-    name: &str,
-    leaf: &Leaf,
-) -> Result<Vec<usize>, FileError> {
+fn shape(model: &FlatFile, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
     let sizes = match leaf {
         Leaf::Value(Held::Plain(value)) => match value.untyped() {
-            PlainValue::Tuple(sizes) | PlainValue::List(sizes) => Some(sizes),
+            PlainValue::Tuple(sizes) | PlainValue::List(sizes) => sizes
+                .iter()
+                .map(|size| usize::try_from(size.as_int()?).ok())
+                .collect(),
             _ => None,
         },
         _ => None,
     };
-    let sizes = sizes.and_then(|sizes| {
-        sizes
-            .iter()
-            .map(|size| usize::try_from(size.as_int()?).ok())
-            .collect()
-    });
-    let sizes: Option<Vec<usize>> = sizes;
-    let sane = sizes.filter(|sizes| is_sane_shape(sizes) && checked_numel(sizes).is_some());
-    sane.ok_or_else(|| model.error(directory, format!("the shape of `{name}` makes no sense")))
+    sizes
+        .filter(|sizes: &Vec<usize>| is_sane_shape(sizes) && checked_numel(sizes).is_some())
+        .ok_or_else(|| model.malformed(format!("the shape of `{name}` makes no sense")))
 }
 
 /// Adds the buffers, and the values that have nothing to do with parameters.
-pub(super) fn add_rest(assembler: &mut Assembler, model: &Named) -> Result<(), FileError> {
-    let buffers: HashSet<&str> = match model.flat.found.get("buffer_names") {
+pub(super) fn add_rest(assembler: &mut Assembler, model: &FlatFile) -> Result<(), FileError> {
+    let buffers: HashSet<&str> = match model.found.get("buffer_names") {
         Some((_, Leaf::Value(Held::Plain(PlainValue::List(names))))) => {
             names.iter().filter_map(PlainValue::as_str).collect()
         }
         _ => HashSet::new(),
     };
-    for (path, leaf) in model.flat.found.values() {
-        match key(path.0.first()) {
-            Some("module") => {
+    for (path, leaf) in model.found.values() {
+        let first = match path.0.first() {
+            Some(PathPart::Key(key)) => key.as_str(),
+            _ => "",
+        };
+        match first {
+            "module" => {
                 let name = KeyPath(path.0[1..].to_vec()).flat_key();
                 if buffers.contains(name.as_str()) {
-                    add_leaf(
-                        assembler,
-                        &model.name,
-                        &model.flat,
-                        &model_path(&name),
-                        leaf,
-                    )?;
+                    add_leaf(assembler, model, &model_path(&name), leaf)?;
                 }
             }
-            Some(first) if OF_PARAMETERS.contains(&first) => {}
+            first if OF_PARAMETERS.contains(&first) => {}
             // With ZeRO the optimizer's state is in other files.
-            Some("optimizer") if matches!(leaf, Leaf::Value(Held::Plain(PlainValue::None))) => {}
-            _ => add_leaf(assembler, &model.name, &model.flat, path, leaf)?,
+            "optimizer" if matches!(leaf, Leaf::Value(Held::Plain(PlainValue::None))) => {}
+            _ => add_leaf(assembler, model, path, leaf)?,
         }
     }
     Ok(())
@@ -159,9 +129,9 @@ pub(super) fn add_rest(assembler: &mut Assembler, model: &Named) -> Result<(), F
 /// Returns the shared parameters as pairs: the name of a parameter that is not stored itself, and
 /// the name of the parameter with the same elements that is stored instead. (Tied weights are an
 /// example.)
-pub(super) fn shared(model: &Named) -> Vec<(&str, &str)> {
+pub(super) fn shared(model: &FlatFile) -> Vec<(&str, &str)> {
     let mut pairs = Vec::new();
-    for (path, leaf) in model.flat.found.values() {
+    for (path, leaf) in model.found.values() {
         if let (
             [PathPart::Key(first), PathPart::Key(name)],
             Leaf::Value(Held::Plain(PlainValue::Str(of))),

@@ -1,20 +1,18 @@
 //! The Universal Checkpoint: a directory for each parameter, with a file for each of its tensors.
 
-use std::sync::Arc;
+use fsdp_layout::PathPart;
 
-use fsdp_layout::{KeyPath, PathPart};
-
-use super::flat::Named;
 use super::names::{data_rank, is_model};
 use super::state::{add_rest, model_path, shared, state_path};
-use crate::error::{FileError, FormatError};
+use crate::error::FileError;
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
 use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
-use crate::torch::read::{add, add_leaf, read_flat};
+use crate::torch::flat::FlatFile;
+use crate::torch::read::{add, add_leaf};
 
 /// The directory of the parameters.
 const ZERO: &str = "zero";
@@ -34,48 +32,36 @@ pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, Fi
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
-    let models: Vec<String> = directory
-        .names()?
-        .into_iter()
-        .filter(|name| is_model(name))
-        .collect();
+    let mut models = directory.names()?;
+    models.retain(|name| is_model(name));
     for name in &models {
         data_rank(name).map_err(|source| directory.file_error(name, source))?;
     }
     let mut assembler = Assembler::new(Format::DeepSpeedUniversal, location.name(), directory);
-    let mut aliases = Vec::new();
+    let mut model = None;
     if let Some(name) = models.first() {
-        let flat = read_flat(assembler.directory(), name)?;
-        let model = Named {
-            name: Arc::from(name.as_str()),
-            flat,
-        };
-        add_rest(&mut assembler, &model)?;
-        aliases.extend(
-            shared(&model)
-                .into_iter()
-                .map(|(name, of)| (name.to_owned(), of.to_owned())),
-        );
+        let flat = FlatFile::read(assembler.directory(), name, None)?;
+        add_rest(&mut assembler, &flat)?;
+        model = Some(flat);
     }
+    let aliases = model.as_ref().map_or_else(Vec::new, shared);
     let zero = location.join(ZERO);
     for parameter in zero.names()? {
         let place = zero.join(&parameter);
         match place.storage()?.kind()? {
             Some(EntryKind::Directory) => {
                 // The others that share the parameter have the same elements.
-                let others = aliases
+                let others: Vec<&str> = aliases
                     .iter()
                     .filter(|(_, of)| *of == parameter)
-                    .map(|(name, _)| name.as_str());
-                add_parameter(&mut assembler, &place, &parameter, others.collect())?;
+                    .map(|(name, _)| *name)
+                    .collect();
+                add_parameter(&mut assembler, &place, &parameter, &others)?;
             }
             _ if parameter == OPTIMIZER => {
-                let name: Arc<str> = Arc::from(format!("{ZERO}/{OPTIMIZER}"));
-                let flat = read_flat(assembler.directory(), &name)?;
-                let prefix = PathPart::Key("optim".to_owned());
-                add(&mut assembler, &name, &flat, &mut |_| {
-                    Some(vec![prefix.clone()])
-                })?;
+                let name = format!("{ZERO}/{OPTIMIZER}");
+                let flat = FlatFile::read(assembler.directory(), &name, None)?;
+                add(&mut assembler, &flat, &[PathPart::Key("optim".to_owned())])?;
             }
             _ => {}
         }
@@ -88,40 +74,30 @@ fn add_parameter(
     assembler: &mut Assembler,
     place: &Location,
     parameter: &str,
-    others: Vec<&str>,
+    others: &[&str],
 ) -> Result<(), FileError> {
     let files = place.names()?;
     if !files.iter().any(|file| file == "fp32.pt") {
-        let files = vec![format!("{ZERO}/{parameter}/fp32.pt")];
-        return Err(FileError::MissingFiles {
-            path: assembler.directory().path().to_owned(),
-            files,
-        });
+        let missing = vec![format!("{ZERO}/{parameter}/fp32.pt")];
+        assembler.directory().check_missing(missing)?;
     }
     for file in &files {
         let Some(entry) = file.strip_suffix(".pt") else {
             continue;
         };
-        let name: Arc<str> = Arc::from(format!("{ZERO}/{parameter}/{file}"));
-        let flat = read_flat(assembler.directory(), &name)?;
-        let path: KeyPath = if entry == FP32 {
-            model_path(parameter)
-        } else {
-            state_path(parameter, entry)
-        };
+        let name = format!("{ZERO}/{parameter}/{file}");
+        let flat = FlatFile::read(assembler.directory(), &name, None)?;
         // A tensor lies in a dict, with notes on how it was cut; a count of steps lies there by
         // itself.
-        let Some((_, leaf)) = flat.found.get("param").or_else(|| flat.found.get("")) else {
-            let reason = "it holds no `param`".to_owned();
-            let source = FormatError::Malformed {
-                what: "DeepSpeed checkpoint",
-                reason,
-            };
-            return Err(assembler.directory().file_error(&name, source));
-        };
-        add_leaf(assembler, &name, &flat, &path, leaf)?;
-        for other in others.iter().filter(|_| entry == FP32) {
-            add_leaf(assembler, &name, &flat, &model_path(other), leaf)?;
+        let found = flat.found.get("param").or_else(|| flat.found.get(""));
+        let (_, leaf) = found.ok_or_else(|| flat.malformed("it holds no `param`"))?;
+        if entry != FP32 {
+            add_leaf(assembler, &flat, &state_path(parameter, entry), leaf)?;
+            continue;
+        }
+        add_leaf(assembler, &flat, &model_path(parameter), leaf)?;
+        for other in others {
+            add_leaf(assembler, &flat, &model_path(other), leaf)?;
         }
     }
     Ok(())

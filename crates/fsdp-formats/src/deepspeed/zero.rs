@@ -7,28 +7,33 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::Arc;
 
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 
-use super::flat::Named;
 use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
 use super::state::{Shapes, add_rest, model_path, param_shapes, shapes_below, shared, state_path};
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Assembled, Assembler, Held, Piece};
+use crate::formats::assembled::{Assembled, Assembler, Held};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
+use crate::limits::MAX_LISTED_FILES;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
-use crate::torch::flat::Leaf;
-use crate::torch::read::{add_leaf, read_flat};
+use crate::torch::flat::{FlatFile, Leaf};
+use crate::torch::read::add_leaf;
 
 /// The key of all state in a rank's file of optimizer states.
 const ROOT: &str = "optimizer_state_dict";
 
+/// A parameter, and where its parts lie.
+struct CutParameter {
+    shape: Vec<usize>,
+    parts: Vec<FlatPart>,
+}
+
 /// A part of a parameter, which lies in a flat tensor of one rank.
-struct Part {
+struct FlatPart {
     rank: usize,
     /// The number of the flat tensor among those of the rank.
     group: usize,
@@ -38,13 +43,9 @@ struct Part {
     elements: Range<usize>,
 }
 
-/// The pieces of a tensor in the file of a rank: the rank, and the dtype. Most are `f32`, but
-/// DeepSpeed may keep parameters and moments in 16 bits too.
-type OfRank = (usize, DType, Vec<Piece>);
-
 /// An entry of the optimizer's state of one flat tensor.
 #[derive(Clone, Copy)]
-struct State<'r> {
+struct StateEntry<'r> {
     /// `true` if the state of all flat tensors is in a dict, `false` if it is in a list.
     is_dict: bool,
     entry: &'r str,
@@ -52,12 +53,12 @@ struct State<'r> {
 }
 
 /// The optimizer's state in a rank's file, by the number of the flat tensor.
-type States<'r> = HashMap<&'r str, Vec<State<'r>>>;
+type States<'r> = HashMap<&'r str, Vec<StateEntry<'r>>>;
 
 /// The files of all ranks.
 struct Shards {
-    models: Vec<Named>,
-    ranks: Vec<Named>,
+    models: Vec<FlatFile>,
+    ranks: Vec<FlatFile>,
     /// The key of the flat parameters in each rank's file.
     groups_key: &'static str,
 }
@@ -68,36 +69,31 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     directory.check_covered()?;
     let shards = Shards::read(&directory)?;
     let mut assembler = Assembler::new(Format::DeepSpeed, location.name(), directory);
-    add_rest(&mut assembler, &shards.models[0])?;
-    let groups = param_shapes(assembler.directory(), &shards.models[0])?;
-    let parts = if shards.cuts_parameters() {
-        shards.cut_each(assembler.directory(), &groups)?
+    let model = &shards.models[0];
+    add_rest(&mut assembler, model)?;
+    let groups = param_shapes(model)?;
+    let parameters = if shards.cuts_parameters() {
+        shards.cut_each(&groups)?
     } else {
-        shards.cut_groups(assembler.directory(), &groups)?
+        shards.cut_groups(&groups)?
     };
-    let shapes: Shapes = groups
-        .iter()
-        .flatten()
-        .map(|(name, shape)| (name.clone(), shape.clone()))
-        .collect();
     let states: Vec<States<'_>> = shards
         .ranks
         .iter()
         .map(|rank| shards.states(rank))
         .collect();
-    for (name, parts) in &parts {
-        shards.add_parameter(&mut assembler, &states, name, &shapes[name], parts)?;
+    for (name, parameter) in &parameters {
+        shards.add_parameter(&mut assembler, &states, name, parameter)?;
     }
     shards.add_frozen(&mut assembler)?;
     shards.add_values(&mut assembler)?;
     // Add each parameter that shares the elements of a trained parameter. Those that share the
     // elements of a frozen one have been added by `add_frozen`.
-    for (name, of) in shared(&shards.models[0]) {
-        if let Some(parts) = parts.get(of) {
-            let pieces = shards.pieces(assembler.directory(), &shapes[of], parts, &|group| {
+    for (name, of) in shared(model) {
+        if let Some(parameter) = parameters.get(of) {
+            shards.add_flat(&mut assembler, &model_path(name), parameter, &|group| {
                 shards.flat_key(group)
             })?;
-            shards.add(&mut assembler, &model_path(name), &shapes[of], pieces)?;
         }
     }
     Ok(assembler.finish(None))
@@ -107,22 +103,19 @@ impl Shards {
     /// Reads the pickles of all ranks' files, and checks that no file is missing and none is of
     /// another save.
     fn read(directory: &CheckedDirectory) -> Result<Self, FileError> {
-        let (mut models, mut ranks) = (BTreeMap::new(), BTreeMap::new());
+        let mut models = BTreeMap::new();
+        let mut ranks = BTreeMap::new();
         for name in directory.names()? {
-            let of = match (is_model(&name), is_optimizer(&name)) {
-                (true, _) => &mut models,
-                (_, true) => &mut ranks,
-                _ => continue,
+            let files = if is_model(&name) {
+                &mut models
+            } else if is_optimizer(&name) {
+                &mut ranks
+            } else {
+                continue;
             };
             let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
-            let flat = read_flat(directory, &name)?;
-            if let Some(other) = of.insert(
-                rank,
-                Named {
-                    name: Arc::from(name.as_str()),
-                    flat,
-                },
-            ) {
+            let flat = FlatFile::read(directory, &name, None)?;
+            if let Some(other) = files.insert(rank, flat) {
                 let reason = format!(
                     "it is of the same rank as `{}`: these are files of two saves",
                     other.name
@@ -134,43 +127,32 @@ impl Shards {
                 return Err(directory.file_error(&name, source));
             }
         }
-        let count = ranks.len();
         if models.is_empty() {
-            let files = vec!["mp_rank_00_model_states.pt".to_owned()];
-            return Err(FileError::MissingFiles {
-                path: directory.path().to_owned(),
-                files,
-            });
+            directory.check_missing(vec!["mp_rank_00_model_states.pt".to_owned()])?;
         }
         let Some(first) = ranks.values().next() else {
-            check_is_sharded(directory, models.values())?;
-            let files = vec!["zero_pp_rank_0_mp_rank_00_optim_states.pt".to_owned()];
+            check_is_sharded(models.values())?;
             return Err(FileError::MissingFiles {
                 path: directory.path().to_owned(),
-                files,
+                files: vec!["zero_pp_rank_0_mp_rank_00_optim_states.pt".to_owned()],
             });
         };
         // The number of ranks is written in each of their files.
+        let count = ranks.len();
         let world_size = partitions(first).unwrap_or(count);
-        let lacks = |files: &BTreeMap<Option<usize>, Named>, end: &str| -> Vec<String> {
-            let missing = (0..world_size).filter(|rank| !files.contains_key(&Some(*rank)));
-            missing
-                .take(1000)
-                .map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00{end}"))
-                .collect()
-        };
-        directory.check_missing(lacks(&ranks, OPTIM_END))?;
+        check_ranks(directory, &ranks, world_size, OPTIM_END)?;
         if count != world_size {
-            let reason = format!("it is of {world_size} ranks, and there are files of {count}");
-            return Err(first.error(directory, reason));
+            return Err(first.malformed(format!(
+                "it is of {world_size} ranks, and there are files of {count}"
+            )));
         }
-        let groups_key = if has_key(first, "fp32_flat_groups") {
-            "fp32_flat_groups"
-        } else {
-            "single_partition_of_fp32_groups"
-        };
-        if groups_key == "fp32_flat_groups" {
-            directory.check_missing(lacks(&models, MODEL_END))?;
+        let mut groups_key = "single_partition_of_fp32_groups";
+        if first
+            .found
+            .contains_key(&format!("{ROOT}.{ZERO_3_GROUPS}.0"))
+        {
+            groups_key = ZERO_3_GROUPS;
+            check_ranks(directory, &models, world_size, MODEL_END)?;
         }
         Ok(Shards {
             models: models.into_values().collect(),
@@ -181,7 +163,7 @@ impl Shards {
 
     /// Returns `true` for ZeRO 3.
     fn cuts_parameters(&self) -> bool {
-        self.groups_key == "fp32_flat_groups"
+        self.groups_key == ZERO_3_GROUPS
     }
 
     fn flat_key(&self, group: usize) -> String {
@@ -190,9 +172,8 @@ impl Shards {
 
     /// Returns the lengths of a rank's flat tensors.
     fn lengths(&self, rank: usize) -> Vec<usize> {
-        let tensor = |group| self.ranks[rank].tensor(&self.flat_key(group));
         (0..)
-            .map_while(tensor)
+            .map_while(|group| self.ranks[rank].tensor(&self.flat_key(group)))
             .map(|tensor| tensor.shape.iter().product())
             .collect()
     }
@@ -200,38 +181,34 @@ impl Shards {
     /// Returns where the parts of each parameter lie under ZeRO 1 and 2. There the parameters of a
     /// group, with paddings between them, form one tensor, and the ranks' flat tensors are the
     /// consecutive parts of it.
-    fn cut_groups(
-        &self,
-        directory: &CheckedDirectory,
-        groups: &[Shapes],
-    ) -> Result<BTreeMap<String, Vec<Part>>, FileError> {
+    fn cut_groups(&self, groups: &[Shapes]) -> Result<BTreeMap<String, CutParameter>, FileError> {
         let lengths: Vec<Vec<usize>> = (0..self.ranks.len())
             .map(|rank| self.lengths(rank))
             .collect();
-        if let Some(rank) = lengths
-            .iter()
-            .position(|lengths| lengths.len() > groups.len())
-        {
-            let reason = format!(
-                "it has {} flat tensors for {} groups of parameters",
-                lengths[rank].len(),
-                groups.len()
-            );
-            return Err(self.ranks[rank].error(directory, reason));
+        for (rank, lengths) in self.ranks.iter().zip(&lengths) {
+            if lengths.len() > groups.len() {
+                return Err(rank.malformed(format!(
+                    "it has {} flat tensors for {} groups of parameters",
+                    lengths.len(),
+                    groups.len()
+                )));
+            }
         }
-        let mut parts = BTreeMap::new();
+        let mut parameters = BTreeMap::new();
         for (group, shapes) in groups.iter().enumerate() {
             let paddings = self.paddings(group);
             // The rank, and the position in its flat tensor, where the next parameter begins.
-            let (mut rank, mut at) = (0, 0);
+            let mut rank = 0;
+            let mut at = 0;
             for (number, (name, shape)) in shapes.iter().enumerate() {
                 let numel: usize = shape.iter().product();
-                let mut of = Vec::new();
+                let mut parts = Vec::new();
+                // The elements that have been located, and the padding that is still to be skipped.
                 let mut done = 0;
-                let mut skip = paddings
-                    .as_ref()
-                    .and_then(|paddings| paddings.get(number).copied())
-                    .unwrap_or(0);
+                let mut skip = match &paddings {
+                    Some(paddings) => paddings.get(number).copied().unwrap_or(0),
+                    None => 0,
+                };
                 while done < numel || skip > 0 {
                     let Some(length) = lengths.get(rank).and_then(|lengths| lengths.get(group))
                     else {
@@ -239,30 +216,35 @@ impl Shards {
                         if done == numel {
                             break;
                         }
-                        let reason = format!("the parts of all ranks are too short for `{name}`");
-                        return Err(self.ranks[0].error(directory, reason));
+                        return Err(self.ranks[0].malformed(format!(
+                            "the parts of all ranks are too short for `{name}`"
+                        )));
                     };
                     let left = length - at;
                     if done < numel {
                         let count = left.min(numel - done);
                         if count > 0 {
-                            of.push(Part {
+                            parts.push(FlatPart {
                                 rank,
                                 group,
                                 at,
                                 elements: done..done + count,
                             });
                         }
-                        (done, at) = (done + count, at + count);
+                        done += count;
+                        at += count;
                     } else {
-                        let count = left.min(skip);
-                        (skip, at) = (skip - count, at + count);
+                        let skipped = left.min(skip);
+                        skip -= skipped;
+                        at += skipped;
                     }
                     if at == *length {
-                        (rank, at) = (rank + 1, 0);
+                        rank += 1;
+                        at = 0;
                     }
                 }
-                parts.insert(name.clone(), of);
+                let shape = shape.clone();
+                parameters.insert(name.clone(), CutParameter { shape, parts });
             }
             // The elements after the last parameter are padding. If there are more of them than
             // DeepSpeed can have added, parameters are missing from the list of shapes.
@@ -271,25 +253,27 @@ impl Shards {
                 .skip(rank)
                 .filter_map(|lengths| lengths.get(group));
             let left = rest.fold(0, |sum: usize, length| sum.saturating_add(*length)) - at;
-            if left >= 2 * self.ranks.len().max(1) * ALIGNMENT {
-                let reason = format!("group {group} has {left} elements more than its parameters");
-                return Err(self.ranks[0].error(directory, reason));
+            if left >= 2 * self.ranks.len() * ALIGNMENT {
+                return Err(self.ranks[0].malformed(format!(
+                    "group {group} has {left} elements more than its parameters"
+                )));
             }
         }
-        Ok(parts)
+        Ok(parameters)
     }
 
     /// Returns the number of padding elements after each parameter of a group; `None` if the file
     /// does not list them.
     fn paddings(&self, group: usize) -> Option<Vec<usize>> {
-        let value = value(&self.ranks[0], &format!("{ROOT}.param_alignment_paddings"))?;
-        let PlainValue::List(groups) = value else {
+        let key = format!("{ROOT}.param_alignment_paddings");
+        let PlainValue::List(groups) = value(&self.ranks[0], &key)? else {
             return None;
         };
-        let PlainValue::List(of) = groups.get(group)? else {
+        let PlainValue::List(paddings) = groups.get(group)? else {
             return None;
         };
-        of.iter()
+        paddings
+            .iter()
             .map(|padding| usize::try_from(padding.as_int()?).ok())
             .collect()
     }
@@ -299,43 +283,36 @@ impl Shards {
     /// Each parameter is cut into equal parts, one for each rank, the last of which may be shorter
     /// or empty. All of them take the same number of elements in the ranks' flat tensors, and lie
     /// at the same position there.
-    fn cut_each(
-        &self,
-        directory: &CheckedDirectory,
-        groups: &[Shapes],
-    ) -> Result<BTreeMap<String, Vec<Part>>, FileError> {
+    fn cut_each(&self, groups: &[Shapes]) -> Result<BTreeMap<String, CutParameter>, FileError> {
         let count = self.ranks.len();
         let lengths = self.lengths(0);
         if let Some(other) = (1..count).find(|&rank| self.lengths(rank) != lengths) {
-            return Err(self.ranks[other].error(
-                directory,
-                "its flat tensors are not as long as the first rank's".to_owned(),
-            ));
+            let reason = "its flat tensors are not as long as the first rank's";
+            return Err(self.ranks[other].malformed(reason));
         }
-        let mut parts = BTreeMap::new();
+        let mut parameters = BTreeMap::new();
         // The number of the flat tensor, and the position in it, where the next parameter begins.
         // They are the same on each rank.
-        let (mut group, mut at) = (0, 0);
+        let mut group = 0;
+        let mut at = 0;
         for (name, shape) in groups.iter().flatten() {
             let numel: usize = shape.iter().product();
             // A rank's part may span several flat tensors. `done` elements of each rank's part have
             // been located.
             let each = numel.div_ceil(count);
-            let mut of = Vec::new();
+            let mut parts = Vec::new();
             let mut done = 0;
             while done < each {
                 let Some(length) = lengths.get(group) else {
-                    return Err(self.ranks[0].error(
-                        directory,
-                        format!("its flat tensors are too short for `{name}`"),
-                    ));
+                    let reason = format!("its flat tensors are too short for `{name}`");
+                    return Err(self.ranks[0].malformed(reason));
                 };
                 let now = (length - at).min(each - done);
                 for rank in 0..count {
                     let start = (rank * each + done).min(numel);
                     let end = (rank * each + done + now).min(numel);
                     if start < end {
-                        of.push(Part {
+                        parts.push(FlatPart {
                             rank,
                             group,
                             at,
@@ -343,66 +320,56 @@ impl Shards {
                         });
                     }
                 }
-                (done, at) = (done + now, at + now);
+                done += now;
+                at += now;
                 if at == *length {
-                    (group, at) = (group + 1, 0);
+                    group += 1;
+                    at = 0;
                 }
             }
-            parts.insert(name.clone(), of);
+            let shape = shape.clone();
+            parameters.insert(name.clone(), CutParameter { shape, parts });
         }
         if group < lengths.len() {
-            let reason = "its flat tensors are longer than its parameters".to_owned();
-            return Err(self.ranks[0].error(directory, reason));
+            let reason = "its flat tensors are longer than its parameters";
+            return Err(self.ranks[0].malformed(reason));
         }
-        Ok(parts)
+        Ok(parameters)
     }
 
-    /// Returns the pieces of a parameter or of its state, with the rank and the dtype of each.
-    /// `key` returns the key of the flat tensor of a group.
-    fn pieces(
+    /// Adds a tensor that lies in flat tensors of the ranks. `key` returns the key of the flat
+    /// tensor of a group. Most are `f32`, but DeepSpeed may keep parameters and moments in 16 bits
+    /// too.
+    fn add_flat(
         &self,
-        directory: &CheckedDirectory,
-        shape: &[usize],
-        parts: &[Part],
+        assembler: &mut Assembler,
+        path: &KeyPath,
+        parameter: &CutParameter,
         key: &dyn Fn(usize) -> String,
-    ) -> Result<Vec<OfRank>, FileError> {
-        let mut pieces = Vec::new();
-        for part in parts {
+    ) -> Result<(), FileError> {
+        let shape = &parameter.shape;
+        if parameter.parts.is_empty() {
+            // A tensor without elements lies in no file, but it is a part of the model.
+            return assembler.add_tensor(path, &self.ranks[0].name, DType::F32, shape, Vec::new());
+        }
+        for part in &parameter.parts {
             let file = &self.ranks[part.rank];
             let key = key(part.group);
             let tensor = file
                 .tensor(&key)
-                .ok_or_else(|| file.error(directory, format!("it has no tensor `{key}`")))?;
-            let of_rank = file.pieces(directory, tensor, part.at, shape, part.elements.clone())?;
-            pieces.push((part.rank, tensor.dtype, of_rank));
-        }
-        Ok(pieces)
-    }
-
-    /// Adds a tensor of pieces of several ranks.
-    fn add(
-        &self,
-        assembler: &mut Assembler,
-        path: &KeyPath,
-        shape: &[usize],
-        pieces: Vec<OfRank>,
-    ) -> Result<(), FileError> {
-        if pieces.is_empty() {
-            // A tensor without elements lies in no file, but it is a part of the model.
-            return assembler.add_tensor(path, &self.ranks[0].name, DType::F32, shape, Vec::new());
-        }
-        for (rank, dtype, pieces) in pieces {
-            assembler.add_tensor(path, &self.ranks[rank].name, dtype, shape, pieces)?;
+                .ok_or_else(|| file.malformed(format!("it has no tensor `{key}`")))?;
+            let pieces = file.pieces(tensor, part.at, shape, part.elements.clone())?;
+            assembler.add_tensor(path, &file.name, tensor.dtype, shape, pieces)?;
         }
         Ok(())
     }
 
     /// Returns the optimizer's state in a rank's file. It is in a list or in a dict, by the number
     /// of the flat tensor.
-    fn states<'r>(&self, rank: &'r Named) -> States<'r> {
+    fn states<'r>(&self, rank: &'r FlatFile) -> States<'r> {
         let base = self.base();
         let mut states = States::new();
-        for (key, (_, leaf)) in &rank.flat.found {
+        for (key, (_, leaf)) in &rank.found {
             let Some(rest) = key
                 .strip_prefix(&base)
                 .and_then(|rest| rest.strip_prefix('.'))
@@ -413,7 +380,7 @@ impl Shards {
                 .strip_prefix("state.")
                 .map_or((false, rest), |rest| (true, rest));
             if let Some((group, entry)) = rest.split_once('.') {
-                states.entry(group).or_default().push(State {
+                states.entry(group).or_default().push(StateEntry {
                     is_dict,
                     entry,
                     leaf,
@@ -429,22 +396,18 @@ impl Shards {
         assembler: &mut Assembler,
         states: &[States<'_>],
         name: &str,
-        shape: &[usize],
-        parts: &[Part],
+        parameter: &CutParameter,
     ) -> Result<(), FileError> {
-        let pieces = self.pieces(assembler.directory(), shape, parts, &|group| {
+        self.add_flat(assembler, &model_path(name), parameter, &|group| {
             self.flat_key(group)
         })?;
-        self.add(assembler, &model_path(name), shape, pieces)?;
-        let Some(first) = parts.first() else {
+        let Some(first) = parameter.parts.first() else {
             return Ok(());
         };
-        let (file, base, group) = (
-            &self.ranks[first.rank],
-            self.base(),
-            first.group.to_string(),
-        );
-        for &State {
+        let file = &self.ranks[first.rank];
+        let base = self.base();
+        let group = first.group.to_string();
+        for &StateEntry {
             is_dict,
             entry,
             leaf,
@@ -457,15 +420,13 @@ impl Shards {
                 if let Leaf::Value(value) = leaf {
                     assembler.charge_copy(&file.name, value)?;
                 }
-                add_leaf(assembler, &file.name, &file.flat, &path, leaf)?;
+                add_leaf(assembler, file, &path, leaf)?;
                 continue;
             }
-            let key = |group: usize| match is_dict {
-                true => format!("{base}.state.{group}.{entry}"),
-                false => format!("{base}.{group}.{entry}"),
-            };
-            let pieces = self.pieces(assembler.directory(), shape, parts, &key)?;
-            self.add(assembler, &path, shape, pieces)?;
+            let container = if is_dict { ".state" } else { "" };
+            self.add_flat(assembler, &path, parameter, &|group| {
+                format!("{base}{container}.{group}.{entry}")
+            })?;
         }
         Ok(())
     }
@@ -488,7 +449,7 @@ impl Shards {
         for (alias, of) in shared(first) {
             aliases.entry(of).or_default().push(alias);
         }
-        for (name, shape) in shapes_below(assembler.directory(), first, "frozen_param_shapes")? {
+        for (name, shape) in shapes_below(first, "frozen_param_shapes")? {
             let key = format!("frozen_param_fragments.{name}");
             let sharing = aliases.get(name.as_str()).into_iter().flatten().copied();
             for path in std::iter::once(name.as_str())
@@ -499,10 +460,10 @@ impl Shards {
                     self.add_frozen_parts(assembler, &path, &key, &shape)?;
                     continue;
                 }
-                let Some((_, leaf)) = first.flat.found.get(&key) else {
-                    return Err(first.error(assembler.directory(), format!("it has no `{name}`")));
+                let Some((_, leaf)) = first.found.get(&key) else {
+                    return Err(first.malformed(format!("it has no `{name}`")));
                 };
-                add_leaf(assembler, &first.name, &first.flat, &path, leaf)?;
+                add_leaf(assembler, first, &path, leaf)?;
             }
         }
         Ok(())
@@ -521,10 +482,10 @@ impl Shards {
         let each = numel.div_ceil(self.models.len());
         for (rank, file) in self.models.iter().enumerate() {
             let range = (rank * each).min(numel)..((rank + 1) * each).min(numel);
-            let tensor = file.tensor(key);
-            let tensor = tensor
-                .ok_or_else(|| file.error(assembler.directory(), format!("it has no `{key}`")))?;
-            let pieces = file.pieces(assembler.directory(), tensor, 0, shape, range)?;
+            let tensor = file
+                .tensor(key)
+                .ok_or_else(|| file.malformed(format!("it has no `{key}`")))?;
+            let pieces = file.pieces(tensor, 0, shape, range)?;
             assembler.add_tensor(path, &file.name, tensor.dtype, shape, pieces)?;
         }
         Ok(())
@@ -542,72 +503,75 @@ impl Shards {
         ];
         let file = &self.ranks[0];
         let base = self.base();
-        for (key, (path, leaf)) in &file.flat.found {
+        for (key, (path, leaf)) in &file.found {
             let Some(PathPart::Key(second)) = path.0.get(1) else {
                 continue;
             };
-            let is_group = key
-                .strip_prefix(&base)
-                .is_some_and(|rest| rest.starts_with(".param_groups"));
-            let is_base = key
-                .strip_prefix(&base)
-                .is_some_and(|rest| rest.starts_with('.'));
             if !key.starts_with(ROOT)
                 || second == self.groups_key
                 || OF_LAYOUT.contains(&second.as_str())
             {
                 continue;
             }
-            if is_base && !is_group {
-                continue;
-            }
-            let skipped = if is_group { 2 } else { 1 };
+            let skipped = match key.strip_prefix(&base) {
+                Some(rest) if rest.starts_with(".param_groups") => 2,
+                // The state of the parameters has been added with them.
+                Some(rest) if rest.starts_with('.') => continue,
+                _ => 1,
+            };
             let mut parts = vec![PathPart::Key("optim".to_owned())];
-            parts.extend(path.0[skipped..].iter().cloned());
-            add_leaf(assembler, &file.name, &file.flat, &KeyPath(parts), leaf)?;
+            parts.extend_from_slice(&path.0[skipped..]);
+            add_leaf(assembler, file, &KeyPath(parts), leaf)?;
         }
         Ok(())
     }
 }
+
+/// The key of the flat parameters under ZeRO 3.
+const ZERO_3_GROUPS: &str = "fp32_flat_groups";
 
 /// The largest number of elements to which DeepSpeed aligns a rank's part.
 const ALIGNMENT: usize = 128;
 
 /// Refuses files of model states that list no shapes of parameters: DeepSpeed writes those for the
 /// shards of ZeRO only.
-fn check_is_sharded<'f>(
-    directory: &CheckedDirectory,
-    mut models: impl Iterator<Item = &'f Named>,
-) -> Result<(), FileError> {
-    let lists_none = |model: &&Named| {
-        !model
-            .flat
-            .found
-            .keys()
-            .any(|key| key.starts_with("param_shapes."))
-    };
-    let Some(model) = models.find(lists_none) else {
-        return Ok(());
-    };
-    let what = "a directory of DeepSpeed without ZeRO (name this file: it has the whole model),"
-        .to_owned();
-    Err(directory.file_error(&model.name, FormatError::Unsupported { what }))
+fn check_is_sharded<'f>(models: impl Iterator<Item = &'f FlatFile>) -> Result<(), FileError> {
+    for model in models {
+        let mut keys = model.found.keys();
+        if !keys.any(|key| key.starts_with("param_shapes.")) {
+            let what =
+                "a directory of DeepSpeed without ZeRO (name this file: it has the whole model),"
+                    .to_owned();
+            return Err(model.error(FormatError::Unsupported { what }));
+        }
+    }
+    Ok(())
 }
 
-fn has_key(file: &Named, key: &str) -> bool {
-    file.flat.found.contains_key(&format!("{ROOT}.{key}.0"))
+/// Checks that there is a file of each rank; `end` is the end of their names.
+fn check_ranks(
+    directory: &CheckedDirectory,
+    files: &BTreeMap<Option<usize>, FlatFile>,
+    world_size: usize,
+    end: &str,
+) -> Result<(), FileError> {
+    let missing = (0..world_size)
+        .filter(|rank| !files.contains_key(&Some(*rank)))
+        .take(MAX_LISTED_FILES)
+        .map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00{end}"));
+    directory.check_missing(missing.collect())
 }
 
 /// Returns a plain value of a file.
-fn value<'f>(file: &'f Named, key: &str) -> Option<&'f PlainValue> {
-    match file.flat.found.get(key) {
+fn value<'f>(file: &'f FlatFile, key: &str) -> Option<&'f PlainValue> {
+    match file.found.get(key) {
         Some((_, Leaf::Value(Held::Plain(value)))) => Some(value),
         _ => None,
     }
 }
 
 /// Returns the number of ranks that is recorded in a rank's file.
-fn partitions(file: &Named) -> Option<usize> {
+fn partitions(file: &FlatFile) -> Option<usize> {
     let count = match value(file, &format!("{ROOT}.partition_count"))? {
         PlainValue::List(groups) => groups.iter().filter_map(PlainValue::as_int).max()?,
         count => count.as_int()?,

@@ -34,7 +34,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
     let mut entries = IndexMap::new();
     for &(key, value) in p.dict(fields.get("state_dict_metadata")?)? {
         let fqn = fqn(p, key)?;
-        budget.charge(p, key, MEMORY, (fqn.len() + size_of::<Entry>()) as u64)?;
+        budget.charge(key, MEMORY, (fqn.len() + size_of::<Entry>()) as u64)?;
         let entry = if p.is_object(value, Global::BytesStorageMetadata) {
             Entry::Bytes(BytesEntry {
                 stored: storage.remove(&(fqn, None)),
@@ -90,7 +90,7 @@ type StorageData<'a> = HashMap<(&'a str, Option<Vec<usize>>), StorageInfo>;
 /// Reads the places of all items, by key and offsets.
 fn storage_data<'a>(
     p: &Pickle<'a>,
-    budget: &mut Walk,
+    budget: &mut Walk<'_, '_>,
     id: Option<NodeId>,
 ) -> Result<StorageData<'a>> {
     let Some(id) = id else {
@@ -109,12 +109,7 @@ fn storage_data<'a>(
         if let Some(id) = info.find_some("transform_descriptors") {
             for &transform in p.sequence(id)? {
                 let text = p.str(transform)?;
-                budget.charge(
-                    p,
-                    transform,
-                    MEMORY,
-                    (text.len() + size_of::<String>()) as u64,
-                )?;
+                budget.charge(transform, MEMORY, (text.len() + size_of::<String>()) as u64)?;
                 transforms.push(text.to_owned());
             }
         }
@@ -125,7 +120,7 @@ fn storage_data<'a>(
             transforms,
         };
         let length = size_of::<StorageInfo>() + stored.relative_path.len();
-        budget.charge(p, value, MEMORY, length as u64)?;
+        budget.charge(value, MEMORY, length as u64)?;
         // From here on, the end of an item can be computed without care.
         if stored.offset.checked_add(stored.length).is_none() {
             return Err(p.error(
@@ -143,7 +138,7 @@ fn storage_data<'a>(
 /// Reads the entry of a tensor, whose chunks get their places.
 fn tensor<'a>(
     p: &Pickle<'a>,
-    budget: &mut Walk,
+    budget: &mut Walk<'_, '_>,
     id: NodeId,
     fqn: &'a str,
     storage: &mut StorageData<'a>,
@@ -182,7 +177,6 @@ fn tensor<'a>(
             .as_ref()
             .map_or(0, |stored| stored.relative_path.len());
         budget.charge(
-            p,
             id,
             MEMORY,
             (size_of::<Chunk>() + path + sizes.len() * 2 * size_of::<usize>()) as u64,
@@ -254,20 +248,20 @@ fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
 /// Reads the paths of flat keys in the nested state dict.
 fn planner_data(
     p: &Pickle<'_>,
-    budget: &mut Walk,
+    budget: &mut Walk<'_, '_>,
     id: NodeId,
 ) -> Result<IndexMap<String, KeyPath>> {
     let mut paths = IndexMap::new();
     for &(key, path) in p.dict(id)? {
         let fqn = fqn(p, key)?;
-        budget.charge(p, key, MEMORY, fqn.len() as u64)?;
+        budget.charge(key, MEMORY, fqn.len() as u64)?;
         let mut parts = Vec::new();
         for &part in p.sequence(path)? {
             let text = match p.node(part) {
                 Node::Str(text) => text.len(),
                 _ => 0,
             };
-            budget.charge(p, part, MEMORY, (text + size_of::<PathPart>()) as u64)?;
+            budget.charge(part, MEMORY, (text + size_of::<PathPart>()) as u64)?;
             parts.push(match p.node(part) {
                 Node::Int(_) => PathPart::Index(p.usize(part)?),
                 _ => PathPart::Key(p.str(part)?.to_owned()),

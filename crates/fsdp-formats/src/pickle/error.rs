@@ -116,7 +116,6 @@ impl PickleErrorKind {
     }
 
     /// Returns an error with this reason at a position in the pickle.
-    #[must_use]
     pub(crate) fn at(self, offset: usize) -> PickleError {
         PickleError {
             offset: offset as u64,

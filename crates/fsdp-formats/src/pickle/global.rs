@@ -7,8 +7,7 @@ use fsdp_layout::{DType, PythonType};
 /// It takes two bytes, so that a [`Node`](super::node::Node) that holds one with its arguments
 /// needs no allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Global {
+pub(crate) enum Global {
     /// `torch.distributed.checkpoint.metadata.Metadata`
     Metadata,
     /// `…metadata.TensorStorageMetadata`
@@ -96,7 +95,7 @@ fn position_in(list: &[&str], name: &str) -> Option<u8> {
 
 /// Returns the name at a position that [`position_in`] returned for this list.
 pub(crate) fn name_at(list: &[&'static str], position: u8) -> &'static str {
-    list.get(usize::from(position)).copied().unwrap_or_default()
+    list[usize::from(position)]
 }
 
 /// torch's typed storages, by class name.
@@ -130,8 +129,7 @@ impl Global {
     }
 
     /// Returns the global of this name, if it is on the list.
-    #[must_use]
-    pub fn lookup(module: &str, name: &str) -> Option<Global> {
+    pub(crate) fn lookup(module: &str, name: &str) -> Option<Global> {
         use Global::*;
         Some(match module {
             // torch 1.13 kept the first four elsewhere.

@@ -20,7 +20,7 @@ pub mod write;
 
 pub use error::{PickleError, PickleErrorKind};
 pub(crate) use global::{BUILTINS, Global, QSCHEMES, STORAGES, name_at};
-pub(crate) use node::{Node, NodeId, ObjectNode, OpaqueNode, Pickle, check_attributes};
+pub(crate) use node::{Fields, Node, NodeId, ObjectNode, OpaqueNode, Pickle, check_attributes};
 pub use read::parse;
 pub(crate) use read::parse_within;
 pub(crate) use walk::Walk;

@@ -14,8 +14,7 @@ pub struct NodeId(pub(super) u32);
 
 /// One value of a pickle.
 #[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub enum Node<'a> {
+pub(crate) enum Node<'a> {
     /// `None`
     None,
     /// `True` or `False`
@@ -59,44 +58,43 @@ pub enum Node<'a> {
 
 /// See [`Node::Opaque`].
 #[derive(Debug, Clone, PartialEq)]
-pub struct OpaqueNode<'a> {
+pub(crate) struct OpaqueNode<'a> {
     /// The module of the class or function.
-    pub module: &'a str,
+    pub(crate) module: &'a str,
     /// Its qualified name.
-    pub name: &'a str,
+    pub(crate) name: &'a str,
     /// Its positional arguments: a tuple.
-    pub args: NodeId,
+    pub(crate) args: NodeId,
     /// The state that `BUILD` would have set on it.
-    pub state: Option<NodeId>,
+    pub(crate) state: Option<NodeId>,
     /// The items that would have been appended to it.
-    pub items: Vec<NodeId>,
+    pub(crate) items: Vec<NodeId>,
     /// The entries that would have been set in it.
-    pub entries: Vec<(NodeId, NodeId)>,
+    pub(crate) entries: Vec<(NodeId, NodeId)>,
 }
 
 /// See [`Node::Tuple`]: a range in one list of the items of all tuples. That saves an allocation
 /// for each of many small tuples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TupleNode {
+pub(crate) struct TupleNode {
     pub(super) start: u32,
     pub(super) len: u32,
 }
 
 /// See [`Node::Object`].
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ObjectNode {
+pub(crate) struct ObjectNode {
     /// The class or function.
-    pub global: Global,
+    pub(crate) global: Global,
     /// Its positional arguments: a tuple. See [`Pickle::args`].
-    pub args: NodeId,
+    pub(crate) args: NodeId,
     /// The state that `BUILD` would have set on it.
-    pub state: Option<NodeId>,
+    pub(crate) state: Option<NodeId>,
 }
 
 impl Node<'_> {
     /// Returns Python's name of the kind of value, for messages.
-    #[must_use]
-    pub fn kind(&self) -> &'static str {
+    pub(crate) fn kind(&self) -> &'static str {
         match self {
             Node::None => "None",
             Node::Bool(_) => "a bool",
@@ -115,6 +113,14 @@ impl Node<'_> {
             Node::PersistentId(_) => "a persistent id",
             Node::Foreign(..) => "an unknown global",
             Node::Opaque(_) => "an object of an unknown type",
+        }
+    }
+
+    /// Makes the error of a place that needs another kind of value.
+    pub(super) fn mismatch(&self, expected: &'static str) -> PickleErrorKind {
+        PickleErrorKind::Kind {
+            expected,
+            found: self.kind(),
         }
     }
 }
@@ -188,13 +194,12 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the length of the pickle in bytes. Other data may follow it.
-    #[must_use]
-    pub fn end(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         self.end
     }
 
     /// Returns the persistent ids, in the order in which they were made.
-    pub fn persistent_ids(&self) -> impl Iterator<Item = NodeId> {
+    pub(crate) fn persistent_ids(&self) -> impl Iterator<Item = NodeId> {
         self.nodes.iter().filter_map(|node| match node {
             Node::PersistentId(id) => Some(*id),
             _ => None,
@@ -202,34 +207,42 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the node of this number.
-    #[must_use]
-    pub fn node(&self, id: NodeId) -> &Node<'a> {
+    pub(crate) fn node(&self, id: NodeId) -> &Node<'a> {
         node_of(&self.nodes, id)
     }
 
     /// Makes an error at the place where this node was made, or at the beginning of the pickle for
     /// a shared node.
-    #[must_use]
-    pub fn error(&self, id: NodeId, kind: PickleErrorKind) -> PickleError {
+    pub(crate) fn error(&self, id: NodeId, kind: PickleErrorKind) -> PickleError {
         kind.at(position(id).map_or(0, |position| self.offsets[position] as usize))
     }
 
     /// Makes the error of a node that is not of the expected kind.
-    #[must_use]
-    pub fn wrong(&self, id: NodeId, expected: &'static str) -> PickleError {
+    pub(crate) fn wrong(&self, id: NodeId, expected: &'static str) -> PickleError {
         let kind = match self.node(id) {
             Node::Foreign(module, name) => foreign(module, name),
             Node::Opaque(object) => foreign(object.module, object.name),
-            other => PickleErrorKind::Kind {
-                expected,
-                found: other.kind(),
-            },
+            other => other.mismatch(expected),
+        };
+        self.error(id, kind)
+    }
+
+    /// Makes the error of a node of the right kind that is not valid.
+    pub(crate) fn invalid(&self, id: NodeId, what: &'static str) -> PickleError {
+        self.error(id, PickleErrorKind::Value { what })
+    }
+
+    /// Makes the error of an object of torch's that only running code could build.
+    pub(crate) fn opaque(&self, id: NodeId, name: impl Into<String>) -> PickleError {
+        let kind = PickleErrorKind::Global {
+            module: "torch".to_owned(),
+            name: name.into(),
         };
         self.error(id, kind)
     }
 
     /// Returns the node as text.
-    pub fn str(&self, id: NodeId) -> Result<&'a str, PickleError> {
+    pub(crate) fn str(&self, id: NodeId) -> Result<&'a str, PickleError> {
         match self.node(id) {
             Node::Str(text) => Ok(text),
             _ => Err(self.wrong(id, "a str")),
@@ -237,7 +250,7 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the node as an integer.
-    pub fn int(&self, id: NodeId) -> Result<i64, PickleError> {
+    pub(crate) fn int(&self, id: NodeId) -> Result<i64, PickleError> {
         match self.node(id) {
             Node::Int(value) => Ok(*value),
             _ => Err(self.wrong(id, "an int of 64 bits")),
@@ -245,31 +258,18 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the node as a count or a position: an integer that is not negative.
-    pub fn unsigned(&self, id: NodeId) -> Result<u64, PickleError> {
-        u64::try_from(self.int(id)?).map_err(|_| {
-            self.error(
-                id,
-                PickleErrorKind::Value {
-                    what: "a size or position is negative",
-                },
-            )
-        })
+    pub(crate) fn unsigned(&self, id: NodeId) -> Result<u64, PickleError> {
+        u64::try_from(self.int(id)?).map_err(|_| self.invalid(id, "a size or position is negative"))
     }
 
     /// Returns the node as a count or a position of this machine's size.
-    pub fn usize(&self, id: NodeId) -> Result<usize, PickleError> {
-        usize::try_from(self.unsigned(id)?).map_err(|_| {
-            self.error(
-                id,
-                PickleErrorKind::Value {
-                    what: "a size does not fit this machine",
-                },
-            )
-        })
+    pub(crate) fn usize(&self, id: NodeId) -> Result<usize, PickleError> {
+        usize::try_from(self.unsigned(id)?)
+            .map_err(|_| self.invalid(id, "a size does not fit this machine"))
     }
 
     /// Returns the node as a bool.
-    pub fn bool(&self, id: NodeId) -> Result<bool, PickleError> {
+    pub(crate) fn bool(&self, id: NodeId) -> Result<bool, PickleError> {
         match self.node(id) {
             Node::Bool(value) => Ok(*value),
             _ => Err(self.wrong(id, "a bool")),
@@ -277,7 +277,7 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the entries of a dict.
-    pub fn dict(&self, id: NodeId) -> Result<&[(NodeId, NodeId)], PickleError> {
+    pub(crate) fn dict(&self, id: NodeId) -> Result<&[(NodeId, NodeId)], PickleError> {
         match self.node(id) {
             Node::Dict(entries) => Ok(entries),
             _ => Err(self.wrong(id, "a dict")),
@@ -285,7 +285,7 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the items of a tuple or a list.
-    pub fn sequence(&self, id: NodeId) -> Result<&[NodeId], PickleError> {
+    pub(crate) fn sequence(&self, id: NodeId) -> Result<&[NodeId], PickleError> {
         match self.node(id) {
             Node::Tuple(tuple) => Ok(self.tuple(*tuple)),
             Node::List(items) => Ok(items),
@@ -294,7 +294,7 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the node as an object.
-    pub fn object(&self, id: NodeId) -> Result<&ObjectNode, PickleError> {
+    pub(crate) fn object(&self, id: NodeId) -> Result<&ObjectNode, PickleError> {
         match self.node(id) {
             Node::Object(object) => Ok(object),
             _ => Err(self.wrong(id, "an object")),
@@ -302,9 +302,11 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns the positional arguments of an object.
-    #[must_use]
-    pub fn args(&self, object: &ObjectNode) -> &[NodeId] {
-        self.sequence(object.args).unwrap_or_default()
+    pub(crate) fn args(&self, object: &ObjectNode) -> &[NodeId] {
+        match self.node(object.args) {
+            Node::Tuple(tuple) => self.tuple(*tuple),
+            _ => unreachable!("the parser refuses arguments that are no tuple"),
+        }
     }
 
     fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
@@ -312,13 +314,12 @@ impl<'a> Pickle<'a> {
     }
 
     /// Returns `true` if the node is an object of this global.
-    #[must_use]
-    pub fn is_object(&self, id: NodeId, global: Global) -> bool {
+    pub(crate) fn is_object(&self, id: NodeId, global: Global) -> bool {
         matches!(self.node(id), Node::Object(object) if object.global == global)
     }
 
     /// Returns the attributes of an object of this class, as `BUILD` would have set them.
-    pub fn state(
+    pub(crate) fn state(
         &self,
         id: NodeId,
         class: Global,
@@ -326,25 +327,32 @@ impl<'a> Pickle<'a> {
     ) -> Result<Fields<'_, 'a>, PickleError> {
         match self.node(id) {
             Node::Object(object) if object.global == class => {
-                let entries = match object.state {
-                    Some(state) => self.dict(state)?,
-                    None => &[],
-                };
+                let mut entries: &[_] = &[];
                 if let Some(state) = object.state {
+                    entries = self.dict(state)?;
                     check_attributes(self.node(state)).map_err(|kind| self.error(id, kind))?;
                 }
-                Ok(Fields {
-                    pickle: self,
-                    of: id,
-                    entries,
-                })
+                Ok(self.fields(id, entries))
             }
             _ => Err(self.wrong(id, expected)),
         }
     }
 
+    /// Returns these entries of a dict as the attributes of an object.
+    pub(crate) fn fields<'p>(
+        &'p self,
+        of: NodeId,
+        entries: &'p [(NodeId, NodeId)],
+    ) -> Fields<'p, 'a> {
+        Fields {
+            pickle: self,
+            of,
+            entries,
+        }
+    }
+
     /// Returns the node as sizes: a `torch.Size`, or a tuple or list.
-    pub fn sizes(&self, id: NodeId) -> Result<Vec<usize>, PickleError> {
+    pub(crate) fn sizes(&self, id: NodeId) -> Result<Vec<usize>, PickleError> {
         let items = match self.node(id) {
             Node::Object(object) if object.global == Global::Size => match self.args(object) {
                 [] => &[],
@@ -388,30 +396,26 @@ fn excerpt(name: &str) -> String {
 /// search.
 pub(crate) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> {
     match state {
-        Node::Dict(entries) if entries.len() > MAX_ATTRIBUTES => {
-            let (value, limit) = (entries.len() as u64, MAX_ATTRIBUTES as u64);
-            Err(PickleErrorKind::Limit {
-                what: "number of attributes",
-                value,
-                limit,
-            })
-        }
+        Node::Dict(entries) if entries.len() > MAX_ATTRIBUTES => Err(PickleErrorKind::Limit {
+            what: "number of attributes",
+            value: entries.len() as u64,
+            limit: MAX_ATTRIBUTES as u64,
+        }),
         _ => Ok(()),
     }
 }
 
 /// The attributes of an object.
 #[derive(Clone, Copy, Debug)]
-pub struct Fields<'p, 'a> {
+pub(crate) struct Fields<'p, 'a> {
     pickle: &'p Pickle<'a>,
     of: NodeId,
-    entries: &'p [(NodeId, NodeId)],
+    pub(crate) entries: &'p [(NodeId, NodeId)],
 }
 
 impl Fields<'_, '_> {
     /// Returns the attribute of this name, if it exists; the last one if there are several.
-    #[must_use]
-    pub fn find(&self, field: &str) -> Option<NodeId> {
+    pub(crate) fn find(&self, field: &str) -> Option<NodeId> {
         self.entries
             .iter()
             .rev()
@@ -420,14 +424,13 @@ impl Fields<'_, '_> {
     }
 
     /// Returns the attribute of this name, if it exists and is not `None`.
-    #[must_use]
-    pub fn find_some(&self, field: &str) -> Option<NodeId> {
+    pub(crate) fn find_some(&self, field: &str) -> Option<NodeId> {
         self.find(field)
             .filter(|&value| *self.pickle.node(value) != Node::None)
     }
 
     /// Returns the attribute of this name; it is an error if it does not exist.
-    pub fn get(&self, field: &'static str) -> Result<NodeId, PickleError> {
+    pub(crate) fn get(&self, field: &'static str) -> Result<NodeId, PickleError> {
         self.find(field)
             .ok_or_else(|| self.pickle.error(self.of, PickleErrorKind::Field { field }))
     }

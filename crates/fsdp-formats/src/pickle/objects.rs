@@ -5,11 +5,11 @@ use std::borrow::Cow;
 use super::error::PickleErrorKind;
 use super::global::Global;
 use super::node::{Node, NodeId, ObjectNode, OpaqueNode, check_attributes};
-use super::read::{Machine, Result1};
+use super::read::{Machine, Result};
 
 impl<'a> Machine<'a> {
     /// Pushes a class or function: a known one, or the module and name of an unknown one.
-    pub(super) fn global(&mut self, module: &'a str, name: &'a str) -> Result1<()> {
+    pub(super) fn global(&mut self, module: &'a str, name: &'a str) -> Result<()> {
         match Global::lookup(module, name) {
             Some(global) => self.push(Node::Global(global)),
             None => self.push(Node::Foreign(module, name)),
@@ -32,24 +32,15 @@ impl<'a> Machine<'a> {
 
     /// Records the application `global(*args)`. Calls that build containers and bytes become plain
     /// nodes.
-    pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result1<()> {
+    pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result<()> {
         let global = match self.node(global) {
             Node::Global(global) => *global,
             Node::Foreign(module, name) => return self.opaque(module, name, args),
             Node::Opaque(object) => return self.opaque(object.module, object.name, args),
-            other => {
-                return Err(PickleErrorKind::Kind {
-                    expected: "a global to apply",
-                    found: other.kind(),
-                });
-            }
+            other => return Err(other.mismatch("a global to apply")),
         };
         let Node::Tuple(values) = *self.node(args) else {
-            let found = self.node(args).kind();
-            return Err(PickleErrorKind::Kind {
-                expected: "a tuple of arguments",
-                found,
-            });
+            return Err(self.node(args).mismatch("a tuple of arguments"));
         };
         let first = self.tuple(values).first().copied();
         let second = self.tuple(values).get(1).copied();
@@ -77,7 +68,7 @@ impl<'a> Machine<'a> {
 
     /// Pushes an opaque node for an object of an unknown class, or for the result of an unknown
     /// function.
-    pub(super) fn opaque(&mut self, module: &'a str, name: &'a str, args: NodeId) -> Result1<()> {
+    pub(super) fn opaque(&mut self, module: &'a str, name: &'a str, args: NodeId) -> Result<()> {
         let node = OpaqueNode {
             module,
             name,
@@ -89,48 +80,38 @@ impl<'a> Machine<'a> {
         self.push(Node::Opaque(Box::new(node)))
     }
 
-    /// Charges `count` more items or bytes that are about to be copied.
-    fn charge(&mut self, count: usize) -> Result1<()> {
-        self.copied = self.copied.saturating_add(count);
-        if self.copied > self.bytes.len() {
-            let limit = self.bytes.len() as u64;
-            return Err(PickleErrorKind::Limit {
-                what: "copies of shared values",
-                value: self.copied as u64,
-                limit,
-            });
-        }
-        Ok(())
-    }
-
-    /// Returns how many items or bytes the node holds.
-    fn extent(&self, id: NodeId) -> usize {
-        match self.node(id) {
+    /// Charges the items or bytes of a node, which are about to be copied.
+    fn charge_copy(&mut self, id: NodeId) -> Result<()> {
+        let extent = match self.node(id) {
             Node::Tuple(tuple) => tuple.len as usize,
             Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => items.len(),
             Node::Str(text) => text.len(),
             Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len(),
             Node::Dict(entries) => entries.len(),
             _ => 0,
+        };
+        self.copied = self.copied.saturating_add(extent);
+        if self.copied > self.bytes.len() {
+            return Err(PickleErrorKind::Limit {
+                what: "copies of shared values",
+                value: self.copied as u64,
+                limit: self.bytes.len() as u64,
+            });
         }
+        Ok(())
     }
 
     /// Makes the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory,
     /// {key: value, …})`.
-    fn dict_of(&mut self, pairs: Option<NodeId>) -> Result1<Vec<(NodeId, NodeId)>> {
+    fn dict_of(&mut self, pairs: Option<NodeId>) -> Result<Vec<(NodeId, NodeId)>> {
         let Some(id) = pairs else {
             return Ok(Vec::new());
         };
-        self.charge(self.extent(id))?;
+        self.charge_copy(id)?;
         let pairs = match self.node(id) {
             Node::List(pairs) => pairs,
             Node::Dict(entries) => return Ok(entries.clone()),
-            other => {
-                return Err(PickleErrorKind::Kind {
-                    expected: "a list of pairs, or a dict",
-                    found: other.kind(),
-                });
-            }
+            other => return Err(other.mismatch("a list of pairs, or a dict")),
         };
         pairs
             .iter()
@@ -139,73 +120,62 @@ impl<'a> Machine<'a> {
                     Ok((self.tuple(*pair)[0], self.tuple(*pair)[1]))
                 }
                 Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
-                other => Err(PickleErrorKind::Kind {
-                    expected: "a pair",
-                    found: other.kind(),
-                }),
+                other => Err(other.mismatch("a pair")),
             })
             .collect()
     }
 
     /// Makes the items of `set([…])`.
-    fn items_of(&mut self, items: Option<NodeId>) -> Result1<Vec<NodeId>> {
+    fn items_of(&mut self, items: Option<NodeId>) -> Result<Vec<NodeId>> {
         let Some(id) = items else {
             return Ok(Vec::new());
         };
-        self.charge(self.extent(id))?;
+        self.charge_copy(id)?;
         match self.node(id) {
             Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
             Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => Ok(items.clone()),
-            other => Err(PickleErrorKind::Kind {
-                expected: "a list",
-                found: other.kind(),
-            }),
+            other => Err(other.mismatch("a list")),
         }
     }
 
     /// Makes the bytes of `bytearray(b'…')`.
-    fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result1<Cow<'a, [u8]>> {
+    fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result<Cow<'a, [u8]>> {
         let Some(id) = bytes else {
             return Ok(Cow::Borrowed(&[]));
         };
-        self.charge(self.extent(id))?;
+        self.charge_copy(id)?;
         match self.node(id) {
             Node::Bytes(bytes) | Node::ByteArray(bytes) => Ok(bytes.clone()),
-            other => Err(PickleErrorKind::Kind {
-                expected: "bytes",
-                found: other.kind(),
-            }),
+            other => Err(other.mismatch("bytes")),
         }
     }
 
     /// Makes the bytes of `_codecs.encode(text, 'latin1')`, and of `bytearray(text, 'latin-1')`.
-    fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result1<Vec<u8>> {
+    fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result<Vec<u8>> {
         let refused = PickleErrorKind::Value {
             what: "bytes must be spelled as latin1 text",
         };
         let (Some(text), Some(encoding)) = (text, encoding) else {
             return Err(refused);
         };
-        self.charge(self.extent(text))?;
-        match (self.node(text), self.node(encoding)) {
-            (Node::Str(text), Node::Str("latin1" | "latin-1")) => {
-                let bytes: Option<Vec<u8>> = text
-                    .chars()
-                    .map(|c| u8::try_from(u32::from(c)).ok())
-                    .collect();
-                bytes.ok_or(PickleErrorKind::Text)
-            }
-            _ => Err(refused),
-        }
+        self.charge_copy(text)?;
+        let (Node::Str(text), Node::Str("latin1" | "latin-1")) =
+            (self.node(text), self.node(encoding))
+        else {
+            return Err(refused);
+        };
+        text.chars()
+            .map(|c| u8::try_from(u32::from(c)).map_err(|_| PickleErrorKind::Text))
+            .collect()
     }
 
     /// Sets the state of the object on top.
-    pub(super) fn build(&mut self, state: NodeId) -> Result1<()> {
+    pub(super) fn build(&mut self, state: NodeId) -> Result<()> {
         let expected = "an object without state";
         match self.top_node(expected)? {
             Node::Object(object) if object.state.is_none() => {
                 object.state = Some(state);
-                // Found here, a large state is refused before more is built.
+                // Checked here, a large state is refused before more is built.
                 check_attributes(self.node(state))
             }
             Node::Opaque(object) if object.state.is_none() => {
@@ -215,10 +185,7 @@ impl<'a> Machine<'a> {
             // An OrderedDict with Python attributes (a module's state dict has `_metadata`): the
             // attributes are dropped.
             Node::Dict(_) => Ok(()),
-            other => Err(PickleErrorKind::Kind {
-                expected,
-                found: other.kind(),
-            }),
+            other => Err(other.mismatch(expected)),
         }
     }
 }

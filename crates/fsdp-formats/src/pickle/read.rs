@@ -64,7 +64,7 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
 }
 
 /// The result of one opcode. Its error does not have a position yet.
-pub(super) type Result1<T> = Result<T, PickleErrorKind>;
+pub(super) type Result<T, E = PickleErrorKind> = std::result::Result<T, E>;
 
 /// The interpreter: a stack machine whose values are nodes.
 pub(super) struct Machine<'a> {
@@ -95,7 +95,7 @@ const REFERENCE: u64 = size_of::<Option<NodeId>>() as u64;
 
 impl<'a> Machine<'a> {
     /// Interprets opcodes up to `STOP`, and returns the value on top.
-    fn run(&mut self) -> Result1<NodeId> {
+    fn run(&mut self) -> Result<NodeId> {
         loop {
             self.op = self.at;
             let [opcode] = self.array()?;
@@ -109,8 +109,8 @@ impl<'a> Machine<'a> {
                 }
                 // FRAME: only a hint for buffered reading, but its length must not lie.
                 0x95 => {
-                    let length = self.u64()?;
-                    self.check_remaining(length)?;
+                    let frame = self.unsigned::<8>()?;
+                    self.check_remaining(frame)?;
                 }
                 b'.' => return self.pop(),
                 b'(' => self.marks.push(self.stack.len()),
@@ -137,59 +137,32 @@ impl<'a> Machine<'a> {
                     self.push(Node::Int(i64::from(value)))?;
                 }
                 b'K' => {
-                    let [value] = self.array()?;
-                    self.stack.push(small_int(value));
+                    let [small] = self.array()?;
+                    self.stack.push(small_int(small));
                 }
                 b'M' => {
-                    let value = u16::from_le_bytes(self.array()?);
-                    self.push(Node::Int(i64::from(value)))?;
+                    let short = self.unsigned::<2>()?;
+                    self.push(Node::Int(short as i64))?;
                 }
-                0x8a => {
-                    let [length] = self.array()?;
-                    self.long(u64::from(length))?;
-                }
-                0x8b => {
-                    // A signed length; a negative one becomes larger than any limit.
-                    let length = i64::from(i32::from_le_bytes(self.array()?)) as u64;
-                    self.long(length)?;
-                }
+                // LONG1 and LONG4. The length of the latter is signed; a negative one is beyond the
+                // limit.
+                0x8a => self.long::<1>()?,
+                0x8b => self.long::<4>()?,
                 b'G' => {
-                    let value = f64::from_be_bytes(self.array()?);
-                    self.push(Node::Float(value))?;
+                    let float = f64::from_be_bytes(self.array()?);
+                    self.push(Node::Float(float))?;
                 }
                 // Text: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8, and Python 2's SHORT_BINSTRING,
                 // BINSTRING.
-                0x8c | b'U' => {
-                    let [length] = self.array()?;
-                    self.text(u64::from(length))?;
-                }
-                b'X' | b'T' => {
-                    let length = u32::from_le_bytes(self.array()?);
-                    self.text(u64::from(length))?;
-                }
-                0x8d => {
-                    let length = self.u64()?;
-                    self.text(length)?;
-                }
+                0x8c | b'U' => self.text::<1>()?,
+                b'X' | b'T' => self.text::<4>()?,
+                0x8d => self.text::<8>()?,
                 // Bytes: SHORT_BINBYTES, BINBYTES, BINBYTES8.
-                b'C' => {
-                    let [length] = self.array()?;
-                    self.raw(u64::from(length))?;
-                }
-                b'B' => {
-                    let length = u32::from_le_bytes(self.array()?);
-                    self.raw(u64::from(length))?;
-                }
-                0x8e => {
-                    let length = self.u64()?;
-                    self.raw(length)?;
-                }
+                b'C' => self.raw::<1>(Node::Bytes)?,
+                b'B' => self.raw::<4>(Node::Bytes)?,
+                0x8e => self.raw::<8>(Node::Bytes)?,
                 // BYTEARRAY8
-                0x96 => {
-                    let length = self.u64()?;
-                    let bytes = self.take(length)?;
-                    self.push(Node::ByteArray(Cow::Borrowed(bytes)))?;
-                }
+                0x96 => self.raw::<8>(Node::ByteArray)?,
                 b')' => self.push_tuple(self.stack.len())?,
                 b't' => {
                     let start = self.pop_mark()?;
@@ -234,12 +207,7 @@ impl<'a> Machine<'a> {
                     let expected = "a set";
                     match self.top_node(expected)? {
                         Node::Set(set) => set.extend(items),
-                        other => {
-                            return Err(PickleErrorKind::Kind {
-                                expected,
-                                found: other.kind(),
-                            });
-                        }
+                        other => return Err(other.mismatch(expected)),
                     }
                 }
                 0x91 => {
@@ -252,40 +220,34 @@ impl<'a> Machine<'a> {
                     self.global(module, name)?;
                 }
                 0x93 => {
-                    let names = self.pop_many::<2>()?;
-                    match (self.node(names[0]), self.node(names[1])) {
-                        (&Node::Str(module), &Node::Str(name)) => self.global(module, name)?,
-                        _ => {
-                            return Err(PickleErrorKind::Kind {
-                                expected: "a module and a name",
-                                found: "other values",
-                            });
-                        }
-                    }
+                    let [module, name] = self.pop_many()?;
+                    let (&Node::Str(module), &Node::Str(name)) =
+                        (self.node(module), self.node(name))
+                    else {
+                        return Err(PickleErrorKind::Kind {
+                            expected: "a module and a name",
+                            found: "other values",
+                        });
+                    };
+                    self.global(module, name)?;
                 }
                 // REDUCE and NEWOBJ
                 b'R' | 0x81 => {
-                    let operands = self.pop_many::<2>()?;
-                    self.object(operands[0], operands[1])?;
+                    let [global, args] = self.pop_many()?;
+                    self.object(global, args)?;
                 }
                 // NEWOBJ_EX: keyword arguments must be absent, unless the class is not known
                 // anyway.
                 0x92 => {
-                    let operands = self.pop_many::<3>()?;
-                    let is_foreign = matches!(self.node(operands[0]), Node::Foreign(..));
-                    match self.node(operands[2]) {
-                        Node::Dict(keywords) if keywords.is_empty() || is_foreign => {
-                            self.object(operands[0], operands[1])?;
-                            if is_foreign {
-                                self.build(operands[2])?;
-                            }
-                        }
-                        other => {
-                            return Err(PickleErrorKind::Kind {
-                                expected: "no keyword arguments",
-                                found: other.kind(),
-                            });
-                        }
+                    let [class, args, keywords] = self.pop_many()?;
+                    let is_foreign = matches!(self.node(class), Node::Foreign(..));
+                    match self.node(keywords) {
+                        Node::Dict(entries) if entries.is_empty() || is_foreign => {}
+                        other => return Err(other.mismatch("no keyword arguments")),
+                    }
+                    self.object(class, args)?;
+                    if is_foreign {
+                        self.build(keywords)?;
                     }
                 }
                 b'b' => {
@@ -299,20 +261,14 @@ impl<'a> Machine<'a> {
                         None => self.push(Node::PersistentId(id))?,
                     }
                 }
-                b'h' => {
-                    let [index] = self.array()?;
-                    self.get(u64::from(index))?;
-                }
-                b'j' => {
-                    let index = u32::from_le_bytes(self.array()?);
-                    self.get(u64::from(index))?;
-                }
+                b'h' => self.get::<1>()?,
+                b'j' => self.get::<4>()?,
                 b'q' => {
-                    let [index] = self.array()?;
-                    self.put(usize::from(index))?;
+                    let index = self.unsigned::<1>()?;
+                    self.put(index as usize)?;
                 }
                 b'r' => {
-                    let index = u32::from_le_bytes(self.array()?);
+                    let index = self.unsigned::<4>()?;
                     self.put(index as usize)?;
                 }
                 0x94 => self.put(self.memo.len())?,
@@ -321,20 +277,23 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn array<const N: usize>(&mut self) -> Result1<[u8; N]> {
-        let rest = self.bytes.get(self.at..).unwrap_or_default();
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let rest = &self.bytes[self.at..];
         let array = *rest.first_chunk::<N>().ok_or(PickleErrorKind::Truncated)?;
         self.at += N;
         Ok(array)
     }
 
-    fn u64(&mut self) -> Result1<u64> {
-        Ok(u64::from_le_bytes(self.array()?))
+    /// Reads a little-endian number of `N` bytes without a sign.
+    fn unsigned<const N: usize>(&mut self) -> Result<u64> {
+        let mut bytes = [0; 8];
+        bytes[..N].copy_from_slice(&self.array::<N>()?);
+        Ok(u64::from_le_bytes(bytes))
     }
 
     /// Checks a claimed length against the bytes that are left, before anything is allocated for
     /// it.
-    fn check_remaining(&self, length: u64) -> Result1<usize> {
+    fn check_remaining(&self, length: u64) -> Result<usize> {
         let remaining = (self.bytes.len() - self.at) as u64;
         if length > remaining {
             return Err(PickleErrorKind::Limit {
@@ -347,7 +306,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Returns the next bytes of the pickle.
-    fn take(&mut self, length: u64) -> Result1<&'a [u8]> {
+    fn take(&mut self, length: u64) -> Result<&'a [u8]> {
         let length = self.check_remaining(length)?;
         let taken = &self.bytes[self.at..self.at + length];
         self.at += length;
@@ -355,7 +314,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Reads text up to the end of the line.
-    fn line(&mut self) -> Result1<&'a str> {
+    fn line(&mut self) -> Result<&'a str> {
         let rest = &self.bytes[self.at..];
         let end = rest
             .iter()
@@ -365,8 +324,9 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(&rest[..end]).map_err(|_| PickleErrorKind::Text)
     }
 
-    /// Reads a text of this length.
-    fn text(&mut self, length: u64) -> Result1<()> {
+    /// Reads a text. Its length comes before it, as a number of `N` bytes.
+    fn text<const N: usize>(&mut self) -> Result<()> {
+        let length = self.unsigned::<N>()?;
         let bytes = self.take(length)?;
         match std::str::from_utf8(bytes) {
             Ok(text) => self.push(Node::Str(text)),
@@ -382,14 +342,17 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Pushes the next bytes as a value.
-    fn raw(&mut self, length: u64) -> Result1<()> {
+    /// Reads bytes as a node of this kind. Their length comes before them, as a number of `N`
+    /// bytes.
+    fn raw<const N: usize>(&mut self, kind: fn(Cow<'a, [u8]>) -> Node<'a>) -> Result<()> {
+        let length = self.unsigned::<N>()?;
         let bytes = self.take(length)?;
-        self.push(Node::Bytes(Cow::Borrowed(bytes)))
+        self.push(kind(Cow::Borrowed(bytes)))
     }
 
-    /// Pushes an integer of this many bytes.
-    fn long(&mut self, length: u64) -> Result1<()> {
+    /// Reads an integer. The number of its bytes comes before it, as a number of `N` bytes.
+    fn long<const N: usize>(&mut self) -> Result<()> {
+        let length = self.unsigned::<N>()?;
         if length > MAX_INTEGER_BYTES {
             return Err(PickleErrorKind::Limit {
                 what: "integer length",
@@ -406,7 +369,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Adds a node to the arena, and pushes it.
-    pub(super) fn push(&mut self, node: Node<'a>) -> Result1<()> {
+    pub(super) fn push(&mut self, node: Node<'a>) -> Result<()> {
         let boxed = if matches!(node, Node::Opaque(_)) {
             size_of::<OpaqueNode<'_>>()
         } else {
@@ -427,11 +390,9 @@ impl<'a> Machine<'a> {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    fn top(&self) -> Result1<NodeId> {
-        if self.stack.len() <= self.floor() {
-            return Err(PickleErrorKind::Stack);
-        }
-        self.stack.last().copied().ok_or(PickleErrorKind::Stack)
+    fn top(&self) -> Result<NodeId> {
+        let above = &self.stack[self.floor()..];
+        above.last().copied().ok_or(PickleErrorKind::Stack)
     }
 
     /// Returns the node of this number.
@@ -441,25 +402,22 @@ impl<'a> Machine<'a> {
 
     /// Returns the node on top of the stack, for a change. A shared node, which cannot be changed,
     /// is not what was `expected`.
-    pub(super) fn top_node(&mut self, expected: &'static str) -> Result1<&mut Node<'a>> {
+    pub(super) fn top_node(&mut self, expected: &'static str) -> Result<&mut Node<'a>> {
         let top = self.top()?;
         match position(top) {
             Some(position) => Ok(&mut self.nodes[position]),
-            None => Err(PickleErrorKind::Kind {
-                expected,
-                found: self.node(top).kind(),
-            }),
+            None => Err(self.node(top).mismatch(expected)),
         }
     }
 
-    fn pop(&mut self) -> Result1<NodeId> {
+    fn pop(&mut self) -> Result<NodeId> {
         let top = self.top()?;
         self.stack.pop();
         Ok(top)
     }
 
     /// Returns the stack height below the `count` values on top.
-    fn below_top(&self, count: usize) -> Result1<usize> {
+    fn below_top(&self, count: usize) -> Result<usize> {
         let start = self
             .stack
             .len()
@@ -468,26 +426,25 @@ impl<'a> Machine<'a> {
         start.ok_or(PickleErrorKind::Stack)
     }
 
-    fn pop_many<const N: usize>(&mut self) -> Result1<[NodeId; N]> {
+    fn pop_many<const N: usize>(&mut self) -> Result<[NodeId; N]> {
         let start = self.below_top(N)?;
         let values = self.stack[start..]
             .try_into()
-            .map_err(|_| PickleErrorKind::Stack)?;
+            .expect("`start` is N values below the top");
         self.stack.truncate(start);
         Ok(values)
     }
 
     /// Makes a tuple of the values above a stack height.
-    fn push_tuple(&mut self, start: usize) -> Result1<()> {
+    fn push_tuple(&mut self, start: usize) -> Result<()> {
+        let values = &self.stack[start..];
+        self.budget
+            .charge("memory for values", values.len() as u64 * REFERENCE)?;
         let tuple = TupleNode {
             start: self.items.len() as u32,
-            len: (self.stack.len() - start) as u32,
+            len: values.len() as u32,
         };
-        self.budget.charge(
-            "memory for values",
-            (self.stack.len() - start) as u64 * REFERENCE,
-        )?;
-        self.items.extend_from_slice(&self.stack[start..]);
+        self.items.extend_from_slice(values);
         self.stack.truncate(start);
         self.push(Node::Tuple(tuple))
     }
@@ -497,12 +454,12 @@ impl<'a> Machine<'a> {
     }
 
     /// Takes away the last mark, and returns the stack height that it marks.
-    fn pop_mark(&mut self) -> Result1<usize> {
+    fn pop_mark(&mut self) -> Result<usize> {
         self.marks.pop().ok_or(PickleErrorKind::Stack)
     }
 
     /// Takes away the values above the last mark, and the mark.
-    fn pop_to_mark(&mut self) -> Result1<Vec<NodeId>> {
+    fn pop_to_mark(&mut self) -> Result<Vec<NodeId>> {
         let start = self.pop_mark()?;
         Ok(self.stack.split_off(start))
     }
@@ -510,21 +467,18 @@ impl<'a> Machine<'a> {
     /// Returns the position in the arena of the node just below a stack height, to which the values
     /// above that height are to be added. A shared node holds no values, and is an error: it is not
     /// what was `expected`.
-    fn container(&self, start: usize, expected: &'static str) -> Result1<usize> {
+    fn container(&self, start: usize, expected: &'static str) -> Result<usize> {
         let below = start
             .checked_sub(1)
             .filter(|&below| below >= self.floor())
             .ok_or(PickleErrorKind::Stack)?;
         let id = self.stack[below];
-        position(id).ok_or_else(|| PickleErrorKind::Kind {
-            expected,
-            found: self.node(id).kind(),
-        })
+        position(id).ok_or_else(|| self.node(id).mismatch(expected))
     }
 
     /// Appends the values above a stack height to the list, or to the object of an unknown class,
     /// below them.
-    fn extend_list(&mut self, start: usize) -> Result1<()> {
+    fn extend_list(&mut self, start: usize) -> Result<()> {
         let expected = "a list";
         let container = self.container(start, expected)?;
         let items = &self.stack[start..];
@@ -533,12 +487,7 @@ impl<'a> Machine<'a> {
         match &mut self.nodes[container] {
             Node::List(list) => list.extend(items),
             Node::Opaque(object) => object.items.extend(items),
-            other => {
-                return Err(PickleErrorKind::Kind {
-                    expected,
-                    found: other.kind(),
-                });
-            }
+            other => return Err(other.mismatch(expected)),
         }
         self.stack.truncate(start);
         Ok(())
@@ -546,7 +495,7 @@ impl<'a> Machine<'a> {
 
     /// Adds the values above a stack height, keys and values by turns, to the dict, or to the
     /// object of an unknown class, below them.
-    fn extend_dict(&mut self, start: usize) -> Result1<()> {
+    fn extend_dict(&mut self, start: usize) -> Result<()> {
         let expected = "a dict";
         let container = self.container(start, expected)?;
         let items = &self.stack[start..];
@@ -559,28 +508,23 @@ impl<'a> Machine<'a> {
         match &mut self.nodes[container] {
             Node::Dict(dict) => dict.extend(pairs),
             Node::Opaque(object) => object.entries.extend(pairs),
-            other => {
-                return Err(PickleErrorKind::Kind {
-                    expected,
-                    found: other.kind(),
-                });
-            }
+            other => return Err(other.mismatch(expected)),
         }
         self.stack.truncate(start);
         Ok(())
     }
 
-    /// Pushes the value of a memo entry.
-    fn get(&mut self, index: u64) -> Result1<()> {
-        let id = usize::try_from(index)
-            .ok()
-            .and_then(|index| *self.memo.get(index)?);
-        self.stack.push(id.ok_or(PickleErrorKind::Memo { index })?);
+    /// Pushes the value of a memo entry, whose index is a number of `N` bytes.
+    fn get<const N: usize>(&mut self) -> Result<()> {
+        let index = self.unsigned::<N>()?;
+        let entry = self.memo.get(index as usize).copied().flatten();
+        let id = entry.ok_or(PickleErrorKind::Memo { index })?;
+        self.stack.push(id);
         Ok(())
     }
 
     /// Makes a memo entry of the value on top.
-    fn put(&mut self, index: usize) -> Result1<()> {
+    fn put(&mut self, index: usize) -> Result<()> {
         let top = self.top()?;
         let limit = self.memo.len() + MAX_MEMO_GAP;
         if index > limit {

@@ -12,90 +12,59 @@ use crate::limits::MAX_DEPTH;
 const VISIT: u64 = size_of::<PlainValue>() as u64;
 
 /// Counts what is made of a pickle's nodes, and how deep.
-#[derive(Debug)]
-pub(crate) struct Walk {
+#[derive(Debug, Clone)]
+pub(crate) struct Walk<'p, 'a> {
+    pub(crate) pickle: &'p Pickle<'a>,
     depth: usize,
     budget: Budget,
     /// `true` if opaque objects become dicts that describe them, and are no errors.
-    describes: bool,
+    pub(crate) describes: bool,
 }
 
-impl Walk {
+impl<'p, 'a> Walk<'p, 'a> {
     /// Makes a walk with what is left of this pickle's budget.
-    #[must_use]
-    pub(crate) fn new(pickle: &Pickle<'_>) -> Self {
+    pub(crate) fn new(pickle: &'p Pickle<'a>) -> Self {
         Walk {
+            pickle,
             depth: 0,
             budget: pickle.budget.clone(),
             describes: false,
         }
     }
 
-    /// Makes a walk that describes opaque objects.
-    #[must_use]
-    pub(crate) fn describing(pickle: &Pickle<'_>) -> Self {
-        Walk {
-            describes: true,
-            ..Self::new(pickle)
-        }
-    }
-
-    /// Returns `true` if opaque objects become dicts that describe them.
-    pub(crate) fn describes(&self) -> bool {
-        self.describes
-    }
-
-    /// Makes a walk with what is left of this one's budget that continues from the same depth and
-    /// describes opaque objects.
-    pub(crate) fn aside(&self) -> Self {
-        Walk {
-            depth: self.depth,
-            budget: self.budget.clone(),
-            describes: true,
-        }
-    }
-
     /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless
     /// the walk is given up.
-    pub(crate) fn enter(&mut self, pickle: &Pickle<'_>, id: NodeId) -> Result<(), PickleError> {
+    pub(crate) fn enter(&mut self, id: NodeId) -> Result<(), PickleError> {
         if self.depth >= MAX_DEPTH {
-            let (value, limit) = (MAX_DEPTH as u64 + 1, MAX_DEPTH as u64);
             let kind = PickleErrorKind::TooLarge {
                 what: "nesting",
-                value,
-                limit,
+                value: MAX_DEPTH as u64 + 1,
+                limit: MAX_DEPTH as u64,
             };
-            return Err(pickle.error(id, kind));
+            return Err(self.pickle.error(id, kind));
         }
-        self.charge(pickle, id, "expanded size", VISIT)?;
+        self.charge(id, "expanded size", VISIT)?;
         self.depth += 1;
         Ok(())
-    }
-
-    /// Goes on with what is left of the budget of a walk that was made [`aside`](Walk::aside), and
-    /// from where that began.
-    pub(crate) fn resume(&mut self, aside: Walk) {
-        *self = Walk {
-            describes: self.describes,
-            ..aside
-        };
     }
 
     /// Takes the bytes that are copied from a node.
     pub(crate) fn charge(
         &mut self,
-        pickle: &Pickle<'_>,
         id: NodeId,
         what: &'static str,
         bytes: u64,
     ) -> Result<(), PickleError> {
         self.budget
             .charge(what, bytes)
-            .map_err(|over| pickle.error(id, over.into()))
+            .map_err(|over| self.pickle.error(id, over.into()))
     }
 
     /// Steps out of the node entered last.
     pub(crate) fn leave(&mut self) {
-        self.depth = self.depth.saturating_sub(1);
+        self.depth = self
+            .depth
+            .checked_sub(1)
+            .expect("a node is left only after it was entered");
     }
 }

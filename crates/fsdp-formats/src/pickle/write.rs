@@ -35,17 +35,17 @@ pub fn proto(out: &mut Vec<u8>, protocol: u8) {
 
 /// Writes one opcode without operands.
 pub fn op(out: &mut Vec<u8>, opcode: u8) {
-    out.extend_from_slice(&[opcode]);
+    out.push(opcode);
 }
 
 /// Writes `None`.
 pub(crate) fn none(out: &mut Vec<u8>) {
-    op(out, NONE);
+    out.push(NONE);
 }
 
 /// Writes a bool.
 pub(crate) fn bool(out: &mut Vec<u8>, value: bool) {
-    op(out, if value { 0x88 } else { 0x89 });
+    out.push(if value { 0x88 } else { 0x89 });
 }
 
 /// Writes an integer, in the shortest form.
@@ -53,11 +53,11 @@ pub(crate) fn int(out: &mut Vec<u8>, value: i64) {
     if let Ok(byte) = u8::try_from(value) {
         out.extend_from_slice(&[b'K', byte]);
     } else if let Ok(short) = u16::try_from(value) {
-        let [a, b] = short.to_le_bytes();
-        out.extend_from_slice(&[b'M', a, b]);
+        out.push(b'M');
+        out.extend_from_slice(&short.to_le_bytes());
     } else if let Ok(word) = i32::try_from(value) {
-        let [a, b, c, d] = word.to_le_bytes();
-        out.extend_from_slice(&[b'J', a, b, c, d]);
+        out.push(b'J');
+        out.extend_from_slice(&word.to_le_bytes());
     } else {
         let bytes = value.to_le_bytes();
         // The shortest two's complement that keeps the sign.
@@ -79,7 +79,7 @@ pub(crate) fn unsigned(out: &mut Vec<u8>, value: u64) {
         Err(_) => {
             out.extend_from_slice(&[0x8a, 9]);
             out.extend_from_slice(&value.to_le_bytes());
-            out.extend_from_slice(&[0]);
+            out.push(0);
         }
     }
 }
@@ -89,7 +89,7 @@ pub(crate) fn big_int(out: &mut Vec<u8>, bytes: &[u8]) {
     match u8::try_from(bytes.len()) {
         Ok(length) => out.extend_from_slice(&[0x8a, length]),
         Err(_) => {
-            out.extend_from_slice(&[0x8b]);
+            out.push(0x8b);
             out.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
         }
     }
@@ -98,14 +98,14 @@ pub(crate) fn big_int(out: &mut Vec<u8>, bytes: &[u8]) {
 
 /// Writes a float.
 pub(crate) fn float(out: &mut Vec<u8>, value: f64) {
-    out.extend_from_slice(b"G");
+    out.push(b'G');
     out.extend_from_slice(&value.to_be_bytes());
 }
 
 /// Writes text, in a form that every protocol from 2 knows. (`BINUNICODE`; text of 4 GiB does not
 /// occur.)
 pub(crate) fn text(out: &mut Vec<u8>, value: &str) {
-    out.extend_from_slice(b"X");
+    out.push(b'X');
     out.extend_from_slice(&(value.len() as u32).to_le_bytes());
     out.extend_from_slice(value.as_bytes());
 }
@@ -123,27 +123,27 @@ pub(crate) fn text4(out: &mut Vec<u8>, value: &str) {
 
 /// Writes a global in the textual form that every protocol knows.
 pub(crate) fn global(out: &mut Vec<u8>, module: &str, name: &str) {
-    out.extend_from_slice(b"c");
+    out.push(b'c');
     out.extend_from_slice(module.as_bytes());
-    out.extend_from_slice(b"\n");
+    out.push(b'\n');
     out.extend_from_slice(name.as_bytes());
-    out.extend_from_slice(b"\n");
+    out.push(b'\n');
 }
 
 /// Closes a tuple of `count` items that were just written; [`open_tuple`] must have been called
 /// before them.
 pub fn close_tuple(out: &mut Vec<u8>, count: usize) {
     match count {
-        0 => op(out, EMPTY_TUPLE),
-        1..=3 => op(out, 0x84 + count as u8),
-        _ => op(out, TUPLE),
+        0 => out.push(EMPTY_TUPLE),
+        1..=3 => out.push(0x84 + count as u8),
+        _ => out.push(TUPLE),
     }
 }
 
 /// Opens a tuple that will have `count` items.
 pub fn open_tuple(out: &mut Vec<u8>, count: usize) {
     if count > 3 {
-        op(out, MARK);
+        out.push(MARK);
     }
 }
 

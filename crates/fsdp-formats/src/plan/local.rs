@@ -135,8 +135,8 @@ impl LocalPlan {
     /// The boxes of whole tensors follow from it; the others are [`held_boxes`](Self::held_boxes).
     ///
     /// A global plan is made from the distinct schemas of all ranks, each sent once, and from each
-    /// rank's [`HeldBox`]es. So a rank sends little more than its boxes, and all keys, paths, dtypes
-    /// and shapes are still compared.
+    /// rank's [`HeldBox`]es. So a rank sends little more than its boxes, and all keys, paths,
+    /// dtypes and shapes are still compared.
     #[must_use]
     pub fn schema(&self) -> LocalPlan {
         let mut schema = self.clone();

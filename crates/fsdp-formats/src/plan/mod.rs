@@ -5,7 +5,8 @@
 //! replicated tensors, balances the bytes that ranks write, checks that every tensor is covered
 //! exactly once, and makes the [`Metadata`]. Each rank gets a [`Selection`]: the items that it must
 //! write, out of those that it listed. If there are many ranks, what they have in common is sent
-//! only once, as a [`schema`](LocalPlan::schema), and [`plan_offers`] makes the same plan from that.
+//! only once, as a [`schema`](LocalPlan::schema), and [`plan_offers`] makes the same plan from
+//! that.
 //!
 //! Loading: [`plan_load`] intersects wanted boxes with saved chunks. It finds all errors before a
 //! byte is read.

@@ -9,7 +9,7 @@ use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
-use crate::limits::MAX_PICKLE_BYTES;
+use crate::limits::{MAX_LISTED_FILES, MAX_PICKLE_BYTES};
 use crate::pickle::parse;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -32,40 +32,15 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
     let bytes = directory.read_small(METADATA, MAX_PICKLE_BYTES)?;
-    let error = |source| directory.file_error(METADATA, source);
-    let pickle = parse(&bytes).map_err(|source| error(source.into()))?;
-    let metadata = value_of(&pickle, pickle.root()).map_err(error)?;
-    let malformed = |reason: &str| {
-        error(FormatError::Malformed {
-            what: "metadata of torch_checkpointing",
-            reason: reason.to_owned(),
-        })
-    };
-    let world_size = entry(&metadata, "world_size").and_then(PlainValue::as_int);
-    let world_size = world_size
-        .and_then(|count| usize::try_from(count).ok())
-        .filter(|count| (1..1 << 20).contains(count));
-    let world_size = world_size.ok_or_else(|| malformed("it tells no number of ranks"))?;
+    let (world_size, listed) =
+        read_metadata(&bytes).map_err(|source| directory.file_error(METADATA, source))?;
     let items = items(&directory, &RankFile::parse_bare)?;
-    let Some(PlainValue::Dict(listed)) = entry(&metadata, "metadata") else {
-        return Err(malformed("it tells no items"));
-    };
-    for (item, notes) in listed {
-        let item = item
-            .as_str()
-            .ok_or_else(|| malformed("the name of an item is no text"))?;
-        if let Some(PlainValue::Dict(layouts)) = entry(notes, "rank_to_layout_info") {
-            for (rank, layout) in layouts {
-                check_layout(item, rank, layout).map_err(error)?;
-            }
-        }
-        if !items.contains_key(item) {
-            return Err(FileError::MissingFiles {
-                path: location.name().to_owned(),
-                files: vec![format!("{item}_0.pt")],
-            });
-        }
-    }
+    let missing = listed
+        .iter()
+        .filter(|item| !items.contains_key(*item))
+        .take(MAX_LISTED_FILES)
+        .map(|item| format!("{item}_0.pt"));
+    directory.check_missing(missing.collect())?;
     for files in items.values() {
         check_ranks(&directory, files, Some(world_size))?;
     }
@@ -76,21 +51,52 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     )
 }
 
+/// Reads the number of ranks and the names of the items.
+fn read_metadata(bytes: &[u8]) -> Result<(usize, Vec<String>), FormatError> {
+    let pickle = parse(bytes)?;
+    let metadata = value_of(&pickle, pickle.root())?;
+    let world_size = entry(&metadata, "world_size")
+        .and_then(PlainValue::as_int)
+        .and_then(|count| usize::try_from(count).ok())
+        .filter(|count| (1..1 << 20).contains(count))
+        .ok_or_else(|| malformed("it tells no number of ranks"))?;
+    let Some(PlainValue::Dict(items)) = entry(&metadata, "metadata") else {
+        return Err(malformed("it tells no items"));
+    };
+    let mut names = Vec::with_capacity(items.len());
+    for (item, notes) in items {
+        let name = item
+            .as_str()
+            .ok_or_else(|| malformed("the name of an item is no text"))?;
+        if let Some(PlainValue::Dict(layouts)) = entry(notes, "rank_to_layout_info") {
+            for (rank, layout) in layouts {
+                check_layout(name, rank, layout)?;
+            }
+        }
+        names.push(name.to_owned());
+    }
+    Ok((world_size, names))
+}
+
+fn malformed(reason: &str) -> FormatError {
+    FormatError::Malformed {
+        what: "metadata of torch_checkpointing",
+        reason: reason.to_owned(),
+    }
+}
+
 /// Refuses an item whose layout names another file than `ITEM_RANK.pt`. A layout that names no file
 /// means that one.
 fn check_layout(item: &str, rank: &PlainValue, layout: &PlainValue) -> Result<(), FormatError> {
-    let (Some(rank), Some(path)) = (
-        rank.as_int(),
-        entry(layout, "file_path").and_then(PlainValue::as_str),
-    ) else {
-        return Ok(());
-    };
-    if path != format!("{item}_{rank}.pt") {
-        return Err(FormatError::Unsupported {
-            what: format!("the item `{item}` in the file `{path}`"),
-        });
+    let path = entry(layout, "file_path").and_then(PlainValue::as_str);
+    match (rank.as_int(), path) {
+        (Some(rank), Some(path)) if path != format!("{item}_{rank}.pt") => {
+            Err(FormatError::Unsupported {
+                what: format!("the item `{item}` in the file `{path}`"),
+            })
+        }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// Returns the value of a key of a dict.

@@ -21,9 +21,8 @@ mod checkpointing;
 mod names;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use fsdp_layout::{PathPart, TensorBox};
+use fsdp_layout::{PathPart, PlainTensor, TensorBox};
 
 use self::names::RankFile;
 use crate::error::{FileError, FormatError};
@@ -36,14 +35,14 @@ use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
-use crate::torch::read::{add, read_flat};
+use crate::torch::read::add;
 use crate::torch::tensor_ref::TensorRef;
 use crate::torch::value::is_same_quantizer;
 
 pub(crate) use self::checkpointing::{is_there as is_checkpointing, open as open_checkpointing};
 
 /// The files of each item, by rank.
-type Items = BTreeMap<String, BTreeMap<usize, RankFile>>;
+type ItemFiles = BTreeMap<String, BTreeMap<usize, RankFile>>;
 
 /// Returns `true` if a directory with entries of these names holds files of ranks.
 pub(crate) fn is_there(names: &[String]) -> bool {
@@ -70,8 +69,8 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 fn items(
     directory: &CheckedDirectory,
     parse: &dyn Fn(&str) -> Option<RankFile>,
-) -> Result<Items, FileError> {
-    let mut items = Items::new();
+) -> Result<ItemFiles, FileError> {
+    let mut items = ItemFiles::new();
     for name in directory.names()? {
         let Some(file) = parse(&name) else { continue };
         let of_item = items.entry(file.item.clone()).or_default();
@@ -84,15 +83,19 @@ fn items(
 
 /// Assembles the items. Each is at the top under its name; if `is_one`, the keys of the only item
 /// are at the top themselves.
-fn assemble(mut assembler: Assembler, items: &Items, is_one: bool) -> Result<Assembled, FileError> {
+fn assemble(
+    mut assembler: Assembler,
+    items: &ItemFiles,
+    is_one: bool,
+) -> Result<Assembled, FileError> {
     let mut root = Vec::new();
     for (item, files) in items {
-        let item = if is_one { None } else { Some(item.as_str()) };
-        let structure = add_item(&mut assembler, item, files)?;
-        match item {
-            Some(item) => root.push((item.into(), structure)),
-            None => return Ok(assembler.finish(Some(structure))),
+        if is_one {
+            let structure = add_item(&mut assembler, None, files)?;
+            return Ok(assembler.finish(Some(structure)));
         }
+        let structure = add_item(&mut assembler, Some(item), files)?;
+        root.push((item.as_str().into(), structure));
     }
     Ok(assembler.finish(Some(Structure::Dict(root))))
 }
@@ -113,8 +116,7 @@ fn add_item(
     let mut structures = Vec::new();
     let mut ranks = 0;
     for (rank, file) in files {
-        let name: Arc<str> = Arc::from(file.name.as_str());
-        let flat = read_flat(assembler.directory(), &name)?;
+        let flat = FlatFile::read(assembler.directory(), &file.name, None)?;
         let mut prefix: Vec<PathPart> = item
             .iter()
             .map(|item| PathPart::Key((*item).to_owned()))
@@ -122,29 +124,24 @@ fn add_item(
         if of_each_rank {
             prefix.push(PathPart::Key(format!("rank_{rank}")));
         }
-        add(assembler, &name, &flat, &mut |_| Some(prefix.clone()))?;
-        let sharded = flat.found.values().filter_map(|(_, leaf)| match leaf {
-            Leaf::Sharded(sharded) => Some(sharded.ranks),
-            _ => None,
-        });
-        ranks = sharded.max().unwrap_or(0).max(ranks);
+        add(assembler, &flat, &prefix)?;
+        for (_, leaf) in flat.found.values() {
+            if let Leaf::Sharded(sharded) = leaf {
+                ranks = sharded.ranks.max(ranks);
+            }
+        }
         // The containers of what all ranks have are those of the first one.
         if of_each_rank || structures.is_empty() {
             structures.push((format!("rank_{rank}").into(), flat.structure.below(&prefix)));
         }
     }
     // A mesh tells how many ranks there were, where the names do not.
-    let missing = (0..ranks)
-        .filter(|rank| !files.contains_key(rank))
-        .take(MAX_LISTED_FILES);
-    let missing = missing.filter_map(|rank| Some(files.values().next()?.of_rank(rank)));
-    assembler.directory().check_missing(missing.collect())?;
+    check_complete(assembler.directory(), files, ranks)?;
     if of_each_rank {
         return Ok(Structure::Dict(structures));
     }
-    Ok(structures
-        .pop()
-        .map_or_else(|| Structure::Dict(Vec::new()), |(_, structure)| structure))
+    let (_, structure) = structures.pop().expect("an item has a file");
+    Ok(structure)
 }
 
 /// Returns `true` if an item without parts of tensors holds other keys, values or tensors on some
@@ -153,33 +150,27 @@ fn differs_by_rank(
     directory: &CheckedDirectory,
     files: &BTreeMap<usize, RankFile>,
 ) -> Result<bool, FileError> {
-    let mut first: Option<(&str, FlatFile)> = None;
+    let mut first: Option<FlatFile> = None;
     let mut differs = false;
     for file in files.values() {
-        let flat = read_flat(directory, &file.name)?;
-        if flat
-            .found
-            .values()
-            .any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_)))
-        {
+        let flat = FlatFile::read(directory, &file.name, None)?;
+        let mut leaves = flat.found.values();
+        if leaves.any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_))) {
             return Ok(false);
         }
         match &first {
-            None => first = Some((&file.name, flat)),
-            Some((name, first)) => {
-                differs = differs || do_differ(directory, (name, first), (&file.name, &flat))?
-            }
+            None => first = Some(flat),
+            Some(first) => differs = differs || do_differ(directory, first, &flat)?,
         }
     }
     Ok(differs)
 }
 
-/// Returns `true` if two files, each given as its name and its content, hold other keys, values or
-/// tensors.
+/// Returns `true` if two files hold other keys, values or tensors.
 fn do_differ(
     directory: &CheckedDirectory,
-    (first_name, first): (&str, &FlatFile),
-    (second_name, second): (&str, &FlatFile),
+    first: &FlatFile,
+    second: &FlatFile,
 ) -> Result<bool, FileError> {
     if first.found.len() != second.found.len() {
         return Ok(true);
@@ -188,14 +179,11 @@ fn do_differ(
         let is_same = match (first.found.get(key), leaf) {
             (Some((_, Leaf::Value(first))), Leaf::Value(second)) => first.is_same(second),
             (Some((_, Leaf::Tensor(one, quantizer))), Leaf::Tensor(other, other_quantizer)) => {
-                let read = |name: &str, flat: &FlatFile, tensor: &TensorRef| {
-                    let read = flat.tensor(&*directory.file(name)?, tensor);
-                    read.map_err(|source| directory.file_error(name, source.of_key(key)))
-                };
                 (one.dtype, &one.shape) == (other.dtype, &other.shape)
                     && is_same_quantizer(quantizer.as_ref(), other_quantizer.as_ref())
                     && (bytes_of(one) > SMALL_TENSOR
-                        || read(first_name, first, one)? == read(second_name, second, other)?)
+                        || load(directory, first, key, one)?
+                            == load(directory, second, key, other)?)
             }
             _ => false,
         };
@@ -204,6 +192,18 @@ fn do_differ(
         }
     }
     Ok(false)
+}
+
+/// Reads the elements of a tensor with this key.
+fn load(
+    directory: &CheckedDirectory,
+    flat: &FlatFile,
+    key: &str,
+    tensor: &TensorRef,
+) -> Result<PlainTensor, FileError> {
+    let file = directory.file(&flat.name)?;
+    flat.load(&*file, tensor)
+        .map_err(|source| flat.error(source.of_key(key)))
 }
 
 /// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A
@@ -222,24 +222,33 @@ fn check_ranks(
     files: &BTreeMap<usize, RankFile>,
     world_size: Option<usize>,
 ) -> Result<(), FileError> {
-    let Some(first) = files.values().next() else {
-        return Ok(());
-    };
+    let (_, first) = files.first_key_value().expect("an item has a file");
+    let (last_rank, last) = files.last_key_value().expect("an item has a file");
     if let Some(other) = files
         .values()
         .find(|file| file.world_size != first.world_size)
     {
         return Err(two_saves(directory, first, &other.name));
     }
-    let last = files.keys().next_back().map_or(0, |last| last + 1);
-    let world_size = world_size.or(first.world_size).unwrap_or(last);
-    if last > world_size {
-        return Err(two_saves(directory, first, &first.of_rank(last - 1)));
+    let world_size = world_size.or(first.world_size).unwrap_or(last_rank + 1);
+    if *last_rank >= world_size {
+        return Err(two_saves(directory, first, &last.name));
     }
-    let missing = (0..world_size)
+    check_complete(directory, files, world_size)
+}
+
+/// Checks that there is a file of each of so many ranks.
+fn check_complete(
+    directory: &CheckedDirectory,
+    files: &BTreeMap<usize, RankFile>,
+    ranks: usize,
+) -> Result<(), FileError> {
+    let (_, first) = files.first_key_value().expect("an item has a file");
+    let missing = (0..ranks)
         .filter(|rank| !files.contains_key(rank))
-        .take(MAX_LISTED_FILES);
-    directory.check_missing(missing.map(|rank| first.of_rank(rank)).collect())
+        .take(MAX_LISTED_FILES)
+        .map(|rank| first.of_rank(rank));
+    directory.check_missing(missing.collect())
 }
 
 /// Returns the error of two files that are not of one save.

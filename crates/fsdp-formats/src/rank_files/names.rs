@@ -30,14 +30,15 @@ impl RankFile {
             .iter()
             .find_map(|end| Some((name.strip_suffix(end)?, *end)))?;
         let (before, rank) = split_number(stem)?;
-        let item = before
+        let item_and_count = before
             .strip_suffix("_rank_")
             .or_else(|| before.strip_suffix("_rank"))?;
-        let world_size = split_number(item)
-            .and_then(|(item, count)| Some((item.strip_suffix("_world_size_")?, count)));
-        let (item, world_size) = match world_size {
-            Some((item, count)) => (item, Some(count)),
-            None => (item, None),
+        let (item, world_size) = match split_number(item_and_count) {
+            Some((start, count)) => match start.strip_suffix("_world_size_") {
+                Some(item) => (item, Some(count)),
+                None => (item_and_count, None),
+            },
+            None => (item_and_count, None),
         };
         // accelerate's names of the first model and the first optimizer.
         let item = match item {
@@ -45,43 +46,45 @@ impl RankFile {
             "optimizer_0" => "optimizer",
             item => item,
         };
-        let is_sane =
-            is_item(item) && rank < MAX_RANKS && world_size.is_none_or(|count| count <= MAX_RANKS);
-        is_sane.then(|| RankFile {
+        RankFile {
             name: name.to_owned(),
             item: item.to_owned(),
             rank,
             world_size,
             before: before.to_owned(),
             end,
-        })
+        }
+        .if_sane()
     }
 
     /// Reads `ITEM_R.pt`; `None` for any other name.
     pub(super) fn parse_bare(name: &str) -> Option<Self> {
         let (before, rank) = split_number(name.strip_suffix(".pt")?)?;
-        let item = before.strip_suffix('_')?;
-        let is_sane = is_item(item) && rank < MAX_RANKS;
-        is_sane.then(|| RankFile {
+        RankFile {
             name: name.to_owned(),
-            item: item.to_owned(),
+            item: before.strip_suffix('_')?.to_owned(),
             rank,
             world_size: None,
             before: before.to_owned(),
             end: ".pt",
-        })
+        }
+        .if_sane()
+    }
+
+    /// Returns the file, unless its numbers are too large to be believed, or it is not the file of
+    /// a state. Hidden files are somebody else's: macOS leaves one for every file on foreign disks.
+    fn if_sane(self) -> Option<Self> {
+        let is_sane = !self.item.is_empty()
+            && !self.item.starts_with('.')
+            && self.rank < MAX_RANKS
+            && self.world_size.is_none_or(|count| count <= MAX_RANKS);
+        is_sane.then_some(self)
     }
 
     /// Returns the name of another rank's file.
     pub(super) fn of_rank(&self, rank: usize) -> String {
         format!("{}{rank}{}", self.before, self.end)
     }
-}
-
-/// Returns `true` for the name of a state. Hidden files are somebody else's: macOS leaves one
-/// beside every file on foreign disks.
-fn is_item(item: &str) -> bool {
-    !item.is_empty() && !item.starts_with('.')
 }
 
 /// Splits the digits from the end of a text.

@@ -4,34 +4,43 @@
 //! with tensors. Other values are read when the file is opened, with the tensors that they hold.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
 use indexmap::IndexMap;
+use tracing::warn;
 
 use super::legacy;
 use super::sharded::{ShardedRef, is_sharded};
 use super::storages::{InStorage, Storages};
 use super::tensor_ref::TensorRef;
-use super::value::{BesidePickle as _, COPIES, TensorLoader, convert, opaque_type};
+use super::value::{COPIES, LoadTensors as _, TensorLoader, convert, opaque_type};
 use super::zip::Directory;
-use crate::error::FormatError;
+use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Elements, Held, Piece, Start};
 use crate::formats::structure::{Structure, key_texts};
-use crate::limits::MAX_OBJECT_BYTES;
-use crate::pickle::{Node, NodeId, OpaqueNode, Pickle, Walk, parse};
+use crate::pickle::{Fields, Node, NodeId, OpaqueNode, Pickle, Walk, parse};
+use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::ReadAt;
 
 /// The content of a file.
 #[derive(Debug, Clone)]
 pub(crate) struct FlatFile {
+    /// The file's name in its directory.
+    pub(crate) name: Arc<str>,
+    /// The whole path of the file, for errors.
+    path: PathBuf,
     /// All tensors and values, by flat key.
-    pub(crate) found: IndexMap<String, (KeyPath, Leaf)>,
+    pub(crate) found: Leaves,
     /// The containers that they came from.
     pub(crate) structure: Structure,
     /// The names of the archive's storages, or where a legacy file has them.
     storages: Arc<Storages>,
 }
+
+/// The tensors and values of a file with their paths, by flat key.
+type Leaves = IndexMap<String, (KeyPath, Leaf)>;
 
 /// A tensor or value of a file.
 #[derive(Debug, Clone)]
@@ -45,52 +54,46 @@ pub(crate) enum Leaf {
 }
 
 impl FlatFile {
-    /// Reads a file: its pickle and the values in it. Tensors are located, but not read.
-    pub(crate) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
-        let mut start = [0; legacy::START_LENGTH];
-        if file.len() >= start.len() as u64 {
-            file.read_exact_at(0, &mut start)?;
-        }
-        if legacy::is_start(&start) {
-            let (pickle, storages) = legacy::read(file)?;
-            return Self::new(file, &pickle, storages);
-        }
-        Self::read_archive(file, Directory::read(file)?)
-    }
-
-    /// Reads a file that is an archive, whose directory has been read.
-    pub(crate) fn read_archive(file: &dyn ReadAt, archive: Directory) -> Result<Self, FormatError> {
-        archive.check_byte_order(file)?;
-        if !archive.records.contains_key("data.pkl") {
-            let what = "an archive without the record `data.pkl` of `torch.save`, as `torch.export.save` writes it,";
-            return Err(FormatError::Unsupported {
-                what: what.to_owned(),
-            });
-        }
-        let pickle = archive.read_record(file, "data.pkl", MAX_OBJECT_BYTES)?;
-        Self::new(file, &pickle, Storages::Archive(archive))
-    }
-
-    /// Flattens the state dict of a pickle whose storages are known.
-    fn new(file: &dyn ReadAt, pickle: &[u8], storages: Storages) -> Result<Self, FormatError> {
-        let parsed = parse(pickle)?;
-        let mut flat = Flattener {
-            pickle: &parsed,
-            walk: Walk::new(&parsed),
-            loader: TensorLoader::new(&storages, file),
-            found: IndexMap::new(),
-        };
-        let structure = flat.flatten(parsed.root(), &KeyPath::default())?;
-        let found = flat.found;
-        Ok(FlatFile {
+    /// Reads a file of this name: its pickle and the values in it. Tensors are located, but not
+    /// read. `archive` is the directory of the file's records, if that was read already.
+    ///
+    /// Logs a warning if some tensors have a class or attributes in Python that are not kept.
+    pub(crate) fn read(
+        directory: &CheckedDirectory,
+        name: &str,
+        archive: Option<Directory>,
+    ) -> Result<Self, FileError> {
+        let file = directory.file(name)?;
+        let (found, structure, storages) =
+            flattened(&*file, archive).map_err(|source| directory.file_error(name, source))?;
+        let flat = FlatFile {
+            name: Arc::from(name),
+            path: directory.path().join(name),
             found,
             structure,
             storages: Arc::new(storages),
-        })
+        };
+        let mut simplified = flat.found.iter().filter(
+            |(_, (_, leaf))| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes),
+        );
+        if let Some((first, _)) = simplified.next() {
+            let path = flat.path.display().to_string();
+            let tensors = 1 + simplified.count();
+            warn!(%path, tensors, first, "some tensors have a class or attributes of their own in Python, which are not kept");
+        }
+        Ok(flat)
     }
 
-    /// Reads a tensor of this file, which is `file`.
-    pub(crate) fn tensor(
+    /// Makes the error of this file from the reason.
+    pub(crate) fn error(&self, source: FormatError) -> FileError {
+        FileError::File {
+            path: self.path.clone(),
+            source,
+        }
+    }
+
+    /// Reads the elements of a tensor of this file, which is `file`.
+    pub(crate) fn load(
         &self,
         file: &dyn ReadAt,
         tensor: &TensorRef,
@@ -98,78 +101,90 @@ impl FlatFile {
         TensorLoader::new(&self.storages, file).tensor(tensor)
     }
 
-    /// Returns the keys of the tensors that have a class or attributes of their own in Python,
-    /// which are not kept.
-    pub(crate) fn tensors_without_attributes(&self) -> impl Iterator<Item = &str> {
-        let loses =
-            |leaf: &Leaf| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes);
-        self.found
-            .iter()
-            .filter(move |(_, (_, leaf))| loses(leaf))
-            .map(|(fqn, _)| fqn.as_str())
-    }
-
-    /// Returns where a tensor of this file, whose name is `file`, lies. A storage that is missing
-    /// or too short is an error.
-    pub(crate) fn piece(&self, file: &Arc<str>, tensor: &TensorRef) -> Result<Piece, FormatError> {
-        let about = self.storages.start(tensor)?;
-        let start = Start::Near(about, Arc::new(InStorage::of(&self.storages, tensor)));
+    /// Returns where a tensor of this file lies. A storage that is missing or too short is an
+    /// error.
+    pub(crate) fn piece(&self, tensor: &TensorRef) -> Result<Piece, FileError> {
+        let about = self
+            .storages
+            .start(&tensor.storage, tensor.storage_bytes)
+            .map_err(|source| self.error(source))?;
+        let storage = InStorage {
+            storages: self.storages.clone(),
+            key: tensor.storage.clone(),
+            bytes: tensor.storage_bytes,
+        };
         Ok(Piece {
-            file: file.clone(),
-            start,
+            file: self.name.clone(),
+            start: Start::Near(about, Arc::new(storage)),
             layout: tensor.layout.clone(),
             elements: Elements::Plain,
         })
     }
 }
 
-/// Returns about how many bytes a part of a path takes.
-fn part_length(part: &PathPart) -> usize {
-    match part {
-        PathPart::Key(key) => key.len() + size_of::<PathPart>(),
-        PathPart::Index(_) => size_of::<PathPart>(),
-    }
+/// Returns about how many bytes a path takes.
+fn path_length(path: &KeyPath) -> usize {
+    let texts = path.0.iter().map(|part| match part {
+        PathPart::Key(key) => key.len(),
+        PathPart::Index(_) => 0,
+    });
+    texts.sum::<usize>() + size_of_val(&path.0[..])
 }
 
 /// Gives every value of a nested state dict its flat key.
 struct Flattener<'p, 'a> {
-    pickle: &'p Pickle<'a>,
-    walk: Walk,
+    walk: Walk<'p, 'a>,
     loader: TensorLoader<'p>,
-    found: IndexMap<String, (KeyPath, Leaf)>,
+    found: Leaves,
+}
+
+/// Reads a file's pickle, finds its storages, and flattens the state dict in it.
+fn flattened(
+    file: &dyn ReadAt,
+    archive: Option<Directory>,
+) -> Result<(Leaves, Structure, Storages), FormatError> {
+    let mut start = [0; legacy::START_LENGTH];
+    if archive.is_none() && file.len() >= start.len() as u64 {
+        file.read_exact_at(0, &mut start)?;
+    }
+    let (pickle, storages) = if legacy::is_start(&start) {
+        legacy::read(file)?
+    } else {
+        let archive = match archive {
+            Some(archive) => archive,
+            None => Directory::read(file)?,
+        };
+        if !archive.records.contains_key("data.pkl") {
+            let what = "an archive without the record `data.pkl` of `torch.save`, as `torch.export.save` writes it,";
+            return Err(FormatError::Unsupported {
+                what: what.to_owned(),
+            });
+        }
+        (archive.read_pickle(file)?, Storages::Archive(archive))
+    };
+    let parsed = parse(&pickle)?;
+    let mut flattener = Flattener {
+        walk: Walk::new(&parsed),
+        loader: TensorLoader::new(&storages, file),
+        found: Leaves::new(),
+    };
+    let structure = flattener.flatten(parsed.root(), &KeyPath::default())?;
+    let found = flattener.found;
+    Ok((found, structure, storages))
 }
 
 impl Flattener<'_, '_> {
     /// Adds everything below a node, whose path in the state dict is `path`.
     fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure, FormatError> {
-        let p = self.pickle;
-        self.walk.enter(p, id)?;
+        let p = self.walk.pickle;
+        self.walk.enter(id)?;
         let structure = match p.node(id) {
             Node::Opaque(object) if self.is_module(id, object)? => {
-                let mut items: Vec<(PlainValue, Structure)> = Vec::new();
-                for (key, part) in self.module_parts(id, object)? {
-                    let text = p.str(key)?;
-                    self.charge_path(id, path, text)?;
-                    items.push((
-                        text.into(),
-                        self.flatten(part, &path.child(PathPart::Key(text.to_owned())))?,
-                    ));
-                }
+                let items = self.flatten_module(id, object, path)?;
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
             }
             Node::Dict(entries) if !self.has_opaque_key(entries)? => {
-                let mut keys = Vec::with_capacity(entries.len());
-                for &(key, _) in entries {
-                    keys.push(self.key(key)?);
-                }
-                let texts = key_texts(keys.iter());
-                let mut items: Vec<(PlainValue, Structure)> = Vec::with_capacity(entries.len());
-                for ((&(id_of_key, value), key), text) in entries.iter().zip(keys).zip(texts) {
-                    let text = text.ok_or_else(|| unsupported_key(p, id_of_key))?;
-                    self.charge_path(id, path, &text)?;
-                    items.push((key, self.flatten(value, &path.child(PathPart::Key(text)))?));
-                }
-                Structure::Dict(items)
+                Structure::Dict(self.flatten_dict(id, entries, path)?)
             }
             Node::List(items) if self.recurses(id)? => {
                 Structure::List(self.flatten_all(items, path)?)
@@ -179,16 +194,12 @@ impl Flattener<'_, '_> {
             }
             _ => {
                 // The path and the flat key are kept in several places.
-                let length: usize = path.0.iter().map(part_length).sum();
-                self.walk
-                    .charge(p, id, "memory for keys", 8 * length as u64)?;
+                let length = 8 * path_length(path) as u64;
+                self.walk.charge(id, "memory for keys", length)?;
                 let fqn = path.flat_key();
                 let leaf = self.leaf(id).map_err(|error| error.of_key(&fqn))?;
-                if self
-                    .found
-                    .insert(fqn.clone(), (path.clone(), leaf))
-                    .is_some()
-                {
+                let other = self.found.insert(fqn.clone(), (path.clone(), leaf));
+                if other.is_some() {
                     return Err(FormatError::Unsupported {
                         what: format!("two values with the flat key `{fqn}`"),
                     });
@@ -200,18 +211,55 @@ impl Flattener<'_, '_> {
         Ok(structure)
     }
 
-    /// Charges the path of an item of a container at a path, all of which is copied for each item.
-    fn charge_path(&mut self, id: NodeId, path: &KeyPath, text: &str) -> Result<(), FormatError> {
-        let length = path.0.iter().map(part_length).sum::<usize>() + text.len();
-        Ok(self
-            .walk
-            .charge(self.pickle, id, "memory for keys", length as u64)?)
+    /// Adds the parameters, buffers and submodules of a module.
+    fn flatten_module(
+        &mut self,
+        id: NodeId,
+        object: &OpaqueNode<'_>,
+        path: &KeyPath,
+    ) -> Result<Vec<(PlainValue, Structure)>, FormatError> {
+        let mut items = Vec::new();
+        for (key, part) in self.module_parts(id, object)? {
+            let text = self.walk.pickle.str(key)?;
+            let below = self.child(id, path, text.to_owned())?;
+            items.push((text.into(), self.flatten(part, &below)?));
+        }
+        Ok(items)
+    }
+
+    /// Adds the entries of a dict.
+    fn flatten_dict(
+        &mut self,
+        id: NodeId,
+        entries: &[(NodeId, NodeId)],
+        path: &KeyPath,
+    ) -> Result<Vec<(PlainValue, Structure)>, FormatError> {
+        let mut keys = Vec::with_capacity(entries.len());
+        for &(key, _) in entries {
+            keys.push(self.key(key)?);
+        }
+        let texts = key_texts(keys.iter());
+        let mut items = Vec::with_capacity(entries.len());
+        for ((&(key_id, value), key), text) in entries.iter().zip(keys).zip(texts) {
+            let text = text.ok_or_else(|| unsupported_key(self.walk.pickle, key_id))?;
+            let below = self.child(id, path, text)?;
+            items.push((key, self.flatten(value, &below)?));
+        }
+        Ok(items)
+    }
+
+    /// Returns the path of an item of a container at a path, and charges it, because all of it is
+    /// copied for each item.
+    fn child(&mut self, id: NodeId, path: &KeyPath, text: String) -> Result<KeyPath, FormatError> {
+        let length = path_length(path) + text.len();
+        self.walk.charge(id, "memory for keys", length as u64)?;
+        Ok(path.child(PathPart::Key(text)))
     }
 
     /// Makes the key of a dict.
     fn key(&mut self, id: NodeId) -> Result<PlainValue, FormatError> {
-        let p = self.pickle;
-        convert(p, id, &mut self.walk, &mut |_: &TensorRef| {
+        let p = self.walk.pickle;
+        convert(&mut self.walk, id, &mut |_: &TensorRef| {
             Err(unsupported_key(p, id))
         })
     }
@@ -222,7 +270,7 @@ impl Flattener<'_, '_> {
     fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool, FormatError> {
         for &(key, _) in entries {
             // Nearly all keys are text.
-            if matches!(self.pickle.node(key), Node::Str(_)) {
+            if matches!(self.walk.pickle.node(key), Node::Str(_)) {
                 continue;
             }
             match self.key(key) {
@@ -237,46 +285,45 @@ impl Flattener<'_, '_> {
 
     /// Makes the value of a flat key.
     fn leaf(&mut self, id: NodeId) -> Result<Leaf, FormatError> {
-        let p = self.pickle;
-        match ShardedRef::of(p, id, &mut self.walk) {
+        match ShardedRef::from_node(&mut self.walk, id) {
             Ok(Some(sharded)) => return Ok(Leaf::Sharded(sharded)),
             Ok(None) => {}
             // The value is valid, but it is opaque.
             Err(FormatError::Unsupported { what }) => {
-                self.walk.charge(p, id, COPIES, 2 * what.len() as u64)?;
+                self.walk.charge(id, COPIES, 2 * what.len() as u64)?;
                 let description = PlainValue::Str(what.clone());
                 return Ok(Leaf::Value(Held::Opaque(what, description)));
             }
             Err(error) => return Err(error),
         }
-        let loader = &mut self.loader;
-        let mut aside = self.walk.aside();
-        let found = match TensorRef::of(p, id) {
+        // If the value turns out to be opaque, the walk begins again from here.
+        let mut describing = self.walk.clone();
+        describing.describes = true;
+        let error = match TensorRef::from_node(self.walk.pickle, id) {
             Ok(Some(tensor)) => {
-                self.walk
-                    .charge(p, id, "memory for tensors", tensor.description_bytes())?;
+                let bytes = tensor.description_bytes();
+                self.walk.charge(id, "memory for tensors", bytes)?;
                 let quantizer = match tensor.quantizer {
-                    Some(quantizer) => Some(convert(p, quantizer, &mut self.walk, loader)?),
+                    Some(quantizer) => Some(convert(&mut self.walk, quantizer, &mut self.loader)?),
                     None => None,
                 };
                 return Ok(Leaf::Tensor(tensor, quantizer));
             }
-            Ok(None) => convert(p, id, &mut self.walk, loader),
-            Err(error) => Err(error.into()),
+            Ok(None) => match convert(&mut self.walk, id, &mut self.loader) {
+                Ok(value) => return Ok(Leaf::Value(Held::Plain(value))),
+                Err(FormatError::Pickle(error)) => error,
+                Err(error) => return Err(error),
+            },
+            Err(error) => error,
         };
-        match found {
-            Ok(value) => Ok(Leaf::Value(Held::Plain(value))),
-            Err(FormatError::Pickle(error)) => {
-                let Some(of) = opaque_type(&error) else {
-                    return Err(error.into());
-                };
-                // Describe the opaque value now, because the pickle is not kept.
-                let description = convert(p, id, &mut aside, loader)?;
-                self.walk.resume(aside);
-                Ok(Leaf::Value(Held::Opaque(of, description)))
-            }
-            Err(error) => Err(error),
-        }
+        let Some(of) = opaque_type(&error) else {
+            return Err(error.into());
+        };
+        // Describe the opaque value now, because the pickle is not kept.
+        let description = convert(&mut describing, id, &mut self.loader)?;
+        describing.describes = false;
+        self.walk = describing;
+        Ok(Leaf::Value(Held::Opaque(of, description)))
     }
 
     /// Adds what lies below the items of a list or tuple.
@@ -293,11 +340,10 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
     fn recurses(&mut self, id: NodeId) -> Result<bool, FormatError> {
-        let p = self.pickle;
-        self.walk.enter(p, id)?;
+        let p = self.walk.pickle;
+        self.walk.enter(id)?;
         let items = p.sequence(id)?;
-        self.walk
-            .charge(p, id, "expanded size", items.len() as u64)?;
+        self.walk.charge(id, "expanded size", items.len() as u64)?;
         let mut found = false;
         for &item in items {
             found = match p.node(item) {
@@ -316,8 +362,8 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if there is a tensor anywhere below the node, inside a dict.
     fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool, FormatError> {
-        let p = self.pickle;
-        self.walk.enter(p, id)?;
+        let p = self.walk.pickle;
+        self.walk.enter(id)?;
         let mut found = false;
         match p.node(id) {
             Node::Dict(entries) => {
@@ -338,29 +384,25 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
     fn is_tensor(&mut self, id: NodeId) -> Result<bool, FormatError> {
-        let p = self.pickle;
+        let p = self.walk.pickle;
         if !matches!(p.node(id), Node::Object(_)) {
             return Ok(false);
         }
         // Lists may hold one object many times, so each look at its arguments is charged.
-        self.walk.charge(p, id, "expanded size", LOOK)?;
-        Ok(matches!(TensorRef::of(p, id), Ok(Some(_))) || is_sharded(p, id))
+        self.walk.charge(id, "expanded size", LOOK)?;
+        Ok(matches!(TensorRef::from_node(p, id), Ok(Some(_))) || is_sharded(p, id))
     }
 
     /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all
     /// modules.
     fn is_module(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<bool, FormatError> {
-        let p = self.pickle;
-        let attributes = attributes(p, object);
+        let attributes = attributes(self.walk.pickle, id, object);
         // Many objects may share one list of attributes, so each look through it is charged.
-        self.walk
-            .charge(p, id, "expanded size", attributes.len() as u64)?;
-        let has = |part: &str| {
-            attributes
-                .iter()
-                .any(|(key, _)| matches!(p.node(*key), Node::Str(key) if *key == part))
-        };
-        Ok(MODULE_PARTS.iter().all(|part| has(part)))
+        let count = attributes.entries.len() as u64;
+        self.walk.charge(id, "expanded size", count)?;
+        Ok(MODULE_PARTS
+            .iter()
+            .all(|part| attributes.find(part).is_some()))
     }
 
     /// Returns the parameters, buffers and submodules of a module by name, without those that are
@@ -370,14 +412,15 @@ impl Flattener<'_, '_> {
         id: NodeId,
         object: &OpaqueNode<'_>,
     ) -> Result<Vec<(NodeId, NodeId)>, FormatError> {
-        let p = self.pickle;
-        let (mut parts, mut left_out) = (Vec::new(), HashSet::new());
-        for &(key, value) in attributes(p, object) {
+        let p = self.walk.pickle;
+        let mut parts = Vec::new();
+        let mut excluded = HashSet::new();
+        for &(key, value) in attributes(p, id, object).entries {
             match (p.node(key), p.node(value)) {
                 (Node::Str(NOT_PERSISTENT), Node::Set(names)) => {
                     for &name in names {
                         self.charge_name(id, name)?;
-                        left_out.extend(p.str(name));
+                        excluded.extend(p.str(name));
                     }
                 }
                 (Node::Str(key), Node::Dict(found)) if MODULE_PARTS.contains(key) => {
@@ -390,21 +433,18 @@ impl Flattener<'_, '_> {
             }
         }
         parts.retain(|&(name, part)| {
-            *p.node(part) != Node::None && !p.str(name).is_ok_and(|name| left_out.contains(name))
+            *p.node(part) != Node::None && !p.str(name).is_ok_and(|name| excluded.contains(name))
         });
         Ok(parts)
     }
 
-    /// Charges one of the names in the module at a node, which is noted and looked up.
+    /// Charges one of the names in the module at a node, which is recorded and looked up.
     fn charge_name(&mut self, id: NodeId, name: NodeId) -> Result<(), FormatError> {
-        let length = if let Node::Str(text) = self.pickle.node(name) {
-            text.len() as u64
-        } else {
-            0
+        let length = match self.walk.pickle.node(name) {
+            Node::Str(text) => text.len() as u64,
+            _ => 0,
         };
-        Ok(self
-            .walk
-            .charge(self.pickle, id, "expanded size", NOTED + length)?)
+        Ok(self.walk.charge(id, "expanded size", NAME + length)?)
     }
 }
 
@@ -424,7 +464,7 @@ const LOOK: u64 = 128;
 
 /// The bytes that a name in a module is charged besides its text: a set of names that grows takes
 /// most.
-const NOTED: u64 = 2 * size_of::<&str>() as u64;
+const NAME: u64 = 2 * size_of::<&str>() as u64;
 
 /// The attributes of a module that hold its tensors and the modules below it.
 const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
@@ -432,10 +472,10 @@ const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
 /// The attribute of a module with the names of the buffers that its state dict leaves out.
 const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
-/// Returns the attributes of an object.
-fn attributes<'p>(p: &'p Pickle<'_>, object: &OpaqueNode<'_>) -> &'p [(NodeId, NodeId)] {
-    object
-        .state
-        .and_then(|state| p.dict(state).ok())
-        .unwrap_or_default()
+/// Returns the attributes of an object. One whose state is no dict has none.
+fn attributes<'p, 'a>(p: &'p Pickle<'a>, id: NodeId, object: &OpaqueNode<'_>) -> Fields<'p, 'a> {
+    match object.state.map(|state| p.node(state)) {
+        Some(Node::Dict(entries)) => p.fields(id, entries),
+        _ => p.fields(id, &[]),
+    }
 }

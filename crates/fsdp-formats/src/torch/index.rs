@@ -4,10 +4,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::read::{add, read_flat};
+use super::flat::FlatFile;
+use super::read::add_leaf;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
+use crate::formats::index::Index;
 use crate::formats::read::OpenOptions;
 use crate::formats::weights::{Weights, in_two_files, is_known};
 use crate::storage::backend::Links;
@@ -49,28 +51,17 @@ pub(crate) fn open(
     }
     directory.check_missing(missing)?;
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
-    let mut found = HashMap::new();
+    let mut taken = HashMap::new();
     for (file, keys) in &files {
-        let name: Arc<str> = Arc::from(*file);
-        let flat = read_flat(assembler.directory(), &name)?;
+        let flat = FlatFile::read(assembler.directory(), file, None)?;
         if let Some(missing) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
             let reason = format!("it does not hold `{missing}`, which the index looks for here");
-            let source = FormatError::Malformed {
+            return Err(flat.error(FormatError::Malformed {
                 what: "checkpoint",
                 reason,
-            };
-            return Err(assembler.directory().file_error(file, source));
+            }));
         }
-        let is_here = |key: &str| !index.is_elsewhere(key, file);
-        take(
-            &mut found,
-            &assembler,
-            file,
-            flat.found.keys().filter(|key| is_here(key)),
-        )?;
-        add(&mut assembler, &name, &flat, &mut |key| {
-            is_here(key).then(Vec::new)
-        })?;
+        add_new_keys(&mut assembler, &mut taken, &flat, Some(&index))?;
     }
     assembler.sort_by_order(&index.weight_map);
     Ok(assembler.finish(None))
@@ -84,29 +75,31 @@ fn open_files(
 ) -> Result<Assembled, FileError> {
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
     let mut structure = None;
-    let mut found = HashMap::new();
+    let mut taken = HashMap::new();
     for file in files {
-        let name: Arc<str> = Arc::from(file.as_str());
-        let flat = read_flat(assembler.directory(), &name)?;
-        take(&mut found, &assembler, file, flat.found.keys())?;
-        add(&mut assembler, &name, &flat, &mut |_| Some(Vec::new()))?;
+        let flat = FlatFile::read(assembler.directory(), file, None)?;
+        add_new_keys(&mut assembler, &mut taken, &flat, None)?;
         structure = Some(flat.structure);
     }
     Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
 }
 
-/// Notes the keys that are taken from a file. One that has been taken from another file is an
-/// error.
-fn take<'f, 'k>(
-    found: &mut HashMap<String, &'f str>,
-    assembler: &Assembler,
-    file: &'f str,
-    keys: impl Iterator<Item = &'k String>,
+/// Adds the keys of a file, without those that the index gives to another one. A key that has been
+/// `taken` from another file is an error.
+fn add_new_keys(
+    assembler: &mut Assembler,
+    taken: &mut HashMap<String, Arc<str>>,
+    flat: &FlatFile,
+    index: Option<&Index>,
 ) -> Result<(), FileError> {
-    for key in keys {
-        if let Some(first) = found.insert(key.clone(), file) {
-            return Err(in_two_files(assembler.directory(), key, first, file));
+    for (key, (path, leaf)) in &flat.found {
+        if index.is_some_and(|index| index.is_elsewhere(key, &flat.name)) {
+            continue;
         }
+        if let Some(first) = taken.insert(key.clone(), flat.name.clone()) {
+            return Err(in_two_files(assembler.directory(), key, &first, &flat.name));
+        }
+        add_leaf(assembler, flat, path, leaf)?;
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ use super::storages::{LegacyStorage, Storages};
 use super::tensor_ref::storage_key;
 use crate::error::FormatError;
 use crate::limits::MAX_OBJECT_BYTES;
-use crate::pickle::{Global, Node, Pickle, PickleErrorKind, parse};
+use crate::pickle::{Global, Node, Pickle, PickleError, PickleErrorKind, parse};
 use crate::storage::read_at::{ReadAt, read_whole};
 
 /// The number of first bytes by which such a file is recognized.
@@ -24,12 +24,10 @@ pub(crate) const START_LENGTH: usize = 13;
 /// Returns `true` if a file that begins with these bytes is of this format. It begins with a pickle
 /// of an integer of ten bytes, in a frame if its protocol is 4 or 5.
 pub(crate) fn is_start(bytes: &[u8]) -> bool {
-    let pickle = match bytes {
-        [0x80, 4 | 5, 0x95, frame @ ..] => frame.get(8..).unwrap_or_default(),
-        [0x80, 2..=5, pickle @ ..] => pickle,
-        _ => return false,
-    };
-    pickle.starts_with(&[0x8a, 10])
+    matches!(
+        bytes,
+        [0x80, 4 | 5, 0x95, _, _, _, _, _, _, _, _, 0x8a, 10, ..] | [0x80, 2..=5, 0x8a, 10, ..]
+    )
 }
 
 /// The bytes with which such a file begins if its pickles are of protocol 0 or 1, which are not
@@ -43,8 +41,8 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatErr
     let _version = pickle_at(source, &mut at)?;
     check_byte_order(&parse(&pickle_at(source, &mut at)?)?)?;
     let object = pickle_at(source, &mut at)?;
-    let keys = pickle_at(source, &mut at)?;
-    let keys = parse(&keys)?;
+    let key_list = pickle_at(source, &mut at)?;
+    let keys = parse(&key_list)?;
     let sizes = element_sizes(&parse(&object)?)?;
     let mut storages = HashMap::new();
     for &key in keys.sequence(keys.root())? {
@@ -55,20 +53,15 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatErr
         let size = sizes.get(key).ok_or_else(|| FormatError::MissingRecord {
             name: key.to_owned(),
         })?;
-        let length = u64::from_le_bytes(elements).checked_mul(*size);
-        let end = length
+        let end = u64::from_le_bytes(elements)
+            .checked_mul(*size)
             .and_then(|length| data.checked_add(length))
-            .filter(|&end| end <= source.len());
-        let end = end.ok_or_else(|| {
-            FormatError::unexpected(format!("the storage `{key}`"), "the end of the file")
-        })?;
-        storages.insert(
-            key.to_owned(),
-            LegacyStorage {
-                data,
-                length: end - data,
-            },
-        );
+            .filter(|&end| end <= source.len())
+            .ok_or_else(|| {
+                FormatError::unexpected(format!("the storage `{key}`"), "the end of the file")
+            })?;
+        let length = end - data;
+        storages.insert(key.to_owned(), LegacyStorage { data, length });
         at = end;
     }
     Ok((object, Storages::Legacy(storages)))
@@ -85,7 +78,11 @@ fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> 
         let mut bytes = read_whole(source, *at, length)?;
         let end = match parse(&bytes) {
             Ok(pickle) => pickle.end(),
-            Err(error) if length < rest && is_cut(&error.kind) => {
+            // More bytes may help.
+            Err(PickleError {
+                kind: PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. },
+                ..
+            }) if length < rest => {
                 length = length.saturating_mul(4).min(rest);
                 continue;
             }
@@ -95,14 +92,6 @@ fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> 
         *at += end as u64;
         return Ok(bytes);
     }
-}
-
-/// Returns `true` if the error may be caused by too few bytes.
-fn is_cut(error: &PickleErrorKind) -> bool {
-    matches!(
-        error,
-        PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. }
-    )
 }
 
 /// Refuses a file of a big-endian machine.

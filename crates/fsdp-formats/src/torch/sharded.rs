@@ -10,7 +10,7 @@ use fsdp_layout::{DType, Placement, TensorBox};
 use super::tensor_ref::{MAX_WRAPPERS, TensorRef};
 use crate::error::FormatError;
 use crate::limits::is_sane_shape;
-use crate::pickle::{Global, Node, NodeId, Pickle, Walk};
+use crate::pickle::{Fields, Global, Node, NodeId, Pickle, Walk};
 use crate::strided::StridedLayout;
 
 /// The part of a tensor that one rank has saved.
@@ -25,9 +25,6 @@ pub(crate) struct ShardedRef {
     /// The number of ranks that have saved parts, or copies of parts.
     pub(crate) ranks: usize,
 }
-
-/// The attributes of an object, as `BUILD` would have set them.
-type Attributes<'p> = &'p [(NodeId, NodeId)];
 
 /// The largest number of parts of one tensor that a rank may have. A strided shard has a part for
 /// each of its blocks.
@@ -68,14 +65,13 @@ impl ShardedRef {
     /// Returns the part of a tensor that this node describes; `None` if it describes something
     /// else. Many tensors may share lists and attributes, so each look through them is charged to
     /// the walk.
-    pub(crate) fn of(
-        p: &Pickle<'_>,
+    pub(crate) fn from_node(
+        walk: &mut Walk<'_, '_>,
         id: NodeId,
-        walk: &mut Walk,
     ) -> Result<Option<Self>, FormatError> {
-        match subclass(p, id) {
-            Some(("DTensor", arguments, state)) => dtensor(p, arguments, state, walk).map(Some),
-            Some((_, arguments, state)) => sharded_tensor(p, arguments, state, walk).map(Some),
+        match subclass(walk.pickle, id) {
+            Some(("DTensor", arguments, state)) => dtensor(walk, arguments, state).map(Some),
+            Some((_, arguments, state)) => sharded_tensor(walk, arguments, state).map(Some),
             None => Ok(None),
         }
     }
@@ -83,33 +79,26 @@ impl ShardedRef {
 
 /// Charges the descriptions of so many parts of a tensor, which are all like the local tensor.
 fn charge_parts(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
     local: &TensorRef,
     parts: usize,
-    walk: &mut Walk,
 ) -> Result<(), FormatError> {
-    Ok(walk.charge(
-        p,
-        id,
-        "memory for shards",
-        local.description_bytes().saturating_mul(parts as u64),
-    )?)
+    let bytes = local.description_bytes().saturating_mul(parts as u64);
+    Ok(walk.charge(id, "memory for shards", bytes)?)
 }
 
 /// Returns the items of a tuple or list, and charges a look at each.
-fn items<'p>(p: &'p Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<&'p [NodeId], FormatError> {
-    let items = p.sequence(id)?;
-    walk.charge(p, id, "expanded size", items.len() as u64)?;
+fn items<'p>(walk: &mut Walk<'p, '_>, id: NodeId) -> Result<&'p [NodeId], FormatError> {
+    let items = walk.pickle.sequence(id)?;
+    walk.charge(id, "expanded size", items.len() as u64)?;
     Ok(items)
 }
 
 /// Returns the numbers in a tuple or list.
-fn numbers(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<Vec<usize>, FormatError> {
-    Ok(items(p, id, walk)?
-        .iter()
-        .map(|&item| p.usize(item))
-        .collect::<Result<_, _>>()?)
+fn numbers(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Vec<usize>, FormatError> {
+    let numbers = items(walk, id)?.iter().map(|&item| walk.pickle.usize(item));
+    Ok(numbers.collect::<Result<_, _>>()?)
 }
 
 fn malformed(reason: impl Into<String>) -> FormatError {
@@ -141,12 +130,12 @@ fn whole(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>), Forma
 ///
 /// Attributes are looked up by a linear search, and many tensors may share them. So each time they
 /// are returned, all of them are charged.
-fn attributes_in<'p>(
-    p: &'p Pickle<'_>,
+fn attributes_in<'p, 'a>(
+    walk: &mut Walk<'p, 'a>,
     state: NodeId,
-    walk: &mut Walk,
-) -> Result<Attributes<'p>, FormatError> {
-    let attributes = match p.node(state) {
+) -> Result<Fields<'p, 'a>, FormatError> {
+    let p = walk.pickle;
+    let entries = match p.node(state) {
         Node::Tuple(_) => match *p.sequence(state)? {
             [first, slots] if *p.node(first) == Node::None => p.dict(slots)?,
             [first, slots] if *p.node(slots) == Node::None => p.dict(first)?,
@@ -155,136 +144,139 @@ fn attributes_in<'p>(
         },
         _ => p.dict(state)?,
     };
-    walk.charge(p, state, "expanded size", attributes.len() as u64)?;
-    Ok(attributes)
+    walk.charge(state, "expanded size", entries.len() as u64)?;
+    Ok(p.fields(state, entries))
 }
 
 /// Returns the attributes of an object.
-fn attributes_of<'p>(
-    p: &'p Pickle<'_>,
+fn attributes_of<'p, 'a>(
+    walk: &mut Walk<'p, 'a>,
     id: NodeId,
-    walk: &mut Walk,
-) -> Result<Attributes<'p>, FormatError> {
-    match p.node(id) {
-        Node::Opaque(object) => object
-            .state
-            .map_or(Ok(&[][..]), |state| attributes_in(p, state, walk)),
-        _ => Err(p.wrong(id, "an object").into()),
+) -> Result<Fields<'p, 'a>, FormatError> {
+    match walk.pickle.node(id) {
+        Node::Opaque(object) => match object.state {
+            Some(state) => attributes_in(walk, state),
+            None => Ok(walk.pickle.fields(id, &[])),
+        },
+        _ => Err(walk.pickle.wrong(id, "an object").into()),
     }
-}
-
-/// Returns the value of an attribute; of several of one name, the last one counts.
-fn find(p: &Pickle<'_>, attributes: Attributes<'_>, name: &str) -> Option<NodeId> {
-    let found = attributes
-        .iter()
-        .rev()
-        .find(|(key, _)| matches!(p.node(*key), Node::Str(key) if *key == name));
-    found.map(|(_, value)| *value)
 }
 
 /// Returns the value of an attribute that must be there.
-fn get(p: &Pickle<'_>, attributes: Attributes<'_>, name: &str) -> Result<NodeId, FormatError> {
-    find(p, attributes, name).ok_or_else(|| malformed(format!("it has no `{name}`")))
+fn get(attributes: Fields<'_, '_>, name: &str) -> Result<NodeId, FormatError> {
+    attributes
+        .find(name)
+        .ok_or_else(|| malformed(format!("it has no `{name}`")))
+}
+
+/// Returns the tensor that this node describes, which is the `part` of a sharded one.
+fn plain_tensor(p: &Pickle<'_>, id: NodeId, part: &str) -> Result<TensorRef, FormatError> {
+    TensorRef::from_node(p, id)?.ok_or_else(|| malformed(format!("{part} is no tensor")))
+}
+
+/// Returns the product of the sizes of a mesh.
+fn mesh_size(sizes: &[usize]) -> Result<usize, FormatError> {
+    sizes
+        .iter()
+        .try_fold(1usize, |total, &size| total.checked_mul(size))
+        .ok_or_else(|| malformed("its mesh is too large"))
 }
 
 /// Returns a size, or the product of a tuple of sizes.
-fn product(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<usize, FormatError> {
-    if let Ok(size) = p.usize(id) {
-        return Ok(size);
+fn product(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<usize, FormatError> {
+    match walk.pickle.usize(id) {
+        Ok(size) => Ok(size),
+        // The items must be numbers: the tuples of a mesh are not nested any deeper.
+        Err(_) => mesh_size(&numbers(walk, id)?),
     }
-    // The items must be numbers: the tuples of a mesh are not nested any deeper.
-    let sizes = numbers(p, id, walk)?;
-    let total = sizes
-        .iter()
-        .try_fold(1usize, |total, &size| total.checked_mul(size));
-    total.ok_or_else(|| malformed("its mesh is too large"))
 }
 
 /// Returns the shape of a mesh. Different versions of torch store it in different ways: as a tensor
 /// of ranks, as a layout with a shape and strides, or as a layout of axes that each have a shape
 /// and strides.
-fn mesh_shape(
-    p: &Pickle<'_>,
-    mesh: Attributes<'_>,
-    walk: &mut Walk,
-) -> Result<Vec<usize>, FormatError> {
-    let Some(layout) = find(p, mesh, "_layout") else {
-        let ranks = get(p, mesh, "mesh")?;
-        let ranks = TensorRef::of(p, ranks)?.ok_or_else(|| malformed("its mesh is no tensor"))?;
-        return Ok(ranks.shape);
+fn mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize>, FormatError> {
+    let p = walk.pickle;
+    let Some(layout) = mesh.find("_layout") else {
+        return Ok(plain_tensor(p, get(mesh, "mesh")?, "its mesh")?.shape);
     };
-    let attributes = attributes_of(p, layout, walk)?;
-    if let Some(axes) = find(p, attributes, "axes") {
-        let axes = items(p, axes, walk)?.iter();
-        return axes
-            .map(|&axis| {
-                let attributes = attributes_of(p, axis, walk)?;
-                product(p, get(p, attributes, "shape")?, walk)
-            })
-            .collect();
+    let attributes = attributes_of(walk, layout)?;
+    if let Some(axes) = attributes.find("axes") {
+        let mut shape = Vec::new();
+        for &axis in items(walk, axes)? {
+            let size = get(attributes_of(walk, axis)?, "shape")?;
+            shape.push(product(walk, size)?);
+        }
+        return Ok(shape);
     }
-    let shape = match (find(p, attributes, "shape"), p.node(layout)) {
-        (Some(shape), _) => shape,
-        (None, Node::Opaque(object)) => match p.sequence(object.args)? {
-            [shape, ..] => *shape,
-            [] => return Err(malformed("the layout of its mesh has no shape")),
-        },
-        _ => return Err(malformed("the layout of its mesh has no shape")),
-    };
-    match p.usize(shape) {
-        Ok(size) => Ok(vec![size]),
-        Err(_) => items(p, shape, walk)?
-            .iter()
-            .map(|&size| product(p, size, walk))
-            .collect(),
+    // An older layout is a tuple of its shape and its strides.
+    let shape = match (attributes.find("shape"), p.node(layout)) {
+        (Some(shape), _) => Some(shape),
+        (None, Node::Opaque(object)) => p.sequence(object.args)?.first().copied(),
+        (None, _) => None,
     }
+    .ok_or_else(|| malformed("the layout of its mesh has no shape"))?;
+    if let Ok(size) = p.usize(shape) {
+        return Ok(vec![size]);
+    }
+    let mut sizes = Vec::new();
+    for &size in items(walk, shape)? {
+        sizes.push(product(walk, size)?);
+    }
+    Ok(sizes)
 }
 
 /// Reads a placement. A partial placement, whose parts would have to be summed, is an error.
-fn placement(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<Placement, FormatError> {
+fn placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement, FormatError> {
+    let p = walk.pickle;
     let Node::Opaque(object) = p.node(id) else {
         return Err(p.wrong(id, "a placement").into());
     };
-    walk.charge(p, id, "expanded size", object.name.len() as u64)?;
-    let attributes = attributes_of(p, id, walk)?;
-    let number =
-        |name: &str| -> Result<usize, FormatError> { Ok(p.usize(get(p, attributes, name)?)?) };
-    match object.name.rsplit('.').next().unwrap_or_default() {
-        "Shard" => Ok(Placement::Shard(number("dim")?)),
-        "Replicate" => Ok(Placement::Replicate),
-        "_StridedShard" => Ok(Placement::StridedShard {
-            dim: number("dim")?,
-            split_factor: number("split_factor")?,
-        }),
-        name => Err(FormatError::Unsupported {
-            what: format!("the placement `{name}`"),
-        }),
-    }
+    walk.charge(id, "expanded size", object.name.len() as u64)?;
+    let attributes = attributes_of(walk, id)?;
+    let class = object
+        .name
+        .rsplit_once('.')
+        .map_or(object.name, |(_, class)| class);
+    Ok(match class {
+        "Shard" => Placement::Shard(p.usize(get(attributes, "dim")?)?),
+        "Replicate" => Placement::Replicate,
+        "_StridedShard" => Placement::StridedShard {
+            dim: p.usize(get(attributes, "dim")?)?,
+            split_factor: p.usize(get(attributes, "split_factor")?)?,
+        },
+        name => {
+            return Err(FormatError::Unsupported {
+                what: format!("the placement `{name}`"),
+            });
+        }
+    })
 }
 
 /// Refuses shards whose placements were not applied in the order of the mesh dimensions.
 fn check_order(
-    p: &Pickle<'_>,
-    spec: Attributes<'_>,
+    walk: &mut Walk<'_, '_>,
+    spec: Fields<'_, '_>,
     placements: &[Placement],
-    walk: &mut Walk,
 ) -> Result<(), FormatError> {
-    let Some(order) = find(p, spec, "shard_order").filter(|&order| *p.node(order) != Node::None)
-    else {
+    let p = walk.pickle;
+    let Some(order) = spec.find_some("shard_order") else {
         return Ok(());
     };
-    for &entry in items(p, order, walk)? {
-        let entry = match p.node(entry) {
+    for &entry in items(walk, order)? {
+        let dim_and_mesh_dims = match p.node(entry) {
             Node::Opaque(object) => p.sequence(object.args)?,
             _ => p.sequence(entry)?,
         };
-        let [dim, mesh_dims] = *entry else { continue };
-        walk.charge(p, order, "expanded size", placements.len() as u64)?;
+        let [dim, mesh_dims] = *dim_and_mesh_dims else {
+            continue;
+        };
+        walk.charge(order, "expanded size", placements.len() as u64)?;
         let dim = p.usize(dim)?;
+        // A strided shard says its order itself.
         let is_strided = placements
             .iter()
             .any(|of| matches!(of, Placement::StridedShard { dim: of, .. } if *of == dim));
-        let mesh_dims = numbers(p, mesh_dims, walk)?;
+        let mesh_dims = numbers(walk, mesh_dims)?;
         if !is_strided && !mesh_dims.is_sorted() {
             let what =
                 format!("dimension {dim} sharded by mesh dimensions {mesh_dims:?} in that order");
@@ -298,46 +290,38 @@ fn check_order(
 /// mesh with the coordinate of the rank. The boxes of the rank follow from these as they do in
 /// torch.
 fn dtensor(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     arguments: NodeId,
     state: NodeId,
-    walk: &mut Walk,
 ) -> Result<ShardedRef, FormatError> {
+    let p = walk.pickle;
     let (dtype, shape) = whole(p, arguments)?;
-    let attributes = attributes_in(p, state, walk)?;
-    let local = get(p, attributes, "_local_tensor")?;
-    let local = TensorRef::of(p, local)?.ok_or_else(|| malformed("its local part is no tensor"))?;
-    let spec = attributes_of(p, get(p, attributes, "_spec")?, walk)?;
-    let placements = items(p, get(p, spec, "placements")?, walk)?
-        .iter()
-        .map(|&id| placement(p, id, walk));
-    let placements = placements.collect::<Result<Vec<_>, _>>()?;
-    check_order(p, spec, &placements, walk)?;
+    let attributes = attributes_in(walk, state)?;
+    let local = plain_tensor(p, get(attributes, "_local_tensor")?, "its local part")?;
+    let spec = attributes_of(walk, get(attributes, "_spec")?)?;
+    let mut placements = Vec::new();
+    for &id in items(walk, get(spec, "placements")?)? {
+        placements.push(placement(walk, id)?);
+    }
+    check_order(walk, spec, &placements)?;
     // A strided shard has a box for each block. Their number comes from the file, so it is limited.
     // One without blocks is an error later, and must not hide the blocks of others.
-    let blocks = placements
-        .iter()
-        .try_fold(1usize, |blocks, placement| match placement {
-            Placement::StridedShard { split_factor, .. } => {
-                blocks.checked_mul((*split_factor).max(1))
-            }
-            _ => Some(blocks),
-        });
-    let Some(blocks) = blocks.filter(|&blocks| blocks <= MAX_PARTS) else {
+    let mut blocks = 1usize;
+    for placement in &placements {
+        if let Placement::StridedShard { split_factor, .. } = placement {
+            blocks = blocks.saturating_mul((*split_factor).max(1));
+        }
+    }
+    if blocks > MAX_PARTS {
         return Err(FormatError::Unsupported {
             what: format!("a strided shard of more than {MAX_PARTS} blocks"),
         });
-    };
+    }
     // Each placement may cut every block.
-    walk.charge(
-        p,
-        state,
-        "expanded size",
-        (placements.len() * blocks) as u64,
-    )?;
-    let mesh = attributes_of(p, get(p, spec, "mesh")?, walk)?;
-    let mesh_shape = mesh_shape(p, mesh, walk)?;
-    let coordinate = numbers(p, get(p, mesh, "_coordinate_on_dim")?, walk)?;
+    walk.charge(state, "expanded size", (placements.len() * blocks) as u64)?;
+    let mesh = attributes_of(walk, get(spec, "mesh")?)?;
+    let mesh_shape = mesh_shape(walk, mesh)?;
+    let coordinate = numbers(walk, get(mesh, "_coordinate_on_dim")?)?;
     if coordinate
         .iter()
         .zip(&mesh_shape)
@@ -345,13 +329,10 @@ fn dtensor(
     {
         return Err(malformed("its rank lies outside its mesh"));
     }
-    let ranks = mesh_shape
-        .iter()
-        .try_fold(1usize, |ranks, &size| ranks.checked_mul(size));
-    let ranks = ranks.ok_or_else(|| malformed("its mesh is too large"))?;
+    let ranks = mesh_size(&mesh_shape)?;
     let boxes = boxes_of_placements(&shape, &placements, &mesh_shape, &coordinate)
         .map_err(|error| malformed(error.to_string()))?;
-    charge_parts(p, state, &local, boxes.len(), walk)?;
+    charge_parts(walk, state, &local, boxes.len())?;
     let parts = parts_of(&local, &boxes, &shape)?;
     if local.dtype != dtype {
         return Err(malformed("its local part has another dtype"));
@@ -371,76 +352,71 @@ fn parts_of(
     boxes: &[TensorBox],
     shape: &[usize],
 ) -> Result<Vec<TensorRef>, FormatError> {
-    // The boxes are all combinations of ranges in each dimension.
+    if boxes.is_empty() {
+        if !local.shape.contains(&0) {
+            let reason = "its local part has elements where its placements have none";
+            return Err(malformed(reason));
+        }
+        return Ok(Vec::new());
+    }
+    // The boxes are all combinations of ranges in each dimension, and the local tensor has those of
+    // a dimension one after the other: `starts` has each range's start in the whole tensor, with
+    // its start in the local one.
     let mut starts: Vec<Vec<(usize, usize)>> = vec![Vec::new(); shape.len()];
+    let mut local_shape = vec![0; shape.len()];
     for bounds in boxes {
         for (dim, starts) in starts.iter_mut().enumerate() {
-            let range = (bounds.offsets[dim], bounds.sizes[dim]);
-            if !starts.contains(&range) {
-                starts.push(range);
+            let offset = bounds.offsets[dim];
+            if starts.iter().all(|(global, _)| *global != offset) {
+                starts.push((offset, local_shape[dim]));
+                local_shape[dim] += bounds.sizes[dim];
             }
         }
     }
-    for (dim, starts) in starts.iter_mut().enumerate() {
-        let mut at = 0;
-        for (_, size) in starts.iter_mut() {
-            // Keep the start of the range in the local tensor; its size is no longer needed.
-            at += std::mem::replace(size, at);
-        }
-        let found = local.shape.get(dim).copied();
-        if !boxes.is_empty() && (found != Some(at) || local.shape.len() != shape.len()) {
-            let reason = format!(
-                "its local part has shape {:?}, which does not fit its placements",
-                local.shape
-            );
-            return Err(malformed(reason));
-        }
+    if local.shape != local_shape {
+        let reason = format!(
+            "its local part has shape {:?}, which does not fit its placements",
+            local.shape
+        );
+        return Err(malformed(reason));
     }
-    if boxes.is_empty() && !local.shape.contains(&0) {
-        return Err(malformed(
-            "its local part has elements where its placements have none",
-        ));
-    }
-    let part = |bounds: &TensorBox| {
-        let mut offset = local.layout.offset;
+    let mut parts = Vec::with_capacity(boxes.len());
+    for bounds in boxes {
+        let mut layout = StridedLayout {
+            bounds: bounds.clone(),
+            ..local.layout.clone()
+        };
         for (dim, starts) in starts.iter().enumerate() {
-            let start = starts
+            let (_, start) = starts
                 .iter()
                 .find(|(global, _)| *global == bounds.offsets[dim])
-                .map_or(0, |(_, at)| *at);
-            offset += (start * local.layout.strides[dim]) as u64;
+                .expect("the ranges of all boxes were collected above");
+            layout.offset += (start * local.layout.strides[dim]) as u64;
         }
-        let layout = StridedLayout {
-            bounds: bounds.clone(),
-            offset,
-            strides: local.layout.strides.clone(),
-        };
-        TensorRef {
+        parts.push(TensorRef {
             shape: bounds.sizes.clone(),
             layout,
             ..local.clone()
-        }
-    };
-    Ok(boxes.iter().map(part).collect())
+        });
+    }
+    Ok(parts)
 }
 
 /// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`.
 fn sharded_tensor(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     arguments: NodeId,
     state: NodeId,
-    walk: &mut Walk,
 ) -> Result<ShardedRef, FormatError> {
+    let p = walk.pickle;
     let (dtype, shape) = whole(p, arguments)?;
     let [shards, metadata, ..] = *p.sequence(state)? else {
         return Err(p.wrong(state, "the state of a ShardedTensor").into());
     };
-    let all = p.sequence(get(
-        p,
-        attributes_of(p, metadata, walk)?,
-        "shards_metadata",
-    )?)?;
-    let shards = items(p, shards, walk)?;
+    let ranks = p
+        .sequence(get(attributes_of(walk, metadata)?, "shards_metadata")?)?
+        .len();
+    let shards = items(walk, shards)?;
     if shards.len() > MAX_PARTS {
         return Err(FormatError::Unsupported {
             what: format!("a tensor of which one rank has more than {MAX_PARTS} shards"),
@@ -448,15 +424,13 @@ fn sharded_tensor(
     }
     let mut parts = Vec::new();
     for &id in shards {
-        let shard = attributes_of(p, id, walk)?;
-        let local = TensorRef::of(p, get(p, shard, "tensor")?)?;
-        let local = local.ok_or_else(|| malformed("a shard is no tensor"))?;
-        charge_parts(p, id, &local, 1, walk)?;
-        let place = attributes_of(p, get(p, shard, "metadata")?, walk)?;
-        let offsets = p.sizes(get(p, place, "shard_offsets")?)?;
+        let shard = attributes_of(walk, id)?;
+        let local = plain_tensor(p, get(shard, "tensor")?, "a shard")?;
+        charge_parts(walk, id, &local, 1)?;
+        let place = attributes_of(walk, get(shard, "metadata")?)?;
         let bounds = TensorBox {
-            offsets,
-            sizes: p.sizes(get(p, place, "shard_sizes")?)?,
+            offsets: p.sizes(get(place, "shard_offsets")?)?,
+            sizes: p.sizes(get(place, "shard_sizes")?)?,
         };
         if !bounds.fits(&shape) || bounds.sizes != local.shape || local.dtype != dtype {
             return Err(malformed(format!(
@@ -476,6 +450,6 @@ fn sharded_tensor(
         dtype,
         shape,
         parts,
-        ranks: all.len(),
+        ranks,
     })
 }

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::tensor_ref::TensorRef;
 use super::zip::Directory;
 use crate::error::FormatError;
 use crate::formats::assembled::FindStart;
@@ -33,54 +32,40 @@ fn record_of(key: &str) -> String {
 }
 
 impl Storages {
-    /// Returns the start of a tensor's storage, including its header if it has one. A storage that
-    /// is too short is an error.
-    pub(crate) fn start(&self, tensor: &TensorRef) -> Result<u64, FormatError> {
-        self.start_of(&tensor.storage, tensor.storage_bytes)
-    }
-
-    /// Returns where a storage begins, after checking that it has at least this many bytes.
-    fn start_of(&self, key: &str, bytes: u64) -> Result<u64, FormatError> {
+    /// Returns where a storage begins, including its header if it has one, after checking that it
+    /// has at least this many bytes.
+    pub(crate) fn start(&self, key: &str, bytes: u64) -> Result<u64, FormatError> {
         let (start, length) = match self {
             Storages::Archive(archive) => {
                 let record = archive.get(&record_of(key))?;
                 (record.header, record.length)
             }
             Storages::Legacy(storages) => {
-                let missing = || FormatError::MissingRecord {
-                    name: key.to_owned(),
-                };
-                let storage = storages.get(key).ok_or_else(missing)?;
+                let storage = storages
+                    .get(key)
+                    .ok_or_else(|| FormatError::MissingRecord {
+                        name: key.to_owned(),
+                    })?;
                 (storage.data, storage.length)
             }
         };
         if length < bytes {
             let expected = format!("a storage of {bytes} bytes");
-            return Err(FormatError::unexpected(
-                expected,
-                format!("one of {length}"),
-            ));
+            let found = format!("one of {length}");
+            return Err(FormatError::unexpected(expected, found));
         }
         Ok(start)
     }
 
-    /// Returns the start of the data of a tensor's storage, which the storage's header determines.
+    /// Returns the start of the data of a storage, of which this many bytes must be there. The
+    /// storage's header determines it.
     pub(crate) fn data_offset(
-        &self,
-        source: &dyn ReadAt,
-        tensor: &TensorRef,
-    ) -> Result<u64, FormatError> {
-        self.data_offset_of(source, &tensor.storage, tensor.storage_bytes)
-    }
-
-    /// Returns the start of the data of a storage, of which this many bytes must be there.
-    pub(crate) fn data_offset_of(
         &self,
         source: &dyn ReadAt,
         key: &str,
         bytes: u64,
     ) -> Result<u64, FormatError> {
-        let start = self.start_of(key, bytes)?;
+        let start = self.start(key, bytes)?;
         match self {
             Storages::Archive(archive) => {
                 let name = record_of(key);
@@ -94,24 +79,13 @@ impl Storages {
 /// The storage of one tensor, in a file whose storages are known.
 #[derive(Debug)]
 pub(crate) struct InStorage {
-    storages: Arc<Storages>,
-    key: String,
-    bytes: u64,
-}
-
-impl InStorage {
-    /// Returns the storage of a tensor.
-    pub(crate) fn of(storages: &Arc<Storages>, tensor: &TensorRef) -> Self {
-        InStorage {
-            storages: storages.clone(),
-            key: tensor.storage.clone(),
-            bytes: tensor.storage_bytes,
-        }
-    }
+    pub(crate) storages: Arc<Storages>,
+    pub(crate) key: String,
+    pub(crate) bytes: u64,
 }
 
 impl FindStart for InStorage {
     fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError> {
-        self.storages.data_offset_of(file, &self.key, self.bytes)
+        self.storages.data_offset(file, &self.key, self.bytes)
     }
 }

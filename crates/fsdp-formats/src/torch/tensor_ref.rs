@@ -6,7 +6,9 @@ use fsdp_layout::{DType, TensorBox};
 use crate::error::FormatError;
 use crate::limits::{MAX_STORAGE_KEY_BYTES, is_sane_shape};
 use crate::pickle::write;
-use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, check_attributes};
+use crate::pickle::{
+    Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, STORAGES, check_attributes,
+};
 use crate::strided::StridedLayout;
 
 /// A tensor whose bytes are in a storage record.
@@ -65,70 +67,59 @@ impl TensorRef {
     }
 
     /// Returns the tensor that this node describes; `None` if it describes something else.
-    pub fn of(p: &Pickle<'_>, id: NodeId) -> Result<Option<TensorRef>, PickleError> {
+    pub fn from_node(p: &Pickle<'_>, mut id: NodeId) -> Result<Option<TensorRef>, PickleError> {
         // Parameters and tensors with attributes wrap a plain one.
-        let mut id = id;
         let mut loses_attributes = false;
         for _ in 0..MAX_WRAPPERS {
             let Node::Object(object) = p.node(id) else {
                 return Ok(None);
             };
-            let args = p.args(object);
             loses_attributes |= object.state.is_some_and(|state| has_attributes(p, state));
-            match (object.global, args) {
+            let found = match (object.global, p.args(object)) {
                 (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
-                    let found = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
-                    return Ok(Some(TensorRef {
+                    let elements = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
+                    Some(TensorRef {
                         quantizer: Some(*quantizer),
-                        loses_attributes,
-                        ..found
-                    }));
+                        ..elements
+                    })
                 }
                 // The arguments are (tensor, requires_grad, hooks), and then the attributes, if
                 // there are any.
                 (Global::RebuildParameter, [inner, rest @ ..]) => {
                     loses_attributes |= rest.get(2).is_some_and(|&state| has_attributes(p, state));
                     id = *inner;
+                    continue;
                 }
                 // (function, class, arguments, attributes): the arguments are those of the
                 // function.
                 (Global::RebuildFromTypeV2, [function, class, arguments, rest @ ..]) => {
                     loses_attributes |= is_subclass(p, *class)
                         || rest.first().is_some_and(|&state| has_attributes(p, state));
-                    let arguments = p.sequence(*arguments)?;
-                    match (p.node(*function), arguments) {
-                        (Node::Global(Global::RebuildParameter), [inner, ..]) => id = *inner,
-                        (Node::Global(global), arguments) => {
-                            let found = rebuilt(p, id, *global, arguments)?.ok_or_else(|| {
-                                p.wrong(*function, "a function that rebuilds a tensor")
-                            })?;
-                            return Ok(Some(TensorRef {
-                                loses_attributes,
-                                ..found
-                            }));
+                    let found = match (p.node(*function), p.sequence(*arguments)?) {
+                        (Node::Global(Global::RebuildParameter), [inner, ..]) => {
+                            id = *inner;
+                            continue;
                         }
+                        (Node::Global(global), arguments) => rebuilt(p, id, *global, arguments)?,
                         // The class says more about what it is.
                         (Node::Foreign(..), _) if matches!(p.node(*class), Node::Foreign(..)) => {
                             return Err(p.wrong(*class, "a class of plain tensors"));
                         }
-                        _ => return Err(p.wrong(*function, "a function that rebuilds a tensor")),
+                        _ => None,
+                    };
+                    if found.is_none() {
+                        return Err(p.wrong(*function, "a function that rebuilds a tensor"));
                     }
+                    found
                 }
-                (global, args) => {
-                    let found = rebuilt(p, id, global, args)?;
-                    return Ok(found.map(|found| TensorRef {
-                        loses_attributes,
-                        ..found
-                    }));
-                }
-            }
+                (global, args) => rebuilt(p, id, global, args)?,
+            };
+            return Ok(found.map(|found| TensorRef {
+                loses_attributes,
+                ..found
+            }));
         }
-        Err(p.error(
-            id,
-            PickleErrorKind::Value {
-                what: "a tensor is wrapped too many times",
-            },
-        ))
+        Err(p.invalid(id, "a tensor is wrapped too many times"))
     }
 }
 
@@ -199,13 +190,7 @@ fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
             }
             _ => continue,
         };
-        return Err(p.error(
-            value,
-            PickleErrorKind::Global {
-                module: "torch".to_owned(),
-                name: name.to_owned(),
-            },
-        ));
+        return Err(p.opaque(value, name));
     }
     Ok(())
 }
@@ -224,7 +209,7 @@ pub(crate) struct StorageRef {
 
 impl StorageRef {
     /// Returns the storage that this node, a persistent id, describes.
-    pub(crate) fn of(p: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
+    pub(crate) fn from_node(p: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
         let Node::PersistentId(persistent) = *p.node(id) else {
             return Err(p.wrong(id, "a storage"));
         };
@@ -239,17 +224,11 @@ impl StorageRef {
             Node::Global(Global::UntypedStorage) => None,
             _ => return Err(p.wrong(class, "a storage class")),
         };
+        // The elements of an untyped storage are bytes.
         let bytes = p
             .unsigned(numel)?
-            .checked_mul(dtype.map_or(1, DType::size_in_bytes));
-        let bytes = bytes.ok_or_else(|| {
-            p.error(
-                id,
-                PickleErrorKind::Value {
-                    what: "a storage is too large",
-                },
-            )
-        })?;
+            .checked_mul(dtype.map_or(1, DType::size_in_bytes))
+            .ok_or_else(|| p.invalid(id, "a storage is too large"))?;
         Ok(StorageRef {
             key: storage_key(p, key)?.to_owned(),
             bytes,
@@ -271,16 +250,13 @@ impl StorageRef {
 /// a number.
 pub(super) fn storage_key<'a>(p: &Pickle<'a>, key: NodeId) -> Result<&'a str, PickleError> {
     let text = p.str(key)?;
-    let (value, limit) = (text.len() as u64, MAX_STORAGE_KEY_BYTES as u64);
-    if value > limit {
-        return Err(p.error(
-            key,
-            PickleErrorKind::Limit {
-                what: "length of a storage's key",
-                value,
-                limit,
-            },
-        ));
+    if text.len() > MAX_STORAGE_KEY_BYTES {
+        let kind = PickleErrorKind::Limit {
+            what: "length of a storage's key",
+            value: text.len() as u64,
+            limit: MAX_STORAGE_KEY_BYTES as u64,
+        };
+        return Err(p.error(key, kind));
     }
     Ok(text)
 }
@@ -294,40 +270,33 @@ fn tensor(
     untyped: Option<DType>,
 ) -> Result<TensorRef, PickleError> {
     let [storage, offset, shape, strides] = args;
-    let storage = StorageRef::of(p, storage)?;
-    let (Some(dtype), true) = (
-        storage.dtype.or(untyped),
-        storage.dtype.is_none() == untyped.is_some(),
-    ) else {
+    let storage = StorageRef::from_node(p, storage)?;
+    let ((Some(dtype), None) | (None, Some(dtype))) = (storage.dtype, untyped) else {
         return Err(p.wrong(storage.class, "a storage class"));
     };
-    let absurd = |what| p.error(at, PickleErrorKind::Value { what });
     let shape = p.sizes(shape)?;
     let strides = p.sizes(strides)?;
     if shape.len() != strides.len() {
-        return Err(absurd("a tensor's shape and strides differ in length"));
+        return Err(p.invalid(at, "a tensor's shape and strides differ in length"));
     }
     let offset = p.unsigned(offset)?;
     if !is_sane_shape(&shape) {
-        return Err(absurd("a tensor has too many elements"));
-    }
-    if !shape.contains(&0) {
-        let last = shape
-            .iter()
-            .zip(&strides)
-            .try_fold(offset, |at, (&size, &stride)| {
-                at.checked_add((size as u64 - 1).checked_mul(stride as u64)?)
-            });
-        let end = last.and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
-        if end.is_none_or(|end| end > storage.bytes) {
-            return Err(absurd("a tensor reaches beyond its storage"));
-        }
+        return Err(p.invalid(at, "a tensor has too many elements"));
     }
     let layout = StridedLayout {
         bounds: TensorBox::whole(&shape),
         offset,
         strides,
     };
+    // A tensor without elements lies in its storage wherever that ends.
+    if !shape.contains(&0) {
+        let end = layout
+            .last()
+            .and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
+        if end.is_none_or(|end| end > storage.bytes) {
+            return Err(p.invalid(at, "a tensor reaches beyond its storage"));
+        }
+    }
     Ok(TensorRef {
         storage: storage.key,
         storage_bytes: storage.bytes,
@@ -341,7 +310,7 @@ fn tensor(
 
 /// Returns the name of torch's typed storage class; `None` where torch uses an untyped one.
 fn storage_class(dtype: DType) -> Option<&'static str> {
-    crate::pickle::STORAGES
+    STORAGES
         .iter()
         .find(|(_, of)| *of == dtype)
         .map(|(class, _)| *class)
@@ -361,16 +330,17 @@ pub fn check_writable(dtype: DType) -> Result<(), FormatError> {
 /// Writes the pickle of a row-major tensor whose bytes are the whole storage `key`.
 pub fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &[usize]) {
     let numel: u64 = shape.iter().map(|&size| size as u64).product();
+    // torch has no storage class for its newer types. The bytes of such a tensor are untyped, and
+    // the function that rebuilds it is told the type.
     let class = storage_class(dtype);
-    let function = if class.is_some() {
-        "_rebuild_tensor_v2"
-    } else {
-        "_rebuild_tensor_v3"
+    let (function, storage_length) = match class {
+        Some(_) => ("_rebuild_tensor_v2", numel),
+        None => ("_rebuild_tensor_v3", numel * dtype.size_in_bytes()),
     };
     write::global(out, "torch._utils", function);
-    write::op(out, write::MARK);
+    out.push(write::MARK);
     // The storage, as a persistent id.
-    write::op(out, write::MARK);
+    out.push(write::MARK);
     write::text(out, "storage");
     match class {
         Some(class) => write::global(out, "torch", class),
@@ -378,28 +348,19 @@ pub fn write_tensor(out: &mut Vec<u8>, key: usize, dtype: DType, shape: &[usize]
     }
     write::text(out, &key.to_string());
     write::text(out, "cpu");
-    write::unsigned(
-        out,
-        if class.is_some() {
-            numel
-        } else {
-            numel * dtype.size_in_bytes()
-        },
-    );
-    write::op(out, write::TUPLE);
-    write::op(out, write::BINPERSID);
+    write::unsigned(out, storage_length);
+    out.extend_from_slice(&[write::TUPLE, write::BINPERSID]);
+    // The offset, the shape, the strides, `requires_grad`, and no hooks.
     write::int(out, 0);
     write::sizes(out, shape);
     write::sizes(out, &torch_strides(shape));
     write::bool(out, false);
     write::global(out, "collections", "OrderedDict");
-    write::op(out, write::EMPTY_TUPLE);
-    write::op(out, write::REDUCE);
+    out.extend_from_slice(&[write::EMPTY_TUPLE, write::REDUCE]);
     if class.is_none() {
         write::global(out, "torch", dtype.torch_name());
     }
-    write::op(out, write::TUPLE);
-    write::op(out, write::REDUCE);
+    out.extend_from_slice(&[write::TUPLE, write::REDUCE]);
 }
 
 /// Returns row-major strides as torch has them: a dimension of 0 counts as 1.

@@ -10,7 +10,7 @@ use super::tensor_ref::{StorageRef, TensorRef, check_writable, write_tensor};
 use super::zip::{ArchiveLayout, Directory, ROOT};
 use crate::budget::Budget;
 use crate::error::FormatError;
-use crate::limits::{MAX_DEPTH, MAX_OBJECT_BYTES, PICKLE_FACTOR};
+use crate::limits::{MAX_DEPTH, PICKLE_FACTOR};
 use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
@@ -60,7 +60,7 @@ fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>), F
     let mut tensors = Vec::new();
     write::proto(&mut pickle, 2);
     write_value(&mut pickle, value, &mut tensors, 0, 0)?;
-    write::op(&mut pickle, write::STOP);
+    pickle.push(write::STOP);
     let lengths: Vec<u64> = tensors
         .iter()
         .map(|tensor| tensor.data.len() as u64)
@@ -78,167 +78,180 @@ pub fn write_value<'v>(
     first: usize,
     depth: usize,
 ) -> Result<(), FormatError> {
-    if depth >= MAX_DEPTH {
-        return Err(FormatError::TooLarge {
-            what: "nesting",
-            value: depth as u64 + 1,
-            limit: MAX_DEPTH as u64,
-        });
+    ValueWriter {
+        out,
+        tensors,
+        first,
     }
-    match value {
-        PlainValue::None => write::none(out),
-        PlainValue::Bool(value) => write::bool(out, *value),
-        PlainValue::Int(value) => write::int(out, *value),
-        PlainValue::BigInt(bytes) => write::big_int(out, bytes),
-        PlainValue::Float(value) => write::float(out, *value),
-        PlainValue::Str(value) => write::text(out, value),
-        PlainValue::Bytes(value) => {
-            // Protocol 2 has no opcode for bytes. As Python does, write a call of `_codecs.encode`
-            // on a text that has one character for each byte.
-            write::global(out, "_codecs", "encode");
-            write::text(
-                out,
-                &value
-                    .iter()
-                    .map(|&byte| char::from(byte))
-                    .collect::<String>(),
-            );
-            write::text(out, "latin1");
-            write::close_tuple(out, 2);
-            write::op(out, write::REDUCE);
-        }
-        PlainValue::List(items) => write_list(out, items, tensors, first, depth)?,
-        PlainValue::Tuple(items) => {
-            write::open_tuple(out, items.len());
-            items
-                .iter()
-                .try_for_each(|item| write_value(out, item, tensors, first, depth + 1))?;
-            write::close_tuple(out, items.len());
-        }
-        PlainValue::Set(items) => {
-            write::global(out, "__builtin__", "set");
-            write_list(out, items, tensors, first, depth)?;
-            write::close_tuple(out, 1);
-            write::op(out, write::REDUCE);
-        }
-        PlainValue::Typed(of, description) => {
-            write_typed(out, *of, description, tensors, first, depth)?
-        }
-        PlainValue::Dict(entries) => {
-            write::op(out, write::EMPTY_DICT);
-            if !entries.is_empty() {
-                write::op(out, write::MARK);
-                for (key, value) in entries {
-                    write_value(out, key, tensors, first, depth + 1)?;
-                    write_value(out, value, tensors, first, depth + 1)?;
-                }
-                write::op(out, write::SETITEMS);
-            }
-        }
-        PlainValue::Tensor(tensor) => {
-            check_writable(tensor.dtype)?;
-            let numel = tensor
-                .shape
-                .iter()
-                .try_fold(1u64, |numel, &size| numel.checked_mul(size as u64));
-            let length = numel.and_then(|numel| numel.checked_mul(tensor.dtype.size_in_bytes()));
-            if length != Some(tensor.data.len() as u64) {
-                let expected = format!(
-                    "the bytes of a `{}` tensor of shape {:?}",
-                    tensor.dtype, tensor.shape
-                );
-                return Err(FormatError::unexpected(
-                    expected,
-                    format!("{} bytes", tensor.data.len()),
-                ));
-            }
-            write_tensor(out, first + tensors.len(), tensor.dtype, &tensor.shape);
-            tensors.push(tensor);
-        }
-        other => {
-            return Err(FormatError::Unsupported {
-                what: format!("writing a value of type `{}`", other.type_name()),
+    .write(value, depth)
+}
+
+/// See [`write_value`].
+struct ValueWriter<'o, 'v> {
+    out: &'o mut Vec<u8>,
+    tensors: &'o mut Vec<&'v PlainTensor>,
+    first: usize,
+}
+
+impl<'v> ValueWriter<'_, 'v> {
+    /// Writes the opcodes of a value with so many containers around it.
+    fn write(&mut self, value: &'v PlainValue, depth: usize) -> Result<(), FormatError> {
+        if depth >= MAX_DEPTH {
+            return Err(FormatError::TooLarge {
+                what: "nesting",
+                value: depth as u64 + 1,
+                limit: MAX_DEPTH as u64,
             });
         }
-    }
-    Ok(())
-}
-
-/// Writes the opcodes of a list, as [`write_value`] does.
-fn write_list<'v>(
-    out: &mut Vec<u8>,
-    items: &'v [PlainValue],
-    tensors: &mut Vec<&'v PlainTensor>,
-    first: usize,
-    depth: usize,
-) -> Result<(), FormatError> {
-    write::op(out, write::EMPTY_LIST);
-    if !items.is_empty() {
-        write::op(out, write::MARK);
-        items
-            .iter()
-            .try_for_each(|item| write_value(out, item, tensors, first, depth + 1))?;
-        write::op(out, write::APPENDS);
-    }
-    Ok(())
-}
-
-/// Writes the opcodes of an object of a type that a simpler value describes, as [`write_value`]
-/// does.
-fn write_typed<'v>(
-    out: &mut Vec<u8>,
-    of: PythonType,
-    description: &'v PlainValue,
-    tensors: &mut Vec<&'v PlainTensor>,
-    first: usize,
-    depth: usize,
-) -> Result<(), FormatError> {
-    match (of, description) {
-        // Dtypes and quantization schemes are attributes of the module `torch`, not the results of
-        // calls.
-        (PythonType::DType | PythonType::QScheme, PlainValue::Str(name)) => {
-            let known = name
-                .strip_prefix("torch.")
-                .filter(|name| Global::lookup("torch", name).is_some());
-            let name =
-                known.ok_or_else(|| FormatError::unexpected(of.name(), format!("`{name}`")))?;
-            write::global(out, "torch", name);
-            return Ok(());
-        }
-        (PythonType::Device, PlainValue::Str(name)) => {
-            write::global(out, "torch", "device");
-            match name
-                .split_once(':')
-                .map(|(kind, index)| (kind, index.parse()))
-            {
-                Some((kind, Ok(index))) => {
-                    write::text(out, kind);
-                    write::int(out, index);
-                    write::close_tuple(out, 2);
+        match value {
+            PlainValue::None => write::none(self.out),
+            PlainValue::Bool(value) => write::bool(self.out, *value),
+            PlainValue::Int(value) => write::int(self.out, *value),
+            PlainValue::BigInt(bytes) => write::big_int(self.out, bytes),
+            PlainValue::Float(value) => write::float(self.out, *value),
+            PlainValue::Str(value) => write::text(self.out, value),
+            PlainValue::Bytes(value) => {
+                // Protocol 2 has no opcode for bytes. As Python does, write a call of
+                // `_codecs.encode` on a text that has one character for each byte.
+                write::global(self.out, "_codecs", "encode");
+                let text: String = value.iter().map(|&byte| char::from(byte)).collect();
+                write::text(self.out, &text);
+                write::text(self.out, "latin1");
+                write::close_tuple(self.out, 2);
+                self.out.push(write::REDUCE);
+            }
+            PlainValue::List(items) => self.list(items, depth)?,
+            PlainValue::Tuple(items) => {
+                write::open_tuple(self.out, items.len());
+                for item in items {
+                    self.write(item, depth + 1)?;
                 }
-                _ => {
-                    write::text(out, name);
-                    write::close_tuple(out, 1);
+                write::close_tuple(self.out, items.len());
+            }
+            PlainValue::Set(items) => self.set("set", items, depth)?,
+            PlainValue::Typed(of, description) => self.typed(*of, description, depth)?,
+            PlainValue::Dict(entries) => {
+                self.out.push(write::EMPTY_DICT);
+                if !entries.is_empty() {
+                    self.out.push(write::MARK);
+                    for (key, value) in entries {
+                        self.write(key, depth + 1)?;
+                        self.write(value, depth + 1)?;
+                    }
+                    self.out.push(write::SETITEMS);
                 }
             }
+            PlainValue::Tensor(tensor) => self.tensor(tensor)?,
+            other => {
+                return Err(FormatError::Unsupported {
+                    what: format!("writing a value of type `{}`", other.type_name()),
+                });
+            }
         }
-        (PythonType::FrozenSet, PlainValue::Set(items)) => {
-            write::global(out, "__builtin__", "frozenset");
-            write_list(out, items, tensors, first, depth)?;
-            write::close_tuple(out, 1);
-        }
-        (of, description) => {
-            let (module, name) = of
-                .name()
-                .rsplit_once('.')
-                .unwrap_or(("__builtin__", of.name()));
-            write::global(out, module, name);
-            write_value(out, description, tensors, first, depth + 1)?;
-            write::close_tuple(out, 1);
-        }
+        Ok(())
     }
-    write::op(out, write::REDUCE);
-    Ok(())
+
+    /// Writes the opcodes of a tensor, whose elements follow the pickle in a storage.
+    fn tensor(&mut self, tensor: &'v PlainTensor) -> Result<(), FormatError> {
+        check_writable(tensor.dtype)?;
+        let length = tensor
+            .shape
+            .iter()
+            .try_fold(tensor.dtype.size_in_bytes(), |length, &size| {
+                length.checked_mul(size as u64)
+            });
+        if length != Some(tensor.data.len() as u64) {
+            let expected = format!(
+                "the bytes of a `{}` tensor of shape {:?}",
+                tensor.dtype, tensor.shape
+            );
+            let found = format!("{} bytes", tensor.data.len());
+            return Err(FormatError::unexpected(expected, found));
+        }
+        let key = self.first + self.tensors.len();
+        write_tensor(self.out, key, tensor.dtype, &tensor.shape);
+        self.tensors.push(tensor);
+        Ok(())
+    }
+
+    /// Writes the opcodes of a list.
+    fn list(&mut self, items: &'v [PlainValue], depth: usize) -> Result<(), FormatError> {
+        self.out.push(write::EMPTY_LIST);
+        if !items.is_empty() {
+            self.out.push(write::MARK);
+            for item in items {
+                self.write(item, depth + 1)?;
+            }
+            self.out.push(write::APPENDS);
+        }
+        Ok(())
+    }
+
+    /// Writes the opcodes of a set, which a builtin function makes of a list.
+    fn set(
+        &mut self,
+        function: &str,
+        items: &'v [PlainValue],
+        depth: usize,
+    ) -> Result<(), FormatError> {
+        write::global(self.out, "__builtin__", function);
+        self.list(items, depth)?;
+        write::close_tuple(self.out, 1);
+        self.out.push(write::REDUCE);
+        Ok(())
+    }
+
+    /// Writes the opcodes of an object of a type that a simpler value describes.
+    fn typed(
+        &mut self,
+        of: PythonType,
+        description: &'v PlainValue,
+        depth: usize,
+    ) -> Result<(), FormatError> {
+        match (of, description) {
+            // Dtypes and quantization schemes are attributes of the module `torch`, not the results
+            // of calls.
+            (PythonType::DType | PythonType::QScheme, PlainValue::Str(name)) => {
+                let attribute = name
+                    .strip_prefix("torch.")
+                    .filter(|attribute| Global::lookup("torch", attribute).is_some())
+                    .ok_or_else(|| FormatError::unexpected(of.name(), format!("`{name}`")))?;
+                write::global(self.out, "torch", attribute);
+                return Ok(());
+            }
+            (PythonType::FrozenSet, PlainValue::Set(items)) => {
+                return self.set("frozenset", items, depth);
+            }
+            (PythonType::Device, PlainValue::Str(name)) => {
+                write::global(self.out, "torch", "device");
+                let indexed = name
+                    .split_once(':')
+                    .and_then(|(kind, index)| Some((kind, index.parse().ok()?)));
+                match indexed {
+                    Some((kind, index)) => {
+                        write::text(self.out, kind);
+                        write::int(self.out, index);
+                        write::close_tuple(self.out, 2);
+                    }
+                    None => {
+                        write::text(self.out, name);
+                        write::close_tuple(self.out, 1);
+                    }
+                }
+            }
+            (of, description) => {
+                let (module, name) = of
+                    .name()
+                    .rsplit_once('.')
+                    .unwrap_or(("__builtin__", of.name()));
+                write::global(self.out, module, name);
+                self.write(description, depth + 1)?;
+                write::close_tuple(self.out, 1);
+            }
+        }
+        self.out.push(write::REDUCE);
+        Ok(())
+    }
 }
 
 /// Reads the value in an item, with the tensors in it. `item` must hold exactly the item.
@@ -256,17 +269,16 @@ pub(crate) fn decode_value_within(
     describes: bool,
 ) -> Result<PlainValue, FormatError> {
     let directory = Directory::read(item)?;
-    directory.check_byte_order(item)?;
-    let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+    let pickle = directory.read_pickle(item)?;
     let parsed = parse_within(&pickle, budget)?;
     let storages = Storages::Archive(directory);
-    let mut loader = TensorLoader::new(&storages, item);
-    let mut walk = if describes {
-        Walk::describing(&parsed)
-    } else {
-        Walk::new(&parsed)
-    };
-    convert(&parsed, parsed.root(), &mut walk, &mut loader)
+    let mut walk = Walk::new(&parsed);
+    walk.describes = describes;
+    convert(
+        &mut walk,
+        parsed.root(),
+        &mut TensorLoader::new(&storages, item),
+    )
 }
 
 /// Reads the value of an item that `torch.save` made.
@@ -283,7 +295,8 @@ pub fn decode_item(item: &[u8]) -> Result<PlainValue, FormatError> {
 /// # Errors
 /// Bytes that are no such item.
 pub fn describe_item(item: &[u8]) -> Result<PlainValue, FormatError> {
-    decode_value_within(&item, Budget::new(item.len() as u64, PICKLE_FACTOR), true)
+    let budget = Budget::new(item.len() as u64, PICKLE_FACTOR);
+    decode_value_within(&item, budget, true)
 }
 
 /// Returns the type of the object that makes the value of an item opaque, from its pickle alone;
@@ -292,20 +305,15 @@ pub(crate) fn opaque_type_of(
     item: &dyn ReadAt,
     budget: Budget,
 ) -> Result<Option<String>, FormatError> {
-    let directory = Directory::read(item)?;
-    directory.check_byte_order(item)?;
-    let pickle = directory.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+    let pickle = Directory::read(item)?.read_pickle(item)?;
     let parsed = parse_within(&pickle, budget)?;
-    match convert(
-        &parsed,
-        parsed.root(),
-        &mut Walk::new(&parsed),
-        &mut without_elements,
-    ) {
+    let mut walk = Walk::new(&parsed);
+    match convert(&mut walk, parsed.root(), &mut without_elements) {
         Ok(_) => Ok(None),
-        Err(FormatError::Pickle(error)) => {
-            opaque_type(&error).map(Some).ok_or_else(|| error.into())
-        }
+        Err(FormatError::Pickle(error)) => match opaque_type(&error) {
+            Some(of) => Ok(Some(of)),
+            None => Err(error.into()),
+        },
         Err(error) => Err(error),
     }
 }
@@ -315,14 +323,11 @@ pub(crate) fn describe_object(
     item: &dyn ReadAt,
     budget: Budget,
 ) -> Result<PlainValue, FormatError> {
-    let pickle = Directory::read(item)?.read_record(item, "data.pkl", MAX_OBJECT_BYTES)?;
+    let pickle = Directory::read(item)?.read_pickle(item)?;
     let parsed = parse_within(&pickle, budget)?;
-    convert(
-        &parsed,
-        parsed.root(),
-        &mut Walk::describing(&parsed),
-        &mut without_elements,
-    )
+    let mut walk = Walk::new(&parsed);
+    walk.describes = true;
+    convert(&mut walk, parsed.root(), &mut without_elements)
 }
 
 /// Returns a placeholder without elements for a tensor inside a value that is not read.
@@ -347,19 +352,22 @@ pub(crate) fn quantizer_of(
     archive: &Directory,
     source: &dyn ReadAt,
 ) -> Result<Option<PlainValue>, FormatError> {
-    let pickle = archive.read_record(source, "data.pkl", MAX_OBJECT_BYTES)?;
+    let pickle = archive.read_pickle(source)?;
     let parsed = parse(&pickle)?;
-    let quantizer = TensorRef::of(&parsed, parsed.root())?.and_then(|tensor| tensor.quantizer);
-    let Some(quantizer) = quantizer else {
+    let Some(TensorRef {
+        quantizer: Some(quantizer),
+        ..
+    }) = TensorRef::from_node(&parsed, parsed.root())?
+    else {
         return Ok(None);
     };
     let storages = Storages::Archive(archive.clone());
     let mut loader = TensorLoader::new(&storages, source);
-    convert(&parsed, quantizer, &mut Walk::new(&parsed), &mut loader).map(Some)
+    convert(&mut Walk::new(&parsed), quantizer, &mut loader).map(Some)
 }
 
-/// The storages beside a pickle in its file, for the values that refer to them.
-pub(crate) trait BesidePickle {
+/// Loads the tensors and storages that the values of a pickle refer to.
+pub(crate) trait LoadTensors {
     /// Returns a tensor inside a value, with its elements.
     fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError>;
 
@@ -368,7 +376,7 @@ pub(crate) trait BesidePickle {
 }
 
 /// A function that returns tensors. Storages are then described by their lengths.
-impl<F: FnMut(&TensorRef) -> Result<PlainTensor, FormatError>> BesidePickle for F {
+impl<F: FnMut(&TensorRef) -> Result<PlainTensor, FormatError>> LoadTensors for F {
     fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
         self(tensor)
     }
@@ -393,12 +401,11 @@ pub(crate) struct TensorLoader<'a> {
 impl<'a> TensorLoader<'a> {
     /// Makes a loader of tensors whose storages are in this file.
     pub(crate) fn new(storages: &'a Storages, source: &'a dyn ReadAt) -> Self {
-        let budget = || Budget::new(source.len(), 1);
         TensorLoader {
             storages,
             source,
-            budget: budget(),
-            to_digest: budget(),
+            budget: Budget::new(source.len(), 1),
+            to_digest: Budget::new(source.len(), 1),
             digests: HashMap::new(),
         }
     }
@@ -407,7 +414,7 @@ impl<'a> TensorLoader<'a> {
     fn digest(&self, key: &str, bytes: u64) -> Result<Digest, FormatError> {
         /// The bytes that are read at once.
         const AT_ONCE: u64 = 1 << 20;
-        let start = self.storages.data_offset_of(self.source, key, bytes)?;
+        let start = self.storages.data_offset(self.source, key, bytes)?;
         let mut buffer = vec![0; bytes.min(AT_ONCE) as usize];
         let mut sum = Sum::default();
         let mut at = 0;
@@ -421,11 +428,13 @@ impl<'a> TensorLoader<'a> {
     }
 }
 
-impl BesidePickle for TensorLoader<'_> {
+impl LoadTensors for TensorLoader<'_> {
     fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
         let element = tensor.dtype.size_in_bytes() as usize;
         let length = tensor.shape.iter().product::<usize>() * element;
-        let start = self.storages.data_offset(self.source, tensor)?;
+        let start =
+            self.storages
+                .data_offset(self.source, &tensor.storage, tensor.storage_bytes)?;
         // An expanded tensor is larger than its storage, and several tensors may share one.
         self.budget
             .charge("bytes of tensors in values", length as u64)?;
@@ -469,7 +478,7 @@ impl BesidePickle for TensorLoader<'_> {
 /// Returns the plain value of a pickle's node. A tensor in it is an error, because a pickle does
 /// not hold its bytes.
 pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatError> {
-    convert(pickle, id, &mut Walk::new(pickle), &mut |_: &TensorRef| {
+    convert(&mut Walk::new(pickle), id, &mut |_: &TensorRef| {
         Err(FormatError::Unsupported {
             what: "a tensor inside this value".to_owned(),
         })
@@ -484,13 +493,7 @@ fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
         Node::PersistentId(_) => "Storage".to_owned(),
         other => other.kind().to_owned(),
     };
-    p.error(
-        id,
-        PickleErrorKind::Global {
-            module: "torch".to_owned(),
-            name,
-        },
-    )
+    p.opaque(id, name)
 }
 
 /// Returns the type of an opaque object, if the error is that of one.
@@ -504,43 +507,29 @@ pub(crate) fn opaque_type(error: &PickleError) -> Option<String> {
 /// Describes an opaque object as a dict: its type, its arguments, its state, and the items and
 /// entries that were added to it.
 fn described(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
     object: &OpaqueNode<'_>,
-    walk: &mut Walk,
-    beside: &mut dyn BesidePickle,
+    loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue, FormatError> {
     // Its type, and the names of its other parts, whose values are charged when they are made.
-    walk.charge(
-        p,
-        id,
-        COPIES,
-        2 * DESCRIBED + (object.module.len() + object.name.len()) as u64,
-    )?;
-    let mut parts = vec![(
-        "$type".into(),
-        format!("{}.{}", object.module, object.name).into(),
-    )];
-    if !p.sequence(object.args).is_ok_and(<[NodeId]>::is_empty) {
-        parts.push(("args".into(), convert(p, object.args, walk, beside)?));
+    let names = 2 * DESCRIBED + (object.module.len() + object.name.len()) as u64;
+    walk.charge(id, COPIES, names)?;
+    let class = format!("{}.{}", object.module, object.name);
+    let mut parts = vec![("$type".into(), class.into())];
+    let args = walk.pickle.sequence(object.args);
+    if !args.is_ok_and(<[NodeId]>::is_empty) {
+        parts.push(("args".into(), convert(walk, object.args, loader)?));
     }
     if let Some(state) = object.state {
-        parts.push(("state".into(), convert(p, state, walk, beside)?));
+        parts.push(("state".into(), convert(walk, state, loader)?));
     }
     if !object.items.is_empty() {
-        parts.push((
-            "items".into(),
-            PlainValue::List(convert_all(p, &object.items, walk, beside)?),
-        ));
+        let items = convert_all(walk, &object.items, loader)?;
+        parts.push(("items".into(), PlainValue::List(items)));
     }
     if !object.entries.is_empty() {
-        let mut entries = Vec::new();
-        for &(key, value) in &object.entries {
-            entries.push((
-                convert(p, key, walk, beside)?,
-                convert(p, value, walk, beside)?,
-            ));
-        }
+        let entries = convert_entries(walk, &object.entries, loader)?;
         parts.push(("entries".into(), PlainValue::Dict(entries)));
     }
     Ok(PlainValue::Dict(parts))
@@ -548,15 +537,14 @@ fn described(
 
 /// Describes a storage that is itself in an opaque object: its class, and its bytes.
 fn described_storage(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
     storage: &StorageRef,
-    walk: &mut Walk,
-    beside: &mut dyn BesidePickle,
+    loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue, FormatError> {
     // Two keys and two values, with their texts.
-    walk.charge(p, id, COPIES, 3 * DESCRIBED)?;
-    let bytes = beside.storage(&storage.key, storage.bytes)?;
+    walk.charge(id, COPIES, 3 * DESCRIBED)?;
+    let bytes = loader.storage(&storage.key, storage.bytes)?;
     Ok(PlainValue::Dict(vec![
         ("$type".into(), storage.class().into()),
         ("data".into(), bytes),
@@ -566,69 +554,61 @@ fn described_storage(
 /// Returns a tensor inside a value. One that is quantized is opaque there, because nothing would
 /// keep its scale.
 fn tensor_in_value(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
     tensor: &TensorRef,
-    walk: &mut Walk,
-    beside: &mut dyn BesidePickle,
+    loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue, FormatError> {
-    walk.charge(p, id, COPIES, size_of_val(&tensor.shape[..]) as u64)?;
+    walk.charge(id, COPIES, size_of_val(&tensor.shape[..]) as u64)?;
     let Some(quantizer) = tensor.quantizer else {
-        return Ok(PlainValue::Tensor(beside.tensor(tensor)?));
+        return Ok(PlainValue::Tensor(loader.tensor(tensor)?));
     };
-    if !walk.describes() {
-        let (module, name) = (
-            "torch".to_owned(),
-            "Tensor (quantized, inside another value)".to_owned(),
-        );
-        return Err(p.error(id, PickleErrorKind::Global { module, name }).into());
+    if !walk.describes {
+        let name = "Tensor (quantized, inside another value)";
+        return Err(walk.pickle.opaque(id, name).into());
     }
-    let quantizer = convert(p, quantizer, walk, beside)?;
+    let quantizer = convert(walk, quantizer, loader)?;
+    let elements = PlainValue::Tensor(loader.tensor(tensor)?);
     Ok(PlainValue::Dict(vec![
         ("$type".into(), "torch.Tensor".into()),
-        (
-            "elements".into(),
-            PlainValue::Tensor(beside.tensor(tensor)?),
-        ),
+        ("elements".into(), elements),
         ("quantizer".into(), quantizer),
     ]))
 }
 
-/// Turns a node into a value, with the tensors in it, which lie `beside` the pickle.
+/// Turns a node into a value, with the tensors in it.
 ///
 /// It calls itself for nested values, so everything that needs more than a little of the stack is a
 /// function of its own: 200 levels fit into the 2 MiB of a thread, also in a build that is not
 /// optimized.
 pub(crate) fn convert(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
-    walk: &mut Walk,
-    beside: &mut dyn BesidePickle,
+    loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue, FormatError> {
-    walk.enter(p, id)?;
+    walk.enter(id)?;
+    let p = walk.pickle;
     let value = match p.node(id) {
-        Node::Tuple(_) => PlainValue::Tuple(convert_all(p, p.sequence(id)?, walk, beside)?),
-        Node::List(items) => PlainValue::List(convert_all(p, items, walk, beside)?),
-        Node::Set(items) => PlainValue::Set(convert_all(p, items, walk, beside)?),
+        Node::Tuple(_) => PlainValue::Tuple(convert_all(walk, p.sequence(id)?, loader)?),
+        Node::List(items) => PlainValue::List(convert_all(walk, items, loader)?),
+        Node::Set(items) => PlainValue::Set(convert_all(walk, items, loader)?),
         Node::FrozenSet(items) => {
-            walk.charge(p, id, COPIES, DESCRIBED)?;
-            PlainValue::typed(
-                PythonType::FrozenSet,
-                PlainValue::Set(convert_all(p, items, walk, beside)?),
-            )
+            walk.charge(id, COPIES, DESCRIBED)?;
+            let set = PlainValue::Set(convert_all(walk, items, loader)?);
+            PlainValue::typed(PythonType::FrozenSet, set)
         }
-        Node::Dict(entries) => convert_dict(p, id, entries, walk, beside)?,
+        Node::Dict(entries) => convert_dict(walk, id, entries, loader)?,
         Node::Object(object) => {
-            walk.charge(p, id, COPIES, DESCRIBED)?;
-            convert_object(p, id, object, walk, beside)?
+            walk.charge(id, COPIES, DESCRIBED)?;
+            convert_object(walk, id, object, loader)?
         }
-        Node::Opaque(object) if walk.describes() => described(p, id, object, walk, beside)?,
-        Node::PersistentId(inner) if walk.describes() => match StorageRef::of(p, id) {
-            Ok(storage) => described_storage(p, id, &storage, walk, beside)?,
+        Node::Opaque(object) if walk.describes => described(walk, id, object, loader)?,
+        Node::PersistentId(inner) if walk.describes => match StorageRef::from_node(p, id) {
+            Ok(storage) => described_storage(walk, id, &storage, loader)?,
             // A persistent id that is not that of a storage of a known class.
-            Err(_) => convert(p, *inner, walk, beside)?,
+            Err(_) => convert(walk, *inner, loader)?,
         },
-        _ => leaf(p, id, walk)?,
+        _ => convert_leaf(walk, id)?,
     };
     walk.leave();
     Ok(value)
@@ -644,8 +624,10 @@ const DESCRIBED: u64 = 2 * size_of::<PlainValue>() as u64;
 /// Turns a node that holds no other ones into a value. A pickle may refer to one text many times,
 /// so each copy is charged: a small file cannot fill the memory. In a walk that describes, types
 /// and functions become their names.
-fn leaf(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<PlainValue, FormatError> {
-    let copied = match p.node(id) {
+fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue, FormatError> {
+    let p = walk.pickle;
+    let node = p.node(id);
+    let copied = match node {
         Node::Str(text) => text.len() as u64,
         Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len() as u64,
         Node::BigInt(bytes) => bytes.len() as u64,
@@ -653,8 +635,8 @@ fn leaf(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<PlainValue, Forma
         Node::Foreign(module, name) => (module.len() + name.len()) as u64,
         _ => 0,
     };
-    walk.charge(p, id, COPIES, copied)?;
-    Ok(match p.node(id) {
+    walk.charge(id, COPIES, copied)?;
+    Ok(match node {
         Node::None => PlainValue::None,
         Node::Bool(value) => PlainValue::Bool(*value),
         Node::Int(value) => PlainValue::Int(*value),
@@ -672,16 +654,12 @@ fn leaf(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<PlainValue, Forma
             PythonType::QScheme,
             format!("torch.{}", name_at(QSCHEMES, *scheme)),
         ),
-        Node::Foreign(module, name) if walk.describes() => {
-            PlainValue::Str(format!("{module}.{name}"))
-        }
-        Node::Global(Global::Bytes) if walk.describes() => {
-            PlainValue::Str("builtins.bytes".to_owned())
-        }
-        Node::Global(Global::Builtin(name)) if walk.describes() => {
-            PlainValue::Str(format!("builtins.{}", name_at(BUILTINS, *name)))
-        }
-        Node::Global(global) if walk.describes() => PlainValue::Str(global.description()),
+        Node::Foreign(module, name) if walk.describes => format!("{module}.{name}").into(),
+        Node::Global(global) if walk.describes => match global {
+            Global::Bytes => "builtins.bytes".into(),
+            Global::Builtin(name) => format!("builtins.{}", name_at(BUILTINS, *name)).into(),
+            other => other.description().into(),
+        },
         Node::Global(_) | Node::PersistentId(_) => return Err(unnamed(p, id).into()),
         _ => return Err(p.wrong(id, "a plain value").into()),
     })
@@ -689,122 +667,117 @@ fn leaf(p: &Pickle<'_>, id: NodeId, walk: &mut Walk) -> Result<PlainValue, Forma
 
 /// Turns nodes into values.
 fn convert_all(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     items: &[NodeId],
-    walk: &mut Walk,
-    beside: &mut dyn BesidePickle,
+    loader: &mut dyn LoadTensors,
 ) -> Result<Vec<PlainValue>, FormatError> {
     // Not an iterator, whose functions would each take a part of the stack at each level; and no
     // capacity for all, because a list that holds itself has its items once for each level.
     let mut values = Vec::new();
     for &item in items {
-        values.push(convert(p, item, walk, beside)?);
+        values.push(convert(walk, item, loader)?);
+    }
+    Ok(values)
+}
+
+/// Turns pairs of nodes into pairs of values.
+fn convert_entries(
+    walk: &mut Walk<'_, '_>,
+    entries: &[(NodeId, NodeId)],
+    loader: &mut dyn LoadTensors,
+) -> Result<Vec<(PlainValue, PlainValue)>, FormatError> {
+    let mut values = Vec::new();
+    for &(key, value) in entries {
+        let key = convert(walk, key, loader)?;
+        values.push((key, convert(walk, value, loader)?));
     }
     Ok(values)
 }
 
 /// Turns the entries of a dict into a value.
 fn convert_dict(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
     entries: &[(NodeId, NodeId)],
-    walk: &mut Walk,
-    beside: &mut dyn BesidePickle,
+    loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue, FormatError> {
-    let mut dict = Vec::new();
-    for &(key, value) in entries {
-        let key = convert(p, key, walk, beside)?;
-        dict.push((key, convert(p, value, walk, beside)?));
-    }
+    let dict = convert_entries(walk, entries, loader)?;
     // A dict of Python has each key once, and other formats would keep only one of the values.
-    if has_text_twice(&dict) {
-        return Err(p
-            .error(
-                id,
-                PickleErrorKind::Value {
-                    what: "a dict has a key twice",
-                },
-            )
-            .into());
+    let mut texts = HashSet::new();
+    for (key, _) in &dict {
+        if key.as_str().is_some_and(|text| !texts.insert(text)) {
+            return Err(walk.pickle.invalid(id, "a dict has a key twice").into());
+        }
     }
     Ok(PlainValue::Dict(dict))
 }
 
-/// Returns `true` if two keys of a dict are the same text.
-fn has_text_twice(dict: &[(PlainValue, PlainValue)]) -> bool {
-    let mut texts = HashSet::new();
-    dict.iter()
-        .filter_map(|(key, _)| key.as_str())
-        .any(|text| !texts.insert(text))
-}
-
 /// Turns an object of a known type into a value.
 fn convert_object(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
     object: &ObjectNode,
-    walk: &mut Walk,
-    beside: &mut dyn BesidePickle,
+    loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue, FormatError> {
-    if let Some(value) = plain_object(p, id, object, walk)? {
+    if let Some(value) = plain_object(walk, id, object)? {
         return Ok(value);
     }
-    match TensorRef::of(p, id) {
-        Ok(Some(tensor)) => tensor_in_value(p, id, &tensor, walk, beside),
-        Err(error) if !(walk.describes() && opaque_type(&error).is_some()) => Err(error.into()),
-        _ if walk.describes() => {
-            let mut parts = vec![("$type".into(), object.global.description().into())];
-            for (name, part) in [("args", Some(object.args)), ("state", object.state)] {
-                if let Some(part) = part {
-                    parts.push((name.into(), convert(p, part, walk, beside)?));
-                }
-            }
-            Ok(PlainValue::Dict(parts))
+    match TensorRef::from_node(walk.pickle, id) {
+        Ok(Some(tensor)) => return tensor_in_value(walk, id, &tensor, loader),
+        // An opaque tensor can be described, but one that is malformed cannot.
+        Err(error) if !walk.describes || opaque_type(&error).is_none() => {
+            return Err(error.into());
         }
-        _ => Err(unnamed(p, id).into()),
+        Ok(None) | Err(_) => {}
     }
+    if !walk.describes {
+        return Err(unnamed(walk.pickle, id).into());
+    }
+    let mut parts = vec![("$type".into(), object.global.description().into())];
+    parts.push(("args".into(), convert(walk, object.args, loader)?));
+    if let Some(state) = object.state {
+        parts.push(("state".into(), convert(walk, state, loader)?));
+    }
+    Ok(PlainValue::Dict(parts))
 }
 
 /// Returns the text of a node, and charges this reference and a copy of it.
-fn copied_text<'a>(p: &Pickle<'a>, id: NodeId, walk: &mut Walk) -> Result<&'a str, PickleError> {
-    let text = p.str(id)?;
-    walk.charge(p, id, COPIES, (size_of::<&str>() + text.len()) as u64)?;
+fn copied_text<'a>(walk: &mut Walk<'_, 'a>, id: NodeId) -> Result<&'a str, PickleError> {
+    let text = walk.pickle.str(id)?;
+    walk.charge(id, COPIES, (size_of::<&str>() + text.len()) as u64)?;
     Ok(text)
 }
 
 /// Returns the value of a `torch.Size`, a path or a device; `None` for objects of other types. Many
 /// references may lead to one object, so all that is copied of it is charged.
 fn plain_object(
-    p: &Pickle<'_>,
+    walk: &mut Walk<'_, '_>,
     id: NodeId,
     object: &ObjectNode,
-    walk: &mut Walk,
 ) -> Result<Option<PlainValue>, FormatError> {
+    let p = walk.pickle;
     Ok(Some(match (object.global, p.args(object)) {
         (Global::Size, _) => {
-            let sizes: Vec<_> = p
-                .sizes(id)?
-                .into_iter()
-                .map(|size| PlainValue::Int(size as i64))
-                .collect();
-            walk.charge(p, id, COPIES, size_of_val(&sizes[..]) as u64)?;
+            let sizes = p.sizes(id)?;
+            let sizes: Vec<_> = sizes.iter().map(|&size| (size as i64).into()).collect();
+            walk.charge(id, COPIES, size_of_val(&sizes[..]) as u64)?;
             PlainValue::typed(PythonType::Size, PlainValue::Tuple(sizes))
         }
-        (Global::Path(of), parts) => {
-            let parts = parts
-                .iter()
-                .map(|&part| copied_text(p, part, walk))
-                .collect::<Result<Vec<_>, _>>()?;
+        (Global::Path(of), args) => {
+            let mut parts = Vec::new();
+            for &part in args {
+                parts.push(copied_text(walk, part)?);
+            }
             // The first part of an absolute path is `/` itself.
             PlainValue::typed(of, parts.join("/").replacen("//", "/", 1))
         }
         (Global::Device, [kind]) => {
-            PlainValue::typed(PythonType::Device, copied_text(p, *kind, walk)?)
+            PlainValue::typed(PythonType::Device, copied_text(walk, *kind)?)
         }
-        (Global::Device, [kind, index]) => PlainValue::typed(
-            PythonType::Device,
-            format!("{}:{}", copied_text(p, *kind, walk)?, p.int(*index)?),
-        ),
+        (Global::Device, [kind, index]) => {
+            let name = format!("{}:{}", copied_text(walk, *kind)?, p.int(*index)?);
+            PlainValue::typed(PythonType::Device, name)
+        }
         _ => return Ok(None),
     }))
 }

@@ -130,6 +130,8 @@ impl Squares {
     fn average(&mut self, grad: &[f64], shape: &[usize], weight: f64) {
         match (self, shape) {
             (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
+                // A parameter of more dimensions is a row of matrices, each with averages of its
+                // own.
                 for (index, matrix) in grad.chunks_exact(height * width).enumerate() {
                     let mut of_columns = vec![0.0; *width];
                     for (row, values) in matrix.chunks_exact(*width).enumerate() {
@@ -276,12 +278,14 @@ impl AdafactorOptions {
         squares: &mut Squares,
     ) {
         let step = f64::from(update.step);
+        // torch takes the distance from 1 to the next number of the parameter's dtype.
         let eps1 = self.eps.0.unwrap_or(match update.dtype {
             DType::F64 => f64::EPSILON,
             DType::BF16 => half::bf16::EPSILON.to_f64(),
             DType::F16 => half::f16::EPSILON.to_f64(),
             _ => f64::from(f32::EPSILON),
         });
+        // The rate falls with the steps, and follows the size of the parameter.
         let rate = self.lr.min(step.powf(-0.5));
         let alpha = at_least(root_mean_square(param), self.eps.1) * rate;
         if self.weight_decay != 0.0 {
@@ -297,6 +301,7 @@ impl AdafactorOptions {
             .zip(update.grad)
             .map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt())
             .collect();
+        // An update that is larger than `d` on the average is scaled down.
         let factor = alpha / at_least(root_mean_square(&update) / self.d, 1.0);
         param
             .iter_mut()

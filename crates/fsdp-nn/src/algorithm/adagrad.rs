@@ -99,6 +99,7 @@ impl AdagradOptions {
         grads: &[T],
         sums: &mut [T],
     ) {
+        // The rate decays with the steps that were made before this one.
         let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
         let gradient = Gradient::new(self.maximize, self.weight_decay);
         let descent = scalar::<T>(-rate);
@@ -107,6 +108,7 @@ impl AdagradOptions {
         for ((param, &grad), sum) in params.iter_mut().zip(grads).zip(sums) {
             let p = Element::load(*param);
             let g = gradient.load(grad, p);
+            // The sum only grows, so the steps of an element only shrink.
             let s = Element::load(*sum).addcmul(g, g, one);
             *sum = s.store();
             *param = p.addcdiv(g, s.sqrt().add(eps), descent).store();

@@ -77,6 +77,7 @@ impl AdamOptions {
     }
 
     pub(super) fn to_group(&self, decoupled: bool) -> Vec<(String, PlainValue)> {
+        // torch's defaults differ: AdamW's is a float, Adam's the integer 0.
         let weight_decay = if decoupled {
             self.weight_decay.into()
         } else {
@@ -115,6 +116,7 @@ impl AdamOptions {
             amsgrad: reader.switch("amsgrad", false)?,
             maximize: reader.switch("maximize", false)?,
             switches: Switches {
+                // Switches of torch's implementations: kept for torch, without an effect here.
                 capturable: reader.switch("capturable", false)?,
                 ..reader.switches(Switches::default())?
             },
@@ -136,6 +138,7 @@ impl AdamOptions {
     pub(super) fn scalars<T: Float>(&self, decoupled: bool, step: f32) -> Scalars<T> {
         let (beta1, beta2) = self.betas;
         let keep = 1.0 - self.lr * self.weight_decay;
+        // Decoupled decay shrinks the parameter and leaves the gradient alone.
         let penalty = if decoupled { 0.0 } else { self.weight_decay };
         Scalars {
             gradient: Gradient::new(self.maximize, penalty),
@@ -145,6 +148,7 @@ impl AdamOptions {
             second_weight: scalar::<T>(1.0 - beta2),
             bias_correction2_sqrt: scalar::<T>(bias_correction(beta2, step).sqrt()),
             eps: Element::from_scalar(self.eps),
+            // Computed in f64 and rounded once, as Python does.
             descent: scalar::<T>(-(self.lr / bias_correction(beta1, step))),
         }
     }
@@ -196,6 +200,7 @@ impl<T: Float> Scalars<T> {
         let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
         for ((((param, &grad), exp_avg), exp_avg_sq), max) in elements.zip(max_exp_avg_sqs) {
             let (p, m, v) = self.average(*param, grad, *exp_avg, *exp_avg_sq);
+            // Amsgrad divides by the largest average so far.
             let largest = Element::load(*max).maximum(v);
             *exp_avg = m.store();
             *exp_avg_sq = v.store();
@@ -213,6 +218,7 @@ impl<T: Float> Scalars<T> {
         exp_avg: T,
         exp_avg_sq: T,
     ) -> (Element<T>, Element<T>, Element<T>) {
+        // The decay comes before the step, as in torch.
         let mut p = Element::load(param);
         if let Some(keep) = self.keep {
             p = p.mul(keep);

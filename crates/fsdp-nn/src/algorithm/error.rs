@@ -20,7 +20,8 @@ pub enum AlgorithmError {
     },
     /// Nesterov momentum without momentum, or with dampening.
     #[error(
-        "SGD with `nesterov` needs a positive `momentum` and zero `dampening`, but they are `{momentum}` and `{dampening}`"
+        "SGD with `nesterov` needs a positive `momentum` and zero `dampening`, but they are \
+         `{momentum}` and `{dampening}`"
     )]
     Nesterov {
         /// The momentum found.
@@ -42,7 +43,8 @@ pub enum AlgorithmError {
     },
     /// Parameters of this dtype cannot be updated.
     #[error(
-        "{algorithm} cannot update parameters of dtype `{dtype}`: use float32, float64, bfloat16 or float16"
+        "{algorithm} cannot update parameters of dtype `{dtype}`: use float32, float64, bfloat16 \
+         or float16"
     )]
     UnsupportedDType {
         /// The optimizer, by torch's name.
@@ -52,8 +54,9 @@ pub enum AlgorithmError {
     },
     /// `eps` is positive, but zero in the parameter's dtype.
     #[error(
-        "{algorithm} would compute with `eps` = 0 instead of `{eps}`, because {dtype} rounds it to zero, \
-         and a zero gradient would then give NaN: raise `eps` or keep the parameters in float32"
+        "{algorithm} would compute with `eps` = 0 instead of `{eps}`, because {dtype} rounds it to \
+         zero, and a zero gradient would then give NaN: raise `eps` or keep the parameters in \
+         float32"
     )]
     VanishingEps {
         /// The optimizer, by torch's name.
@@ -65,7 +68,8 @@ pub enum AlgorithmError {
     },
     /// An optimizer steps while its parameters are those of an evaluation.
     #[error(
-        "{algorithm} cannot step in `eval` mode: call `Optimizer::train` before training, and `eval` before evaluations"
+        "{algorithm} cannot step in `eval` mode: call `Optimizer::train` before training, and \
+         `eval` before evaluations"
     )]
     NotTraining {
         /// The optimizer, by its class name.
@@ -73,7 +77,8 @@ pub enum AlgorithmError {
     },
     /// A parameter is no matrix.
     #[error(
-        "{algorithm} updates matrices only, but a parameter of its group has the shape {shape:?}: give it another optimizer"
+        "{algorithm} updates matrices only, but a parameter of its group has the shape {shape:?}: \
+         give it another optimizer"
     )]
     NotAMatrix {
         /// The optimizer, by torch's name.
@@ -83,7 +88,8 @@ pub enum AlgorithmError {
     },
     /// An optimizer that keeps state for each parameter is given FlatParameters.
     #[error(
-        "{algorithm} needs `use_orig_params`: its state belongs to rows and columns of the model's own parameters"
+        "{algorithm} needs `use_orig_params`: its state belongs to rows and columns of the model's \
+         own parameters"
     )]
     FlatParameters {
         /// The optimizer, by torch's name.
@@ -99,7 +105,8 @@ pub enum AlgorithmError {
     },
     /// The step number is not one that an update can have.
     #[error(
-        "{algorithm} cannot make update number `{step}`: the first one is 1, and `step` is incremented before the update"
+        "{algorithm} cannot make update number `{step}`: the first one is 1, and `step` is \
+         incremented before the update"
     )]
     Step {
         /// The optimizer, by torch's name.
@@ -109,7 +116,8 @@ pub enum AlgorithmError {
     },
     /// An update was given another number of state slices than the schema has.
     #[error(
-        "{algorithm} keeps {expected} state entries per element of a parameter, but the update was given {found}"
+        "{algorithm} keeps {expected} state entries per element of a parameter, but the update was \
+         given {found}"
     )]
     StateCount {
         /// The optimizer, by torch's name.

@@ -226,6 +226,7 @@ impl<T: Float> Element<T> {
     /// Computes `torch.maximum(self, other)`: a NaN on either side wins.
     #[inline(always)]
     pub(super) fn maximum(self, other: Self) -> Self {
+        // A number that is not comparable with itself is NaN.
         let other_is_nan = other.0.partial_cmp(&other.0).is_none();
         if other.0 > self.0 || other_is_nan {
             other
@@ -253,6 +254,7 @@ pub(super) struct Weight<R> {
 impl<R: Real> Weight<R> {
     /// Prepares a weight. Below 0.5 results are computed from the start, otherwise from the end.
     pub(super) fn new(weight: f64) -> Self {
+        // In the type of the elements, as torch compares.
         let from_start = R::from_scalar(weight.abs()) < R::from_scalar(0.5);
         let factor = R::from_scalar(weight);
         Self {

@@ -49,6 +49,7 @@ impl<'a> Reader<'a> {
         convert: impl FnOnce(&PlainValue) -> Option<T>,
     ) -> Result<T, AlgorithmError> {
         self.known.push(key);
+        // Of a key that is there twice, the last counts, as in a Python dict.
         let Some((_, value)) = self.group.iter().rev().find(|(name, _)| name == key) else {
             self.missing.push(key);
             return Ok(current);
@@ -89,6 +90,7 @@ impl<'a> Reader<'a> {
         expected: &'static str,
         convert: impl FnOnce(&PlainValue) -> Option<T>,
     ) -> Result<T, AlgorithmError> {
+        // An older torch did not save the key. Then the default is what it did.
         let value = self.read(key, default, expected, convert);
         self.missing.retain(|missing| *missing != key);
         value
@@ -145,6 +147,7 @@ impl<'a> Reader<'a> {
     /// Returns the keys that nobody asked for, with their values, and those that were asked for and
     /// are missing.
     pub(super) fn finish(self) -> (Vec<(String, PlainValue)>, Vec<&'static str>) {
+        // A scheduler, for example, keeps its own keys in the group.
         let unknown = self
             .group
             .iter()

@@ -21,7 +21,7 @@
 //!   depend on how a parameter was cut.
 //!
 //! With `f16` an `eps` of 1e-8 rounds to zero. A zero gradient is then divided by zero, which torch
-//! does not check. [`Algorithm::check_dtype`] refuses it.
+//! does not check. An optimizer here refuses it.
 //!
 //! # Speed
 //! The loops are vectorised, also for the x86-64 baseline. `f32` comes near the memory's speed.
@@ -154,10 +154,11 @@ impl Algorithm {
     ///
     /// # Errors
     /// [`AlgorithmError::UnsupportedDType`] and [`AlgorithmError::VanishingEps`].
-    pub fn check_dtype(&self, dtype: DType) -> Result<(), AlgorithmError> {
+    pub(crate) fn check_dtype(&self, dtype: DType) -> Result<(), AlgorithmError> {
         fn vanishes<T: Float>(eps: f64) -> bool {
             float::Element::<T>::from_scalar(eps).is_zero()
         }
+        // Only divisors that contain `eps` can become zero.
         let eps = match self {
             Algorithm::Sgd(_) | Algorithm::Adafactor(_) | Algorithm::Muon(_) => 0.0,
             Algorithm::Adam(options) | Algorithm::AdamW(options) => options.eps,
@@ -215,6 +216,7 @@ impl Algorithm {
     /// [`AlgorithmError::WrongType`] (integers may stand for floats, lists for tuples, nothing
     /// else), and those of [`validate`](Algorithm::validate).
     pub fn with_group(&self, group: &[(String, PlainValue)]) -> Result<ReadGroup, AlgorithmError> {
+        // A saved group may say that the decay of Adam is decoupled, which makes it AdamW.
         let mut reader = group::Reader::new(self.name(), group);
         let algorithm = match self {
             Algorithm::Sgd(options) => Algorithm::Sgd(options.read(&mut reader)?),
@@ -270,6 +272,7 @@ impl Algorithm {
         if let Some(entry) = self.state_entries().find(|entry| entry.name == name) {
             return Some(entry.kind);
         }
+        // An average of a parameter of one dimension has the parameter's shape.
         let averages = self.averages_of(shape);
         let is_like = averages
             .iter()
@@ -279,8 +282,7 @@ impl Algorithm {
 
     /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather
     /// than at a parameter's first update.
-    #[must_use]
-    pub const fn state_exists_from_construction(&self) -> bool {
+    pub(crate) const fn state_exists_from_construction(&self) -> bool {
         matches!(self, Algorithm::Adagrad(_))
     }
 

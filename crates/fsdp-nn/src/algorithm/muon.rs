@@ -180,6 +180,7 @@ impl MuonOptions {
     /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made
     /// orthogonal; slices of equal length.
     pub(crate) fn direction<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
+        // torch's Muon averages gradients, where SGD adds them up.
         let fresh = Weight::new(1.0 - self.momentum);
         let ahead = Weight::new(self.momentum);
         let elements = grads.iter().zip(buffers).map(|(&grad, buffer)| {
@@ -203,6 +204,7 @@ impl MuonOptions {
         params: &mut [T],
         direction: &[half::bf16],
     ) {
+        // The decay does not follow the shape of the matrix, the step does.
         let keep = scalar::<T>(1.0 - self.lr * self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.adjusted_lr(shape));
         for (param, &direction) in params.iter_mut().zip(direction) {

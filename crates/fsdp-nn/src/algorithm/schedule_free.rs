@@ -180,29 +180,37 @@ impl ScheduleFreeOptions {
         if !self.train_mode {
             return Err(AlgorithmError::NotTraining { algorithm: NAME });
         }
+        // The rate grows linearly, from its first fraction in the first step.
         let warmup = if self.k < self.warmup_steps {
             (self.k + 1) as f64 / self.warmup_steps as f64
         } else {
             1.0
         };
         self.scheduled_lr = self.lr * warmup;
+        // Later iterates count more if their rate was larger.
         self.lr_max = self.lr_max.max(self.scheduled_lr);
         self.weight_sum += self.weight();
         Ok(())
     }
 
-    /// Returns the factors of the current step.
-    pub(crate) fn factors(&self) -> Factors {
-        let z_weight = if self.weight_sum == 0.0 {
+    /// Returns the divisor that makes up for the average of squares beginning at zero.
+    pub(crate) fn bias_correction(&self) -> f64 {
+        1.0 - self.betas.1.powf((self.k + 1) as f64)
+    }
+
+    /// Returns the weight of `z` in the new average.
+    pub(crate) fn z_weight(&self) -> f64 {
+        // Without any learning rate so far there is nothing to average.
+        if self.weight_sum == 0.0 {
             0.0
         } else {
             self.weight() / self.weight_sum
-        };
-        Factors {
-            bias_correction: 1.0 - self.betas.1.powf((self.k + 1) as f64),
-            z_weight,
-            gradient_factor: self.scheduled_lr * (self.betas.0 * (1.0 - z_weight) - 1.0),
         }
+    }
+
+    /// Returns the factor with which the normalized gradient is added to the parameter.
+    pub(crate) fn gradient_factor(&self) -> f64 {
+        self.scheduled_lr * (self.betas.0 * (1.0 - self.z_weight()) - 1.0)
     }
 
     /// Runs one step. The slices must have equal lengths; `zs` and `exp_avg_sqs` are the state of
@@ -214,14 +222,13 @@ impl ScheduleFreeOptions {
         zs: &mut [T],
         exp_avg_sqs: &mut [T],
     ) {
-        let factors = self.factors();
         let beta2 = scalar::<T>(self.betas.1);
         let second_weight = scalar::<T>(1.0 - self.betas.1);
-        let bias_correction = scalar::<T>(factors.bias_correction);
+        let bias_correction = scalar::<T>(self.bias_correction());
         let eps = Element::from_scalar(self.eps);
         let decay = (self.weight_decay != 0.0).then(|| Element::from_scalar(self.weight_decay));
-        let z_weight = Weight::new(factors.z_weight);
-        let gradient_factor = Element::from_scalar(factors.gradient_factor);
+        let z_weight = Weight::new(self.z_weight());
+        let gradient_factor = Element::from_scalar(self.gradient_factor());
         let negative_lr = Element::from_scalar(-self.scheduled_lr);
         for (((param, &grad), z), exp_avg_sq) in
             params.iter_mut().zip(grads).zip(zs).zip(exp_avg_sqs)
@@ -260,15 +267,4 @@ impl ScheduleFreeOptions {
             1.0 - 1.0 / self.betas.0
         }
     }
-}
-
-/// The factors of one step.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Factors {
-    /// The divisor that makes up for the average of squares beginning at zero.
-    pub(crate) bias_correction: f64,
-    /// The weight of `z` in the new average.
-    pub(crate) z_weight: f64,
-    /// The factor with which the normalized gradient is added to the parameter.
-    pub(crate) gradient_factor: f64,
 }

@@ -68,6 +68,7 @@ impl SgdOptions {
                 range: "finite",
             });
         }
+        // Nesterov's formula holds for undamped momentum only.
         if nesterov && (momentum == 0.0 || dampening != 0.0) {
             return Err(AlgorithmError::Nesterov {
                 momentum,

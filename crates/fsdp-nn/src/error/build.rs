@@ -18,7 +18,8 @@ pub enum BuildError {
     },
     /// `HybridShard` needs to know which ranks are replicas.
     #[error(
-        "HybridShard needs a 2-D device mesh (replicas, shards) over all {world_size} ranks, but got shape {shape:?}"
+        "HybridShard needs a 2-D device mesh (replicas, shards) over all {world_size} ranks, but \
+         got shape {shape:?}"
     )]
     Mesh {
         /// The mesh's shape; empty if there is none.
@@ -28,7 +29,8 @@ pub enum BuildError {
     },
     /// Two units ask for one parameter, and neither runs inside the other.
     #[error(
-        "parameter `{fqn}` of {} is requested by {} too: request it outside of units, or in a unit around both",
+        "parameter `{fqn}` of {} is requested by {} too: request it outside of units, or in a unit \
+         around both",
         unit_name(first),
         unit_name(second)
     )]
@@ -104,8 +106,8 @@ pub enum BuildError {
     },
     /// FlatParameters have their units' names, so two of one name cannot be told apart.
     #[error(
-        "two units were made at the scope `{unit}`, so their FlatParameters have the same name: set `use_orig_params`, or make \
-         each unit at its own scope"
+        "two units were made at the scope `{unit}`, so their FlatParameters have the same name: \
+         set `use_orig_params`, or make each unit at its own scope"
     )]
     DuplicateUnit {
         /// The scope.

@@ -58,12 +58,13 @@ pub enum NnError {
     /// Options or arguments that are out of range, contradict each other, or do not fit the model.
     #[error("{problem}")]
     Options {
-        /// What is wrong, and what to do.
+        /// The problem, and a way out.
         problem: String,
     },
     /// The model computes with the average of its weights.
     #[error(
-        "the model has the average of its weights now: call `swap` of the `AveragedModel` that has the weights first"
+        "the model has the average of its weights now: call `swap` of the `AveragedModel` that has \
+         the weights first"
     )]
     Swapped,
     /// Gradients of some rank hold NaN or infinities, which an update would spread to the
@@ -99,8 +100,8 @@ pub enum NnError {
     },
     /// A backward came to a unit whose values are not those that its forward computed with.
     #[error(
-        "the parameters of {} have changed since the forward: run backward before a step or a load, or the forward again \
-         after it",
+        "the parameters of {} have changed since the forward: run backward before a step or a \
+         load, or the forward again after it",
         unit_name(unit)
     )]
     ChangedSinceForward {
@@ -137,7 +138,8 @@ pub enum NnError {
     },
     /// An optimizer was to step while gradients had come to a unit that were not reduced yet.
     #[error(
-        "the backward of {} has not ended: run it by `FullyShardedDataParallel::backward`, not by candle's `loss.backward()`",
+        "the backward of {} has not ended: run it by `FullyShardedDataParallel::backward`, not by \
+         candle's `loss.backward()`",
         unit_name(unit)
     )]
     BackwardNotEnded {
@@ -182,8 +184,8 @@ fn one_of(names: &[String]) -> String {
 /// Returns the advice for a computation with a parameter that is sharded.
 fn where_to_compute(units: &[String]) -> String {
     if units.is_empty() {
-        return "a model that is being built can take views of its parameters (`t`, `reshape`), but neither compute with them \
-                nor copy them"
+        return "a model that is being built can take views of its parameters (`t`, `reshape`), but \
+                neither compute with them nor copy them"
             .to_owned();
     }
     let mut names: Vec<String> = units
@@ -210,6 +212,12 @@ fn on_ranks(ranks: &[usize]) -> String {
 }
 
 impl NnError {
+    pub(crate) fn unknown_parameter(fqn: &str) -> Self {
+        NnError::UnknownParameter {
+            fqn: fqn.to_owned(),
+        }
+    }
+
     /// Makes the error of options or arguments that cannot be.
     pub(crate) fn options(problem: impl Into<String>) -> Self {
         NnError::Options {
@@ -232,6 +240,7 @@ impl From<NnError> for StateError {
     /// state dicts.
     fn from(error: NnError) -> Self {
         match error {
+            // Its own errors pass as they are; of others the text and the kind.
             NnError::State(error) => error,
             error => StateError::Other {
                 message: error.to_string(),
@@ -267,6 +276,7 @@ impl NnError {
             return error.into();
         }
         let (parameters, units) = sharded();
+        // Everything is gathered, so the dtype was the model's own.
         if parameters.is_empty() {
             return error.into();
         }

@@ -13,8 +13,9 @@ pub enum OptimStateError {
     /// Without `use_orig_params`, a rank has no state for a FlatParameter that rank 0 has state
     /// for.
     #[error(
-        "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some \
-         ranks are missing some of those states: {}; give all ranks' optimizers the same parameters",
+        "FSDP currently requires each rank to have at least the optimizer states needed by rank \
+         0's optimizer but some ranks are missing some of those states: {}; give all ranks' \
+         optimizers the same parameters",
         on_ranks(missing)
     )]
     MissingOnRanks {
@@ -25,8 +26,8 @@ pub enum OptimStateError {
     /// same, on save. (On load it is
     /// [`StateError::DifferingOnRanks`](fsdp_state::StateError::DifferingOnRanks).)
     #[error(
-        "rank {rank} has different values for `{name}` of parameters {fqns:?}: {found}, but rank {reference} has \
-         {expected}"
+        "rank {rank} has different values for `{name}` of parameters {fqns:?}: {found}, but rank \
+         {reference} has {expected}"
     )]
     DifferingOnRanks {
         /// The parameters.
@@ -45,8 +46,8 @@ pub enum OptimStateError {
     /// With `use_orig_params`, ranks that hold elements of a parameter have no state for them,
     /// while others do.
     #[error(
-        "ranks have state for {found} of the {expected} elements (of all replicas) of parameter `{fqn}`: give all ranks' \
-         optimizers the same parameters"
+        "ranks have state for {found} of the {expected} elements (of all replicas) of parameter \
+         `{fqn}`: give all ranks' optimizers the same parameters"
     )]
     NotOnAllRanks {
         /// The parameter.
@@ -69,7 +70,8 @@ pub enum OptimStateError {
     /// One state entry is a tensor for some parameters of a FlatParameter and something else for
     /// others.
     #[error(
-        "differing optimizer state types for state `{name}`: {types:?} for the unflattened parameters {fqns:?}"
+        "differing optimizer state types for state `{name}`: {types:?} for the unflattened \
+         parameters {fqns:?}"
     )]
     DifferingTypes {
         /// The state entry.
@@ -81,8 +83,9 @@ pub enum OptimStateError {
     },
     /// One state entry has several dtypes within a FlatParameter.
     #[error(
-        "all unflattened parameters comprising a single flat parameter must have positive-dimension tensor state with \
-         the same dtype but got dtypes {dtypes:?} for state `{name}` and unflattened parameter names {fqns:?}"
+        "all unflattened parameters comprising a single flat parameter must have \
+         positive-dimension tensor state with the same dtype but got dtypes {dtypes:?} for state \
+         `{name}` and unflattened parameter names {fqns:?}"
     )]
     DifferingDTypes {
         /// The state entry.
@@ -94,9 +97,9 @@ pub enum OptimStateError {
     },
     /// Parameters of one FlatParameter share their scalar state, so none may lack it or differ.
     #[error(
-        "all unflattened parameters comprising a single flat parameter must have scalar state with the same value and \
-         dtype but got values {values:?} and dtypes {dtypes:?} for state `{name}` and unflattened parameter names \
-         {fqns:?}"
+        "all unflattened parameters comprising a single flat parameter must have scalar state with \
+         the same value and dtype but got values {values:?} and dtypes {dtypes:?} for state \
+         `{name}` and unflattened parameter names {fqns:?}"
     )]
     DifferingScalars {
         /// The state entry.
@@ -110,8 +113,8 @@ pub enum OptimStateError {
     },
     /// A state tensor that should be shaped like its parameter is not.
     #[error(
-        "tensor optimizer state does not have same shape as its parameter: {found:?} {expected:?} (state `{name}` of \
-         parameter `{fqn}`)"
+        "tensor optimizer state does not have same shape as its parameter: {found:?} {expected:?} \
+         (state `{name}` of parameter `{fqn}`)"
     )]
     WrongShape {
         /// The parameter.
@@ -125,7 +128,8 @@ pub enum OptimStateError {
     },
     /// A state tensor has not the parameter's dtype. Nothing is cast unasked.
     #[error(
-        "state `{name}` of parameter `{fqn}` is {found}, but the parameter is {expected}: cast it before loading"
+        "state `{name}` of parameter `{fqn}` is {found}, but the parameter is {expected}: cast it \
+         before loading"
     )]
     WrongDType {
         /// The parameter.
@@ -157,7 +161,8 @@ pub enum OptimStateError {
     },
     /// A parameter that is trained has no state, while others of its unit have.
     #[error(
-        "missing optimizer state for parameter `{fqn}` in the state dict, which has state of `{other}` of the same unit"
+        "missing optimizer state for parameter `{fqn}` in the state dict, which has state of \
+         `{other}` of the same unit"
     )]
     MissingState {
         /// The parameter.
@@ -181,7 +186,8 @@ pub enum OptimStateError {
     },
     /// A param group names what the optimizer does not hold.
     #[error(
-        "param group {index} of the state dict names `{key}`, which is no parameter of this optimizer"
+        "param group {index} of the state dict names `{key}`, which is no parameter of this \
+         optimizer"
     )]
     UnknownParam {
         /// The group.
@@ -191,7 +197,8 @@ pub enum OptimStateError {
     },
     /// State of a parameter that is not there.
     #[error(
-        "the state dict has state of parameter `{key}`, which is none of the {count} parameters here"
+        "the state dict has state of parameter `{key}`, which is none of the {count} parameters \
+         here"
     )]
     UnknownState {
         /// The name or id.
@@ -209,7 +216,8 @@ pub enum OptimStateError {
     },
     /// An optimizer keeps its number of groups.
     #[error(
-        "loaded state dict has a different number of parameter groups: {saved}, but the optimizer has {current}"
+        "loaded state dict has a different number of parameter groups: {saved}, but the optimizer \
+         has {current}"
     )]
     GroupCount {
         /// Groups of the state dict.
@@ -219,8 +227,8 @@ pub enum OptimStateError {
     },
     /// A group keeps its number of parameters.
     #[error(
-        "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group {index} \
-         has {saved} parameters, but the optimizer's has {current}"
+        "loaded state dict contains a parameter group that doesn't match the size of optimizer's \
+         group: group {index} has {saved} parameters, but the optimizer's has {current}"
     )]
     GroupSize {
         /// The group.
@@ -230,6 +238,14 @@ pub enum OptimStateError {
         /// The number of parameters of the optimizer's group.
         current: usize,
     },
+}
+
+impl OptimStateError {
+    pub(crate) fn missing_key(key: &str) -> Self {
+        OptimStateError::MissingKey {
+            key: key.to_owned(),
+        }
+    }
 }
 
 /// Returns a text on the parameters that each rank is missing.

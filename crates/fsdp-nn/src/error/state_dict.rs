@@ -19,13 +19,14 @@ pub enum StateDictError {
     },
     /// Local state dicts, which hold FlatParameters, do not support a mesh.
     #[error(
-        "DeviceMesh is not compatible with LOCAL_STATE_DICT: use `StateDictType::Sharded`, or shard without a mesh"
+        "DeviceMesh is not compatible with LOCAL_STATE_DICT: use `StateDictType::Sharded`, or \
+         shard without a mesh"
     )]
     MeshWithLocal,
     /// Parameters that are whole on every rank have no local state dict.
     #[error(
-        "`local_state_dict` can only be used when parameters are flatten and sharded: use `StateDictType::Full` with \
-         NoShard or a single rank"
+        "`local_state_dict` can only be used when parameters are flatten and sharded: use \
+         `StateDictType::Full` with NoShard or a single rank"
     )]
     LocalWithoutSharding,
     /// The names are not the parameters of a unit.
@@ -36,7 +37,8 @@ pub enum StateDictError {
     },
     /// A submodule that the model does not have, in the options of a state dict.
     #[error(
-        "the model has no parameter or buffer in the submodule `{module}`; give a name such as `layers.0`"
+        "the model has no parameter or buffer in the submodule `{module}`; give a name such as \
+         `layers.0`"
     )]
     UnknownSubmodule {
         /// The name in the options.
@@ -44,7 +46,8 @@ pub enum StateDictError {
     },
     /// A state dict of FlatParameters cannot be loaded by name.
     #[error(
-        "`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the root module"
+        "`{key}` is a FlatParameter: this is a state dict of type Local, or its model was not the \
+         root module"
     )]
     FlatParameterKey {
         /// The key.
@@ -69,7 +72,8 @@ pub enum StateDictError {
     /// Several saved groups meet in one live group with different hyperparameters.
     #[error(
         "parameters of group {index} were saved in groups with different hyperparameters \
-         ({first:?} and {second:?}): make them one group before saving, or separate groups before loading"
+         ({first:?} and {second:?}): make them one group before saving, or separate groups before \
+         loading"
     )]
     ConflictingGroups {
         /// The live group.

@@ -22,8 +22,8 @@ pub enum ScalerError {
     UnscaledTwice,
     /// A backward has run between unscaling and the step.
     #[error(
-        "a backward has run since the gradients were unscaled: call `update` after each step, and `unscale` after the last \
-         backward of a step"
+        "a backward has run since the gradients were unscaled: call `update` after each step, and \
+         `unscale` after the last backward of a step"
     )]
     NewGradients,
     /// An update without a step.
@@ -55,7 +55,8 @@ pub enum SamplerError {
     },
     /// The state is of another data set, or of another order of it.
     #[error(
-        "the state of the sampler has `{key}` = {saved}, but here it is {here}: the order would be another"
+        "the state of the sampler has `{key}` = {saved}, but here it is {here}: the order would be \
+         another"
     )]
     Other {
         /// The key.

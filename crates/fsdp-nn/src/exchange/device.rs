@@ -28,6 +28,7 @@ pub(crate) fn copy_gradient(
     }
     let grad = grad.detach().flatten_all()?;
     for piece in pieces(range.len()) {
+        // candle adds into new memory, so one piece at a time.
         let mut new = grad.narrow(0, piece.start, piece.len())?;
         if accumulate {
             new = (flat.narrow(0, range.start + piece.start, piece.len())? + new)?;
@@ -118,10 +119,6 @@ mod nccl {
         group.device().filter(|_| tensor.device().is_cuda())
     }
 
-    fn unsupported(tensor: &Tensor) -> Result<()> {
-        Err(candle_core::Error::UnsupportedDTypeForOp(tensor.dtype(), "FlatParameter").into())
-    }
-
     /// Returns all ranks' shards, one after the other.
     pub(crate) fn all_gather(group: &ProcessGroup, shard: &Tensor) -> Result<Option<Tensor>> {
         fn gather<T: Scalar + Element + CudaDType + DeviceRepr>(
@@ -145,7 +142,7 @@ mod nccl {
             shard.dtype(),
             shard.device(),
         )?;
-        with_float!(shard.dtype(), T => gather::<T>(on_device, &whole, shard)?, else unsupported(shard)?);
+        with_float!(shard.dtype(), T => gather::<T>(on_device, &whole, shard)?);
         Ok(Some(whole))
     }
 
@@ -176,7 +173,7 @@ mod nccl {
         let Some(on_device) = on_device(group, whole) else {
             return Ok(false);
         };
-        with_float!(whole.dtype(), T => reduce::<T>(on_device, reduced, whole)?, else unsupported(whole)?);
+        with_float!(whole.dtype(), T => reduce::<T>(on_device, reduced, whole)?);
         Ok(true)
     }
 
@@ -194,7 +191,7 @@ mod nccl {
         let Some(on_device) = on_device(group, buffer) else {
             return Ok(false);
         };
-        with_float!(buffer.dtype(), T => reduce::<T>(on_device, buffer)?, else unsupported(buffer)?);
+        with_float!(buffer.dtype(), T => reduce::<T>(on_device, buffer)?);
         Ok(true)
     }
 }

@@ -62,6 +62,7 @@ pub(crate) fn flat_gradient<T: Scalar>(
             FlatEntry::Param(param) => grads[*param].take(),
             FlatEntry::Padding => None,
         };
+        // Padding, and a parameter that got no gradient.
         let Some(grad) = grad else {
             flat.resize(start + numel, T::zeroed());
             continue;

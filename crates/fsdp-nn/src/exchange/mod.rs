@@ -5,8 +5,8 @@
 //! - `unit` gathers the parameters of one unit, and reduces its gradients.
 //! - `gradient` puts gradients into the flat gradient of a unit, and adds them up.
 //! - `device` does on a GPU what needs the GPU's memory.
-//! - `shared` is what all units of a model share, and `unchanged` the guard for whom changes of their
-//!   values wait.
+//! - `shared` is what all units of a model share, and `unchanged` the guard for whom changes of
+//!   their values wait.
 //! - `order` records the order in which a model uses its units.
 //! - `worker` is a thread that runs collectives, one after the other, while the model computes.
 //! - `overlap` combines them: it prefetches units in the recorded order, and lets the model
@@ -23,7 +23,7 @@ mod unit;
 mod worker;
 
 pub(crate) use groups::Groups;
-pub(crate) use overlap::{Moment, Overlap, Phase};
+pub(crate) use overlap::{Overlap, Phase};
 pub(crate) use shared::Shared;
 pub use unchanged::Unchanged;
 pub(crate) use unit::{Reduction, UnitExchange};

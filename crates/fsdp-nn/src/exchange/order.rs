@@ -6,42 +6,30 @@
 pub(super) struct Order {
     /// The units in the order of the last complete phase.
     known: Vec<usize>,
-    agreement: Agreement,
+    /// `true` if all ranks have the same order, `false` if they do not; `None` until they have
+    /// compared their orders.
+    is_same: Option<bool>,
     /// The units that the current phase has used so far.
     current: Vec<usize>,
     /// `true` while the current phase uses its units in the known order.
     follows: bool,
 }
 
-/// The agreement of all ranks on the order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Agreement {
-    /// The ranks have not compared their orders yet.
-    #[default]
-    Unknown,
-    Same,
-    Different,
-}
-
 impl Order {
     /// Begins a phase.
     pub(super) fn begin(&mut self) {
         self.current.clear();
-        self.follows = self.agreement == Agreement::Same;
+        self.follows = self.is_same == Some(true);
     }
 
     /// Returns the known order if the ranks have to compare it, before the next phase begins.
     pub(super) fn to_compare(&self) -> Option<&[usize]> {
-        (self.agreement == Agreement::Unknown && !self.known.is_empty()).then_some(&self.known)
+        (self.is_same.is_none() && !self.known.is_empty()).then_some(&self.known)
     }
 
     /// Records the result of a comparison: `true` if all ranks have the same order.
     pub(super) const fn set_compared(&mut self, is_same: bool) {
-        self.agreement = if is_same {
-            Agreement::Same
-        } else {
-            Agreement::Different
-        };
+        self.is_same = Some(is_same);
     }
 
     /// Records that the phase uses a unit.
@@ -54,7 +42,7 @@ impl Order {
     /// order.
     pub(super) fn next(&self) -> &[usize] {
         if self.follows {
-            self.known.get(self.current.len()..).unwrap_or_default()
+            &self.known[self.current.len()..]
         } else {
             &[]
         }
@@ -65,7 +53,7 @@ impl Order {
     pub(super) fn learn(&mut self) {
         if !self.current.is_empty() && self.current != self.known {
             self.known = std::mem::take(&mut self.current);
-            self.agreement = Agreement::Unknown;
+            self.is_same = None;
         }
         self.current.clear();
     }

@@ -30,15 +30,6 @@ pub(crate) enum Phase {
     Backward,
 }
 
-/// The moment in the computation of a unit at which the next ones can be gathered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Moment {
-    /// The unit is gathered, and is about to be computed.
-    BeforeComputation,
-    /// The gradients of the unit have been computed, and are about to be reduced.
-    AfterComputation,
-}
-
 /// The collectives of a model that overlap with its computation.
 pub(crate) struct Overlap {
     forward_prefetch: bool,
@@ -188,18 +179,13 @@ impl Overlap {
     }
 
     /// Starts to prefetch the units that the model uses next, if the options allow it at this
-    /// moment.
-    pub(crate) fn gather_next(&self, moment: Moment) {
+    /// moment: before or after a unit is computed.
+    pub(crate) fn gather_next(&self, moment: BackwardPrefetch) {
         let mut state = self.state();
-        let is_wanted = match (state.phase, moment) {
-            (Some(Phase::Forward), Moment::BeforeComputation) => self.forward_prefetch,
-            (Some(Phase::Backward), Moment::BeforeComputation) => {
-                self.backward_prefetch == Some(BackwardPrefetch::Pre)
-            }
-            (Some(Phase::Backward), Moment::AfterComputation) => {
-                self.backward_prefetch == Some(BackwardPrefetch::Post)
-            }
-            _ => false,
+        let is_wanted = match state.phase {
+            Some(Phase::Forward) => self.forward_prefetch && moment == BackwardPrefetch::Pre,
+            Some(Phase::Backward) => self.backward_prefetch == Some(moment),
+            None => false,
         };
         if !is_wanted {
             return;

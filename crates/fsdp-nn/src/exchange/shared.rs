@@ -1,4 +1,4 @@
-//! What all units of one model share.
+//! The state that all units of one model share.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -8,7 +8,7 @@ use candle_core::DType;
 use super::unchanged::{Readers, Unchanged};
 use super::unit::UnitExchange;
 
-/// What all units of one model share.
+/// The state that all units of one model share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     /// The units by their numbers; set once all of them are made.
@@ -62,6 +62,7 @@ pub(crate) struct Memory {
 impl Memory {
     /// Counts bytes of parameters that are held from now on.
     pub(crate) fn count_held(&self, bytes: usize) {
+        // Other threads count too, so take the peak of what this one has seen.
         let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak_bytes.fetch_max(now, Ordering::Relaxed);
     }
@@ -158,6 +159,7 @@ impl Drop for RunningForward<'_> {
 impl Forwards {
     /// Begins a forward of the model.
     pub(crate) fn begin(&self) -> RunningForward<'_> {
+        // A forward inside another one, such as that of a recomputed part, continues it.
         if self.running.fetch_add(1, Ordering::Relaxed) == 0 {
             self.count.fetch_add(1, Ordering::Relaxed);
         }

@@ -56,6 +56,7 @@ impl Readers {
         if reading.readers == 0 {
             return;
         }
+        // Show in a trace for how long training stood still.
         let _span = info_span!("wait for a copy of the state").entered();
         reading.waiting_since.get_or_insert_with(Instant::now);
         while reading.readers > 0 {
@@ -75,6 +76,7 @@ impl Readers {
     fn end(&self) {
         let mut reading = self.lock();
         reading.readers -= 1;
+        // The next change waits for other readers, and its time begins anew.
         if reading.readers == 0 {
             reading.waiting_since = None;
             self.ended.notify_all();

@@ -79,11 +79,6 @@ impl UnitExchange {
         self.layout.numels().iter().sum::<usize>() * self.compute_dtype.size_in_bytes()
     }
 
-    /// Returns the error for a dtype that no parameter can have, as a result of any type.
-    pub(crate) fn unsupported<T>(&self) -> Result<T> {
-        Err(candle_core::Error::UnsupportedDTypeForOp(self.dtype, "FlatParameter").into())
-    }
-
     /// Gathers the parameters from all ranks' shards, without putting them into the model's
     /// tensors. Collectives: one all-gather over the shard group, none if nothing is sharded.
     pub(crate) fn gather(&self) -> Result<Gathered> {
@@ -100,7 +95,7 @@ impl UnitExchange {
         match device::all_gather(group, &shard)? {
             Some(whole) => self.parts(&whole),
             None => {
-                with_float!(self.compute_dtype, T => self.gather_typed::<T>(&shard, group), else self.unsupported())
+                with_float!(self.compute_dtype, T => self.gather_typed::<T>(&shard, group))
             }
         }
     }
@@ -112,6 +107,7 @@ impl UnitExchange {
         shard: &Tensor,
         group: &ProcessGroup,
     ) -> Result<Gathered> {
+        // The group fills the buffers in the order of the flat layout, padding included.
         let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
             values.push(zeroed_vec(numel)?);
@@ -144,7 +140,7 @@ impl UnitExchange {
             let mut whole = zeroed_vec::<T>(numel)?;
             group.all_gather_into(&mut whole, &HostSlice::<T>::read(flat.shard())?)?;
             Ok(Some(Tensor::from_vec(whole, numel, &self.device)?))
-        }, else self.unsupported())
+        })
     }
 
     /// Cuts an unsharded FlatParameter into the values of each parameter.
@@ -174,7 +170,7 @@ impl UnitExchange {
             } else {
                 unsharded
             };
-            let scattered = with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?, else return self.unsupported());
+            let scattered = with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?);
             self.add_to(
                 &mut reduction.partial,
                 cast(scattered, Some(self.reduce_dtype))?,
@@ -191,7 +187,7 @@ impl UnitExchange {
         } else {
             partial
         };
-        let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?, else return self.unsupported());
+        let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?);
         reduction.reduced = Some(to_device(
             &cast(reduced, Some(self.dtype))?,
             &self.shard_device,
@@ -209,7 +205,7 @@ impl UnitExchange {
             Some(sum) => with_float!(sum.dtype(), T => {
                 let from = HostSlice::<T>::read(&grad)?;
                 tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &from, add);
-            }, else self.unsupported()?),
+            }),
             None => *sum = Some(grad),
         }
         Ok(())
@@ -226,6 +222,7 @@ impl UnitExchange {
             unsharded.dtype(),
             &self.device,
         )?;
+        // Without NCCL the gradient goes through the host.
         if !device::reduce_scatter(group, &reduced, &unsharded)? {
             let input = HostSlice::<T>::read(&unsharded)?;
             let mut output = HostSliceMut::<T>::write(&reduced)?;

@@ -88,7 +88,9 @@ pub(crate) fn build_units(
         for (param, (_, declared)) in declared.iter().enumerate() {
             declared.slot.set(&handle, param);
         }
-        unit.slot.set(&handle);
+        unit.slot
+            .set(Arc::downgrade(&handle))
+            .expect("each unit has one handle");
         built.handles.push(handle);
     }
     let units = built.handles.iter();
@@ -109,14 +111,8 @@ impl Built {
     ) -> Result<FlatParamHandle> {
         let unit = &registry.units[index];
         let dtype = check_unit(declared, config.use_orig_params)?;
-        if let Some(reduce) = unit.precision.reduce
-            && !file_dtype(reduce).is_ok_and(|dtype| dtype.is_float())
-        {
-            return Err(candle_core::Error::UnsupportedDTypeForOp(
-                reduce,
-                "reduction of gradients",
-            )
-            .into());
+        if let Some(reduce) = unit.precision.reduce {
+            check_computes(reduce, "reduction of gradients")?;
         }
         let align = if config.use_orig_params {
             aligned_numel(file_dtype(dtype)?)
@@ -179,6 +175,7 @@ pub(crate) fn describe(
             None => "no mesh".to_owned(),
         },
     ];
+    // The precision of the model, and then that of each unit that has one of its own.
     lines.push(format!("{:?}", config.mixed_precision));
     lines.extend(
         registry
@@ -212,6 +209,7 @@ pub(crate) fn describe(
             param.init
         )
     }));
+    // Ties and buffers too: a state dict has them, so the ranks must have the same.
     lines.extend(
         aliases
             .iter()
@@ -236,6 +234,7 @@ fn shard_and_replicate_groups(group: &ProcessGroup, config: &FsdpConfig) -> Resu
             shard: None,
             replicate: unless_alone(group.clone()),
         }),
+        // The rows of the mesh are replicas, and the ranks of a row hold one copy together.
         (ShardingStrategy::HybridShard, Some(mesh))
             if mesh.shape().len() == 2 && mesh.size() == group.world_size() =>
         {
@@ -271,6 +270,14 @@ fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
     ))
 }
 
+/// Checks that there is arithmetic of a dtype: files know 8-bit floats too.
+fn check_computes(dtype: DType, operation: &'static str) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F64 | DType::BF16 | DType::F16 => Ok(()),
+        _ => Err(candle_core::Error::UnsupportedDTypeForOp(dtype, operation).into()),
+    }
+}
+
 /// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must
 /// have one dtype, which holds floats, and the model must compute with all in one dtype. Without
 /// `use_orig_params` all must be trained, or none.
@@ -285,6 +292,8 @@ fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Resul
             }
             .into());
         }
+        check_computes(param.dtype, "FlatParameter")?;
+        // One flat tensor holds all parameters of a unit, and one operation casts it.
         for (expected, found) in [
             (first.dtype, param.dtype),
             (first.tensor.dtype(), param.tensor.dtype()),
@@ -316,11 +325,12 @@ fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64
         for (info, (fqn, param)) in infos.iter().zip(declared) {
             if let Some(info) = info {
                 let target = &mut data[info.shard_range()];
-                let values = InitialValues { init: &param.init, seed, fqn, shape: param.tensor.dims() };
+                let shape = param.tensor.dims();
+                let values = InitialValues { init: &param.init, seed, fqn, shape };
                 values.fill(info.param_range(), target);
             }
         }
-    }, else ());
+    });
     Ok(())
 }
 
@@ -362,7 +372,7 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
         .all_gather_object(&lines.len())?
         .into_iter()
         .max()
-        .unwrap_or(0);
+        .expect("a group has ranks");
     let mut same = 0;
     let mut different = longest;
     while same + 1 < different {

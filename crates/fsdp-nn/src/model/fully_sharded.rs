@@ -71,8 +71,9 @@ impl<M> FullyShardedDataParallel<M> {
     /// An error of one rank becomes an error on every rank. The errors of `build`;
     /// [`NnError::DifferentModels`] if the ranks do not build the same model; parameters that
     /// cannot share a unit (mixed dtypes, integers, and without `use_orig_params` frozen and
-    /// trained ones, or two units of one name); [`BuildError::Mesh`](crate::BuildError::Mesh); ties that lead to no parameter
-    /// ([`Scope::tie`]); [`NnError::ParametersSharded`] if `build` computes with parameters.
+    /// trained ones, or two units of one name); [`BuildError::Mesh`](crate::BuildError::Mesh); ties
+    /// that lead to no parameter ([`Scope::tie`]); [`NnError::ParametersSharded`] if `build`
+    /// computes with parameters.
     pub fn new(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -87,9 +88,10 @@ impl<M> FullyShardedDataParallel<M> {
     /// [`Self::new`].
     ///
     /// # Errors
-    /// [`BuildError::NotInCheckpoint`](crate::BuildError::NotInCheckpoint) for a parameter that is not in `shapes`, and
-    /// [`BuildError::OtherShape`](crate::BuildError::OtherShape) for one that has another shape there. The builder returns these to
-    /// `build`, which may handle them. The errors of [`Self::new`].
+    /// [`BuildError::NotInCheckpoint`](crate::BuildError::NotInCheckpoint) for a parameter that is
+    /// not in `shapes`, and [`BuildError::OtherShape`](crate::BuildError::OtherShape) for one that
+    /// has another shape there. The builder returns these to `build`, which may handle them. The
+    /// errors of [`Self::new`].
     pub fn empty(
         group: ProcessGroup,
         config: FsdpConfig,
@@ -107,6 +109,7 @@ impl<M> FullyShardedDataParallel<M> {
         shapes: Option<HashMap<String, Vec<usize>>>,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> Result<Self> {
+        // The model's code takes the builder for one of candle's. What it requests is recorded.
         let registry = Arc::new(Mutex::new(Registry::new(config, shapes)));
         let backend: Box<dyn SimpleBackend> = Box::new(Backend(Arc::clone(&registry)));
         let dtype = config.mixed_precision.param.unwrap_or(config.dtype);
@@ -320,8 +323,8 @@ impl<M> FullyShardedDataParallel<M> {
     /// ```
     ///
     /// # Errors
-    /// [`NnError::Options`] if the model has a hook; [`NnError::DifferentModels`] if ranks register different ones. One
-    /// rank's error is every rank's.
+    /// [`NnError::Options`] if the model has a hook; [`NnError::DifferentModels`] if ranks register
+    /// different ones. One rank's error is every rank's.
     pub fn register_comm_hook(&self, hook: CommHook) -> Result<()> {
         let reductions = &self.parameters().shared.reductions;
         let free = match reductions.sent_dtype() {

@@ -68,7 +68,10 @@ impl ShardedParameters {
         };
         let of_ranks = group.all_gather_object(&own)?;
         Ok((0..own.len())
-            .map(|unit| of_ranks.iter().map(|bytes| bytes[unit]).max().unwrap_or(0))
+            .map(|unit| {
+                let of_unit = of_ranks.iter().map(|bytes| bytes[unit]);
+                of_unit.max().expect("a group has ranks")
+            })
             .collect())
     }
 
@@ -125,6 +128,7 @@ impl ShardedParameters {
         if unreached.is_empty() {
             return;
         }
+        // A few names are enough to find the place in the model.
         let mut names = unreached
             .iter()
             .take(NAMED)
@@ -135,9 +139,10 @@ impl ShardedParameters {
             names += &format!(" and {} more", unreached.len() - NAMED);
         }
         warn!(
-            "no gradient comes to {} of the trained parameters, which stay as they are: {names}. Either the loss does not \
-             depend on them, or an operation without a backward cuts their gradients off: candle's fused ones \
-             (softmax_last_dim, RmsNorm, LayerNorm, rope, sdpa) have none, those of `fsdp_ops` do",
+            "no gradient comes to {} of the trained parameters, which stay as they are: {names}. \
+             Either the loss does not depend on them, or an operation without a backward cuts \
+             their gradients off: candle's fused ones (softmax_last_dim, RmsNorm, LayerNorm, rope, \
+             sdpa) have none, those of `fsdp_ops` do",
             unreached.len()
         );
     }

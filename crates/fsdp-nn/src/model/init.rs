@@ -27,19 +27,19 @@ impl InitialValues<'_> {
             Distribution::Uniform { low, high } => {
                 let mut words = self.words(range.start);
                 for value in out {
-                    *value = T::from_f64(low + (high - low) * words.next_unit());
+                    *value = T::from_f64(low + (high - low) * next_unit(&mut words));
                 }
             }
             Distribution::Normal { mean, deviation } => {
                 // Box-Muller: two words make two elements, 2k and 2k + 1.
-                let mut words = self.words(range.start & !1);
+                let mut pairs = self.words(range.start & !1);
                 let mut spare = None;
                 if range.start % 2 == 1 && !out.is_empty() {
-                    spare = Some(words.next_normal_pair().1);
+                    spare = Some(next_normal_pair(&mut pairs).1);
                 }
                 for value in out {
                     let normal = spare.take().unwrap_or_else(|| {
-                        let (first, second) = words.next_normal_pair();
+                        let (first, second) = next_normal_pair(&mut pairs);
                         spare = Some(second);
                         first
                     });
@@ -49,8 +49,8 @@ impl InitialValues<'_> {
         }
     }
 
-    /// Returns the random words of the elements from one on.
-    fn words(&self, element: usize) -> Words {
+    /// Returns the random words from one element on: one word for each element.
+    fn words(&self, element: usize) -> ChaCha8Rng {
         // Seed and name make the key, so that no value depends on the other parameters or on how
         // they are sharded.
         let mut key = [0; 32];
@@ -59,7 +59,7 @@ impl InitialValues<'_> {
         key[8..24].copy_from_slice(&name.to_le_bytes());
         let mut rng = ChaCha8Rng::from_seed(key);
         rng.set_word_pos(element as u128);
-        Words(rng)
+        rng
     }
 }
 
@@ -83,6 +83,7 @@ fn distribution(init: &Init, shape: &[usize]) -> Distribution {
             fan,
             non_linearity,
         } => {
+            // A parameter with an empty dimension has no values, but must not divide by zero.
             let fan = fan.for_shape(&candle_core::Shape::from(shape)).max(1);
             let deviation = non_linearity.gain() / (fan as f64).sqrt();
             match dist {
@@ -91,6 +92,7 @@ fn distribution(init: &Init, shape: &[usize]) -> Distribution {
                     deviation,
                 },
                 NormalOrUniform::Uniform => {
+                    // A uniform distribution from -b to b has the standard deviation b / sqrt(3).
                     let bound = 3f64.sqrt() * deviation;
                     Distribution::Uniform {
                         low: -bound,
@@ -102,22 +104,16 @@ fn distribution(init: &Init, shape: &[usize]) -> Distribution {
     }
 }
 
-/// The random words of one parameter, one word an element, from any element on.
-struct Words(ChaCha8Rng);
+/// Returns a number in the open interval from 0 to 1.
+fn next_unit(words: &mut ChaCha8Rng) -> f64 {
+    (f64::from(words.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
+}
 
-impl Words {
-    /// Returns a number in the open interval from 0 to 1.
-    fn next_unit(&mut self) -> f64 {
-        (f64::from(self.0.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
-    }
-
-    /// Returns two independent numbers of the standard normal distribution, by the Box-Muller
-    /// transform.
-    fn next_normal_pair(&mut self) -> (f64, f64) {
-        let radius = (-2.0 * self.next_unit().ln()).sqrt();
-        let (sin, cos) = (TAU * self.next_unit()).sin_cos();
-        (radius * cos, radius * sin)
-    }
+/// Returns two independent numbers of the standard normal distribution: a Box-Muller transform.
+fn next_normal_pair(words: &mut ChaCha8Rng) -> (f64, f64) {
+    let radius = (-2.0 * next_unit(words).ln()).sqrt();
+    let (sin, cos) = (TAU * next_unit(words)).sin_cos();
+    (radius * cos, radius * sin)
 }
 
 #[cfg(test)]

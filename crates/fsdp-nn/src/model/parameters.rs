@@ -2,8 +2,8 @@
 //! and live values.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Tensor, TensorId, Var};
 use fsdp_comm::ProcessGroup;
@@ -14,7 +14,7 @@ use indexmap::IndexMap;
 
 use super::build::{Built, NEW, agree_on_model, build_units, describe};
 use super::registry::{SharedRegistry, lock};
-use super::state_dict_type::CurrentSettings;
+use super::state_dict_type::StateDictSettings;
 use crate::config::{FsdpConfig, ShardingStrategy};
 use crate::error::{NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared, Unchanged};
@@ -43,7 +43,7 @@ pub struct ShardedParameters {
     ignored: Vec<(String, Var)>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) overlap: Option<Arc<Overlap>>,
-    pub(crate) settings: CurrentSettings,
+    pub(crate) settings: Mutex<StateDictSettings>,
     /// `true` while the parameters have the values of an average, which has theirs.
     pub(crate) has_average: AtomicBool,
     /// `true` once parameters without a gradient have been looked for.
@@ -82,6 +82,7 @@ impl ShardedParameters {
             overlap,
             ..
         } = built;
+        // A name leads to a unit, and to a place in it.
         let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
         for (handle, unit) in handles.iter().enumerate() {
             for (param, parameter) in unit.params.iter().enumerate() {
@@ -95,6 +96,7 @@ impl ShardedParameters {
             .keys()
             .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
             .collect();
+        // Which part a rank has follows from the options, so no rank has to ask.
         let shard_ranks = shard_ranks(&group, &groups, config);
         let mut ignored = Vec::with_capacity(registry.ignored.len());
         for name in &registry.ignored {
@@ -115,7 +117,7 @@ impl ShardedParameters {
             ignored,
             shared,
             overlap,
-            settings: CurrentSettings::default(),
+            settings: Mutex::default(),
             has_average: AtomicBool::new(false),
             looked_for_unreached: AtomicBool::new(false),
             on_mesh: config.mesh.is_some(),
@@ -225,9 +227,7 @@ impl ShardedParameters {
         self.locations
             .get(fqn)
             .copied()
-            .ok_or_else(|| NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            })
+            .ok_or_else(|| NnError::unknown_parameter(fqn))
     }
 
     /// Returns `true` if there is a parameter of this name or alias.
@@ -312,18 +312,8 @@ impl ShardedParameters {
         if handle.grad().is_none() {
             return Ok(None);
         }
-        let shape = &handle.layout().shapes()[param];
-        match handle.grad_piece(param)? {
-            Some(piece) => {
-                let boxes = handle.layout().param_boxes(param, handle.shard_rank());
-                Ok(Some(ShardedTensor::from_flat(shape, boxes, &piece)?))
-            }
-            None => Ok(Some(ShardedTensor::new(
-                handle.dtype(),
-                shape.clone(),
-                Vec::new(),
-            )?)),
-        }
+        let piece = handle.grad_piece(param)?;
+        handle.boxed(param, piece.as_ref()).map(Some)
     }
 
     /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's
@@ -365,6 +355,14 @@ impl ShardedParameters {
     #[must_use]
     pub fn has_average(&self) -> bool {
         self.has_average.load(Ordering::Relaxed)
+    }
+
+    /// Checks that the model has its weights, and not their average.
+    pub(crate) fn check_not_swapped(&self) -> Result<()> {
+        if self.has_average() {
+            return Err(NnError::Swapped);
+        }
+        Ok(())
     }
 
     /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
@@ -414,6 +412,7 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnitInUse`] inside a forward; candle's errors.
     pub fn lend(&self) -> Result<()> {
+        // A gathered copy would not follow what is written from now on.
         self.reshard()?;
         self.wait_for_readers();
         self.shared.values.lend();
@@ -472,6 +471,7 @@ fn check_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
             wanted: shard.bounds.clone(),
         }));
     }
+    // A rank without elements may have values of any dtype.
     if target.local_numel() > 0 && values.dtype() != target.dtype() {
         return Err(NnError::Candle(candle_core::Error::DTypeMismatchBinaryOp {
             lhs: target.dtype(),
@@ -489,11 +489,7 @@ fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Ve
         (None, ..) => vec![0; group.world_size()],
         // Shards lie along the second dimension of the mesh.
         (Some(_), ShardingStrategy::HybridShard, Some(mesh)) => ranks
-            .map(|rank| {
-                mesh.coordinate(rank)
-                    .and_then(|at| at.get(1).copied())
-                    .unwrap_or(0)
-            })
+            .map(|rank| mesh.coordinate(rank).expect("the mesh has all ranks")[1])
             .collect(),
         _ => ranks.collect(),
     }
@@ -523,14 +519,15 @@ impl ShardedParameters {
     /// Collectives: one agreement.
     ///
     /// # Errors
-    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a choice of some of a unit's parameters;
-    /// [`NnError::DifferentModels`] if ranks choose differently. One rank's error is every rank's,
-    /// and changes nothing.
+    /// [`NnError::Options`] for a parameter that was built frozen; without `use_orig_params` a
+    /// choice of some of a unit's parameters; [`NnError::DifferentModels`] if ranks choose
+    /// differently. One rank's error is every rank's, and changes nothing.
     pub fn set_requires_grad(&self, requires_grad: impl Fn(&str) -> bool) -> Result<()> {
         let params = self.handles.iter().flat_map(|handle| &handle.params);
         let chosen: Vec<(&Parameter, bool)> = params
             .map(|param| (param, requires_grad(&param.fqn)))
             .collect();
+        // The collectives of a backward depend on the choice, so it must be the same on all ranks.
         let checked = self.check_choice(&chosen).map(|()| chosen);
         let agreed = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
             describe_choice(chosen)
@@ -550,7 +547,8 @@ impl ShardedParameters {
         {
             return Err(NnError::options(format!(
                 "parameter `{}` was built frozen, so it gets no gradient: select it in \
-                 `FsdpConfig::requires_grad`, and freeze it with `set_requires_grad` until it is to be trained",
+                 `FsdpConfig::requires_grad`, and freeze it with `set_requires_grad` until it is \
+                 to be trained",
                 param.fqn
             )));
         }

@@ -64,7 +64,7 @@ pub(crate) struct Registry {
     shapes: Option<HashMap<String, Vec<usize>>>,
 }
 
-/// What the model requests under a name.
+/// A request of the model under a name.
 struct Request<'a> {
     shape: Shape,
     init: Init,
@@ -127,6 +127,8 @@ impl Registry {
             }
             .into());
         }
+        // A name that was tied must not be a parameter of its own too: which of the two it is would
+        // depend on the order in which the model requested them.
         let mut resolved = IndexMap::new();
         for alias in self.aliases.keys() {
             let fqn = self.resolve(alias)?;
@@ -139,9 +141,10 @@ impl Registry {
             }
             resolved.insert(alias.clone(), fqn.to_owned());
         }
+        // A tie to a name that the model has never requested is a typing error.
         for fqn in resolved.values().chain(&self.announced) {
             if !self.params.contains_key(fqn) {
-                return Err(NnError::UnknownParameter { fqn: fqn.clone() });
+                return Err(NnError::unknown_parameter(fqn));
             }
         }
         Ok(resolved)
@@ -173,6 +176,7 @@ impl Registry {
         precision: Option<MixedPrecision>,
         slot: Arc<UnitSlot>,
     ) -> Option<DType> {
+        // A unit inherits the precision of the one around it, but the conversion of the outputs.
         let around = self.units[self.open_unit_or_root()].precision;
         self.open.push(self.units.len());
         self.units.push(DeclaredUnit {
@@ -195,6 +199,7 @@ impl Registry {
             self.announced.insert(alias);
             return;
         }
+        // A name that is tied to the same one again is fine.
         match self.aliases.get(&alias) {
             Some(first) if first != fqn => {
                 let error = BuildError::TiedTwice {
@@ -215,7 +220,8 @@ impl Registry {
     pub(crate) fn add_buffer(&mut self, name: String, value: Tensor, persistent: bool) {
         if self.is_complete {
             warn!(
-                "buffer `{name}` is registered after the model has been built, so it is in no state dict"
+                "buffer `{name}` is registered after the model has been built, so it is in no \
+                 state dict"
             );
         } else if self.buffers.contains_key(&name) {
             self.wrong.get_or_insert(BuildError::Buffer {
@@ -271,12 +277,15 @@ impl Registry {
         let unit = self.open_unit_or_root();
         let requires_grad = (self.requires_grad)(&name);
         let precision = self.units[unit].precision;
+        // The builder asked for the dtype to compute with. The shards keep the one of the config.
         let shard_dtype = if precision.param == Some(dtype) {
             self.dtype
         } else {
             dtype
         };
         let slot = Arc::new(ParameterSlot::default());
+        // The tensor has no memory until its unit is gathered. It is the same tensor in every
+        // forward, so that the model's modules can keep it.
         let op = ParameterOp {
             shape,
             dtype,
@@ -350,9 +359,7 @@ impl Registry {
     /// Returns the tensor of an existing parameter, which is requested again.
     fn request_again(&self, fqn: &str) -> Result<Tensor> {
         let Some(existing) = self.params.get(fqn) else {
-            return Err(NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            });
+            return Err(NnError::unknown_parameter(fqn));
         };
         self.check_is_gathered_here(fqn, existing.unit)?;
         Ok(existing.tensor.clone())
@@ -366,6 +373,7 @@ impl Registry {
             return Ok(buffer.clone());
         }
         match self.saved_shape(&fqn).cloned() {
+            // The checkpoint knows the shape that the model's code does not give.
             Some(shape) if !self.params.contains_key(&fqn) => {
                 let request = Request {
                     shape: shape.into(),
@@ -397,6 +405,7 @@ impl Registry {
         }
         self.check_saved(name, shape)?;
         let precision = self.units[self.open_unit_or_root()].precision;
+        // An ignored parameter is trained outside of the units, in the dtype that was asked for.
         let dtype = if self.ignored.contains(name) {
             request.dtype
         } else if let Some(dtype) = precision.buffer {
@@ -406,10 +415,16 @@ impl Registry {
         } else {
             request.dtype
         };
+        let values_of = InitialValues {
+            init: &request.init,
+            seed: self.seed,
+            fqn: name,
+            shape: shape.dims(),
+        };
         let initial = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
             let all = 0..values.len();
-            InitialValues { init: &request.init, seed: self.seed, fqn: name, shape: shape.dims() }.fill(all, &mut values);
+            values_of.fill(all, &mut values);
             Tensor::from_vec(values, shape, request.device)?
         }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
         // Make it a variable: candle's batch norm updates a variable in place, but would update a
@@ -492,6 +507,7 @@ impl SimpleBackend for Backend {
 
     fn contains_tensor(&self, name: &str) -> bool {
         let registry = lock(&self.0);
+        // Models ask before they request an optional parameter.
         let is_saved = registry
             .resolve(name)
             .is_ok_and(|fqn| registry.saved_shape(fqn).is_some());

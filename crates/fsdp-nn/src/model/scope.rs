@@ -92,6 +92,7 @@ impl Scope {
         precision: Option<MixedPrecision>,
         build: impl FnOnce(&Scope) -> candle_core::Result<M>,
     ) -> candle_core::Result<Unit<M>> {
+        // A model that is not sharded has no units.
         let Some(registry) = &self.registry else {
             return Ok(Unit::plain(build(self)?));
         };
@@ -104,6 +105,7 @@ impl Scope {
             }),
             None => build(self),
         };
+        // Close it on an error too: the caller may go on with other units.
         lock(registry).close_unit();
         Ok(Unit::sharded(built?, slot))
     }

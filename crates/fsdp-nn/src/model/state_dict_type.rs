@@ -1,7 +1,5 @@
 //! The state dict that a model gives: torch's `StateDictType` and its configs, set for a scope.
 
-use std::sync::{Mutex, PoisonError};
-
 use candle_core::Device;
 use fsdp_state::{GatherOptions, KeepOn};
 
@@ -264,6 +262,7 @@ impl StateDictSettings {
         state_dict_config: Option<StateDictConfig>,
         optim_state_dict_config: Option<OptimStateDictConfig>,
     ) -> Result<Self> {
+        // The default configs are of the classes that the type asks for.
         let default = StateDictSettings::from(state_dict_type);
         let model = state_dict_config.unwrap_or(default.state_dict_config);
         let optim = optim_state_dict_config.unwrap_or(default.optim_state_dict_config);
@@ -314,24 +313,5 @@ fn check_class(which: &'static str, expected: &'static str, found: &'static str)
             found,
         }
         .into())
-    }
-}
-
-/// The settings in force for one model.
-#[derive(Debug, Default)]
-pub(crate) struct CurrentSettings(Mutex<StateDictSettings>);
-
-impl CurrentSettings {
-    /// Puts settings in force, and returns those before.
-    pub(crate) fn replace(&self, settings: StateDictSettings) -> StateDictSettings {
-        std::mem::replace(
-            &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner),
-            settings,
-        )
-    }
-
-    /// Returns the settings in force.
-    pub(crate) fn get(&self) -> StateDictSettings {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -54,6 +54,7 @@ impl ShardedParameters {
     /// The errors of the all-gathers.
     pub fn summon_full_params(&self) -> Result<FullParameters<'_>> {
         let in_use = self.handles.iter().map(InUse::new).collect();
+        // Every rank gathers all units in the same order.
         let mut units: Vec<Vec<Tensor>> = Vec::with_capacity(self.handles.len());
         for handle in &self.handles {
             units.push(handle.gather_whole()?);
@@ -81,9 +82,7 @@ impl FullParameters<'_> {
         let name = self.parameters.canonical_fqn(fqn);
         self.whole
             .get(name)
-            .ok_or_else(|| NnError::UnknownParameter {
-                fqn: fqn.to_owned(),
-            })
+            .ok_or_else(|| NnError::unknown_parameter(fqn))
     }
 
     /// Returns the parameters by name, in the order in which the model declared them.
@@ -130,6 +129,7 @@ impl FullParameters<'_> {
             replaced,
             in_use,
         } = self;
+        // The guards would refuse the reshard and the change of values.
         drop(in_use);
         let prepared = parameters.reshard().and_then(|()| {
             let values = replaced.iter().filter_map(|fqn| whole.get_key_value(fqn));
@@ -137,6 +137,8 @@ impl FullParameters<'_> {
                 .map(|(fqn, value)| Ok((fqn, value, hash(value)?)))
                 .collect::<Result<Vec<_>>>()
         });
+        // Every rank writes its own part, so other values on another rank would break the parameter
+        // in pieces.
         let values = agree_on_model(parameters.group(), WRITE_BACK, prepared, |values| {
             values
                 .iter()

@@ -5,7 +5,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_flat::storage::{HostSliceMut, to_device};
 use fsdp_flat::with_float;
 
-use super::local::{LocalParam, LocalState};
+use super::local::{BEGUN, LocalParam, LocalState};
 use super::owners::{GroupStep, Owned, agree, assign_owners, from_owners, to_owners};
 use crate::algorithm::{AdafactorOptions, Squares, WholeUpdate};
 use crate::error::Result;
@@ -35,10 +35,8 @@ pub(super) fn step_factored(
     let (mut all, ()) = step.agree_on_parameters(prepared)?;
     // Each rank updates about as much of a batch as any other. All ranks cut the same batches,
     // because only shapes decide.
-    let largest = all.iter().map(Owned::numel).max().unwrap_or(0);
-    let limit = largest
-        .max(BATCH)
-        .saturating_mul(group.map_or(1, ProcessGroup::world_size));
+    let largest = all.iter().map(Owned::numel).fold(BATCH, usize::max);
+    let limit = largest.saturating_mul(group.map_or(1, ProcessGroup::world_size));
     let mut rest = all.as_mut_slice();
     loop {
         let len = batch_len(rest.iter().map(Owned::numel), limit);
@@ -98,12 +96,12 @@ fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, all: &[Owned
     }
     drop(grads);
     // Step 3: every rank gets its parts of the values, and all averages.
-    let own_params = from_owners(group, &refs, params)?;
+    let updated_params = from_owners(group, &refs, params)?;
     let mut squares: Vec<Squares> = parts.into_iter().map(|part| part.squares).collect();
     if let Some(group) = group {
         share_averages(group, all, &mut squares)?;
     }
-    let mut updated = all.iter().zip(own_params).zip(squares);
+    let mut updated = all.iter().zip(updated_params).zip(squares);
     let written = updated.try_for_each(|((owned, param), squares)| {
         let local = &mut step.locals[owned.local];
         write_part(owned, rank, local, &param, &squares)
@@ -112,7 +110,7 @@ fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, all: &[Owned
 }
 
 /// A rank's part of a parameter, before a step.
-struct Part {
+struct OwnPart {
     param: Vec<f64>,
     grad: Vec<f64>,
     /// The averages that are whole on every rank; the others are zero until they are joined.
@@ -133,16 +131,17 @@ fn values_of(piece: Option<Tensor>) -> Result<Vec<f64>> {
 }
 
 /// Reads this rank's part of a parameter, of its gradient and of its averages.
-fn read_part(owned: &Owned, local: &LocalParam) -> Result<Part> {
+fn read_part(owned: &Owned, local: &LocalParam) -> Result<OwnPart> {
     local.handle.begin_change()?;
     let squares = Squares::zeros(&owned.shape);
-    let mut part = Part {
+    let mut part = OwnPart {
         param: values_of(local.handle.local_piece(owned.param)?)?,
         grad: values_of(local.handle.grad_piece(owned.param)?)?,
         squares: squares.clone(),
         sharded: Default::default(),
     };
     for (entry, (name, zeros, shape)) in squares.entries(&owned.shape).into_iter().enumerate() {
+        // An average that is missing, or of another shape, begins at zero.
         let saved = local
             .state
             .as_ref()
@@ -167,7 +166,7 @@ fn gather_sharded_averages(
     group: Option<&ProcessGroup>,
     entry: usize,
     all: &[Owned],
-    parts: &mut [Part],
+    parts: &mut [OwnPart],
 ) -> Result<()> {
     let mut chosen = Vec::new();
     for (index, one) in all.iter().enumerate() {
@@ -182,6 +181,7 @@ fn gather_sharded_averages(
     if chosen.is_empty() {
         return Ok(());
     }
+    // All ranks choose the same parameters, because only shapes decide.
     let owned: Vec<&Owned> = chosen.iter().map(|&index| &all[index]).collect();
     let sharded = chosen
         .iter()
@@ -209,6 +209,7 @@ fn next_step(local: &LocalParam) -> f32 {
 /// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one
 /// all-gather.
 fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) -> Result<()> {
+    // The sizes follow from the shapes, so no rank has to send its own.
     let mut counts = vec![0; group.world_size()];
     for one in all {
         counts[one.owner] += Squares::zeros(&one.shape).values().len();
@@ -246,11 +247,13 @@ fn write_part(
     if let Some(piece) = local.handle.local_piece(owned.param)? {
         with_float!(piece.dtype(), T => {
             let mut piece = HostSliceMut::<T>::write(&piece)?;
-            piece.iter_mut().zip(param).for_each(|(to, from)| *to = <T as WithDType>::from_f64(*from));
+            for (to, from) in piece.iter_mut().zip(param) {
+                *to = <T as WithDType>::from_f64(*from);
+            }
             piece.finish()?;
-        }, else ());
+        });
     }
-    let mut state = local.state.clone().unwrap_or_default();
+    let mut state = local.state.clone().expect(BEGUN);
     state.step = Some(next_step(local));
     for (name, values, shape) in squares.entries(&owned.shape) {
         // An average of the parameter's own shape is sharded as the parameter is.

@@ -47,6 +47,8 @@ pub(crate) struct LocalParam {
     /// `true` if it is a FlatParameter, of all its unit's parameters, rather than one parameter's
     /// piece.
     pub(crate) is_flat: bool,
+    /// The position of its group in the optimizer.
+    pub(crate) group: usize,
     pub(crate) segments: Vec<Segment>,
     pub(crate) numel: usize,
     pub(crate) state: Option<ParamState>,
@@ -132,6 +134,7 @@ impl LocalParam {
         LocalParam {
             handle: Arc::clone(&self.handle),
             is_flat: self.is_flat,
+            group: self.group,
             segments: self.segments.clone(),
             numel: self.numel,
             state: None,
@@ -148,22 +151,11 @@ impl LocalParam {
 
     /// Returns the state as a local state dict has it, as views; `None` if there is none.
     pub(crate) fn local_entries(&self) -> Result<Option<StateDict>> {
-        let Some(state) = &self.state else {
-            return Ok(None);
-        };
-        let mut entries = StateDict::new();
-        if let Some(step) = state.step {
-            entries.insert("step", Tensor::new(step, &candle_core::Device::Cpu)?);
-        }
-        for (name, value) in &state.entries {
-            let value = match value {
-                LocalState::Piece(flat) => flat.reshape(self.dims())?.into(),
-                LocalState::Whole(tensor) => StateValue::Tensor(tensor.clone()),
-                LocalState::Plain(value) => StateValue::Plain(value.clone()),
-            };
-            entries.insert(name.as_str(), value);
-        }
-        Ok(Some(entries))
+        let state = self.state.as_ref();
+        let dims = self.dims();
+        state
+            .map(|state| entries(state, |flat| Ok(flat.reshape(dims.as_slice())?.into())))
+            .transpose()
     }
 
     /// Returns the part of a parameter that this rank holds; an empty one if it holds none.
@@ -183,47 +175,35 @@ impl LocalParam {
     /// Returns the optimizer state of one parameter, under torch's state names. This rank's pieces
     /// become sharded tensors, whose layout does not depend on units. `param` is the position of
     /// the parameter in its unit.
-    pub(crate) fn portable(
-        &self,
-        state: &ParamState,
-        param: usize,
-    ) -> Result<IndexMap<String, StateValue>> {
-        let mut portable = IndexMap::new();
-        if let Some(step) = state.step {
-            // Make a new tensor for each parameter, so that an in-place edit of one does not change
-            // the others.
-            portable.insert(
-                "step".to_owned(),
-                Tensor::new(step, &candle_core::Device::Cpu)?.into(),
-            );
-        }
-        for (name, value) in &state.entries {
-            let value = match value {
-                LocalState::Piece(flat) => self.sharded_piece(flat, param)?.into(),
-                LocalState::Whole(tensor) => StateValue::Tensor(tensor.clone()),
-                LocalState::Plain(value) => StateValue::Plain(value.clone()),
-            };
-            portable.insert(name.clone(), value);
-        }
-        Ok(portable)
+    pub(crate) fn portable(&self, state: &ParamState, param: usize) -> Result<StateDict> {
+        entries(state, |flat| Ok(self.sharded_piece(flat, param)?.into()))
     }
 
     /// Returns the elements of one of the model's parameters in a flat piece of state, as boxes of
     /// the parameter's own shape.
     pub(crate) fn sharded_piece(&self, flat: &Tensor, param: usize) -> Result<ShardedTensor> {
-        let layout = self.handle.layout();
-        let shape = &layout.shapes()[param];
         let Segment { start, len, .. } = self.segment(param);
-        if len == 0 {
-            return Ok(ShardedTensor::new(flat.dtype(), shape.clone(), Vec::new())?);
-        }
-        let boxes = layout.param_boxes(param, self.handle.shard_rank());
-        Ok(ShardedTensor::from_flat(
-            shape,
-            boxes,
-            &flat.narrow(0, start, len)?,
-        )?)
+        self.handle.boxed(param, Some(&flat.narrow(0, start, len)?))
     }
+}
+
+/// Returns a parameter's state under torch's names. `piece` makes the value of a piece.
+fn entries(state: &ParamState, piece: impl Fn(&Tensor) -> Result<StateValue>) -> Result<StateDict> {
+    let mut entries = StateDict::new();
+    if let Some(step) = state.step {
+        // A new tensor each time, so that an in-place edit of one parameter's step does not change
+        // the others.
+        entries.insert("step", Tensor::new(step, &candle_core::Device::Cpu)?);
+    }
+    for (name, value) in &state.entries {
+        let value = match value {
+            LocalState::Piece(flat) => piece(flat)?,
+            LocalState::Whole(tensor) => tensor.clone().into(),
+            LocalState::Plain(value) => value.clone().into(),
+        };
+        entries.insert(name.as_str(), value);
+    }
+    Ok(entries)
 }
 
 /// Returns the state that the algorithm's schema describes, in fresh memory. Entries that begin as
@@ -241,13 +221,14 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                 );
             }
             (StateKind::LikeParameter, Initial::Value(value)) => {
+                // Zeros are fresh memory. Other values are written on the host.
                 let on_host = zeros(&[local.numel], local.handle.dtype())?;
                 if value != 0.0 {
                     with_float!(local.handle.dtype(), T => {
                         let mut data = HostSliceMut::<T>::write(&on_host)?;
                         data.fill(<T as candle_core::WithDType>::from_f64(value));
                         data.finish()?;
-                    }, else ());
+                    });
                 }
                 let flat = to_device(&on_host, local.handle.shard_device())?;
                 state
@@ -258,6 +239,9 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
     }
     Ok(state)
 }
+
+/// The invariant after [`begin_state`], for an algorithm with state.
+pub(super) const BEGUN: &str = "the state of a parameter begins before its first step";
 
 /// Sets the initial state of a local parameter, if it has none and its algorithm has state before
 /// the first gradient.
@@ -272,6 +256,7 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
 /// Returns a copy of this rank's piece of a local parameter.
 fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
     let flat = zeros(&[local.numel], local.handle.dtype())?;
+    // Padding between the parameters stays zero.
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
         let Some(piece) = local.handle.local_piece(segment.param)? else {
             continue;
@@ -282,7 +267,7 @@ fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
             let mut to = HostSliceMut::<T>::write(&target)?;
             to.copy_from_slice(&from);
             to.finish()?;
-        }, else ());
+        });
     }
     Ok(to_device(&flat, local.handle.shard_device())?)
 }

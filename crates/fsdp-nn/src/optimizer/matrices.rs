@@ -4,7 +4,7 @@ use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
 use fsdp_flat::with_float;
 use half::bf16;
 
-use super::local::{LocalParam, LocalState};
+use super::local::{BEGUN, LocalParam, LocalState};
 use super::newton_schulz::orthogonal;
 use super::owners::{GroupStep, Owned, agree, assign_owners, from_owners, to_owners};
 use crate::algorithm::MuonOptions;
@@ -58,13 +58,13 @@ fn directions(
 
 /// Returns how long it takes to orthogonalize a matrix of this shape, in some unit.
 fn cost(shape: &[usize]) -> u128 {
-    let sizes = shape.iter().map(|&size| size as u128);
-    sizes.clone().product::<u128>() * sizes.min().unwrap_or(0)
+    let [rows, columns] = sizes(shape).map(|size| size as u128);
+    rows * columns * rows.min(columns)
 }
 
 /// Returns the rows and columns of a matrix. Groups of Muon hold only matrices.
-fn sizes(matrix: &Owned) -> [usize; 2] {
-    match matrix.shape[..] {
+fn sizes(shape: &[usize]) -> [usize; 2] {
+    match *shape {
         [rows, columns] => [rows, columns],
         _ => unreachable!("an optimizer refuses parameters for Muon that are not matrices"),
     }
@@ -72,8 +72,11 @@ fn sizes(matrix: &Owned) -> [usize; 2] {
 
 /// Updates the momentum of this rank's part of a matrix, and returns the part's direction.
 fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> Result<Vec<bf16>> {
+    // The momentum changes before the parameter does, and a backward of an earlier forward must not
+    // run in between.
     local.handle.begin_change()?;
-    let mut state = local.state.clone().unwrap_or_default();
+    let mut state = local.state.clone().expect(BEGUN);
+    // State of another algorithm may have been loaded, which has no momentum.
     if !matches!(state.entries.get(MOMENTUM), Some(LocalState::Piece(_))) {
         let fresh = zeros_on(
             &[local.numel],
@@ -101,7 +104,7 @@ fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> R
         let direction = options.direction(&grad, &mut momentum);
         momentum.finish()?;
         Ok(direction.into_iter().map(to_bf16::<T>).collect())
-    }, else Err(candle_core::Error::UnsupportedDTypeForOp(grad.dtype(), "Muon").into()))
+    })
 }
 
 fn to_bf16<T: Scalar>(value: T) -> bf16 {
@@ -124,9 +127,9 @@ fn descend(
     };
     with_float!(param.dtype(), T => {
         let mut param = HostSliceMut::<T>::write(&param)?;
-        options.descend(sizes(matrix), &mut param, direction);
+        options.descend(sizes(&matrix.shape), &mut param, direction);
         Ok(param.finish()?)
-    }, else Err(candle_core::Error::UnsupportedDTypeForOp(param.dtype(), "Muon").into()))
+    })
 }
 
 /// Orthogonalizes the matrices that this rank owns. The others are left as they are.
@@ -138,7 +141,7 @@ fn orthogonal_of(
 ) -> Result<Vec<Vec<bf16>>> {
     let directions = matrices.iter().zip(whole).map(|(matrix, whole)| {
         if matrix.owner == rank {
-            Ok(orthogonal(options, &whole, sizes(matrix))?)
+            Ok(orthogonal(options, &whole, sizes(&matrix.shape))?)
         } else {
             Ok(whole)
         }

@@ -10,6 +10,7 @@ mod owners;
 mod step;
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use fsdp_layout::PlainValue;
@@ -21,6 +22,7 @@ use crate::error::{NnError, OptimStateError, Result};
 use crate::model::parameters::{Location, ShardedParameters};
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
+pub(crate) use modes::move_towards;
 
 /// The key of the learning rate that a schedule multiplies.
 const INITIAL_LR: &str = "initial_lr";
@@ -110,15 +112,12 @@ pub(crate) type GroupUpdate = (Algorithm, Vec<(String, PlainValue)>);
 pub struct Optimizer {
     parameters: Arc<ShardedParameters>,
     groups: Vec<ParamGroup>,
+    /// The local parameters, group by group.
     locals: Vec<LocalParam>,
     /// The local parameter of each of the model's parameters.
     local_of: IndexMap<String, usize>,
     /// The names in each group when the optimizer was made.
     fqns_of_group: Vec<Arc<[String]>>,
-    /// The local parameters of each group.
-    locals_of_group: Vec<Vec<usize>>,
-    /// The group of each local parameter.
-    group_of_local: Vec<usize>,
     /// State under keys that do not belong to a parameter, kept as it was loaded.
     user_state: StateDict,
 }
@@ -148,15 +147,12 @@ impl Optimizer {
             locals: Vec::new(),
             local_of: IndexMap::new(),
             fqns_of_group: Vec::new(),
-            locals_of_group: Vec::new(),
-            group_of_local: Vec::new(),
             user_state: StateDict::new(),
         };
         // Step 1: find the local parameter of each name. Without `use_orig_params` all names of a
         // unit share one, which this map has by the unit.
         let mut flat_locals: HashMap<usize, usize> = HashMap::new();
         for (index, mut group) in groups.into_iter().enumerate() {
-            let mut locals_of_group = Vec::new();
             let fqns = group
                 .fqns
                 .iter()
@@ -169,10 +165,11 @@ impl Optimizer {
                         "parameter `{fqn}` is in more than one parameter group"
                     )));
                 }
+                // Without `use_orig_params` the first name of a unit brings in all of it.
                 let local = match flat_locals.get(&handle) {
                     Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
                     None => {
-                        locals_of_group.push(optimizer.add_local(fqn, index)?);
+                        optimizer.add_local(fqn, index)?;
                         optimizer.locals.len() - 1
                     }
                 };
@@ -182,19 +179,16 @@ impl Optimizer {
                 }
             }
             optimizer.fqns_of_group.push(Arc::clone(&group.fqns));
-            optimizer.locals_of_group.push(locals_of_group);
             optimizer.groups.push(group);
         }
         // Step 2: check what only all groups together show.
         optimizer.check_flat_parameters_are_whole()?;
         optimizer.check_algorithms(optimizer.groups.iter().map(|group| &group.algorithm))?;
         // Step 3: make the state that some algorithms have before their first step.
-        for (group, locals) in optimizer.groups.iter().zip(&optimizer.locals_of_group) {
-            if group.algorithm.state_exists_from_construction() {
-                for &local in locals {
-                    let state = initial_state(&group.algorithm, &optimizer.locals[local])?;
-                    optimizer.locals[local].state = Some(state);
-                }
+        for local in &mut optimizer.locals {
+            let algorithm = &optimizer.groups[local.group].algorithm;
+            if algorithm.state_exists_from_construction() {
+                local.state = Some(initial_state(algorithm, local)?);
             }
         }
         Ok(optimizer)
@@ -205,10 +199,10 @@ impl Optimizer {
         &self,
         algorithms: impl IntoIterator<Item = &'a Algorithm>,
     ) -> Result<()> {
-        for (algorithm, locals) in algorithms.into_iter().zip(&self.locals_of_group) {
+        for (group, algorithm) in algorithms.into_iter().enumerate() {
             algorithm.validate()?;
-            for &local in locals {
-                check_algorithm(algorithm, &self.locals[local])?;
+            for local in &self.locals[self.locals_of_group(group)] {
+                check_algorithm(algorithm, local)?;
             }
         }
         Ok(())
@@ -217,7 +211,7 @@ impl Optimizer {
     /// Checks that the FlatParameter that holds `fqn` is of this group, and returns its local
     /// parameter.
     fn check_same_group(&self, local: usize, group: usize, fqn: &str) -> Result<usize> {
-        if self.group_of_local[local] == group {
+        if self.locals[local].group == group {
             return Ok(local);
         }
         let first = self.locals[local]
@@ -229,9 +223,8 @@ impl Optimizer {
         Err(split_flat_parameter(&first.fqn, fqn))
     }
 
-    /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it, and
-    /// returns its position.
-    fn add_local(&mut self, fqn: &str, group: usize) -> Result<usize> {
+    /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it.
+    fn add_local(&mut self, fqn: &str, group: usize) -> Result<()> {
         let Location { handle, param } = self.parameters.location(fqn)?;
         let handle = Arc::clone(&self.parameters.handles[handle]);
         let layout = handle.layout();
@@ -263,12 +256,12 @@ impl Optimizer {
         self.locals.push(LocalParam {
             handle,
             is_flat,
+            group,
             segments,
             numel,
             state: None,
         });
-        self.group_of_local.push(group);
-        Ok(self.locals.len() - 1)
+        Ok(())
     }
 
     /// Checks that the optimizer has all parameters of each FlatParameter, or none of them: without
@@ -278,6 +271,7 @@ impl Optimizer {
             return Ok(());
         }
         for local in &self.locals {
+            // One update moves the whole flat tensor, frozen parameters or not.
             let (inside, outside): (Vec<_>, Vec<_>) = local
                 .handle
                 .params
@@ -337,11 +331,6 @@ impl Optimizer {
             .copied()
     }
 
-    /// Returns the position of the parameter's group; `None` if this optimizer does not hold it.
-    fn group_of(&self, fqn: &str) -> Option<usize> {
-        Some(self.group_of_local[self.local_index(fqn)?])
-    }
-
     /// Returns `true` if no parameter has state: nothing has been stepped or loaded.
     #[must_use]
     pub fn is_fresh(&self) -> bool {
@@ -364,7 +353,7 @@ impl Optimizer {
         local
             .state
             .as_ref()
-            .map(|state| local.portable(state, location.param))
+            .map(|state| Ok(local.portable(state, location.param)?.into_iter().collect()))
             .transpose()
     }
 
@@ -372,13 +361,11 @@ impl Optimizer {
     /// algorithm's schema with its initial values. `None` for one that is frozen, and where the
     /// algorithm has no state before its first step.
     pub(crate) fn initial_state_of_local(&self, local: usize) -> Result<Option<ParamState>> {
-        if !self.locals[local].requires_grad() {
+        let local = &self.locals[local];
+        if !local.requires_grad() {
             return Ok(None);
         }
-        let state = initial_state(
-            &self.groups[self.group_of_local[local]].algorithm,
-            &self.locals[local],
-        )?;
+        let state = initial_state(&self.groups[local.group].algorithm, local)?;
         Ok((state.step.is_some() || !state.entries.is_empty()).then_some(state))
     }
 
@@ -393,20 +380,20 @@ impl Optimizer {
 
     /// Returns `true` if an entry of a parameter's state is shaped like the parameter.
     pub(crate) fn is_like_parameter(&self, fqn: &str, name: &str) -> bool {
-        let (Some(group), Ok(shape)) = (self.group_of(fqn), self.parameters.shape(fqn)) else {
+        let (Some(local), Ok(shape)) = (self.local_index(fqn), self.parameters.shape(fqn)) else {
             return false;
         };
-        self.groups[group].algorithm.kind_of(name, shape) == Some(StateKind::LikeParameter)
+        self.groups[self.locals[local].group]
+            .algorithm
+            .kind_of(name, shape)
+            == Some(StateKind::LikeParameter)
     }
 
-    /// Returns the position of a local parameter's group.
-    pub(crate) fn group_of_local(&self, local: usize) -> usize {
-        self.group_of_local[local]
-    }
-
-    /// Returns the local parameters of a group.
-    pub(crate) fn params_of_group(&self, group: usize) -> &[usize] {
-        &self.locals_of_group[group]
+    /// Returns the positions of a group's local parameters.
+    pub(crate) fn locals_of_group(&self, group: usize) -> Range<usize> {
+        let start = self.locals.partition_point(|local| local.group < group);
+        let end = self.locals.partition_point(|local| local.group <= group);
+        start..end
     }
 
     /// Returns an optimizer of the same parameters and groups without any state. A load fills it,
@@ -418,8 +405,6 @@ impl Optimizer {
             locals: self.locals.iter().map(LocalParam::without_state).collect(),
             local_of: self.local_of.clone(),
             fqns_of_group: self.fqns_of_group.clone(),
-            locals_of_group: self.locals_of_group.clone(),
-            group_of_local: self.group_of_local.clone(),
             user_state: StateDict::new(),
         }
     }
@@ -427,8 +412,11 @@ impl Optimizer {
     /// Returns an optimizer of one of the local parameters alone, without any state. State of that
     /// parameter can be loaded into it to convert the state, while this optimizer stays as it is.
     pub(crate) fn of_local(&self, local: usize) -> Self {
-        let group = &self.groups[self.group_of_local[local]];
-        let fqns: Arc<[String]> = self.locals[local].fqns().into();
+        // Conversions run on a copy, so that an error changes nothing here.
+        let mut local = self.locals[local].without_state();
+        let group = &self.groups[local.group];
+        local.group = 0;
+        let fqns: Arc<[String]> = local.fqns().into();
         Optimizer {
             parameters: Arc::clone(&self.parameters),
             local_of: fqns.iter().map(|fqn| (fqn.clone(), 0)).collect(),
@@ -436,10 +424,8 @@ impl Optimizer {
                 fqns: Arc::clone(&fqns),
                 ..group.clone()
             }],
-            locals: vec![self.locals[local].without_state()],
+            locals: vec![local],
             fqns_of_group: vec![fqns],
-            locals_of_group: vec![vec![0]],
-            group_of_local: vec![0],
             user_state: StateDict::new(),
         }
     }
@@ -473,6 +459,7 @@ impl Optimizer {
             .into());
         }
         self.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
+        // All checks are done: from here nothing fails.
         for (group, (algorithm, extra)) in self.groups.iter_mut().zip(groups) {
             group.algorithm = algorithm;
             group.extra = extra;
@@ -487,8 +474,8 @@ impl Optimizer {
 /// Returns the error for two parameters of one FlatParameter of which only one is in a group.
 fn split_flat_parameter(first: &str, second: &str) -> NnError {
     NnError::options(format!(
-        "parameters `{first}` and `{second}` are of one FlatParameter, so they must be in one parameter \
-         group: set `use_orig_params` or group them together"
+        "parameters `{first}` and `{second}` are of one FlatParameter, so they must be in one \
+         parameter group: set `use_orig_params` or group them together"
     ))
 }
 

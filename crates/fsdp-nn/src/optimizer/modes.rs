@@ -7,7 +7,7 @@ use fsdp_flat::with_float;
 use super::Optimizer;
 use super::local::{LocalParam, LocalState};
 use crate::algorithm::{Algorithm, ScheduleFreeOptions, lerp};
-use crate::error::{NnError, Result};
+use crate::error::Result;
 
 impl Optimizer {
     /// Turns the parameters of schedule-free groups into the points at which gradients are
@@ -16,7 +16,8 @@ impl Optimizer {
     /// same; no communication.
     ///
     /// # Errors
-    /// [`NnError::UnitInUse`] inside a forward; [`NnError::Swapped`]; candle's errors.
+    /// [`UnitInUse`](crate::NnError::UnitInUse) inside a forward;
+    /// [`Swapped`](crate::NnError::Swapped); candle's errors.
     pub fn train(&mut self) -> Result<()> {
         self.switch(true)
     }
@@ -34,19 +35,18 @@ impl Optimizer {
     /// Switches the weights of all schedule-free groups to those for training, or to the averaged
     /// ones.
     fn switch(&mut self, to_train: bool) -> Result<()> {
-        if self.parameters.has_average() {
-            return Err(NnError::Swapped);
-        }
+        self.parameters.check_not_swapped()?;
         self.parameters.reshard()?;
-        for (group, locals) in self.groups.iter_mut().zip(&self.locals_of_group) {
-            let Algorithm::ScheduleFreeAdamW(options) = &mut group.algorithm else {
+        for index in 0..self.groups.len() {
+            let locals = self.locals_of_group(index);
+            let Algorithm::ScheduleFreeAdamW(options) = &mut self.groups[index].algorithm else {
                 continue;
             };
             if options.train_mode == to_train {
                 continue;
             }
-            for &index in locals {
-                switch_local(options, to_train, &self.locals[index])?;
+            for local in &self.locals[locals] {
+                switch_local(options, to_train, local)?;
             }
             options.train_mode = to_train;
         }
@@ -70,20 +70,19 @@ fn switch_local(options: &ScheduleFreeOptions, to_train: bool, local: &LocalPara
             continue;
         };
         let z = z.narrow(0, segment.start, segment.len)?;
-        if !param.device().is_cpu() {
-            switch_on_device(options.switch_weight(to_train), &param, &z)?;
-            continue;
-        }
-        with_float!(param.dtype(), T => {
-            let z = HostSlice::<T>::read(&z)?;
-            lerp(&mut HostSliceMut::<T>::write(&param)?, &z, options.switch_weight(to_train));
-        }, else ());
+        move_towards(&param, &z, options.switch_weight(to_train))?;
     }
     Ok(())
 }
 
-/// Moves a parameter on a GPU towards `z` by a weight.
-fn switch_on_device(weight: f64, param: &Tensor, z: &Tensor) -> Result<()> {
-    let switched = ((param * (1.0 - weight))? + (z * weight)?)?;
-    Ok(param.slice_set(&switched.contiguous()?, 0, 0)?)
+/// Moves a flat tensor towards another one by a weight, in place.
+pub(crate) fn move_towards(value: &Tensor, end: &Tensor, weight: f64) -> Result<()> {
+    if !value.device().is_cpu() {
+        let moved = ((value * (1.0 - weight))? + (end * weight)?)?;
+        return Ok(value.slice_set(&moved.contiguous()?, 0, 0)?);
+    }
+    with_float!(value.dtype(), T => {
+        lerp(&mut HostSliceMut::<T>::write(value)?, &HostSlice::<T>::read(end)?, weight);
+    });
+    Ok(())
 }

@@ -14,6 +14,7 @@ pub(super) fn orthogonal(
 ) -> Result<Vec<bf16>> {
     let (a, b, c) = options.ns_coefficients;
     let matrix = Tensor::from_slice(matrix, (rows, columns), &Device::Cpu)?.to_dtype(DType::F32)?;
+    // The products below are of the smaller dimension if the matrix is wide.
     let is_tall = rows > columns;
     let mut x = if is_tall {
         matrix.t()?.contiguous()?
@@ -21,6 +22,7 @@ pub(super) fn orthogonal(
         matrix
     };
     let norm = f64::from(x.sqr()?.sum_all()?.to_scalar::<f32>()?).sqrt();
+    // The iteration converges only from a matrix whose norm is at most 1.
     x = rounded(&(x / rounded_scalar(norm).max(rounded_scalar(options.eps)))?)?;
     for _ in 0..options.ns_steps {
         let gram = rounded(&x.matmul(&x.t()?)?)?;

@@ -110,6 +110,7 @@ fn sgd(
     let [buffer] = state else {
         unreachable!("SGD with momentum has one entry of state");
     };
+    // The momentum begins as the first gradient itself.
     let buffer = if first {
         g.clone()
     } else {
@@ -133,13 +134,14 @@ fn schedule_free(
     let [z, exp_avg_sq] = state else {
         unreachable!("schedule-free AdamW has two entries of state");
     };
-    let factors = options.factors();
+    // The same arithmetic as on the host, one operation of candle's at a time.
+    let z_weight = options.z_weight();
     let beta2 = options.betas.1;
     let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
-    let denominator = ((&v / factors.bias_correction)?.sqrt()? + options.eps)?;
+    let denominator = ((&v / options.bias_correction())?.sqrt()? + options.eps)?;
     let normalized = ((g / denominator)? + (y * options.weight_decay)?)?;
-    let moved = ((y * (1.0 - factors.z_weight))? + (z * factors.z_weight)?)?;
-    let p = (moved + (&normalized * factors.gradient_factor)?)?;
+    let moved = ((y * (1.0 - z_weight))? + (z * z_weight)?)?;
+    let p = (moved + (&normalized * options.gradient_factor())?)?;
     let z = (z - (normalized * options.scheduled_lr)?)?;
     Ok((p, vec![z, v]))
 }

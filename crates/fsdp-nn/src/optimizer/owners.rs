@@ -13,7 +13,7 @@ use crate::error::Result;
 
 /// A parameter that a step updates as a whole.
 pub(super) struct Owned {
-    /// The local parameter that it belongs to, by its position in the optimizer.
+    /// The local parameter that it belongs to, by its position in the group.
     pub(super) local: usize,
     /// Its position in the unit.
     pub(super) param: usize,
@@ -36,10 +36,8 @@ pub(super) struct GroupStep<'a> {
     pub(super) algorithm: &'a Algorithm,
     /// The ranks that each have a part of every parameter; `None` if this rank has all of them.
     pub(super) shard_group: Option<&'a ProcessGroup>,
-    /// All local parameters of the optimizer.
+    /// The local parameters of the group.
     pub(super) locals: &'a mut [LocalParam],
-    /// The positions of those of the group.
-    pub(super) indices: &'a [usize],
 }
 
 impl GroupStep<'_> {
@@ -54,11 +52,12 @@ impl GroupStep<'_> {
     pub(super) fn owned(&mut self) -> Result<Vec<Owned>> {
         let ranks = self.shard_group.map_or(1, ProcessGroup::world_size);
         let mut all = Vec::new();
-        for &index in self.indices {
-            let local = &mut self.locals[index];
+        for (index, local) in self.locals.iter_mut().enumerate() {
             if !local.requires_grad() || local.handle.grad().is_none() {
                 continue;
             }
+            // All parameters of a unit get their state together: a checkpoint has that of all of
+            // them, or of none.
             begin_state(self.algorithm, local)?;
             let layout = local.handle.layout();
             for param in local.params() {
@@ -88,6 +87,7 @@ impl GroupStep<'_> {
         &self,
         outcome: Result<(Vec<Owned>, T)>,
     ) -> Result<(Vec<Owned>, T)> {
+        // A rank that shares with none has nobody to agree with.
         let Some(group) = self.shard_group else {
             return outcome;
         };

@@ -43,9 +43,7 @@ impl Optimizer {
     /// error: end the run.
     pub fn step(&mut self) -> Result<()> {
         // Step 1: check everything that can be known before something is changed.
-        if self.parameters.has_average() {
-            return Err(NnError::Swapped);
-        }
+        self.parameters.check_not_swapped()?;
         self.check_groups()?;
         let mut begun = Vec::with_capacity(self.groups.len());
         for index in 0..self.groups.len() {
@@ -82,12 +80,12 @@ impl Optimizer {
         // all ranks begin each of these groups, in the order of the model, because a rank may have
         // made its groups in any order.
         for index in self.groups_in_order_of_model() {
+            let locals = self.locals_of_group(index);
             let group = &self.groups[index];
             let step = GroupStep {
                 algorithm: &group.algorithm,
                 shard_group: self.parameters.shard_group(),
-                locals: &mut self.locals,
-                indices: &self.locals_of_group[index],
+                locals: &mut self.locals[locals],
             };
             outcome = match &group.algorithm {
                 Algorithm::Muon(options) => step_matrices(options, step, outcome),
@@ -101,18 +99,15 @@ impl Optimizer {
     /// Returns the positions of the groups that have parameters, in the order of the first
     /// parameter of each in the model.
     fn groups_in_order_of_model(&self) -> Vec<usize> {
-        let mut order: Vec<(Option<(usize, usize)>, usize)> = Vec::with_capacity(self.groups.len());
-        for (index, locals) in self.locals_of_group.iter().enumerate() {
-            let locals = locals.iter().map(|&local| &self.locals[local]);
-            let first = locals.flat_map(|local| {
-                local
-                    .params()
-                    .into_iter()
-                    .map(|param| (local.handle.number(), param))
+        let mut order: Vec<((usize, usize), usize)> = Vec::with_capacity(self.groups.len());
+        for index in 0..self.groups.len() {
+            let locals = &self.locals[self.locals_of_group(index)];
+            let params = locals.iter().flat_map(|local| {
+                let params = local.params().into_iter();
+                params.map(|param| (local.handle.number(), param))
             });
-            order.push((first.min(), index));
+            order.extend(params.min().map(|first| (first, index)));
         }
-        order.retain(|(first, _)| first.is_some());
         order.sort_unstable();
         order.into_iter().map(|(_, index)| index).collect()
     }
@@ -123,8 +118,8 @@ impl Optimizer {
         for (index, (group, fqns)) in self.groups.iter().zip(&self.fqns_of_group).enumerate() {
             if !Arc::ptr_eq(&group.fqns, fqns) && group.fqns != *fqns {
                 return Err(NnError::options(format!(
-                    "parameter group {index} has been replaced by one of other parameters: change the \
-                     hyperparameters of a group, or make a new optimizer"
+                    "parameter group {index} has been replaced by one of other parameters: change \
+                     the hyperparameters of a group, or make a new optimizer"
                 )));
             }
         }
@@ -133,9 +128,9 @@ impl Optimizer {
 
     /// Updates the parameters of a group, each by itself. No communication.
     fn step_group(&mut self, index: usize) -> Result<()> {
+        let locals = self.locals_of_group(index);
         let algorithm = &self.groups[index].algorithm;
-        for &local in &self.locals_of_group[index] {
-            let local = &mut self.locals[local];
+        for local in &mut self.locals[locals] {
             if !local.requires_grad() || local.handle.grad().is_none() {
                 continue;
             }
@@ -144,19 +139,16 @@ impl Optimizer {
                 begin_state(algorithm, local)?;
                 continue;
             }
-            with_float!(local.handle.dtype(), T => step_local::<T>(algorithm, local)?, else {
-                return Err(candle_core::Error::UnsupportedDTypeForOp(local.handle.dtype(), "optimizer step").into());
-            });
+            with_float!(local.handle.dtype(), T => step_local::<T>(algorithm, local)?);
         }
         Ok(())
     }
 
     /// Returns `true` if a trained parameter of a group has a gradient.
     fn has_gradients(&self, index: usize) -> bool {
-        let mut locals = self.locals_of_group[index]
+        self.locals[self.locals_of_group(index)]
             .iter()
-            .map(|&local| &self.locals[local]);
-        locals.any(|local| local.requires_grad() && local.has_gradient())
+            .any(|local| local.requires_grad() && local.has_gradient())
     }
 }
 

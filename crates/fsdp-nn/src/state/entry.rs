@@ -35,15 +35,24 @@ impl Saved {
     /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is
     /// shaped like a parameter without dimensions.
     fn of_kind(&self, kind: Option<StateKind>, parameter: &[usize]) -> Self {
-        match self {
-            Saved::Tensor { small: Some(value), shape, .. }
-                // A step may have been saved with a dimension of one element.
-                if kind == Some(StateKind::Scalar)
-                    || shape.is_empty() && (kind != Some(StateKind::LikeParameter) || !parameter.is_empty()) =>
-            {
-                Saved::Scalar(value.clone())
-            }
-            other => other.clone(),
+        let Saved::Tensor {
+            small: Some(value),
+            shape,
+            ..
+        } = self
+        else {
+            return self.clone();
+        };
+        let is_scalar = match kind {
+            // A step may have been saved with a dimension of one element.
+            Some(StateKind::Scalar) => true,
+            Some(StateKind::LikeParameter) => shape.is_empty() && !parameter.is_empty(),
+            None => shape.is_empty(),
+        };
+        if is_scalar {
+            Saved::Scalar(value.clone())
+        } else {
+            self.clone()
         }
     }
 
@@ -144,25 +153,22 @@ struct SavedEntry<'a> {
     /// own, such as Adafactor's averages, and for one that the algorithm does not know.
     kind: Option<StateKind>,
     values: Vec<Option<Saved>>,
-}
-
-/// The strictness with which saved state is read.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct EntryOptions {
     /// `true` if parameters of a FlatParameter may lack state that others of it have.
-    pub(crate) allow_missing: bool,
+    allow_missing: bool,
     /// `true` if tensors of another dtype than the parameter are converted.
-    pub(crate) cast: bool,
+    cast: bool,
 }
 
 impl EntryPlan {
     /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an
-    /// item for each of the model's parameters that the local parameter is made of.
+    /// item for each of the model's parameters that the local parameter is made of: nothing for
+    /// some of them only if `allow_missing`. Tensors of another dtype are converted if `cast`.
     pub(crate) fn new(
         local: &LocalParam,
         algorithm: &Algorithm,
         saved: &[Option<&SavedEntries>],
-        options: EntryOptions,
+        allow_missing: bool,
+        cast: bool,
     ) -> Result<Option<Self>> {
         let Some(first) = saved.iter().flatten().next() else {
             return Ok(None);
@@ -232,15 +238,14 @@ impl EntryPlan {
             let values = saved.iter().zip(&params).map(|(entries, &param)| {
                 Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param]))
             });
-            plan.add(
-                &SavedEntry {
-                    local,
-                    name,
-                    kind,
-                    values: values.collect(),
-                },
-                options,
-            )?;
+            plan.add(&SavedEntry {
+                local,
+                name,
+                kind,
+                values: values.collect(),
+                allow_missing,
+                cast,
+            })?;
         }
         // Note which entries are missing. Those that are made with the first gradient may be
         // absent, because there may have been no gradient yet.
@@ -258,12 +263,13 @@ impl EntryPlan {
     }
 
     /// Plans one entry.
-    fn add(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
+    fn add(&mut self, entry: &SavedEntry<'_>) -> Result<()> {
         let &SavedEntry {
             local,
             name,
             kind,
             ref values,
+            ..
         } = entry;
         let is_like = kind == Some(StateKind::LikeParameter);
         let first = values
@@ -271,6 +277,7 @@ impl EntryPlan {
             .flatten()
             .next()
             .expect("an entry is the state of one of the parameters");
+        // All parameters of a FlatParameter must agree, since it has one entry for all.
         let is_one_type = values
             .iter()
             .flatten()
@@ -292,13 +299,13 @@ impl EntryPlan {
             .into());
         }
         let Saved::Scalar(value) = first else {
-            return self.add_tensors(entry, options);
+            return self.add_tensors(entry);
         };
         // A FlatParameter has one scalar for all its parameters, so their scalars must be the same.
         let bits = first.bits();
         let is_same = values.iter().all(|value| match value {
             Some(value) => value.bits() == bits,
-            None => options.allow_missing,
+            None => entry.allow_missing,
         });
         if !is_same {
             let mut dtypes = BTreeSet::new();
@@ -336,12 +343,13 @@ impl EntryPlan {
     }
 
     /// Plans an entry that is a tensor for every parameter that has it.
-    fn add_tensors(&mut self, entry: &SavedEntry<'_>, options: EntryOptions) -> Result<()> {
+    fn add_tensors(&mut self, entry: &SavedEntry<'_>) -> Result<()> {
         let &SavedEntry {
             local,
             name,
             kind,
             ref values,
+            ..
         } = entry;
         let is_like = kind == Some(StateKind::LikeParameter);
         let params = local.params();
@@ -355,7 +363,7 @@ impl EntryPlan {
         let mut absent_scalar = None;
         for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
             let Some(Saved::Tensor { dtype, shape, .. }) = value else {
-                if shapes[param].is_empty() && value.is_none() && !options.allow_missing {
+                if shapes[param].is_empty() && value.is_none() && !entry.allow_missing {
                     absent_scalar = Some(fqn);
                 }
                 continue;
@@ -421,7 +429,7 @@ impl EntryPlan {
         }
         let found = *dtypes.first().expect("an entry of tensors has one");
         let expected = local.handle.file_dtype();
-        let casts = options.cast && Memory::converts(found, local.handle.dtype());
+        let casts = entry.cast && Memory::converts(found, local.handle.dtype());
         if is_like && found != expected && !casts {
             return Err(OptimStateError::WrongDType {
                 fqn: fqns[0].clone(),
@@ -476,7 +484,7 @@ impl EntryPlan {
                 LocalState::Plain(value) => format!("{value:?}"),
                 LocalState::Whole(tensor) => Saved::Scalar(tensor.clone().into())
                     .bits()
-                    .unwrap_or_default(),
+                    .unwrap_or_else(|| "a tensor of many elements".to_owned()),
                 LocalState::Piece(_) => continue,
             };
             scalars.push((format!("state.{fqn}.{name}"), value));

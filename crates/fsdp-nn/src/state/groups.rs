@@ -119,6 +119,7 @@ fn malformed(index: usize, problem: String) -> NnError {
 /// Reads one group: `params` are names or ids, and all other keys are hyperparameters.
 fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
     let Some(PlainValue::Dict(entries)) = plain(group) else {
+        // Name what is in the way: a tensor of many elements is no hyperparameter.
         let wrong = group
             .as_dict()
             .into_iter()
@@ -162,6 +163,7 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
                     ));
                 }
             };
+            // Names and ids together cannot be told apart later: a name may be a number.
             if group.key_type.is_some_and(|before| before != key_type) {
                 return Err(malformed(index, "`params` holds names and ids".to_owned()));
             }

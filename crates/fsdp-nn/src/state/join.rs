@@ -147,8 +147,8 @@ pub(crate) fn join(
 ) -> Result<(StateDict, PortableStates)> {
     // A rank with an error brings `None`. The others then take part in an agreement, which gives
     // all ranks the error.
-    let own = own.and_then(|own| Ok((contribution_of(optimizer, &own)?, own)));
-    let (contribution, own) = match own {
+    let (contribution, own) = match own.and_then(|own| Ok((contribution_of(optimizer, &own)?, own)))
+    {
         Ok((contribution, own)) => (Some(contribution), Ok(own)),
         Err(error) => (None, Err(error)),
     };
@@ -161,8 +161,9 @@ pub(crate) fn join(
             own.map(|own| (StateDict::new(), own)),
         );
     }
-    let own = own?;
-    let own_states: HashMap<&str, &StateDict> = own
+    let portable = own?;
+    // This rank's own values, to be found by name.
+    let own_states: HashMap<&str, &StateDict> = portable
         .states
         .iter()
         .flat_map(|(_, states)| states)
@@ -203,7 +204,7 @@ pub(crate) fn join(
         let here = own_states.get(fqn.as_str());
         let mut state = StateDict::new();
         for (name, entry) in entries {
-            let value = here.and_then(|state| state.get(name)).cloned();
+            let here_too = here.and_then(|state| state.get(name)).cloned();
             // A whole tensor that is not on every rank is gathered from those that have it. All
             // ranks find out alike whether the others can hold it.
             if entry.small.is_none() && !entry.leaf.is_sharded() && holders.len() < all.len() {
@@ -215,7 +216,7 @@ pub(crate) fn join(
                     }
                     .into());
                 };
-                let boxes = match value.as_ref().and_then(StateValue::as_tensor) {
+                let boxes = match here_too.as_ref().and_then(StateValue::as_tensor) {
                     Some(tensor) => ShardedTensor::from_whole(tensor).into(),
                     None => absent,
                 };
@@ -225,7 +226,7 @@ pub(crate) fn join(
                 ]);
                 set_element(&mut lacking, &path, boxes)?;
             }
-            let value = match value {
+            let value = match here_too {
                 Some(value) => value,
                 None => entry.value_without_elements()?,
             };
@@ -244,7 +245,7 @@ pub(crate) fn join(
             set_element(&mut joined, path, value)
         })?;
     }
-    Ok((joined, own))
+    Ok((joined, portable))
 }
 
 /// Returns what this rank tells the others of its state.
@@ -290,7 +291,7 @@ fn check_elements(
             continue;
         };
         let expected = parameters.shape(fqn)?.iter().product::<usize>() * replicas;
-        let found = held.get(key).copied().unwrap_or(0);
+        let found = held[key];
         if found != expected {
             return Err(OptimStateError::NotOnAllRanks {
                 fqn: fqn.clone(),
@@ -309,6 +310,7 @@ fn check_same(group: &ProcessGroup, fqn: &str, holders: &Holders<'_>) -> Result<
         .split_first()
         .expect("a state that was gathered has a rank that has it");
     for (rank, found) in others {
+        // In order, so that every rank finds the same difference first.
         let names: BTreeSet<&String> = expected.keys().chain(found.keys()).collect();
         for name in names {
             let expected = expected.get(name);

@@ -13,7 +13,7 @@ use fsdp_state::{StateDict, StateValue, load_state};
 use super::entry::unexpected_state;
 use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
 use super::names::key_type_of;
-use super::{LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
+use super::{ExactLoad, LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
 use crate::algorithm::Initial;
 use crate::error::{NnError, Result};
 use crate::optimizer::{LocalParam, LocalState, Optimizer, initial_state};
@@ -73,10 +73,7 @@ impl LocalStates {
             .into_iter()
             .find(|key| !state.contains_key(key))
         {
-            return Err(OptimStateError::MissingKey {
-                key: key.to_owned(),
-            }
-            .into());
+            return Err(OptimStateError::missing_key(key).into());
         }
         let groups = read_param_groups(&state)?;
         if groups.len() != optimizer.groups().len() {
@@ -86,9 +83,10 @@ impl LocalStates {
             }
             .into());
         }
+        // Ids and names of the saved optimizer count only as marks of positions.
         let mut positions: HashMap<String, usize> = HashMap::new();
         for (index, group) in groups.iter().enumerate() {
-            let params = optimizer.params_of_group(index);
+            let params = optimizer.locals_of_group(index);
             if group.params.len() != params.len() {
                 return Err(OptimStateError::GroupSize {
                     index,
@@ -97,7 +95,7 @@ impl LocalStates {
                 }
                 .into());
             }
-            positions.extend(group.params.iter().cloned().zip(params.iter().copied()));
+            positions.extend(group.params.iter().cloned().zip(params));
         }
         Self::sorted(optimizer, state, groups, |key, _| {
             positions.get(key).copied()
@@ -114,10 +112,7 @@ impl LocalStates {
         find: impl Fn(&str, bool) -> Option<usize>,
     ) -> Result<Self> {
         let Some(StateValue::Dict(states)) = state.remove("state") else {
-            return Err(OptimStateError::MissingKey {
-                key: "state".to_owned(),
-            }
-            .into());
+            return Err(OptimStateError::missing_key("state").into());
         };
         let locals = optimizer.locals();
         // The groups determine whether keys are ids or names. Without groups, keys that are numbers
@@ -174,7 +169,8 @@ impl LocalStates {
     }
 }
 
-/// An optimizer's state on this rank, by the model's names. Tensors shaped like parameters are boxes.
+/// An optimizer's state on this rank, by the model's names. Tensors shaped like parameters are
+/// boxes.
 pub(crate) struct PortableStates {
     /// The local parameters that have state and elements on this rank, by their positions in the
     /// optimizer, each with the states of the model's parameters that it is made of.
@@ -193,16 +189,17 @@ impl PortableStates {
             let Some(state) = local.state.as_ref().filter(|_| !local.is_empty()) else {
                 continue;
             };
+            // Views: nothing is copied before it is needed.
             let mut portable = Vec::new();
             for (fqn, param) in local.fqns().into_iter().zip(local.params()) {
-                portable.push((fqn, local.portable(state, param)?.into_iter().collect()));
+                portable.push((fqn, local.portable(state, param)?));
             }
             states.push((index, portable));
         }
         let mut groups = Vec::with_capacity(optimizer.groups().len());
         for (index, group) in optimizer.groups().iter().enumerate() {
-            let locals = optimizer.params_of_group(index).iter();
-            let fqns = locals.flat_map(|&local| optimizer.locals()[local].fqns());
+            let locals = &optimizer.locals()[optimizer.locals_of_group(index)];
+            let fqns = locals.iter().flat_map(LocalParam::fqns);
             groups.push(SavedGroup::of_live(
                 group,
                 fqns.collect(),
@@ -274,6 +271,7 @@ fn portable_state(
         .map(|fqn| (fqn, StateDict::new()))
         .collect();
     for (name, value) in entries {
+        // One entry of a FlatParameter is the state of all its parameters.
         let is_like = states
             .first()
             .is_some_and(|(fqn, _)| optimizer.is_like_parameter(fqn, name));
@@ -309,14 +307,6 @@ fn portable_state(
     Ok(states)
 }
 
-/// What a load into an optimizer that is not in use yet allows.
-pub(crate) struct ExactLoad {
-    /// `true` if a trained parameter may lack state that others of its unit have.
-    pub(crate) allow_missing_state: bool,
-    /// The arguments of the call, which must be the same on all ranks.
-    pub(crate) arguments: String,
-}
-
 /// Loads state by the model's names into an optimizer that is not in use yet. The first value that
 /// does not fit is returned as an error, instead of a report of all.
 pub(crate) fn load_exactly(
@@ -331,9 +321,7 @@ pub(crate) fn load_exactly(
         model: None,
         optim: Some(Vec::new()),
     };
-    let mut target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?
-        .exact(exact.allow_missing_state)
-        .with_arguments(exact.arguments);
+    let mut target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?.exact(exact);
     let options = LoadOptions {
         strict: false,
         ..LoadOptions::default()
@@ -416,12 +404,9 @@ impl Optimizer {
         state.extend(self.user_state().clone());
         let mut groups = Vec::with_capacity(self.groups().len());
         for (index, group) in self.groups().iter().enumerate() {
-            let params = self
-                .params_of_group(index)
-                .iter()
-                .map(|&local| self.key_of_local(local, key_type))
-                .collect();
-            groups.push(SavedGroup::of_live(group, params, key_type));
+            let locals = self.locals_of_group(index);
+            let params = locals.map(|local| self.key_of_local(local, key_type));
+            groups.push(SavedGroup::of_live(group, params.collect(), key_type));
         }
         let mut dict = optim_dict(state, groups);
         if self.locals().iter().any(LocalParam::is_empty) {
@@ -461,14 +446,12 @@ impl Optimizer {
             .zip(read.groups.iter().flatten())
             .enumerate()
         {
-            let read = group.algorithm.with_group(&saved.hyperparameters)?;
-            if let Some(key) = read.missing.first() {
-                return Err(OptimStateError::MissingKey {
-                    key: format!("param_groups.{index}.{key}"),
-                }
-                .into());
+            let found = group.algorithm.with_group(&saved.hyperparameters)?;
+            if let Some(key) = found.missing.first() {
+                let key = format!("param_groups.{index}.{key}");
+                return Err(OptimStateError::missing_key(&key).into());
             }
-            groups.push((read.algorithm, read.unknown));
+            groups.push((found.algorithm, found.unknown));
         }
         // Load the groups before the states: the new hyperparameters determine which entries there
         // must be.
@@ -510,11 +493,11 @@ impl Optimizer {
     /// the states of the other parameters of their groups.
     fn deduce_empty(&mut self) -> Result<()> {
         for group in 0..self.groups().len() {
-            let params = self.params_of_group(group).to_vec();
-            let mut steps = params
+            let members = self.locals_of_group(group);
+            let locals = &self.locals()[members.clone()];
+            let mut steps = locals
                 .iter()
-                .filter_map(|&local| self.locals()[local].state.as_ref())
-                .map(|state| state.step);
+                .filter_map(|local| Some(local.state.as_ref()?.step));
             // If the others differ, it is not known how many steps this one has made.
             let Some(first) = steps
                 .next()
@@ -529,11 +512,11 @@ impl Optimizer {
                 .filter(|entry| entry.initial == Initial::FirstGradient)
                 .map(|entry| entry.name)
                 .filter(|name| {
-                    let mut locals = params.iter().map(|&local| &self.locals()[local]);
+                    let mut locals = locals.iter();
                     locals.any(|local| local.live_piece(name).is_some())
                 })
                 .collect();
-            for index in params {
+            for index in members {
                 let local = &self.locals()[index];
                 if local.is_empty() && local.state.is_none() {
                     let mut state = initial_state(&self.groups()[group].algorithm, local)?;

@@ -36,6 +36,7 @@ pub(crate) fn key_type_of(
         }
         of_groups => of_groups,
     };
+    // A name may be a number. So only the groups can say that numbers are names.
     match of_groups {
         Some(OptimStateKeyType::ParamId) if numbers < states.len() => {
             Err(invalid(states, "the groups have ids"))

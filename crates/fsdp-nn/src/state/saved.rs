@@ -95,9 +95,9 @@ impl SavedOptim {
             return Err(ids(group.params.clone()));
         }
         groups.extend(flat_groups.into_values());
-        let mut names_of_groups = NewNames::default();
+        let mut sources = HashMap::new();
         for name in groups.iter_mut().flat_map(|group| &mut group.params) {
-            *name = names_of_groups.add(name, rename)?;
+            *name = rename_apart(name, rename, &mut sources)?;
         }
         let mut saved = SavedOptim {
             states: HashMap::new(),
@@ -105,10 +105,11 @@ impl SavedOptim {
             user_state: Vec::new(),
             unexpected: Vec::new(),
         };
-        let mut names_of_states = NewNames::default();
+        // Groups and states name the same parameters, so each has a map of its own.
+        sources.clear();
         let mut named: Vec<(String, Vec<StatePart<'_>>)> = Vec::with_capacity(by_key.len());
         for (key, parts) in by_key {
-            named.push((names_of_states.add(key, rename)?, parts));
+            named.push((rename_apart(key, rename, &mut sources)?, parts));
         }
         // A tied parameter may have been saved under several of its names. One of them is used.
         let names = named
@@ -169,24 +170,24 @@ fn ids(keys: Vec<String>) -> NnError {
     OptimStateError::InvalidKeys { keys, expected }.into()
 }
 
-/// The names in the model that names of a source have been turned into, each with its name in the
-/// source.
-#[derive(Default)]
-struct NewNames(HashMap<String, String>);
-
-impl NewNames {
-    /// Turns a name of the source into the model's with `rename`.
-    ///
-    /// # Errors
-    /// [`StateError::DuplicateKey`] if another name of the source has become the same name.
-    fn add(&mut self, name: &str, rename: &dyn Fn(&str) -> String) -> Result<String> {
-        let new = rename(name);
-        let first = self.0.entry(new.clone()).or_insert_with(|| name.to_owned());
-        if first == name {
-            Ok(new)
-        } else {
-            Err(StateError::DuplicateKey { key: new }.into())
-        }
+/// Turns a name of a source into the model's with `rename`. `sources` has the names that have
+/// become names of the model before, by these.
+///
+/// # Errors
+/// [`StateError::DuplicateKey`] if another name of the source has become the same name.
+fn rename_apart(
+    name: &str,
+    rename: &dyn Fn(&str) -> String,
+    sources: &mut HashMap<String, String>,
+) -> Result<String> {
+    let new = rename(name);
+    let first = sources
+        .entry(new.clone())
+        .or_insert_with(|| name.to_owned());
+    if first == name {
+        Ok(new)
+    } else {
+        Err(StateError::DuplicateKey { key: new }.into())
     }
 }
 
@@ -199,6 +200,7 @@ fn entries(
     parts: &[StatePart<'_>],
 ) -> Result<SavedEntries> {
     let mut entries = SavedEntries::new();
+    // A container comes as one leaf for each of its elements.
     let mut nested = StateDict::new();
     for &(path, position) in parts {
         let (_, leaf) = load
@@ -245,8 +247,11 @@ fn entries(
 /// Returns an entry of a parameter, of its state or its group, that must be a plain value.
 fn plain_entry(fqn: &str, name: &str, value: &StateValue) -> Result<PlainValue> {
     plain(value).ok_or_else(|| {
-        let (fqn, name) = (fqn.to_owned(), name.to_owned());
-        let kind = value.kind().to_owned();
-        StateDictError::UnexpectedState { fqn, name, kind }.into()
+        StateDictError::UnexpectedState {
+            fqn: fqn.to_owned(),
+            name: name.to_owned(),
+            kind: value.kind().to_owned(),
+        }
+        .into()
     })
 }

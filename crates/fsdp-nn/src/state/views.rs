@@ -98,7 +98,7 @@ pub(crate) fn live_states_and_groups(
                 if let Some(of_local) = local.state.as_ref().or(initial[index].as_ref()) {
                     let entries =
                         local.portable(of_local, optimizer.parameters().location(fqn)?.param)?;
-                    state.insert_new(rename(fqn), entries.into_iter().collect::<StateDict>())?;
+                    state.insert_new(rename(fqn), entries)?;
                 }
             }
             let params = group.fqns().iter().map(|fqn| rename(fqn)).collect();
@@ -108,6 +108,7 @@ pub(crate) fn live_states_and_groups(
                 OptimStateKeyType::ParamName,
             ));
         }
+        // A key that two optimizers have state under is an error: one of them would be lost.
         for (key, value) in optimizer.user_state() {
             state.insert_new(rename(key), value.clone())?;
         }

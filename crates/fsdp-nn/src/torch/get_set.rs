@@ -161,6 +161,7 @@ fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
     let mut flat = StateDict::new();
     let mut parameters: HashSet<String> = HashSet::new();
     for group in groups {
+        // In the flat format each parameter has the hyperparameters of its group.
         for fqn in &group.params {
             for (key, value) in &group.hyperparameters {
                 flat.insert(format!("param_groups.{fqn}.{key}"), value.clone());
@@ -258,10 +259,7 @@ pub fn set_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_state_dict",
-        Dicts {
-            model: Some(model),
-            optim: Some(optim),
-        },
+        &[(MODEL, model), (OPTIM, optim)],
         parameters,
         optimizers,
         options,
@@ -280,10 +278,7 @@ pub fn set_model_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_model_state_dict",
-        Dicts {
-            model: Some(model),
-            optim: None,
-        },
+        &[(MODEL, model)],
         parameters,
         &mut [],
         options,
@@ -304,41 +299,40 @@ pub fn set_optimizer_state_dict(
 ) -> Result<LoadReport> {
     set(
         "set_optimizer_state_dict",
-        Dicts {
-            model: None,
-            optim: Some(optim),
-        },
+        &[(OPTIM, optim)],
         parameters,
         optimizers,
         options,
     )
 }
 
-/// The state dicts to load.
-#[derive(Clone, Copy)]
-struct Dicts<'a> {
-    model: Option<&'a StateDict>,
-    optim: Option<&'a StateDict>,
-}
+/// The keys under which [`set`] loads the dicts of the model and of its optimizers.
+const MODEL: &str = "model";
+const OPTIM: &str = "optim";
 
 /// Loads the dicts that are given. All three functions that set state call this.
 fn set(
     operation: &'static str,
-    dicts: Dicts<'_>,
+    dicts: &[(&str, &StateDict)],
     parameters: &ShardedParameters,
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
     let group = parameters.group();
-    let mut state = StateDict::new();
-    for (key, dict) in [("model", dicts.model), ("optim", dicts.optim)] {
-        state.extend(dict.map(|dict| (key, dict.clone().into())));
-    }
+    let state: StateDict = dicts
+        .iter()
+        .map(|&(key, dict)| (key, dict.clone().into()))
+        .collect();
     let mut checked = options.check(parameters);
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not
     // checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
-        checked = checked.and_then(|()| check_dicts(dicts, parameters));
+        for (key, dict) in dicts {
+            checked = checked.and_then(|()| match *key {
+                MODEL => check_model_dict(dict, parameters),
+                _ => check_optim_dict(dict),
+            });
+        }
     }
     let mut source = if options.broadcast_from_rank0 {
         DictSource::on_root(group, operation, 0, checked.map(|()| Some(&state)))?
@@ -347,17 +341,18 @@ fn set(
         NnError::or_refuse(group, operation, opened)?
     };
     // An empty model dict stands for none.
-    let has_model = source.schema().has_key("model");
+    let has_model = source.schema().has_key(MODEL);
+    let has_optim = dicts.iter().any(|(key, _)| *key == OPTIM);
     let prefixes = StatePrefixes {
-        model: has_model.then(|| vec!["model".to_owned()]),
-        optim: dicts.optim.map(|_| vec!["optim".to_owned()]),
+        model: has_model.then(|| vec![MODEL.to_owned()]),
+        optim: has_optim.then(|| vec![OPTIM.to_owned()]),
     };
     let optimizers = optimizers
         .iter_mut()
         .map(|optimizer| &mut **optimizer)
         .collect();
-    let target = LiveTarget::new(parameters, optimizers, prefixes);
-    let mut target = NnError::or_refuse(group, operation, target)?
+    let live = LiveTarget::new(parameters, optimizers, prefixes);
+    let mut target = NnError::or_refuse(group, operation, live)?
         .with_names(
             |name| options.name_in_model(name),
             |name| options.renamed_in_model(name),
@@ -371,30 +366,27 @@ fn set(
     load_state(operation, group, &mut source, &mut target, &load)
 }
 
-/// Checks that the model's dict has no key of a FlatParameter, and that the optimizers' dict is in
-/// a format that is known: nested (it has `state`) or flat.
-///
-/// Keys of FlatParameters are those of a local state dict, which another function loads. An
-/// optimizers' dict without state must not pass for one of parameters that have not been stepped:
-/// the state of all of them would be lost.
-fn check_dicts(dicts: Dicts<'_>, parameters: &ShardedParameters) -> Result<()> {
-    for key in dicts.model.into_iter().flat_map(StateDict::keys) {
+/// Checks that a model's dict has no key of a FlatParameter: that is one of a local state dict,
+/// which another function loads.
+fn check_model_dict(dict: &StateDict, parameters: &ShardedParameters) -> Result<()> {
+    for key in dict.keys() {
         if key.rsplit('.').next() == Some(FLAT_PARAM) && !parameters.contains(key) {
             let key = key.to_owned();
             return Err(StateDictError::FlatParameterKey { key }.into());
         }
     }
-    let Some(optim) = dicts.optim.filter(|optim| !optim.is_empty()) else {
-        return Ok(());
-    };
-    let is_flat = optim
+    Ok(())
+}
+
+/// Checks that an optimizers' dict is in a format that is known: nested (it has `state`), flat, or
+/// empty. One without state must not pass for that of parameters that have not been stepped: the
+/// state of all of them would be lost.
+fn check_optim_dict(dict: &StateDict) -> Result<()> {
+    let is_flat = dict
         .keys()
         .all(|key| key.starts_with("state.") || key.starts_with("param_groups."));
-    if !optim.contains_key("state") && !is_flat {
-        return Err(OptimStateError::MissingKey {
-            key: "state".to_owned(),
-        }
-        .into());
+    if dict.contains_key("state") || is_flat {
+        return Ok(());
     }
-    Ok(())
+    Err(OptimStateError::missing_key("state").into())
 }

@@ -87,6 +87,7 @@ fn full(
             state.insert(name, value);
         }
     }
+    // The other names get the same value, without another transfer.
     let mut aliases: IndexMap<&str, Vec<&str>> = IndexMap::new();
     for (alias, fqn) in parameters.aliases() {
         aliases.entry(fqn).or_default().push(alias);
@@ -140,10 +141,8 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
         let layout = handle.layout();
         // With `use_orig_params` the padding for the number of ranks counts as part of the
         // FlatParameter; without it the tensor is the same for any number of ranks.
-        let end = (0..layout.fqns().len())
-            .map(|param| layout.param_range(param).end)
-            .max()
-            .unwrap_or(0);
+        let last = layout.fqns().len() - 1;
+        let end = layout.param_range(last).end;
         let range = layout.shard_range(handle.shard_rank());
         let numel = range.end.min(end).saturating_sub(range.start);
         let mut shards = Vec::new();
@@ -202,14 +201,12 @@ pub fn load_state_dict(
     let group = parameters.group();
     if settings.state_dict_type() == StateDictType::Local {
         // On the next swap the loaded values would become the average.
-        if parameters.has_average() {
-            return Err(NnError::Swapped);
-        }
+        parameters.check_not_swapped()?;
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
         let mut source = NnError::or_refuse(group, OPERATION, DictSource::on_every_rank(state))?;
-        let target = NnError::or_refuse(group, OPERATION, DictTarget::new(&live, None))?;
-        let mut target = target.with_own_tensors();
+        let views = DictTarget::new(&live, None);
+        let mut target = NnError::or_refuse(group, OPERATION, views)?.with_own_tensors();
         let report: LoadReport =
             load_state::<_, _, NnError>(OPERATION, group, &mut source, &mut target, &options)?;
         // The last names are copied first, so that of several names of one buffer the first counts.

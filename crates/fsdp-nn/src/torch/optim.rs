@@ -145,6 +145,7 @@ fn collected(
     optimizer: &Optimizer,
     settings: &StateDictSettings,
 ) -> Result<StateDict> {
+    // The gather hands entries out sorted by name. The result has the order of the join.
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
     let (mut result, order) = streamed(
         own,
@@ -246,7 +247,8 @@ fn user_state_and_groups(
 /// Collectives: those of [`optim_state_dict`], and one agreement.
 ///
 /// # Errors
-/// The errors of [`optim_state_dict`], and [`StateDictError::NotAFlatParameter`], the same on every rank.
+/// The errors of [`optim_state_dict`], and [`StateDictError::NotAFlatParameter`], the same on every
+/// rank.
 pub fn unflatten_optim_state(
     flat_state: &StateDict,
     parameters: &ShardedParameters,
@@ -348,11 +350,9 @@ pub fn optim_state_dict_to_load(
         return Ok(dict);
     }
     if !dict.contains_key("param_groups") {
-        return Err(OptimStateError::MissingKey {
-            key: "param_groups".to_owned(),
-        }
-        .into());
+        return Err(OptimStateError::missing_key("param_groups").into());
     }
+    // Everything has been checked, and the state is complete.
     *optimizer = loaded;
     // The result shares no memory with the optimizer.
     Ok(dict.copy()?)
@@ -450,6 +450,7 @@ fn to_local(
         let opened = owned.and_then(|()| Ok(DictSource::on_every_rank(with_states(state)?)?));
         NnError::or_refuse(group, OPERATION, opened)?
     };
+    // The caller's optimizer stays as it is unless the state is to be loaded directly.
     let mut loaded = optimizer.without_state();
     load_exactly(
         OPERATION,
@@ -482,8 +483,7 @@ fn with_states(state: Option<&StateDict>) -> Result<&StateDict> {
 
 /// Returns the error for an optimizer state dict without `state`.
 fn missing_state() -> NnError {
-    let key = "state".to_owned();
-    OptimStateError::MissingKey { key }.into()
+    OptimStateError::missing_key("state").into()
 }
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name:
@@ -535,9 +535,7 @@ pub fn shard_orig_param_state(
 ) -> Result<StateDict> {
     let local = optimizer
         .local_index(fqn)
-        .ok_or_else(|| NnError::UnknownParameter {
-            fqn: fqn.to_owned(),
-        })?;
+        .ok_or_else(|| NnError::unknown_parameter(fqn))?;
     let entries = flattened(
         optimizer,
         local,
@@ -569,6 +567,7 @@ pub fn map_param_key_to_optim_keys(
     optimizer: &Optimizer,
     merge_keys: bool,
 ) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
+    // Keys of one rank say nothing of the others: all exchange theirs.
     let group = optimizer.parameters().group();
     let read = LocalStates::read(optimizer, state.clone());
     let local = NnError::agree(group, "map_param_key_to_optim_keys", None, read)?;

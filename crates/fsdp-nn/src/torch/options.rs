@@ -78,6 +78,7 @@ impl StateDictOptions {
                 "without keep_submodule_prefixes exactly one submodule must be named",
             ));
         }
+        // A submodule is there if some parameter or buffer lies in it.
         let mut names: Vec<&str> = parameters.fqns().collect();
         names.extend(
             parameters
@@ -86,6 +87,7 @@ impl StateDictOptions {
                 .chain(parameters.buffers().keys())
                 .map(String::as_str),
         );
+        // A name that is misspelt would give an empty state dict.
         for module in &self.submodules {
             if !names.iter().any(|name| below(name, module).is_some()) {
                 let module = module.clone();
@@ -106,8 +108,8 @@ impl StateDictOptions {
             ..
         } = self;
         format!(
-            "ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, keep_submodule_prefixes \
-             {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
+            "ignore_frozen_params {ignore_frozen_params}, submodules {submodules:?}, \
+             keep_submodule_prefixes {keep_submodule_prefixes}, fqn_renames {fqn_renames:?}"
         )
     }
 

@@ -45,24 +45,17 @@ pub fn rekey_optim_state_dict(
 ) -> Result<StateDict> {
     let states = state
         .dict("state")
-        .ok_or_else(|| OptimStateError::MissingKey {
-            key: "state".to_owned(),
-        })?;
+        .ok_or_else(|| OptimStateError::missing_key("state"))?;
     let mut groups = read_param_groups(state)?;
     if key_type_of(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
         return Ok(state.copy()?);
     }
-    let keys = match key_type {
-        OptimStateKeyType::ParamName => NewKeys::Names(names),
+    let ids = (0..names.len()).map(|id| id.to_string());
+    let names_and_ids = names.iter().map(|name| name.as_ref().to_owned()).zip(ids);
+    let new_keys: HashMap<String, String> = match key_type {
+        OptimStateKeyType::ParamName => names_and_ids.map(|(name, id)| (id, name)).collect(),
         // Of a name that is there twice, the first counts.
-        OptimStateKeyType::ParamId => NewKeys::Ids(
-            names
-                .iter()
-                .enumerate()
-                .rev()
-                .map(|(id, name)| (name.as_ref(), id))
-                .collect(),
-        ),
+        OptimStateKeyType::ParamId => names_and_ids.rev().collect(),
     };
     // Other keys of the dict stay as they are.
     let mut result = state.clone();
@@ -72,26 +65,25 @@ pub fn rekey_optim_state_dict(
         };
         let mut rekeyed = StateDict::new();
         for (key, value) in states {
-            let Some(new_key) = keys.rekey(key) else {
+            let Some(new_key) = new_keys.get(key) else {
                 return Err(OptimStateError::UnknownState {
                     key: key.clone(),
                     count: names.len(),
                 }
                 .into());
             };
-            rekeyed.insert_new(new_key, value.clone())?;
+            rekeyed.insert_new(new_key.as_str(), value.clone())?;
         }
         result.insert(part, rekeyed);
     }
     if state.contains_key("param_groups") {
         for (index, group) in groups.iter_mut().enumerate() {
             for key in &mut group.params {
-                *key = keys
-                    .rekey(key)
-                    .ok_or_else(|| OptimStateError::UnknownParam {
-                        index,
-                        key: key.clone(),
-                    })?;
+                let Some(new_key) = new_keys.get(key) else {
+                    let key = key.clone();
+                    return Err(OptimStateError::UnknownParam { index, key }.into());
+                };
+                key.clone_from(new_key);
             }
             if key_type == OptimStateKeyType::ParamId {
                 group.params.sort_by_key(|id| id.parse::<usize>().ok());
@@ -101,27 +93,6 @@ pub fn rekey_optim_state_dict(
         result.insert("param_groups", group_dicts(groups));
     }
     Ok(result.copy()?)
-}
-
-/// The keys that take the place of those of a state dict.
-enum NewKeys<'a, N> {
-    /// The names, by their ids.
-    Names(&'a [N]),
-    /// The ids, by their names.
-    Ids(HashMap<&'a str, usize>),
-}
-
-impl<N: AsRef<str>> NewKeys<'_, N> {
-    /// Returns the new key; `None` if the old one is none that is known.
-    fn rekey(&self, key: &str) -> Option<String> {
-        match self {
-            NewKeys::Names(names) => {
-                let name = names.get(key.parse::<usize>().ok()?)?;
-                Some(name.as_ref().to_owned())
-            }
-            NewKeys::Ids(ids) => ids.get(key).map(usize::to_string),
-        }
-    }
 }
 
 /// Returns a state dict without a prefix that a wrapper put before its names (`module.` for DDP,

@@ -1,19 +1,22 @@
 //! torch's `state_dict_type` and its relatives: the settings in force for one model.
 
+use std::sync::PoisonError;
+
 use crate::model::ShardedParameters;
-use crate::model::state_dict_type::{CurrentSettings, StateDictSettings};
+use crate::model::state_dict_type::StateDictSettings;
 
 impl ShardedParameters {
     /// Returns the settings in force: torch's `get_state_dict_type`.
     #[must_use]
     pub fn get_state_dict_type(&self) -> StateDictSettings {
-        self.settings.get()
+        *self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the settings, until they are changed again, and returns those before: torch's
     /// `set_state_dict_type`.
     pub fn set_state_dict_type(&self, settings: StateDictSettings) -> StateDictSettings {
-        self.settings.replace(settings)
+        let mut current = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *current, settings)
     }
 
     /// Runs `f` under these settings and puts the ones before back, also where `f` fails or panics:
@@ -39,13 +42,13 @@ impl ShardedParameters {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn state_dict_type<T>(&self, settings: StateDictSettings, f: impl FnOnce() -> T) -> T {
-        struct Restore<'a>(&'a CurrentSettings, StateDictSettings);
+        struct Restore<'a>(&'a ShardedParameters, StateDictSettings);
         impl Drop for Restore<'_> {
             fn drop(&mut self) {
-                self.0.replace(self.1);
+                self.0.set_state_dict_type(self.1);
             }
         }
-        let _restore = Restore(&self.settings, self.settings.replace(settings));
+        let _restore = Restore(self, self.set_state_dict_type(settings));
         f()
     }
 }

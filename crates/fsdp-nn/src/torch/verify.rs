@@ -134,6 +134,7 @@ fn check_same(found: &StateDict, expected: &StateDict) -> Result<()> {
     let FlatStateDict {
         values: expected, ..
     } = flatten_containers(expected)?;
+    // Sorted, so that every rank reports the same key.
     let keys: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
     for key in keys {
         let problem = match (found.get(key), expected.get(key)) {

@@ -3,17 +3,17 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use fsdp_flat::ShardedTensor;
-use fsdp_flat::storage::{HostSlice, HostSliceMut, owned_copy};
+use fsdp_flat::storage::{HostSliceMut, owned_copy};
 use fsdp_flat::with_float;
 use fsdp_state::{StateDict, StateError, StateValue};
 use indexmap::IndexMap;
 
-use crate::algorithm::lerp;
 use crate::error::{NnError, Result};
-use crate::model::parameters::{ShardedParameters, check_values, write_boxes};
-use crate::state::names_that_count;
+use crate::model::parameters::{Location, ShardedParameters, check_values, write_boxes};
+use crate::optimizer::move_towards;
+use crate::state::{names_that_count, persistent_buffers, plain};
 
 /// The key of the number of updates.
 const N_AVERAGED: &str = "n_averaged";
@@ -82,9 +82,8 @@ impl AveragedModel {
                 "the decay of an average of weights is {decay}, but must be between 0 and 1"
             )));
         }
-        if parameters.has_average() {
-            return Err(NnError::Swapped);
-        }
+        parameters.check_not_swapped()?;
+        // Begin at the weights, so that the average can be used before the first update.
         let mut average = IndexMap::new();
         for fqn in parameters.fqns() {
             let piece = parameters.local_piece(fqn)?;
@@ -118,9 +117,7 @@ impl AveragedModel {
     /// # Errors
     /// [`NnError::Swapped`] while the model has this average or another one; candle's errors.
     pub fn update(&mut self) -> Result<()> {
-        if self.parameters.has_average() {
-            return Err(NnError::Swapped);
-        }
+        self.parameters.check_not_swapped()?;
         self.parameters.wait_for_readers();
         let weight = if self.n_averaged == 0 {
             1.0
@@ -131,14 +128,7 @@ impl AveragedModel {
             let (Some(average), Some(param)) = (average, self.parameters.local_piece(fqn)?) else {
                 continue;
             };
-            if !average.device().is_cpu() {
-                let moved = ((average * (1.0 - weight))? + (param * weight)?)?;
-                average.slice_set(&moved.contiguous()?, 0, 0)?;
-                continue;
-            }
-            with_float!(average.dtype(), T => {
-                lerp(&mut HostSliceMut::<T>::write(average)?, &HostSlice::<T>::read(&param)?, weight);
-            }, else ());
+            move_towards(average, &param, weight)?;
         }
         self.n_averaged = self.n_averaged.saturating_add(1);
         Ok(())
@@ -167,6 +157,7 @@ impl AveragedModel {
                 continue;
             };
             if !average.device().is_cpu() {
+                // candle cannot exchange the contents of two tensors on a GPU.
                 let before = param.copy()?;
                 param.slice_set(average, 0, 0)?;
                 average.slice_set(&before, 0, 0)?;
@@ -176,7 +167,7 @@ impl AveragedModel {
                 let mut average = HostSliceMut::<T>::write(average)?;
                 let mut param = HostSliceMut::<T>::write(&param)?;
                 average.swap_with_slice(&mut param);
-            }, else ());
+            });
         }
         self.is_swapped = !self.is_swapped;
         self.parameters
@@ -203,13 +194,8 @@ impl AveragedModel {
         for (alias, fqn) in self.parameters.aliases() {
             state.insert(format!("{MODULE}{alias}"), self.sharded(fqn)?);
         }
-        let persistent = self
-            .parameters
-            .buffers()
-            .iter()
-            .filter(|(_, (_, persistent))| *persistent);
-        for (name, (buffer, _)) in persistent {
-            state.insert(format!("{MODULE}{name}"), buffer.clone());
+        for (name, buffer) in persistent_buffers(&self.parameters) {
+            state.insert(format!("{MODULE}{name}"), buffer);
         }
         Ok(state)
     }
@@ -268,6 +254,7 @@ impl AveragedModel {
         report
             .missing
             .extend(count.is_none().then(|| N_AVERAGED.to_owned()));
+        // Step 1: find the values of all parameters.
         let mut taken = Vec::with_capacity(self.average.len());
         let names = state.keys().filter_map(|key| key.strip_prefix(MODULE));
         let chosen = names_that_count(
@@ -296,6 +283,7 @@ impl AveragedModel {
             }
             .into());
         };
+        // Step 2: check all of them before any is written.
         for (fqn, target, values) in &taken {
             check_values(fqn, values, target)?;
         }
@@ -309,36 +297,12 @@ impl AveragedModel {
 
     /// Returns the average of a parameter as this rank's boxes of it.
     fn sharded(&self, fqn: &str) -> Result<ShardedTensor> {
-        let shape = self.parameters.shape(fqn)?;
-        match self.average.get(fqn) {
-            Some(Some(flat)) => Ok(ShardedTensor::from_flat(
-                shape,
-                self.parameters.boxes(fqn)?,
-                flat,
-            )?),
-            _ => Ok(ShardedTensor::new(
-                self.parameters.dtype(fqn)?,
-                shape.to_vec(),
-                Vec::new(),
-            )?),
-        }
+        let Location { handle, param } = self.parameters.location(fqn)?;
+        self.parameters.handles[handle].boxed(param, self.average[fqn].as_ref())
     }
 }
 
 /// Returns the number of updates that a value holds.
 fn count_of(value: &StateValue) -> Option<i64> {
-    let count: Option<i64> = match value {
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => tensor
-            .flatten_all()
-            .ok()?
-            .to_dtype(DType::I64)
-            .ok()?
-            .get(0)
-            .ok()?
-            .to_scalar()
-            .ok(),
-        StateValue::Plain(value) => value.as_int(),
-        _ => None,
-    };
-    count.filter(|count| *count >= 0)
+    plain(value)?.as_int().filter(|count| *count >= 0)
 }

@@ -72,9 +72,12 @@ impl ShardedParameters {
                     let values = HostSlice::<T>::read(&grad)?;
                     match norm {
                         GradNorm::L2 => tasks::sum(&values, |x| WithDType::to_f64(x).powi(2)),
-                        GradNorm::Infinity => values.iter().map(|x| WithDType::to_f64(*x).abs()).fold(0.0, larger),
+                        GradNorm::Infinity => {
+                            let sizes = values.iter().map(|x| WithDType::to_f64(*x).abs());
+                            sizes.fold(0.0, larger)
+                        }
                     }
-                }, else 0.0)
+                })
             };
             total[0] = if norm == GradNorm::L2 {
                 total[0] + local
@@ -133,7 +136,8 @@ impl ShardedParameters {
     pub fn clip_grad_norm_with(&self, max_norm: f64, options: ClipOptions) -> Result<f64> {
         if max_norm.is_nan() || max_norm < 0.0 {
             return Err(NnError::options(format!(
-                "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and not NaN"
+                "gradients cannot be clipped to a norm of {max_norm}: it must be at least 0, and \
+                 not NaN"
             )));
         }
         let norm = self.grad_norm_of(options.norm)?;
@@ -147,7 +151,9 @@ impl ShardedParameters {
                 OnNonFinite::Scale => {}
             }
         }
+        // torch adds the same to avoid a division by zero.
         let scale = max_norm / (norm + 1e-6);
+        // A norm that is NaN makes all gradients NaN, as in torch, so that nobody overlooks it.
         if scale < 1.0 || scale.is_nan() {
             self.scale_gradients(scale)?;
         }
@@ -162,7 +168,7 @@ impl ShardedParameters {
                 continue;
             }
             // A half type may not hold the factor: a product with it rounded could be zero.
-            with_float!(grad.dtype(), T => multiply(&mut HostSliceMut::<T>::write(&grad)?, scale), else ());
+            with_float!(grad.dtype(), T => multiply(&mut HostSliceMut::<T>::write(&grad)?, scale));
         }
         Ok(())
     }

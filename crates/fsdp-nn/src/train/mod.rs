@@ -1,4 +1,4 @@
-//! What surrounds the steps of a training: gradient clipping and scaling, schedules of learning
+//! The parts of a training around its steps: gradient clipping and scaling, schedules of learning
 //! rates, averages of weights, and the samples of each rank.
 
 mod averaged;

@@ -119,6 +119,7 @@ impl ShardedSampler {
     /// [`Self::weight_of_sample`]. Every rank must call it for each batch.
     pub fn next_batch(&mut self, rank: usize, ranks: usize) -> Vec<u64> {
         let batch = self.options.batch;
+        // Ranks get parts whose sizes differ by one at most. The product may exceed 64 bits.
         let [start, end] = [rank, rank.saturating_add(1)]
             .map(|rank| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64);
         let part = start..end.min(batch);
@@ -137,6 +138,7 @@ impl ShardedSampler {
             shuffle,
             ..
         } = self.options;
+        // A batch may reach into the next epoch, which has an order of its own.
         let epoch = place / samples;
         let place_in_epoch = place % samples;
         if shuffle {
@@ -183,6 +185,7 @@ impl ShardedSampler {
                 expected: "bool",
             });
         };
+        // With another seed or number of samples, the place in the order would be of other samples.
         check("samples", integer(state, "samples")?, samples)?;
         check("seed", integer(state, "seed")?, seed)?;
         check("shuffle", saved_shuffle, shuffle)?;
@@ -225,6 +228,7 @@ fn check<T: PartialEq + ToString>(
 /// that is not below `n` is permuted again until it is ("cycle walking"). Each number below `n`
 /// then maps to the next such number on its cycle, so this is a permutation too.
 fn permuted(mut x: u64, n: u64, key: u64) -> u64 {
+    // Both halves of the network have as many bits.
     let half = (u64::BITS - (n - 1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1u64 << half) - 1;
     loop {
@@ -237,6 +241,7 @@ fn permuted(mut x: u64, n: u64, key: u64) -> u64 {
             );
         }
         x = left << half | right;
+        // More than a quarter of the numbers are below `n`, so this ends soon.
         if x < n {
             return x;
         }

@@ -110,6 +110,7 @@ impl GradScaler {
             growth_interval,
             enabled,
         } = options;
+        // torch keeps the scale in f32, which may not hold the number.
         let scale = init_scale as f32;
         for (key, value, is_fine, range) in [
             (
@@ -205,6 +206,7 @@ impl GradScaler {
     /// # Errors
     /// [`ScalerError::NewGradients`].
     fn unscaled_of(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
+        // One scaler may serve several models, so remember which were unscaled.
         let model = Arc::as_ptr(&parameters.shared).addr();
         let found = self
             .unscaled
@@ -250,6 +252,7 @@ impl GradScaler {
         if self.unscaled.is_empty() {
             return Err(ScalerError::NothingToUpdate.into());
         }
+        // All models share the scale, so an overflow in any of them lowers it.
         let is_finite = self.unscaled.drain(..).all(|unscaled| unscaled.is_finite);
         if !is_finite {
             // A scale of 0 could not grow again.
@@ -370,7 +373,7 @@ impl ShardedParameters {
                     is_finite &= value.is_finite();
                     *x = <T as WithDType>::from_f64(value * factor);
                 }
-            }, else ());
+            });
         }
         Ok(is_finite)
     }

@@ -8,10 +8,10 @@ use fsdp_flat::with_float;
 
 use super::gradients::{Backward, Gradients, Unreduced, Unsharded};
 use super::handle::{FlatParamHandle, HandleState};
-use crate::config::cast;
+use crate::config::{BackwardPrefetch, cast};
 use crate::error::Result;
 use crate::exchange::gradient::{copy_gradient, flat_gradient};
-use crate::exchange::{Moment, Reduction, device};
+use crate::exchange::{Reduction, device};
 use crate::tasks;
 
 impl FlatParamHandle {
@@ -104,7 +104,7 @@ impl FlatParamHandle {
             } else {
                 with_float!(exchange.reduce_dtype, T => {
                     copy_gradient::<T>(&grad, &mut HostSliceMut::write(flat)?[range], accumulate)?;
-                }, else exchange.unsupported()?);
+                });
             }
         }
         Ok(())
@@ -134,7 +134,7 @@ impl FlatParamHandle {
         let numel = exchange.layout.padded_unsharded_numel();
         let flat = with_float!(exchange.reduce_dtype, T => {
             Tensor::from_vec(flat_gradient::<T>(&exchange.layout, grads)?, numel, &exchange.device)?
-        }, else return exchange.unsupported());
+        });
         Ok(Unsharded { flat, written })
     }
 
@@ -179,7 +179,7 @@ impl FlatParamHandle {
         // Start to gather the next unit before the reduction: the backward waits for its
         // parameters, but not for the gradients of this unit.
         if let Some(overlap) = &self.overlap {
-            overlap.gather_next(Moment::AfterComputation);
+            overlap.gather_next(BackwardPrefetch::Post);
         }
         Ok(())
     }

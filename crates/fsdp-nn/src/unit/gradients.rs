@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use candle_core::Tensor;
 
-/// What the present backward, or the last one, does with a unit.
+/// The progress of the present backward, or the last one, with a unit.
 #[derive(Debug, Default)]
 pub(super) enum Backward {
     /// No backward has come to the unit, or it has ended without a reduction.

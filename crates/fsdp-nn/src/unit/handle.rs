@@ -11,9 +11,9 @@ use fsdp_layout::FlatLayout;
 
 use super::gradients::Gradients;
 use super::parameter::Parameter;
-use crate::config::{MixedPrecision, ShardingStrategy, cast};
+use crate::config::{BackwardPrefetch, MixedPrecision, ShardingStrategy, cast};
 use crate::error::{NnError, Result};
-use crate::exchange::{Groups, Moment, Overlap, Shared, UnitExchange};
+use crate::exchange::{Groups, Overlap, Shared, UnitExchange};
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -38,15 +38,15 @@ pub(crate) struct UnitSpec {
 ///
 /// If parameters are sharded, the exchange's `flat` holds the authoritative values, this rank's
 /// shard, and the parameters' own storages are filled only between gather and reshard. With
-/// `NoShard` the parameters' storages hold the authoritative values and `flat` is `None`, unless the
-/// model computes in another dtype: then `flat` is the whole FlatParameter.
+/// `NoShard` the parameters' storages hold the authoritative values and `flat` is `None`, unless
+/// the model computes in another dtype: then `flat` is the whole FlatParameter.
 #[derive(Debug)]
 pub(crate) struct FlatParamHandle {
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
     precision: MixedPrecision,
     strategy: ShardingStrategy,
-    /// What the unit's collectives need.
+    /// The parts that the unit's collectives need.
     pub(crate) exchange: Arc<UnitExchange>,
     /// The collectives that overlap with the computation; `None` if the computation waits for each
     /// collective.
@@ -116,6 +116,8 @@ impl FlatParamHandle {
         shared
             .memory
             .count_held(layout.sharded_numel() * dtype.size_in_bytes());
+        // Where nothing is sharded, cast or offloaded, the model's own tensors are the parameters.
+        // There is no other copy of them.
         let is_offloaded = unit.cpu_offload && !device.is_cpu();
         let is_gathered = unit.groups.shard.is_none() && compute_dtype == dtype && !is_offloaded;
         let flat = if is_gathered {
@@ -155,6 +157,7 @@ impl FlatParamHandle {
             }),
             params: unit.params,
         };
+        // The model's tensors have been empty so far.
         if is_gathered {
             handle.fill(handle.exchange.parts(&shard)?)?;
         } else {
@@ -268,21 +271,28 @@ impl FlatParamHandle {
     /// Returns this rank's part of the reduced gradient of parameter `param`, flat; `None` if there
     /// is no gradient, or if this rank has no part of the parameter.
     pub(crate) fn grad_piece(&self, param: usize) -> Result<Option<Tensor>> {
-        let Some(grad) = self.grad() else {
+        let info = self.layout().shard_param_info(param, self.shard_rank());
+        let (Some(grad), Some(info)) = (self.grad(), info) else {
             return Ok(None);
         };
-        match self
-            .exchange
-            .layout
-            .shard_param_info(param, self.shard_rank())
-        {
-            Some(info) => Ok(Some(grad.narrow(
-                0,
-                info.offset_in_shard,
-                info.numel_in_shard,
-            )?)),
-            None => Ok(None),
-        }
+        Ok(Some(grad.narrow(
+            0,
+            info.offset_in_shard,
+            info.numel_in_shard,
+        )?))
+    }
+
+    /// Returns this rank's elements of a parameter, or of values like it, as boxes. `flat` is
+    /// `None` for no elements.
+    pub(crate) fn boxed(&self, param: usize, flat: Option<&Tensor>) -> Result<ShardedTensor> {
+        let shape = &self.layout().shapes()[param];
+        Ok(match flat {
+            Some(flat) => {
+                let boxes = self.layout().param_boxes(param, self.shard_rank());
+                ShardedTensor::from_flat(shape, boxes, flat)?
+            }
+            None => ShardedTensor::new(self.dtype(), shape.clone(), Vec::new())?,
+        })
     }
 
     /// Returns parameter `param` as boxes of views of the live memory.
@@ -378,7 +388,7 @@ impl FlatParamHandle {
             .memory
             .count_held(self.exchange.unsharded_bytes());
         if let Some(overlap) = &self.overlap {
-            overlap.gather_next(Moment::BeforeComputation);
+            overlap.gather_next(BackwardPrefetch::Pre);
         }
         Ok(())
     }
@@ -409,6 +419,7 @@ impl FlatParamHandle {
     /// Releases the gathered parameters, if they are gathered and can be gathered again. The caller
     /// has locked the state.
     pub(super) fn release(&self) -> Result<()> {
+        // Storages that hold the authoritative values must never be released.
         if !self.needs_gather() || !self.exchange.is_gathered() {
             return Ok(());
         }
@@ -448,6 +459,7 @@ impl FlatParamHandle {
         self.check_unused(&state)?;
         self.discard_ahead()?;
         self.release()?;
+        // A backward compares this with the change before its forward.
         state.changed_at = self.shared.values.change();
         Ok(())
     }

@@ -15,32 +15,26 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 use super::handle::FlatParamHandle;
 use crate::error::{NnError, Result};
 
-/// A tensor of a sharded model that is a leaf of candle's graph.
-enum Leaf {
-    Parameter(Weak<ParameterSlot>),
-    /// The variable below a parameter.
-    Anchor,
-}
+/// The leaves of candle's graph that belong to sharded models: a parameter with its slot, and the
+/// anchor variable below it with `None`.
+type Leaves = HashMap<TensorId, Option<Weak<ParameterSlot>>>;
 
 /// The leaves of all models in this process. They are looked up by id, because a tensor does not
 /// reveal the operation that made it.
-static LEAVES: LazyLock<Mutex<HashMap<TensorId, Leaf>>> = LazyLock::new(Mutex::default);
+static LEAVES: LazyLock<Mutex<Leaves>> = LazyLock::new(Mutex::default);
 
-fn leaves() -> MutexGuard<'static, HashMap<TensorId, Leaf>> {
+fn leaves() -> MutexGuard<'static, Leaves> {
     LEAVES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the slot of a tensor that is a parameter.
 pub(crate) fn parameter_of(tensor: &Tensor) -> Option<Arc<ParameterSlot>> {
-    match leaves().get(&tensor.id())? {
-        Leaf::Parameter(slot) => slot.upgrade(),
-        Leaf::Anchor => None,
-    }
+    leaves().get(&tensor.id())?.as_ref()?.upgrade()
 }
 
 /// Returns `true` if a tensor is the anchor variable of a parameter.
 pub(crate) fn is_anchor(tensor: &Tensor) -> bool {
-    matches!(leaves().get(&tensor.id()), Some(Leaf::Anchor))
+    matches!(leaves().get(&tensor.id()), Some(None))
 }
 
 /// Returns `true` if a tensor is computed from a parameter that was built to be trained, or from a
@@ -73,9 +67,9 @@ impl InnerBackward {
 
     /// Ends the backward, and returns the gradients by their parameters' tensors.
     pub(crate) fn end(self) -> HashMap<TensorId, Tensor> {
-        INNER
-            .with_borrow_mut(|inner| inner.last_mut().map(std::mem::take))
-            .unwrap_or_default()
+        INNER.with_borrow_mut(|inner| {
+            std::mem::take(inner.last_mut().expect("a backward that ends has begun"))
+        })
     }
 
     /// Keeps a gradient, and returns `true`, if such a backward runs.
@@ -107,6 +101,7 @@ pub(crate) struct ParameterSlot {
 
 impl Drop for ParameterSlot {
     fn drop(&mut self) {
+        // The ids of tensors are not used again, but the map would grow with every model.
         let mut leaves = leaves();
         for id in self.tensors.get().into_iter().flatten() {
             leaves.remove(id);
@@ -126,8 +121,8 @@ impl ParameterSlot {
     pub(crate) fn set_tensors(self: &Arc<Self>, parameter: &Tensor, anchor: &Tensor) {
         let ids = [parameter.id(), anchor.id()];
         let mut leaves = leaves();
-        leaves.insert(ids[0], Leaf::Parameter(Arc::downgrade(self)));
-        leaves.insert(ids[1], Leaf::Anchor);
+        leaves.insert(ids[0], Some(Arc::downgrade(self)));
+        leaves.insert(ids[1], None);
         self.tensors.set(ids).expect("a parameter has one tensor");
     }
 
@@ -207,9 +202,11 @@ impl CustomOp1 for ParameterOp {
         parameter: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<Option<Tensor>> {
+        // A recomputed part passes the gradient on to the outer backward itself.
         if InnerBackward::keep(parameter, grad) {
             return Ok(None);
         }
+        // The model may be gone, while its loss is still there.
         if let Some((unit, param)) = self.slot.place() {
             unit.receive_grad(param, grad)
                 .map_err(NnError::into_candle)?;
@@ -245,6 +242,7 @@ impl PreBackwardOp {
         units: &[Arc<FlatParamHandle>],
         changes: u64,
     ) -> Self {
+        // The graph must not keep a model alive that has been dropped.
         let checked = units.iter().map(Arc::downgrade).collect();
         PreBackwardOp {
             handle: root.map(Arc::downgrade),

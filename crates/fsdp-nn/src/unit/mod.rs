@@ -27,18 +27,7 @@ pub(crate) use parameter::Parameter;
 pub use recompute::{Recomputed, recompute};
 
 /// The handle of a unit; empty for a unit without parameters of its own.
-#[derive(Default)]
-pub(crate) struct UnitSlot(OnceLock<Weak<FlatParamHandle>>);
-
-impl UnitSlot {
-    pub(crate) fn set(&self, handle: &Arc<FlatParamHandle>) {
-        let _ = self.0.set(Arc::downgrade(handle));
-    }
-
-    fn get(&self) -> Option<Arc<FlatParamHandle>> {
-        self.0.get().and_then(Weak::upgrade)
-    }
-}
+pub(crate) type UnitSlot = OnceLock<Weak<FlatParamHandle>>;
 
 /// A value that a unit's forward may return: tensors that the unit's backward hook can be attached
 /// to.
@@ -110,6 +99,10 @@ impl<M> Unit<M> {
         }
     }
 
+    fn handle(&self) -> Option<Arc<FlatParamHandle>> {
+        self.slot.as_ref()?.get()?.upgrade()
+    }
+
     /// Runs a forward of the module with the unit's parameters gathered.
     /// Collectives: one all-gather over the shard group, unless the unit is gathered already.
     ///
@@ -119,11 +112,12 @@ impl<M> Unit<M> {
         &self,
         f: impl FnOnce(&M) -> candle_core::Result<O>,
     ) -> candle_core::Result<O> {
-        let Some(handle) = self.slot.as_ref().and_then(|slot| slot.get()) else {
+        let Some(handle) = self.handle() else {
             return f(&self.module);
         };
         let whole = handle.gather_for_forward().map_err(NnError::into_candle)?;
         let computed = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
+        // Release the parameters before anything else takes memory.
         drop(whole);
         let output = computed.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
         if !handle.needs_gather() && handle.is_built_frozen() {
@@ -153,8 +147,9 @@ fn cut_graph<O: UnitOutput>(output: O) -> candle_core::Result<O> {
 
 impl<M: Module> Module for Unit<M> {
     fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
-        match self.slot.as_ref().and_then(|slot| slot.get()) {
+        match self.handle() {
             Some(handle) => {
+                // Mixed precision converts the inputs of each unit, as torch does for floats.
                 let xs = handle.cast_input(xs)?;
                 self.run(|module| module.forward(&xs))
             }

@@ -293,8 +293,10 @@ impl Part {
             }
         }
         let stand_ins = stand_ins(&self.inputs)?;
+        // From here on gradients of parameters are collected instead of passed to their units.
         let inner = InnerBackward::begin();
         let output = (self.f)(&stand_ins)?;
+        // A function that depends on anything but its inputs may show here.
         if output.shape() != node.shape() || output.dtype() != node.dtype() {
             return Err(not_the_same());
         }
@@ -320,7 +322,9 @@ impl Part {
 /// Returns the error of a part that computes something else the second time.
 fn not_the_same() -> candle_core::Error {
     candle_core::Error::Msg(
-        "a recomputed part of the model computes something else in the backward than in the forward".to_owned(),
+        "a recomputed part of the model computes something else in the backward than in the \
+         forward"
+            .to_owned(),
     )
 }
 

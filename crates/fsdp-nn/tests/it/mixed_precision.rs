@@ -291,3 +291,20 @@ fn a_unit_can_have_a_precision_of_its_own() {
         .unwrap();
     }
 }
+
+#[test]
+fn dtypes_without_arithmetic_are_refused() {
+    let f32 = MixedPrecision {
+        param: Some(DType::F32),
+        ..MixedPrecision::default()
+    };
+    let reduced = MixedPrecision {
+        reduce: Some(DType::F8E4M3),
+        ..f32
+    };
+    for config in [config(DType::F8E4M3, f32), config(DType::F32, reduced)] {
+        let built = FullyShardedDataParallel::new(ProcessGroup::alone(), config, Lm::new);
+        let error = built.err().expect("there is no arithmetic of 8-bit floats");
+        assert!(error.to_string().contains("F8E4M3"), "{error}");
+    }
+}

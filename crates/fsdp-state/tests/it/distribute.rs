@@ -100,6 +100,39 @@ fn every_rank_takes_its_part_and_its_own_scalars_and_nothing_moves() {
 }
 
 #[test]
+fn only_the_keys_that_are_asked_for_are_taken() {
+    run(2, |group| {
+        let mut full = StateDict::new();
+        full.insert("a.x", f32s(&[2], 1));
+        full.insert("ab", f32s(&[2], 2));
+        full.insert("extra", f32s(&[2], 3));
+        let mut local = StateDict::new();
+        local.insert("a.x", f32s(&[2], 7));
+        local.insert("ab", f32s(&[2], 8));
+        local.insert("mine", f32s(&[2], 9));
+        let only = |keys: &[&str], strict| LoadOptions {
+            only: Some(keys.iter().map(|&key| key.to_owned()).collect()),
+            strict,
+            ..LoadOptions::default()
+        };
+        let (loaded, report) =
+            distribute_state_dict(&full, &local, &group, &only(&["a"], true)).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(bits_at(&loaded, "a.x"), bits_at(&full, "a.x"));
+        for key in ["ab", "mine"] {
+            assert_eq!(bits_at(&loaded, key), bits_at(&local, key));
+        }
+        // A key that only the target has is missing, and so is one that nobody has.
+        for key in ["mine", "x"] {
+            let (_, report) =
+                distribute_state_dict(&full, &local, &group, &only(&[key], false)).unwrap();
+            assert_eq!(report.missing, [key]);
+            assert!(distribute_state_dict(&full, &local, &group, &only(&[key], true)).is_err());
+        }
+    });
+}
+
+#[test]
 fn whole_tensors_that_differ_between_ranks_are_an_error_that_names_them() {
     let error = one_error(run(3, |group| {
         let full: StateDict = [

@@ -7,7 +7,7 @@ use fsdp_layout::DType;
 use half::{bf16, f16};
 
 /// The types between which a cast goes.
-pub(super) const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+pub(crate) const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 /// A cast of the floating-point tensors of a checkpoint.
 ///
@@ -46,8 +46,9 @@ impl Cast {
 
 /// Returns `true` for a count of steps: `step`, `num_steps`, `global_step`.
 fn is_count(fqn: &str, tensor: &TensorEntry) -> bool {
-    let is_step = |last: &str| last == "step" || last.ends_with("_step") || last.ends_with("steps");
-    tensor.shape.is_empty() && fqn.rsplit('.').next().is_some_and(is_step)
+    let last = fqn.rsplit_once('.').map_or(fqn, |(_, last)| last);
+    tensor.shape.is_empty()
+        && (last == "step" || last.ends_with("_step") || last.ends_with("steps"))
 }
 
 /// The places in a checkpoint where optimizers have their state.
@@ -58,7 +59,7 @@ pub(crate) struct Optimizers<'m> {
 
 impl<'m> Optimizers<'m> {
     /// Finds the optimizers of a checkpoint by its keys.
-    pub(crate) fn of(metadata: &'m Metadata) -> Self {
+    pub(crate) fn new(metadata: &'m Metadata) -> Self {
         let groups = metadata.entries.keys().filter_map(|fqn| {
             let at = fqn.find("param_groups")?;
             (at == 0 || fqn[..at].ends_with('.')).then_some(&fqn[..at])
@@ -76,6 +77,7 @@ impl<'m> Optimizers<'m> {
     /// Returns `true` if a key belongs to the state of an optimizer.
     fn hold(&self, fqn: &str) -> bool {
         let mut at = 0;
+        // `state` alone may be anything. Beside `param_groups` it is that of an optimizer.
         for part in fqn.split('.') {
             let is_optimizer = matches!(part, "optim" | "optimizer" | "optimizers")
                 || part.starts_with("optim_")
@@ -89,58 +91,44 @@ impl<'m> Optimizers<'m> {
     }
 }
 
-/// Casts between the types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
+/// Casts between two types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
 pub(super) fn cast_elements(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
-    /// Converts each element: `A` bytes to `B` bytes.
-    fn each<const A: usize, const B: usize>(
-        src: &[u8],
-        dst: &mut [u8],
-        of: impl Fn([u8; A]) -> [u8; B],
-    ) {
-        let (src, _) = src.as_chunks::<A>();
-        let (dst, _) = dst.as_chunks_mut::<B>();
-        for (from, to) in src.iter().zip(dst) {
-            *to = of(*from);
-        }
+    debug_assert_ne!(from, to, "elements of the same type are read directly");
+    match from {
+        // torch rounds a double that becomes a half to a float in between.
+        DType::F64 => encode_floats(src, dst, to, |b| f64::from_le_bytes(b) as f32),
+        DType::F32 => encode_floats(src, dst, to, f32::from_le_bytes),
+        DType::F16 => encode_floats(src, dst, to, |b| f16::from_le_bytes(b).to_f32()),
+        DType::BF16 => encode_floats(src, dst, to, |b| bf16::from_le_bytes(b).to_f32()),
+        _ => unreachable!("a view casts only the types of CASTABLE"),
     }
-    match (from, to) {
-        (DType::F64, DType::F32) => {
-            each(src, dst, |b| (f64::from_le_bytes(b) as f32).to_le_bytes())
-        }
-        (DType::F64, DType::F16) => each(src, dst, |b| {
-            f16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()
-        }),
-        (DType::F64, DType::BF16) => each(src, dst, |b| {
-            bf16::from_f32(f64::from_le_bytes(b) as f32).to_le_bytes()
-        }),
-        (DType::F32, DType::F64) => {
-            each(src, dst, |b| f64::from(f32::from_le_bytes(b)).to_le_bytes())
-        }
-        (DType::F32, DType::F16) => each(src, dst, |b| {
-            f16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
-        }),
-        (DType::F32, DType::BF16) => each(src, dst, |b| {
-            bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
-        }),
-        (DType::F16, DType::F64) => {
-            each(src, dst, |b| f16::from_le_bytes(b).to_f64().to_le_bytes())
-        }
-        (DType::F16, DType::F32) => {
-            each(src, dst, |b| f16::from_le_bytes(b).to_f32().to_le_bytes())
-        }
-        (DType::F16, DType::BF16) => each(src, dst, |b| {
-            bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_le_bytes()
-        }),
-        (DType::BF16, DType::F64) => {
-            each(src, dst, |b| bf16::from_le_bytes(b).to_f64().to_le_bytes())
-        }
-        (DType::BF16, DType::F32) => {
-            each(src, dst, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes())
-        }
-        (DType::BF16, DType::F16) => each(src, dst, |b| {
-            f16::from_f32(bf16::from_le_bytes(b).to_f32()).to_le_bytes()
-        }),
-        // Equal types are read directly; others are refused when the view is made.
-        _ => dst.copy_from_slice(&src[..dst.len().min(src.len())]),
+}
+
+/// Writes elements, which `decode` reads, in the type `to`.
+fn encode_floats<const A: usize>(
+    src: &[u8],
+    dst: &mut [u8],
+    to: DType,
+    decode: impl Fn([u8; A]) -> f32,
+) {
+    match to {
+        DType::F64 => each(src, dst, |b| f64::from(decode(b)).to_le_bytes()),
+        DType::F32 => each(src, dst, |b| decode(b).to_le_bytes()),
+        DType::F16 => each(src, dst, |b| f16::from_f32(decode(b)).to_le_bytes()),
+        DType::BF16 => each(src, dst, |b| bf16::from_f32(decode(b)).to_le_bytes()),
+        _ => unreachable!("a view casts only to the types of CASTABLE"),
+    }
+}
+
+/// Converts each element: `A` bytes to `B` bytes.
+fn each<const A: usize, const B: usize>(
+    src: &[u8],
+    dst: &mut [u8],
+    convert: impl Fn([u8; A]) -> [u8; B],
+) {
+    let src = src.as_chunks::<A>().0;
+    let dst = dst.as_chunks_mut::<B>().0;
+    for (from, to) in src.iter().zip(dst) {
+        *to = convert(*from);
     }
 }

@@ -17,7 +17,9 @@ fn copy_file(
     let length = file.len();
     let staged = staging.create(name, length)?;
     let block = block_length(length);
-    let (mut hashes, mut buffer) = (Vec::new(), Vec::new());
+    // The hashes of the copy are made from what is read, which is checked if the source has hashes.
+    let mut hashes = Vec::new();
+    let mut buffer = Vec::new();
     for at in (0..length).step_by(block as usize) {
         buffer.resize(block.min(length - at) as usize, 0);
         file.read_exact_at(at, &mut buffer)
@@ -34,35 +36,35 @@ fn copy_file(
 /// Files that go with what is written, and the directories that they come from. The last one with a
 /// name counts.
 #[derive(Default)]
-pub(crate) struct CopiedFiles<'c> {
+pub(super) struct CopiedFiles<'c> {
     from: BTreeMap<String, &'c CheckedDirectory>,
 }
 
 impl<'c> CopiedFiles<'c> {
     /// Adds files of a directory.
-    pub(crate) fn add(&mut self, files: Vec<String>, from: &'c CheckedDirectory) {
+    pub(super) fn add(&mut self, files: Vec<String>, from: &'c CheckedDirectory) {
+        // A later directory replaces files of the same names.
         self.from.extend(files.into_iter().map(|name| (name, from)));
     }
 
     /// Returns the names, sorted.
-    pub(crate) fn names(&self) -> Vec<String> {
+    pub(super) fn names(&self) -> Vec<String> {
         self.from.keys().cloned().collect()
     }
 
     /// Returns `true` if there are none.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.from.is_empty()
     }
 
     /// Copies the files to where the checkpoint is written, and returns their hashes.
-    pub(crate) fn copy(
+    pub(super) fn copy(
         &self,
         staging: &Staging,
     ) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
-        let copied = self
-            .from
+        self.from
             .iter()
-            .map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)));
-        copied.collect()
+            .map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)))
+            .collect()
     }
 }

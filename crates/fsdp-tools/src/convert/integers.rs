@@ -15,6 +15,9 @@ use super::output::unsupported;
 /// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
     seen: Seen<'a>,
+    /// The keys of the quantized tensors.
+    pub(super) quantized: Vec<String>,
+    /// The values that say what their integers mean.
     quantizers: IndexMap<String, PlainValue>,
 }
 
@@ -41,61 +44,55 @@ impl<'a> Integers<'a> {
         let mut metadata = from.clone();
         let mut quantizers = IndexMap::new();
         // The keys of the quantizers, by those of their tensors.
-        let mut beside = IndexMap::new();
+        let mut siblings = IndexMap::new();
         for (fqn, tensor) in from.tensors() {
             let Some(dtype) = integer(tensor.properties.dtype) else {
                 continue;
             };
-            if let Some(Entry::Tensor(tensor)) = metadata.entries.get_mut(fqn) {
-                tensor.properties.dtype = dtype;
-            }
-            let Some(quantizer) = source.quantizer(fqn)? else {
-                return Err(unsupported(
-                    fqn,
-                    "a quantized tensor without its scale and zero point",
-                ));
-            };
-            let key = quantizer_key(fqn);
-            if metadata
+            let quantizer = source.quantizer(fqn)?.ok_or_else(|| {
+                unsupported(fqn, "a quantized tensor without its scale and zero point")
+            })?;
+            let mut entry = tensor.clone();
+            entry.properties.dtype = dtype;
+            metadata
                 .entries
-                .insert(key.clone(), Entry::Bytes(BytesEntry::default()))
-                .is_some()
-            {
-                return Err(unsupported(
-                    fqn,
-                    format!("a quantized tensor beside a value `{key}`"),
-                ));
+                .insert(fqn.to_owned(), Entry::Tensor(entry));
+            // What the integers mean goes along as a value of its own.
+            let key = quantizer_key(fqn);
+            let value = Entry::Bytes(BytesEntry::default());
+            if metadata.entries.insert(key.clone(), value).is_some() {
+                let what = format!("a quantized tensor beside a value `{key}`");
+                return Err(unsupported(fqn, what));
             }
             if let Some(paths) = &mut metadata.planner_data {
-                // Beside the tensor, where that is in a dict; at the top, where it is in a list.
-                let mut path = paths.get(fqn).cloned().unwrap_or_default();
+                // In the same dict as the tensor; at the top, if that is in a list.
+                let mut path = match paths.get(fqn) {
+                    Some(path) => path.clone(),
+                    None => KeyPath::default(),
+                };
                 match path.0.last_mut() {
                     Some(PathPart::Key(last)) => last.push_str(".quantizer"),
                     _ => path = KeyPath(vec![PathPart::Key(key.clone())]),
                 }
                 paths.insert(key.clone(), path);
             }
-            beside.insert(fqn.to_owned(), key.clone());
+            siblings.insert(fqn.to_owned(), key.clone());
             quantizers.insert(key, quantizer);
         }
+        // The nested state dict gets the values as siblings of their tensors.
         let mut structure = source.structure().cloned();
         if let Some(structure) = &mut structure {
-            structure.add_beside(&beside, ".quantizer").map_err(|fqn| {
-                unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
-            })?;
+            structure
+                .add_beside(&siblings, ".quantizer")
+                .map_err(|fqn| {
+                    unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
+                })?;
         }
         Ok(Some(Integers {
             seen: Seen::of(source, metadata, structure),
+            quantized: siblings.into_keys().collect(),
             quantizers,
         }))
-    }
-
-    /// Returns the keys of the quantized tensors.
-    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
-        let from = self.source(0).metadata();
-        from.tensors()
-            .filter(|(_, tensor)| integer(tensor.properties.dtype).is_some())
-            .map(|(fqn, _)| fqn)
     }
 }
 
@@ -105,6 +102,7 @@ impl Layer for Integers<'_> {
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
+        // The bytes of a quantized tensor are those of its integers.
         self.quantizers
             .get(fqn)
             .map_or(Origin::Source(0, fqn), Origin::Value)

@@ -15,7 +15,6 @@ mod copied;
 mod integers;
 mod old_values;
 mod opaque;
-mod options;
 mod output;
 mod sidecars;
 mod to_dcp;
@@ -36,13 +35,13 @@ use fsdp_layout::TensorBox;
 
 use self::copied::CopiedFiles;
 use self::integers::Integers;
-use self::output::{Conversion, unsupported};
+use self::output::Conversion;
 use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 
 pub use self::cast::Cast;
-pub(crate) use self::cast::Optimizers;
-pub use self::options::OutputFormat;
-pub use self::output::{ConvertOptions, Converted};
+pub(crate) use self::cast::{CASTABLE, Optimizers};
+pub(crate) use self::output::unsupported;
+pub use self::output::{ConvertOptions, Converted, OutputFormat};
 pub use self::view::{Rename, View};
 
 /// Writes all of a checkpoint to `destination` in another format or layout.
@@ -62,13 +61,13 @@ pub fn convert(
 ) -> Result<Converted, FileError> {
     // Step 1: what is written is the source through up to three views. No format writes quantized
     // tensors as such.
+    let mut source = source;
+    let mut quantized = Vec::new();
     let integers = Integers::new(source)?;
-    let quantized = integers.as_ref().map_or_else(Vec::new, |integers| {
-        integers.keys().map(str::to_owned).collect()
-    });
-    let source = integers
-        .as_ref()
-        .map_or(source, |integers| integers as &dyn Checkpoint);
+    if let Some(integers) = &integers {
+        quantized.clone_from(&integers.quantized);
+        source = integers;
+    }
     // Files of a trainer's state beside a DCP directory's own go along as they are, so their keys
     // stay out of the directory.
     let sidecars = match target {
@@ -76,18 +75,24 @@ pub fn convert(
         _ => CopiedSidecars::default(),
     };
     let without_sidecars = without(source, &sidecars.keys)?;
-    let source = without_sidecars
-        .as_ref()
-        .map_or(source, |view| view as &dyn Checkpoint);
-    let OpaqueEntries { copied, unwritable } = opaque_of(source, target, options.threads)?;
+    if let Some(view) = &without_sidecars {
+        source = view;
+    }
+    // From DCP to DCP, items in the directory's own files are copied as bytes, so they may be
+    // opaque.
+    let is_dcp_copy = source.format() == Format::Dcp && matches!(target, OutputFormat::Dcp { .. });
+    let in_sidecars = keys_in_sidecars(source);
+    let (copied, unwritable): (Vec<_>, Vec<_>) = opaque_entries(source, options.threads)?
+        .into_iter()
+        .partition(|(fqn, _)| is_dcp_copy && !in_sidecars.contains(fqn.as_str()));
     if !unwritable.is_empty() && !options.drop_opaque {
         return Err(FileError::Opaque { values: unwritable });
     }
     let unwritable_keys = unwritable.iter().map(|(fqn, _)| fqn.clone()).collect();
     let without_opaque = without(source, &unwritable_keys)?;
-    let source = without_opaque
-        .as_ref()
-        .map_or(source, |view| view as &dyn Checkpoint);
+    if let Some(view) = &without_opaque {
+        source = view;
+    }
 
     // Step 2: all that can be found wrong with the source is found before anything is written.
     check_source(source, target, &copied, options)?;
@@ -146,40 +151,18 @@ fn without<'s>(
     if keys.is_empty() {
         return Ok(None);
     }
-    let rename = |fqn: &str| {
-        if keys.contains(fqn) {
-            Rename::Drop
-        } else {
-            Rename::Keep
-        }
-    };
-    View::new(source, rename, None).map(Some)
-}
-
-/// The opaque values and tensors of a checkpoint, and the type of each.
-struct OpaqueEntries {
-    /// Those that are copied as they are stored.
-    copied: Vec<(String, String)>,
-    /// Those that the output cannot hold.
-    unwritable: Vec<(String, String)>,
-}
-
-/// Finds the opaque values and tensors of a checkpoint. From DCP to DCP, items in the directory's
-/// own files are copied as bytes, so they may be opaque.
-fn opaque_of(
-    source: &dyn Checkpoint,
-    target: OutputFormat,
-    threads: usize,
-) -> Result<OpaqueEntries, FileError> {
-    let is_dcp = matches!(
-        (source.format(), target),
-        (Format::Dcp, OutputFormat::Dcp { .. })
-    );
-    let in_sidecars = keys_in_sidecars(source);
-    let (copied, unwritable) = opaque_entries(source, threads)?
-        .into_iter()
-        .partition(|(fqn, _)| is_dcp && !in_sidecars.contains(fqn.as_str()));
-    Ok(OpaqueEntries { copied, unwritable })
+    let view = View::new(
+        source,
+        |fqn| {
+            if keys.contains(fqn) {
+                Rename::Drop
+            } else {
+                Rename::Keep
+            }
+        },
+        None,
+    )?;
+    Ok(Some(view))
 }
 
 /// Refuses a source that cannot be written in this format.
@@ -269,11 +252,7 @@ fn prepare(
     let staging = durable.prepare(destination, options.overwrite)?;
     match target {
         OutputFormat::SafetensorsFile | OutputFormat::Torch => staging.check_replaces_file()?,
-        OutputFormat::Dcp { .. }
-        | OutputFormat::SafetensorsDirectory { .. }
-        | OutputFormat::SafetensorsShards { .. } => {
-            staging.check_replaces_directory()?;
-        }
+        _ => staging.check_replaces_directory()?,
     }
     Ok(staging)
 }

@@ -11,34 +11,24 @@ use fsdp_layout::{ErrorKind, Failure as _};
 /// The values files beside a single file that is about to be written.
 pub(super) struct OldValues {
     target: Location,
-    folder: Location,
+    /// The directory of the file and its values.
+    pub(super) folder: Location,
     /// The name of the values file.
-    name: String,
+    pub(super) name: String,
     /// The only other file that may refer to a values file of this name.
     other: Location,
 }
 
 impl OldValues {
     /// Makes the values files beside a file, which need not exist. Nothing is read yet.
-    pub(super) fn beside(target: &Location) -> Result<Self, FileError> {
+    pub(super) fn new(target: &Location) -> Result<Self, FileError> {
         let (folder, name) = target.split()?;
-        let other = folder.join(other_with_values_of(name));
         Ok(OldValues {
             target: target.clone(),
             name: values_beside(name),
+            other: folder.join(other_with_values_of(name)),
             folder,
-            other,
         })
-    }
-
-    /// Returns the name of the values file.
-    pub(super) fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Returns the directory of the file and its values.
-    pub(super) fn folder(&self) -> &Location {
-        &self.folder
     }
 
     /// Returns `true` if a file of this name is there, and holds values that nothing refers to once
@@ -69,7 +59,7 @@ impl OldValues {
             Some("") => own.as_ref() == Some(&hash),
             // A killed process has left values under their first name. The hash in the name tells
             // that they are values.
-            Some(of) => of.strip_prefix('-') == Some(hash.as_str()),
+            Some(ending) => ending.strip_prefix('-') == Some(hash.as_str()),
         }
     }
 }

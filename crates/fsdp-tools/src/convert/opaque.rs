@@ -12,8 +12,6 @@ use fsdp_formats::storage::Staging;
 use fsdp_formats::writer::{RankWritten, WrittenFile, WrittenItem};
 use twox_hash::XxHash3_64;
 
-use super::output::ConvertOptions;
-
 /// An item that is copied.
 struct Item<'s> {
     fqn: &'s str,
@@ -23,49 +21,70 @@ struct Item<'s> {
     part: Part,
 }
 
-/// Copies the opaque tensors in `opaque` to separate files, divided among the ranks, and adds them
-/// to the metadata and to the ranks' reports.
-pub(super) fn copy(
-    source: &dyn Checkpoint,
-    staging: &Staging,
-    opaque: &HashSet<&str>,
-    options: ConvertOptions<'_>,
-    metadata: &mut Metadata,
-    written: &mut [RankWritten],
-) -> Result<(), FileError> {
-    let mut items: Vec<Vec<Item<'_>>> = written.iter().map(|_| Vec::new()).collect();
-    for (fqn, tensor) in source
-        .metadata()
-        .tensors()
-        .filter(|(fqn, _)| opaque.contains(fqn))
-    {
+/// A copy of opaque tensors to another directory.
+pub(super) struct OpaqueCopy<'c> {
+    pub(super) source: &'c dyn Checkpoint,
+    pub(super) staging: &'c Staging,
+    pub(super) progress: Option<&'c (dyn Fn(u64) + Sync)>,
+}
+
+impl<'c> OpaqueCopy<'c> {
+    /// Copies the tensors in `opaque` to separate files, divided among the ranks, and adds them to
+    /// the metadata and to the ranks' reports.
+    pub(super) fn copy(
+        &self,
+        opaque: &HashSet<&str>,
+        metadata: &mut Metadata,
+        written: &mut [RankWritten],
+    ) -> Result<(), FileError> {
+        // Step 1: divide the items among the ranks.
+        let mut items: Vec<Vec<Item<'c>>> = written.iter().map(|_| Vec::new()).collect();
+        for (fqn, tensor) in self.source.metadata().tensors() {
+            if opaque.contains(fqn) {
+                self.add_tensor(fqn, tensor, metadata, &mut items)?;
+            }
+        }
+        // Step 2: write a file for each rank that has some.
+        for (rank, (items, written)) in items.iter().zip(written).enumerate() {
+            if !items.is_empty() {
+                self.write_file(rank, items, written)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a tensor to the metadata, and its items to those of the ranks.
+    fn add_tensor(
+        &self,
+        fqn: &'c str,
+        tensor: &'c TensorEntry,
+        metadata: &mut Metadata,
+        items: &mut [Vec<Item<'c>>],
+    ) -> Result<(), FileError> {
         // A box without elements has no place in a file, and so no item.
-        let chunks: Vec<_> = tensor
-            .chunks
-            .iter()
-            .filter(|chunk| chunk.stored.is_some())
-            .cloned()
-            .collect();
+        let mut chunks = tensor.chunks.clone();
+        chunks.retain(|chunk| chunk.stored.is_some());
+        // The entry comes after those that were planned, so its number is their count.
         let entry = metadata.entries.len() as u32;
-        let digest = digest_of_opaque(source, fqn)?;
+        let digest = digest_of_opaque(self.source, fqn)?;
         let stored = tensor
             .chunks
             .iter()
             .filter_map(|chunk| chunk.stored.as_ref());
         for (number, stored) in stored.enumerate() {
             let rank = number * items.len() / chunks.len();
-            // The digest is that of the whole tensor, so it is reported with one of its items only.
-            let part = if number == 0 {
-                Part::Value(digest)
-            } else {
-                Part::default()
-            };
             items[rank].push(Item {
                 fqn,
                 stored,
                 entry,
                 chunk: number as u32,
-                part,
+                // The digest is that of the whole tensor, so it is reported with one of its items
+                // only.
+                part: if number == 0 {
+                    Part::Value(digest)
+                } else {
+                    Part::default()
+                },
             });
         }
         let copied = TensorEntry {
@@ -75,65 +94,56 @@ pub(super) fn copy(
         metadata
             .entries
             .insert(fqn.to_owned(), Entry::Tensor(copied));
-        let path = source
-            .metadata()
-            .planner_data
-            .as_ref()
-            .and_then(|paths| paths.get(fqn));
-        if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
+        if let Some(paths) = &mut metadata.planner_data
+            && let Some(source_paths) = &self.source.metadata().planner_data
+            && let Some(path) = source_paths.get(fqn)
+        {
             paths.insert(fqn.to_owned(), path.clone());
         }
+        Ok(())
     }
-    for (rank, (items, written)) in items
-        .iter()
-        .zip(written)
-        .enumerate()
-        .filter(|(_, (items, _))| !items.is_empty())
-    {
-        write_file(source, staging, rank, items, options, written)?;
-    }
-    Ok(())
-}
 
-/// Writes one file of copied items.
-fn write_file(
-    source: &dyn Checkpoint,
-    staging: &Staging,
-    rank: usize,
-    items: &[Item<'_>],
-    options: ConvertOptions<'_>,
-    written: &mut RankWritten,
-) -> Result<(), FileError> {
-    let name = staging.data_file_of(rank, written.files.len());
-    let file = staging.create(&name, items.iter().map(|item| item.stored.length).sum())?;
-    let mut integrity = FileIntegrity::default();
-    let mut offset = 0;
-    for item in items {
-        let length = item.stored.length;
-        let block = block_length(length);
-        let (mut hashes, mut at) = (Vec::new(), offset);
-        stream_stored(source, item.fqn, item.stored, block, &mut |bytes| {
-            hashes.push(XxHash3_64::oneshot(bytes));
-            file.write_at(at, bytes)?;
-            at += bytes.len() as u64;
-            if let Some(progress) = options.progress {
-                progress(bytes.len() as u64);
-            }
-            Ok(())
-        })?;
-        integrity.push(length, block, hashes);
-        written.items.push(WrittenItem {
-            file: written.files.len() as u32,
-            entry: item.entry,
-            chunk: item.chunk,
-            offset,
-            length,
-            part: Some(item.part),
-        });
-        offset += length;
+    /// Writes one file of copied items.
+    fn write_file(
+        &self,
+        rank: usize,
+        items: &[Item<'_>],
+        written: &mut RankWritten,
+    ) -> Result<(), FileError> {
+        let name = self.staging.data_file_of(rank, written.files.len());
+        let length = items.iter().map(|item| item.stored.length).sum();
+        let file = self.staging.create(&name, length)?;
+        let mut integrity = FileIntegrity::default();
+        let mut offset = 0;
+        for item in items {
+            let length = item.stored.length;
+            // Each item is a segment of its own, so that reading it checks little else.
+            let block = block_length(length);
+            let mut hashes = Vec::new();
+            let mut at = offset;
+            stream_stored(self.source, item.fqn, item.stored, block, &mut |bytes| {
+                hashes.push(XxHash3_64::oneshot(bytes));
+                file.write_at(at, bytes)?;
+                at += bytes.len() as u64;
+                if let Some(progress) = self.progress {
+                    progress(bytes.len() as u64);
+                }
+                Ok(())
+            })?;
+            integrity.push(length, block, hashes);
+            written.items.push(WrittenItem {
+                file: written.files.len() as u32,
+                entry: item.entry,
+                chunk: item.chunk,
+                offset,
+                length,
+                part: Some(item.part),
+            });
+            offset += length;
+        }
+        file.finish()?;
+        written.files.push(WrittenFile { name, integrity });
+        written.payload_bytes += offset;
+        Ok(())
     }
-    file.finish()?;
-    written.files.push(WrittenFile { name, integrity });
-    written.payload_bytes += offset;
-    Ok(())
 }

@@ -1,5 +1,5 @@
-//! The parts of a conversion that several output formats share: options, the report, the source of
-//! payloads, a rank's rows, and the commit of a single file.
+//! The parts of a conversion that several output formats share: the formats, options, the report,
+//! the source of payloads, a rank's rows, and the commit of a single file.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -11,11 +11,53 @@ use fsdp_formats::storage::{Durable, Staging};
 use fsdp_formats::writer::PayloadSource;
 use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::shard::chunk_range;
-use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::copied::CopiedFiles;
 use crate::tensor_parallel::TensorParallelPlan;
+
+/// The format to write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OutputFormat {
+    /// A DCP directory for this many ranks: tensors cut along dim 0 as torch cuts them.
+    Dcp {
+        /// The number of ranks: as many data files, at most.
+        ranks: usize,
+    },
+    /// One safetensors file, and `NAME.values.json` beside it if there are values.
+    SafetensorsFile,
+    /// Hugging Face's layout: files of at most this many bytes of tensors, and their index.
+    SafetensorsDirectory {
+        /// Bytes of tensors in one file; a larger tensor gets a file of its own.
+        max_file_bytes: u64,
+    },
+    /// The layout of torch's `HuggingFaceStorageWriter`: for each rank a file with its shards.
+    SafetensorsShards {
+        /// The number of ranks.
+        ranks: usize,
+    },
+    /// One file that `torch.load(weights_only=True)` opens: nested dicts and lists, as the keys'
+    /// paths say.
+    Torch,
+}
+
+impl OutputFormat {
+    /// Returns `true` if what is written is for the framework that wrote the source: files beside
+    /// the source's own, such as a trainer's loop state or a model's configuration, go with it.
+    pub(super) const fn keeps_framework(self, source: Format) -> bool {
+        matches!(
+            (source, self),
+            (Format::Dcp, OutputFormat::Dcp { .. })
+                | (
+                    Format::SafetensorsDirectory,
+                    OutputFormat::SafetensorsDirectory { .. }
+                        | OutputFormat::SafetensorsShards { .. }
+                )
+        )
+    }
+}
 
 /// The options of a conversion.
 #[derive(Clone, Copy)]
@@ -36,7 +78,7 @@ pub struct ConvertOptions<'o> {
     /// layout.
     pub with: Option<&'o Location>,
     /// The plan for tensor-parallel ranks, for
-    /// [`OutputFormat::SafetensorsDirectory`](crate::convert::OutputFormat). Each rank then gets
+    /// [`OutputFormat::SafetensorsDirectory`]. Each rank then gets
     /// files of its own with its parts of the tensors, and there is no index.
     pub tensor_parallel: Option<&'o TensorParallelPlan>,
 }
@@ -92,14 +134,14 @@ pub struct Converted {
 }
 
 /// A conversion that is about to be written.
-pub(crate) struct Conversion<'c> {
+pub(super) struct Conversion<'c> {
     /// The checkpoint, in the form in which it is written.
-    pub(crate) source: &'c dyn Checkpoint,
+    pub(super) source: &'c dyn Checkpoint,
     /// The prepared destination.
-    pub(crate) staging: Staging,
+    pub(super) staging: Staging,
     /// The files of other programs that are copied beside it.
-    pub(crate) extra: &'c CopiedFiles<'c>,
-    pub(crate) options: ConvertOptions<'c>,
+    pub(super) extra: &'c CopiedFiles<'c>,
+    pub(super) options: ConvertOptions<'c>,
 }
 
 /// Returns the error that something cannot be written.
@@ -111,11 +153,11 @@ pub(crate) fn unsupported(fqn: &str, what: impl Into<String>) -> FileError {
 }
 
 /// A checkpoint as the source of payloads for a writer.
-pub(crate) struct Streamed<'a> {
-    pub(crate) source: &'a dyn Checkpoint,
-    pub(crate) options: ConvertOptions<'a>,
+pub(super) struct Streamed<'a> {
+    pub(super) source: &'a dyn Checkpoint,
+    pub(super) options: ConvertOptions<'a>,
     /// Tensors by value, under keys of their own.
-    pub(crate) extra: IndexMap<String, &'a PlainTensor>,
+    pub(super) extra: IndexMap<String, &'a PlainTensor>,
 }
 
 impl PayloadSource for Streamed<'_> {
@@ -126,6 +168,7 @@ impl PayloadSource for Streamed<'_> {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
+        // A tensor that was inside a value is in memory already.
         if let Some(tensor) = self.extra.get(fqn) {
             return sink(&tensor.data[range.start as usize..range.end as usize]);
         }
@@ -150,10 +193,11 @@ impl PayloadSource for Streamed<'_> {
 
 /// Returns the stored bytes of a value, if it is an item of a DCP checkpoint. Copying them keeps
 /// what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque objects.
-pub(crate) fn stored_item(
+pub(super) fn stored_item(
     source: &dyn Checkpoint,
     fqn: &str,
 ) -> Result<Option<Vec<u8>>, FileError> {
+    // Values of other formats are no items, and are written anew.
     let is_opaque = match source.read_value(fqn) {
         Ok(_) if source.format() != Format::Dcp => return Ok(None),
         Ok(_) => false,
@@ -174,18 +218,20 @@ pub(crate) fn stored_item(
 }
 
 /// Returns a rank's rows of a tensor, by torch's chunk rule; all of a scalar.
-pub(crate) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> TensorBox {
+pub(super) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> TensorBox {
     let mut bounds = TensorBox::whole(shape);
     if let Some(&rows) = shape.first() {
         let own = chunk_range(rows, ranks, rank);
-        (bounds.offsets[0], bounds.sizes[0]) = (own.start, own.len());
+        bounds.offsets[0] = own.start;
+        bounds.sizes[0] = own.len();
     }
     bounds
 }
 
 /// Commits a checkpoint that is a single file. Removes the old file's hashes first, so that they
 /// never describe the new file.
-pub(crate) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+pub(super) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
+    // A file of that name may belong to somebody else: then nothing is committed.
     let integrity = integrity_beside(staging.target_name());
     staging.check_sidecar(&integrity)?;
     staging.remove_sidecar(&integrity)?;
@@ -196,17 +242,19 @@ pub(crate) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Res
 }
 
 /// Counts the tensors and their bytes for the report.
-pub(crate) fn summary(source: &dyn Checkpoint) -> Converted {
+pub(super) fn summary(source: &dyn Checkpoint) -> Converted {
     let mut summary = Converted::default();
     for (_, tensor) in source.metadata().tensors() {
         summary.tensors += 1;
-        let numel = tensor
-            .shape
-            .iter()
-            .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
-        summary.bytes = summary
-            .bytes
-            .saturating_add(numel.saturating_mul(tensor.properties.dtype.size_in_bytes()));
+        let bytes = saturating_bytes(&tensor.shape, tensor.properties.dtype);
+        summary.bytes = summary.bytes.saturating_add(bytes);
     }
     summary
+}
+
+/// Returns the bytes of a tensor, or the largest number if they are more.
+pub(super) fn saturating_bytes(shape: &[usize], dtype: DType) -> u64 {
+    shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
+        bytes.saturating_mul(size as u64)
+    })
 }

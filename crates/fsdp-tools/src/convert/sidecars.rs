@@ -24,12 +24,7 @@ impl CopiedSidecars {
             return copied;
         }
         for part in checkpoint.parts() {
-            if is_sidecar(&part)
-                && part
-                    .keys
-                    .iter()
-                    .all(|(key, name)| is_unchanged(checkpoint, &part, key, name))
-            {
+            if is_sidecar(&part) && is_unchanged(checkpoint, &part) {
                 copied.files.push(part.place.to_owned());
                 copied.keys.extend(part.keys.values().cloned());
             }
@@ -39,26 +34,35 @@ impl CopiedSidecars {
 
     /// Returns `true` if a file is a sidecar with keys that is not copied as it is.
     pub(super) fn leaves_out(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
-        let is_it = |part: &PartOf<'_>| is_sidecar(part) && part.place == file;
-        !self.files.iter().any(|copied| copied == file) && checkpoint.parts().iter().any(is_it)
+        // The keys of such a file are written like all others, so a copy of it would hold them
+        // twice.
+        !self.files.iter().any(|copied| copied == file)
+            && checkpoint
+                .parts()
+                .iter()
+                .any(|part| is_sidecar(part) && part.place == file)
     }
 }
 
 /// Returns the keys whose data is in sidecar files.
 pub(super) fn keys_in_sidecars(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
-    let stored = checkpoint.metadata().stored();
-    stored
+    checkpoint
+        .metadata()
+        .stored()
         .filter(|(_, _, stored)| SIDECAR_FILES.contains(&stored.relative_path.as_str()))
         .map(|(fqn, ..)| fqn)
         .collect()
 }
 
-/// Returns `true` if a checkpoint has at `name` what a part of it has at `key`, as it is.
-fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>, key: &str, name: &str) -> bool {
-    let (own, seen) = (part.checkpoint.metadata(), checkpoint.metadata());
+/// Returns `true` if a checkpoint has all keys of a part of it, as they are.
+fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>) -> bool {
+    let in_part = &part.checkpoint.metadata().entries;
+    let in_whole = &checkpoint.metadata().entries;
     // The same entry is not enough: a tensor that is computed anew has it too, and all values of a
     // file have one.
-    own.entries.get(key) == seen.entries.get(name) && checkpoint.key_in_parts(name) == Some(name)
+    part.keys.iter().all(|(key, name)| {
+        in_part.get(key) == in_whole.get(name) && checkpoint.key_in_parts(name) == Some(name)
+    })
 }
 
 /// Returns `true` if a part of a checkpoint is a sidecar file.

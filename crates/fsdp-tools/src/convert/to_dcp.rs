@@ -12,11 +12,11 @@ use fsdp_formats::writer::{
 };
 use indexmap::IndexMap;
 
-use super::opaque;
+use super::opaque::OpaqueCopy;
 use super::output::{Conversion, Converted, Streamed, rows_of_rank, stored_item, summary};
 
 /// Writes all of a checkpoint as a DCP directory for `ranks` ranks.
-pub(crate) fn write(
+pub(super) fn write(
     conversion: Conversion<'_>,
     ranks: usize,
     opaque: &[(String, String)],
@@ -32,25 +32,20 @@ pub(crate) fn write(
     let mut global = plan_save(&plans, PlanOptions::default())?;
     // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are
     // dropped.
-    let has_paths =
-        |paths: &IndexMap<_, _>| !paths.is_empty() || source.metadata().entries.is_empty();
-    if !source
-        .metadata()
-        .planner_data
-        .as_ref()
-        .is_some_and(has_paths)
-    {
-        global.metadata.planner_data = None;
+    match &source.metadata().planner_data {
+        Some(paths) if !paths.is_empty() || source.metadata().entries.is_empty() => {}
+        _ => global.metadata.planner_data = None,
     }
     let streamed = Streamed {
         source,
         options,
-        extra: Default::default(),
+        extra: IndexMap::new(),
     };
     let write_options = WriteOptions {
         threads: Some(options.threads),
         ..WriteOptions::default()
     };
+    // The ranks write one after the other; the threads of each share its tensors.
     let mut written = Vec::with_capacity(ranks);
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
         let items = RankItems {
@@ -61,26 +56,21 @@ pub(crate) fn write(
         };
         written.push(write_rank(&staging, &items, &write_options, None)?);
     }
-    opaque::copy(
+    let copy = OpaqueCopy {
         source,
-        &staging,
-        &opaque,
-        options,
-        &mut global.metadata,
-        &mut written,
-    )?;
+        staging: &staging,
+        progress: options.progress,
+    };
+    copy.copy(&opaque, &mut global.metadata, &mut written)?;
     if !extra.is_empty() {
         // The names of these files are the same in every save, so another save at the same place
         // could write them too: exclude that.
         staging.claim()?;
-        let copied = extra.copy(&staging)?;
-        let files = copied
-            .into_iter()
-            .map(|(name, integrity)| WrittenFile { name, integrity });
-        written.push(RankWritten {
-            files: files.collect(),
-            ..RankWritten::default()
-        });
+        let mut files = RankWritten::default();
+        for (name, integrity) in extra.copy(&staging)? {
+            files.files.push(WrittenFile { name, integrity });
+        }
+        written.push(files);
     }
     finish_copy(staging, global.metadata, &written, source)?;
     Ok(summary(source))
@@ -108,13 +98,14 @@ fn plans(
         let content = match entry {
             Entry::Bytes(_) => {
                 let length = match stored_item(source, fqn)? {
-                    Some(item) => Ok(item.len() as u64),
-                    None => value_item_length(&source.read_value(fqn)?),
+                    Some(item) => item.len() as u64,
+                    None => value_item_length(&source.read_value(fqn)?).map_err(|source| {
+                        FileError::Encode {
+                            fqn: fqn.clone(),
+                            source,
+                        }
+                    })?,
                 };
-                let length = length.map_err(|source| FileError::Encode {
-                    fqn: fqn.clone(),
-                    source,
-                })?;
                 WriteContent::Value { length }
             }
             Entry::Tensor(tensor) => WriteContent::Tensor {
@@ -125,6 +116,7 @@ fn plans(
             },
         };
         for (rank, plan) in plans.iter_mut().enumerate() {
+            // All ranks hold all values; the plan of the save chooses who writes each.
             let mut content = content.clone();
             if let WriteContent::Tensor { shape, boxes, .. } = &mut content {
                 boxes.push(rows_of_rank(shape, rank, ranks));

@@ -6,24 +6,26 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use fsdp_digest::Sum;
-use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE};
+use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{
-    Integrity, RANK_NOTE, RankNote, SliceNote, check_expansion, rank_file_name, stream_boxes,
-    tensor_of, wrong_box,
+    RANK_NOTE, RankNote, SliceNote, check_expansion, rank_file_name, stream_boxes, tensor_of,
+    wrong_box,
 };
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::writer::PayloadSource;
-use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::output::{Conversion, Converted, Streamed, unsupported};
-use super::to_safetensors::{Aside, Files, Piece, Sums, digests, files_of, finish, whole_tensors};
-use crate::tensor_parallel::{Cut, Slice, TensorParallelPlan};
+use super::to_safetensors::{
+    DirectoryWriter, Files, Inside, Piece, SideContents, Sums, files_of, whole_tensors,
+};
+use crate::tensor_parallel::{Cut, TensorParallelPlan};
 
 /// Checks that a plan has all tensors of a checkpoint, with the same shapes.
-pub(crate) fn check_plan(
+pub(super) fn check_plan(
     source: &dyn Checkpoint,
     plan: &TensorParallelPlan,
 ) -> Result<(), FileError> {
@@ -49,58 +51,78 @@ struct RankSlices<'a> {
 }
 
 impl RankSlices<'_> {
-    /// Reads a box of the rank's part of a tensor, and adds to `sum` the elements that no rank with
-    /// a lower number has.
+    /// Reads a box of the rank's part of a tensor, and adds to the sums the elements that no rank
+    /// with a lower number has.
     fn read(
         &self,
         fqn: &str,
-        slice: &Slice,
+        cut: &Cut,
         part: &TensorBox,
         dst: &mut [u8],
-        sum: &mut Sum,
     ) -> Result<(), FileError> {
         let source = self.streamed.source;
-        let tensor = tensor_of(source.metadata(), fqn)?;
-        let element = tensor.properties.dtype.size_in_bytes() as usize;
-        let mut scratch = Vec::new();
-        let mut add = |bounds: &TensorBox, bytes: &[u8], is_first: bool| {
-            if !is_first {
-                return Ok(());
-            }
-            if let Some(progress) = self.streamed.options.progress {
-                progress(bytes.len() as u64);
-            }
-            sum.add_box(&tensor.shape, bounds, element, bytes)
-                .map_err(|error| wrong_box(fqn, &error))
-        };
-        if slice.ranges.is_empty() {
+        let ranges = cut.ranges(self.rank);
+        if ranges.is_empty() {
             source.read_box(fqn, part, dst)?;
-            return add(part, dst, self.rank == 0);
+            return self.add(fqn, part, dst, self.rank == 0);
         }
+        let dim = cut.dim();
+        let dtype = tensor_of(source.metadata(), fqn)?.properties.dtype;
+        let element = dtype.size_in_bytes() as usize;
+        let mut scratch = Vec::new();
+        // The ranges follow each other in the rank's part.
         let mut local = 0;
-        for range in &slice.ranges {
+        for range in &ranges {
             let mut here = part.clone();
-            (here.offsets[slice.dim], here.sizes[slice.dim]) = (local, range.len);
+            here.offsets[dim] = local;
+            here.sizes[dim] = range.len;
             local += range.len;
             let Some(overlap) = part.intersect(&here) else {
                 continue;
             };
+            // The same box in the whole tensor.
             let mut whole = overlap.clone();
-            whole.offsets[slice.dim] =
-                range.start + overlap.offsets[slice.dim] - here.offsets[slice.dim];
+            whole.offsets[dim] = range.start + overlap.offsets[dim] - here.offsets[dim];
+            // A box that lies in one range is read in place.
             if overlap == *part {
                 source.read_box(fqn, &whole, dst)?;
-                add(&whole, dst, range.is_first)?;
+                self.add(fqn, &whole, dst, range.is_first)?;
                 continue;
             }
             scratch.resize(overlap.numel() * element, 0);
             source.read_box(fqn, &whole, &mut scratch)?;
-            add(&whole, &scratch, range.is_first)?;
+            self.add(fqn, &whole, &scratch, range.is_first)?;
             for run in copy_runs(&overlap, &overlap, part) {
-                let (from, to, len) = (run.src * element, run.dst * element, run.len * element);
-                dst[to..to + len].copy_from_slice(&scratch[from..from + len]);
+                let from = run.src * element..(run.src + run.len) * element;
+                let to = run.dst * element..(run.dst + run.len) * element;
+                dst[to].copy_from_slice(&scratch[from]);
             }
         }
+        Ok(())
+    }
+
+    /// Adds a box of the whole tensor to the sums, if no rank with a lower number has it.
+    fn add(
+        &self,
+        fqn: &str,
+        bounds: &TensorBox,
+        bytes: &[u8],
+        is_first: bool,
+    ) -> Result<(), FileError> {
+        if !is_first {
+            return Ok(());
+        }
+        if let Some(progress) = self.streamed.options.progress {
+            progress(bytes.len() as u64);
+        }
+        let tensor = tensor_of(self.streamed.source.metadata(), fqn)?;
+        let element = tensor.properties.dtype.size_in_bytes() as usize;
+        // Threads share a tensor, so each box is summed by itself and then added.
+        let mut sum = Sum::default();
+        sum.add_box(&tensor.shape, bounds, element, bytes)
+            .map_err(|error| wrong_box(fqn, &error))?;
+        let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        sums.entry(fqn.to_owned()).or_default().add(sum);
         Ok(())
     }
 }
@@ -118,19 +140,15 @@ impl PayloadSource for RankSlices<'_> {
         let (Some(tensor), Some(cut)) = (source.metadata().tensor(fqn), self.plan.cut(fqn)) else {
             return self.streamed.payload(fqn, bounds, range, sink);
         };
+        // A small file must not cause an unbounded number of elements.
         check_expansion(source, fqn, range.end)?;
-        let slice = cut.slice(self.rank);
-        let mut sum = Sum::default();
-        let mut read =
-            |part: &TensorBox, dst: &mut [u8]| self.read(fqn, &slice, part, dst, &mut sum);
-        stream_boxes(&mut read, tensor.properties.dtype, bounds, range, sink)?;
-        self.sums
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .entry(fqn.to_owned())
-            .or_default()
-            .add(sum);
-        Ok(())
+        stream_boxes(
+            &mut |part, dst| self.read(fqn, cut, part, dst),
+            tensor.properties.dtype,
+            bounds,
+            range,
+            sink,
+        )
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
@@ -140,118 +158,116 @@ impl PayloadSource for RankSlices<'_> {
 
 /// Writes files of at most `max_file_bytes` for each rank, with its parts of all tensors under the
 /// source's keys.
-pub(crate) fn write_ranks(
+pub(super) fn write_ranks(
     conversion: Conversion<'_>,
     plan: &TensorParallelPlan,
     max_file_bytes: u64,
 ) -> Result<Converted, FileError> {
-    let Conversion {
-        source,
-        staging,
-        extra,
-        options,
-    } = conversion;
-    staging.claim()?;
-    let aside = Aside::read(source)?;
-    let (bytes, inside) = aside.encode()?;
+    let source = conversion.source;
+    let side = SideContents::read(source)?;
+    let (values, inside) = side.encode()?;
     let whole = whole_tensors(source, &inside);
-    let streamed = Streamed {
-        source,
-        options,
-        extra: inside.clone(),
-    };
-    let pieces_of = |rank: usize| -> Vec<Vec<Piece<'_>>> {
-        // Tensors that were inside values are written once, with the first rank.
-        let pieces = whole.iter().filter_map(|of| match plan.cut(of.fqn) {
-            Some(cut) if !inside.contains_key(of.fqn) => Some(Piece {
-                bounds: TensorBox::whole(&cut.shape_of(rank)),
-                ..*of
-            }),
-            _ => (rank == 0).then(|| of.clone()),
-        });
-        files_of(pieces, max_file_bytes)
+    let parts = Parts {
+        whole: &whole,
+        inside: &inside,
+        plan,
+        max_file_bytes,
     };
     // Every file notes how many files each rank has, so that a reader notices when one is missing.
     let files: Vec<usize> = (0..plan.ranks())
-        .map(|rank| pieces_of(rank).len())
+        .map(|rank| parts.files_of_rank(rank).len())
         .collect();
-    let mut integrity = Integrity {
-        files: extra.copy(&staging)?,
-        ..Integrity::default()
-    };
-    let mut sums: IndexMap<String, Sum> = IndexMap::new();
+    let mut writer = DirectoryWriter::new(conversion, &side, &inside)?;
     for rank in 0..plan.ranks() {
         let slices = RankSlices {
-            streamed: &streamed,
+            streamed: &writer.streamed,
             plan,
             rank,
             sums: Mutex::default(),
         };
         // The writer would compute sums over parts, which are of no whole tensor. `RankSlices`
         // computes them instead.
-        let none = Metadata::default();
-        let files_of_rank = Files {
-            staging: &staging,
+        let nothing_digested = Metadata::default();
+        let writer_of_files = Files {
+            staging: &writer.staging,
             source: &slices,
-            digested: &none,
-            threads: options.threads,
+            digested: &nothing_digested,
+            threads: writer.streamed.options.threads,
         };
-        for (index, pieces) in pieces_of(rank).iter().enumerate() {
+        for (index, pieces) in parts.files_of_rank(rank).iter().enumerate() {
             // The note tells from which part of which tensor each tensor of this file was cut.
-            let cut = |piece: &Piece<'_>| {
-                let cut = plan
-                    .cut(piece.fqn)
-                    .filter(|_| !inside.contains_key(piece.fqn))?;
-                Some((piece.fqn.to_owned(), slice_note(cut, rank)?))
-            };
-            let note = RankNote {
+            let mut note = RankNote {
                 rank,
                 files: files.clone(),
-                tensors: pieces.iter().filter_map(cut).collect(),
+                tensors: IndexMap::new(),
             };
-            let note = serde_json::to_string(&note).map_err(|error| {
-                let source = FormatError::Malformed {
-                    what: "note of a rank",
-                    reason: error.to_string(),
-                };
-                FileError::Encode {
-                    fqn: RANK_NOTE.to_owned(),
-                    source,
+            for piece in pieces {
+                if let Some(cut) = parts.cut(piece.fqn)
+                    && let Some(slice) = slice_note(cut, rank)
+                {
+                    note.tensors.insert(piece.fqn.to_owned(), slice);
                 }
-            })?;
-            let name = rank_file_name(rank, index);
-            let mut texts = aside.texts(rank == 0 && index == 0);
+            }
+            let note = serde_json::to_string(&note).expect("a note has texts and numbers only");
+            let mut texts = side.texts(rank == 0 && index == 0);
             texts.insert(RANK_NOTE.to_owned(), note);
-            let written = files_of_rank.write(
+            let name = rank_file_name(rank, index);
+            let hashes = writer_of_files.write(
                 Some(&name),
                 &|_| Ok(texts.clone()),
                 pieces,
                 &mut Sums::new(),
             )?;
-            integrity.files.insert(name, written);
+            writer.integrity.files.insert(name, hashes);
         }
         // The sums of all ranks together are over each element once, so they give the digests of
         // the whole tensors.
-        for (fqn, sum) in slices
+        let sums = slices
             .sums
             .into_inner()
-            .unwrap_or_else(PoisonError::into_inner)
-        {
-            sums.entry(fqn).or_default().add(sum);
+            .unwrap_or_else(PoisonError::into_inner);
+        for (fqn, sum) in sums {
+            let (key, _) = source
+                .metadata()
+                .entries
+                .get_key_value(&fqn)
+                .expect("only tensors of the source are summed");
+            writer.sums.entry(key).or_default().add(sum);
         }
     }
-    let sums: Sums<'_> = sums.iter().map(|(fqn, &sum)| (fqn.as_str(), sum)).collect();
-    let small = bytes
-        .map(|bytes| (VALUES_FILE.to_owned(), bytes))
-        .into_iter()
-        .collect();
-    finish(
-        source,
-        staging,
-        integrity,
-        digests(&streamed, &aside, &sums),
-        small,
-    )
+    writer.finish(values, None)
+}
+
+/// The tensors of a checkpoint, and how ranks get their parts of them.
+struct Parts<'p, 'a> {
+    whole: &'p [Piece<'a>],
+    inside: &'p Inside<'a>,
+    plan: &'p TensorParallelPlan,
+    max_file_bytes: u64,
+}
+
+impl<'a> Parts<'_, 'a> {
+    /// Returns how a tensor is cut; `None` for one that was inside a value, which no plan has.
+    fn cut(&self, fqn: &str) -> Option<&Cut> {
+        self.plan
+            .cut(fqn)
+            .filter(|_| !self.inside.contains_key(fqn))
+    }
+
+    /// Returns the files of a rank, each with the parts of tensors that it holds. Tensors that were
+    /// inside values are written once, with the first rank.
+    fn files_of_rank(&self, rank: usize) -> Vec<Vec<Piece<'a>>> {
+        let mut pieces = Vec::new();
+        for piece in self.whole {
+            if let Some(cut) = self.cut(piece.fqn) {
+                let bounds = TensorBox::whole(&cut.shape_of(rank));
+                pieces.push(Piece { bounds, ..*piece });
+            } else if rank == 0 {
+                pieces.push(piece.clone());
+            }
+        }
+        files_of(pieces, self.max_file_bytes)
+    }
 }
 
 /// Returns the note of a rank's part of a tensor; `None` if the rank has the whole tensor.
@@ -259,13 +275,12 @@ fn slice_note(cut: &Cut, rank: usize) -> Option<SliceNote> {
     if cut.shape_of(rank) == cut.shape() {
         return None;
     }
-    let slice = cut.slice(rank);
     Some(SliceNote {
         how: cut.how().to_owned(),
         shape: cut.shape().to_vec(),
-        dim: slice.dim,
-        ranges: slice
-            .ranges
+        dim: cut.dim(),
+        ranges: cut
+            .ranges(rank)
             .iter()
             .map(|range| (range.start, range.start + range.len))
             .collect(),

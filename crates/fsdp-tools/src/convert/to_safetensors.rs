@@ -13,12 +13,14 @@ use fsdp_formats::internals::{
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::Staging;
 use fsdp_formats::writer::PayloadSource;
-use fsdp_formats::{FileError, FormatError, Location};
+use fsdp_formats::{FileError, Location};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::old_values::OldValues;
-use super::output::{Conversion, Converted, Streamed, commit_file, rows_of_rank, summary};
+use super::output::{
+    Conversion, Converted, Streamed, commit_file, rows_of_rank, saturating_bytes, summary,
+};
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
 #[derive(Debug, Clone)]
@@ -30,12 +32,7 @@ pub(super) struct Piece<'a> {
 
 impl Piece<'_> {
     fn bytes(&self) -> u64 {
-        let numel = self
-            .bounds
-            .sizes
-            .iter()
-            .fold(1u64, |numel, &size| numel.saturating_mul(size as u64));
-        numel.saturating_mul(self.dtype.size_in_bytes())
+        saturating_bytes(&self.bounds.sizes, self.dtype)
     }
 }
 
@@ -44,7 +41,7 @@ pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
 
 /// The contents of a checkpoint besides tensors: the values that safetensors cannot hold, the paths
 /// of keys that cannot be told from the flat keys, and the notes in its headers.
-pub(super) struct Aside {
+pub(super) struct SideContents {
     values: IndexMap<String, PlainValue>,
     paths: Option<String>,
     notes: IndexMap<String, String>,
@@ -52,7 +49,7 @@ pub(super) struct Aside {
     tensors: HashSet<String>,
 }
 
-impl Aside {
+impl SideContents {
     /// Reads all values and notes of a checkpoint.
     pub(super) fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
         let metadata = source.metadata();
@@ -60,17 +57,15 @@ impl Aside {
         for (fqn, _) in metadata.values() {
             values.insert(fqn.to_owned(), source.read_value(fqn)?);
         }
-        let notes = source
-            .notes()
-            .into_iter()
-            .map(|(key, text)| (key.to_owned(), text.to_owned()))
-            .collect();
-        let tensors = metadata.tensors().map(|(fqn, _)| fqn.to_owned()).collect();
-        Ok(Aside {
+        Ok(SideContents {
             values,
             paths: encode_paths(metadata),
-            notes,
-            tensors,
+            notes: source
+                .notes()
+                .into_iter()
+                .map(|(key, text)| (key.to_owned(), text.to_owned()))
+                .collect(),
+            tensors: metadata.tensors().map(|(fqn, _)| fqn.to_owned()).collect(),
         })
     }
 
@@ -85,17 +80,16 @@ impl Aside {
             let key = self.free_key(path, &inside);
             inside.insert(key.clone(), tensor);
             key
-        });
-        let bytes = bytes.map_err(|(fqn, source)| FileError::Encode { fqn, source })?;
+        })
+        .map_err(|(fqn, source)| FileError::Encode { fqn, source })?;
         // A reader limits the memory that values may take. Values beyond that must not be written.
-        let mut without_elements = |_: &str| -> Result<PlainTensor, FormatError> {
-            Ok(PlainTensor {
-                dtype: DType::U8,
-                shape: Vec::new(),
-                data: Vec::new(),
-            })
+        // The elements of the tensors do not count.
+        let empty = PlainTensor {
+            dtype: DType::U8,
+            shape: Vec::new(),
+            data: Vec::new(),
         };
-        decode_values(&bytes, &mut without_elements).map_err(|source| FileError::Encode {
+        decode_values(&bytes, &mut |_| Ok(empty.clone())).map_err(|source| FileError::Encode {
             fqn: VALUES_FILE.to_owned(),
             source,
         })?;
@@ -105,15 +99,17 @@ impl Aside {
     /// Returns the key for a tensor that was inside a value: its path, with a number behind it if
     /// that is taken.
     fn free_key(&self, path: String, inside: &Inside<'_>) -> String {
-        let is_taken = |key: &String| {
-            inside.contains_key(key) || self.tensors.contains(key) || self.values.contains_key(key)
-        };
+        let mut key = path.clone();
         // Many tensors may have one path. A number that counts all of them is mostly free at once.
-        let numbered = (inside.len()..).map(|number| format!("{path}.{number}"));
-        std::iter::once(path.clone())
-            .chain(numbered)
-            .find(|key| !is_taken(key))
-            .unwrap_or(path)
+        let mut number = inside.len();
+        while inside.contains_key(&key)
+            || self.tensors.contains(&key)
+            || self.values.contains_key(&key)
+        {
+            key = format!("{path}.{number}");
+            number += 1;
+        }
+        key
     }
 
     /// Returns the texts for the header of a file; the first one has the notes and the paths.
@@ -121,9 +117,9 @@ impl Aside {
         let mut texts = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
         if is_first {
             texts.extend(self.notes.clone());
-        }
-        if let (Some(paths), true) = (&self.paths, is_first) {
-            texts.insert(PATHS.to_owned(), paths.clone());
+            if let Some(paths) = &self.paths {
+                texts.insert(PATHS.to_owned(), paths.clone());
+            }
         }
         texts
     }
@@ -189,13 +185,14 @@ fn encode_header(
     pieces: &[Piece<'_>],
 ) -> Result<Vec<u8>, FileError> {
     for key in JSON_TEXTS {
-        let charged = texts.get(key).map_or(Ok(()), |text| {
-            charge_text(text, "memory for a text of the header")
-        });
-        charged.map_err(|source| FileError::Encode {
-            fqn: key.to_owned(),
-            source,
-        })?;
+        if let Some(text) = texts.get(key) {
+            charge_text(text, "memory for a text of the header").map_err(|source| {
+                FileError::Encode {
+                    fqn: key.to_owned(),
+                    source,
+                }
+            })?;
+        }
     }
     let tensors = pieces
         .iter()
@@ -208,15 +205,16 @@ fn encode_header(
 
 /// Returns the digests of all that the files have: of tensors from the sums over their elements, of
 /// values from themselves.
-pub(super) fn digests(streamed: &Streamed<'_>, aside: &Aside, sums: &Sums<'_>) -> StateDigest {
+fn digests(streamed: &Streamed<'_>, side: &SideContents, sums: &Sums<'_>) -> StateDigest {
     let tensors = streamed.source.metadata().tensors().map(|(fqn, tensor)| {
+        // Before the elements are written, there are no sums yet.
         let sum = sums.get(fqn).copied().unwrap_or_default();
         (
             fqn.to_owned(),
             sum.finish(tensor.properties.dtype, &tensor.shape),
         )
     });
-    let values = aside
+    let values = side
         .values
         .iter()
         .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
@@ -235,31 +233,28 @@ pub(super) struct Files<'w> {
 
 impl<'w> Files<'w> {
     fn new(staging: &'w Staging, streamed: &'w Streamed<'_>) -> Self {
-        let (digested, threads) = (streamed.source.metadata(), streamed.options.threads);
         Files {
             staging,
             source: streamed,
-            digested,
-            threads,
+            digested: streamed.source.metadata(),
+            threads: streamed.options.threads,
         }
     }
 
     /// Returns the position of each piece in its tensor.
     fn places(&self, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
-        let place = |piece: &Piece<'_>| {
-            let Some(tensor) = self.digested.tensor(piece.fqn) else {
-                return Ok(None);
-            };
-            let place = BoxPlace::new(
-                &tensor.shape,
-                &piece.bounds,
-                piece.dtype.size_in_bytes() as usize,
-            );
-            place
-                .map(Some)
-                .map_err(|error| wrong_box(piece.fqn, &error))
-        };
-        pieces.iter().map(place).collect()
+        let mut places = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            let element = piece.dtype.size_in_bytes() as usize;
+            places.push(match self.digested.tensor(piece.fqn) {
+                Some(tensor) => Some(
+                    BoxPlace::new(&tensor.shape, &piece.bounds, element)
+                        .map_err(|error| wrong_box(piece.fqn, &error))?,
+                ),
+                None => None,
+            });
+        }
+        Ok(places)
     }
 
     /// Writes one safetensors file and adds to the sums over its tensors. `texts` makes the texts
@@ -273,18 +268,18 @@ impl<'w> Files<'w> {
         sums: &mut Sums<'a>,
     ) -> Result<FileIntegrity, FileError> {
         let places = self.places(pieces)?;
+        // The header comes first, so its length must be known. Its text may change, its length not.
         let mut at = header(&texts(sums)?, pieces)?.len() as u64;
         let mut payloads = Vec::with_capacity(pieces.len());
         for (piece, place) in pieces.iter().zip(&places) {
-            let (fqn, bounds, length) = (piece.fqn, &piece.bounds, piece.bytes());
             payloads.push(PlannedPayload {
-                fqn,
-                bounds,
+                fqn: piece.fqn,
+                bounds: &piece.bounds,
                 offset: at,
-                length,
+                length: piece.bytes(),
                 place: place.as_ref(),
             });
-            at = at.saturating_add(length);
+            at = at.saturating_add(piece.bytes());
         }
         let file = match name {
             Some(name) => self.staging.create(name, at)?,
@@ -297,6 +292,8 @@ impl<'w> Files<'w> {
         let header = header(&texts(sums)?, pieces)?;
         file.write_at(0, &header)?;
         file.finish()?;
+        // The header and each tensor are segments of their own, so that reading one checks little
+        // else.
         let mut integrity = FileIntegrity::default();
         integrity.push_bytes(&header);
         for (payload, written) in payloads.iter().zip(written) {
@@ -316,6 +313,7 @@ pub(super) fn files_of<'a>(
     let mut filled = 0u64;
     for piece in pieces {
         let length = piece.bytes();
+        // A file with one tensor may be larger than the limit.
         if filled > 0 && filled.saturating_add(length) > max_file_bytes {
             files.push(Vec::new());
             filled = 0;
@@ -329,21 +327,20 @@ pub(super) fn files_of<'a>(
 }
 
 /// Returns the report of a conversion whose values are in a file beside the tensors.
-fn with_aside(source: &dyn Checkpoint, file: Option<String>) -> Converted {
-    let aside = source
-        .metadata()
-        .values()
-        .map(|(fqn, _)| fqn.to_owned())
-        .collect();
+fn with_sidecar(source: &dyn Checkpoint, file: Option<String>) -> Converted {
     Converted {
-        aside,
+        aside: source
+            .metadata()
+            .values()
+            .map(|(fqn, _)| fqn.to_owned())
+            .collect(),
         aside_file: file,
         ..summary(source)
     }
 }
 
 /// Writes one file to `target`, and its values beside it.
-pub(crate) fn write_file(
+pub(super) fn write_file(
     conversion: Conversion<'_>,
     target: &Location,
 ) -> Result<Converted, FileError> {
@@ -353,77 +350,136 @@ pub(crate) fn write_file(
         options,
         ..
     } = conversion;
-    let aside = Aside::read(source)?;
-    let (bytes, inside) = aside.encode()?;
-    let pieces = whole_tensors(source, &inside);
+    let side = SideContents::read(source)?;
+    let (values, inside) = side.encode()?;
     let streamed = Streamed {
         source,
         options,
         extra: inside.clone(),
     };
-    let old = OldValues::beside(target)?;
-    let hash = bytes.as_deref().map(values_hash);
+    let old = OldValues::new(target)?;
+    let hash = values.as_deref().map(values_hash);
+    // Without values no file gets the second name, so any hash will do.
     let [values_name, pending_name, _] =
-        values_names(old.name(), hash.as_deref().unwrap_or_default());
+        values_names(&old.name, hash.as_deref().unwrap_or_default());
     let sidecar = Sidecar {
         name: &values_name,
         pending_name: &pending_name,
-        bytes: bytes.as_deref(),
+        bytes: values.as_deref(),
         is_unneeded: &|name| old.is_unneeded(name),
     };
     // The commit checks this again. A conversion that would be refused there need not begin.
-    if bytes.is_some() && old.folder().join(&values_name).exists()? {
+    if values.is_some() && old.folder.join(&values_name).exists()? {
         staging.check_sidecar(&values_name)?;
-        sidecar.unneeded(old.folder().name(), vec![values_name.clone()])?;
+        sidecar.unneeded(old.folder.name(), vec![values_name.clone()])?;
     }
-    let texts = |sums: &Sums<'_>| {
-        let digests = digests_text(&digests(&streamed, &aside, sums));
-        let digests = digests.map_err(|source| FileError::Encode {
-            fqn: DIGESTS.to_owned(),
-            source,
-        })?;
-        let mut texts = aside.texts(true);
-        texts.extend(hash.clone().map(|hash| (VALUES_HASH.to_owned(), hash)));
-        texts.insert(DIGESTS.to_owned(), digests);
-        Ok(texts)
-    };
+    // The digests are in the header, which is written again once the elements are summed.
     let mut sums = Sums::new();
-    Files::new(&staging, &streamed).write(None, &texts, &pieces, &mut sums)?;
+    Files::new(&staging, &streamed).write(
+        None,
+        &|sums| {
+            let digests = digests_text(&digests(&streamed, &side, sums)).map_err(|source| {
+                FileError::Encode {
+                    fqn: DIGESTS.to_owned(),
+                    source,
+                }
+            })?;
+            let mut texts = side.texts(true);
+            texts.extend(hash.clone().map(|hash| (VALUES_HASH.to_owned(), hash)));
+            texts.insert(DIGESTS.to_owned(), digests);
+            Ok(texts)
+        },
+        &whole_tensors(source, &inside),
+        &mut sums,
+    )?;
     check_copy(
         staging.target(),
         source.digests(),
-        &digests(&streamed, &aside, &sums),
+        &digests(&streamed, &side, &sums),
     )?;
     commit_file(staging, Some(sidecar))?;
-    Ok(with_aside(source, bytes.map(|_| values_name)))
+    Ok(with_sidecar(source, values.map(|_| values_name)))
 }
 
-/// Ends a directory: values, integrity, commit.
-pub(super) fn finish(
-    source: &dyn Checkpoint,
-    staging: Staging,
-    mut integrity: Integrity,
-    digests: StateDigest,
-    small: Vec<(String, Vec<u8>)>,
-) -> Result<Converted, FileError> {
-    check_copy(staging.target(), source.digests(), &digests)?;
-    integrity.digests = Some(digests);
-    let aside_file = small
-        .iter()
-        .any(|(name, _)| name == VALUES_FILE)
-        .then(|| VALUES_FILE.to_owned());
-    for (name, bytes) in small {
-        let mut file = FileIntegrity::default();
-        file.push_bytes(&bytes);
-        staging.write(&name, &bytes)?;
-        integrity.files.insert(name, file);
+/// A directory of safetensors files that is being written.
+pub(super) struct DirectoryWriter<'w> {
+    pub(super) staging: Staging,
+    pub(super) streamed: Streamed<'w>,
+    side: &'w SideContents,
+    pub(super) integrity: Integrity,
+    pub(super) sums: Sums<'w>,
+}
+
+impl<'w> DirectoryWriter<'w> {
+    /// Claims the directory, and copies the files of other programs.
+    pub(super) fn new(
+        conversion: Conversion<'w>,
+        side: &'w SideContents,
+        inside: &Inside<'w>,
+    ) -> Result<Self, FileError> {
+        let Conversion {
+            source,
+            staging,
+            extra,
+            options,
+        } = conversion;
+        staging.claim()?;
+        Ok(DirectoryWriter {
+            integrity: Integrity {
+                files: extra.copy(&staging)?,
+                ..Integrity::default()
+            },
+            staging,
+            streamed: Streamed {
+                source,
+                options,
+                extra: inside.clone(),
+            },
+            side,
+            sums: Sums::new(),
+        })
     }
-    let bytes = integrity.encode().map_err(|source| FileError::File {
-        path: staging.directory().join(INTEGRITY_FILE),
-        source,
-    })?;
-    staging.commit(INTEGRITY_FILE, &bytes)?;
-    Ok(with_aside(source, aside_file))
+
+    /// Writes one file with these texts in its header.
+    fn write_file(
+        &mut self,
+        name: String,
+        texts: &IndexMap<String, String>,
+        pieces: &[Piece<'w>],
+    ) -> Result<(), FileError> {
+        let files = Files::new(&self.staging, &self.streamed);
+        let written = files.write(Some(&name), &|_| Ok(texts.clone()), pieces, &mut self.sums)?;
+        self.integrity.files.insert(name, written);
+        Ok(())
+    }
+
+    /// Writes the small files and the hashes of all files, and commits the directory.
+    pub(super) fn finish(
+        mut self,
+        values: Option<Vec<u8>>,
+        index: Option<Vec<u8>>,
+    ) -> Result<Converted, FileError> {
+        let source = self.streamed.source;
+        let digests = digests(&self.streamed, self.side, &self.sums);
+        check_copy(self.staging.target(), source.digests(), &digests)?;
+        self.integrity.digests = Some(digests);
+        // The integrity file covers the small files too, so they are hashed before it is written.
+        let values_file = values.as_ref().map(|_| VALUES_FILE.to_owned());
+        for (name, bytes) in [(INDEX, index), (VALUES_FILE, values)] {
+            if let Some(bytes) = bytes {
+                let mut hashes = FileIntegrity::default();
+                hashes.push_bytes(&bytes);
+                self.staging.write(name, &bytes)?;
+                self.integrity.files.insert(name.to_owned(), hashes);
+            }
+        }
+        let bytes = self.integrity.encode().map_err(|source| FileError::File {
+            path: self.staging.directory().join(INTEGRITY_FILE),
+            source,
+        })?;
+        self.staging.commit(INTEGRITY_FILE, &bytes)?;
+        Ok(with_sidecar(source, values_file))
+    }
 }
 
 /// The file with the index of a directory.
@@ -440,14 +496,15 @@ fn encode_index(files: &[Vec<Piece<'_>>], total_size: u64) -> Result<Vec<u8>, Fi
     let mut weight_map = serde_json::Map::new();
     for (number, file) in files.iter().enumerate() {
         let name = file_name(number, files.len());
-        weight_map.extend(
-            file.iter()
-                .map(|piece| (piece.fqn.to_owned(), name.clone().into())),
-        );
+        for piece in file {
+            weight_map.insert(piece.fqn.to_owned(), name.clone().into());
+        }
     }
-    let index =
-        serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
-    let index = serde_json::to_vec_pretty(&index).unwrap_or_default();
+    let index = serde_json::to_vec_pretty(&serde_json::json!({
+        "metadata": { "total_size": total_size },
+        "weight_map": weight_map,
+    }))
+    .expect("a JSON value can be written as JSON");
     charge_text(&index, "memory for the index").map_err(|source| FileError::Encode {
         fqn: INDEX.to_owned(),
         source,
@@ -456,144 +513,90 @@ fn encode_index(files: &[Vec<Piece<'_>>], total_size: u64) -> Result<Vec<u8>, Fi
 }
 
 /// Writes Hugging Face's layout: files of bounded size, and their index.
-pub(crate) fn write_directory(
+pub(super) fn write_directory(
     conversion: Conversion<'_>,
     max_file_bytes: u64,
 ) -> Result<Converted, FileError> {
-    let Conversion {
-        source,
-        staging,
-        extra,
-        options,
-    } = conversion;
-    staging.claim()?;
-    let aside = Aside::read(source)?;
-    let (bytes, inside) = aside.encode()?;
-    let pieces = whole_tensors(source, &inside);
-    let streamed = Streamed {
-        source,
-        options,
-        extra: inside.clone(),
-    };
+    let side = SideContents::read(conversion.source)?;
+    let (values, inside) = side.encode()?;
+    let pieces = whole_tensors(conversion.source, &inside);
     let total = pieces
         .iter()
         .fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
     let files = files_of(pieces, max_file_bytes);
+    // An index that readers would refuse is found before anything is written.
     let index = encode_index(&files, total)?;
-    let mut integrity = Integrity {
-        files: extra.copy(&staging)?,
-        ..Integrity::default()
-    };
-    let mut sums = Sums::new();
+    let mut writer = DirectoryWriter::new(conversion, &side, &inside)?;
     for (number, file) in files.iter().enumerate() {
         let name = file_name(number, files.len());
-        let texts = |_: &Sums<'_>| Ok(aside.texts(number == 0));
-        let written =
-            Files::new(&staging, &streamed).write(Some(&name), &texts, file, &mut sums)?;
-        integrity.files.insert(name, written);
+        writer.write_file(name, &side.texts(number == 0), file)?;
     }
-    let mut small = vec![(INDEX.to_owned(), index)];
-    small.extend(bytes.map(|bytes| (VALUES_FILE.to_owned(), bytes)));
-    finish(
-        source,
-        staging,
-        integrity,
-        digests(&streamed, &aside, &sums),
-        small,
-    )
+    writer.finish(values, Some(index))
 }
 
 /// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each
 /// rank, with its rows of every tensor.
-pub(crate) fn write_shards(
+pub(super) fn write_shards(
     conversion: Conversion<'_>,
     ranks: usize,
 ) -> Result<Converted, FileError> {
-    let Conversion {
-        source,
-        staging,
-        extra,
-        options,
-    } = conversion;
-    staging.claim()?;
-    let aside = Aside::read(source)?;
-    let (bytes, inside) = aside.encode()?;
-    let streamed = Streamed {
-        source,
-        options,
-        extra: inside.clone(),
-    };
-    let mut integrity = Integrity {
-        files: extra.copy(&staging)?,
-        ..Integrity::default()
-    };
-    let mut sums = Sums::new();
-    let whole = whole_tensors(source, &inside);
-    // Tensors that cannot be cut are in the first file: scalars, empty tensors, and tensors that
-    // were inside values.
-    let is_cut = |of: &Piece<'_>| {
-        !of.bounds.sizes.is_empty() && !of.bounds.is_empty() && !inside.contains_key(of.fqn)
-    };
-    let pieces_of = |rank: usize| -> Vec<Piece<'_>> {
-        let pieces = whole.iter().filter_map(|of| {
-            let bounds = if is_cut(of) {
-                rows_of_rank(&of.bounds.sizes, rank, ranks)
-            } else {
-                of.bounds.clone()
-            };
-            let is_here = if is_cut(of) {
-                !bounds.is_empty()
-            } else {
-                rank == 0
-            };
-            is_here.then_some(Piece { bounds, ..*of })
-        });
-        pieces.collect()
-    };
+    let side = SideContents::read(conversion.source)?;
+    let (values, inside) = side.encode()?;
+    let whole = whole_tensors(conversion.source, &inside);
+    let mut writer = DirectoryWriter::new(conversion, &side, &inside)?;
     // torch's rule gives rows to the first ranks: the others have no file.
     let shards = (1..ranks)
-        .take_while(|&rank| !pieces_of(rank).is_empty())
+        .take_while(|&rank| !pieces_of_rank(&whole, &inside, rank, ranks).is_empty())
         .count()
         + 1;
     for rank in 0..shards {
-        let pieces = pieces_of(rank);
-        let sharding: serde_json::Map<String, serde_json::Value> = pieces
-            .iter()
-            .map(|piece| {
-                let mut offsets = piece.bounds.offsets.clone();
-                // A type that safetensors does not know is stored as bytes, in a dimension of their
-                // own.
-                offsets.extend(piece.dtype.safetensors_name().is_none().then_some(0));
-                (
-                    piece.fqn.to_owned(),
-                    serde_json::json!({ "saved_offsets": offsets }),
-                )
-            })
-            .collect();
-        let mut metadata = aside.texts(rank == 0);
-        metadata.extend([
-            ("DCP_VERSION".to_owned(), "1.0".to_owned()),
-            (
-                SHARDING.to_owned(),
-                serde_json::Value::Object(sharding).to_string(),
-            ),
-            (SHARDS.to_owned(), shards.to_string()),
-        ]);
-        let name = shard_name(rank);
-        let texts = |_: &Sums<'_>| Ok(metadata.clone());
-        let written =
-            Files::new(&staging, &streamed).write(Some(&name), &texts, &pieces, &mut sums)?;
-        integrity.files.insert(name.clone(), written);
+        let pieces = pieces_of_rank(&whole, &inside, rank, ranks);
+        let mut sharding = serde_json::Map::new();
+        for piece in &pieces {
+            let mut offsets = piece.bounds.offsets.clone();
+            // A type that safetensors does not know is stored as bytes, in a dimension of their
+            // own.
+            if piece.dtype.safetensors_name().is_none() {
+                offsets.push(0);
+            }
+            let place = serde_json::json!({ "saved_offsets": offsets });
+            sharding.insert(piece.fqn.to_owned(), place);
+        }
+        let mut texts = side.texts(rank == 0);
+        texts.insert("DCP_VERSION".to_owned(), "1.0".to_owned());
+        texts.insert(
+            SHARDING.to_owned(),
+            serde_json::Value::Object(sharding).to_string(),
+        );
+        texts.insert(SHARDS.to_owned(), shards.to_string());
+        writer.write_file(shard_name(rank), &texts, &pieces)?;
     }
-    let small = bytes
-        .map(|bytes| (VALUES_FILE.to_owned(), bytes))
-        .into_iter()
-        .collect();
-    finish(
-        source,
-        staging,
-        integrity,
-        digests(&streamed, &aside, &sums),
-        small,
-    )
+    writer.finish(values, None)
+}
+
+/// Returns a rank's rows of all tensors. Tensors that cannot be cut are in the first file: scalars,
+/// empty tensors, and tensors that were inside values.
+fn pieces_of_rank<'a>(
+    whole: &[Piece<'a>],
+    inside: &Inside<'_>,
+    rank: usize,
+    ranks: usize,
+) -> Vec<Piece<'a>> {
+    let mut pieces = Vec::new();
+    for piece in whole {
+        let is_cut = !piece.bounds.sizes.is_empty()
+            && !piece.bounds.is_empty()
+            && !inside.contains_key(piece.fqn);
+        if !is_cut {
+            if rank == 0 {
+                pieces.push(piece.clone());
+            }
+            continue;
+        }
+        let bounds = rows_of_rank(&piece.bounds.sizes, rank, ranks);
+        if !bounds.is_empty() {
+            pieces.push(Piece { bounds, ..*piece });
+        }
+    }
+    pieces
 }

@@ -7,18 +7,24 @@ use fsdp_formats::internals::{
     ArchiveLayout, MAX_DEPTH, PlannedPayload, ROOT, check_writable, pickle_write as write,
     write_payloads, write_tensor, write_value,
 };
-use fsdp_formats::metadata::{Metadata, TensorEntry};
+use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::StagedFile;
 use fsdp_formats::{FileError, FormatError};
-use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::boxes::checked_numel;
+use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
 use super::output::{Conversion, Converted, Streamed, commit_file, summary, unsupported};
 
-/// A storage of the file to be written.
-enum PlannedStorage<'a> {
-    Tensor(&'a str, &'a TensorEntry),
-    Inside(&'a PlainTensor),
+/// A storage of the file to be written, which holds one tensor.
+struct PlannedStorage<'a> {
+    /// The key of the tensor. A tensor inside a value has the number of its storage, in a form that
+    /// is no key of a checkpoint.
+    name: String,
+    dtype: DType,
+    shape: &'a [usize],
+    /// The tensor itself, if it was inside a value.
+    inside: Option<&'a PlainTensor>,
 }
 
 /// The pickle of a state dict, and the storages that it refers to.
@@ -32,13 +38,14 @@ struct Pickled<'a> {
 
 impl<'a> Pickled<'a> {
     /// Writes the opcodes of a structure and of all that it holds.
-    fn put(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
+    fn write(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
         check_depth(depth)?;
         match structure {
+            // The state dict of a module is flat, whatever modules it consists of.
             Structure::Module(_, items) => {
                 write::op(&mut self.bytes, write::EMPTY_DICT);
                 write::op(&mut self.bytes, write::MARK);
-                self.put_module("", items, depth)?;
+                self.write_module("", items, depth)?;
                 write::op(&mut self.bytes, write::SETITEMS);
             }
             Structure::Dict(items) => {
@@ -47,43 +54,45 @@ impl<'a> Pickled<'a> {
                 for (key, item) in items {
                     // Keys hold no tensors.
                     write_value(&mut self.bytes, key, &mut Vec::new(), 0, depth + 1)?;
-                    self.put(item, depth + 1)?;
+                    self.write(item, depth + 1)?;
                 }
                 write::op(&mut self.bytes, write::SETITEMS);
             }
             Structure::List(items) => {
                 write::op(&mut self.bytes, write::EMPTY_LIST);
                 write::op(&mut self.bytes, write::MARK);
-                self.put_all(items, depth)?;
+                self.write_all(items, depth)?;
                 write::op(&mut self.bytes, write::APPENDS);
             }
             Structure::Tuple(items) => {
                 write::open_tuple(&mut self.bytes, items.len());
-                self.put_all(items, depth)?;
+                self.write_all(items, depth)?;
                 write::close_tuple(&mut self.bytes, items.len());
             }
             Structure::Leaf(fqn) => match (self.metadata.tensor(fqn), self.values.get(fqn)) {
                 (Some(tensor), _) => {
-                    check_writable(tensor.properties.dtype)?;
-                    write_tensor(
-                        &mut self.bytes,
-                        self.storages.len(),
-                        tensor.properties.dtype,
-                        &tensor.shape,
-                    );
-                    self.storages.push(PlannedStorage::Tensor(fqn, tensor));
+                    let dtype = tensor.properties.dtype;
+                    check_writable(dtype)?;
+                    write_tensor(&mut self.bytes, self.storages.len(), dtype, &tensor.shape);
+                    self.storages.push(PlannedStorage {
+                        name: fqn.clone(),
+                        dtype,
+                        shape: &tensor.shape,
+                        inside: None,
+                    });
                 }
                 (None, Some(value)) => {
                     let mut inside: Vec<&PlainTensor> = Vec::new();
-                    write_value(
-                        &mut self.bytes,
-                        value,
-                        &mut inside,
-                        self.storages.len(),
-                        depth,
-                    )?;
-                    self.storages
-                        .extend(inside.into_iter().map(PlannedStorage::Inside));
+                    let first = self.storages.len();
+                    write_value(&mut self.bytes, value, &mut inside, first, depth)?;
+                    for tensor in inside {
+                        self.storages.push(PlannedStorage {
+                            name: format!("\0storage {}", self.storages.len()),
+                            dtype: tensor.dtype,
+                            shape: &tensor.shape,
+                            inside: Some(tensor),
+                        });
+                    }
                 }
                 (None, None) => {
                     return Err(FormatError::unexpected(format!("a key `{fqn}`"), "none"));
@@ -95,7 +104,7 @@ impl<'a> Pickled<'a> {
 
     /// Writes the items of a module as those of its state dict: each key is the path of an item
     /// below the module.
-    fn put_module(
+    fn write_module(
         &mut self,
         prefix: &str,
         items: &'a [(PlainValue, Structure)],
@@ -103,25 +112,24 @@ impl<'a> Pickled<'a> {
     ) -> Result<(), FormatError> {
         check_depth(depth)?;
         for (key, item) in items {
-            let name = format!("{prefix}{}", key.key_text().unwrap_or_default());
+            let text = key.key_text().expect("the keys of a module are texts");
+            let name = format!("{prefix}{text}");
             if let Structure::Module(_, below) = item {
-                self.put_module(&format!("{name}."), below, depth + 1)?;
+                self.write_module(&format!("{name}."), below, depth + 1)?;
                 continue;
             }
-            write_value(
-                &mut self.bytes,
-                &PlainValue::Str(name),
-                &mut Vec::new(),
-                0,
-                depth + 1,
-            )?;
-            self.put(item, depth + 1)?;
+            // Keys hold no tensors.
+            let key = PlainValue::Str(name);
+            write_value(&mut self.bytes, &key, &mut Vec::new(), 0, depth + 1)?;
+            self.write(item, depth + 1)?;
         }
         Ok(())
     }
 
-    fn put_all(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
-        items.iter().try_for_each(|item| self.put(item, depth + 1))
+    fn write_all(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
+        items
+            .iter()
+            .try_for_each(|item| self.write(item, depth + 1))
     }
 }
 
@@ -147,21 +155,19 @@ fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
         None => Structure::of_paths(metadata)?,
     };
     let leaves = structure.leaves();
-    match metadata
-        .entries
-        .keys()
-        .find(|fqn| !leaves.contains(fqn.as_str()))
-    {
-        Some(fqn) => Err(unsupported(
-            fqn,
-            "a key that has no place in the state dict",
-        )),
-        None => Ok(structure),
+    for fqn in metadata.entries.keys() {
+        if !leaves.contains(fqn.as_str()) {
+            return Err(unsupported(
+                fqn,
+                "a key that has no place in the state dict",
+            ));
+        }
     }
+    Ok(structure)
 }
 
 /// Writes all of a checkpoint as one file of `torch.save`.
-pub(crate) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> {
+pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> {
     let Conversion {
         source,
         staging,
@@ -169,6 +175,7 @@ pub(crate) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
         ..
     } = conversion;
     let structure = structure_of(source)?;
+    // Values are small, so all of them are held.
     let mut values = HashMap::new();
     for (fqn, _) in source.metadata().values() {
         values.insert(fqn.to_owned(), source.read_value(fqn)?);
@@ -182,27 +189,24 @@ pub(crate) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
     };
     write::proto(&mut pickled.bytes, 2);
     pickled
-        .put(&structure, 0)
+        .write(&structure, 0)
         .map_err(|source| FileError::Encode {
             fqn: "data.pkl".to_owned(),
             source,
         })?;
     write::op(&mut pickled.bytes, write::STOP);
-    let Pickled {
-        bytes, storages, ..
-    } = pickled;
-
-    let mut lengths = Vec::with_capacity(storages.len());
-    let mut boxes = Vec::with_capacity(storages.len());
-    for storage in &storages {
-        let (shape, dtype, fqn) = match storage {
-            PlannedStorage::Tensor(fqn, tensor) => (&tensor.shape, tensor.properties.dtype, *fqn),
-            PlannedStorage::Inside(tensor) => (&tensor.shape, tensor.dtype, ""),
-        };
-        let numel = fsdp_layout::boxes::checked_numel(shape);
-        let length = numel.and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-        lengths.push(length.ok_or_else(|| unsupported(fqn, "a tensor of absurd size"))?);
-        boxes.push(TensorBox::whole(shape));
+    let mut lengths = Vec::with_capacity(pickled.storages.len());
+    let mut boxes = Vec::with_capacity(pickled.storages.len());
+    let mut extra = IndexMap::new();
+    for storage in &pickled.storages {
+        let length = checked_numel(storage.shape)
+            .and_then(|numel| (numel as u64).checked_mul(storage.dtype.size_in_bytes()))
+            .ok_or_else(|| unsupported(&storage.name, "a tensor of absurd size"))?;
+        lengths.push(length);
+        boxes.push(TensorBox::whole(storage.shape));
+        if let Some(tensor) = storage.inside {
+            extra.insert(storage.name.clone(), tensor);
+        }
     }
     // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
     // so such a file has the usual root.
@@ -212,29 +216,16 @@ pub(crate) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
         .and_then(|stem| stem.to_str())
         .filter(|stem| ![".", ".."].contains(stem));
     let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
-    let layout = ArchiveLayout::new(&root, bytes, &lengths);
+    let layout = ArchiveLayout::new(&root, pickled.bytes, &lengths);
 
-    // Tensors inside values go by the number of their storage, which is not a key of a checkpoint.
-    let mut extra = IndexMap::new();
-    let mut names = Vec::with_capacity(storages.len());
-    for (index, storage) in storages.iter().enumerate() {
-        names.push(match storage {
-            PlannedStorage::Tensor(fqn, _) => (*fqn).to_owned(),
-            PlannedStorage::Inside(tensor) => {
-                let name = format!("\0storage {index}");
-                extra.insert(name.clone(), *tensor);
-                name
-            }
-        });
-    }
     let streamed = Streamed {
         source,
         options,
         extra,
     };
-    let payloads: Vec<PlannedPayload<'_>> = (0..storages.len())
+    let payloads: Vec<PlannedPayload<'_>> = (0..boxes.len())
         .map(|index| PlannedPayload {
-            fqn: &names[index],
+            fqn: &pickled.storages[index].name,
             bounds: &boxes[index],
             offset: layout.storage_offset(index),
             length: lengths[index],
@@ -244,16 +235,16 @@ pub(crate) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
         .collect();
     let file = staging.create_single(layout.length())?;
     // The header before a storage contains its checksum, so it is written after the storage.
-    let write_before = |index, crc| write_header(&file, &layout, index, crc);
     let written = write_payloads(
         &file,
         &payloads,
         &streamed,
         options.threads,
-        Some(&write_before),
+        Some(&|index, crc| write_header(&file, &layout, index, crc)),
     )?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
     if crcs.is_empty() {
+        // Without storages, nothing has written the head of the archive.
         write_header(&file, &layout, 0, 0)?;
     }
     file.write_at(layout.tail_offset(), &layout.tail(&crcs))?;

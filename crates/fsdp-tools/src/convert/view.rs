@@ -2,7 +2,7 @@
 
 use fsdp_digest::StateDigest;
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, Structure, stream};
+use fsdp_formats::checkpoint::{Checkpoint, stream};
 use fsdp_formats::internals::{Layer, Moved, Origin, Placed, Seen, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
@@ -54,7 +54,8 @@ impl<'a> View<'a> {
             return Err(unsupported("", format!("casting to `{}`", cast.dtype)));
         }
         let from = source.metadata();
-        let optimizers = Optimizers::of(from);
+        // Step 1: decide about each key.
+        let optimizers = Optimizers::new(from);
         let mut names = IndexMap::new();
         let mut digests = source.digests().map(|_| StateDigest::default());
         let mut metadata = Metadata {
@@ -69,14 +70,13 @@ impl<'a> View<'a> {
                 Rename::Keep => (fqn.clone(), path.cloned()),
                 Rename::To(name) => {
                     let path = path.map(|path| {
-                        KeyPath(
-                            Moved::new(path, &name)
-                                .apply(&path.0, |key| PathPart::Key(key.to_owned())),
-                        )
+                        let change = Moved::new(path, &name);
+                        KeyPath(change.apply(&path.0, |key| PathPart::Key(key.to_owned())))
                     });
                     (name, path)
                 }
             };
+            // The chunks of a tensor that is cast stay: only its elements change.
             let mut entry = entry.clone();
             if let (Entry::Tensor(tensor), Some(cast)) = (&mut entry, cast)
                 && cast.changes(fqn, tensor, &optimizers)
@@ -89,6 +89,7 @@ impl<'a> View<'a> {
             if let (Some(paths), Some(path)) = (&mut metadata.planner_data, path) {
                 paths.insert(name.clone(), path);
             }
+            // A renamed tensor has the same digest.
             if let (Some(digests), Some(digest)) =
                 (&mut digests, source.digests().and_then(|all| all.get(fqn)))
             {
@@ -102,10 +103,18 @@ impl<'a> View<'a> {
                 ));
             }
         }
-        let structure = source
-            .structure()
-            .map(|structure| structure_of_view(structure, &rename))
-            .transpose()?;
+        // Step 2: move the keys in the nested state dict in the same way.
+        let structure = match source.structure() {
+            Some(structure) => Some(structure.rebuilt(&mut |fqn, path| match rename(fqn) {
+                Rename::Keep => Placed::Stays,
+                Rename::Drop => Placed::LeftOut,
+                Rename::To(name) => {
+                    let change = Moved::new(path, &name);
+                    Placed::Moves(name, change)
+                }
+            })?),
+            None => None,
+        };
         Ok(View {
             seen: Seen::of(source, metadata, structure),
             names,
@@ -119,21 +128,6 @@ impl<'a> View<'a> {
     }
 }
 
-/// Returns a structure as a view shows it.
-fn structure_of_view(
-    structure: &Structure,
-    rename: &dyn Fn(&str) -> Rename,
-) -> Result<Structure, FileError> {
-    structure.rebuilt(&mut |fqn, path| match rename(fqn) {
-        Rename::Keep => Placed::Stays,
-        Rename::Drop => Placed::LeftOut,
-        Rename::To(name) => {
-            let moved = Moved::new(path, &name);
-            Placed::Moves(name, moved)
-        }
-    })
-}
-
 impl Layer for View<'_> {
     fn seen(&self) -> &Seen<'_> {
         &self.seen
@@ -145,14 +139,13 @@ impl Layer for View<'_> {
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         let name = self.source_name(fqn);
-        let dtype = |metadata: &Metadata, fqn: &str| {
-            metadata.tensor(fqn).map(|tensor| tensor.properties.dtype)
-        };
-        let is_cast = dtype(&self.seen.metadata, fqn) != dtype(self.source(0).metadata(), name);
-        if is_cast {
-            Origin::Made
-        } else {
-            Origin::Source(0, name)
+        let own = self.seen.metadata.tensor(fqn);
+        let theirs = self.source(0).metadata().tensor(name);
+        match (own, theirs) {
+            (Some(own), Some(theirs)) if own.properties.dtype != theirs.properties.dtype => {
+                Origin::Made
+            }
+            _ => Origin::Source(0, name),
         }
     }
 
@@ -167,21 +160,20 @@ impl Layer for View<'_> {
         let from = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
         for slot in slots {
             // Read in pieces, because the source's elements may be larger than those of the slot.
-            let mut rest: &mut [u8] = slot.bytes;
-            let length = slot.bounds.numel() as u64 * from.size_in_bytes();
-            stream(
+            let range = 0..slot.bounds.numel() as u64 * from.size_in_bytes();
+            let mut at = 0;
+            stream::<FileError>(
                 self.source(0),
                 name,
                 from,
                 &slot.bounds,
-                0..length,
+                range,
                 &mut |bytes| {
                     let elements = bytes.len() / from.size_in_bytes() as usize;
-                    let (now, later) = std::mem::take(&mut rest)
-                        .split_at_mut(elements * to.size_in_bytes() as usize);
-                    cast_elements(bytes, from, now, to);
-                    rest = later;
-                    Ok::<(), FileError>(())
+                    let end = at + elements * to.size_in_bytes() as usize;
+                    cast_elements(bytes, from, &mut slot.bytes[at..end], to);
+                    at = end;
+                    Ok(())
                 },
             )?;
             slot.filled(0..slot.bytes.len());

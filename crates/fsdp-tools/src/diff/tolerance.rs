@@ -23,6 +23,7 @@ impl Tolerance {
         if a.is_nan() || b.is_nan() {
             return a.is_nan() != b.is_nan();
         }
+        // A tolerance relative to an infinity would allow everything.
         let is_finite = a.is_finite() && b.is_finite();
         let allowed = if is_finite {
             self.absolute + self.relative * b.abs()
@@ -45,15 +46,14 @@ impl Tolerance {
     /// Returns `true` if two values are equal, except for floats that differ by no more than is
     /// allowed.
     pub(super) fn allows(self, a: &PlainValue, b: &PlainValue) -> bool {
-        let all = |a: &[PlainValue], b: &[PlainValue]| {
-            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b))
-        };
         match (a, b) {
             (PlainValue::Float(a), PlainValue::Float(b)) if self != Tolerance::default() => {
                 !self.is_exceeded(*a, *b)
             }
             (PlainValue::List(a), PlainValue::List(b))
-            | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
+            | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => {
+                a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b))
+            }
             (PlainValue::Tensor(a), PlainValue::Tensor(b))
                 if a.dtype == b.dtype && a.shape == b.shape =>
             {
@@ -101,7 +101,10 @@ impl Elements {
         /// element.
         const BLOCK: usize = 16 << 10;
         let element = self.dtype.size_in_bytes() as usize;
-        let (mut a, mut b) = (Vec::new(), Vec::new());
+        let part = parts_of_complex(self.dtype);
+        let number = part.unwrap_or(self.dtype);
+        let mut a = Vec::new();
+        let mut b = Vec::new();
         for (block, (first, second)) in first.chunks(BLOCK).zip(second.chunks(BLOCK)).enumerate() {
             // Mostly all bytes are equal; only otherwise elements are looked at.
             if first == second {
@@ -109,12 +112,9 @@ impl Elements {
             }
             a.clear();
             b.clear();
-            let part = parts_of_complex(self.dtype);
-            let are_numbers = for_each(part.unwrap_or(self.dtype), first, &mut |value| {
-                a.push(value)
-            }) && for_each(part.unwrap_or(self.dtype), second, &mut |value| {
-                b.push(value)
-            });
+            let are_numbers = for_each(number, first, &mut |value| a.push(value))
+                && for_each(number, second, &mut |value| b.push(value));
+            // Some bytes of the block differ: look at its elements one by one.
             let start = (at as usize + block * BLOCK) / element;
             for (index, (bits_a, bits_b)) in first
                 .chunks_exact(element)
@@ -125,50 +125,38 @@ impl Elements {
                     continue;
                 }
                 let position = (start + index) as u64;
-                if part.is_some() {
-                    let of = |parts: &[f64]| [parts[2 * index], parts[2 * index + 1]];
-                    self.complex(position, of(&a), of(&b));
-                } else if let Some(distance) = distance_of_integers(self.dtype, bits_a, bits_b) {
-                    self.integers(position, distance, b[index]);
-                } else if are_numbers {
-                    self.numbers(position, a[index], b[index]);
-                } else {
+                // Elements of other types only differ or not.
+                if !are_numbers {
                     self.differs(position);
+                    continue;
+                }
+                // The bits differ, so without a tolerance the elements do too.
+                let is_strict = self.tolerance == Tolerance::default();
+                let (is_exceeded, distance) = if part.is_some() {
+                    let a = [a[2 * index], a[2 * index + 1]];
+                    let b = [b[2 * index], b[2 * index + 1]];
+                    let is_exceeded = self.tolerance.is_exceeded_by_complex(a, b);
+                    (is_exceeded, distance_of_complex(a, b))
+                } else if let Some(distance) = distance_of_integers(self.dtype, bits_a, bits_b) {
+                    let allowed =
+                        self.tolerance.absolute + self.tolerance.relative * b[index].abs();
+                    (distance > allowed, distance)
+                } else {
+                    let is_exceeded = self.tolerance.is_exceeded(a[index], b[index]);
+                    (is_exceeded, (a[index] - b[index]).abs())
+                };
+                if is_strict || is_exceeded {
+                    self.differs_by(position, distance);
                 }
             }
         }
-    }
-
-    /// Compares the numbers of two elements whose bits differ.
-    fn numbers(&mut self, position: u64, a: f64, b: f64) {
-        if self.is_strict() || self.tolerance.is_exceeded(a, b) {
-            self.differs_by(position, (a - b).abs());
-        }
-    }
-
-    /// Compares two complex elements whose bits differ.
-    fn complex(&mut self, position: u64, a: [f64; 2], b: [f64; 2]) {
-        if self.is_strict() || self.tolerance.is_exceeded_by_complex(a, b) {
-            self.differs_by(position, distance_of_complex(a, b));
-        }
-    }
-
-    /// Compares two integers of 64 bits, which are this far apart. The second one is about `b`.
-    fn integers(&mut self, position: u64, distance: f64, b: f64) {
-        if distance > self.tolerance.absolute + self.tolerance.relative * b.abs() {
-            self.differs_by(position, distance);
-        }
-    }
-
-    /// Returns `true` if elements must be equal bit for bit.
-    fn is_strict(&self) -> bool {
-        self.tolerance == Tolerance::default()
     }
 
     /// Counts an element that differs by this much.
     fn differs_by(&mut self, position: u64, distance: f64) {
         self.differs(position);
         let max = self.max_abs.get_or_insert(0.0);
+        // A NaN on one side only is the largest difference, and stays.
         *max = if max.is_nan() || distance.is_nan() {
             f64::NAN
         } else {
@@ -188,7 +176,8 @@ impl Elements {
 /// Returns how far two integers of 64 bits are apart, which floats of the two may not tell; `None`
 /// for other types.
 fn distance_of_integers(dtype: DType, a: &[u8], b: &[u8]) -> Option<f64> {
-    let (a, b) = (<[u8; 8]>::try_from(a).ok()?, <[u8; 8]>::try_from(b).ok()?);
+    let a = <[u8; 8]>::try_from(a).ok()?;
+    let b = <[u8; 8]>::try_from(b).ok()?;
     match dtype {
         DType::I64 => Some(i64::from_le_bytes(a).abs_diff(i64::from_le_bytes(b)) as f64),
         DType::U64 => Some(u64::from_le_bytes(a).abs_diff(u64::from_le_bytes(b)) as f64),

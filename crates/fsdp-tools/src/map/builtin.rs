@@ -22,18 +22,19 @@ pub const NAMES: [(&str, &str); 8] = [
 ];
 
 /// Returns the text of a map, and `true` if it is to be reversed.
-pub(super) fn text(name: &str) -> Option<(&'static str, bool)> {
-    Some(match name {
-        "llama-to-hf" => (LLAMA, false),
-        "hf-to-llama" => (LLAMA, true),
-        "nanogpt-to-hf" => (NANOGPT, false),
-        "hf-to-nanogpt" => (NANOGPT, true),
-        "megatron-to-hf" => (MEGATRON, false),
-        "hf-to-megatron" => (MEGATRON, true),
-        "fused-to-hf" => (FUSED, false),
-        "hf-to-fused" => (FUSED, true),
+pub(super) fn text(name: &str) -> Option<(String, bool)> {
+    let (text, is_reversed) = match name {
+        "llama-to-hf" => (LLAMA.to_owned(), false),
+        "hf-to-llama" => (LLAMA.to_owned(), true),
+        "nanogpt-to-hf" => (NANOGPT.to_owned(), false),
+        "hf-to-nanogpt" => (NANOGPT.to_owned(), true),
+        "megatron-to-hf" => (megatron(), false),
+        "hf-to-megatron" => (megatron(), true),
+        "fused-to-hf" => (FUSED.to_owned(), false),
+        "hf-to-fused" => (FUSED.to_owned(), true),
         _ => return None,
-    })
+    };
+    Some((text, is_reversed))
 }
 
 /// The map of Meta's Llama. Its rows of queries and keys have the rotary halves of a head
@@ -64,27 +65,36 @@ transformer.h.{i}.mlp.c_proj.weight -> transformer.h.{i}.mlp.c_proj.weight | tra
 drop transformer.h.{i}.attn.bias
 ";
 
-/// The map of Megatron-core's Llama. Layers are stacked along a first dimension (`torch_dist`), or
-/// have keys of their own.
-const MEGATRON: &str = "\
-embedding.word_embeddings.weight -> model.embed_tokens.weight
-decoder.layers.self_attention.linear_qkv.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | unstack(i) | split_qkv(heads, kv_heads)
-decoder.layers.self_attention.linear_qkv.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | unstack(i) | split_qkv(heads, kv_heads)
-decoder.layers.self_attention.linear_proj.weight -> model.layers.{i}.self_attn.o_proj.weight | unstack(i)
-decoder.layers.mlp.linear_fc1.weight -> model.layers.{i}.mlp.gate_proj.weight, model.layers.{i}.mlp.up_proj.weight | unstack(i) | split(0)
-decoder.layers.mlp.linear_fc2.weight -> model.layers.{i}.mlp.down_proj.weight | unstack(i)
-decoder.layers.self_attention.linear_qkv.layer_norm_weight -> model.layers.{i}.input_layernorm.weight | unstack(i)
-decoder.layers.mlp.linear_fc1.layer_norm_weight -> model.layers.{i}.post_attention_layernorm.weight | unstack(i)
-decoder.layers.{i}.self_attention.linear_qkv.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | split_qkv(heads, kv_heads)
-decoder.layers.{i}.self_attention.linear_qkv.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | split_qkv(heads, kv_heads)
-decoder.layers.{i}.self_attention.linear_proj.weight -> model.layers.{i}.self_attn.o_proj.weight
-decoder.layers.{i}.mlp.linear_fc1.weight -> model.layers.{i}.mlp.gate_proj.weight, model.layers.{i}.mlp.up_proj.weight | split(0)
-decoder.layers.{i}.mlp.linear_fc2.weight -> model.layers.{i}.mlp.down_proj.weight
-decoder.layers.{i}.self_attention.linear_qkv.layer_norm_weight -> model.layers.{i}.input_layernorm.weight
-decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight -> model.layers.{i}.post_attention_layernorm.weight
-decoder.final_layernorm.weight -> model.norm.weight
-output_layer.weight -> lm_head.weight
+/// The rules of Megatron-core's Llama for what is in its layers, without the start of their keys.
+const MEGATRON_LAYER: &str = "\
+self_attention.linear_qkv.weight -> model.layers.{i}.self_attn.q_proj.weight, model.layers.{i}.self_attn.k_proj.weight, model.layers.{i}.self_attn.v_proj.weight | split_qkv(heads, kv_heads)
+self_attention.linear_qkv.bias -> model.layers.{i}.self_attn.q_proj.bias, model.layers.{i}.self_attn.k_proj.bias, model.layers.{i}.self_attn.v_proj.bias | split_qkv(heads, kv_heads)
+self_attention.linear_proj.weight -> model.layers.{i}.self_attn.o_proj.weight
+mlp.linear_fc1.weight -> model.layers.{i}.mlp.gate_proj.weight, model.layers.{i}.mlp.up_proj.weight | split(0)
+mlp.linear_fc2.weight -> model.layers.{i}.mlp.down_proj.weight
+self_attention.linear_qkv.layer_norm_weight -> model.layers.{i}.input_layernorm.weight
+mlp.linear_fc1.layer_norm_weight -> model.layers.{i}.post_attention_layernorm.weight
 ";
+
+/// Returns the map of Megatron-core's Llama. Layers are stacked along a first dimension
+/// (`torch_dist`), or have keys of their own.
+fn megatron() -> String {
+    let mut text = "embedding.word_embeddings.weight -> model.embed_tokens.weight\n".to_owned();
+    for (start, operation) in [
+        ("decoder.layers.", " | unstack(i)"),
+        ("decoder.layers.{i}.", ""),
+    ] {
+        for rule in MEGATRON_LAYER.lines() {
+            // `unstack` comes before all other operations.
+            let end = rule.find(" |").unwrap_or(rule.len());
+            let (keys, operations) = rule.split_at(end);
+            text.push_str(&format!("{start}{keys}{operation}{operations}\n"));
+        }
+    }
+    text.push_str("decoder.final_layernorm.weight -> model.norm.weight\n");
+    text.push_str("output_layer.weight -> lm_head.weight\n");
+    text
+}
 
 /// The map of Llama and Qwen in inference servers. They have one matrix for queries, keys and
 /// values, and one for the gate and up projections.

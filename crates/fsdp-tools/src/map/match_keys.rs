@@ -23,14 +23,15 @@ pub(super) struct Matched {
 
 /// Applies a map to the keys of a checkpoint.
 pub(super) fn matched(map: &Map, metadata: &Metadata) -> Result<Matched, MapError> {
-    let mut state = State {
+    let mut matcher = Matcher {
         metadata,
         taken: HashSet::new(),
         matched: Matched::default(),
     };
     let mut fits = false;
     for rule in &map.rules {
-        let is_used = state.apply(rule)?;
+        let is_used = matcher.apply(rule)?;
+        // A map that is built in has rules for several variants of a model.
         if !is_used && !map.is_builtin {
             return Err(MapError::Unused { line: rule.line });
         }
@@ -39,98 +40,102 @@ pub(super) fn matched(map: &Map, metadata: &Metadata) -> Result<Matched, MapErro
     if !fits {
         return Err(MapError::UnusedMap);
     }
-    let State {
-        taken, mut matched, ..
-    } = state;
-    for fqn in metadata.entries.keys().filter(|fqn| !taken.contains(*fqn)) {
-        if matched.tensors.contains_key(fqn)
-            || matched.renamed.insert(fqn.clone(), fqn.clone()).is_some()
-        {
-            return Err(MapError::Twice { fqn: fqn.clone() });
+    // All keys that no rule has taken stay as they are.
+    for fqn in metadata.entries.keys() {
+        if !matcher.taken.contains(fqn) {
+            matcher.rename(fqn, fqn.clone())?;
+            matcher.matched.unmatched.push(fqn.clone());
         }
-        matched.unmatched.push(fqn.clone());
     }
-    Ok(matched)
+    Ok(matcher.matched)
 }
 
-struct State<'m> {
+/// A rule on its way through the keys.
+struct Matcher<'m> {
     metadata: &'m Metadata,
     /// The old keys that a rule has taken.
     taken: HashSet<String>,
     matched: Matched,
 }
 
-impl State<'_> {
+/// Returns the error that a rule fits a key, but not its tensors.
+fn misfit(rule: &Rule, fqn: &str, reason: impl Into<String>) -> MapError {
+    MapError::Tensor {
+        line: rule.line,
+        fqn: fqn.to_owned(),
+        reason: reason.into(),
+    }
+}
+
+impl Matcher<'_> {
     /// Applies a rule to all keys that it fits. Returns `false` if it fits none.
     fn apply(&mut self, rule: &Rule) -> Result<bool, MapError> {
+        if rule.targets.is_empty() {
+            return Ok(self.drop_keys(rule));
+        }
+        // Step 1: find the keys that the first old key of the rule fits.
         let mut fits = Vec::new();
-        for fqn in self
-            .metadata
-            .entries
-            .keys()
-            .filter(|fqn| !self.taken.contains(*fqn))
-        {
-            if let Some(bindings) = rule.sources[0].matches(fqn) {
+        for fqn in self.metadata.entries.keys() {
+            if !self.taken.contains(fqn)
+                && let Some(bindings) = rule.sources[0].matches(fqn)
+            {
                 fits.push((fqn.clone(), bindings));
             }
         }
-        if rule.targets.is_empty() {
-            for source in &rule.sources {
-                let keys = self
-                    .metadata
-                    .entries
-                    .keys()
-                    .filter(|fqn| source.matches(fqn).is_some());
-                let keys: Vec<String> = keys.cloned().collect();
-                fits.extend(keys.iter().map(|fqn| (fqn.clone(), Bindings::new())));
-                self.taken.extend(keys);
-            }
-            return Ok(!fits.is_empty());
+        if let Some(Operation::Stack { name }) = rule.operations.last() {
+            return self.apply_stack(rule, name, fits);
         }
-        match rule.operations.last() {
-            Some(Operation::Stack { name }) => self.apply_stack(rule, name, fits),
-            _ => {
-                let mut is_used = false;
-                for (fqn, bindings) in fits {
-                    is_used |= self.apply_to(rule, &fqn, bindings)?;
-                }
-                Ok(is_used)
+        // Step 2: apply the rule to each, together with the keys that belong to it.
+        let mut is_used = false;
+        for (fqn, bindings) in fits {
+            is_used |= self.apply_to(rule, &fqn, &bindings)?;
+        }
+        Ok(is_used)
+    }
+
+    /// Takes the keys of a rule that drops them. Returns `false` if it fits none.
+    fn drop_keys(&mut self, rule: &Rule) -> bool {
+        let mut is_used = false;
+        for fqn in self.metadata.entries.keys() {
+            if rule
+                .sources
+                .iter()
+                .any(|source| source.matches(fqn).is_some())
+            {
+                self.taken.insert(fqn.clone());
+                is_used = true;
             }
         }
+        is_used
     }
 
     /// Applies a rule to one key, and to the others that belong to it.
-    fn apply_to(&mut self, rule: &Rule, fqn: &str, bindings: Bindings) -> Result<bool, MapError> {
-        let error = |reason: String| MapError::Tensor {
-            line: rule.line,
-            fqn: fqn.to_owned(),
-            reason,
-        };
-        let Some(sources) = self.sources(rule, &bindings)? else {
+    fn apply_to(&mut self, rule: &Rule, fqn: &str, bindings: &Bindings) -> Result<bool, MapError> {
+        let Some(sources) = self.sources(rule, bindings) else {
             return Ok(false);
         };
         // Without operations, values move too.
-        if rule.operations.is_empty() {
+        let Some(first_operation) = rule.operations.first() else {
             for (source, target) in sources.iter().zip(&rule.targets) {
-                let target = target
-                    .fill(&bindings)
-                    .ok_or_else(|| error("a new key lacks a name".to_owned()))?;
-                self.rename(source, target)?;
+                self.rename(source, new_key(rule, fqn, target, bindings)?)?;
             }
             return Ok(true);
-        }
+        };
         let nodes = self.nodes(rule, &sources)?;
-        match &rule.operations[0] {
-            Operation::Unstack { name } => {
-                let [node] = <[Node; 1]>::try_from(nodes)
-                    .map_err(|_| error("`unstack` takes one tensor".to_owned()))?;
-                for (index, node) in node.unstacked().map_err(error)?.into_iter().enumerate() {
-                    let mut bindings = bindings.clone();
-                    bindings.insert(name.clone(), index.to_string());
-                    self.give(rule, fqn, &bindings, vec![node])?;
-                }
-            }
-            _ => self.give(rule, fqn, &bindings, nodes)?,
+        let Operation::Unstack { name } = first_operation else {
+            self.add_tensors(rule, fqn, bindings, nodes)?;
+            return Ok(true);
+        };
+        let [node] = <[Node; 1]>::try_from(nodes)
+            .map_err(|_| misfit(rule, fqn, "`unstack` takes one tensor"))?;
+        // Each index of the first dimension becomes the name in the new keys.
+        let unstacked = node
+            .unstacked()
+            .map_err(|reason| misfit(rule, fqn, reason))?;
+        for (index, node) in unstacked.into_iter().enumerate() {
+            let mut bindings = bindings.clone();
+            bindings.insert(name.clone(), index.to_string());
+            self.add_tensors(rule, fqn, &bindings, vec![node])?;
         }
         Ok(true)
     }
@@ -142,157 +147,144 @@ impl State<'_> {
         name: &str,
         fits: Vec<(String, Bindings)>,
     ) -> Result<bool, MapError> {
+        // The layers of each stack with their numbers, by the new key.
         let mut stacks: IndexMap<String, Vec<(usize, String, Bindings)>> = IndexMap::new();
         for (fqn, bindings) in fits {
-            let error = |reason: &str| MapError::Tensor {
-                line: rule.line,
-                fqn: fqn.clone(),
-                reason: reason.to_owned(),
-            };
-            let index = bindings.get(name).and_then(|text| text.parse().ok());
-            let index = index.ok_or_else(|| error("its place in the stack is no number"))?;
-            let target = rule.targets[0]
-                .fill(&bindings)
-                .ok_or_else(|| error("the new key lacks a name"))?;
+            let number = bindings
+                .get(name)
+                .and_then(|text| text.parse().ok())
+                .ok_or_else(|| misfit(rule, &fqn, "its place in the stack is no number"))?;
+            let target = new_key(rule, &fqn, &rule.targets[0], &bindings)?;
             stacks
                 .entry(target)
                 .or_default()
-                .push((index, fqn, bindings));
+                .push((number, fqn, bindings));
         }
         let is_used = !stacks.is_empty();
         for (target, mut layers) in stacks {
-            layers.sort_unstable_by_key(|(index, ..)| *index);
+            // The layers must be numbered from 0 without gaps: a missing one would shift the
+            // others.
+            layers.sort_unstable_by_key(|(number, ..)| *number);
             let mut nodes = Vec::new();
             let mut dtype = None;
-            for (place, (index, fqn, bindings)) in layers.into_iter().enumerate() {
-                let error = |reason: String| MapError::Tensor {
-                    line: rule.line,
-                    fqn: fqn.clone(),
-                    reason,
-                };
-                if index != place {
-                    return Err(error(format!("number {place} of the stack is missing")));
+            for (place, (number, fqn, bindings)) in layers.into_iter().enumerate() {
+                if number != place {
+                    let reason = format!("number {place} of the stack is missing");
+                    return Err(misfit(rule, &fqn, reason));
                 }
-                let sources = self.sources(rule, &bindings)?;
-                let sources =
-                    sources.ok_or_else(|| error("its other tensors are missing".to_owned()))?;
+                let sources = self
+                    .sources(rule, &bindings)
+                    .ok_or_else(|| misfit(rule, &fqn, "its other tensors are missing"))?;
                 let own = self
                     .metadata
                     .tensor(&fqn)
                     .map(|tensor| tensor.properties.dtype);
                 if *dtype.get_or_insert(own) != own {
-                    return Err(error(
-                        "its dtype is not that of the tensors before it in the stack".to_owned(),
-                    ));
+                    let reason = "its dtype is not that of the tensors before it in the stack";
+                    return Err(misfit(rule, &fqn, reason));
                 }
-                let made = self.operate(rule, &fqn, self.nodes(rule, &sources)?)?;
+                nodes.extend(operate(rule, &fqn, self.nodes(rule, &sources)?)?);
                 self.taken.extend(sources);
-                nodes.extend(made);
             }
-            let error = |reason| MapError::Tensor {
-                line: rule.line,
-                fqn: target.clone(),
-                reason,
-            };
-            let node = Node::stacked(nodes).map_err(error)?;
+            let node = Node::stacked(nodes).map_err(|reason| misfit(rule, &target, reason))?;
             self.insert(target, node)?;
         }
         Ok(is_used)
     }
 
     /// Returns the old keys of a rule for these texts; `None` if one is not there, or taken.
-    fn sources(&self, rule: &Rule, bindings: &Bindings) -> Result<Option<Vec<String>>, MapError> {
-        let fill = |source: &Template| source.fill(bindings);
+    fn sources(&self, rule: &Rule, bindings: &Bindings) -> Option<Vec<String>> {
         let is_free =
             |fqn: &String| self.metadata.entries.contains_key(fqn) && !self.taken.contains(fqn);
-        Ok(rule
-            .sources
+        rule.sources
             .iter()
-            .map(|source| fill(source).filter(is_free))
-            .collect())
+            .map(|source| source.fill(bindings).filter(is_free))
+            .collect()
     }
 
     /// Returns the tensors that a rule takes, which must have one dtype.
     fn nodes(&self, rule: &Rule, sources: &[String]) -> Result<Vec<Node>, MapError> {
         let mut nodes = Vec::new();
+        // Tensors are moved and never cast, so a new tensor has the one dtype of its parts.
         let mut dtype = None;
         for fqn in sources {
-            let error = |reason: &str| MapError::Tensor {
-                line: rule.line,
-                fqn: fqn.clone(),
-                reason: reason.to_owned(),
-            };
             let tensor = self
                 .metadata
                 .tensor(fqn)
-                .ok_or_else(|| error("it is a value, and no tensor"))?;
+                .ok_or_else(|| misfit(rule, fqn, "it is a value, and no tensor"))?;
             if *dtype.get_or_insert(tensor.properties.dtype) != tensor.properties.dtype {
-                return Err(error(
-                    "its dtype is another one than that of the tensors before",
-                ));
+                let reason = "its dtype is another one than that of the tensors before";
+                return Err(misfit(rule, fqn, reason));
             }
             nodes.push(Node::source(fqn, &tensor.shape));
         }
         Ok(nodes)
     }
 
-    /// Applies the operations between the first and the last that change keys.
-    fn operate(&self, rule: &Rule, fqn: &str, mut nodes: Vec<Node>) -> Result<Vec<Node>, MapError> {
-        for operation in &rule.operations {
-            let made = operation.apply(nodes, rule.targets.len());
-            nodes = made.map_err(|reason| MapError::Tensor {
-                line: rule.line,
-                fqn: fqn.to_owned(),
-                reason,
-            })?;
-        }
-        Ok(nodes)
-    }
-
-    /// Gives the new keys to what the operations make of tensors.
-    fn give(
+    /// Adds what the operations make of tensors, under the new keys of a rule.
+    fn add_tensors(
         &mut self,
         rule: &Rule,
         fqn: &str,
         bindings: &Bindings,
         nodes: Vec<Node>,
     ) -> Result<(), MapError> {
-        let mut found = Vec::new();
-        nodes.iter().for_each(|node| node.sources(&mut found));
-        let found: Vec<String> = found.into_iter().map(str::to_owned).collect();
-        let made = self.operate(rule, fqn, nodes)?;
-        self.taken.extend(found);
+        let mut sources = Vec::new();
+        nodes.iter().for_each(|node| node.sources(&mut sources));
+        let sources: Vec<String> = sources.into_iter().map(str::to_owned).collect();
+        // Nothing is taken before the operations have succeeded.
+        let made = operate(rule, fqn, nodes)?;
+        self.taken.extend(sources);
         for (target, node) in rule.targets.iter().zip(made) {
-            let reason = || "a new key lacks a name".to_owned();
-            let name = target.fill(bindings);
-            let name = name.ok_or_else(|| MapError::Tensor {
-                line: rule.line,
-                fqn: fqn.to_owned(),
-                reason: reason(),
-            })?;
-            self.insert(name, node)?;
+            self.insert(new_key(rule, fqn, target, bindings)?, node)?;
         }
         Ok(())
     }
 
     /// Adds a tensor. Two rules must not give the same key.
     fn insert(&mut self, fqn: String, node: Node) -> Result<(), MapError> {
-        if self.matched.renamed.contains_key(&fqn)
-            || self.matched.tensors.insert(fqn.clone(), node).is_some()
-        {
-            return Err(MapError::Twice { fqn });
-        }
+        self.check_free(&fqn)?;
+        self.matched.tensors.insert(fqn, node);
         Ok(())
     }
 
     /// Gives a tensor or value another key.
     fn rename(&mut self, source: &str, target: String) -> Result<(), MapError> {
         self.taken.insert(source.to_owned());
-        if self.matched.tensors.contains_key(&target) || self.matched.renamed.contains_key(&target)
-        {
-            return Err(MapError::Twice { fqn: target });
-        }
+        self.check_free(&target)?;
         self.matched.renamed.insert(target, source.to_owned());
         Ok(())
     }
+
+    /// Refuses a new key that another rule has given.
+    fn check_free(&self, fqn: &str) -> Result<(), MapError> {
+        if self.matched.tensors.contains_key(fqn) || self.matched.renamed.contains_key(fqn) {
+            return Err(MapError::Twice {
+                fqn: fqn.to_owned(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Returns a new key of a rule for these texts.
+fn new_key(
+    rule: &Rule,
+    fqn: &str,
+    target: &Template,
+    bindings: &Bindings,
+) -> Result<String, MapError> {
+    target
+        .fill(bindings)
+        .ok_or_else(|| misfit(rule, fqn, "a new key lacks a name"))
+}
+
+/// Applies the operations of a rule. Those that change keys leave the tensors as they are.
+fn operate(rule: &Rule, fqn: &str, mut nodes: Vec<Node>) -> Result<Vec<Node>, MapError> {
+    for operation in &rule.operations {
+        nodes = operation
+            .apply(nodes, rule.targets.len())
+            .map_err(|reason| misfit(rule, fqn, reason))?;
+    }
+    Ok(nodes)
 }

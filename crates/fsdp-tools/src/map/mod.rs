@@ -68,7 +68,7 @@ impl Map {
     /// A name in the map has no value: most need `heads`, some `kv_heads`.
     pub fn builtin(name: &str, values: &Values) -> Option<Result<Self, MapError>> {
         let (text, is_reversed) = builtin::text(name)?;
-        Some(parse::rules(text, values).map(|rules| {
+        Some(parse::rules(&text, values).map(|rules| {
             let map = Map {
                 rules,
                 is_builtin: true,
@@ -80,20 +80,22 @@ impl Map {
     /// Returns the map that undoes this one. Dropped keys are not restored.
     #[must_use]
     pub fn reversed(&self) -> Self {
-        let rules = self.rules.iter().filter(|rule| !rule.targets.is_empty());
-        let rules = rules.map(|rule| Rule {
-            line: rule.line,
-            sources: rule.targets.clone(),
-            targets: rule.sources.clone(),
-            operations: rule
-                .operations
-                .iter()
-                .rev()
-                .map(Operation::reversed)
-                .collect(),
-        });
+        let mut rules = Vec::new();
+        for rule in &self.rules {
+            // What was dropped is not there to be mapped back.
+            if rule.targets.is_empty() {
+                continue;
+            }
+            let operations = rule.operations.iter().rev();
+            rules.push(Rule {
+                line: rule.line,
+                sources: rule.targets.clone(),
+                targets: rule.sources.clone(),
+                operations: operations.map(Operation::reversed).collect(),
+            });
+        }
         Map {
-            rules: rules.collect(),
+            rules,
             is_builtin: self.is_builtin,
         }
     }

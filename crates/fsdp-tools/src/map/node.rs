@@ -25,11 +25,15 @@ enum Kind {
     /// Several tensors along a new first dimension.
     Stacked(Vec<Node>),
     /// Ranges of other tensors along one dimension.
-    Gathered {
-        parts: Vec<Node>,
-        dim: usize,
-        runs: Vec<Run>,
-    },
+    Gathered(Gathered),
+}
+
+/// Ranges of other tensors along one dimension.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Gathered {
+    parts: Vec<Node>,
+    dim: usize,
+    runs: Vec<Run>,
 }
 
 /// `len` indices from `to` on that are those of a part at `from`, `from + step`, … .
@@ -42,19 +46,32 @@ pub(super) struct Run {
     pub(super) step: usize,
 }
 
-/// The most tensors that one becomes: there is one for each layer.
-const MAX_UNSTACKED: usize = 1 << 16;
-
-/// Returns the shape, unless no machine could hold such a tensor.
-fn sane(shape: Vec<usize>) -> Result<Vec<usize>, String> {
-    if is_sane_shape(&shape) {
-        Ok(shape)
-    } else {
-        Err(format!("a tensor of shape {shape:?} is too large"))
+impl Run {
+    /// Makes the run of `len` consecutive indices of the first part.
+    pub(super) fn new(to: usize, from: usize, len: usize) -> Self {
+        Run {
+            to,
+            len,
+            part: 0,
+            from,
+            step: 1,
+        }
     }
 }
 
+/// The most tensors that one becomes: there is one for each layer.
+const MAX_UNSTACKED: usize = 1 << 16;
+
 impl Node {
+    /// Makes a tensor of this shape, unless no machine could hold it.
+    fn new(shape: Vec<usize>, kind: Kind) -> Result<Self, String> {
+        if !is_sane_shape(&shape) {
+            return Err(format!("a tensor of shape {shape:?} is too large"));
+        }
+        Ok(Node { shape, kind })
+    }
+
+    /// Makes the node of a tensor of the source.
     pub(super) fn source(fqn: &str, shape: &[usize]) -> Self {
         Node {
             shape: shape.to_vec(),
@@ -62,6 +79,7 @@ impl Node {
         }
     }
 
+    /// Swaps the dimensions of a matrix.
     pub(super) fn transposed(self) -> Result<Self, String> {
         let [rows, columns] = self.shape[..] else {
             return Err(format!("a tensor of shape {:?} is no matrix", self.shape));
@@ -77,36 +95,32 @@ impl Node {
         let Some((&count, shape)) = self.shape.split_first() else {
             return Err("a tensor without dimensions cannot be unstacked".to_owned());
         };
+        // The size comes from a file.
         if count > MAX_UNSTACKED {
             return Err(format!(
                 "a tensor of shape {:?} would become more than {MAX_UNSTACKED} tensors",
                 self.shape
             ));
         }
-        let select = |index| Node {
-            shape: shape.to_vec(),
-            kind: Kind::Selected(Box::new(self.clone()), index),
-        };
-        Ok((0..count).map(select).collect())
+        Ok((0..count)
+            .map(|index| Node {
+                shape: shape.to_vec(),
+                kind: Kind::Selected(Box::new(self.clone()), index),
+            })
+            .collect())
     }
 
     /// Stacks tensors of one shape along a new first dimension.
     pub(super) fn stacked(parts: Vec<Node>) -> Result<Self, String> {
-        let first = parts
-            .first()
-            .map(|part| part.shape.clone())
-            .unwrap_or_default();
-        if let Some(other) = parts.iter().find(|part| part.shape != first) {
+        let first = &parts.first().expect("a stack has a first tensor").shape;
+        if let Some(other) = parts.iter().find(|part| part.shape != *first) {
             return Err(format!(
                 "tensors of shapes {first:?} and {:?} cannot be stacked",
                 other.shape
             ));
         }
-        let shape = [vec![parts.len()], first].concat();
-        Ok(Node {
-            shape: sane(shape)?,
-            kind: Kind::Stacked(parts),
-        })
+        let shape = [&[parts.len()], &first[..]].concat();
+        Self::new(shape, Kind::Stacked(parts))
     }
 
     /// Makes a tensor whose indices in dimension `dim` are ranges of those of `parts`. The runs are
@@ -119,30 +133,27 @@ impl Node {
     ) -> Result<Self, String> {
         let mut shape = parts
             .first()
-            .map(|part| part.shape.clone())
-            .unwrap_or_default();
+            .expect("an operation takes at least one tensor")
+            .shape
+            .clone();
+        if dim >= shape.len() {
+            return Err(format!("there is no dimension {dim}"));
+        }
         for part in &parts {
-            let others = |shape: &[usize]| {
-                shape
-                    .iter()
-                    .enumerate()
-                    .all(|(at, size)| at == dim || *size == part.shape[at])
-            };
-            if part.shape.len() != shape.len() || !others(&shape) {
+            // The other dimensions must agree.
+            let mut same = part.shape.clone();
+            if let Some(size) = same.get_mut(dim) {
+                *size = shape[dim];
+            }
+            if same != shape {
                 return Err(format!(
                     "tensors of shapes {shape:?} and {:?} do not fit together",
                     part.shape
                 ));
             }
         }
-        let slot = shape
-            .get_mut(dim)
-            .ok_or_else(|| format!("there is no dimension {dim}"))?;
-        *slot = size;
-        Ok(Node {
-            shape: sane(shape)?,
-            kind: Kind::Gathered { parts, dim, runs },
-        })
+        shape[dim] = size;
+        Self::new(shape, Kind::Gathered(Gathered { parts, dim, runs }))
     }
 
     /// Returns the source's tensors that it is made of.
@@ -150,7 +161,7 @@ impl Node {
         match &self.kind {
             Kind::Source(fqn) => found.push(fqn),
             Kind::Transposed(of) | Kind::Selected(of, _) => of.sources(found),
-            Kind::Stacked(parts) | Kind::Gathered { parts, .. } => {
+            Kind::Stacked(parts) | Kind::Gathered(Gathered { parts, .. }) => {
                 parts.iter().for_each(|part| part.sources(found))
             }
         }
@@ -170,19 +181,20 @@ impl Node {
         match &self.kind {
             Kind::Source(fqn) => source.read_box(fqn, bounds, dst),
             Kind::Transposed(of) => {
-                let swap = |pair: &[usize]| pair.iter().rev().copied().collect();
-                let swapped = TensorBox::new(swap(&bounds.offsets), swap(&bounds.sizes));
+                let mut swapped = bounds.clone();
+                swapped.offsets.reverse();
+                swapped.sizes.reverse();
+                // Read the box of the source as it is, and swap its elements afterwards.
                 let mut bytes = vec![0; dst.len()];
                 of.read(source, element, &swapped, &mut bytes)?;
                 transpose(&bytes, swapped.sizes[0], swapped.sizes[1], element, dst);
                 Ok(())
             }
             Kind::Selected(of, index) => {
-                let (offsets, sizes) = (
-                    [&[*index], &bounds.offsets[..]].concat(),
-                    [&[1], &bounds.sizes[..]].concat(),
-                );
-                of.read(source, element, &TensorBox::new(offsets, sizes), dst)
+                let mut selected = bounds.clone();
+                selected.offsets.insert(0, *index);
+                selected.sizes.insert(0, 1);
+                of.read(source, element, &selected, dst)
             }
             Kind::Stacked(parts) => {
                 let inner =
@@ -196,87 +208,92 @@ impl Node {
                 }
                 Ok(())
             }
-            Kind::Gathered { parts, dim, runs } => {
-                gather(source, element, parts, *dim, runs, bounds, dst)
-            }
+            Kind::Gathered(gathered) => gathered.read(source, element, bounds, dst),
         }
     }
 }
 
-/// Reads a box of ranges of other tensors.
-fn gather(
-    source: &dyn Checkpoint,
-    element: usize,
-    parts: &[Node],
-    dim: usize,
-    runs: &[Run],
-    bounds: &TensorBox,
-    dst: &mut [u8],
-) -> Result<(), FileError> {
-    let (start, size) = (bounds.offsets[dim], bounds.sizes[dim]);
-    // The bytes of one index of the dimension, and how often the dimension is gone through.
-    let inner = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
-    let outer: usize = bounds.sizes[..dim].iter().product();
-    let first = runs.partition_point(|run| run.to + run.len <= start);
-    let wanted = runs[first..]
-        .iter()
-        .take_while(|run| run.to < start + size)
-        .map(|run| {
-            let (low, high) = (run.to.max(start), (run.to + run.len).min(start + size));
-            Run {
-                to: low - start,
-                len: high - low,
-                from: run.from + (low - run.to) * run.step,
-                ..*run
+impl Gathered {
+    /// Reads a box of it into row-major bytes.
+    fn read(
+        &self,
+        source: &dyn Checkpoint,
+        element: usize,
+        bounds: &TensorBox,
+        dst: &mut [u8],
+    ) -> Result<(), FileError> {
+        let dim = self.dim;
+        let size = bounds.sizes[dim];
+        // The bytes of one index of the dimension, and how often the dimension is gone through.
+        let inner = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
+        let outer: usize = bounds.sizes[..dim].iter().product();
+        let wanted = self.runs_in(bounds.offsets[dim]..bounds.offsets[dim] + size);
+        let mut bytes = Vec::new();
+        for group in read_at_once(&wanted) {
+            let range = range_of(group);
+            let mut bounds = bounds.clone();
+            bounds.offsets[dim] = range.start;
+            bounds.sizes[dim] = range.len();
+            let part = &self.parts[group[0].part];
+            // Consecutive indices that are consecutive in the result too need no copy.
+            if let [run] = group
+                && run.step == 1
+                && outer == 1
+            {
+                let dst = &mut dst[run.to * inner..(run.to + run.len) * inner];
+                part.read(source, element, &bounds, dst)?;
+                continue;
             }
-        });
-    let wanted: Vec<Run> = wanted.collect();
-    let mut bytes = Vec::new();
-    for group in read_at_once(&wanted) {
-        let range = range_of(group);
-        let mut bounds = bounds.clone();
-        (bounds.offsets[dim], bounds.sizes[dim]) = (range.start, range.len());
-        let part = &parts[group[0].part];
-        if let [
-            Run {
-                to, len, step: 1, ..
-            },
-        ] = *group
-            && outer == 1
-        {
-            part.read(
-                source,
-                element,
-                &bounds,
-                &mut dst[to * inner..(to + len) * inner],
-            )?;
-            continue;
-        }
-        bytes.resize(outer * range.len() * inner, 0);
-        part.read(source, element, &bounds, &mut bytes)?;
-        for run in group {
-            for block in 0..outer {
-                for index in 0..run.len {
-                    let from =
-                        (block * range.len() + run.from - range.start + index * run.step) * inner;
-                    let to = (block * size + run.to + index) * inner;
-                    dst[to..to + inner].copy_from_slice(&bytes[from..from + inner]);
+            // Read all that the runs span at once, and pick their indices from it.
+            bytes.resize(outer * range.len() * inner, 0);
+            part.read(source, element, &bounds, &mut bytes)?;
+            for run in group {
+                for block in 0..outer {
+                    for index in 0..run.len {
+                        let position = run.from - range.start + index * run.step;
+                        let from = (block * range.len() + position) * inner;
+                        let to = (block * size + run.to + index) * inner;
+                        dst[to..to + inner].copy_from_slice(&bytes[from..from + inner]);
+                    }
                 }
             }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Returns the parts of the runs that lie in a range of the dimension, with positions in that
+    /// range.
+    fn runs_in(&self, range: Range<usize>) -> Vec<Run> {
+        // The runs are in order, so those before the range are skipped at once.
+        let first = self
+            .runs
+            .partition_point(|run| run.to + run.len <= range.start);
+        let mut found = Vec::new();
+        for run in &self.runs[first..] {
+            if run.to >= range.end {
+                break;
+            }
+            let low = run.to.max(range.start);
+            let high = (run.to + run.len).min(range.end);
+            found.push(Run {
+                to: low - range.start,
+                len: high - low,
+                from: run.from + (low - run.to) * run.step,
+                ..*run
+            });
+        }
+        found
+    }
 }
 
 /// Returns the range of indices that runs span in their part.
 fn range_of(runs: &[Run]) -> Range<usize> {
-    let start = runs.iter().map(|run| run.from).min().unwrap_or_default();
-    let end = runs
+    let starts = runs.iter().map(|run| run.from);
+    let ends = runs
         .iter()
-        .map(|run| run.from + (run.len - 1) * run.step + 1)
-        .max()
-        .unwrap_or_default();
-    start..end
+        .map(|run| run.from + (run.len - 1) * run.step + 1);
+    // No runs span nothing.
+    starts.min().unwrap_or(0)..ends.max().unwrap_or(0)
 }
 
 /// Divides runs into those that are read at once: all of them, if they take at least half of the
@@ -294,10 +311,8 @@ fn read_at_once(runs: &[Run]) -> Vec<&[Run]> {
 fn transpose(src: &[u8], rows: usize, columns: usize, element: usize, dst: &mut [u8]) {
     for row in 0..rows {
         for column in 0..columns {
-            let (from, to) = (
-                (row * columns + column) * element,
-                (column * rows + row) * element,
-            );
+            let from = (row * columns + column) * element;
+            let to = (column * rows + row) * element;
             dst[to..to + element].copy_from_slice(&src[from..from + element]);
         }
     }

@@ -14,26 +14,28 @@ pub(super) enum Operation {
         dim: usize,
         shares: Vec<usize>,
     },
+    /// The rows of each head, from interleaved pairs to halves, or back.
     Permute {
         heads: usize,
+        is_back: bool,
     },
-    Unpermute {
-        heads: usize,
-    },
-    SplitQkv {
-        heads: usize,
-        kv_heads: usize,
-    },
-    JoinQkv {
-        heads: usize,
-        kv_heads: usize,
-    },
+    SplitQkv(HeadCounts),
+    JoinQkv(HeadCounts),
     Unstack {
         name: String,
     },
     Stack {
         name: String,
     },
+}
+
+/// The numbers of heads of a fused projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct HeadCounts {
+    /// The number of heads of queries.
+    pub(super) queries: usize,
+    /// The number of heads of keys, which is that of values too.
+    pub(super) keys: usize,
 }
 
 impl Operation {
@@ -46,16 +48,12 @@ impl Operation {
                 shares: Vec::new(),
             },
             Operation::Split { dim, .. } => Operation::Concat { dim: *dim },
-            Operation::Permute { heads } => Operation::Unpermute { heads: *heads },
-            Operation::Unpermute { heads } => Operation::Permute { heads: *heads },
-            Operation::SplitQkv { heads, kv_heads } => Operation::JoinQkv {
+            Operation::Permute { heads, is_back } => Operation::Permute {
                 heads: *heads,
-                kv_heads: *kv_heads,
+                is_back: !is_back,
             },
-            Operation::JoinQkv { heads, kv_heads } => Operation::SplitQkv {
-                heads: *heads,
-                kv_heads: *kv_heads,
-            },
+            Operation::SplitQkv(counts) => Operation::JoinQkv(*counts),
+            Operation::JoinQkv(counts) => Operation::SplitQkv(*counts),
             Operation::Unstack { name } => Operation::Stack { name: name.clone() },
             Operation::Stack { name } => Operation::Unstack { name: name.clone() },
         }
@@ -66,36 +64,27 @@ impl Operation {
         match self {
             Operation::Transpose => nodes.into_iter().map(Node::transposed).collect(),
             Operation::Concat { dim } => Ok(vec![concat(nodes, *dim)?]),
-            Operation::Split { dim, shares } => {
-                let [node] = <[Node; 1]>::try_from(nodes)
-                    .map_err(|_| "only one tensor can be split".to_owned())?;
-                split(&node, *dim, shares, targets)
-            }
-            Operation::Permute { heads } => nodes
+            Operation::Split { dim, shares } => split(&single(nodes)?, *dim, shares, targets),
+            Operation::Permute { heads, is_back } => nodes
                 .into_iter()
-                .map(|node| permute(node, *heads, false))
+                .map(|node| permute(node, *heads, *is_back))
                 .collect(),
-            Operation::Unpermute { heads } => nodes
-                .into_iter()
-                .map(|node| permute(node, *heads, true))
-                .collect(),
-            Operation::SplitQkv { heads, kv_heads } => {
-                let [node] = <[Node; 1]>::try_from(nodes)
-                    .map_err(|_| "only one tensor can be split".to_owned())?;
-                split_qkv(&node, *heads, *kv_heads)
-            }
-            Operation::JoinQkv { heads, kv_heads } => {
-                let three = <[Node; 3]>::try_from(nodes);
-                let three =
-                    three.map_err(|_| "queries, keys and values are three tensors".to_owned())?;
-                Ok(vec![join_qkv(three, *heads, *kv_heads)?])
-            }
+            Operation::SplitQkv(counts) => split_qkv(&single(nodes)?, *counts),
+            Operation::JoinQkv(counts) => Ok(vec![join_qkv(nodes, *counts)?]),
             Operation::Unstack { .. } | Operation::Stack { .. } => Ok(nodes),
         }
     }
 }
 
-fn rows(node: &Node, dim: usize) -> Result<usize, String> {
+/// Returns the only tensor of those so far.
+fn single(nodes: Vec<Node>) -> Result<Node, String> {
+    let [node] =
+        <[Node; 1]>::try_from(nodes).map_err(|_| "only one tensor can be split".to_owned())?;
+    Ok(node)
+}
+
+/// Returns the size of a dimension.
+fn size_of(node: &Node, dim: usize) -> Result<usize, String> {
     node.shape
         .get(dim)
         .copied()
@@ -116,16 +105,14 @@ fn check_runs(count: usize) -> Result<(), String> {
 
 /// Joins tensors along a dimension.
 fn concat(parts: Vec<Node>, dim: usize) -> Result<Node, String> {
-    let (mut runs, mut at) = (Vec::new(), 0usize);
+    let mut runs = Vec::new();
+    let mut at = 0usize;
     for (part, node) in parts.iter().enumerate() {
-        let len = rows(node, dim)?;
+        let len = size_of(node, dim)?;
         if len > 0 {
             runs.push(Run {
-                to: at,
-                len,
                 part,
-                from: 0,
-                step: 1,
+                ..Run::new(at, 0, len)
             });
         }
         at = at.saturating_add(len);
@@ -136,10 +123,11 @@ fn concat(parts: Vec<Node>, dim: usize) -> Result<Node, String> {
 /// Splits a tensor along a dimension into `targets` parts, whose sizes are in proportion to
 /// `shares`, or equal without them.
 fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Vec<Node>, String> {
-    let size = rows(node, dim)?;
+    let size = size_of(node, dim)?;
     let equal = vec![1; targets];
     let shares = if shares.is_empty() { &equal } else { shares };
     let total: usize = shares.iter().sum();
+    // Each share must be a whole number of indices.
     if total == 0 || !size.is_multiple_of(total) || shares.len() != targets {
         return Err(format!(
             "dimension {dim} of shape {:?} cannot be split into shares {shares:?}",
@@ -150,13 +138,7 @@ fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Ve
     let mut parts = Vec::new();
     for share in shares {
         let len = share * (size / total);
-        let runs = vec![Run {
-            to: 0,
-            len,
-            part: 0,
-            from: at,
-            step: 1,
-        }];
+        let runs = vec![Run::new(0, at, len)];
         parts.push(Node::gathered(vec![node.clone()], dim, len, runs)?);
         at += len;
     }
@@ -164,118 +146,97 @@ fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Ve
 }
 
 /// Moves the even rows of each head before the odd ones, or back.
-fn permute(node: Node, heads: usize, back: bool) -> Result<Node, String> {
-    let size = rows(&node, 0)?;
+fn permute(node: Node, heads: usize, is_back: bool) -> Result<Node, String> {
+    let size = size_of(&node, 0)?;
+    // Rotary embeddings pair the rows of a head, so their number must be even.
     if heads == 0 || !size.is_multiple_of(2 * heads) {
         return Err(format!("{size} rows are not {heads} heads of an even size"));
     }
-    // Going back, each row is a run of its own.
-    check_runs(if back { size } else { 2 * heads })?;
-    let (head, half) = (size / heads, size / heads / 2);
+    // Going back, the rows of two halves alternate, so each row is a run of its own.
+    check_runs(if is_back { size } else { 2 * heads })?;
+    let head = size / heads;
+    let half = head / 2;
     let mut runs = Vec::new();
     for start in (0..size).step_by(head.max(1)) {
-        if back {
+        if is_back {
             for row in 0..half {
-                runs.push(Run {
-                    to: start + 2 * row,
-                    len: 1,
-                    part: 0,
-                    from: start + row,
-                    step: 1,
-                });
-                runs.push(Run {
-                    to: start + 2 * row + 1,
-                    len: 1,
-                    part: 0,
-                    from: start + half + row,
-                    step: 1,
-                });
+                runs.push(Run::new(start + 2 * row, start + row, 1));
+                runs.push(Run::new(start + 2 * row + 1, start + half + row, 1));
             }
-        } else {
-            for odd in 0..2 {
-                runs.push(Run {
-                    to: start + odd * half,
-                    len: half,
-                    part: 0,
-                    from: start + odd,
-                    step: 2,
-                });
-            }
+            continue;
+        }
+        for odd in 0..2 {
+            runs.push(Run {
+                step: 2,
+                ..Run::new(start + odd * half, start + odd, half)
+            });
         }
     }
     Node::gathered(vec![node], 0, size, runs)
 }
 
-/// Returns the number of query heads in a group, and the rows of a head, where `total` rows are all
-/// heads.
-fn groups(heads: usize, kv_heads: usize, total: usize) -> Result<(usize, usize), String> {
-    let all = heads + 2 * kv_heads;
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) || !total.is_multiple_of(all) {
-        return Err(format!(
-            "{total} rows are not {heads} heads of queries and {kv_heads} of keys and values"
-        ));
+impl HeadCounts {
+    /// Returns the number of query heads in a group, which share one head of keys, and the rows of
+    /// a head, where `total` rows are all heads.
+    fn group(self, total: usize) -> Result<(usize, usize), String> {
+        let HeadCounts { queries, keys } = self;
+        let all = queries + 2 * keys;
+        if keys == 0 || !queries.is_multiple_of(keys) || !total.is_multiple_of(all) {
+            return Err(self.mismatch(total));
+        }
+        check_runs(3 * keys)?;
+        Ok((queries / keys, total / all))
     }
-    check_runs(3 * kv_heads)?;
-    Ok((heads / kv_heads, total / all))
+
+    /// Returns the message that rows are not those of these heads.
+    fn mismatch(self, rows: impl std::fmt::Debug) -> String {
+        format!(
+            "{rows:?} rows are not {} heads of queries and {} of keys and values",
+            self.queries, self.keys
+        )
+    }
 }
 
-/// Splits a packed projection into queries, keys and values. It has, for each head of keys, the
+/// Splits a fused projection into queries, keys and values. It has, for each head of keys, the
 /// query heads of that group, then the key head, then the value head.
-fn split_qkv(node: &Node, heads: usize, kv_heads: usize) -> Result<Vec<Node>, String> {
-    let (each, head) = groups(heads, kv_heads, rows(node, 0)?)?;
-    let group = (each + 2) * head;
-    let part = |first: usize, count: usize| {
-        let len = count * head;
-        let runs = (0..kv_heads).map(|at| Run {
-            to: at * len,
-            len,
-            part: 0,
-            from: at * group + first * head,
-            step: 1,
-        });
-        Node::gathered(vec![node.clone()], 0, kv_heads * len, runs.collect())
-    };
-    Ok(vec![part(0, each)?, part(each, 1)?, part(each + 1, 1)?])
+fn split_qkv(node: &Node, counts: HeadCounts) -> Result<Vec<Node>, String> {
+    let (queries, head) = counts.group(size_of(node, 0)?)?;
+    let group = (queries + 2) * head;
+    let mut parts = Vec::new();
+    // The first head of each part in a group, and the number of its heads there.
+    for (first, heads) in [(0, queries), (queries, 1), (queries + 1, 1)] {
+        let len = heads * head;
+        let runs = (0..counts.keys).map(|at| Run::new(at * len, at * group + first * head, len));
+        let size = counts.keys * len;
+        parts.push(Node::gathered(vec![node.clone()], 0, size, runs.collect())?);
+    }
+    Ok(parts)
 }
 
 /// Joins queries, keys and values as [`split_qkv`] splits them.
-fn join_qkv(three: [Node; 3], heads: usize, kv_heads: usize) -> Result<Node, String> {
-    let sizes = [
-        rows(&three[0], 0)?,
-        rows(&three[1], 0)?,
-        rows(&three[2], 0)?,
-    ];
+fn join_qkv(parts: Vec<Node>, counts: HeadCounts) -> Result<Node, String> {
+    let [queries, keys, values] = &parts[..] else {
+        return Err("queries, keys and values are three tensors".to_owned());
+    };
+    // The sizes of all three must be those of the same size of a head.
+    let sizes = [size_of(queries, 0)?, size_of(keys, 0)?, size_of(values, 0)?];
     let total = sizes.into_iter().fold(0, usize::saturating_add);
-    let (each, head) = groups(heads, kv_heads, total)?;
-    if sizes != [heads * head, kv_heads * head, kv_heads * head] {
-        return Err(format!(
-            "{sizes:?} rows are not {heads} heads of queries and {kv_heads} of keys and values"
-        ));
+    let (each, head) = counts.group(total)?;
+    let others = counts.keys * head;
+    if sizes != [counts.queries * head, others, others] {
+        return Err(counts.mismatch(sizes));
     }
     let mut runs = Vec::new();
-    for group in 0..kv_heads {
-        let at = group * (each + 2) * head;
-        runs.push(Run {
-            to: at,
-            len: each * head,
-            part: 0,
-            from: group * each * head,
-            step: 1,
-        });
-        runs.push(Run {
-            to: at + each * head,
-            len: head,
-            part: 1,
-            from: group * head,
-            step: 1,
-        });
-        runs.push(Run {
-            to: at + (each + 1) * head,
-            len: head,
-            part: 2,
-            from: group * head,
-            step: 1,
-        });
+    for group in 0..counts.keys {
+        // In a group: its query heads, then its key head, then its value head.
+        let mut to = group * (each + 2) * head;
+        for (part, len) in [each * head, head, head].into_iter().enumerate() {
+            runs.push(Run {
+                part,
+                ..Run::new(to, group * len, len)
+            });
+            to += len;
+        }
     }
-    Node::gathered(three.into(), 0, total, runs)
+    Node::gathered(parts, 0, total, runs)
 }

@@ -2,20 +2,23 @@
 
 use std::collections::BTreeSet;
 
-use super::operation::Operation;
+use super::operation::{HeadCounts, Operation};
 use super::rule::{MapError, Rule, Values};
 use super::template::Template;
 
 /// Reads the rules of a map.
 pub(super) fn rules(text: &str, values: &Values) -> Result<Vec<Rule>, MapError> {
     let mut rules = Vec::new();
-    for (number, line) in text.lines().enumerate() {
-        let line = line.split('#').next().unwrap_or_default().trim();
-        if line.is_empty() {
-            continue;
+    for (index, line) in text.lines().enumerate() {
+        let line_number = index + 1;
+        let code = line.split_once('#').map_or(line, |(code, _)| code).trim();
+        if !code.is_empty() {
+            let rule = rule(code, line_number, values);
+            rules.push(rule.map_err(|reason| MapError::Line {
+                line: line_number,
+                reason,
+            })?);
         }
-        let at = number + 1;
-        rules.push(rule(line, at, values).map_err(|reason| MapError::Line { line: at, reason })?);
     }
     Ok(rules)
 }
@@ -34,15 +37,14 @@ fn rule(text: &str, line: usize, values: &Values) -> Result<Rule, String> {
         .split_once("->")
         .ok_or("a rule is `OLD -> NEW`, or `drop OLD`")?;
     let mut parts = rest.split('|');
-    let targets = templates(parts.next().unwrap_or_default())?;
-    let operations = parts
-        .map(|text| operation(text.trim(), values))
-        .collect::<Result<Vec<_>, _>>()?;
+    let targets = parts.next().expect("a split text has a first part");
     let rule = Rule {
         line,
+        targets: templates(targets)?,
+        operations: parts
+            .map(|text| operation(text.trim(), values))
+            .collect::<Result<_, _>>()?,
         sources: templates(sources)?,
-        targets,
-        operations,
     };
     check(&rule)?;
     Ok(rule)
@@ -58,6 +60,7 @@ fn templates(text: &str) -> Result<Vec<Template>, String> {
 /// Checks that every name of the new keys gets a text, and that the operations can give so many
 /// tensors.
 fn check(rule: &Rule) -> Result<(), String> {
+    // The names that have a text, and the number of tensors, after each operation.
     let mut known: BTreeSet<&str> = rule.sources[0].names().collect();
     let mut count = rule.sources.len();
     for (at, operation) in rule.operations.iter().enumerate() {
@@ -92,21 +95,20 @@ fn check(rule: &Rule) -> Result<(), String> {
             rule.targets.len()
         ));
     }
-    let stacks = |name: &str| matches!(rule.operations.last(), Some(Operation::Stack { name: of }) if of == name);
-    let names = |templates: &[Template]| -> Vec<String> {
-        templates
-            .iter()
-            .flat_map(Template::names)
-            .map(str::to_owned)
-            .collect()
+    // The further old keys have the same names as the first one, or the name that counts the stack.
+    let stacked = match rule.operations.last() {
+        Some(Operation::Stack { name }) => Some(name.as_str()),
+        _ => None,
     };
-    let unknown = names(&rule.targets)
-        .into_iter()
-        .find(|name| !known.contains(name.as_str()));
-    let missing = names(&rule.sources[1..])
-        .into_iter()
-        .find(|name| !known.contains(name.as_str()) && !stacks(name));
-    match unknown.or(missing) {
+    let of_targets = rule.targets.iter().flat_map(Template::names);
+    let of_sources = rule.sources[1..]
+        .iter()
+        .flat_map(Template::names)
+        .filter(|name| Some(*name) != stacked);
+    match of_targets
+        .chain(of_sources)
+        .find(|name| !known.contains(name))
+    {
         Some(name) => Err(format!("the first old key has no `{{{name}}}`")),
         None => Ok(()),
     }
@@ -115,6 +117,7 @@ fn check(rule: &Rule) -> Result<(), String> {
 /// Parses an operation, such as `split(0, 2, 1)`. Its arguments are numbers, or names that have
 /// values.
 fn operation(text: &str, values: &Values) -> Result<Operation, String> {
+    // An operation without arguments has no brackets.
     let (name, arguments) = match text.split_once('(') {
         Some((name, rest)) => {
             let inside = rest
@@ -124,42 +127,31 @@ fn operation(text: &str, values: &Values) -> Result<Operation, String> {
         }
         None => (text, Vec::new()),
     };
-    let number = |text: &str| -> Result<usize, String> {
-        let value = text.parse().ok().or_else(|| values.get(text).copied());
-        match value
-            .ok_or_else(|| format!("`{text}` has no value: give it with `--set {text}=N`"))?
-        {
-            number if number <= 1 << 24 => Ok(number),
-            number => Err(format!("{number} is too large")),
-        }
-    };
     Ok(match (name, &arguments[..]) {
         ("transpose", []) => Operation::Transpose,
-        ("concat", [dim]) => Operation::Concat { dim: number(dim)? },
+        ("concat", [dim]) => Operation::Concat {
+            dim: number(dim, values)?,
+        },
         ("split", [dim, shares @ ..]) => {
             let shares = shares
                 .iter()
-                .map(|share| number(share))
+                .map(|share| number(share, values))
                 .collect::<Result<_, _>>()?;
             Operation::Split {
-                dim: number(dim)?,
+                dim: number(dim, values)?,
                 shares,
             }
         }
-        ("permute", [heads]) => Operation::Permute {
-            heads: number(heads)?,
+        ("permute" | "unpermute", [heads]) => Operation::Permute {
+            heads: number(heads, values)?,
+            is_back: name == "unpermute",
         },
-        ("unpermute", [heads]) => Operation::Unpermute {
-            heads: number(heads)?,
-        },
-        ("split_qkv", [heads, kv_heads]) => Operation::SplitQkv {
-            heads: number(heads)?,
-            kv_heads: number(kv_heads)?,
-        },
-        ("join_qkv", [heads, kv_heads]) => Operation::JoinQkv {
-            heads: number(heads)?,
-            kv_heads: number(kv_heads)?,
-        },
+        ("split_qkv", [heads, kv_heads]) => {
+            Operation::SplitQkv(head_counts(heads, kv_heads, values)?)
+        }
+        ("join_qkv", [heads, kv_heads]) => {
+            Operation::JoinQkv(head_counts(heads, kv_heads, values)?)
+        }
         ("unstack", [name]) => Operation::Unstack {
             name: (*name).to_owned(),
         },
@@ -167,5 +159,29 @@ fn operation(text: &str, values: &Values) -> Result<Operation, String> {
             name: (*name).to_owned(),
         },
         _ => return Err(format!("`{text}` is no operation")),
+    })
+}
+
+/// The largest number in a map: sizes are computed from several of them.
+const MAX_NUMBER: usize = 1 << 24;
+
+/// Parses an argument that is a number, or a name that has a value.
+fn number(text: &str, values: &Values) -> Result<usize, String> {
+    let number = text
+        .parse()
+        .ok()
+        .or_else(|| values.get(text).copied())
+        .ok_or_else(|| format!("`{text}` has no value: give it with `--set {text}=N`"))?;
+    if number > MAX_NUMBER {
+        return Err(format!("{number} is too large"));
+    }
+    Ok(number)
+}
+
+/// Parses two arguments that are numbers of heads.
+fn head_counts(heads: &str, kv_heads: &str, values: &Values) -> Result<HeadCounts, String> {
+    Ok(HeadCounts {
+        queries: number(heads, values)?,
+        keys: number(kv_heads, values)?,
     })
 }

@@ -7,10 +7,11 @@ pub(super) type Bindings = BTreeMap<String, String>;
 
 /// A key with places.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Template(Vec<Part>);
+pub(super) struct Template(Vec<TemplatePart>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Part {
+enum TemplatePart {
+    /// This text itself.
     Text(String),
     /// A place for a part without dots.
     Name(String),
@@ -25,25 +26,28 @@ impl Template {
         let mut rest = text;
         while let Some(at) = rest.find('{') {
             if at > 0 {
-                parts.push(Part::Text(rest[..at].to_owned()));
+                parts.push(TemplatePart::Text(rest[..at].to_owned()));
             }
             let end = rest[at..]
                 .find('}')
                 .ok_or_else(|| format!("`{text}` has no end of `{{`"))?;
-            let name = &rest[at + 1..at + end];
-            let (name, is_rest) = name
-                .strip_suffix('*')
-                .map_or((name, false), |name| (name, true));
+            // `{name*}` is a place for any text.
+            let inside = &rest[at + 1..at + end];
+            let name = inside.strip_suffix('*').unwrap_or(inside);
+            let is_rest = name.len() < inside.len();
             if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
                 return Err(format!("`{name}` is no name"));
             }
-            if matches!(parts.last(), Some(Part::Name(_) | Part::Rest(_))) {
+            if matches!(
+                parts.last(),
+                Some(TemplatePart::Name(_) | TemplatePart::Rest(_))
+            ) {
                 return Err(format!("`{text}` has two places side by side"));
             }
             parts.push(if is_rest {
-                Part::Rest(name.to_owned())
+                TemplatePart::Rest(name.to_owned())
             } else {
-                Part::Name(name.to_owned())
+                TemplatePart::Name(name.to_owned())
             });
             rest = &rest[at + end + 1..];
         }
@@ -51,7 +55,7 @@ impl Template {
             return Err(format!("`{text}` has no start of `}}`"));
         }
         if !rest.is_empty() {
-            parts.push(Part::Text(rest.to_owned()));
+            parts.push(TemplatePart::Text(rest.to_owned()));
         }
         if parts.is_empty() {
             return Err("a key is empty".to_owned());
@@ -62,8 +66,8 @@ impl Template {
     /// Returns the names of the places.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.0.iter().filter_map(|part| match part {
-            Part::Name(name) | Part::Rest(name) => Some(name.as_str()),
-            Part::Text(_) => None,
+            TemplatePart::Name(name) | TemplatePart::Rest(name) => Some(name.as_str()),
+            TemplatePart::Text(_) => None,
         })
     }
 
@@ -73,28 +77,26 @@ impl Template {
         let mut rest = key;
         for (at, part) in self.0.iter().enumerate() {
             let (name, is_rest) = match part {
-                Part::Text(text) => {
+                TemplatePart::Text(text) => {
                     rest = rest.strip_prefix(text.as_str())?;
                     continue;
                 }
-                Part::Name(name) => (name, false),
-                Part::Rest(name) => (name, true),
+                TemplatePart::Name(name) => (name, false),
+                TemplatePart::Rest(name) => (name, true),
             };
             // A place goes up to the text after it: the last such text for the rest of a key, as
             // none follows it elsewhere.
             let end = match self.0.get(at + 1) {
-                Some(Part::Text(next)) if is_rest => rest.rfind(next.as_str())?,
-                Some(Part::Text(next)) => rest.find(next.as_str())?,
+                Some(TemplatePart::Text(next)) if is_rest => rest.rfind(next.as_str())?,
+                Some(TemplatePart::Text(next)) => rest.find(next.as_str())?,
                 _ => rest.len(),
             };
             let text = &rest[..end];
             if text.is_empty() || (!is_rest && text.contains('.')) {
                 return None;
             }
-            if bindings
-                .insert(name.clone(), text.to_owned())
-                .is_some_and(|other| other != text)
-            {
+            let before = bindings.insert(name.clone(), text.to_owned());
+            if before.is_some_and(|before| before != text) {
                 return None;
             }
             rest = &rest[end..];
@@ -107,8 +109,10 @@ impl Template {
         let mut key = String::new();
         for part in &self.0 {
             match part {
-                Part::Text(text) => key.push_str(text),
-                Part::Name(name) | Part::Rest(name) => key.push_str(bindings.get(name)?),
+                TemplatePart::Text(text) => key.push_str(text),
+                TemplatePart::Name(name) | TemplatePart::Rest(name) => {
+                    key.push_str(bindings.get(name)?)
+                }
             }
         }
         Some(key)

@@ -2,7 +2,7 @@
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_formats::internals::{Layer, Origin, Seen, no_value};
+use fsdp_formats::internals::{Layer, Origin, Seen};
 use fsdp_formats::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
@@ -40,18 +40,23 @@ impl<'a> Mapped<'a> {
             renamed,
             unmatched,
         } = matched(map, from)?;
-        let paths = from.planner_data.as_ref().map(|_| IndexMap::new());
         let mut metadata = Metadata {
-            planner_data: paths,
+            planner_data: from.planner_data.as_ref().map(|_| IndexMap::new()),
             version: from.version.clone(),
             ..Metadata::default()
         };
         let mut tensors = IndexMap::new();
+        // Step 1: the tensors that are made of others.
         for (fqn, node) in nodes {
             let mut sources = Vec::new();
             node.sources(&mut sources);
-            let tensor = sources.first().and_then(|first| from.tensor(first));
-            let dtype = tensor.map_or(DType::F32, |tensor| tensor.properties.dtype);
+            // All sources have one dtype.
+            let dtype = sources
+                .first()
+                .and_then(|first| from.tensor(first))
+                .expect("a tensor is made of tensors of the source")
+                .properties
+                .dtype;
             let chunks = vec![Chunk {
                 bounds: TensorBox::whole(&node.shape),
                 stored: stored(from, &sources),
@@ -64,20 +69,20 @@ impl<'a> Mapped<'a> {
             metadata.entries.insert(fqn.clone(), Entry::Tensor(entry));
             tensors.insert(fqn, (node, dtype));
         }
+        // Step 2: what keeps its content, under its new key.
         for (fqn, old) in &renamed {
-            if let Some(entry) = from.entries.get(old) {
-                metadata.entries.insert(fqn.clone(), entry.clone());
-            }
+            metadata
+                .entries
+                .insert(fqn.clone(), from.entries[old].clone());
         }
+        // Step 3: the paths of the keys in the nested state dict.
         if let (Some(paths), Some(old_paths)) = (&mut metadata.planner_data, &from.planner_data) {
             for fqn in metadata.entries.keys() {
-                let kept = renamed
-                    .get(fqn)
-                    .filter(|old| *old == fqn)
-                    .and_then(|old| old_paths.get(old));
-                let path = kept
-                    .cloned()
-                    .unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
+                // A key that changes has no place in the nested state dict of the source.
+                let path = match old_paths.get(fqn) {
+                    Some(path) if renamed.get(fqn) == Some(fqn) => path.clone(),
+                    _ => KeyPath(vec![PathPart::Key(fqn.clone())]),
+                };
                 paths.insert(fqn.clone(), path);
             }
         }
@@ -94,28 +99,22 @@ impl<'a> Mapped<'a> {
     pub fn unmatched(&self) -> &[String] {
         &self.unmatched
     }
-
-    /// Returns the key that a tensor or value has in the source, for a key whose content the map
-    /// does not change.
-    fn old<'n>(&'n self, fqn: &'n str) -> &'n str {
-        self.renamed.get(fqn).map_or(fqn, String::as_str)
-    }
 }
 
 /// Returns what the metadata says about the storage of a tensor that is made of others: the place
 /// of the first chunk of these sources, with the number of bytes of all their chunks. Returns
 /// `None` if none of them is stored.
 fn stored(from: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
-    let chunks = sources
+    let mut places = sources
         .iter()
         .filter_map(|fqn| from.tensor(fqn))
-        .flat_map(|tensor| &tensor.chunks);
-    let places: Vec<&StorageInfo> = chunks.filter_map(|chunk| chunk.stored.as_ref()).collect();
-    let first = (*places.first()?).clone();
-    let length = places
-        .iter()
-        .fold(0u64, |sum, place| sum.saturating_add(place.length));
-    Some(StorageInfo { length, ..first })
+        .flat_map(|tensor| &tensor.chunks)
+        .filter_map(|chunk| chunk.stored.as_ref());
+    let mut all = places.next()?.clone();
+    for place in places {
+        all.length = all.length.saturating_add(place.length);
+    }
+    Some(all)
 }
 
 impl Layer for Mapped<'_> {
@@ -124,25 +123,20 @@ impl Layer for Mapped<'_> {
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
-        if self.tensors.contains_key(fqn) {
-            Origin::Made
-        } else {
-            Origin::Source(0, self.old(fqn))
+        match self.renamed.get(fqn) {
+            Some(old) => Origin::Source(0, old),
+            None => Origin::Made,
         }
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
         let mut sources = Vec::new();
-        if let Some((node, _)) = self.tensors.get(fqn) {
-            node.sources(&mut sources);
-        }
+        self.tensors[fqn].0.sources(&mut sources);
         inputs.extend(sources.into_iter().map(|name| (0, name.to_owned())));
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let Some((node, dtype)) = self.tensors.get(fqn) else {
-            return Err(no_value(&self.seen.metadata, fqn));
-        };
+        let (node, dtype) = &self.tensors[fqn];
         for slot in slots {
             node.read(
                 self.source(0),

@@ -10,9 +10,9 @@ use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, TensorBox};
 
-use super::numbers::{fill, for_each, is_floating, write};
-use crate::convert::Optimizers;
-use crate::elements::parts_of_complex;
+use super::numbers::{fill, write};
+use crate::convert::{CASTABLE, Optimizers};
+use crate::elements::{for_each, parts_of_complex};
 
 /// The average of checkpoints.
 ///
@@ -43,84 +43,55 @@ impl<'a> Average<'a> {
     /// ones; weights that are not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, others)) = sources.split_first() else {
-            return Err(FileError::Merge {
-                reason: "there are no checkpoints".to_owned(),
-            });
+            return Err(refused("there are no checkpoints"));
         };
-        let weights = if weights.is_empty() {
-            vec![1.0; sources.len()]
-        } else {
-            weights.to_vec()
-        };
-        let sum: f64 = weights.iter().sum();
-        if weights.len() != sources.len() {
-            let reason = format!(
-                "{} weights for {} checkpoints",
-                weights.len(),
-                sources.len()
-            );
-            return Err(FileError::Merge { reason });
-        }
-        if !sum.is_finite() || sum == 0.0 {
-            return Err(FileError::Merge {
-                reason: format!("the weights add up to {sum}"),
-            });
-        }
-        let metadata = first.metadata().clone();
+        let weights = normalized(weights, sources.len())?;
         for other in others {
             check_same(*first, *other)?;
         }
-        let optimizers = Optimizers::of(&metadata);
+        // Only weights are averaged. What else the checkpoints hold comes from the first one.
+        let optimizers = Optimizers::new(first.metadata());
         let mut averaged = HashSet::new();
-        for (fqn, tensor) in metadata.tensors() {
+        for (fqn, tensor) in first.metadata().tensors() {
             let dtype = tensor.properties.dtype;
             if optimizers.is_state(fqn, tensor) {
                 continue;
             }
-            let is_number = is_floating(parts(dtype));
-            let mut opaque = None;
-            if is_number {
-                for source in &sources {
-                    opaque = opaque.or(source.opaque_type(fqn)?);
+            // Complex numbers are averaged part by part.
+            let is_number = CASTABLE.contains(&parts(dtype));
+            let what = if is_number {
+                match opaque_type(&sources, fqn)? {
+                    Some(opaque) => format!("is of the type {opaque}"),
+                    None => {
+                        averaged.insert(fqn.to_owned());
+                        continue;
+                    }
                 }
-            }
-            let what = match opaque {
-                Some(of) => format!("is of the type {of}"),
-                None if is_number => {
-                    averaged.insert(fqn.to_owned());
-                    continue;
-                }
-                None if dtype.is_float() || dtype.is_quantized() => {
-                    format!("has the dtype {dtype}")
-                }
-                None => continue,
+            } else if dtype.is_float() || dtype.is_quantized() {
+                format!("has the dtype {dtype}")
+            } else {
+                // Integers are counts or indices.
+                continue;
             };
             // An average of the scales beside the quantized weights of the first checkpoint would
             // be a broken model.
             if !others.is_empty() {
-                let reason = format!(
+                return Err(refused(format!(
                     "`{fqn}` {what}, which cannot be averaged: leave it out with `--exclude`, or merge the checkpoints before \
                      they are quantized"
-                );
-                return Err(FileError::Merge { reason });
+                )));
             }
         }
-        let weights = weights.iter().map(|weight| weight / sum).collect();
         // Replicas in a source are not replicas of the average.
         let metadata = Metadata {
             replicas: Vec::new(),
-            ..metadata
+            ..first.metadata().clone()
         };
-        let structure = first.structure().cloned();
-        let sources = sources
-            .iter()
-            .map(|source| LayerSource::Lent(*source))
-            .collect();
         Ok(Average {
             seen: Seen {
-                sources,
                 metadata,
-                structure,
+                structure: first.structure().cloned(),
+                sources: sources.into_iter().map(LayerSource::Lent).collect(),
             },
             weights,
             averaged,
@@ -138,6 +109,40 @@ impl<'a> Average<'a> {
     }
 }
 
+fn refused(reason: impl Into<String>) -> FileError {
+    FileError::Merge {
+        reason: reason.into(),
+    }
+}
+
+/// Returns a weight for each checkpoint, so that they add up to 1. Without weights, all are equal.
+fn normalized(weights: &[f64], checkpoints: usize) -> Result<Vec<f64>, FileError> {
+    if weights.is_empty() {
+        return Ok(vec![1.0 / checkpoints as f64; checkpoints]);
+    }
+    if weights.len() != checkpoints {
+        return Err(refused(format!(
+            "{} weights for {checkpoints} checkpoints",
+            weights.len()
+        )));
+    }
+    let sum: f64 = weights.iter().sum();
+    if !sum.is_finite() || sum == 0.0 {
+        return Err(refused(format!("the weights add up to {sum}")));
+    }
+    Ok(weights.iter().map(|weight| weight / sum).collect())
+}
+
+/// Returns the type that makes a tensor opaque in the first checkpoint where it is.
+fn opaque_type(sources: &[&dyn Checkpoint], fqn: &str) -> Result<Option<String>, FileError> {
+    for source in sources {
+        if let Some(opaque) = source.opaque_type(fqn)? {
+            return Ok(Some(opaque));
+        }
+    }
+    Ok(None)
+}
+
 /// Returns the type of the numbers that a type's elements consist of: a complex one has two.
 fn parts(dtype: DType) -> DType {
     parts_of_complex(dtype).unwrap_or(dtype)
@@ -145,31 +150,29 @@ fn parts(dtype: DType) -> DType {
 
 /// Checks that two checkpoints have the same keys, and tensors of the same types and shapes.
 fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), FileError> {
-    let differs = |fqn: &str, what: &str| FileError::Unlike {
-        fqn: fqn.to_owned(),
-        what: what.to_owned(),
-        first: first.path().display().to_string(),
-        second: other.path().display().to_string(),
-    };
-    let (ours, theirs) = (&first.metadata().entries, &other.metadata().entries);
-    if let Some(fqn) = theirs.keys().find(|fqn| !ours.contains_key(*fqn)) {
-        return Err(differs(fqn, "is not in both"));
-    }
-    for (fqn, entry) in ours {
-        match (entry, theirs.get(fqn)) {
-            (_, None) => return Err(differs(fqn, "is not in both")),
-            (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.shape != b.shape => {
-                return Err(differs(fqn, "has not the same shape in both"));
+    let ours = &first.metadata().entries;
+    let theirs = &other.metadata().entries;
+    for fqn in ours.keys().chain(theirs.keys()) {
+        let what = match (ours.get(fqn), theirs.get(fqn)) {
+            (Some(Entry::Tensor(a)), Some(Entry::Tensor(b))) if a.shape != b.shape => {
+                "has not the same shape in both"
             }
-            (Entry::Tensor(a), Some(Entry::Tensor(b)))
+            (Some(Entry::Tensor(a)), Some(Entry::Tensor(b)))
                 if a.properties.dtype != b.properties.dtype =>
             {
-                return Err(differs(fqn, "has not the same dtype in both"));
+                "has not the same dtype in both"
             }
-            (Entry::Tensor(_), Some(Entry::Tensor(_)))
-            | (Entry::Bytes(_), Some(Entry::Bytes(_))) => {}
-            _ => return Err(differs(fqn, "is a tensor in one and a value in the other")),
-        }
+            (Some(Entry::Tensor(_)), Some(Entry::Tensor(_)))
+            | (Some(Entry::Bytes(_)), Some(Entry::Bytes(_))) => continue,
+            (Some(_), Some(_)) => "is a tensor in one and a value in the other",
+            _ => "is not in both",
+        };
+        return Err(FileError::Unlike {
+            fqn: fqn.clone(),
+            what: what.to_owned(),
+            first: first.path().display().to_string(),
+            second: other.path().display().to_string(),
+        });
     }
     Ok(())
 }
@@ -198,13 +201,13 @@ impl Layer for Average<'_> {
             let mut sums = vec![0.0; bytes.len() / parts.size_in_bytes() as usize];
             for (source, weight) in self.seen.sources.iter().zip(&self.weights) {
                 source.read_box(fqn, part, bytes)?;
-                let mut sums = sums.iter_mut();
+                let mut index = 0;
                 for_each(parts, bytes, &mut |number| {
-                    if let Some(sum) = sums.next() {
-                        *sum += weight * number;
-                    }
+                    sums[index] += weight * number;
+                    index += 1;
                 });
             }
+            // Round once, after all sources are added.
             write(parts, &sums, bytes);
             Ok(())
         };

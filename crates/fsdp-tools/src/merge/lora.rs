@@ -4,22 +4,24 @@
 //! `lora_alpha / √r` for an adapter with `use_rslora`. The products are computed in `f64` and the
 //! sum is rounded once.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{
     Layer, LayerSource, Origin, Seen, check_expansion, read_whole, tensor_of,
 };
-use fsdp_formats::metadata::TensorEntry;
+use fsdp_formats::metadata::{Entry, TensorEntry};
 use fsdp_formats::reader::Slot;
 use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt as _};
 use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::{DType, TensorBox};
 use indexmap::IndexMap;
 use serde::Deserialize;
+use serde_json::Value;
 
-use super::numbers::{fill, for_each, is_floating, write};
-use super::refused;
+use super::numbers::{fill, write};
+use crate::convert::{CASTABLE, unsupported};
+use crate::elements::for_each;
 
 /// The file in which PEFT keeps the settings of an adapter.
 const CONFIG: &str = "adapter_config.json";
@@ -29,12 +31,6 @@ const BASE_CONFIG: &str = "config.json";
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The prefix that PEFT puts before the keys of the base.
 const BASE: &str = "base_model.model.";
-
-/// The kind of an adapter, which tells what its other settings are.
-#[derive(Deserialize)]
-struct AdapterKind {
-    peft_type: Option<String>,
-}
 
 /// The settings of an adapter.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
@@ -50,13 +46,13 @@ pub struct LoraConfig {
     alpha_pattern: IndexMap<String, f64>,
     /// The initialization of the factors: `true`, `false`, or the name of a method.
     #[serde(default)]
-    init_lora_weights: serde_json::Value,
+    init_lora_weights: Value,
     /// `true` if an output layer tied to an embedding uses the embedding's trained weight too.
     #[serde(default)]
     ensure_weight_tying: bool,
     /// All other settings.
     #[serde(flatten)]
-    others: IndexMap<String, serde_json::Value>,
+    others: IndexMap<String, Value>,
 }
 
 /// The methods of initialization that leave the base unchanged. With the others, PEFT subtracts the
@@ -83,77 +79,76 @@ impl LoraConfig {
     pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
         let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
         let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
-        let malformed = |error: serde_json::Error| {
-            let source = FormatError::Malformed {
-                what: "settings of an adapter",
-                reason: error.to_string(),
-            };
-            directory.file_error(CONFIG, source)
-        };
-        let unsupported =
-            |what: String| Err(directory.file_error(CONFIG, FormatError::Unsupported { what }));
-        // The settings of other kinds of adapters are others.
-        let AdapterKind { peft_type } = serde_json::from_slice(&bytes).map_err(malformed)?;
-        match peft_type.as_deref() {
-            Some("LORA") => {}
-            other => {
-                return unsupported(format!("an adapter of type {}", other.unwrap_or("unknown")));
-            }
+        Self::parse(&bytes).map_err(|source| directory.file_error(CONFIG, source))
+    }
+
+    /// Parses the settings, and refuses those of adapters that cannot be merged.
+    fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
+        // The settings of other kinds of adapters are others, so the kind is read first.
+        let settings: Value = serde_json::from_slice(bytes).map_err(malformed)?;
+        let kind = settings["peft_type"].as_str().unwrap_or("unknown");
+        if kind != "LORA" {
+            return Err(unsupported_adapter(format!("an adapter of type {kind}")));
         }
-        let config: LoraConfig = serde_json::from_slice(&bytes).map_err(malformed)?;
+        let config = LoraConfig::deserialize(settings).map_err(malformed)?;
         if config.use_dora {
-            return unsupported("an adapter with magnitudes (DoRA)".to_owned());
+            return Err(unsupported_adapter("an adapter with magnitudes (DoRA)"));
         }
         if let Some(kind) = config.init_lora_weights.as_str()
             && !BASE_UNCHANGED.contains(&kind)
         {
-            return unsupported(format!(
+            return Err(unsupported_adapter(format!(
                 "an adapter that began as a part of its base (`init_lora_weights`: `{kind}`): PEFT turns it into a plain one \
                  when it is saved with `path_initial_model_for_weight_conversion`;"
-            ));
+            )));
         }
-        let is_set = |value: &serde_json::Value| {
-            !(value.is_null() || *value == serde_json::Value::Bool(false))
-        };
-        if let Some(kind) = OTHER_KINDS
-            .iter()
-            .find(|kind| config.others.get(**kind).is_some_and(is_set))
-        {
-            return unsupported(format!("an adapter with `{kind}`"));
+        for kind in OTHER_KINDS {
+            if let Some(value) = config.others.get(kind)
+                && !matches!(value, Value::Null | Value::Bool(false))
+            {
+                return Err(unsupported_adapter(format!("an adapter with `{kind}`")));
+            }
         }
-        let is_plain = |pattern: &&String| {
-            pattern
+        // PEFT takes these keys for regular expressions. A dot in one matches itself too.
+        for pattern in config.alpha_pattern.keys() {
+            if !pattern
                 .bytes()
                 .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
-        };
-        if let Some(pattern) = config
-            .alpha_pattern
-            .keys()
-            .find(|pattern| !is_plain(pattern))
-        {
-            return unsupported(format!(
-                "the regular expression `{pattern}` for a module's alpha"
-            ));
+            {
+                return Err(unsupported_adapter(format!(
+                    "the regular expression `{pattern}` for a module's alpha"
+                )));
+            }
         }
         Ok(config)
     }
 
     /// Returns the factor of a module's update.
     fn scale(&self, module: &str, rank: usize) -> f64 {
-        let is_of = |pattern: &str| {
-            module == pattern
-                || module
-                    .strip_suffix(pattern)
-                    .is_some_and(|rest| rest.ends_with('.'))
-        };
-        let alpha = self
-            .alpha_pattern
-            .iter()
-            .find(|(pattern, _)| is_of(pattern))
-            .map_or(self.lora_alpha, |(_, alpha)| *alpha);
+        // A pattern matches the end of a module's name, from the start of a part of it.
+        let mut alpha = self.lora_alpha;
+        for (pattern, own_alpha) in &self.alpha_pattern {
+            if let Some(rest) = module.strip_suffix(pattern.as_str())
+                && (rest.is_empty() || rest.ends_with('.'))
+            {
+                alpha = *own_alpha;
+                break;
+            }
+        }
         let rank = rank as f64;
         alpha / if self.use_rslora { rank.sqrt() } else { rank }
     }
+}
+
+fn malformed(error: serde_json::Error) -> FormatError {
+    FormatError::Malformed {
+        what: "settings of an adapter",
+        reason: error.to_string(),
+    }
+}
+
+fn unsupported_adapter(what: impl Into<String>) -> FormatError {
+    FormatError::Unsupported { what: what.into() }
 }
 
 /// The update of one weight.
@@ -199,78 +194,64 @@ impl<'a> Lora<'a> {
         adapter: &'a dyn Checkpoint,
         config: &LoraConfig,
     ) -> Result<Self, FileError> {
+        // Replicas in the base are not replicas of the result.
         let mut metadata = base.metadata().clone();
         metadata.replicas.clear();
         let mut updates = IndexMap::new();
         let mut replaced = HashMap::new();
-        let model = BaseModel::of(base)?;
+        let model = BaseModel::read(base)?;
         for (fqn, tensor) in adapter.metadata().tensors() {
             let name = fqn
                 .strip_prefix(BASE)
-                .ok_or_else(|| refused(fqn, "a key that is not of an adapter of PEFT"))?;
-            match Factor::of(name) {
-                Some(Factor {
-                    module,
-                    is_a: true,
-                    is_embedding,
-                }) => {
-                    let key = format!("{module}.weight");
-                    let b = factor_b(adapter, fqn)
-                        .ok_or_else(|| refused(fqn, "a factor without the other one"))?;
-                    let update = update(
-                        base,
-                        (fqn, tensor),
-                        (&b, adapter),
-                        &key,
-                        is_embedding,
-                        config,
-                        module,
-                    )?;
-                    if let Some(Update { a: first, .. }) = updates.insert(key, update) {
-                        return Err(refused(
-                            fqn,
-                            format!("a second update, after `{first}`, of one weight"),
-                        ));
-                    }
-                }
+                .ok_or_else(|| unsupported(fqn, "a key that is not of an adapter of PEFT"))?;
+            if let Some(factor) = Factor::parse(name) {
                 // A factor B is taken together with its factor A.
-                Some(Factor { is_a: false, .. }) if factor_a(adapter, fqn) => {}
-                Some(_) => return Err(refused(fqn, "a factor without the other one")),
-                None if name.contains("lora_") => {
-                    return Err(refused(fqn, "this part of an adapter"));
+                let other = factor.other_key(fqn);
+                if adapter.metadata().tensor(&other).is_none() {
+                    return Err(unsupported(fqn, "a factor without the other one"));
                 }
-                None => {
-                    let is_trained_whole = !name.contains(BASE_LAYER);
-                    let name = replaced_key(name);
-                    check_replacement(base, &name, (fqn, tensor))?;
-                    if is_trained_whole
-                        && !config.ensure_weight_tying
-                        && model.is_tied_embedding(base, &name)
-                    {
-                        let what = "an embedding that was trained without the output layer that shares its weight: merge it with PEFT, \
-                                    which makes two weights of them,";
-                        return Err(refused(fqn, what));
-                    }
-                    metadata.entries.insert(
-                        name.clone(),
-                        fsdp_formats::metadata::Entry::Tensor(tensor.clone()),
-                    );
-                    if let Some(first) = replaced.insert(name, fqn.to_owned()) {
-                        return Err(refused(
-                            fqn,
-                            format!(
-                                "a second tensor, after `{first}`, in place of one of the base"
-                            ),
-                        ));
+                if factor.is_a {
+                    let key = format!("{}.weight", factor.module);
+                    let update = update(base, adapter, config, &factor, [fqn, &other])?;
+                    if let Some(Update { a: first, .. }) = updates.insert(key, update) {
+                        let what = format!("a second update, after `{first}`, of one weight");
+                        return Err(unsupported(fqn, what));
                     }
                 }
+                continue;
+            }
+            if name.contains("lora_") {
+                return Err(unsupported(fqn, "this part of an adapter"));
+            }
+            // What is left was trained whole, or is the weight below an update, which PEFT calls
+            // `MODULE.base_layer.weight`. It saves that of an embedding, which may have grown.
+            let key = match name.rsplit_once(BASE_LAYER) {
+                Some((module, rest)) => format!("{module}.{rest}"),
+                None => name.to_owned(),
+            };
+            check_replacement(base, &key, (fqn, tensor))?;
+            if !name.contains(BASE_LAYER)
+                && !config.ensure_weight_tying
+                && model.is_tied_embedding(base, &key)
+            {
+                let what = "an embedding that was trained without the output layer that shares its weight: merge it with PEFT, \
+                            which makes two weights of them,";
+                return Err(unsupported(fqn, what));
+            }
+            metadata
+                .entries
+                .insert(key.clone(), Entry::Tensor(tensor.clone()));
+            if let Some(first) = replaced.insert(key, fqn.to_owned()) {
+                let what = format!("a second tensor, after `{first}`, in place of one of the base");
+                return Err(unsupported(fqn, what));
             }
         }
+        // All updates must be known: the shape of one may tell how a square one is oriented.
         model.orient(&mut updates, config.fan_in_fan_out)?;
         for key in updates.keys() {
             let dtype = tensor_of(&metadata, key)?.properties.dtype;
-            if !is_floating(dtype) {
-                return Err(refused(key, format!("an update of dtype `{dtype}`")));
+            if !CASTABLE.contains(&dtype) {
+                return Err(unsupported(key, format!("an update of dtype `{dtype}`")));
             }
         }
         if updates.is_empty() && replaced.is_empty() {
@@ -278,10 +259,9 @@ impl<'a> Lora<'a> {
                 reason: "the adapter has no tensors".to_owned(),
             });
         }
-        let sources = vec![LayerSource::Lent(base), LayerSource::Lent(adapter)];
         Ok(Lora {
             seen: Seen {
-                sources,
+                sources: vec![LayerSource::Lent(base), LayerSource::Lent(adapter)],
                 metadata,
                 structure: base.structure().cloned(),
             },
@@ -337,14 +317,14 @@ const OUTPUTS: [&str; 3] = ["embed_out.weight", "lm_head.weight", "output.weight
 
 impl BaseModel {
     /// Reads the configuration in the directory of a base. Without one, all settings are unknown.
-    fn of(base: &dyn Checkpoint) -> Result<Self, FileError> {
+    fn read(base: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = base.directory();
         if !directory.has(BASE_CONFIG)? {
             return Ok(BaseModel::default());
         }
         let file = directory.extra_file(BASE_CONFIG)?;
-        let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES));
-        let bytes = bytes.map_err(|source| directory.file_error(BASE_CONFIG, source))?;
+        let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES))
+            .map_err(|source| directory.file_error(BASE_CONFIG, source))?;
         // A file of this name that is something else counts as none.
         Ok(serde_json::from_slice(&bytes).unwrap_or_default())
     }
@@ -352,22 +332,23 @@ impl BaseModel {
     /// Returns `true` if a key is that of a token embedding that shares its weight with the output
     /// layer.
     fn is_tied_embedding(&self, base: &dyn Checkpoint, key: &str) -> bool {
-        let has_output = || {
-            base.metadata()
+        if !EMBEDDINGS.iter().any(|embedding| key.ends_with(embedding)) {
+            return false;
+        }
+        let is_tied = match (self.tie_word_embeddings, &self.architectures) {
+            (Some(is_tied), _) => is_tied,
+            // Only causal language models have an output layer over the tokens.
+            (None, Some(names)) => names
+                .iter()
+                .any(|name| name.contains("LM") && !name.contains("Masked")),
+            (None, None) => true,
+        };
+        // An output layer with a weight of its own is not tied.
+        is_tied
+            && !base
+                .metadata()
                 .tensors()
                 .any(|(key, _)| OUTPUTS.iter().any(|output| key.ends_with(output)))
-        };
-        // Only causal language models have an output layer over the tokens.
-        let is_language_model = |names: &Vec<String>| {
-            names
-                .iter()
-                .any(|name| name.contains("LM") && !name.contains("Masked"))
-        };
-        let is_tied = self
-            .tie_word_embeddings
-            .or(self.architectures.as_ref().map(is_language_model))
-            .unwrap_or(true);
-        EMBEDDINGS.iter().any(|embedding| key.ends_with(embedding)) && is_tied && !has_output()
     }
 
     /// Decides for each update of a square weight whether the weight is `[in, out]`. The other
@@ -378,26 +359,25 @@ impl BaseModel {
         updates: &mut IndexMap<String, Update>,
         fan_in_fan_out: bool,
     ) -> Result<(), FileError> {
+        let layers: HashSet<&str> = updates.keys().map(|key| layer_of(key)).collect();
+        let is_one_kind = layers.len() <= 1;
         let known: HashMap<String, bool> = updates
             .iter()
             .filter_map(|(key, update)| Some((layer_of(key).to_owned(), update.is_transposed?)))
             .collect();
-        let mut layers = updates.keys().map(|key| layer_of(key));
-        let first = layers.next();
-        let is_one_kind = layers.all(|layer| Some(layer) == first);
-        for (key, update) in updates
-            .iter_mut()
-            .filter(|(_, update)| update.is_transposed.is_none())
-        {
+        for (key, update) in updates {
+            if update.is_transposed.is_some() {
+                continue;
+            }
             let layer = layer_of(key);
-            let is_conv1d = CONV1D_LAYERS.contains(&layer);
+            let may_be_conv1d = CONV1D_LAYERS.contains(&layer);
             update.is_transposed = Some(match (known.get(layer), self.model_type.as_deref()) {
                 (Some(is_transposed), _) => *is_transposed,
-                (None, Some(model)) if is_conv1d => CONV1D_MODELS.contains(&model),
-                (None, None) if is_conv1d && !is_one_kind => {
+                (None, Some(model)) if may_be_conv1d => CONV1D_MODELS.contains(&model),
+                (None, None) if may_be_conv1d && !is_one_kind => {
                     let what = "an update of a square weight that may or may not be transposed: put the model's \
                                 `config.json` into the base's directory;";
-                    return Err(refused(&update.a, what));
+                    return Err(unsupported(&update.a, what));
                 }
                 _ => fan_in_fan_out,
             });
@@ -412,32 +392,22 @@ fn layer_of(key: &str) -> &str {
     module.rsplit_once('.').map_or(module, |(_, layer)| layer)
 }
 
-/// Returns the base's key of a tensor that an adapter replaces.
-///
-/// PEFT calls the weight below an update `MODULE.base_layer.weight`. It saves that of an embedding,
-/// which may have grown.
-fn replaced_key(name: &str) -> String {
-    match name.rsplit_once(BASE_LAYER) {
-        Some((module, rest)) => format!("{module}.{rest}"),
-        None => name.to_owned(),
-    }
-}
-
 /// Checks that the base has a tensor of this name, and that it has the same shape as the adapter's.
 fn check_replacement(
     base: &dyn Checkpoint,
     name: &str,
     (fqn, tensor): (&str, &TensorEntry),
 ) -> Result<(), FileError> {
-    let there = base.metadata().tensor(name);
-    let there =
-        there.ok_or_else(|| refused(fqn, format!("an adapter to a base without `{name}`")))?;
+    let there = base
+        .metadata()
+        .tensor(name)
+        .ok_or_else(|| unsupported(fqn, format!("an adapter to a base without `{name}`")))?;
     if there.shape != tensor.shape {
         let what = format!(
             "a tensor of shape {:?} in place of one of shape {:?}",
             tensor.shape, there.shape
         );
-        return Err(refused(fqn, what));
+        return Err(unsupported(fqn, what));
     }
     Ok(())
 }
@@ -452,7 +422,7 @@ struct Factor<'k> {
 impl<'k> Factor<'k> {
     /// Parses `MODULE.lora_A.weight`, `MODULE.lora_A.NAME.weight` or `MODULE.lora_embedding_A`;
     /// returns `None` for other keys.
-    fn of(name: &'k str) -> Option<Self> {
+    fn parse(name: &'k str) -> Option<Self> {
         for (word, is_a, is_embedding) in [
             (".lora_A", true, false),
             (".lora_B", false, false),
@@ -462,10 +432,12 @@ impl<'k> Factor<'k> {
             let Some((module, rest)) = name.split_once(word) else {
                 continue;
             };
-            let is_weight = if is_embedding {
-                !rest.contains("..")
-            } else {
-                rest == ".weight" || is_named_weight(rest)
+            // An adapter may have a name, which stands before `weight`.
+            let is_weight = match rest.strip_suffix(".weight") {
+                _ if is_embedding => !rest.contains(".."),
+                Some("") => true,
+                Some(name) => name.len() > 1 && name.rfind('.') == Some(0),
+                None => false,
             };
             return is_weight.then_some(Factor {
                 module,
@@ -475,83 +447,63 @@ impl<'k> Factor<'k> {
         }
         None
     }
+
+    /// Returns the key of the other factor of the same update.
+    fn other_key(&self, fqn: &str) -> String {
+        let start = if self.is_embedding {
+            ".lora_embedding_"
+        } else {
+            ".lora_"
+        };
+        let (own, other) = if self.is_a { ("A", "B") } else { ("B", "A") };
+        fqn.replacen(&format!("{start}{own}"), &format!("{start}{other}"), 1)
+    }
 }
 
-/// Returns `true` for `.NAME.weight`.
-fn is_named_weight(rest: &str) -> bool {
-    let name = rest
-        .strip_prefix('.')
-        .and_then(|rest| rest.strip_suffix(".weight"));
-    name.is_some_and(|name| !name.is_empty() && !name.contains('.'))
-}
-
-/// Returns the key of the factor `B` that belongs to a factor `A`; `None` if the adapter lacks it.
-fn factor_b(adapter: &dyn Checkpoint, a: &str) -> Option<String> {
-    let b =
-        a.replacen(".lora_A", ".lora_B", 1)
-            .replacen(".lora_embedding_A", ".lora_embedding_B", 1);
-    adapter.metadata().tensor(&b).is_some().then_some(b)
-}
-
-/// Returns `true` if the adapter has the factor `A` that belongs to a factor `B`.
-fn factor_a(adapter: &dyn Checkpoint, b: &str) -> bool {
-    let a =
-        b.replacen(".lora_B", ".lora_A", 1)
-            .replacen(".lora_embedding_B", ".lora_embedding_A", 1);
-    adapter.metadata().tensor(&a).is_some()
-}
-
-/// Makes the update of a weight, and checks that it fits.
+/// Makes the update of a weight by two factors, whose keys are `a` and `b`, and checks that it
+/// fits.
 fn update(
     base: &dyn Checkpoint,
-    (a, a_tensor): (&str, &TensorEntry),
-    (b, adapter): (&str, &dyn Checkpoint),
-    key: &str,
-    is_embedding: bool,
+    adapter: &dyn Checkpoint,
     config: &LoraConfig,
-    module: &str,
+    factor: &Factor<'_>,
+    [a, b]: [&str; 2],
 ) -> Result<Update, FileError> {
+    let key = format!("{}.weight", factor.module);
+    let a_tensor = tensor_of(adapter.metadata(), a)?;
     let b_tensor = tensor_of(adapter.metadata(), b)?;
-    let weight = base.metadata().tensor(key);
-    let weight =
-        weight.ok_or_else(|| refused(a, format!("an adapter to a base without `{key}`")))?;
+    let weight = base
+        .metadata()
+        .tensor(&key)
+        .ok_or_else(|| unsupported(a, format!("an adapter to a base without `{key}`")))?;
     let ([rank, inputs], [outputs, same]) = (a_tensor.shape.as_slice(), b_tensor.shape.as_slice())
     else {
-        return Err(refused(a, "an update that is no product of two matrices"));
+        return Err(unsupported(
+            a,
+            "an update that is no product of two matrices",
+        ));
     };
-    let (fits, fits_transposed) = (
-        weight.shape == [*outputs, *inputs],
-        weight.shape == [*inputs, *outputs],
-    );
-    let is_transposed = if is_embedding {
-        Some(true)
-    } else {
-        (fits != fits_transposed).then_some(fits_transposed)
-    };
-    let does_fit = if is_embedding {
-        fits_transposed
-    } else {
-        fits || fits_transposed
-    };
-    if rank != same || *rank == 0 || !does_fit {
+    // The weight of an embedding is `[in, out]`, that of a layer may be either.
+    let fits_transposed = weight.shape == [*inputs, *outputs];
+    let fits_plain = weight.shape == [*outputs, *inputs] && !factor.is_embedding;
+    if rank != same || *rank == 0 || !(fits_plain || fits_transposed) {
         let what = format!(
             "factors of shapes {:?} and {:?} for a weight of shape {:?}",
             a_tensor.shape, b_tensor.shape, weight.shape
         );
-        return Err(refused(a, what));
+        return Err(unsupported(a, what));
     }
     let dtypes = [a_tensor.properties.dtype, b_tensor.properties.dtype];
-    if let Some(dtype) = dtypes.iter().find(|dtype| !is_floating(**dtype)) {
-        return Err(refused(a, format!("an update of dtype `{dtype}`")));
+    if let Some(dtype) = dtypes.iter().find(|dtype| !CASTABLE.contains(dtype)) {
+        return Err(unsupported(a, format!("an update of dtype `{dtype}`")));
     }
-    let (a, b) = (a.to_owned(), b.to_owned());
     Ok(Update {
-        a,
-        b,
+        a: a.to_owned(),
+        b: b.to_owned(),
         dtypes,
         rank: *rank,
-        scale: config.scale(module, *rank),
-        is_transposed,
+        scale: config.scale(factor.module, *rank),
+        is_transposed: (fits_plain != fits_transposed).then_some(fits_transposed),
     })
 }
 
@@ -572,15 +524,6 @@ fn numbers(
 }
 
 impl Update {
-    /// Returns the box of a factor: a range of its inputs or outputs, and all of the rank.
-    fn part(&self, of_a: bool, start: usize, count: usize) -> TensorBox {
-        if of_a {
-            TensorBox::new(vec![0, start], vec![self.rank, count])
-        } else {
-            TensorBox::new(vec![start, 0], vec![count, self.rank])
-        }
-    }
-
     /// Adds the update to the numbers of a box of the weight.
     fn add(
         &self,
@@ -588,15 +531,22 @@ impl Update {
         part: &TensorBox,
         sums: &mut [f64],
     ) -> Result<(), FileError> {
-        let (rows, columns) = (part.sizes[0], part.sizes[1]);
+        let rows = part.sizes[0];
+        let columns = part.sizes[1];
         // Rows of the weight are outputs, and its columns inputs, or the other way round.
-        let is_transposed = self.is_transposed == Some(true);
+        let is_transposed = self
+            .is_transposed
+            .expect("every update was oriented when the merge was made");
         let (inputs, outputs) = if is_transposed { (0, 1) } else { (1, 0) };
-        let a = self.part(true, part.offsets[inputs], part.sizes[inputs]);
-        let b = self.part(false, part.offsets[outputs], part.sizes[outputs]);
-        let a = numbers(adapter, &self.a, self.dtypes[0], &a)?;
-        let b = numbers(adapter, &self.b, self.dtypes[1], &b)?;
+        // All of the rank, for the inputs and the outputs of the box.
         let width = part.sizes[inputs];
+        let a_box = TensorBox::new(vec![0, part.offsets[inputs]], vec![self.rank, width]);
+        let b_box = TensorBox::new(
+            vec![part.offsets[outputs], 0],
+            vec![part.sizes[outputs], self.rank],
+        );
+        let a = numbers(adapter, &self.a, self.dtypes[0], &a_box)?;
+        let b = numbers(adapter, &self.b, self.dtypes[1], &b_box)?;
         for row in 0..rows {
             let sums = &mut sums[row * columns..(row + 1) * columns];
             for k in 0..self.rank {
@@ -628,9 +578,7 @@ impl Layer for Lora<'_> {
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
-        let Some(update) = self.updates.get(fqn) else {
-            return;
-        };
+        let update = &self.updates[fqn];
         let (source, key) = self.weight(fqn);
         inputs.extend([
             (source, key.to_owned()),
@@ -640,17 +588,14 @@ impl Layer for Lora<'_> {
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let Some(update) = self.updates.get(fqn) else {
-            return Err(FileError::NotStored {
-                fqn: fqn.to_owned(),
-            });
-        };
-        let (weight, adapter) = (self.weight(fqn), self.source(1));
-        let (source, key) = (self.source(weight.0), weight.1);
+        let update = &self.updates[fqn];
+        let adapter = self.source(1);
+        let (source, key) = self.weight(fqn);
         let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
         let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
-            source.read_box(key, part, bytes)?;
+            self.source(source).read_box(key, part, bytes)?;
             let mut sums = Vec::with_capacity(part.numel());
+            // Add the update in f64, and round the sum once.
             for_each(dtype, bytes, &mut |number| sums.push(number));
             update.add(adapter, part, &mut sums)?;
             write(dtype, &sums, bytes);

@@ -10,13 +10,3 @@ mod numbers;
 
 pub use self::average::Average;
 pub use self::lora::{Lora, LoraConfig};
-
-use fsdp_formats::{FileError, FormatError};
-
-/// Returns the error of checkpoints that cannot be merged at a key.
-fn refused(fqn: &str, what: impl Into<String>) -> FileError {
-    FileError::Encode {
-        fqn: fqn.to_owned(),
-        source: FormatError::Unsupported { what: what.into() },
-    }
-}

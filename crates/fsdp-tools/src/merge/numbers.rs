@@ -1,5 +1,4 @@
-//! Converts elements of floating-point tensors to `f64` and back, and fills boxes with computed
-//! values.
+//! Converts `f64` to elements of floating-point tensors, and fills boxes with computed values.
 
 use fsdp_formats::FileError;
 use fsdp_formats::internals::stream_boxes;
@@ -20,69 +19,32 @@ pub(super) fn fill(
     dtype: DType,
     compute: &mut Compute<'_>,
 ) -> Result<(), FileError> {
-    let (bounds, length) = (slot.bounds.clone(), slot.bytes.len() as u64);
+    let length = slot.bytes.len() as u64;
     for start in (0..length).step_by(PIECE as usize) {
+        let range = start..length.min(start + PIECE);
         let mut at = start as usize;
-        stream_boxes::<FileError>(
-            compute,
-            dtype,
-            &bounds,
-            start..length.min(start + PIECE),
-            &mut |bytes| {
-                slot.bytes[at..at + bytes.len()].copy_from_slice(bytes);
-                at += bytes.len();
-                Ok(())
-            },
-        )?;
+        stream_boxes::<FileError>(compute, dtype, &slot.bounds, range, &mut |bytes| {
+            slot.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+            Ok(())
+        })?;
     }
     slot.filled(0..slot.bytes.len());
     Ok(())
 }
 
-/// Returns `true` for the types that can be computed with.
-pub(super) const fn is_floating(dtype: DType) -> bool {
-    matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
-}
-
-/// Calls `each` with the elements, in order.
-pub(super) fn for_each(dtype: DType, bytes: &[u8], each: &mut dyn FnMut(f64)) {
-    match dtype {
-        DType::F64 => bytes
-            .as_chunks()
-            .0
-            .iter()
-            .for_each(|b| each(f64::from_le_bytes(*b))),
-        DType::F32 => bytes
-            .as_chunks()
-            .0
-            .iter()
-            .for_each(|b| each(f64::from(f32::from_le_bytes(*b)))),
-        DType::F16 => bytes
-            .as_chunks()
-            .0
-            .iter()
-            .for_each(|b| each(f16::from_le_bytes(*b).to_f64())),
-        DType::BF16 => bytes
-            .as_chunks()
-            .0
-            .iter()
-            .for_each(|b| each(bf16::from_le_bytes(*b).to_f64())),
-        _ => {}
-    }
-}
-
 /// Writes numbers as elements, each rounded once, to nearest.
 pub(super) fn write(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     match dtype {
-        DType::F64 => put(numbers, bytes, f64::to_le_bytes),
-        DType::F32 => put(numbers, bytes, |number| (number as f32).to_le_bytes()),
-        DType::F16 => put(numbers, bytes, |number| {
+        DType::F64 => encode(numbers, bytes, f64::to_le_bytes),
+        DType::F32 => encode(numbers, bytes, |number| (number as f32).to_le_bytes()),
+        DType::F16 => encode(numbers, bytes, |number| {
             f16::from_f32(round_to_odd(number)).to_le_bytes()
         }),
-        DType::BF16 => put(numbers, bytes, |number| {
+        DType::BF16 => encode(numbers, bytes, |number| {
             bf16::from_f32(round_to_odd(number)).to_le_bytes()
         }),
-        _ => {}
+        _ => unreachable!("only tensors of the types of CASTABLE are computed"),
     }
 }
 
@@ -102,10 +64,10 @@ fn round_to_odd(number: f64) -> f32 {
     f32::from_bits(toward_zero | 1)
 }
 
-/// Writes numbers as elements, which `of` rounds and encodes.
-fn put<const N: usize>(numbers: &[f64], bytes: &mut [u8], of: impl Fn(f64) -> [u8; N]) {
+/// Writes numbers as elements, which `to_element` rounds and encodes.
+fn encode<const N: usize>(numbers: &[f64], bytes: &mut [u8], to_element: impl Fn(f64) -> [u8; N]) {
     for (number, element) in numbers.iter().zip(bytes.as_chunks_mut::<N>().0) {
-        *element = of(*number);
+        *element = to_element(*number);
     }
 }
 

@@ -57,7 +57,8 @@ struct Signature {
 
 /// Signs a statement, and returns the bundle.
 pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<String, SignError> {
-    let payload = serde_json::to_vec(statement).map_err(malformed)?;
+    // The bytes that are signed are those that are stored, so the order of fields does not matter.
+    let payload = serde_json::to_vec(statement).map_err(SignError::malformed)?;
     let sig = Base64::encode_string(&key.sign(&encoded(&payload)));
     let bundle = Bundle {
         media_type: MEDIA_TYPE.to_owned(),
@@ -76,34 +77,35 @@ pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<St
             }],
         }),
     };
-    serde_json::to_string(&bundle).map_err(malformed)
+    serde_json::to_string(&bundle).map_err(SignError::malformed)
 }
 
 /// Reads a bundle, checks that its signature is the key's, and returns the statement that was
 /// signed.
 pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, SignError> {
     if bytes.len() as u64 > MAX_SIGNATURE_BYTES {
-        return Err(malformed(format!(
+        return Err(SignError::malformed(format!(
             "it has more than {MAX_SIGNATURE_BYTES} bytes"
         )));
     }
-    let bundle: Bundle = serde_json::from_slice(bytes).map_err(malformed)?;
+    // Step 1: what kind of signature is it?
+    let bundle: Bundle = serde_json::from_slice(bytes).map_err(SignError::malformed)?;
     if bundle.media_type != MEDIA_TYPE {
-        return Err(unsupported(format!(
+        return Err(SignError::unsupported(format!(
             "it is a bundle of type `{}`, not `{MEDIA_TYPE}`",
             bundle.media_type
         )));
     }
     let Some(named) = bundle.verification_material.public_key else {
-        return Err(unsupported(
+        return Err(SignError::unsupported(
             "it was signed with a certificate, not with a key",
         ));
     };
     let Some(envelope) = bundle.dsse_envelope else {
-        return Err(unsupported("it holds no envelope"));
+        return Err(SignError::unsupported("it holds no envelope"));
     };
     if envelope.payload_type != PAYLOAD_TYPE {
-        return Err(unsupported(format!(
+        return Err(SignError::unsupported(format!(
             "its payload is of type `{}`, not `{PAYLOAD_TYPE}`",
             envelope.payload_type
         )));
@@ -121,8 +123,9 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
             given: key.hash().to_owned(),
         });
     }
-    let payload = Base64::decode_vec(&envelope.payload).map_err(malformed)?;
-    let signature = Base64::decode_vec(&signature.sig).map_err(malformed)?;
+    // Step 2: is it one of this key, over this payload?
+    let payload = Base64::decode_vec(&envelope.payload).map_err(SignError::malformed)?;
+    let signature = Base64::decode_vec(&signature.sig).map_err(SignError::malformed)?;
     if !key.verifies(&encoded(&payload), &signature) {
         return Err(SignError::Invalid);
     }
@@ -137,16 +140,4 @@ fn encoded(payload: &[u8]) -> Vec<u8> {
         payload.len()
     );
     [head.as_bytes(), payload].concat()
-}
-
-fn malformed(reason: impl ToString) -> SignError {
-    SignError::Malformed {
-        reason: reason.to_string(),
-    }
-}
-
-fn unsupported(reason: impl Into<String>) -> SignError {
-    SignError::Unsupported {
-        reason: reason.into(),
-    }
 }

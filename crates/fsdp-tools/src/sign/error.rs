@@ -74,6 +74,22 @@ pub enum SignError {
     },
 }
 
+impl SignError {
+    /// Returns the error that a file is not a signature.
+    pub(super) fn malformed(reason: impl ToString) -> Self {
+        SignError::Malformed {
+            reason: reason.to_string(),
+        }
+    }
+
+    /// Returns the error that a signature is of a kind that is not known here.
+    pub(super) fn unsupported(reason: impl Into<String>) -> Self {
+        SignError::Unsupported {
+            reason: reason.into(),
+        }
+    }
+}
+
 impl Failure for SignError {
     fn kind(&self) -> ErrorKind {
         match self {
@@ -92,21 +108,17 @@ impl Failure for SignError {
 /// Lists the first few files for a message, with what became of each.
 fn listed(changed: &[String], added: &[String], missing: &[String]) -> String {
     const LISTED: usize = 4;
-    let all = [
+    let mut texts = Vec::new();
+    for (names, became) in [
         (changed, "was changed"),
         (added, "was added"),
         (missing, "is missing"),
-    ];
-    let all: Vec<String> = all
-        .iter()
-        .flat_map(|(names, became)| names.iter().map(move |name| format!("`{name}` {became}")))
-        .collect();
-    let (first, more) = (
-        all[..all.len().min(LISTED)].join(", "),
-        all.len().saturating_sub(LISTED),
-    );
-    if more > 0 {
-        format!("{first}, and {more} more")
+    ] {
+        texts.extend(names.iter().map(|name| format!("`{name}` {became}")));
+    }
+    let first = texts[..texts.len().min(LISTED)].join(", ");
+    if texts.len() > LISTED {
+        format!("{first}, and {} more", texts.len() - LISTED)
     } else {
         first
     }

@@ -34,6 +34,7 @@ impl PrivateKey {
     /// password.
     pub fn from_pem(pem: &[u8]) -> Result<Self, SignError> {
         let pem = text(pem, PRIVATE)?;
+        // Both forms of encrypted keys have this word.
         if pem.contains("ENCRYPTED") {
             return Err(refused(
                 PRIVATE,
@@ -124,10 +125,8 @@ fn text<'a>(pem: &'a [u8], what: &'static str) -> Result<&'a str, SignError> {
 /// Returns the first section of this label, with its first and last line. Other sections may lie
 /// around it: `openssl ecparam -genkey` writes the parameters of the curve first.
 fn section<'a>(pem: &'a str, label: &str) -> Option<&'a str> {
-    let (begin, end) = (
-        format!("-----BEGIN {label}-----"),
-        format!("-----END {label}-----"),
-    );
+    let begin = format!("-----BEGIN {label}-----");
+    let end = format!("-----END {label}-----");
     let start = pem.find(&begin)?;
     let length = pem[start..].find(&end)? + end.len();
     Some(&pem[start..start + length])

@@ -33,24 +33,19 @@ mod tests;
 
 use std::collections::BTreeMap;
 
+use fsdp_formats::checkpoint::{open, values_beside};
+use fsdp_formats::internals::on_each;
+use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt};
+use fsdp_formats::{FileError, FormatError, Location};
 use sha2::{Digest as _, Sha256};
 
 use self::bundle::{MAX_SIGNATURE_BYTES, read_bundle, write_bundle};
+use self::statement::{Sha256Hash, Statement};
+use crate::verify::{Level, verify};
+
 pub use self::error::SignError;
 pub use self::key::{PrivateKey, PublicKey};
-use self::statement::{Sha256Hash, Statement};
-use crate::verify::Level;
-use crate::verify::verify;
-use fsdp_formats::FileError;
-use fsdp_formats::FormatError;
-use fsdp_formats::Location;
-use fsdp_formats::checkpoint::open;
-use fsdp_formats::checkpoint::values_beside;
-use fsdp_formats::internals::on_each;
-use fsdp_formats::reader::OpenOptions;
-use fsdp_formats::storage::CheckedDirectory;
-use fsdp_formats::storage::Links;
-use fsdp_formats::storage::ReadAt;
 
 /// The bytes of a file that are hashed at once.
 const PIECE: u64 = 1 << 20;
@@ -112,44 +107,29 @@ pub fn sign(
     if !checkpoint.parts().is_empty() {
         let report = verify(&*checkpoint, Level::Hashes, None)?;
         if let Some(problem) = report.problems.into_iter().next() {
-            let source = FormatError::Malformed {
-                what: "checkpoint",
-                reason: problem.error,
-            };
-            return Err(FileError::File {
+            return Err(SignError::File(FileError::File {
                 path: location.name().to_owned(),
-                source,
-            }
-            .into());
+                source: FormatError::Malformed {
+                    what: "checkpoint",
+                    reason: problem.error,
+                },
+            }));
         }
     }
+    // Hash every file, whatever it is: a load could read it.
     let directory = checkpoint.directory();
     let hashes = if checkpoint.format().is_file() {
-        let (_, name) = location.split()?;
-        let values = values_beside(name);
-        if directory.has(&values)? {
-            return Err(SignError::Beside {
-                path: location.name().to_owned(),
-                file: values,
-            });
-        }
-        BTreeMap::from([(
-            ITSELF.to_owned(),
-            hash(&directory.extra_file(name)?, options).map_err(of(directory, name))?,
-        )])
+        hash_single(location, directory, options)?
     } else {
-        let left_out: Vec<&str> = left_out(options).collect();
-        let mut files = location.files()?;
-        files.retain(|name| !left_out.iter().any(|left_out| is_below(name, left_out)));
-        hash_all(directory, &files, options)?
+        hash_all(directory, &files_to_sign(location, options)?, options)?
     };
+    // The root of a file system has no name.
     let name = location
         .name()
         .file_name()
-        .map(|name| name.to_string_lossy().into_owned())
-        .unwrap_or_default();
-    let ignored = left_out(options).map(str::to_owned).collect();
-    let statement = Statement::new(name, &hashes, ignored);
+        .map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let excluded = excluded_paths(options).map(str::to_owned).collect();
+    let statement = Statement::new(name, &hashes, excluded);
     let signed = Signed {
         files: hashes.len(),
         root: statement.root().to_owned(),
@@ -172,56 +152,33 @@ pub fn check(
     // The signature comes first: nothing that the statement says counts before.
     let statement = read_bundle(signature, key)?;
     let signed = statement.hashes()?;
-    let is_file = location.is_file()?;
-    let mut differs = Differences::default();
-    let found = if is_file {
-        let (parent, name) = location.split()?;
+    let mut changed = Vec::new();
+    let mut added = Vec::new();
+    let mut missing = Vec::new();
+    let found = if location.is_file()? {
+        let (parent, _) = location.split()?;
         let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
-        let values = values_beside(name);
-        if directory.has(&values)? {
-            return Err(SignError::Beside {
-                path: location.name().to_owned(),
-                file: values,
-            });
-        }
-        BTreeMap::from([(
-            ITSELF.to_owned(),
-            hash(&*directory.file(name)?, options).map_err(of(&directory, name))?,
-        )])
+        hash_single(location, &directory, options)?
     } else {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
-        let left_out: Vec<&str> = left_out(options).collect();
-        let files = location.files()?.into_iter();
-        let mut files: Vec<String> = files
-            .filter(|name| !left_out.iter().any(|left_out| is_below(name, left_out)))
-            .collect();
         // Only files that were signed need hashing: others are wrong whatever they hold. So are
         // those that the signer chose to leave out: nobody vouches for them, and a load would read
         // them all the same.
-        files.retain(|name| {
-            let is_signed = signed.contains_key(name);
-            if !is_signed {
-                differs.added.push(name.clone());
-            }
-            is_signed
-        });
+        let (files, unsigned): (Vec<_>, Vec<_>) = files_to_sign(location, options)?
+            .into_iter()
+            .partition(|name| signed.contains_key(name));
+        added = unsigned;
         hash_all(&directory, &files, options)?
     };
     for (name, hash) in &signed {
         match found.get(name) {
-            None => differs.missing.push(name.clone()),
-            Some(found) if found != hash => differs.changed.push(name.clone()),
+            None => missing.push(name.clone()),
+            Some(found) if found != hash => changed.push(name.clone()),
             Some(_) => {}
         }
     }
-    differs
-        .added
-        .extend(found.into_keys().filter(|name| !signed.contains_key(name)));
-    let Differences {
-        changed,
-        added,
-        missing,
-    } = differs;
+    // The name of a single file is not among those of a directory that was signed.
+    added.extend(found.into_keys().filter(|name| !signed.contains_key(name)));
     if changed.len() + added.len() + missing.len() > 0 {
         return Err(SignError::Differs {
             path: location.name().to_owned(),
@@ -246,23 +203,42 @@ pub fn read_signature(location: &Location) -> Result<Vec<u8>, FileError> {
     CheckedDirectory::open(&parent, false, Links::Follow)?.read_small(name, MAX_SIGNATURE_BYTES)
 }
 
-/// The names of files that are not as they were signed.
-#[derive(Default)]
-struct Differences {
-    changed: Vec<String>,
-    added: Vec<String>,
-    missing: Vec<String>,
-}
-
 /// Returns the paths that are not signed.
-fn left_out(options: SignOptions<'_>) -> impl Iterator<Item = &str> {
+fn excluded_paths(options: SignOptions<'_>) -> impl Iterator<Item = &str> {
     OF_GIT.into_iter().chain(options.signature)
 }
 
-/// Returns `true` if a path is another one, or lies below it.
-fn is_below(path: &str, above: &str) -> bool {
-    path.strip_prefix(above)
-        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+/// Lists the files of a directory, without those that are not signed.
+fn files_to_sign(location: &Location, options: SignOptions<'_>) -> Result<Vec<String>, FileError> {
+    let excluded: Vec<&str> = excluded_paths(options).collect();
+    let mut files = location.files()?;
+    files.retain(|name| {
+        !excluded.iter().any(|path| {
+            // The path itself, or what lies below it.
+            name.strip_prefix(path)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        })
+    });
+    Ok(files)
+}
+
+/// Hashes a checkpoint that is one file. Values beside it would not be covered.
+fn hash_single(
+    location: &Location,
+    directory: &CheckedDirectory,
+    options: SignOptions<'_>,
+) -> Result<BTreeMap<String, Sha256Hash>, SignError> {
+    let (_, name) = location.split()?;
+    let values = values_beside(name);
+    if directory.has(&values)? {
+        return Err(SignError::Beside {
+            path: location.name().to_owned(),
+            file: values,
+        });
+    }
+    let file = directory.extra_file(name)?;
+    let hash = hash(&file, options).map_err(|source| directory.file_error(name, source))?;
+    Ok(BTreeMap::from([(ITSELF.to_owned(), hash)]))
 }
 
 /// Hashes files, each on one thread.
@@ -273,10 +249,8 @@ fn hash_all(
 ) -> Result<BTreeMap<String, Sha256Hash>, FileError> {
     let hashed = on_each(files, options.threads, |name| {
         let file = directory.extra_file(name)?;
-        Ok((
-            name.clone(),
-            hash(&file, options).map_err(of(directory, name))?,
-        ))
+        let hash = hash(&file, options).map_err(|source| directory.file_error(name, source))?;
+        Ok((name.clone(), hash))
     });
     hashed.into_iter().collect()
 }
@@ -294,12 +268,4 @@ fn hash(file: &dyn ReadAt, options: SignOptions<'_>) -> Result<Sha256Hash, Forma
         }
     }
     Ok(hasher.finalize().into())
-}
-
-/// Returns a function that makes an error of a file.
-fn of<'a>(
-    directory: &'a CheckedDirectory,
-    name: &'a str,
-) -> impl FnOnce(FormatError) -> FileError + 'a {
-    move |source| directory.file_error(name, source)
 }

@@ -15,6 +15,7 @@ const PREDICATE_TYPE: &str = "https://model_signing/signature/v1.0";
 /// The only way of hashing that is known here: each file by itself.
 const METHOD: &str = "files";
 const HASH: &str = "sha256";
+const WRONG_ROOT: &str = "the hash of all files is not that of their hashes";
 
 /// A statement of in-toto about a model. Fields that are not known do not count, as the format
 /// says.
@@ -65,7 +66,7 @@ struct Resource {
 /// of another kind is not called broken.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Kind {
+struct StatementKind {
     #[serde(rename = "_type")]
     kind: String,
     predicate_type: String,
@@ -81,17 +82,13 @@ impl Statement {
         let mut files: Vec<(&String, &Sha256Hash)> = hashes.iter().collect();
         // Sort by the parts of the paths, as the Python tool does, so that both make the same root.
         files.sort_by(|(a, _), (b, _)| a.split('/').cmp(b.split('/')));
-        let root = root(files.iter().map(|(_, hash)| *hash));
-        let resources = files.into_iter().map(|(name, hash)| Resource {
-            name: name.clone(),
-            algorithm: HASH.to_owned(),
-            digest: base16ct::lower::encode_string(hash),
-        });
         Statement {
             kind: STATEMENT_TYPE.to_owned(),
             subject: vec![Subject {
                 name,
-                digest: SubjectDigest { sha256: root },
+                digest: SubjectDigest {
+                    sha256: root(files.iter().map(|(_, hash)| *hash)),
+                },
             }],
             predicate_type: PREDICATE_TYPE.to_owned(),
             predicate: Predicate {
@@ -101,39 +98,50 @@ impl Statement {
                     allow_symlinks: false,
                     ignore_paths,
                 },
-                resources: resources.collect(),
+                resources: files
+                    .into_iter()
+                    .map(|(name, hash)| Resource {
+                        name: name.clone(),
+                        algorithm: HASH.to_owned(),
+                        digest: base16ct::lower::encode_string(hash),
+                    })
+                    .collect(),
             },
         }
     }
 
     /// Reads a statement whose signature has been checked.
     pub(super) fn read(payload: &[u8]) -> Result<Self, SignError> {
-        let Kind {
+        let StatementKind {
             kind,
             predicate_type,
-        } = serde_json::from_slice(payload).map_err(malformed)?;
+        } = serde_json::from_slice(payload).map_err(SignError::malformed)?;
         if kind != STATEMENT_TYPE || predicate_type != PREDICATE_TYPE {
-            return Err(unsupported(format!(
+            return Err(SignError::unsupported(format!(
                 "it states `{kind}` about `{predicate_type}`, not `{PREDICATE_TYPE}`"
             )));
         }
-        let statement: Statement = serde_json::from_slice(payload).map_err(malformed)?;
+        let statement: Statement = serde_json::from_slice(payload).map_err(SignError::malformed)?;
         let Serialization {
             method, hash_type, ..
         } = &statement.predicate.serialization;
         if method != METHOD || hash_type != HASH {
-            return Err(unsupported(format!(
+            return Err(SignError::unsupported(format!(
                 "it hashes by `{method}` with `{hash_type}`, not by `{METHOD}` with `{HASH}`"
             )));
+        }
+        if statement.subject.len() != 1 {
+            return Err(SignError::malformed(WRONG_ROOT));
         }
         Ok(statement)
     }
 
     /// Returns the hash of all hashes, as hexadecimal digits.
     pub(super) fn root(&self) -> &str {
-        self.subject
-            .first()
-            .map_or("", |subject| &subject.digest.sha256)
+        let [subject] = &self.subject[..] else {
+            unreachable!("a statement is made with one subject, or read with one")
+        };
+        &subject.digest.sha256
     }
 
     /// Returns the files' hashes by their paths.
@@ -150,24 +158,26 @@ impl Statement {
         } in &self.predicate.resources
         {
             if algorithm != HASH {
-                return Err(unsupported(format!(
+                return Err(SignError::unsupported(format!(
                     "`{name}` has a hash of `{algorithm}`, not `{HASH}`"
                 )));
             }
+            // A longer text is refused by the decoder.
             let mut hash = Sha256Hash::default();
-            let decoded = base16ct::mixed::decode(digest, &mut hash).map_err(malformed)?;
+            let decoded =
+                base16ct::mixed::decode(digest, &mut hash).map_err(SignError::malformed)?;
             if decoded.len() != hash.len() {
-                return Err(malformed(format!("the hash of `{name}` is cut short")));
+                return Err(SignError::malformed(format!(
+                    "the hash of `{name}` is cut short"
+                )));
             }
             in_order.push(hash);
             if hashes.insert(name.clone(), hash).is_some() {
-                return Err(malformed(format!("`{name}` stands twice in it")));
+                return Err(SignError::malformed(format!("`{name}` stands twice in it")));
             }
         }
-        if self.subject.len() != 1 || root(in_order.iter()) != self.root() {
-            return Err(malformed(
-                "the hash of all files is not that of their hashes",
-            ));
+        if root(in_order.iter()) != self.root() {
+            return Err(SignError::malformed(WRONG_ROOT));
         }
         Ok(hashes)
     }
@@ -178,14 +188,4 @@ fn root<'a>(hashes: impl Iterator<Item = &'a Sha256Hash>) -> String {
     let mut all = Sha256::new();
     hashes.for_each(|hash| all.update(hash));
     base16ct::lower::encode_string(&all.finalize())
-}
-
-fn malformed(reason: impl ToString) -> SignError {
-    SignError::Malformed {
-        reason: reason.to_string(),
-    }
-}
-
-fn unsupported(reason: String) -> SignError {
-    SignError::Unsupported { reason }
 }

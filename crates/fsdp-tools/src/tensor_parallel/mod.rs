@@ -36,5 +36,5 @@ mod plan;
 mod rule;
 
 pub use self::error::TensorParallelError;
-pub use self::plan::{Cut, Slice, SliceRange, TensorParallelPlan};
+pub use self::plan::{Cut, TensorParallelPlan};
 pub use self::rule::Rules;

@@ -6,7 +6,7 @@ use fsdp_formats::metadata::Metadata;
 use indexmap::IndexMap;
 
 use super::error::TensorParallelError;
-use super::rule::{Heads, How, KV_HEADS, Parts, Rule, Rules};
+use super::rule::{Heads, How, KV_HEADS, Parts, Rule, Rules, layer_of};
 
 /// The multiple to which the size of a vocabulary is rounded up before it is divided over the
 /// ranks, as in vLLM.
@@ -40,24 +40,15 @@ struct Share {
     each: usize,
 }
 
-/// The part of a tensor that a rank holds: ranges of indices of one dimension, one after the other.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Slice {
-    /// The dimension that is cut. The others are whole.
-    pub dim: usize,
-    /// The ranges. A tensor without dimensions has none, and is whole.
-    pub ranges: Vec<SliceRange>,
-}
-
 /// Indices of a dimension that a rank holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SliceRange {
+pub(crate) struct SliceRange {
     /// The first index.
-    pub start: usize,
+    pub(crate) start: usize,
     /// The number of indices.
-    pub len: usize,
+    pub(crate) len: usize,
     /// `true` if no rank with a lower number holds these indices too.
-    pub is_first: bool,
+    pub(crate) is_first: bool,
 }
 
 impl TensorParallelPlan {
@@ -83,12 +74,16 @@ impl TensorParallelPlan {
             ranks: ranks.max(1),
             head_sizes: HashMap::new(),
         };
-        let given = metadata
+        let modules_cut_by_given: HashSet<&str> = metadata
             .tensors()
             .map(|(fqn, _)| fqn)
-            .filter(|fqn| rules.is_cut_by_given(fqn));
-        let modules_cut_by_given: HashSet<&str> = given.map(module_of).collect();
-        let (mut cuts, mut unknown, mut used) = (IndexMap::new(), Vec::new(), HashSet::new());
+            .filter(|fqn| rules.is_cut_by_given(fqn))
+            .map(module_of)
+            .collect();
+        // Find all tensors without a rule before one is reported, to count them.
+        let mut cuts = IndexMap::new();
+        let mut unknown = Vec::new();
+        let mut used = HashSet::new();
         for (fqn, tensor) in metadata.tensors() {
             match rules.find(fqn) {
                 Some((position, rule)) => {
@@ -103,12 +98,11 @@ impl TensorParallelPlan {
                 None => unknown.push((fqn, tensor)),
             }
         }
-        if let Some((fqn, tensor)) = unknown.first() {
-            let (fqn, shape) = ((*fqn).to_owned(), tensor.shape.clone());
+        if let [(fqn, tensor), others @ ..] = &unknown[..] {
             return Err(TensorParallelError::Unknown {
-                fqn,
-                shape,
-                more: unknown.len() - 1,
+                fqn: (*fqn).to_owned(),
+                shape: tensor.shape.clone(),
+                more: others.len(),
             });
         }
         if let Some((_, rule)) = rules.given().find(|(position, _)| !used.contains(position)) {
@@ -143,17 +137,21 @@ impl TensorParallelPlan {
 impl Cut {
     /// Makes the cut of a tensor that is whole on every rank.
     fn whole(shape: &[usize], ranks: usize) -> Self {
-        let share = shape.first().map(|&len| Share {
-            start: 0,
-            len,
-            copies: ranks,
-            each: len,
-        });
         Cut {
             how: "replicate".to_owned(),
             shape: shape.to_vec(),
             dim: 0,
-            shares: share.into_iter().collect(),
+            // A tensor without dimensions has nothing to share.
+            shares: shape
+                .first()
+                .map(|&len| Share {
+                    start: 0,
+                    len,
+                    copies: ranks,
+                    each: len,
+                })
+                .into_iter()
+                .collect(),
         }
     }
 
@@ -169,13 +167,15 @@ impl Cut {
         &self.shape
     }
 
-    /// Returns the part that a rank holds.
-    #[must_use]
-    pub fn slice(&self, rank: usize) -> Slice {
-        Slice {
-            dim: self.dim,
-            ranges: self.shares.iter().map(|share| share.of(rank)).collect(),
-        }
+    /// Returns the dimension that is cut. The others are whole.
+    pub(crate) fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Returns the ranges of indices of the dimension that a rank holds, one after the other. A
+    /// tensor without dimensions has none, and is whole.
+    pub(crate) fn ranges(&self, rank: usize) -> Vec<SliceRange> {
+        self.shares.iter().map(|share| share.range(rank)).collect()
     }
 
     /// Returns the shape of the part that a rank holds.
@@ -183,7 +183,7 @@ impl Cut {
     pub fn shape_of(&self, rank: usize) -> Vec<usize> {
         let mut shape = self.shape.clone();
         if let Some(size) = shape.get_mut(self.dim) {
-            *size = self.shares.iter().map(|share| share.of(rank).len).sum();
+            *size = self.shares.iter().map(|share| share.range(rank).len).sum();
         }
         shape
     }
@@ -191,7 +191,8 @@ impl Cut {
 
 impl Share {
     /// Returns the range of a rank. Consecutive ranks may have copies of the same range.
-    fn of(&self, rank: usize) -> SliceRange {
+    fn range(&self, rank: usize) -> SliceRange {
+        // The last ranks may have nothing, where a vocabulary was padded.
         let at = rank / self.copies * self.each;
         let start = at.min(self.len);
         let len = self.each.min(self.len - start);
@@ -203,31 +204,43 @@ impl Share {
     }
 }
 
-/// Returns the layer that a weight or a bias belongs to; the key itself for any other tensor.
-fn layer_of(fqn: &str) -> &str {
-    fqn.strip_suffix(".weight")
-        .or_else(|| fqn.strip_suffix(".bias"))
-        .unwrap_or(fqn)
-}
-
-/// Returns the module that a tensor's layer belongs to: `a.mixer` for `a.mixer.in_proj.weight`.
+/// Returns the module that a tensor's layer belongs to: `a.mixer` for `a.mixer.in_proj.weight`, and
+/// the empty text for the root.
 fn module_of(fqn: &str) -> &str {
-    layer_of(fqn)
-        .rsplit_once('.')
-        .map_or("", |(module, _)| module)
+    let layer = layer_of(fqn).unwrap_or(fqn);
+    layer.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
 /// Returns `true` for a tensor that is whole on every rank without a rule: a scalar, or the weight
 /// or bias of a norm.
 fn is_small(fqn: &str, shape: &[usize]) -> bool {
-    let layer = fqn
-        .strip_suffix(".weight")
-        .or_else(|| fqn.strip_suffix(".bias"));
-    let name = layer
-        .and_then(|layer| layer.rsplit('.').next())
-        .unwrap_or_default();
-    shape.is_empty()
-        || (shape.len() == 1 && (name.contains("norm") || name == "ln" || name.starts_with("ln_")))
+    let Some(layer) = layer_of(fqn) else {
+        return shape.is_empty();
+    };
+    let name = layer.rsplit_once('.').map_or(layer, |(_, name)| name);
+    let is_norm = name.contains("norm") || name == "ln" || name.starts_with("ln_");
+    shape.is_empty() || (shape.len() == 1 && is_norm)
+}
+
+/// A tensor, and the rule by which it is cut.
+struct RuledTensor<'t> {
+    fqn: &'t str,
+    shape: &'t [usize],
+    rule: &'t Rule,
+    ranks: usize,
+}
+
+impl RuledTensor<'_> {
+    /// Returns the error that the rule cannot cut the tensor.
+    fn error(&self, reason: impl Into<String>) -> TensorParallelError {
+        TensorParallelError::Tensor {
+            fqn: self.fqn.to_owned(),
+            shape: self.shape.to_vec(),
+            ranks: self.ranks,
+            rule: self.rule.to_string(),
+            reason: reason.into(),
+        }
+    }
 }
 
 /// The state of making a plan.
@@ -247,32 +260,30 @@ impl Planner<'_> {
     /// of ranks cannot divide.
     fn cut(&mut self, fqn: &str, shape: &[usize], rule: &Rule) -> Result<Cut, TensorParallelError> {
         let ranks = self.ranks;
-        let error = |reason: String| {
-            let (fqn, shape, rule) = (fqn.to_owned(), shape.to_vec(), rule.to_string());
-            TensorParallelError::Tensor {
-                fqn,
-                shape,
-                ranks,
-                rule,
-                reason,
-            }
+        let tensor = RuledTensor {
+            fqn,
+            shape,
+            rule,
+            ranks,
         };
         if rule.how == How::Replicate {
             return Ok(Cut::whole(shape, ranks));
         }
+        // A layer has a matrix and perhaps a bias.
         let is_vector = match shape.len() {
             1 => true,
             2 => false,
             dimensions => {
-                return Err(error(format!(
+                return Err(tensor.error(format!(
                     "it has {dimensions} dimensions, where a layer's have 1 or 2"
                 )));
             }
         };
-        if let (false, How::Outputs { is_conv1d, .. } | How::Inputs { is_conv1d, .. }) =
-            (is_vector, &rule.how)
+        if !is_vector
+            && let How::Outputs { is_conv1d, .. } | How::Inputs { is_conv1d, .. } = rule.how
         {
-            self.check_bias(fqn, shape, *is_conv1d).map_err(error)?;
+            self.check_bias(fqn, shape, is_conv1d)
+                .map_err(|reason| tensor.error(reason))?;
         }
         let (dim, parts) = match &rule.how {
             How::Outputs { parts, is_conv1d } => {
@@ -284,46 +295,46 @@ impl Planner<'_> {
                 return Ok(Cut::whole(shape, ranks));
             }
             How::Inputs { .. } if is_vector => {
-                let reason = "it is a vector and no bias: `colwise` cuts it, `replicate` does not";
-                return Err(error(reason.to_owned()));
+                return Err(tensor
+                    .error("it is a vector and no bias: `colwise` cuts it, `replicate` does not"));
             }
             How::Inputs { parts, is_conv1d } => (usize::from(!is_conv1d), Some(parts)),
             How::Vocab | How::Replicate => (0, None),
         };
+        // Divide the dimension.
         let size = shape[dim];
         let shares = match parts {
-            None => vec![vocabulary(size, ranks).map_err(error)?],
-            Some(Parts::Equal(count)) => equal(size, *count, ranks).map_err(error)?,
+            None => vocabulary(size, ranks).map(|share| vec![share]),
+            Some(Parts::Equal(count)) => equal(size, *count, ranks),
             Some(Parts::Heads(heads)) => {
-                let is_fused_conv1d = heads.len() > 1
-                    && matches!(
-                        rule.how,
-                        How::Outputs {
-                            is_conv1d: true,
-                            ..
-                        }
-                    );
-                if is_fused_conv1d && !is_vector && shape[0].checked_mul(heads.len()) != Some(size)
+                let parts = heads.len();
+                // The outputs of a Conv1D are its columns.
+                if let How::Outputs {
+                    is_conv1d: true, ..
+                } = rule.how
+                    && parts > 1
+                    && !is_vector
+                    && shape[0].checked_mul(parts) != Some(size)
                 {
-                    let parts = heads.len();
-                    return Err(error(format!(
+                    return Err(tensor.error(format!(
                         "a Conv1D of {parts} parts has {parts} times as many columns as rows"
                     )));
                 }
-                let counts = heads
-                    .iter()
-                    .map(|heads| self.number(heads, fqn, rule))
-                    .collect::<Result<Vec<_>, _>>()?;
-                let (shares, head) = by_heads(size, &counts, ranks).map_err(error)?;
-                self.check_head_size(fqn, head).map_err(error)?;
-                shares
+                let mut counts = Vec::new();
+                for heads in heads {
+                    counts.push(self.number(heads, fqn, rule)?);
+                }
+                by_heads(size, &counts, ranks).and_then(|(shares, head)| {
+                    self.check_head_size(fqn, head)?;
+                    Ok(shares)
+                })
             }
         };
         Ok(Cut {
-            how: rule.how_text().to_owned(),
+            how: rule.how_text.clone(),
             shape: shape.to_vec(),
             dim,
-            shares,
+            shares: shares.map_err(|reason| tensor.error(reason))?,
         })
     }
 
@@ -357,16 +368,13 @@ impl Planner<'_> {
     ) -> Result<(usize, bool), TensorParallelError> {
         match heads {
             Heads::Number(number) => Ok((*number, false)),
-            Heads::Name(name) => match self.rules.value(name) {
-                Some(number) => Ok((number, name == KV_HEADS)),
-                None => {
-                    let (fqn, name) = (fqn.to_owned(), name.clone());
-                    Err(TensorParallelError::NoValue {
-                        rule: rule.to_string(),
-                        fqn,
-                        name,
-                    })
-                }
+            Heads::Name(name) => match self.rules.values.get(name) {
+                Some(number) => Ok((*number, name == KV_HEADS)),
+                None => Err(TensorParallelError::NoValue {
+                    rule: rule.to_string(),
+                    fqn: fqn.to_owned(),
+                    name: name.clone(),
+                }),
             },
         }
     }
@@ -392,12 +400,12 @@ impl Planner<'_> {
 fn vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
     let padded = size
         .checked_next_multiple_of(VOCAB_MULTIPLE)
-        .filter(|padded| padded.is_multiple_of(ranks));
-    let padded = padded.ok_or_else(|| {
-        format!(
-            "{size}, rounded up to a multiple of {VOCAB_MULTIPLE}, is not a multiple of {ranks}"
-        )
-    })?;
+        .filter(|padded| padded.is_multiple_of(ranks))
+        .ok_or_else(|| {
+            format!(
+                "{size}, rounded up to a multiple of {VOCAB_MULTIPLE}, is not a multiple of {ranks}"
+            )
+        })?;
     Ok(Share {
         start: 0,
         len: size,
@@ -438,19 +446,19 @@ fn by_heads(
     counts: &[(usize, bool)],
     ranks: usize,
 ) -> Result<(Vec<Share>, usize), String> {
-    let all = counts
+    let head = counts
         .iter()
         .try_fold(0usize, |sum, &(count, _)| sum.checked_add(count))
-        .filter(|&all| all > 0);
-    let head = all
-        .filter(|&all| size.is_multiple_of(all))
-        .map(|all| size / all);
-    let head = head.ok_or_else(|| {
-        let counts: Vec<String> = counts.iter().map(|(count, _)| count.to_string()).collect();
-        format!("{size} indices are not {} heads", counts.join(" + "))
-    })?;
-    let (mut shares, mut start) = (Vec::new(), 0);
+        .filter(|&all| all > 0 && size.is_multiple_of(all))
+        .map(|all| size / all)
+        .ok_or_else(|| {
+            let counts: Vec<String> = counts.iter().map(|(count, _)| count.to_string()).collect();
+            format!("{size} indices are not {} heads", counts.join(" + "))
+        })?;
+    let mut shares = Vec::new();
+    let mut start = 0;
     for &(count, may_repeat) in counts {
+        // Where there are fewer heads than ranks, several ranks hold the same head.
         let copies = if count.is_multiple_of(ranks) && count > 0 {
             1
         } else if may_repeat && count > 0 && ranks.is_multiple_of(count) {
@@ -477,9 +485,7 @@ fn by_heads(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fsdp_formats::metadata::Entry;
-    use fsdp_formats::metadata::TensorEntry;
-    use fsdp_formats::metadata::TensorProperties;
+    use fsdp_formats::metadata::{Entry, TensorEntry, TensorProperties};
 
     /// Plans tensors of these shapes, with 8 heads, of which 2 are of keys and values.
     fn plan(
@@ -505,11 +511,10 @@ mod tests {
 
     /// Returns the ranges `(start, len)` of a rank.
     fn ranges(plan: &TensorParallelPlan, fqn: &str, rank: usize) -> (usize, Vec<(usize, usize)>) {
-        let slice = plan.cut(fqn).unwrap().slice(rank);
+        let cut = plan.cut(fqn).unwrap();
         (
-            slice.dim,
-            slice
-                .ranges
+            cut.dim,
+            cut.ranges(rank)
                 .iter()
                 .map(|range| (range.start, range.len))
                 .collect(),
@@ -553,7 +558,7 @@ mod tests {
                 ranges(&plan, "m.self_attn.qkv_proj.weight", rank),
                 (0, vec![(q, 8), (k, 4), (k + 8, 4)])
             );
-            let first = |fqn: &str| plan.cut(fqn).unwrap().slice(rank).ranges[0].is_first;
+            let first = |fqn: &str| plan.cut(fqn).unwrap().ranges(rank)[0].is_first;
             assert!(first("l.self_attn.q_proj.weight"));
             assert_eq!(first("l.self_attn.k_proj.weight"), rank % 2 == 0);
             assert_eq!(first("l.self_attn.o_proj.bias"), rank == 0);

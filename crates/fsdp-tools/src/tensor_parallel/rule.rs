@@ -99,14 +99,17 @@ pub(super) struct Rule {
     /// The last parts of a key. `*` matches any one part, and `**` at the end one or more.
     pattern: Vec<String>,
     pub(super) how: How,
-    pub(super) is_builtin: bool,
+    /// The text after the `=`, such as `colwise(heads)`.
+    pub(super) how_text: String,
+    is_builtin: bool,
 }
 
 /// The rules by which tensors are cut, and the numbers that they name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
     rules: Vec<Rule>,
-    values: BTreeMap<String, usize>,
+    /// The numbers, by their names.
+    pub(super) values: BTreeMap<String, usize>,
 }
 
 impl Rules {
@@ -121,11 +124,17 @@ impl Rules {
         values: BTreeMap<String, usize>,
     ) -> Result<Self, TensorParallelError> {
         let mut rules = Vec::new();
+        // Given rules come first, so they take precedence.
         for text in texts {
-            rules.push(Rule::parse(text.as_ref(), false)?);
+            let text = text.as_ref();
+            let rule = Rule::parse(text, false).map_err(|reason| TensorParallelError::Rule {
+                text: text.to_owned(),
+                reason,
+            })?;
+            rules.push(rule);
         }
         for text in BUILTIN.lines() {
-            rules.push(Rule::parse(text, true)?);
+            rules.push(Rule::parse(text, true).expect("the rules that are built in are rules"));
         }
         Ok(Rules { rules, values })
     }
@@ -151,74 +160,65 @@ impl Rules {
         self.find(fqn)
             .is_some_and(|(_, rule)| !rule.is_builtin && rule.how != How::Replicate)
     }
-
-    /// Returns the number of a name.
-    pub(super) fn value(&self, name: &str) -> Option<usize> {
-        self.values.get(name).copied()
-    }
 }
 
 impl Rule {
     /// Parses `PATTERN=HOW`.
-    fn parse(text: &str, is_builtin: bool) -> Result<Self, TensorParallelError> {
-        let error = |reason: &str| TensorParallelError::Rule {
-            text: text.to_owned(),
-            reason: reason.to_owned(),
-        };
-        let (pattern, how) = text
-            .split_once('=')
-            .ok_or_else(|| error("it is not PATTERN=HOW"))?;
+    fn parse(text: &str, is_builtin: bool) -> Result<Self, String> {
+        let (pattern, how) = text.split_once('=').ok_or("it is not PATTERN=HOW")?;
         let pattern: Vec<String> = pattern.trim().split('.').map(str::to_owned).collect();
         if pattern.iter().any(String::is_empty) {
-            return Err(error("a part of the pattern is empty"));
+            return Err("a part of the pattern is empty".to_owned());
         }
         if pattern.iter().rev().skip(1).any(|part| part == "**") {
-            return Err(error("`**` can only be the last part of the pattern"));
+            return Err("`**` can only be the last part of the pattern".to_owned());
         }
-        let how = How::parse(how.trim()).map_err(|reason| error(&reason))?;
+        let how_text = how.trim();
         Ok(Rule {
             text: text.to_owned(),
             pattern,
-            how,
+            how: How::parse(how_text)?,
+            how_text: how_text.to_owned(),
             is_builtin,
         })
-    }
-
-    /// Returns the text after the `=`, such as `colwise(heads)`.
-    pub(super) fn how_text(&self) -> &str {
-        self.text.split_once('=').map_or("", |(_, how)| how.trim())
     }
 
     /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight
     /// or a bias belongs to.
     fn fits(&self, fqn: &str) -> bool {
-        let layer = fqn
-            .strip_suffix(".weight")
-            .or_else(|| fqn.strip_suffix(".bias"));
-        self.is_end_of(fqn) || layer.is_some_and(|layer| self.is_end_of(layer))
+        self.is_end_of(fqn) || layer_of(fqn).is_some_and(|layer| self.is_end_of(layer))
     }
 
     /// Returns `true` if the pattern fits the end of a name, or, with a last `**`, a place in the
     /// name before its last part.
     fn is_end_of(&self, name: &str) -> bool {
+        // Patterns match whole parts of names.
         let parts: Vec<&str> = name.split('.').collect();
-        let fits = |parts: &[&str], pattern: &[String]| {
-            parts
-                .iter()
-                .zip(pattern)
-                .all(|(part, wanted)| wanted == "*" || wanted == part)
-        };
-        match self.pattern.split_last() {
-            Some((last, first)) if last == "**" => {
-                let mut places = parts[..parts.len() - 1].windows(first.len().max(1));
-                first.is_empty() || places.any(|parts| fits(parts, first))
-            }
-            _ => {
-                let start = parts.len().checked_sub(self.pattern.len());
-                start.is_some_and(|start| fits(&parts[start..], &self.pattern))
-            }
+        if let Some((last, first)) = self.pattern.split_last()
+            && last == "**"
+        {
+            let mut places = parts[..parts.len() - 1].windows(first.len().max(1));
+            return first.is_empty() || places.any(|parts| fits(parts, first));
+        }
+        match parts.len().checked_sub(self.pattern.len()) {
+            Some(start) => fits(&parts[start..], &self.pattern),
+            None => false,
         }
     }
+}
+
+/// Returns `true` if parts of a name are those of a pattern.
+fn fits(parts: &[&str], pattern: &[String]) -> bool {
+    parts
+        .iter()
+        .zip(pattern)
+        .all(|(part, wanted)| wanted == "*" || wanted == part)
+}
+
+/// Returns the layer that a weight or a bias belongs to; `None` for any other tensor.
+pub(super) fn layer_of(fqn: &str) -> Option<&str> {
+    fqn.strip_suffix(".weight")
+        .or_else(|| fqn.strip_suffix(".bias"))
 }
 
 impl fmt::Display for Rule {
@@ -233,17 +233,13 @@ impl How {
         let (word, heads) = match text.split_once('(') {
             None => (text, None),
             Some((word, rest)) => {
-                let rest = rest.strip_suffix(')').ok_or("`)` is missing")?;
-                (
-                    word,
-                    Some(
-                        rest.split(',')
-                            .map(Heads::parse)
-                            .collect::<Result<Vec<_>, _>>()?,
-                    ),
-                )
+                let inside = rest.strip_suffix(')').ok_or("`)` is missing")?;
+                let heads: Result<Vec<Heads>, String> =
+                    inside.split(',').map(Heads::parse).collect();
+                (word, Some(heads?))
             }
         };
+        // The layers of GPT-2 have their weights the other way round.
         let is_conv1d = word.starts_with("conv1d_");
         match (word, heads) {
             ("replicate", None) => Ok(How::Replicate),
@@ -253,11 +249,11 @@ impl How {
                 is_conv1d,
             }),
             ("colwise" | "conv1d_colwise", heads) => Ok(How::Outputs {
-                parts: Parts::new(heads),
+                parts: heads.map_or(Parts::Equal(1), Parts::Heads),
                 is_conv1d,
             }),
             ("rowwise" | "conv1d_rowwise", heads) => Ok(How::Inputs {
-                parts: Parts::new(heads),
+                parts: heads.map_or(Parts::Equal(1), Parts::Heads),
                 is_conv1d,
             }),
             ("replicate" | "vocab" | "packed_colwise", Some(_)) => {
@@ -270,25 +266,16 @@ impl How {
     }
 }
 
-impl Parts {
-    fn new(heads: Option<Vec<Heads>>) -> Self {
-        heads.map_or(Parts::Equal(1), Parts::Heads)
-    }
-}
-
 impl Heads {
     /// Parses a number of heads, or a name that has a value.
     fn parse(text: &str) -> Result<Self, String> {
         let text = text.trim();
+        let is_name =
+            !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         match text.parse() {
             Ok(0) => Err("the number of heads must not be 0".to_owned()),
             Ok(number) => Ok(Heads::Number(number)),
-            Err(_)
-                if !text.is_empty()
-                    && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') =>
-            {
-                Ok(Heads::Name(text.to_owned()))
-            }
+            Err(_) if is_name => Ok(Heads::Name(text.to_owned())),
             Err(_) => Err(format!("`{text}` is neither a number nor a name")),
         }
     }

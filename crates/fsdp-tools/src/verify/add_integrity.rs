@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use fsdp_formats::checkpoint::{ExtraFiles, Format, open, values_beside};
+use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, open, values_beside};
 use fsdp_formats::digest::digest;
 use fsdp_formats::internals::{
     Directory, FileIntegrity, INTEGRITY_FILE, Integrity, Window, block_length, default_threads,
@@ -29,72 +29,22 @@ pub fn add_integrity(
     // Open it without the old hashes, because these may be out of date.
     let checkpoint = open(&location, OpenOptions { verify: false })?;
     if checkpoint.format() == Format::Folder {
-        let source = FormatError::Unsupported {
-            what: "hashing a folder as a whole, and not each of its parts,".to_owned(),
-        };
         return Err(FileError::File {
             path: path.to_owned(),
-            source,
+            source: FormatError::Unsupported {
+                what: "hashing a folder as a whole, and not each of its parts,".to_owned(),
+            },
         });
     }
     let report = verify(&*checkpoint, Level::Sizes, None)?;
     if let Some(problem) = report.problems.into_iter().next() {
-        let source = FormatError::Malformed {
-            what: "checkpoint",
-            reason: problem.error,
-        };
         return Err(FileError::File {
             path: path.to_owned(),
-            source,
+            source: FormatError::Malformed {
+                what: "checkpoint",
+                reason: problem.error,
+            },
         });
-    }
-    let directory = checkpoint.directory();
-    // Segments start and end with items, so that reading one item checks little else.
-    let mut cuts: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
-    let own_name = path
-        .file_name()
-        .and_then(|name| name.to_str())
-        .unwrap_or_default();
-    let is_file = checkpoint.format().is_file();
-    let (integrity_at, names) = if is_file {
-        let beside = location.split()?.0.join(integrity_beside(own_name));
-        (beside, vec![own_name.to_owned(), values_beside(own_name)])
-    } else {
-        (location.join(INTEGRITY_FILE), directory.names()?)
-    };
-    let metadata = checkpoint.metadata();
-    let has_values = metadata.values().next().is_some();
-    let extra = ExtraFiles::of(&*checkpoint)?.files;
-    for name in names {
-        let is_part = match checkpoint.format() {
-            _ if !is_file && extra.contains(&name) => true,
-            Format::Dcp => name.ends_with(".metadata"),
-            // A values file of another checkpoint may lie there.
-            Format::SafetensorsFile => name == own_name || (has_values && directory.has(&name)?),
-            _ if is_file => name == own_name,
-            _ => name.ends_with(".json") || name == "metadata.pkl",
-        };
-        if is_part {
-            cuts.entry(name).or_default();
-        }
-    }
-    for (_, _, stored) in checkpoint.metadata().stored() {
-        let cuts = cuts.entry(stored.relative_path.clone()).or_default();
-        if checkpoint.format() == Format::Dcp || stored.length > 0 {
-            cuts.insert(stored.offset);
-            cuts.insert(stored.offset + stored.length);
-        }
-        if checkpoint.format() == Format::Dcp
-            && stored.length >= LARGE_ITEM
-            && stored.transforms.is_empty()
-        {
-            let file = directory.file(&stored.relative_path)?;
-            cuts.extend(
-                payload_of(&*file, stored.offset, stored.length)
-                    .into_iter()
-                    .flatten(),
-            );
-        }
     }
     // Tensors in files beside the directory's own (those of Lightning and Megatron) have no
     // digests.
@@ -102,11 +52,13 @@ pub fn add_integrity(
         Some(own) => digest(own.checkpoint, default_threads())?,
         None => digest(&*checkpoint, default_threads())?,
     };
+    // Hash the bytes as they are now.
     let mut integrity = Integrity {
         digests: Some(digested),
         ..Integrity::default()
     };
-    for (name, cuts) in cuts {
+    let directory = checkpoint.directory();
+    for (name, cuts) in cuts(&*checkpoint, &location)? {
         let file = directory.file(&name)?;
         let hashed =
             hash(&*file, &cuts, progress).map_err(|source| directory.file_error(&name, source))?;
@@ -115,7 +67,61 @@ pub fn add_integrity(
     let bytes = integrity
         .encode()
         .map_err(|source| directory.file_error(INTEGRITY_FILE, source))?;
-    Durable::new().replace_file(integrity_at, &bytes)
+    let place = if checkpoint.format().is_file() {
+        let (parent, name) = location.split()?;
+        parent.join(integrity_beside(name))
+    } else {
+        location.join(INTEGRITY_FILE)
+    };
+    Durable::new().replace_file(place, &bytes)
+}
+
+/// Returns the files that are hashed, and the positions between which each has segments. Segments
+/// start and end with items, so that reading one item checks little else.
+fn cuts(
+    checkpoint: &dyn Checkpoint,
+    location: &Location,
+) -> Result<BTreeMap<String, BTreeSet<u64>>, FileError> {
+    let directory = checkpoint.directory();
+    let format = checkpoint.format();
+    let mut cuts: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
+    if format.is_file() {
+        let (_, name) = location.split()?;
+        cuts.entry(name.to_owned()).or_default();
+        // A values file of another checkpoint may lie there.
+        let values = values_beside(name);
+        if format == Format::SafetensorsFile
+            && checkpoint.metadata().values().next().is_some()
+            && directory.has(&values)?
+        {
+            cuts.entry(values).or_default();
+        }
+    } else {
+        let extra = ExtraFiles::of(checkpoint)?.files;
+        for name in directory.names()? {
+            let is_own = match format {
+                Format::Dcp => name.ends_with(".metadata"),
+                _ => name.ends_with(".json") || name == "metadata.pkl",
+            };
+            if is_own || extra.contains(&name) {
+                cuts.entry(name).or_default();
+            }
+        }
+    }
+    for (_, _, stored) in checkpoint.metadata().stored() {
+        let cuts = cuts.entry(stored.relative_path.clone()).or_default();
+        if format == Format::Dcp || stored.length > 0 {
+            cuts.insert(stored.offset);
+            cuts.insert(stored.offset + stored.length);
+        }
+        // A read of a part of a large tensor then checks its blocks, and not the whole item.
+        if format == Format::Dcp && stored.length >= LARGE_ITEM && stored.transforms.is_empty() {
+            let file = directory.file(&stored.relative_path)?;
+            let payload = payload_of(&*file, stored.offset, stored.length);
+            cuts.extend(payload.into_iter().flatten());
+        }
+    }
+    Ok(cuts)
 }
 
 /// The length from which items have a segment for their payload.
@@ -148,6 +154,7 @@ fn hash(
         if end <= start {
             continue;
         }
+        // The last block of a segment may be shorter.
         let block = block_length(end - start);
         let mut hashes = Vec::new();
         for at in (start..end).step_by(block as usize) {

@@ -13,19 +13,19 @@ mod add_integrity;
 mod checksums;
 mod report;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
 use fsdp_digest::{Digest, Sum};
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, Format, PartOf, stream};
+use fsdp_formats::checkpoint::{Checkpoint, Format, stream};
 use fsdp_formats::complete::{check_items, check_metadata};
 use fsdp_formats::internals::{
     compare, default_threads, digest_of_opaque, digest_of_quantizer, on_each, tensor_of,
     validate_chunks,
 };
-use fsdp_formats::metadata::Entry;
+use fsdp_formats::metadata::{Entry, StorageInfo};
 use fsdp_formats::plan::LoadPlanError;
 use fsdp_layout::TensorBox;
 use serde::{Deserialize, Serialize};
@@ -68,188 +68,201 @@ pub fn verify_on_threads(
     threads: usize,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Report, FileError> {
+    // Each checkpoint in a trainer's folder is verified by the rules of its own format.
     let parts = checkpoint.parts();
     if !parts.is_empty() {
-        return verify_parts(&parts, level, threads, progress);
+        let mut all = Report {
+            has_integrity: true,
+            ..Report::default()
+        };
+        for part in &parts {
+            let report = verify_on_threads(part.checkpoint, level, threads, progress)?;
+            all.add_part(report, part);
+        }
+        return Ok(all);
     }
-    let mut report = Report {
-        has_integrity: checkpoint.directory().has_integrity(),
-        stale_digests: checkpoint.has_stale_digests(),
-        ..Report::default()
+    let mut verification = Verification {
+        checkpoint,
+        threads,
+        progress,
+        report: Report {
+            has_integrity: checkpoint.directory().has_integrity(),
+            stale_digests: checkpoint.has_stale_digests(),
+            tensors: checkpoint.metadata().tensors().count(),
+            values: checkpoint.metadata().values().count(),
+            problems: check_metadata(checkpoint),
+            ..Report::default()
+        },
     };
-    let metadata = checkpoint.metadata();
-    report.tensors = metadata.tensors().count();
-    report.values = metadata.values().count();
-    report.problems = check_metadata(checkpoint);
     if level >= Level::Sizes {
         let findings = check_items(checkpoint, threads)?;
-        report.problems.extend(findings.problems);
-        report.opaque = findings.opaque;
+        verification.report.problems.extend(findings.problems);
+        verification.report.opaque = findings.opaque;
     }
     if level >= Level::Hashes {
-        hashes(checkpoint, &mut report, threads, progress);
-    }
-    if level >= Level::Deep {
-        deep(checkpoint, &mut report, threads, progress);
-        copies(checkpoint, &mut report, progress);
-    }
-    report.bytes_read = checkpoint.bytes_read();
-    Ok(report)
-}
-
-/// Verifies each checkpoint in a trainer's folder separately, by the rules of its own format.
-fn verify_parts(
-    parts: &[PartOf<'_>],
-    level: Level,
-    threads: usize,
-    progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<Report, FileError> {
-    let mut all = Report {
-        has_integrity: true,
-        ..Report::default()
-    };
-    for part in parts {
-        let report = verify_on_threads(part.checkpoint, level, threads, progress)?;
-        all.absorb_part(report, part);
-    }
-    Ok(all)
-}
-
-/// Checks every byte that a hash or a checksum covers.
-fn hashes(
-    checkpoint: &dyn Checkpoint,
-    report: &mut Report,
-    threads: usize,
-    progress: Option<&(dyn Fn(u64) + Sync)>,
-) {
-    let directory = checkpoint.directory();
-    if !directory.has_integrity() {
         match checkpoint.format() {
-            Format::Dcp => checksums::check_items(checkpoint, report, threads, progress),
+            _ if checkpoint.directory().has_integrity() => verification.check_hashes(),
+            Format::Dcp => verification.check_items(),
             // Files of `torch.save` and NumPy archives have checksums inside. Files of other
             // formats have none.
-            _ => checksums::check_files(checkpoint, report, threads, progress),
-        }
-        return;
-    }
-    // Large files are cut, so that threads can share them.
-    let mut parts: Vec<(String, Result<Range<u64>, FileError>)> = Vec::new();
-    for name in directory.covered() {
-        let file = directory.file(&name);
-        match file.and_then(|file| {
-            file.parts()
-                .map_err(|source| directory.file_error(&name, source))
-        }) {
-            Ok(of) => parts.extend(of.into_iter().map(|part| (name.clone(), Ok(part)))),
-            Err(error) => parts.push((name, Err(error))),
+            _ => verification.check_files(),
         }
     }
-    let found = on_each(&parts, threads, |(name, part)| {
-        let Ok(part) = part else { return Ok(()) };
-        let verified = directory.file(name)?.verify(part.clone(), progress);
-        verified.map_err(|source| directory.file_error(name, source))
-    });
-    // Report only the first error of each file.
-    let mut last = None;
-    for ((name, part), found) in parts.into_iter().zip(found) {
-        let Err(error) = part.map(drop).and(found) else {
-            continue;
-        };
-        if last.as_ref() == Some(&name) {
-            continue;
-        }
-        report.problems.push(Problem::with_file(&name, &error));
-        last = Some(name);
+    if level >= Level::Deep {
+        verification.check_elements();
+        verification.check_copies();
     }
+    verification.report.bytes_read = checkpoint.bytes_read();
+    Ok(verification.report)
 }
 
-/// Compares each copy of what was replicated with the one that a load takes.
-fn copies(
-    checkpoint: &dyn Checkpoint,
-    report: &mut Report,
-    progress: Option<&(dyn Fn(u64) + Sync)>,
-) {
-    for replica in &checkpoint.metadata().replicas {
-        report.replicas += 1;
-        if let Err(error) = compare(checkpoint, replica, progress) {
-            report.add(&replica.fqn, Some(&replica.stored), &error);
-        }
-    }
-}
-
-/// Reads every element and value: counts NaN and infinities, and compares digests with the recorded
-/// ones.
-fn deep(
-    checkpoint: &dyn Checkpoint,
-    report: &mut Report,
+/// A verification of one checkpoint, and what it has found so far.
+struct Verification<'v> {
+    checkpoint: &'v dyn Checkpoint,
     threads: usize,
-    progress: Option<&(dyn Fn(u64) + Sync)>,
-) {
-    let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
-    let found = on_each(&entries, threads, |(fqn, entry)| match entry {
-        Entry::Tensor(_) => match elements(checkpoint, fqn, progress) {
-            Err(error) if error.opaque_type().is_some() => {
-                Ok((None, Some(digest_of_opaque(checkpoint, fqn)?)))
+    progress: Option<&'v (dyn Fn(u64) + Sync)>,
+    report: Report,
+}
+
+impl Verification<'_> {
+    /// Adds a problem with a key, or with the item that is stored for it.
+    fn add(
+        &mut self,
+        fqn: &str,
+        stored: Option<&StorageInfo>,
+        error: &(dyn std::error::Error + 'static),
+    ) {
+        let problem = Problem::with_key(fqn, stored, error);
+        self.report.problems.push(problem);
+    }
+
+    /// Checks every byte that a hash covers.
+    fn check_hashes(&mut self) {
+        let directory = self.checkpoint.directory();
+        // Large files are cut, so that threads can share them.
+        let mut parts: Vec<(String, Result<Range<u64>, FileError>)> = Vec::new();
+        for name in directory.covered() {
+            let ranges = directory.file(&name).and_then(|file| {
+                file.parts()
+                    .map_err(|source| directory.file_error(&name, source))
+            });
+            match ranges {
+                Ok(ranges) => {
+                    parts.extend(ranges.into_iter().map(|range| (name.clone(), Ok(range))));
+                }
+                Err(error) => parts.push((name, Err(error))),
             }
-            found => found,
-        },
-        // A value that cannot be read has been reported.
-        Entry::Bytes(_) => Ok((
-            None,
-            checkpoint
-                .describe_value(fqn)
-                .ok()
-                .as_ref()
-                .map(Digest::of_value),
-        )),
-    });
-    for ((fqn, entry), found) in entries.into_iter().zip(found) {
-        let stored = match entry {
-            Entry::Tensor(tensor) => tensor
-                .chunks
-                .first()
-                .and_then(|chunk| chunk.stored.as_ref()),
-            Entry::Bytes(bytes) => bytes.stored.as_ref(),
-        };
-        let (census, digest) = match found {
-            Ok(found) => found,
-            Err(error) => {
-                report.add(fqn, stored, &error);
+        }
+        let checked = on_each(&parts, self.threads, |(name, range)| {
+            let Ok(range) = range else { return Ok(()) };
+            directory
+                .file(name)?
+                .verify(range.clone(), self.progress)
+                .map_err(|source| directory.file_error(name, source))
+        });
+        // Report only the first error of each file.
+        let mut last = None;
+        for ((name, range), checked) in parts.into_iter().zip(checked) {
+            let Err(error) = range.and(checked) else {
                 continue;
+            };
+            if last.as_ref() != Some(&name) {
+                let problem = Problem::with_file(&name, &error);
+                self.report.problems.push(problem);
+                last = Some(name);
             }
-        };
-        if let Some(census) = census.filter(|census| census.nan + census.infinite > 0) {
-            report.not_finite.push((fqn.clone(), census));
-        }
-        let (Some(recorded), Some(digest)) = (checkpoint.digests(), digest) else {
-            continue;
-        };
-        report.digests += 1;
-        if recorded.get(fqn) != Some(digest) {
-            report.add(fqn, stored, &wrong_digest(checkpoint, fqn));
         }
     }
-    let Some(recorded) = checkpoint.digests() else {
-        return;
-    };
-    let mut others: HashMap<&str, Digest> = recorded
-        .iter()
-        .filter(|(fqn, _)| !checkpoint.metadata().entries.contains_key(*fqn))
-        .collect();
-    for (fqn, _) in checkpoint.metadata().tensors() {
-        match digest_of_quantizer(checkpoint, fqn) {
-            Ok(Some((name, digest))) if others.get(&*name) == Some(&digest) => {
-                _ = others.remove(&*name)
+
+    /// Compares each copy of what was replicated with the one that a load takes.
+    fn check_copies(&mut self) {
+        for replica in &self.checkpoint.metadata().replicas {
+            self.report.replicas += 1;
+            if let Err(error) = compare(self.checkpoint, replica, self.progress) {
+                self.add(&replica.fqn, Some(&replica.stored), &error);
             }
-            Ok(_) => {}
-            Err(error) => report.add(fqn, None, &error),
         }
     }
-    let mut others: Vec<&str> = others.into_keys().collect();
-    others.sort_unstable();
-    others
-        .into_iter()
-        .for_each(|fqn| report.add(fqn, None, &wrong_digest(checkpoint, fqn)));
+
+    /// Reads every element and value: counts NaN and infinities, and compares digests with the
+    /// recorded ones.
+    fn check_elements(&mut self) {
+        let checkpoint = self.checkpoint;
+        let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
+        let found = on_each(&entries, self.threads, |(fqn, entry)| match entry {
+            Entry::Tensor(_) => match elements(checkpoint, fqn, self.progress) {
+                Err(error) if error.opaque_type().is_some() => Ok(ElementFindings {
+                    census: None,
+                    digest: Some(digest_of_opaque(checkpoint, fqn)?),
+                }),
+                found => found,
+            },
+            Entry::Bytes(_) => Ok(ElementFindings {
+                census: None,
+                // A value that cannot be read has been reported.
+                digest: checkpoint
+                    .describe_value(fqn)
+                    .ok()
+                    .map(|value| Digest::of_value(&value)),
+            }),
+        });
+        // Report in the order of the metadata, whichever thread was first.
+        for ((fqn, entry), found) in entries.into_iter().zip(found) {
+            let stored = match entry {
+                Entry::Tensor(tensor) => tensor
+                    .chunks
+                    .first()
+                    .and_then(|chunk| chunk.stored.as_ref()),
+                Entry::Bytes(bytes) => bytes.stored.as_ref(),
+            };
+            let ElementFindings { census, digest } = match found {
+                Ok(found) => found,
+                Err(error) => {
+                    self.add(fqn, stored, &error);
+                    continue;
+                }
+            };
+            if let Some(census) = census
+                && census.nan + census.infinite > 0
+            {
+                self.report.not_finite.push((fqn.clone(), census));
+            }
+            if let (Some(recorded), Some(digest)) = (checkpoint.digests(), digest) {
+                self.report.digests += 1;
+                if recorded.get(fqn) != Some(digest) {
+                    self.add(fqn, stored, &wrong_digest(checkpoint, fqn));
+                }
+            }
+        }
+        self.check_other_digests();
+    }
+
+    /// Checks the recorded digests of what has no entry: only the quantizers of quantized tensors
+    /// have such digests.
+    fn check_other_digests(&mut self) {
+        let checkpoint = self.checkpoint;
+        let metadata = checkpoint.metadata();
+        let Some(recorded) = checkpoint.digests() else {
+            return;
+        };
+        // A digest without an entry must be that of a quantizer.
+        let mut others: BTreeMap<&str, Digest> = recorded
+            .iter()
+            .filter(|(fqn, _)| !metadata.entries.contains_key(*fqn))
+            .collect();
+        for (fqn, _) in metadata.tensors() {
+            match digest_of_quantizer(checkpoint, fqn) {
+                Ok(Some((name, digest))) if others.get(&*name) == Some(&digest) => {
+                    others.remove(&*name);
+                }
+                Ok(_) => {}
+                Err(error) => self.add(fqn, None, &error),
+            }
+        }
+        for fqn in others.into_keys() {
+            self.add(fqn, None, &wrong_digest(checkpoint, fqn));
+        }
+    }
 }
 
 fn wrong_digest(checkpoint: &dyn Checkpoint, fqn: &str) -> FileError {
@@ -266,25 +279,35 @@ pub fn census(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<Option<Census>, FileError> {
     let dtype = tensor_of(checkpoint.metadata(), fqn)?.properties.dtype;
-    Ok(elements(checkpoint, fqn, progress)?
-        .0
-        .filter(|_| Census::counts(dtype)))
+    let ElementFindings { census, .. } = elements(checkpoint, fqn, progress)?;
+    Ok(census.filter(|_| Census::counts(dtype)))
 }
 
-/// Reads a whole tensor once. Returns the count of its elements, if they are real or complex
-/// numbers, and its digest.
+/// The findings about the elements of a tensor, or about a value.
+#[derive(Default)]
+struct ElementFindings {
+    /// The count of the elements, if they are real or complex numbers.
+    census: Option<Census>,
+    /// The digest, if there is one to compare it with.
+    digest: Option<Digest>,
+}
+
+/// Reads a whole tensor once, unless nothing is to be found out about it.
 fn elements(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<(Option<Census>, Option<Digest>), FileError> {
+) -> Result<ElementFindings, FileError> {
     let tensor = tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
     let counts = Census::counts(dtype) || parts_of_complex(dtype).is_some();
     if !counts && checkpoint.digests().is_none() {
-        return Ok((None, None));
+        return Ok(ElementFindings::default());
     }
-    let (mut census, mut sum, mut at) = (Census::default(), Sum::default(), 0);
+    // One read gives both the count and the digest.
+    let mut census = Census::default();
+    let mut sum = Sum::default();
+    let mut at = 0;
     let whole = TensorBox::whole(&tensor.shape);
     validate_chunks(&tensor.shape, std::iter::empty()).map_err(|source| LoadPlanError::Chunks {
         fqn: fqn.to_owned(),
@@ -302,25 +325,28 @@ fn elements(
         }
         Ok(())
     })?;
-    Ok((
-        counts.then_some(census),
-        Some(sum.finish(dtype, &tensor.shape)),
-    ))
+    Ok(ElementFindings {
+        census: counts.then_some(census),
+        digest: Some(sum.finish(dtype, &tensor.shape)),
+    })
 }
 
 /// Returns the files in a checkpoint's directory that neither its metadata names nor this crate
 /// writes: leftovers of other saves.
 pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
-    let directory = checkpoint.directory();
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());
     }
-    let known: std::collections::HashSet<&str> = checkpoint
+    let known: HashSet<&str> = checkpoint
         .metadata()
         .stored()
         .map(|(_, _, stored)| stored.relative_path.as_str())
         .collect();
-    let names = directory.names()?.into_iter();
-    let unknown = names.filter(|name| name.ends_with(".distcp") && !known.contains(name.as_str()));
-    Ok(unknown.map(PathBuf::from).collect())
+    let mut unknown = Vec::new();
+    for name in checkpoint.directory().names()? {
+        if name.ends_with(".distcp") && !known.contains(name.as_str()) {
+            unknown.push(PathBuf::from(name));
+        }
+    }
+    Ok(unknown)
 }

@@ -2,7 +2,6 @@
 
 use fsdp_formats::checkpoint::PartOf;
 use fsdp_formats::complete::Problem;
-use fsdp_formats::metadata::StorageInfo;
 
 use crate::elements::Census;
 
@@ -46,44 +45,41 @@ impl Report {
 
     /// Adds the findings about one of several checkpoints, with the keys and files that they have
     /// in the whole.
-    pub(super) fn absorb_part(&mut self, part: Report, of: &PartOf<'_>) {
-        let key = |fqn: String| of.keys.get(&fqn).cloned().unwrap_or(fqn);
-        let file = |file: String| {
-            if of.is_directory {
-                format!("{}/{file}", of.place)
-            } else {
-                file
-            }
-        };
-        self.problems
-            .extend(part.problems.into_iter().map(|problem| Problem {
-                fqn: problem.fqn.map(key),
-                file: problem.file.map(file),
+    pub(super) fn add_part(&mut self, part: Report, of: &PartOf<'_>) {
+        for problem in part.problems {
+            self.problems.push(Problem {
+                fqn: problem.fqn.map(|fqn| key_in_whole(fqn, of)),
+                file: problem.file.map(|file| {
+                    if of.is_directory {
+                        format!("{}/{file}", of.place)
+                    } else {
+                        file
+                    }
+                }),
                 ..problem
-            }));
+            });
+        }
+        for (fqn, object_type) in part.opaque {
+            self.opaque.push((key_in_whole(fqn, of), object_type));
+        }
+        for (fqn, census) in part.not_finite {
+            self.not_finite.push((key_in_whole(fqn, of), census));
+        }
+        // The whole has hashes only if all of its parts do.
         self.has_integrity &= part.has_integrity;
         self.stale_digests |= part.stale_digests;
-        self.opaque
-            .extend(part.opaque.into_iter().map(|(fqn, of)| (key(fqn), of)));
-        self.not_finite.extend(
-            part.not_finite
-                .into_iter()
-                .map(|(fqn, census)| (key(fqn), census)),
-        );
         self.tensors += part.tensors;
         self.values += part.values;
         self.bytes_read += part.bytes_read;
         self.replicas += part.replicas;
         self.digests += part.digests;
     }
+}
 
-    /// Adds a problem with a key, or with the item that is stored for it.
-    pub(super) fn add(
-        &mut self,
-        fqn: &str,
-        stored: Option<&StorageInfo>,
-        error: &(dyn std::error::Error + 'static),
-    ) {
-        self.problems.push(Problem::with_key(fqn, stored, error));
+/// Returns the key that a key of a part has in the whole.
+fn key_in_whole(fqn: String, part: &PartOf<'_>) -> String {
+    match part.keys.get(&fqn) {
+        Some(key) => key.clone(),
+        None => fqn,
     }
 }

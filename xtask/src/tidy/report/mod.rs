@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 
-use self::anchors::ANCHORS;
+use self::anchors::{ANCHORS, COLUMNS};
 use self::counts::Counts;
 use crate::files::{collect, read};
 use crate::shell::show;
@@ -41,7 +41,7 @@ const SIZES: [Column; 9] = [
 ];
 
 /// The columns of the table of rates.
-const RATES: [Column; 10] = [
+const RATES: [Column; COLUMNS] = [
     column("let f = |", |counts| counts.let_closures, 1000),
     column("tuple let", |counts| counts.tuple_lets, 1000),
     column("let again", |counts| counts.repeated_lets, 1000),
@@ -77,12 +77,6 @@ pub(super) fn run(directory: &Path) -> Result<()> {
     rows.push(("total".to_owned(), total));
     show("Code without tests, comments and white space:\n");
     show(&size_table(&rows));
-    for anchor in &ANCHORS {
-        rows.push((
-            format!("{} {}", anchor.package, anchor.revision),
-            anchor.counts,
-        ));
-    }
     show("In 1000 code lines; comments, and doc comments, in 100:\n");
     show(&rate_table(&rows));
     Ok(())
@@ -183,7 +177,7 @@ fn size_table(rows: &[(String, Counts)]) -> String {
     text
 }
 
-/// Returns the table of counts in relation to the code lines.
+/// Returns the table of counts in relation to the code lines, beside those of other projects.
 fn rate_table(rows: &[(String, Counts)]) -> String {
     let mut text = heading(&RATES);
     for (name, counts) in rows {
@@ -192,6 +186,14 @@ fn rate_table(rows: &[(String, Counts)]) -> String {
             .map(|column| rate((column.count)(counts), column.per, counts.code_lines))
             .collect();
         push_row(&mut text, name, &cells);
+    }
+    for anchor in &ANCHORS {
+        let name = format!("{} {}", anchor.name, anchor.revision);
+        push_row(
+            &mut text,
+            &name,
+            &anchor.rates.map(|rate| format!("{rate:.1}")),
+        );
     }
     text
 }
@@ -215,7 +217,7 @@ fn heading(columns: &[Column]) -> String {
 }
 
 fn push_row(text: &mut String, name: &str, cells: &[String]) {
-    write!(text, "{name:<22}").expect("a string takes all text");
+    write!(text, "{name:<24}").expect("a string takes all text");
     for cell in cells {
         write!(text, " {cell:>10}").expect("a string takes all text");
     }
@@ -288,6 +290,7 @@ mod tests {
             ..Counts::default()
         };
         let table = rate_table(&[("a".to_owned(), counts)]);
+        assert_eq!(table.lines().count(), 2 + ANCHORS.len());
         let row: Vec<&str> = table.lines().nth(1).unwrap().split_whitespace().collect();
         assert_eq!(row[..2], ["a", "5.0"]);
         assert_eq!(row[9..], ["5.0", "0.0"]);

@@ -1,5 +1,6 @@
-//! Tests of whole groups in one thread: the states of all ranks, a network that delays and reorders frames,
-//! and a clock that jumps from one event to the next. A seed decides everything that is random.
+//! Tests of whole groups in one thread: the states of all ranks, a network that delays and reorders
+//! frames, and a clock that jumps from one event to the next. A seed decides everything that is
+//! random.
 //!
 //! Each rank is connected to its neighbours at the start, and to others once it sends something to
 //! them or they to it.
@@ -298,8 +299,8 @@ impl World {
         }
     }
 
-    /// Lets the rank `to` register a connection that `from` has asked for. `from` learns that a little
-    /// later.
+    /// Lets the rank `to` register a connection that `from` has asked for. `from` learns that a
+    /// little later.
     fn accept(&mut self, from: usize, to: usize) {
         if self.ranks[from].condition == Condition::Gone {
             return;

@@ -381,7 +381,7 @@ impl Stage for LocalStage {
     }
 }
 
-/// What is being published at a target, by the numbers that it has under any name.
+/// A target at which something is being published, by the numbers that it has under any name.
 struct Published {
     files: Arc<dyn FileSystem>,
     target: PathBuf,

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::budget::Budget;
 use crate::error::FormatError;
-use crate::limits::MAX_ZIP_DIRECTORY_BYTES;
+use crate::limits::{MAX_OBJECT_BYTES, MAX_ZIP_DIRECTORY_BYTES};
 use crate::storage::read_at::{ReadAt, read_whole};
 
 /// The records of an archive, by their name below its root.
@@ -55,24 +55,23 @@ fn bad(offset: u64, what: &'static str) -> FormatError {
     FormatError::Archive { offset, what }
 }
 
+/// Returns the `N` bytes at a position. The caller has checked that they are there.
+fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    *bytes[at..]
+        .first_chunk()
+        .expect("the length was checked before")
+}
+
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
-    bytes
-        .get(at..at + 2)
-        .map_or(0, |bytes| u16::from_le_bytes([bytes[0], bytes[1]]))
+    u16::from_le_bytes(array_at(bytes, at))
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes
-        .get(at..at + 4)
-        .and_then(|bytes| bytes.try_into().ok())
-        .map_or(0, u32::from_le_bytes)
+    u32::from_le_bytes(array_at(bytes, at))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    bytes
-        .get(at..at + 8)
-        .and_then(|bytes| bytes.try_into().ok())
-        .map_or(0, u64::from_le_bytes)
+    u64::from_le_bytes(array_at(bytes, at))
 }
 
 /// Returns `true` if the size in a header is this length, or is told elsewhere.
@@ -94,6 +93,7 @@ impl Directory {
             Ok(below.to_owned())
         })?;
         Ok(Directory {
+            // An archive without records has no root.
             root: root.unwrap_or_default(),
             records,
         })
@@ -134,18 +134,14 @@ impl Directory {
         if u32_at(&header, 0) != LOCAL_HEADER {
             return Err(wrong("no local header where the directory says"));
         }
-        let full_name = header
-            .get(LOCAL_HEADER_BYTES as usize..)
-            .unwrap_or_default();
-        let root = if self.root.is_empty() {
-            0
-        } else {
-            self.root.len() + 1
+        let root = match self.root.as_str() {
+            "" => String::new(),
+            root => format!("{root}/"),
         };
-        let same = full_name.len() == root + name.len()
-            && full_name.starts_with(self.root.as_bytes())
-            && full_name.ends_with(name.as_bytes());
-        if u16_at(&header, 26) != record.name_length || !same {
+        let is_named = header[LOCAL_HEADER_BYTES as usize..]
+            .strip_prefix(root.as_bytes())
+            .is_some_and(|below| below == name.as_bytes());
+        if u16_at(&header, 26) != record.name_length || !is_named {
             return Err(wrong("the local header is another record's"));
         }
         if u16_at(&header, 8) != if record.is_deflated { DEFLATED } else { STORED } {
@@ -154,7 +150,8 @@ impl Directory {
             ));
         }
         // With a data descriptor (bit 3) the header's own sizes are 0.
-        let (stored, full) = (u32_at(&header, 18), u32_at(&header, 22));
+        let stored = u32_at(&header, 18);
+        let full = u32_at(&header, 22);
         let deferred = u16_at(&header, 6) & 8 != 0 && stored == 0 && full == 0;
         let agree = is_length(stored, record.stored) && is_length(full, record.length);
         if !deferred && !agree {
@@ -183,6 +180,12 @@ impl Directory {
             }
         }
         Ok(())
+    }
+
+    /// Reads the pickle of `torch.save`. That of a big-endian machine is refused.
+    pub(crate) fn read_pickle(&self, source: &dyn ReadAt) -> Result<Vec<u8>, FormatError> {
+        self.check_byte_order(source)?;
+        self.read_record(source, "data.pkl", MAX_OBJECT_BYTES)
     }
 
     /// Reads all bytes of a small record.
@@ -222,11 +225,10 @@ fn read_records(
 ) -> Result<IndexMap<String, Record>, FormatError> {
     let (start, length, count) = locate(source)?;
     if length > MAX_ZIP_DIRECTORY_BYTES {
-        let limit = MAX_ZIP_DIRECTORY_BYTES;
         return Err(FormatError::Limit {
             what: "zip directory length",
             value: length,
-            limit,
+            limit: MAX_ZIP_DIRECTORY_BYTES,
         });
     }
     // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the
@@ -251,7 +253,6 @@ fn read_records(
                 what: format!("the compressed record `{name}` in {}", archive_of(name)),
             });
         }
-        let name = name_of(name, here)?;
         let end = record
             .header
             .checked_add(LOCAL_HEADER_BYTES + u64::from(record.name_length))
@@ -259,7 +260,7 @@ fn read_records(
         if end.is_none_or(|end| end > start) {
             return Err(bad(here, "a record does not lie before the directory"));
         }
-        if records.insert(name, record).is_some() {
+        if records.insert(name_of(name, here)?, record).is_some() {
             return Err(bad(here, "a record stands twice in the directory"));
         }
         at = next;
@@ -279,24 +280,26 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     // read.
     let mut tail_length = (ZIP64_LENGTH + END_LENGTH).min(total);
     let mut tail = read_whole(source, total - tail_length, tail_length)?;
-    let last = tail.len().saturating_sub(END_LENGTH as usize);
-    if u32_at(&tail, last) != END || u16_at(&tail, last + 20) != 0 {
+    let ends_without_comment = tail
+        .last_chunk::<{ END_LENGTH as usize }>()
+        .is_some_and(|end| u32_at(end, 0) == END && u16_at(end, 20) == 0);
+    if !ends_without_comment {
         tail_length = LONGEST_END.min(total);
         tail = read_whole(source, total - tail_length, tail_length)?;
     }
     // The end record is the last one, and its comment reaches exactly to the end.
-    let found = (0..tail.len().saturating_sub(END_LENGTH as usize - 1))
+    let at = (0..tail.len().saturating_sub(END_LENGTH as usize - 1))
         .rev()
         .find(|&at| {
             u32_at(&tail, at) == END
                 && at + END_LENGTH as usize + usize::from(u16_at(&tail, at + 20)) == tail.len()
-        });
-    let at = found.ok_or_else(|| {
-        bad(
-            total,
-            "no zip end record: the archive is cut short, or is none",
-        )
-    })?;
+        })
+        .ok_or_else(|| {
+            bad(
+                total,
+                "no zip end record: the archive is cut short, or is none",
+            )
+        })?;
     let end_at = total - tail_length + at as u64;
     let end = &tail[at..];
     let mut count = u64::from(u16_at(end, 10));
@@ -322,11 +325,9 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
         if u32_at(&record, 0) != ZIP64_END {
             return Err(bad(limit, "no zip64 end record where the locator says"));
         }
-        (count, length, start) = (
-            u64_at(&record, 32),
-            u64_at(&record, 40),
-            u64_at(&record, 48),
-        );
+        count = u64_at(&record, 32);
+        length = u64_at(&record, 40);
+        start = u64_at(&record, 48);
     }
     // If several archives follow each other, as in a file of DCP, the last one counts positions
     // from its own start. Its directory would then be looked for in another archive, so it must end
@@ -345,12 +346,15 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
     Ok((start, length, count))
 }
 
+/// Returns the error of a directory that ends inside the entry at a position.
+fn cut_short(here: u64) -> FormatError {
+    bad(here, "the directory is cut short")
+}
+
 /// Reads the directory's entry at `at`: name, record, and where the next one starts.
 fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), FormatError> {
     let here = start + at as u64;
-    let fixed = bytes
-        .get(at..at + 46)
-        .ok_or_else(|| bad(here, "the directory is cut short"))?;
+    let fixed = bytes.get(at..at + 46).ok_or_else(|| cut_short(here))?;
     if u32_at(fixed, 0) != DIRECTORY_ENTRY {
         return Err(bad(here, "not a directory entry"));
     }
@@ -358,21 +362,22 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
     let name_end = at + 46 + usize::from(name_length);
     let extra_end = name_end + usize::from(u16_at(fixed, 30));
     let next = extra_end + usize::from(u16_at(fixed, 32));
-    let name = bytes
+    let name_bytes = bytes
         .get(at + 46..name_end)
-        .ok_or_else(|| bad(here, "the directory is cut short"))?;
+        .ok_or_else(|| cut_short(here))?;
     let mut extra = bytes
         .get(name_end..extra_end)
-        .ok_or_else(|| bad(here, "the directory is cut short"))?;
+        .ok_or_else(|| cut_short(here))?;
     if next > bytes.len() {
-        return Err(bad(here, "the directory is cut short"));
+        return Err(cut_short(here));
     }
-    let name = std::str::from_utf8(name).map_err(|_| bad(here, "a record's name is not UTF-8"))?;
-    let plain = !name.contains(['\\', '\0'])
+    let name =
+        std::str::from_utf8(name_bytes).map_err(|_| bad(here, "a record's name is not UTF-8"))?;
+    let is_plain = !name.contains(['\\', '\0'])
         && name
             .split('/')
             .all(|part| !part.is_empty() && part != "." && part != "..");
-    if !plain {
+    if !is_plain {
         return Err(bad(here, "a record's name is not a plain relative path"));
     }
     let is_deflated = match u16_at(fixed, 10) {
@@ -380,26 +385,30 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
         DEFLATED => true,
         _ => return Err(bad(here, "the record is compressed in an unknown way")),
     };
-    let (stored32, full32, header32) = (u32_at(fixed, 20), u32_at(fixed, 24), u32_at(fixed, 42));
-    // Values that do not fit 32 bits are in the zip64 field, in this order.
-    let (mut stored, mut full, mut header) =
-        (u64::from(stored32), u64::from(full32), u64::from(header32));
+    let stored32 = u32_at(fixed, 20);
+    let full32 = u32_at(fixed, 24);
+    let header32 = u32_at(fixed, 42);
+    let mut stored = u64::from(stored32);
+    let mut full = u64::from(full32);
+    let mut header = u64::from(header32);
     while extra.len() >= 4 {
         let length = usize::from(u16_at(extra, 2));
         let Some(field) = extra.get(4..4 + length) else {
             break;
         };
         if u16_at(extra, 0) == ZIP64_EXTRA {
-            let mut values = field.chunks_exact(8).map(|value| u64_at(value, 0));
-            for (value, of) in [
+            let mut values = field.chunks_exact(8);
+            // Values that do not fit 32 bits are here, in this order.
+            for (value, value32) in [
                 (&mut full, full32),
                 (&mut stored, stored32),
                 (&mut header, header32),
             ] {
-                if of == IN_ZIP64 {
-                    *value = values
+                if value32 == IN_ZIP64 {
+                    let large = values
                         .next()
                         .ok_or_else(|| bad(here, "a zip64 value is missing"))?;
+                    *value = u64_at(large, 0);
                 }
             }
         }

@@ -8,15 +8,16 @@ use crate::algorithm::Initial;
 use crate::error::{NnError, Result};
 use crate::optimizer::{GroupUpdate, Optimizer};
 use crate::state::OptimStateError;
-use crate::state::entry::{EntryOptions, EntryPlan, Saved};
+use crate::state::entry::{EntryPlan, Saved};
 use crate::state::saved::SavedOptim;
 
-/// A load of optimizers in which the first thing that does not fit is an error of its own, rather
-/// than a line of the report.
-#[derive(Clone, Copy)]
-pub(super) struct Exact {
+/// A load into an optimizer that is not in use yet. The first value that does not fit is an error
+/// of its own, rather than a line of the report.
+pub(crate) struct ExactLoad {
     /// `true` if a trained parameter may lack state that others of its unit have.
-    pub(super) allow_missing_state: bool,
+    pub(crate) allow_missing_state: bool,
+    /// The arguments of the call, which must be the same on all ranks.
+    pub(crate) arguments: String,
 }
 
 /// The state and the groups that an optimizer is about to get.
@@ -37,7 +38,7 @@ impl Incoming {
         optimizer: &Optimizer,
         saved: &mut SavedOptim,
         cast: bool,
-        exact: Option<Exact>,
+        exact: Option<&ExactLoad>,
         report: &mut LoadReport,
     ) -> Result<Self> {
         // A parameter without state is reported once, not again for the group that does not name
@@ -58,23 +59,19 @@ impl Incoming {
             .iter()
             .find(|key| exact.is_some() && key.split('.').count() > 2)
         {
-            return Err(OptimStateError::MissingKey { key: key.clone() }.into());
+            return Err(OptimStateError::missing_key(key).into());
         }
         optimizer.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
-        let options = EntryOptions {
-            allow_missing: exact.is_none(),
-            cast,
-        };
         let mut plans = Vec::with_capacity(optimizer.locals().len());
-        for (index, local) in optimizer.locals().iter().enumerate() {
+        for local in optimizer.locals() {
             let fqns = local.fqns();
             let first = &fqns[0];
             let entries: Vec<_> = fqns
                 .iter()
                 .map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty()))
                 .collect();
-            let (algorithm, _) = &groups[optimizer.group_of_local(index)];
-            let plan = match EntryPlan::new(local, algorithm, &entries, options) {
+            let (algorithm, _) = &groups[local.group];
+            let plan = match EntryPlan::new(local, algorithm, &entries, exact.is_none(), cast) {
                 // The report is to have all misfits, so that the first one does not end the plan.
                 Err(error) if exact.is_none() => {
                     report
@@ -104,12 +101,11 @@ impl Incoming {
         match exact {
             // A FlatParameter's plan has compared its parameters already; original ones have a plan
             // each.
-            Some(Exact {
-                allow_missing_state,
-            }) if !allow_missing_state && optimizer.parameters().use_orig_params() => {
-                check_presence(optimizer, saved)?;
+            Some(exact) => {
+                if !exact.allow_missing_state && optimizer.parameters().use_orig_params() {
+                    check_presence(optimizer, saved)?;
+                }
             }
-            Some(_) => {}
             None => report
                 .missing
                 .extend(missing.into_iter().chain(lacks_state)),

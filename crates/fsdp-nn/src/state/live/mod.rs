@@ -12,7 +12,8 @@ use fsdp_state::{
     Memory, Mismatch, Schema, StateDict, StateError, StateValue, get_element, set_element,
 };
 
-use self::incoming::{Exact, Incoming};
+pub(crate) use self::incoming::ExactLoad;
+use self::incoming::Incoming;
 use super::entry::Home;
 use super::groups::number;
 use super::names::{OptimKey, names_that_count};
@@ -42,7 +43,7 @@ pub struct LiveTarget<'a> {
     rename: Box<Rename<'a>>,
     rename_in_optimizers: Box<Rename<'a>>,
     ignore_frozen: bool,
-    exact: Option<Exact>,
+    exact: Option<ExactLoad>,
     /// Arguments of the call that all ranks must pass alike, for people to read.
     arguments: String,
     /// The destinations of the wanted tensors, which hold their indices as `place`.
@@ -73,11 +74,11 @@ struct Destination {
     /// The memory that it goes to, and its kind; `None` if it gets fresh memory, which is taken
     /// over when it is filled.
     memory: Option<(StateValue, Home)>,
-    part: Part,
+    part: TargetPart,
 }
 
 /// The part of the target that a wanted tensor belongs to.
-enum Part {
+enum TargetPart {
     /// A parameter, by its own name.
     Parameter(String),
     /// A persistent buffer.
@@ -170,10 +171,8 @@ impl<'a> LiveTarget<'a> {
 
     /// Lets the load end with an error at the first value that does not fit the optimizers, instead
     /// of a report of all such values. The optimizers must not be in use yet.
-    pub(crate) const fn exact(mut self, allow_missing_state: bool) -> Self {
-        self.exact = Some(Exact {
-            allow_missing_state,
-        });
+    pub(crate) fn exact(mut self, exact: ExactLoad) -> Self {
+        self.exact = Some(exact);
         self
     }
 
@@ -215,7 +214,7 @@ impl<'a> LiveTarget<'a> {
                 &value,
                 load.options,
             );
-            self.add(wanted, value, Part::Parameter(fqn.to_owned()), plan);
+            self.add(wanted, value, TargetPart::Parameter(fqn.to_owned()), plan);
         }
         for (name, value) in persistent_buffers(parameters) {
             match named.remove(name) {
@@ -228,7 +227,7 @@ impl<'a> LiveTarget<'a> {
                         &value,
                         load.options,
                     );
-                    self.add(wanted, value, Part::Buffer, plan);
+                    self.add(wanted, value, TargetPart::Buffer, plan);
                 }
             }
         }
@@ -244,7 +243,7 @@ impl<'a> LiveTarget<'a> {
         &mut self,
         wanted: Result<Wanted, Mismatch>,
         value: StateValue,
-        part: Part,
+        part: TargetPart,
         plan: &mut Plan,
     ) {
         match wanted {
@@ -341,7 +340,7 @@ impl<'a> LiveTarget<'a> {
                         here,
                         load.options,
                     );
-                    self.add(wanted, here.clone(), Part::Value(path.clone()), plan);
+                    self.add(wanted, here.clone(), TargetPart::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
                     plan.report.mismatched.push(Mismatch {
@@ -414,14 +413,16 @@ impl Target for LiveTarget<'_> {
         };
         if self.is_live() {
             // On the next swap the loaded values would become the average.
-            if self.parameters.has_average() {
-                return Err(NnError::Swapped.into());
-            }
+            self.parameters.check_not_swapped()?;
             // Units that are gathered would continue with the old values.
             self.parameters.reshard()?;
         }
         let mut plan = Plan::default();
-        plan.common.arguments.clone_from(&self.arguments);
+        let arguments = match &self.exact {
+            Some(exact) => &exact.arguments,
+            None => &self.arguments,
+        };
+        plan.common.arguments.clone_from(arguments);
         if self.prefixes.model.is_some() {
             self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();
@@ -436,7 +437,7 @@ impl Target for LiveTarget<'_> {
         // since an average has the model's buffers too, whose names in the model count.
         plan.wanted.sort_by_key(|wanted| {
             let destination = &self.destinations[wanted.place];
-            let is_value = matches!(destination.part, Part::Value(_));
+            let is_value = matches!(destination.part, TargetPart::Value(_));
             (is_value, wanted.position)
         });
         Ok(plan)
@@ -454,11 +455,12 @@ impl Target for LiveTarget<'_> {
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {
         match &self.destinations[wanted.place].part {
-            &Part::Entry {
+            &TargetPart::Entry {
                 optimizer,
                 local,
                 ref name,
             } => {
+                // The copies that all parameters of a FlatParameter have are compared there.
                 let tensor = memory.into_value(true, &Device::Cpu)?;
                 if let (Some(plan), StateValue::Tensor(tensor)) =
                     (&mut self.incoming[optimizer].plans[local], tensor)
@@ -466,19 +468,22 @@ impl Target for LiveTarget<'_> {
                     plan.take_whole(&self.optimizers[optimizer].locals()[local], name, tensor)?;
                 }
             }
-            Part::UserState(path) => set_element(
+            TargetPart::UserState(path) => set_element(
                 &mut self.user_state,
                 path,
                 memory.into_value(true, &Device::Cpu)?,
             )?,
-            Part::Value(path) if matches!(memory, Memory::Raw { .. }) => {
+            TargetPart::Value(path) if matches!(memory, Memory::Raw { .. }) => {
                 set_element(
                     &mut self.new_values,
                     path,
                     memory.into_value(true, &Device::Cpu)?,
                 )?;
             }
-            Part::Parameter(_) | Part::Buffer | Part::EntryLike(_) | Part::Value(_) => {}
+            TargetPart::Parameter(_)
+            | TargetPart::Buffer
+            | TargetPart::EntryLike(_)
+            | TargetPart::Value(_) => {}
         }
         Ok(())
     }
@@ -496,16 +501,20 @@ impl Target for LiveTarget<'_> {
 
     fn wanted_on(&self, wanted: &Wanted, rank: usize) -> Option<Vec<TensorBox>> {
         match &self.destinations[wanted.place].part {
-            Part::Parameter(fqn) | Part::EntryLike(fqn) => self.parameters.boxes_on(fqn, rank).ok(),
-            Part::Buffer | Part::Entry { .. } => Some(vec![TensorBox::whole(&wanted.shape)]),
-            Part::UserState(_) | Part::Value(_) => None,
+            TargetPart::Parameter(fqn) | TargetPart::EntryLike(fqn) => {
+                self.parameters.boxes_on(fqn, rank).ok()
+            }
+            TargetPart::Buffer | TargetPart::Entry { .. } => {
+                Some(vec![TensorBox::whole(&wanted.shape)])
+            }
+            TargetPart::UserState(_) | TargetPart::Value(_) => None,
         }
     }
 
     fn commit(&mut self) -> Result<()> {
         // A backward of what was computed with the old values would be wrong.
         for destination in &self.destinations {
-            if let Part::Parameter(fqn) = &destination.part {
+            if let TargetPart::Parameter(fqn) = &destination.part {
                 self.parameters.begin_change(fqn)?;
             }
         }
@@ -543,7 +552,7 @@ fn ask_for(
     // its own.
     let is_same_on_all = !matches!(
         destination.part,
-        Part::Buffer | Part::UserState(_) | Part::Value(_)
+        TargetPart::Buffer | TargetPart::UserState(_) | TargetPart::Value(_)
     );
     plan.wanted.push(Wanted {
         place: destinations.len(),

@@ -5,7 +5,7 @@ use fsdp_state::engine::{Plan, Wanted};
 use fsdp_state::set_element;
 
 use super::incoming::Incoming;
-use super::{Destination, LiveTarget, Part, ask_for};
+use super::{Destination, LiveTarget, TargetPart, ask_for};
 use crate::error::Result;
 use crate::optimizer::Optimizer;
 use crate::state::OptimStateError;
@@ -44,7 +44,7 @@ impl LiveTarget<'_> {
                 optimizer,
                 &mut saved,
                 load.options.cast,
-                self.exact,
+                self.exact.as_ref(),
                 &mut plan.report,
             )?;
             for (local, (param, entry_plan)) in optimizer
@@ -65,10 +65,14 @@ impl LiveTarget<'_> {
                                 tensor.becomes,
                                 memory.boxes(),
                             );
-                            (wanted, Some((memory.into(), home)), Part::EntryLike(fqn))
+                            (
+                                wanted,
+                                Some((memory.into(), home)),
+                                TargetPart::EntryLike(fqn),
+                            )
                         }
                         None => {
-                            let part = Part::Entry {
+                            let part = TargetPart::Entry {
                                 optimizer: index,
                                 local,
                                 name: tensor.name,
@@ -107,7 +111,7 @@ impl LiveTarget<'_> {
             } else if let Some(wanted) = Wanted::whole(load.schema, position) {
                 let destination = Destination {
                     memory: None,
-                    part: Part::UserState(path),
+                    part: TargetPart::UserState(path),
                 };
                 ask_for(wanted, destination, &mut self.destinations, plan);
             }
@@ -123,6 +127,7 @@ fn holds(optimizers: &[&Optimizer], fqn: &str) -> bool {
 
 /// Refuses state and groups of parameters that no optimizer has.
 fn check_known(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
+    // The first by name, since the keys are in no order.
     let unknown = saved.states.keys().filter(|fqn| !holds(optimizers, fqn));
     if let Some(fqn) = unknown.min() {
         let count = optimizers
