@@ -194,7 +194,7 @@ impl Assembler {
             file,
             fqn.len() + pieces.len() * (PIECE_BYTES + 64 * shape.len()),
         )?;
-        let properties = TensorProperties::of(dtype);
+        let properties = TensorProperties::new(dtype);
         let fresh = || {
             Entry::Tensor(TensorEntry {
                 properties,

@@ -63,7 +63,7 @@ fn write_dcp(path: &Path) {
             stored: Some(stored),
         }];
         let entry = TensorEntry {
-            properties: TensorProperties::of(DType::U8),
+            properties: TensorProperties::new(DType::U8),
             shape: vec![BYTES],
             chunks,
         };

@@ -421,7 +421,7 @@ impl SafetensorsCheckpoint {
             let parts = parts
                 .ok_or_else(|| malformed(format!("the saved offsets of `{fqn}` make no sense")))?;
             let entry = self.metadata.entries.entry(fqn.clone()).or_insert_with(|| {
-                let properties = TensorProperties::of(info.dtype);
+                let properties = TensorProperties::new(info.dtype);
                 Entry::Tensor(TensorEntry {
                     properties,
                     shape: shape.clone(),
