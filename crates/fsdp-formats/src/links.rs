@@ -54,6 +54,7 @@ impl LinksInFolder {
                 let link = entry
                     .map_err(|error| FileError::io("list", folder, error))?
                     .path();
+                // A link that leads nowhere protects nothing.
                 if link.is_symlink()
                     && let Ok(target) = link.canonicalize()
                 {

@@ -84,7 +84,7 @@ fn tensors_of_every_dtype_survive() {
             let mut read = vec![0xee; payload.len()];
             let mut slot = Slot::new(whole.clone(), &mut read);
             stored
-                .read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &mut slot)
+                .read(&mut BlockReader::new(&bytes), 0, &whole, &mut slot)
                 .unwrap();
             assert_eq!(read, payload);
         }
@@ -289,13 +289,7 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
             let whole = TensorBox::whole(&stored.tensor.shape);
             let mut dst = vec![0; whole.numel() * stored.tensor.dtype.size_in_bytes() as usize];
             let mut slot = Slot::new(whole.clone(), &mut dst);
-            let _ = stored.read(
-                &mut BlockReader::new(&flipped),
-                0,
-                &whole,
-                &whole,
-                &mut slot,
-            );
+            let _ = stored.read(&mut BlockReader::new(&flipped), 0, &whole, &mut slot);
         }
     }
     for bit in 0..value.len() * 8 {

@@ -251,7 +251,8 @@ impl PartSink<'_> {
     fn take(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
-            // A write has whole blocks, or all that is left of the part.
+            // A write has whole blocks, or all that is left of the part. So no block is hashed in two
+            // pieces.
             let wanted = left.min(AT_ONCE.max(self.block)) as usize;
             let have = bytes.len() as u64;
             let direct = if have >= left {
@@ -260,6 +261,7 @@ impl PartSink<'_> {
                 have - have % self.block
             }
             .min(wanted as u64) as usize;
+            // Bytes that were collected before go first.
             if self.buffer.is_empty() && direct > 0 {
                 let (now, rest) = bytes.split_at(direct);
                 self.write(now)?;

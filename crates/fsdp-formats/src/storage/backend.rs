@@ -36,7 +36,9 @@ pub(crate) trait Storage: Send + Sync {
     fn parent(&self) -> Arc<dyn Storage>;
 
     /// Returns `true` if anything is here, a dangling link included.
-    fn exists(&self) -> Result<bool, FileError>;
+    fn exists(&self) -> Result<bool, FileError> {
+        Ok(self.kind()?.is_some())
+    }
 
     /// Returns the kind of the entry that is here; `None` if there is nothing.
     fn kind(&self) -> Result<Option<EntryKind>, FileError>;
@@ -66,7 +68,10 @@ pub(crate) trait Storage: Send + Sync {
     fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError>;
 
     /// Removes the objects of a save that was never committed. Returns `true` if there were any.
-    fn remove_uncommitted(&self) -> Result<bool, FileError>;
+    /// Leftovers of directories lie beside them: [`Storage::clean_stale`] removes those.
+    fn remove_uncommitted(&self) -> Result<bool, FileError> {
+        Ok(false)
+    }
 
     /// Lists what crashed saves to this place left beside it.
     fn stale(&self) -> Result<Vec<PathBuf>, FileError> {
@@ -137,11 +142,21 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Makes sure that no other save to this target writes files of the same names.
-    fn claim(&self) -> Result<(), FileError>;
+    /// Makes sure that no other save to this target writes files of the same names. There is
+    /// nothing to do where every save has a directory of its own.
+    fn claim(&self) -> Result<(), FileError> {
+        Ok(())
+    }
 
     /// Creates a file of this length. Subdirectories in `relative` are created.
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
+
+    /// Writes a small file whole, and makes it durable.
+    fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
+        let file = self.create(relative, bytes.len() as u64)?;
+        file.write_at(0, bytes)?;
+        file.finish()
+    }
 
     /// Adds a finished file of another checkpoint to this one, under the name `as_name`, without
     /// moving its bytes through this process. Returns `false` if the storage cannot do that.

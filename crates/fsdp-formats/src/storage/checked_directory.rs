@@ -228,6 +228,7 @@ impl CheckedDirectory {
             Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                 Ok(false)
             }
+            // A link, a directory or a file that may not be read is an error, and not an absence.
             Err(error) => Err(error),
         }
     }
@@ -254,6 +255,8 @@ impl CheckedDirectory {
         let opened = self.directory.file(relative)?;
         let integrity = self.integrity_of(relative)?.cloned();
         let file = Arc::new(self.checked(opened, relative, integrity));
+        // Which files are needed again is not known, so none is worth more than another. Readers that
+        // hold a file keep it open.
         if files.len() >= OPEN_FILES {
             files.clear();
         }

@@ -80,6 +80,7 @@ impl CheckedFile {
         if expected != length {
             return Err(self.corrupt(length.min(expected)..length.max(expected)));
         }
+        // A part ends with a block, because half a block cannot be checked.
         let mut parts = Vec::new();
         let mut start = 0;
         for block in integrity.blocks() {
@@ -134,6 +135,7 @@ impl CheckedFile {
         let mut blocks: Vec<HashedBlock> = Vec::new();
         let mut at = offset;
         while let Some(block) = integrity.block_at(at) {
+            // A block that is longer than what is read at once is still read whole.
             let is_too_much = !blocks.is_empty() && block.range.end - offset > self.bytes_per_read;
             if block.range.start != at || block.range.end > end || is_too_much {
                 break;

@@ -121,6 +121,7 @@ impl Durable {
             _ => tracing::Span::none(),
         }
         .entered();
+        // An error of the hook counts as one of the step, before it or after it.
         let outcome = match &self.hook {
             None => run(),
             Some(hook) => hook
@@ -226,6 +227,7 @@ impl Durable {
             self.files.rename_new(from, to)
         });
         match renamed {
+            // Another save was faster: that is told in the words of a target that exists.
             Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
                 Err(FileError::Exists {
                     path: to.to_owned(),
@@ -268,6 +270,7 @@ impl Durable {
     pub(super) fn remove_directory(&self, path: &Path) -> Result<(), FileError> {
         self.step(Step::Remove, "remove", path, || {
             match self.files.remove_directory(path) {
+                // Another process that cleans up at the same time may have been faster.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
                 other => other,
             }

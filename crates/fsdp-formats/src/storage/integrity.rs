@@ -150,6 +150,7 @@ impl FileIntegrity {
     /// Returns the block around this position.
     #[must_use]
     pub fn block_at(&self, offset: u64) -> Option<HashedBlock> {
+        // The last segment that begins at or before the position.
         let index = self
             .segments
             .partition_point(|segment| segment.offset <= offset)
@@ -159,6 +160,7 @@ impl FileIntegrity {
         if within >= segment.length {
             return None;
         }
+        // The last block of a segment may be shorter than the others.
         let block = within / segment.block;
         let start = segment.offset + block * segment.block;
         let end = (start + segment.block).min(segment.offset + segment.length);
@@ -326,6 +328,7 @@ impl Integrity {
         }
         let mut all_lines = before.split(|&byte| byte == b'\n');
         let header: HeaderLine = parse_line(all_lines.next())?;
+        // A later version may mean other hashes by the same lines.
         if header.format != "fsdp-integrity"
             || header.version > INTEGRITY_VERSION
             || header.hash != "xxh3-64"
@@ -342,6 +345,8 @@ impl Integrity {
             let line: FileLine<'_> = parse_line(Some(line))?;
             let mut file = FileIntegrity::default();
             for (length, block, digits) in line.segments {
+                // All lengths are checked before anything is allocated for them, and before a division
+                // by the block length.
                 let sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block);
                 if !sane || digits.len() as u64 != length.div_ceil(block).saturating_mul(16) {
                     return Err(malformed("a segment's lengths do not fit its hashes"));
@@ -369,6 +374,7 @@ impl Integrity {
         let mut lineage = None;
         if header.version > WITHOUT_DIGESTS {
             let line: DigestLine = parse_line(lines.next())?;
+            // Other programs read the root alone, so it must be right too.
             if line.root != line.digests.root() {
                 return Err(malformed("the digest of all is not that of the digests"));
             }

@@ -106,6 +106,7 @@ impl Location {
     /// Reads a URL; `None` if the text is a path.
     fn from_url(text: &str, settings: Settings) -> Option<Self> {
         let (scheme, rest) = text.split_once("://")?;
+        // A path such as `c://d` is not a URL.
         if !is_scheme(scheme) {
             return None;
         }
@@ -124,11 +125,13 @@ impl Location {
             return Some(Self::unusable(name, LocationError::Credentials));
         }
         if scheme == "file" {
+            // Another host than this one cannot be reached by a path.
             return Some(match authority {
                 "" | "localhost" => Self::from_path(PathBuf::from(format!("/{key}"))),
                 _ => Self::unusable(name, LocationError::Host),
             });
         }
+        // The rest are object stores, whose keys must be plain paths, as those in a checkpoint are.
         if !["s3", "gs", "az"].contains(&scheme) {
             return Some(Self::unusable(name, LocationError::Scheme));
         }
@@ -332,38 +335,15 @@ impl From<OsString> for Location {
     }
 }
 
-impl From<&OsStr> for Location {
-    fn from(text: &OsStr) -> Self {
-        PathBuf::from(text).into()
-    }
-}
-
-impl From<&Path> for Location {
-    fn from(path: &Path) -> Self {
-        path.to_owned().into()
-    }
-}
-
-impl From<&PathBuf> for Location {
-    fn from(path: &PathBuf) -> Self {
-        path.clone().into()
-    }
-}
-
-impl From<&str> for Location {
-    fn from(text: &str) -> Self {
+/// Borrowed texts and paths.
+impl<T: AsRef<OsStr> + ?Sized> From<&T> for Location {
+    fn from(text: &T) -> Self {
         PathBuf::from(text).into()
     }
 }
 
 impl From<String> for Location {
     fn from(text: String) -> Self {
-        PathBuf::from(text).into()
-    }
-}
-
-impl From<&String> for Location {
-    fn from(text: &String) -> Self {
         PathBuf::from(text).into()
     }
 }

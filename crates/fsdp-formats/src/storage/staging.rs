@@ -166,9 +166,7 @@ impl Staging {
     /// The errors of [`Staging::create`].
     #[doc(hidden)]
     pub fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
-        let file = self.create(relative, bytes.len() as u64)?;
-        file.write_at(0, bytes)?;
-        file.finish()
+        self.0.write(relative, bytes)
     }
 
     /// Checks that a directory can be published at the target: nothing is there, or a directory.

@@ -51,7 +51,12 @@
 //! let plans = [plan];
 //! let global = plan_save(&plans, PlanOptions::default())?;
 //! let staging = Durable::new().prepare(&target, false)?;
-//! let items = RankItems { rank: 0, plan: &plans[0], selection: &global.selections[0], source: &state };
+//! let items = RankItems {
+//!     rank: 0,
+//!     plan: &plans[0],
+//!     selection: &global.selections[0],
+//!     source: &state,
+//! };
 //! let written = write_rank(&staging, &items, &WriteOptions::default(), None)?;
 //! finish(staging, global.metadata, &[written], None)?;
 //!
@@ -333,6 +338,7 @@ pub fn finish_encoded(
         .flat_map(|rank| &rank.files)
         .map(|file| file.name.as_str())
         .collect();
+    // The caller's metadata must not name files that are not in this checkpoint.
     for (fqn, _, stored) in decoded.stored() {
         if !files.contains(stored.relative_path.as_str()) {
             return Err(FileError::NotStored {
@@ -362,6 +368,7 @@ pub(super) fn commit(
         digests: digests.clone(),
         lineage,
     };
+    // A rank that wrote elsewhere is found before anything is committed.
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(metadata);

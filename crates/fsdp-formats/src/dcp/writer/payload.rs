@@ -20,16 +20,6 @@ enum Task {
     Part { item: usize, start: u64, end: u64 },
 }
 
-impl Task {
-    /// Returns the large item that the task writes a part of.
-    const fn large_item(&self) -> Option<usize> {
-        match self {
-            Task::Batch { .. } => None,
-            Task::Part { item, .. } => Some(*item),
-        }
-    }
-}
-
 /// Writes all items, and returns the hashes of the file and each item's part in a digest.
 pub(super) fn write(
     file: &StagedFile,
@@ -43,7 +33,10 @@ pub(super) fn write(
     let done = in_parallel(
         &tasks,
         file.writers(threads),
-        Task::large_item,
+        |task| match task {
+            Task::Batch { .. } => None,
+            Task::Part { item, .. } => Some(*item),
+        },
         |task, buffer| run(file, layout, source, *task, buffer),
         |item, crc| {
             let frame = Frame::new(layout, item, crc);
@@ -69,6 +62,7 @@ fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
             }));
             continue;
         }
+        // A small item joins the batch of the item before it, as long as one write can take both.
         match tasks.last_mut() {
             Some(Task::Batch { first, count })
                 if *first + *count == index
@@ -108,9 +102,12 @@ fn run(
             buffer.clear();
             for placed in &layout.items[first..first + count] {
                 let start = buffer.len();
+                // Padding before an item is written and hashed with it.
                 buffer.resize((placed.offset - from) as usize, 0);
                 sums.push(small_item(placed, source, buffer)?);
-                hashes.extend(blocks(&buffer[start..]));
+                let segment = &buffer[start..];
+                let blocks = segment.chunks(block_length(segment.len() as u64) as usize);
+                hashes.extend(blocks.map(XxHash3_64::oneshot));
             }
             file.write_at(from, buffer)?;
             Ok(Done {
@@ -163,6 +160,7 @@ fn small_item(
     let start = buffer.len();
     let head = around.payload_offset() as usize;
     let length = around.payload_length();
+    // The head has the checksum of the payload, so it is filled in after the payload.
     buffer.resize(start + head, 0);
     let mut given = 0u64;
     source.payload(placed.fqn, bounds, 0..length, &mut |bytes| {
@@ -180,13 +178,6 @@ fn small_item(
     }
     buffer.extend_from_slice(&around.tail(crc));
     Ok(sum)
-}
-
-/// Hashes the blocks of a segment.
-fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
-    segment
-        .chunks(block_length(segment.len() as u64) as usize)
-        .map(XxHash3_64::oneshot)
 }
 
 /// The bytes around a large payload, which contain its checksum.
@@ -248,6 +239,7 @@ fn integrity<'t>(
             }
             Task::Part { item, end, .. } => {
                 let length = layout.items[item].payload_length();
+                // The parts of a payload come in order, and end with the last one.
                 crc.combine(&done.crc);
                 hashes.extend_from_slice(&done.hashes);
                 if end < length {

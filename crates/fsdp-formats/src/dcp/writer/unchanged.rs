@@ -184,8 +184,8 @@ pub fn unchanged_entries(
 
 impl RankWritten {
     /// Returns the report that this rank would have made if it had written `checkpoint`, limited to
-    /// the boxes of these sums, which are those of unchanged tensors. It is used for [`Before`] when
-    /// another process wrote the checkpoint.
+    /// the boxes of these sums, which are those of unchanged tensors. It is used for [`Before`]
+    /// when another process wrote the checkpoint.
     #[must_use]
     pub fn from_checkpoint(
         checkpoint: &dyn Checkpoint,

@@ -23,11 +23,6 @@ pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf
     Ok(found)
 }
 
-/// Returns `true` if an old version of `target`, which has been replaced, is still there.
-pub(super) fn has_old_version(files: &dyn FileSystem, target: &Path) -> Result<bool, FileError> {
-    Ok(!leftovers(files, target, "old")?.is_empty())
-}
-
 /// Gives the old versions that `target` has replaced the names of staging directories. This comes
 /// before `target` itself becomes an old version, because [`recover`] puts an old version back,
 /// which must be the last one. After this, no crash brings back a version that was removed.
@@ -71,7 +66,11 @@ pub(super) fn recover(durable: &Durable, target: &Path) -> Result<bool, FileErro
 }
 
 /// Lists the directories beside `target` that are called `.NAME.<kind>-<nonce>`, sorted.
-fn leftovers(files: &dyn FileSystem, target: &Path, kind: &str) -> Result<Vec<PathBuf>, FileError> {
+pub(super) fn leftovers(
+    files: &dyn FileSystem,
+    target: &Path,
+    kind: &str,
+) -> Result<Vec<PathBuf>, FileError> {
     let (parent, prefix) = staging_prefix(target)?;
     let prefix = format!("{prefix}{kind}-");
     let list = match files.list(&parent) {

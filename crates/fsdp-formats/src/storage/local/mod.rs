@@ -127,7 +127,7 @@ impl Storage for LocalStorage {
         // Once the checkpoint is gone, an old version beside it would count as what a crash has
         // left, and be put back.
         self.clean_stale(&durable)?;
-        if leftovers::has_old_version(&*self.files, &self.path)? {
+        if !leftovers::leftovers(&*self.files, &self.path, "old")?.is_empty() {
             return Ok(false);
         }
         // Removing takes many steps. One rename takes the checkpoint away first, to a name that
@@ -138,11 +138,6 @@ impl Storage for LocalStorage {
         durable.sync_directory(&parent)?;
         durable.remove_directory(&doomed)?;
         Ok(true)
-    }
-
-    fn remove_uncommitted(&self) -> Result<bool, FileError> {
-        // Leftovers of directories lie beside them; `clean_stale` removes those.
-        Ok(false)
     }
 
     fn stale(&self) -> Result<Vec<PathBuf>, FileError> {

@@ -78,6 +78,7 @@ impl LocalStage {
     /// Returns the staging directory that another process prepared.
     pub(super) fn join(durable: &Durable, target: &Path, name: &str) -> Result<Self, FileError> {
         let staging = Self::at(durable, target, name.to_owned(), true)?;
+        // The name came from another rank, and must not lead elsewhere.
         if name.starts_with("tmp-")
             && !name.contains('/')
             && durable.files().is_directory(&staging.directory)
@@ -115,17 +116,11 @@ impl LocalStage {
         self.durable.files().exists(path)
     }
 
-    /// Writes a small file whole, and fsyncs it.
-    fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
-        let file = self.create(relative, bytes.len() as u64)?;
-        file.write_at(0, bytes)?;
-        file.finish()
-    }
-
     /// Gives a new file or directory the permissions of the one that it replaces: what was private
     /// stays private.
     fn take_mode(&self, path: &Path) -> Result<(), FileError> {
         let files = self.durable.files();
+        // Where nothing is replaced, the permissions are those that the system gives to new files.
         let Ok(replaced) = files.status(&self.target, Links::Follow) else {
             return Ok(());
         };
@@ -146,6 +141,7 @@ impl LocalStage {
             return self.replace();
         }
         self.durable.rename_new(&self.directory, &self.target)?;
+        // The directory is the checkpoint now, so dropping the stage must not remove it.
         self.lock = None;
         self.durable.sync_directory(parent_of(&self.target))
     }
@@ -281,11 +277,6 @@ impl Stage for LocalStage {
 
     fn directory(&self) -> &Path {
         &self.directory
-    }
-
-    fn claim(&self) -> Result<(), FileError> {
-        // Every save has a directory of its own.
-        Ok(())
     }
 
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {

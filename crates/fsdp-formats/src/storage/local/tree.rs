@@ -16,6 +16,7 @@ pub(super) fn tree(files: &dyn FileSystem, root: &Path) -> Result<Vec<String>, F
     // Directories that are not listed yet, relative to the root.
     let mut directories = vec![String::new()];
     while let Some(directory) = directories.pop() {
+        // A file system can be made whose directories have no end.
         if directory.split('/').count() > MAX_LEVELS {
             return Err(refused(
                 root,

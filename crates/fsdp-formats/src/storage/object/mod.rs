@@ -79,12 +79,9 @@ impl Storage for ObjectStorage {
         ))
     }
 
-    fn exists(&self) -> Result<bool, FileError> {
-        Ok(self.kind()?.is_some())
-    }
-
     fn kind(&self) -> Result<Option<EntryKind>, FileError> {
         let prefix = self.open()?;
+        // An object of this very key counts more than objects below it.
         if prefix.head("")?.is_some() {
             return Ok(Some(EntryKind::File));
         }

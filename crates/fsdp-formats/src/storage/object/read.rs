@@ -97,6 +97,7 @@ impl ObjectFile {
     /// Fills `dst` with one request.
     async fn fill(&self, offset: u64, dst: &mut [u8]) -> Result<(), Error> {
         let range = offset..offset + dst.len() as u64;
+        // Bytes of another version would not fit those that were read before.
         let options = GetOptions::new()
             .with_range(Some(range))
             .with_if_match(self.version.clone());

@@ -129,11 +129,6 @@ impl ObjectStage {
         })
     }
 
-    /// Puts an object below the target.
-    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
-        put_new(&self.prefix, name, bytes, self.target())
-    }
-
     /// Puts the object of a single file to its key, and its sidecar beside it. The claim excludes
     /// other writers.
     fn put_single(
@@ -267,7 +262,8 @@ impl Stage for ObjectStage {
     fn claim(&self) -> Result<(), FileError> {
         // If several saves found nothing at the target, only one gets the claim. It contains the
         // nonce, which tells whose it is if the answer is lost.
-        self.put_new(CLAIM_FILE, self.nonce().as_bytes())?;
+        let nonce = self.nonce().as_bytes();
+        put_new(&self.prefix, CLAIM_FILE, nonce, self.target())?;
         self.unmarked()
             .push(Unmarked::Inside(CLAIM_FILE.to_owned()));
         Ok(())
@@ -357,7 +353,7 @@ impl Stage for ObjectStage {
     }
 
     fn commit(mut self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
-        if let Err(error) = self.put_new(marker, bytes) {
+        if let Err(error) = put_new(&self.prefix, marker, bytes, self.target()) {
             // If the outcome is unknown, the marker may exist, or appear later, so the files that
             // it names must stay.
             self.cleans &= !matches!(error, FileError::CommitUnknown { .. });

@@ -168,6 +168,7 @@ impl Upload {
 
     /// Sends what is left; holes are zeros. Afterwards only the last request is missing.
     fn flush(&self) -> Result<Vec<PartId>, FileError> {
+        // An object of one request has no parts to send.
         if self.id.is_none() {
             return Ok(Vec::new());
         }
@@ -175,15 +176,11 @@ impl Upload {
         for index in 0..self.length.div_ceil(self.part) {
             if let Some(part) = begun.remove(&index) {
                 self.send(index, part.bytes)?;
-            } else if !self.is_sent(index) {
+            } else if !self.parts().sent.contains_key(&index) {
                 self.send(index, vec![0; self.part_length(index) as usize])?;
             }
         }
         self.wait_for_sent()
-    }
-
-    fn is_sent(&self, index: u64) -> bool {
-        self.parts().sent.contains_key(&index)
     }
 
     /// Waits for the parts that are under way.
