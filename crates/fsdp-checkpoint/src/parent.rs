@@ -13,8 +13,8 @@ use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
 use tracing::debug;
 
-use crate::CheckpointError;
 use crate::catalog::list_checkpoints;
+use crate::error::CheckpointError;
 use crate::plan::{PLANNER, Planned};
 use crate::rounds::gather_in_rounds;
 

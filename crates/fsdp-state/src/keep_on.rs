@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use crate::StateError;
+use crate::error::StateError;
 
 /// The ranks of a group that keep a result; the others take part and get nothing. torch's
 /// `ranks_only`.
