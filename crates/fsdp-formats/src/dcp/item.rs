@@ -235,7 +235,7 @@ impl StoredTensor {
 
     /// Reads the part of the tensor that lies in the box of a slot. The item holds the box `bounds`
     /// of the whole tensor.
-    pub fn read<S: ReadAt + ?Sized>(
+    pub(crate) fn read<S: ReadAt + ?Sized>(
         &self,
         reader: &mut BlockReader<'_, S>,
         item_offset: u64,
