@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use fsdp_digest::{Digest, StateDigest, Sum};
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::TensorBox;
 
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
@@ -25,7 +25,6 @@ struct Job<'a> {
     /// The position of the tensor.
     tensor: usize,
     fqn: &'a str,
-    dtype: DType,
     shape: &'a [usize],
     /// The bytes of the part, in the string of the tensor's bytes.
     range: Range<u64>,
@@ -59,7 +58,6 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
                 jobs.extend(ranges.map(|range| Job {
                     tensor: tensors.len(),
                     fqn,
-                    dtype,
                     shape,
                     range,
                 }));
@@ -137,7 +135,6 @@ impl Job<'_> {
         stream(
             checkpoint,
             self.fqn,
-            self.dtype,
             &whole,
             self.range.clone(),
             &mut |bytes| {
