@@ -13,8 +13,11 @@ use fsdp_state::{
 };
 use tracing::info_span;
 
+use crate::error::CheckpointError;
+use crate::progress::SaveProgress;
+use crate::save::SaveReport;
 use crate::save::{SaveRequest, Saver, with_storage_deadline};
-use crate::{CheckpointError, KeptUnchanged, SaveProgress, SaveReport};
+use crate::stateful::KeptUnchanged;
 
 /// The results of a background save: its buffers and its plan, to be used again, and its outcome.
 type Finished = (StateDict, Saver, Result<SaveReport, CheckpointError>);

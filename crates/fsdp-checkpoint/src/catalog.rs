@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use fsdp_formats::Location;
 use fsdp_formats::metadata::METADATA_FILE;
 
-use crate::CheckpointError;
+use crate::error::CheckpointError;
 
 /// A committed checkpoint of a run.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

@@ -18,13 +18,16 @@ use tracing::warn;
 
 use crate::background::BackgroundSaver;
 use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
+use crate::error::CheckpointError;
 use crate::error::broadcast_result;
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
+use crate::progress::SaveProgress;
 use crate::retention::{Retention, prune_up_to};
+use crate::save::{SaveOptions, SaveReport};
 use crate::save::{SaveRequest, with_storage_deadline};
-use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport, Stateful};
+use crate::stateful::Stateful;
 
 /// The name of a checkpoint: the number of steps done, for one in the run's directory, or a path or
 /// URL anywhere.
@@ -219,7 +222,7 @@ impl Checkpointer {
     /// removes old checkpoints. One that is not a step of the run, or that has no digest, becomes
     /// no parent.
     fn record_save(&mut self, step: Option<u64>, report: &SaveReport) {
-        self.parent = Parent::of(step, report.digest).or(self.parent);
+        self.parent = Parent::new(step, report.digest).or(self.parent);
         self.start_pruning(step);
     }
 
@@ -437,7 +440,7 @@ impl Checkpointer {
             // parent: what this run saved or loaded before is not its parent, because the state now
             // comes from elsewhere.
             None => (
-                Parent::of(recorded, checkpoint.digests().map(StateDigest::root)),
+                Parent::new(recorded, checkpoint.digests().map(StateDigest::root)),
                 Some(path),
             ),
         };

@@ -281,7 +281,7 @@ mod tests {
 
     fn tensor() -> TensorEntry {
         TensorEntry {
-            properties: TensorProperties::of(DType::U8),
+            properties: TensorProperties::new(DType::U8),
             shape: vec![4],
             chunks: Vec::new(),
         }

@@ -5,7 +5,8 @@ use fsdp_comm::ProcessGroup;
 use fsdp_digest::StateDigest;
 use fsdp_state::{LoadError as _, digest_state_dict};
 
-use crate::{CheckpointError, Stateful};
+use crate::error::CheckpointError;
+use crate::stateful::Stateful;
 
 /// Returns the digests of everything in a run's state, by name: those that its checkpoint has, in
 /// any format and saved by any number of ranks (`fsdp digest`,

@@ -12,7 +12,7 @@ use fsdp_nn::torch::StateDictOptions;
 use fsdp_nn::{FsdpConfig, FullyShardedDataParallel, Scope};
 use fsdp_state::{LoadError as _, LoadOptions, Schema, Source as _, StateError, load_state};
 
-use crate::CheckpointError;
+use crate::error::CheckpointError;
 use crate::load::open;
 use crate::save::with_storage_deadline;
 use crate::source::CheckpointSource;
@@ -159,7 +159,7 @@ mod tests {
     use fsdp_state::StateDict;
 
     use super::*;
-    use crate::{SaveOptions, save};
+    use crate::save::{SaveOptions, save};
 
     #[test]
     fn each_rank_reads_only_its_part() {

@@ -12,7 +12,7 @@ use fsdp_state::{
 };
 use tracing::info_span;
 
-use crate::CheckpointError;
+use crate::error::CheckpointError;
 use crate::save::with_storage_deadline;
 use crate::source::CheckpointSource;
 

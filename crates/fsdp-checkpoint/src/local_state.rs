@@ -17,7 +17,7 @@ use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
 use twox_hash::XxHash3_64;
 
-use crate::CheckpointError;
+use crate::error::CheckpointError;
 use crate::progress::SaveProgress;
 
 /// The values that a rank holds, by their flat keys: what a save plans with, and the source from

@@ -13,8 +13,8 @@ use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
 use tracing::debug;
 
-use crate::CheckpointError;
 use crate::catalog::list_checkpoints;
+use crate::error::CheckpointError;
 use crate::plan::{PLANNER, Planned};
 use crate::rounds::gather_in_rounds;
 
@@ -38,7 +38,7 @@ pub(crate) fn written_before(
     let Planned { local, cached, .. } = planned;
     let computed =
         box_sums(&local.plan, &cached.selection, local, threads).map_err(CheckpointError::from);
-    let sums = CheckpointError::agree(group, "save: digest", None, computed)?;
+    let mut sums = CheckpointError::agree(group, "save: digest", None, computed)?;
     let gathered = gather_in_rounds(group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
     // A parent that is gone, or another by now, is not an error: then everything is written.
     let checkpoint = open_parent(parent, digest);
@@ -52,13 +52,13 @@ pub(crate) fn written_before(
     let Some((checkpoint, _)) = checkpoint else {
         return Ok(RankWritten::default());
     };
-    Ok(RankWritten::of_checkpoint(
+    sums.retain(|sum| unchanged.contains(&sum.entry));
+    Ok(RankWritten::from_checkpoint(
         &*checkpoint,
         group.rank(),
         &local.plan,
         &cached.selection,
         &sums,
-        &unchanged,
     ))
 }
 
@@ -104,6 +104,6 @@ fn find_parent(run: &Location, step: u64) -> Option<(Parent, String)> {
         .inspect_err(|error| debug!(path = %path, %error, "cannot read the parent"))
         .ok()?;
     let step = checkpoint.lineage().map(|lineage| lineage.step);
-    let parent = Parent::of(step, checkpoint.digests().map(StateDigest::root))?;
+    let parent = Parent::new(step, checkpoint.digests().map(StateDigest::root))?;
     Some((parent, path.name().file_name()?.to_str()?.to_owned()))
 }

@@ -10,8 +10,8 @@ use fsdp_formats::storage::{Durable, clean_stale};
 use fsdp_formats::{FileError, Location};
 use tracing::{info, info_span, warn};
 
-use crate::CheckpointError;
 use crate::catalog::{StepCheckpoint, list_steps, step_name, steps_with_leftovers};
+use crate::error::CheckpointError;
 
 /// The rule for which checkpoints of a run are kept when a new one has been saved. Without
 /// `keep_last`, all are.

@@ -10,7 +10,7 @@ use fsdp_formats::checkpoint::check_replaceable;
 use fsdp_formats::lineage::Lineage;
 use fsdp_formats::plan::{Deduplicate, GlobalPlan, plan_part};
 use fsdp_formats::storage::{Durable, Staging, clean_stale};
-use fsdp_formats::writer::{Before, RankWritten, WriteOptions, finish, write_changed, write_rank};
+use fsdp_formats::writer::{Before, RankItems, RankWritten, WriteOptions, finish, write_rank};
 use fsdp_state::{LoadError as _, StateDict};
 use tracing::{debug, info_span};
 
@@ -295,17 +295,13 @@ impl Saver {
         };
         let outcome = request.in_staging(staging.as_ref(), &name, |staging| {
             let _span = info_span!("write", rank, bytes = cached.rank_bytes).entered();
-            let plan = &local.plan;
-            let selection = &cached.selection;
-            let written = write_changed(
-                staging,
+            let items = RankItems {
                 rank,
-                plan,
-                selection,
-                local,
-                &write_options,
-                before,
-            )?;
+                plan: &local.plan,
+                selection: &cached.selection,
+                source: local,
+            };
+            let written = write_rank(staging, &items, &write_options, before)?;
             // Linked bytes need no writing, so they count as done.
             options.progress.add(written.linked_bytes);
             Ok(written)
@@ -398,7 +394,13 @@ pub(crate) fn save_part(
         threads: Some(threads),
         digests: false,
     };
-    let written = write_rank(&staging, rank, &local.plan, selection, local, &options)?;
+    let items = RankItems {
+        rank,
+        plan: &local.plan,
+        selection,
+        source: local,
+    };
+    let written = write_rank(&staging, &items, &options, None)?;
     let bytes = written.payload_bytes;
     finish(staging, metadata, &[written], None)?;
     Ok(bytes)

@@ -15,8 +15,8 @@ use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
 use fsdp_state::{Leaf, Lend, LoadError as _, Memory, Schema, Source, StateValue, lent_bytes};
 use indexmap::IndexMap;
 
-use crate::CheckpointError;
 use crate::compare::{Comparison, check_value};
+use crate::error::CheckpointError;
 use crate::shared_read::{JoinedBoxes, replicas};
 use crate::threads::{Access, threads};
 

@@ -18,7 +18,7 @@ use fsdp_state::{
     StateValue, flatten_state_dict, is_part_of, load_state, set_element,
 };
 
-use crate::CheckpointError;
+use crate::error::CheckpointError;
 use crate::load::{LOAD, fill};
 use crate::source::CheckpointSource;
 
@@ -289,8 +289,13 @@ impl<M> TrainState<M> {
             // A checkpoint that holds no more than a model has its names without the key.
             let takes_model = options.includes(MODEL) && model_prefix(source.schema()).is_empty();
             (source, _) = source.without(|key| {
-                let is_model = takes_model && !is_part_of(key, OPTIM);
-                !is_model && !options.includes(key)
+                // Model and optimizers are taken as a whole.
+                let part = [MODEL, OPTIM]
+                    .into_iter()
+                    .find(|part| is_part_of(key, part))
+                    .unwrap_or(key);
+                let is_model = takes_model && part != OPTIM;
+                !is_model && !options.includes(part)
             });
         }
         // Step 2: leave out what a load that is not strict need not take.

@@ -159,7 +159,8 @@ impl Batches {
             ranks,
             accumulation,
         } = *self;
-        // Each backward of each rank needs a row, or ranks would wait for gradients that never come.
+        // Each backward of each rank needs a row, or ranks would wait for gradients that never
+        // come.
         let parts = ranks.saturating_mul(accumulation);
         if parts == 0 || batch < parts {
             return Err(DataError::TooFewRows {

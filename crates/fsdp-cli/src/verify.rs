@@ -9,7 +9,6 @@ use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::ErrorKind;
 use fsdp_layout::with_causes;
-use fsdp_tools::sign::Signed;
 use fsdp_tools::verify::{self, Level, Report};
 use serde::Serialize;
 
@@ -126,7 +125,13 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     // early it has this error as its only problem.
     let json = arguments.work.json;
     // Check the signature first: until then nothing in the files can be trusted.
-    let signed = match signature(arguments) {
+    let checked = match (&arguments.signature, &arguments.public_key) {
+        (Some(signature), Some(key)) => {
+            sign::check(&arguments.path, signature, key, &arguments.work).map(Some)
+        }
+        _ => Ok(None),
+    };
+    let signed = match checked {
         Err(error) => {
             if json {
                 let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
@@ -220,14 +225,6 @@ fn report_only_problem(path: String, error: String) -> Result<()> {
         error,
     });
     output::read_or_not(output::json(&finding))
-}
-
-/// Checks the signature, if one is asked for.
-fn signature(arguments: &VerifyArguments) -> Result<Option<Signed>> {
-    let (Some(signature), Some(key)) = (&arguments.signature, &arguments.public_key) else {
-        return Ok(None);
-    };
-    sign::check(&arguments.path, signature, key, &arguments.work).map(Some)
 }
 
 /// Returns the number of bytes of all items, as stored.

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::CommError;
+use crate::error::CommError;
 
 /// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in
 /// errors and [`Members::global_ranks`].

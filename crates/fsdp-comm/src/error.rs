@@ -8,7 +8,7 @@ use fsdp_layout::{DType, ErrorKind, Failure};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::ReduceOp;
+use crate::reduce::ReduceOp;
 
 /// The longest message, in bytes, that is sent to other ranks about one rank's failure. Longer ones
 /// are cut.

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::CommError;
 use crate::backend::{Backend, Members, Planner, Round};
+use crate::error::CommError;
 use crate::sync::lock;
 
 /// A simulated network link: bytes from other ranks arrive as late as over a link of this speed.

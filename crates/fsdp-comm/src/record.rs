@@ -7,8 +7,8 @@ use std::fmt;
 use fsdp_layout::{DType, ErrorKind, Failure};
 use serde::{Deserialize, Serialize};
 
-use crate::ReduceOp;
 use crate::error::{CommError, bounded};
+use crate::reduce::ReduceOp;
 use crate::wire;
 
 macro_rules! operations {

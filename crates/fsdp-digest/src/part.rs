@@ -3,7 +3,7 @@
 use fsdp_layout::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::{Digest, Sum};
+use crate::sum::{Digest, Sum};
 
 /// The part of one rank, or of one file, in the digest of a tensor or a value. Parts add up, in any
 /// order.

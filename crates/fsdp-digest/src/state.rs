@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
-use crate::Digest;
+use crate::sum::Digest;
 
 /// The digests of all tensors and values of a state dict or a checkpoint, by their flat keys.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]

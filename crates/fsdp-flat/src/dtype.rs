@@ -2,7 +2,7 @@
 
 use fsdp_layout::DType;
 
-use crate::FlatError;
+use crate::error::FlatError;
 
 /// Returns the dtype of files and state dicts for a candle dtype; `None` for candle's dummy types
 /// (6-bit floats).

@@ -3,7 +3,8 @@
 use candle_core::Tensor;
 use fsdp_layout::FlatLayout;
 
-use crate::{FlatError, ShardedTensor};
+use crate::error::FlatError;
+use crate::sharded::ShardedTensor;
 
 /// One rank's shard of a FlatParameter, and the place of each parameter in it. In torch, this is
 /// split between `FlatParameter` and `FlatParamHandle`.
@@ -114,7 +115,7 @@ impl FlatParameter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{flatten_tensors, get_shard};
+    use crate::flatten::{flatten_tensors, get_shard};
     use candle_core::Device;
     use fsdp_layout::TensorBox;
     use proptest::prelude::*;

@@ -7,8 +7,9 @@ use fsdp_layout::flat::{ALIGNMENT_PADDING_VALUE, FlatEntry};
 use fsdp_layout::shard::chunk_range;
 
 use crate::dtype::file_dtype;
+use crate::error::FlatError;
 use crate::storage::{HostSlice, HostSliceMut, zeros};
-use crate::{FlatError, with_float};
+use crate::with_float;
 
 /// Concatenates tensors in the order and with the padding of `layout`: torch's `flatten_tensors`.
 ///

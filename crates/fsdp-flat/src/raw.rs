@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fsdp_layout::{DType, boxes::checked_numel};
 
-use crate::FlatError;
+use crate::error::FlatError;
 
 /// A whole tensor as row-major little-endian bytes. Cloning shares the bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,8 +4,10 @@ use candle_core::{Device, Tensor};
 use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{DType, TensorBox};
 
+use crate::error::FlatError;
+use crate::non_temporal::non_temporal_copy;
 use crate::storage::{HostBytes, HostBytesMut, is_same_view, owned_copy, share_storage, zeros};
-use crate::{FlatError, dtype, non_temporal_copy, storage};
+use crate::{dtype, storage};
 
 /// One box of a [`ShardedTensor`] and its elements.
 #[derive(Debug, Clone)]

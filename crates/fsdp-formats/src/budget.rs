@@ -52,6 +52,7 @@ impl Budget {
                 Ok(())
             }
             None => {
+                // All that was asked for so far, with this.
                 let value = (self.limit - self.left).saturating_add(bytes);
                 Err(OverBudget {
                     what,
@@ -69,12 +70,15 @@ impl Budget {
         json: &[u8],
     ) -> Result<(), OverBudget> {
         const ELEMENT: u64 = 48;
-        let (mut elements, mut is_text, mut is_escaped) = (0u64, false, false);
+        let mut elements = 0u64;
+        let mut is_text = false;
+        let mut is_escaped = false;
         for &byte in json {
             match byte {
                 _ if is_escaped => is_escaped = false,
                 b'\\' if is_text => is_escaped = true,
                 b'"' => is_text = !is_text,
+                // These come before an element each, or before the value of a key.
                 b',' | b':' | b'[' | b'{' if !is_text => elements += 1,
                 _ => {}
             }

@@ -5,8 +5,8 @@ use fsdp_layout::{ErrorKind, TensorBox, with_causes};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::Checkpoint;
 use crate::kind::kind_of;
-use crate::metadata::{Entry, Replica, StorageInfo, TensorEntry};
-use crate::plan::{ChunkError, validate_chunks};
+use crate::metadata::{BytesEntry, Chunk, Entry, Replica, StorageInfo, TensorEntry};
+use crate::plan::{validate_chunks, validate_cover};
 use crate::threads::on_each;
 
 /// A problem with the contents of a checkpoint.
@@ -101,37 +101,19 @@ pub fn is_complete(checkpoint: &dyn Checkpoint, threads: usize) -> Result<bool, 
 pub fn check_metadata(checkpoint: &dyn Checkpoint) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (fqn, entry) in &checkpoint.metadata().entries {
-        match entry {
-            Entry::Bytes(bytes) => {
-                if bytes.stored.is_none() {
-                    let error = FileError::NotStored { fqn: fqn.clone() };
-                    problems.push(Problem::with_key(fqn, None, &error));
-                }
+        if let Entry::Tensor(tensor) = entry {
+            let boxes = tensor.chunks.iter().map(|chunk| &chunk.bounds);
+            if let Err(error) = validate_cover(&tensor.shape, boxes) {
+                problems.push(Problem::with_key(fqn, None, &error));
             }
-            Entry::Tensor(tensor) => {
-                let covered = validate_chunks(
-                    &tensor.shape,
-                    tensor.chunks.iter().map(|chunk| &chunk.bounds),
-                );
-                match covered {
-                    Err(error) => problems.push(Problem::with_key(fqn, None, &error)),
-                    Ok(covered) => {
-                        let numel = TensorBox::whole(&tensor.shape).numel();
-                        if covered != numel {
-                            let error = ChunkError::Incomplete { covered, numel };
-                            problems.push(Problem::with_key(fqn, None, &error));
-                        }
-                    }
-                }
-                if tensor
-                    .chunks
-                    .iter()
-                    .any(|chunk| !chunk.bounds.is_empty() && chunk.stored.is_none())
-                {
-                    let error = FileError::NotStored { fqn: fqn.clone() };
-                    problems.push(Problem::with_key(fqn, None, &error));
-                }
-            }
+        }
+        // An empty chunk has no bytes that could be stored.
+        let is_missing = entry.items().any(|(bounds, stored)| {
+            stored.is_none() && !bounds.is_some_and(|bounds| bounds.is_empty())
+        });
+        if is_missing {
+            let error = FileError::NotStored { fqn: fqn.clone() };
+            problems.push(Problem::with_key(fqn, None, &error));
         }
     }
     problems
@@ -144,77 +126,75 @@ pub fn check_metadata(checkpoint: &dyn Checkpoint) -> Vec<Problem> {
 /// Files outside of the checkpoint's directory ([`FileError::Path`]).
 pub fn check_items(checkpoint: &dyn Checkpoint, threads: usize) -> Result<ItemFindings, FileError> {
     let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
-    let parts = on_each(
-        &entries,
-        threads,
-        |(fqn, entry)| -> Result<ItemFindings, FileError> {
-            let mut part = ItemFindings::default();
-            match entry {
-                Entry::Bytes(bytes) => match refuse_paths(checkpoint.read_value(fqn))? {
-                    Ok(_) => {}
-                    Err(error) => match error.opaque_type() {
-                        Some(of) => part.opaque.push(((*fqn).clone(), of)),
-                        None => {
-                            part.problems.push(Problem::with_key(
-                                fqn,
-                                bytes.stored.as_ref(),
-                                &error,
-                            ));
-                        }
-                    },
-                },
-                Entry::Tensor(tensor) => chunk_ends(checkpoint, fqn, tensor, &mut part)?,
-            }
-            Ok(part)
-        },
-    );
+    let outcomes = on_each(&entries, threads, |(fqn, entry)| {
+        let mut found = ItemFindings::default();
+        match entry {
+            Entry::Bytes(bytes) => check_value(checkpoint, fqn, bytes, &mut found),
+            Entry::Tensor(tensor) => check_chunk_ends(checkpoint, fqn, tensor, &mut found),
+        }
+        .map(|()| found)
+    });
     let mut findings = ItemFindings::default();
-    for part in parts {
-        let part = part?;
-        findings.problems.extend(part.problems);
-        findings.opaque.extend(part.opaque);
+    for outcome in outcomes {
+        let found = outcome?;
+        findings.problems.extend(found.problems);
+        findings.opaque.extend(found.opaque);
     }
     Ok(findings)
 }
 
+/// Reads a value.
+fn check_value(
+    checkpoint: &dyn Checkpoint,
+    fqn: &str,
+    value: &BytesEntry,
+    findings: &mut ItemFindings,
+) -> Result<(), FileError> {
+    if let Err(error) = refuse_paths(checkpoint.read_value(fqn))? {
+        match error.opaque_type() {
+            Some(of) => findings.opaque.push((fqn.to_owned(), of)),
+            None => {
+                let problem = Problem::with_key(fqn, value.stored.as_ref(), &error);
+                findings.problems.push(problem);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Reads the last element of each chunk of a tensor: if that is there, the whole chunk is.
-fn chunk_ends(
+fn check_chunk_ends(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
     tensor: &TensorEntry,
     findings: &mut ItemFindings,
 ) -> Result<(), FileError> {
     // Chunks that do not make up their tensor have been reported, and cannot be read.
-    if validate_chunks(
-        &tensor.shape,
-        tensor.chunks.iter().map(|chunk| &chunk.bounds),
-    )
-    .is_err()
-    {
+    let boxes = tensor.chunks.iter().map(|chunk| &chunk.bounds);
+    if validate_chunks(&tensor.shape, boxes).is_err() {
         return Ok(());
     }
     let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
     let mut opaque = None;
-    for chunk in tensor
-        .chunks
-        .iter()
-        .filter(|chunk| !chunk.bounds.is_empty())
-    {
-        let Some(stored) = &chunk.stored else {
+    for Chunk { bounds, stored } in &tensor.chunks {
+        // What is stored nowhere has been reported too.
+        let Some(stored) = stored else {
             continue;
         };
-        let at = chunk
-            .bounds
+        if bounds.is_empty() {
+            continue;
+        }
+        let at = bounds
             .offsets
             .iter()
-            .zip(&chunk.bounds.sizes)
+            .zip(&bounds.sizes)
             .map(|(offset, size)| offset + size - 1);
-        let last = TensorBox::new(at.collect(), vec![1; chunk.bounds.rank()]);
+        let last = TensorBox::new(at.collect(), vec![1; bounds.rank()]);
         // Read this chunk alone. An ordinary read would plan over all chunks, for each of them
         // again.
         let this = Replica {
             fqn: fqn.to_owned(),
-            bounds: Some(chunk.bounds.clone()),
+            bounds: Some(bounds.clone()),
             stored: stored.clone(),
         };
         let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? else {

@@ -15,13 +15,13 @@ use crate::formats::lookup::quantizer_key;
 use crate::formats::opaque::digest_of_opaque;
 use crate::formats::stream::{check_expansion, stream};
 use crate::metadata::Entry;
-use crate::threads::on_threads;
+use crate::threads::{lock, on_threads, unlocked};
 
 /// The bytes that a thread digests of one tensor before it takes the next piece of work.
 const PIECE: u64 = 64 << 20;
 
 /// A part of a tensor that one thread digests.
-struct Job<'a> {
+struct PartToDigest<'a> {
     /// The position of the tensor.
     tensor: usize,
     fqn: &'a str,
@@ -44,23 +44,27 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     for (fqn, entry) in entries {
         match entry {
             Entry::Bytes(_) => {
-                _ = digests.insert(fqn, Digest::of_value(&checkpoint.describe_value(fqn)?))
+                let value = checkpoint.describe_value(fqn)?;
+                digests.insert(fqn, Digest::of_value(&value));
             }
             Entry::Tensor(_) if checkpoint.opaque_type(fqn)?.is_some() => {
                 digests.insert(fqn, digest_of_opaque(checkpoint, fqn)?);
             }
             Entry::Tensor(tensor) => {
-                let (dtype, shape) = (tensor.properties.dtype, tensor.shape.as_slice());
+                let dtype = tensor.properties.dtype;
+                let shape = tensor.shape.as_slice();
                 let bytes = TensorBox::whole(shape).numel() as u64 * dtype.size_in_bytes();
                 check_expansion(checkpoint, fqn, bytes)?;
-                let starts = (0..bytes).step_by(PIECE as usize);
-                let ranges = starts.map(|start| start..bytes.min(start + PIECE));
-                jobs.extend(ranges.map(|range| Job {
-                    tensor: tensors.len(),
-                    fqn,
-                    shape,
-                    range,
-                }));
+                jobs.extend(
+                    (0..bytes)
+                        .step_by(PIECE as usize)
+                        .map(|start| PartToDigest {
+                            tensor: tensors.len(),
+                            fqn,
+                            shape,
+                            range: start..bytes.min(start + PIECE),
+                        }),
+                );
                 tensors.push((fqn, dtype, shape));
             }
         }
@@ -72,19 +76,13 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     on_threads(threads.clamp(1, jobs.len().max(1)), || {
         while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
             let sum = job.sum(checkpoint)?;
-            sums[job.tensor]
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner)
-                .add(sum);
+            lock(&sums[job.tensor]).add(sum);
         }
         Ok(())
     })?;
     // Step 3: turn each sum into a digest.
     for ((fqn, dtype, shape), sum) in tensors.into_iter().zip(sums) {
-        let sum = sum
-            .into_inner()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
-        digests.insert(fqn, sum.finish(dtype, shape));
+        digests.insert(fqn, unlocked(sum).finish(dtype, shape));
         if let Some((name, digest)) = digest_of_quantizer(checkpoint, fqn)? {
             digests.insert(name, digest);
         }
@@ -126,7 +124,7 @@ pub fn check_copy(
     })
 }
 
-impl Job<'_> {
+impl PartToDigest<'_> {
     /// Returns the sum over the part.
     fn sum(&self, checkpoint: &dyn Checkpoint) -> Result<Sum, FileError> {
         let mut sum = Sum::default();

@@ -432,15 +432,11 @@ impl FileError {
         }
     }
 
-    /// Returns a function that makes an error of this operation on this path.
-    pub(crate) fn io(
-        operation: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(io::Error) -> Self {
-        let path = path.into();
-        move |source| FileError::Io {
+    /// Makes the error of this operation on this path.
+    pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
+        FileError::Io {
             operation,
-            path,
+            path: path.into(),
             source,
         }
     }

@@ -108,12 +108,12 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
             link.name.clone(),
         )
     });
-    note(&mut links);
+    add_notes(&mut links);
     Ok(links)
 }
 
 /// Notes where the chain is broken or forked, and what has changed from one checkpoint to the next.
-fn note(links: &mut [Link]) {
+fn add_notes(links: &mut [Link]) {
     let by_digest: BTreeMap<Digest, usize> = links
         .iter()
         .enumerate()
@@ -138,6 +138,7 @@ fn note(links: &mut [Link]) {
         } else {
             first_child.insert(parent.digest, links[index].name.clone());
         }
+        // The parent is known by its state, since steps may come twice in the life of a run.
         let Some(&found) = by_digest.get(&parent.digest) else {
             let is_another = steps.contains(&Some(parent.step));
             links[index].notes.push(if is_another {
@@ -204,7 +205,7 @@ mod tests {
     }
 
     fn notes(mut links: Vec<Link>) -> Vec<Vec<Note>> {
-        note(&mut links);
+        add_notes(&mut links);
         links.into_iter().map(|link| link.notes).collect()
     }
 

@@ -48,8 +48,13 @@ impl LinksInFolder {
     fn in_folders(root: &Path, folders: &[&Path]) -> Result<Self, FileError> {
         let mut links = Vec::new();
         for &folder in folders {
-            for entry in fs::read_dir(folder).map_err(FileError::io("list", folder))? {
-                let link = entry.map_err(FileError::io("list", folder))?.path();
+            for entry in
+                fs::read_dir(folder).map_err(|error| FileError::io("list", folder, error))?
+            {
+                let link = entry
+                    .map_err(|error| FileError::io("list", folder, error))?
+                    .path();
+                // A link that leads nowhere protects nothing.
                 if link.is_symlink()
                     && let Ok(target) = link.canonicalize()
                 {

@@ -37,7 +37,7 @@ pub fn open(
     options: OpenOptions,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let location = location.into();
-    match location.storage().kind()? {
+    match location.storage()?.kind()? {
         None => Err(FileError::NotCommitted {
             path: location.name().to_owned(),
             reason: "there is nothing",
@@ -50,7 +50,7 @@ pub fn open(
 /// Opens a part of a trainer's folder. A part that is such a folder too is refused, because links
 /// could lead from folder to folder without end.
 fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkpoint>, FileError> {
-    if location.storage().kind()? == Some(EntryKind::Directory) {
+    if location.storage()?.kind()? == Some(EntryKind::Directory) {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
         if metadata_files(&directory)?.is_empty() && folder::is_there(&directory.names()?) {
             return Err(unsupported(
@@ -69,14 +69,15 @@ fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
 /// # Errors
 /// [`FileError::NotReplaceable`] and [`FileError::HoldsOthers`].
 pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
-    match location.storage().kind()? {
+    match location.storage()?.kind()? {
         None => return Ok(()),
         Some(EntryKind::Directory) => {}
         Some(EntryKind::File | EntryKind::Special) => {
             return Err(not_replaceable(location, "directory"));
         }
     }
-    if let Some(name) = location.storage().names_not_utf8()?.into_iter().next() {
+    let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
+    if let Some(name) = directory.names_not_utf8()?.into_iter().next() {
         return Err(holds_others(location, name));
     }
     if location.names()?.is_empty() {
@@ -136,7 +137,7 @@ fn is_directory(location: &Location, name: &str) -> bool {
     location
         .join(name)
         .storage()
-        .kind()
+        .and_then(|storage| storage.kind())
         .map_or(true, |kind| kind == Some(EntryKind::Directory))
 }
 

@@ -8,20 +8,16 @@ const LONGEST: usize = 200;
 /// Returns the text of a value.
 pub fn shown(value: &PlainValue) -> String {
     let mut text = String::new();
-    put(value, &mut text);
+    append(value, &mut text);
     if text.len() > LONGEST {
-        let end = (0..=LONGEST)
-            .rev()
-            .find(|&end| text.is_char_boundary(end))
-            .unwrap_or(0);
-        text.truncate(end);
+        text.truncate(text.floor_char_boundary(LONGEST));
         text.push('…');
     }
     text
 }
 
 /// Appends the text of a value, unless the text is long enough already.
-fn put(value: &PlainValue, text: &mut String) {
+fn append(value: &PlainValue, text: &mut String) {
     if text.len() > LONGEST {
         return;
     }
@@ -38,17 +34,17 @@ fn put(value: &PlainValue, text: &mut String) {
             text.push_str(&format!("{start:?}"));
         }
         PlainValue::Bytes(bytes) => text.push_str(&format!("{} bytes", bytes.len())),
-        PlainValue::List(items) => put_all("[", items, "]", text),
-        PlainValue::Tuple(items) if items.len() == 1 => put_all("(", items, ",)", text),
-        PlainValue::Tuple(items) => put_all("(", items, ")", text),
-        PlainValue::Set(items) => put_all("{", items, "}", text),
+        PlainValue::List(items) => append_all("[", items, "]", text),
+        PlainValue::Tuple(items) if items.len() == 1 => append_all("(", items, ",)", text),
+        PlainValue::Tuple(items) => append_all("(", items, ")", text),
+        PlainValue::Set(items) => append_all("{", items, "}", text),
         PlainValue::Dict(items) => {
             text.push('{');
             for (index, (key, value)) in items.iter().enumerate().take(LONGEST) {
                 text.push_str(if index > 0 { ", " } else { "" });
-                put(key, text);
+                append(key, text);
                 text.push_str(": ");
-                put(value, text);
+                append(value, text);
             }
             text.push('}');
         }
@@ -60,7 +56,7 @@ fn put(value: &PlainValue, text: &mut String) {
         }
         PlainValue::Typed(of, description) => {
             text.push_str(&format!("{}(", of.name()));
-            put(description, text);
+            append(description, text);
             text.push(')');
         }
         other => text.push_str(&format!("a {}", other.type_name())),
@@ -69,11 +65,11 @@ fn put(value: &PlainValue, text: &mut String) {
 
 /// Appends the items of a container between `open` and `close`. Of a long one only the first are
 /// shown.
-fn put_all(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
+fn append_all(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
     text.push_str(open);
     for (index, item) in items.iter().enumerate().take(LONGEST) {
         text.push_str(if index > 0 { ", " } else { "" });
-        put(item, text);
+        append(item, text);
     }
     text.push_str(close);
 }

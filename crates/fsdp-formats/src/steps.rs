@@ -54,6 +54,7 @@ pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileErro
                 })
             })
             .collect();
+        // The first folder that has any is the one: others may be of another run.
         if !steps.is_empty() {
             steps.sort_by(|a, b| (a.step, &a.name).cmp(&(b.step, &b.name)));
             return Ok(steps);
@@ -81,6 +82,7 @@ pub(crate) fn step_of(name: &str) -> Option<(&'static str, u64)> {
         .find_map(|end| name.strip_suffix(end))
         .unwrap_or(name);
     let before = stem.trim_end_matches(|c: char| c.is_ascii_digit());
+    // Without digits, or with too many, there is no step.
     let step = stem[before.len()..].parse().ok()?;
     let word = before.trim_end_matches(['-', '_', '=']);
     WORDS

@@ -261,7 +261,7 @@ mod tests {
             let wanted = TensorBox::new(offsets, sizes);
             let from = StridedLayout { bounds: TensorBox::whole(&shape), offset: 0, strides: strides.clone() };
             let mut dst = vec![0xee; wanted.numel() * 2];
-            let mut reader = BlockReader::new(storage.as_slice());
+            let mut reader = BlockReader::new(&storage);
             let mut slot = Slot::new(wanted.clone(), &mut dst);
             slot.digest = Some(SlotDigest::new(BoxPlace::new(&shape, &wanted, 2).unwrap()));
             read_overlap(&mut reader, 0, 2, &from, &wanted, &mut slot).unwrap();
@@ -285,12 +285,12 @@ mod tests {
             offset: 1,
             strides: vec![0, 1],
         };
-        let storage = [9u8, 1, 2];
+        let storage = vec![9u8, 1, 2];
         let mut dst = [0; 6];
         let whole = TensorBox::whole(&[3, 2]);
         let mut slot = Slot::new(whole.clone(), &mut dst);
         read_overlap(
-            &mut BlockReader::new(&storage[..]),
+            &mut BlockReader::new(&storage),
             0,
             1,
             &from,

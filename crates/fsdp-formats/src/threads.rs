@@ -1,7 +1,7 @@
 //! Runs the same function over many items on several threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Builder;
 
 use tracing::Span;
@@ -17,6 +17,17 @@ pub fn default_threads() -> usize {
         .get_or_init(|| std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4)))
 }
 
+/// Locks a mutex. A thread that panicked while it held the lock does not matter: its panic reaches
+/// whoever waits for the thread.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the content of a mutex that no other thread uses any more, as [`lock`] does.
+pub(crate) fn unlocked<T>(mutex: Mutex<T>) -> T {
+    mutex.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Runs `work` on each item by several threads, and returns the outcomes in the order of the items.
 pub fn on_each<T: Sync, R: Send>(
     items: &[T],
@@ -25,20 +36,19 @@ pub fn on_each<T: Sync, R: Send>(
 ) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let outcomes: Vec<Mutex<Option<R>>> = items.iter().map(|_| Mutex::new(None)).collect();
-    let take = || {
-        while let Some((item, outcome)) = {
+    on_threads(threads.clamp(1, items.len().max(1)), || {
+        loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            items.get(index).zip(outcomes.get(index))
-        } {
-            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(work(item));
+            let Some(item) = items.get(index) else {
+                return Ok(());
+            };
+            *lock(&outcomes[index]) = Some(work(item));
         }
-        Ok(())
-    };
-    // The work itself cannot fail here: its outcomes are results.
-    let _ = on_threads(threads.clamp(1, items.len().max(1)), take);
+    })
+    .expect("taking items cannot fail: an error of the work is an outcome");
     outcomes
         .into_iter()
-        .filter_map(|outcome| outcome.into_inner().unwrap_or_else(PoisonError::into_inner))
+        .map(|outcome| unlocked(outcome).expect("each item was taken by some thread"))
         .collect()
 }
 
@@ -53,12 +63,13 @@ pub(crate) fn on_threads(
     let span = Span::current();
     std::thread::scope(|scope| {
         // Where the system grants no more threads, those that there are do the work.
-        let others = (1..threads).map_while(|_| {
-            Builder::new()
-                .spawn_scoped(scope, || span.in_scope(&work))
-                .ok()
-        });
-        let others: Vec<_> = others.collect();
+        let others: Vec<_> = (1..threads)
+            .map_while(|_| {
+                Builder::new()
+                    .spawn_scoped(scope, || span.in_scope(&work))
+                    .ok()
+            })
+            .collect();
         let mut outcome = work();
         for other in others {
             let theirs = other

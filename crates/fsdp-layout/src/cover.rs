@@ -1,6 +1,6 @@
 //! Differences of hyper-rectangles: the parts of a box that other boxes leave uncovered.
 
-use crate::TensorBox;
+use crate::boxes::TensorBox;
 
 /// Returns the elements of `from` that are not in `taken`, as at most `2 N` boxes that do not
 /// overlap.

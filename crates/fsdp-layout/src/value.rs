@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::DType;
+use crate::dtype::DType;
 
 /// A non-tensor value, with Python's distinctions where they matter to a checkpoint
 /// (a tuple is not a list, a bool is not an int).

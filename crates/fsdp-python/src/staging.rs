@@ -10,8 +10,8 @@ use fsdp_formats::checkpoint::check_replaceable;
 use fsdp_formats::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_formats::storage::{self, Durable};
 use fsdp_formats::writer::{
-    PayloadSource, RankWritten, WriteOptions, decode_item, describe_item, finish_encoded,
-    write_rank,
+    PayloadSource, RankItems, RankWritten, WriteOptions, decode_item, describe_item,
+    finish_encoded, write_rank,
 };
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
@@ -95,7 +95,7 @@ impl Staging {
         values: Vec<(String, PyBackedBytes)>,
     ) -> PyResult<(Vec<ItemPlace>, Bound<'py, PyBytes>, Vec<Opaque>)> {
         let mut plan = LocalPlan::default();
-        let mut items = RankItems::default();
+        let mut items = LentItems::default();
         for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
             let dtype = DType::from_torch_name(&dtype).ok_or_else(|| {
                 wrong_argument(format!(
@@ -152,10 +152,16 @@ impl Staging {
             digests,
             ..WriteOptions::default()
         };
+        let rank_items = RankItems {
+            rank,
+            plan: &plan,
+            selection: &selection,
+            source: &items,
+        };
         let outcome = py.detach(|| {
             self.lock()
                 .as_ref()
-                .map(|staging| write_rank(staging, rank, &plan, &selection, &items, &options))
+                .map(|staging| write_rank(staging, &rank_items, &options, None))
         });
         let written = outcome
             .ok_or_else(finished)?
@@ -212,14 +218,14 @@ fn finished() -> PyErr {
 
 /// The items that a rank writes. The tensors' bytes are in Python's memory.
 #[derive(Default)]
-struct RankItems {
+struct LentItems {
     tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
     /// The bytes of each value's item, and the value that a reader finds in them;
     /// [`PlainValue::None`] if they cannot be read.
     values: HashMap<String, (PyBackedBytes, PlainValue)>,
 }
 
-impl PayloadSource for RankItems {
+impl PayloadSource for LentItems {
     fn payload(
         &self,
         fqn: &str,

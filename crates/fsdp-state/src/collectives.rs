@@ -9,9 +9,12 @@ use fsdp_layout::{KeyPath, TensorBox};
 use crate::engine::{
     BoxesOn, DictSource, DictTarget, LoadCall, LoadError as _, LoadOptions, Whole, load_state,
 };
+use crate::error::StateError;
 use crate::keep_on::{GatherOptions, KeepOn};
 use crate::memory::device_of_sharded;
-use crate::{LoadReport, StateDict, StateError, StateValue, get_element_mut};
+use crate::report::LoadReport;
+use crate::state_dict::{StateDict, StateValue};
+use crate::traverse::get_element_mut;
 
 /// Returns all tensors of a state dict, whole, on the ranks that keep them; an empty dict on all
 /// others. torch's `_gather_state_dict`.

@@ -8,8 +8,11 @@ use fsdp_flat::storage::zeros;
 use fsdp_flat::{RawTensor, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart};
 
+use crate::error::StateError;
+use crate::keep_on::KeepOn;
 use crate::memory::copy_into;
-use crate::{KeepOn, StateDict, StateError, StateValue, get_element, iterate_state_dict};
+use crate::state_dict::{StateDict, StateValue};
+use crate::traverse::{get_element, iterate_state_dict};
 
 /// Returns a copy on the CPU, for the ranks that keep it; an empty dict on all others. Sharded
 /// tensors stay sharded. torch's `_offload_state_dict_to_cpu`.

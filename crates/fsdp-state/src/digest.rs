@@ -10,8 +10,11 @@ use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use twox_hash::XxHash3_64;
 
 use crate::engine::LoadError as _;
+use crate::error::StateError;
+use crate::flatten::flatten_state_dict;
+use crate::schema::Leaf;
+use crate::state_dict::{StateDict, StateValue};
 use crate::transfer::{BoxBytes, Layout, PerRank, Piece, by_value, incomplete, read_box};
-use crate::{Leaf, StateDict, StateError, StateValue, flatten_state_dict};
 
 const OPERATION: &str = "digest_state_dict";
 

@@ -6,7 +6,7 @@ use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure, TensorBox};
 use thiserror::Error;
 
-use crate::{LoadReport, Mismatch};
+use crate::report::{LoadReport, Mismatch};
 
 /// An error of this crate.
 ///

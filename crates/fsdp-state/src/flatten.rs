@@ -5,8 +5,9 @@
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
+use crate::error::StateError;
+use crate::state_dict::{StateDict, StateValue};
 use crate::traverse::{check_gaps, leaves, set_element, traverse_state_dict};
-use crate::{StateDict, StateError, StateValue};
 
 /// Flat keys to leaves, and each key's path: DCP's `planner_data`.
 #[derive(Debug, Clone, Default)]

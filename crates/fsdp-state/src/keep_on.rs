@@ -1,11 +1,11 @@
-//! Who gets the result of a collective function, and where.
+//! Options that say which ranks get the result of a collective function, and where.
 
 use std::fmt;
 
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use crate::StateError;
+use crate::error::StateError;
 
 /// The ranks of a group that keep a result; the others take part and get nothing. torch's
 /// `ranks_only`.

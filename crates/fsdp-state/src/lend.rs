@@ -7,7 +7,8 @@ use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 
-use crate::{StateError, StateValue};
+use crate::error::StateError;
+use crate::state_dict::StateValue;
 
 /// Memory for the boxes of one tensor that a rank wants.
 #[derive(Debug)]

@@ -6,8 +6,9 @@ use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, dtype, non_temp
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 
+use crate::error::StateError;
 use crate::schema::Leaf;
-use crate::{StateError, StateValue};
+use crate::state_dict::StateValue;
 
 /// Copies a tensor into memory of its own, on `device`; on the tensor's own device if that is
 /// `None`. The copy takes no part in backward passes.

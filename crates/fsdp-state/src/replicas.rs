@@ -9,10 +9,12 @@ use twox_hash::XxHash3_64;
 
 use crate::digest::{FlatValue, flat_values};
 use crate::engine::LoadError as _;
+use crate::error::StateError;
 use crate::memory::try_reserve;
+use crate::schema::Leaf;
+use crate::state_dict::StateDict;
 use crate::transfer::BoxBytes;
 use crate::traverse::leaves;
-use crate::{Leaf, StateDict, StateError};
 
 const OPERATION: &str = "check_replicas";
 

@@ -11,8 +11,9 @@ use fsdp_layout::{DType, KeyPath, PathPart};
 use itertools::{EitherOrBoth, Itertools as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::error::StateError;
+use crate::state_dict::{StateDict, StateValue};
 use crate::traverse::{check_gaps, leaves};
-use crate::{StateDict, StateError, StateValue};
 
 /// One value of a state dict without its elements, and without where they are.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]

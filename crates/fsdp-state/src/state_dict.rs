@@ -6,7 +6,7 @@ use fsdp_layout::{PlainValue, TensorBox};
 use indexmap::IndexMap;
 use indexmap::map::Entry;
 
-use crate::StateError;
+use crate::error::StateError;
 
 /// A value of a state dict.
 #[derive(Debug, Clone)]

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 
-use crate::{StateDict, StateError, StateValue};
+use crate::error::StateError;
+use crate::state_dict::{StateDict, StateValue};
 
 /// The most elements of a list that is built from paths. Without it a checkpoint's metadata could
 /// ask for a list of 2^60 gaps.
@@ -333,7 +334,8 @@ fn set_at(
         *slot = value;
         return Ok(());
     }
-    // An empty plain container, as a checkpoint has it for a dict without keys, cannot hold tensors.
+    // An empty plain container, as a checkpoint has it for a dict without keys, cannot hold
+    // tensors.
     if is_placeholder(slot) {
         *slot = container_for(rest);
     }

@@ -15,7 +15,7 @@ use fsdp_formats::FileError;
 use fsdp_formats::plan::{LoadRequest, LocalPlan, PlanOptions, plan_save};
 use fsdp_formats::reader::{CheckpointReader, Destination, ReadOptions};
 use fsdp_formats::storage::Durable;
-use fsdp_formats::writer::{PayloadSource, WriteOptions, finish, write_rank};
+use fsdp_formats::writer::{PayloadSource, RankItems, WriteOptions, finish, write_rank};
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use fsdp_tools::diff::diff_digests;
 
@@ -54,7 +54,13 @@ fn save(path: &Path, state: &State, plan: &LocalPlan, digests: bool) -> Result<(
         digests,
         ..WriteOptions::default()
     };
-    let written = write_rank(&staging, 0, plan, &global.selections[0], state, &options)?;
+    let items = RankItems {
+        rank: 0,
+        plan,
+        selection: &global.selections[0],
+        source: state,
+    };
+    let written = write_rank(&staging, &items, &options, None)?;
     finish(staging, global.metadata, &[written], None)?;
     Ok(())
 }

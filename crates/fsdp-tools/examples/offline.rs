@@ -75,7 +75,7 @@ fn make(directory: &Path, rows: impl Iterator<Item = u64>) -> Result<()> {
             stored: Some(stored),
         }];
         let tensor = TensorEntry {
-            properties: TensorProperties::of(DType::F32),
+            properties: TensorProperties::new(DType::F32),
             shape,
             chunks,
         };

@@ -58,7 +58,7 @@ fn sparse(directory: &Path, total: u64) -> Vec<String> {
             stored: Some(stored),
         }];
         let tensor = TensorEntry {
-            properties: TensorProperties::of(DType::F32),
+            properties: TensorProperties::new(DType::F32),
             shape,
             chunks,
         };

@@ -38,11 +38,13 @@ use self::arithmetic::{
 use self::exchange::exchange;
 use self::run_directory::{RunDirectory, make_private};
 use crate::catalog::{StepCheckpoint, step_name};
+use crate::error::CheckpointError;
 use crate::local_state::LocalState;
 use crate::plan::{PlanCache, Planned};
+use crate::progress::SaveProgress;
+use crate::save::{SaveOptions, SaveReport};
 use crate::save::{save_part, with_storage_deadline};
 use crate::threads::{Access, threads};
-use crate::{CheckpointError, SaveOptions, SaveProgress, SaveReport};
 
 /// The memory tier of a run, as one rank sees it.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use fsdp_state::LoadError as _;
 use serde::{Deserialize, Serialize};
 use tracing::info_span;
 
-use crate::CheckpointError;
+use crate::error::CheckpointError;
 use crate::local_state::LocalState;
 use crate::rounds::gather_in_rounds;
 

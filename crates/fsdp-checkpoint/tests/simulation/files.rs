@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use fsdp_formats::FormatError;
 use fsdp_formats::storage::{
-    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError,
-    ReadAt, Status,
+    EntryKind, FileSystem, Identity, Links, LockKind, NewFile, OpenEntry, OpenError, ReadAt, Status,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
@@ -289,7 +288,7 @@ impl FileSystem for Files {
         Ok(Box::new(self.open(inode, path)))
     }
 
-    fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenDirectory>> {
+    fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenEntry>> {
         self.begin(Operation::Look, path)?;
         let inode = {
             let disk = self.disk();
@@ -299,7 +298,7 @@ impl FileSystem for Files {
         Ok(Box::new(self.open(inode, path)))
     }
 
-    fn open_lock(&self, path: &Path) -> io::Result<Box<dyn Lockable>> {
+    fn open_lock(&self, path: &Path) -> io::Result<Box<dyn OpenEntry>> {
         self.begin(Operation::Create, path)?;
         let inode = {
             let mut disk = self.disk();
@@ -478,7 +477,7 @@ impl NewFile for Handle {
     }
 }
 
-impl Lockable for Handle {
+impl OpenEntry for Handle {
     fn try_lock(&self, kind: LockKind) -> io::Result<bool> {
         self.files.begin(Operation::Look, &self.path)?;
         let is_taken = self.files.disk().try_lock(self.inode, self.holder, kind);
@@ -495,9 +494,7 @@ impl Lockable for Handle {
     fn identity(&self) -> io::Result<Identity> {
         Ok(Identity(0, self.inode))
     }
-}
 
-impl OpenDirectory for Handle {
     fn file(&self, parts: &[&str], _: Links) -> Result<Box<dyn ReadAt>, OpenError> {
         let path = parts
             .iter()

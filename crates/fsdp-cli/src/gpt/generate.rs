@@ -39,15 +39,15 @@ impl Gpt {
             let mut start = 0;
             let mut cached = 0;
             for _ in 0..length {
-                // If the context is full, begin again with its last half: all positions change, so the
-                // caches are of no use.
+                // If the context is full, begin again with its last half: all positions change, so
+                // the caches are of no use.
                 if text.len() - start > seq {
                     start = text.len() - seq.div_ceil(2);
                     cached = 0;
                     caches.iter_mut().for_each(KvCache::reset);
                 }
-                // Only tokens whose keys and values are not cached pass through the model: all of the
-                // context after a restart, otherwise one.
+                // Only tokens whose keys and values are not cached pass through the model: all of
+                // the context after a restart, otherwise one.
                 let new = Tensor::new(&text[start + cached..], device)?.unsqueeze(0)?;
                 let mut x = self.embed(&new, cached)?;
                 for (block, cache) in blocks.iter().zip(&mut caches) {

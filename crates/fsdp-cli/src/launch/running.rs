@@ -44,7 +44,7 @@ pub(super) struct RunningProcesses<'e> {
     stage: Stage,
     /// The time at which the processes are asked to stop, to be started again in another number.
     stop_at: Option<Instant>,
-    /// What has happened so far.
+    /// The exits and signals so far.
     end: JobEnd,
 }
 

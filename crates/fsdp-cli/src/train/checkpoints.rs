@@ -139,8 +139,8 @@ struct BackgroundSave {
 }
 
 impl Checkpoints {
-    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints. `only` lists
-    /// the parts that are loaded. This is a collective.
+    /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints, and the load
+    /// is limited to `only` some parts. This is a collective.
     ///
     /// # Errors
     /// The same as [`Checkpointer::new`].

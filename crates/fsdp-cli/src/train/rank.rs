@@ -81,15 +81,6 @@ impl Job<'_> {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Builds the model in the scope of an FSDP model.
-    fn gpt(&self, scope: &Scope) -> candle_core::Result<Gpt> {
-        if self.arguments.activation_checkpointing {
-            Gpt::recomputed(scope, &self.settings.gpt)
-        } else {
-            Gpt::new(scope, &self.settings.gpt)
-        }
-    }
-
     /// Returns the library's options.
     fn config(&self, device: &Device) -> FsdpConfig {
         FsdpConfig {
@@ -135,7 +126,13 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
             group.agree("open a GPU", opened.map_err(|error| format!("{error:#}")))?
         }
     };
-    let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| job.gpt(scope))?;
+    let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| {
+        if job.arguments.activation_checkpointing {
+            Gpt::recomputed(scope, &job.settings.gpt)
+        } else {
+            Gpt::new(scope, &job.settings.gpt)
+        }
+    })?;
     let optimizer = job
         .settings
         .optimizer

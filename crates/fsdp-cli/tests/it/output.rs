@@ -302,7 +302,7 @@ fn sizes_whose_sum_has_more_than_64_bits_are_shown() {
             transforms: Vec::new(),
         };
         let tensor = TensorEntry {
-            properties: TensorProperties::of(DType::Complex128),
+            properties: TensorProperties::new(DType::Complex128),
             shape: bounds.sizes.clone(),
             chunks: vec![Chunk {
                 bounds,

@@ -1,11 +1,6 @@
 //! Options of `fsdp train` that change how a step is computed: batches, precision, recomputation,
 //! algorithms.
 
-#![expect(
-    clippy::disallowed_methods,
-    reason = "the tests damage files on purpose"
-)]
-
 use std::fs;
 
 use fsdp_cli::exit_codes;

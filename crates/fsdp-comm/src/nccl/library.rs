@@ -16,7 +16,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use fsdp_layout::DType;
 use libloading::Library;
 
-use crate::ReduceOp;
+use crate::reduce::ReduceOp;
 
 /// The file names of the library.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];

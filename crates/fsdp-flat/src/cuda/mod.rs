@@ -18,7 +18,7 @@ use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Layout, Storage, T
 use float8::F8E4M3;
 use half::{bf16, f16};
 
-use crate::FlatError;
+use crate::error::FlatError;
 use crate::storage::host::{Scalar, host_tensor, plain_bytes_mut, zeroed};
 use crate::storage::lend::{
     StorageMut, contiguous_bytes, contiguous_range, released, unsupported, with_storage_mut,

@@ -8,7 +8,8 @@ use super::host::{Scalar, plain_bytes, reserved_vec};
 use super::lend::{StorageMut, contiguous_range, unsupported, with_storage_mut};
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::{FlatError, with_float};
+use crate::error::FlatError;
+use crate::with_float;
 
 /// Elements, row-major, that will become the storage of a tensor.
 ///

@@ -9,9 +9,9 @@ use super::host::{Scalar, bytes_of, plain_bytes, plain_bytes_mut};
 use super::lend::{
     StorageMut, contiguous_bytes, is_released_storage, released, unsupported, with_storage_mut,
 };
-use crate::FlatError;
 #[cfg(feature = "cuda")]
 use crate::cuda;
+use crate::error::FlatError;
 
 /// The bytes of a contiguous tensor, row-major, in the machine's byte order.
 ///

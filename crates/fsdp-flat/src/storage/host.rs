@@ -10,7 +10,7 @@ use float8::F8E4M3;
 use fsdp_layout::boxes::checked_numel;
 use half::{bf16, f16};
 
-use crate::FlatError;
+use crate::error::FlatError;
 use crate::non_temporal::non_temporal_to_vec;
 
 /// An element type that tensors here are made of.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Tensor};
 
-use crate::FlatError;
+use crate::error::FlatError;
 
 /// A tensor's storage, lent for change.
 pub(crate) enum StorageMut<'a> {

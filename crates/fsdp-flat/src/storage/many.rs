@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, Storage, Tensor};
 use super::guard::{check_readable, exchange, nothing};
 use super::host::plain_bytes_mut;
 use super::lend::contiguous_bytes;
-use crate::FlatError;
+use crate::error::FlatError;
 
 /// The storages of some CPU tensors, taken out of them; given back on drop.
 ///

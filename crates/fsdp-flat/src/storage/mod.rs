@@ -24,7 +24,7 @@ use candle_core::{CpuStorage, Device, Storage, Tensor};
 
 use self::host::{copied, host_tensor, zeroed};
 use self::lend::{StorageMut, is_released_storage, released, with_storage_mut};
-use crate::FlatError;
+use crate::error::FlatError;
 #[cfg(feature = "cuda")]
 use {crate::cuda, candle_core::op::BackpropOp};
 

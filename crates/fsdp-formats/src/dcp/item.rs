@@ -99,7 +99,8 @@ impl TensorItem {
 /// them, and then its zip directory and its pickle need no parsing.
 #[derive(Debug)]
 pub(crate) struct KnownItem {
-    length: u64,
+    /// The bytes of the whole item.
+    pub(crate) length: u64,
     head: EndBytes,
     tail: EndBytes,
     tensor: StoredTensor,
@@ -120,18 +121,18 @@ impl EndBytes {
     /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two
     /// of them.
     fn new(with_crc: impl Fn(u32) -> Vec<u8>) -> Self {
-        let (bytes, other) = (with_crc(0), with_crc(u32::MAX));
+        let bytes = with_crc(0);
         let crc = bytes
             .iter()
-            .zip(&other)
-            .position(|(a, b)| a != b)
-            .unwrap_or(bytes.len());
+            .zip(with_crc(u32::MAX))
+            .position(|(a, b)| *a != b)
+            .expect("both ends of an item have the CRC of its payload");
         EndBytes { bytes, crc }
     }
 
     /// Returns `true` if other bytes are the same, except for the CRC.
     fn is_same(&self, other: &[u8]) -> bool {
-        let after = (self.crc + CRC_BYTES).min(self.bytes.len());
+        let after = self.crc + CRC_BYTES;
         self.bytes.len() == other.len()
             && self.bytes[..self.crc] == other[..self.crc]
             && self.bytes[after..] == other[after..]
@@ -155,27 +156,24 @@ impl KnownItem {
         })
     }
 
-    /// Returns the bytes of the whole item.
-    pub(crate) fn length(&self) -> u64 {
-        self.length
-    }
-
     /// Returns `true` if the bytes at both ends of an item are those of this one, except for the
     /// CRC of the payload.
     fn is_same(&self, item: &Ends<'_>) -> bool {
+        // A short item is all in its head.
         let last = if item.tail.is_empty() {
             &item.head
         } else {
             &item.tail
         };
-        let tail = last
-            .len()
-            .checked_sub(self.tail.bytes.len())
-            .map(|start| &last[start..]);
-        let head = item.head.get(..self.head.bytes.len());
+        let (Some(head), Some(tail_start)) = (
+            item.head.get(..self.head.bytes.len()),
+            last.len().checked_sub(self.tail.bytes.len()),
+        ) else {
+            return false;
+        };
         item.len() == self.length
-            && head.is_some_and(|head| self.head.is_same(head))
-            && tail.is_some_and(|tail| self.tail.is_same(tail))
+            && self.head.is_same(head)
+            && self.tail.is_same(&last[tail_start..])
     }
 }
 
@@ -235,15 +233,18 @@ impl StoredTensor {
         })
     }
 
-    /// Reads a part of the tensor: `overlap` of the box `bounds` that the item holds, into a slot.
+    /// Reads the part of the tensor that lies in the box of a slot. The item holds the box `bounds`
+    /// of the whole tensor.
     pub fn read<S: ReadAt + ?Sized>(
         &self,
         reader: &mut BlockReader<'_, S>,
         item_offset: u64,
         bounds: &TensorBox,
-        overlap: &TensorBox,
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
+        let Some(overlap) = bounds.intersect(&slot.bounds) else {
+            return Ok(());
+        };
         let mut layout = self.tensor.layout.clone();
         layout.bounds = bounds.clone();
         let element = self.tensor.dtype.size_in_bytes() as usize;
@@ -252,7 +253,7 @@ impl StoredTensor {
             item_offset + self.storage_offset,
             element,
             &layout,
-            overlap,
+            &overlap,
             slot,
         )
     }
@@ -278,25 +279,24 @@ impl<'a> Ends<'a> {
     /// all of a short one.
     fn new(item: &'a dyn ReadAt) -> Result<Self, FormatError> {
         let len = item.len();
-        let (head, tail) = if len <= WHOLE {
-            (len, 0)
-        } else {
+        let mut head_length = len;
+        let mut tail_length = 0;
+        if len > WHOLE {
             // Read no more than one hash block at each end. The payload between them has large
             // blocks.
-            let head = item.block_at(0).map_or(HEAD, |block| block.end.min(HEAD));
-            let tail = item
+            head_length = item.block_at(0).map_or(HEAD, |block| block.end.min(HEAD));
+            tail_length = item
                 .block_at(len - 1)
                 .map_or(TAIL, |block| (len - block.start).min(TAIL));
-            (head, tail)
-        };
-        let (mut head, mut tail) = (vec![0; head as usize], vec![0; tail as usize]);
-        item.read_exact_at(0, &mut head)?;
-        item.read_exact_at(len - tail.len() as u64, &mut tail)?;
-        Ok(Ends {
+        }
+        let mut ends = Ends {
             item: Window::new(item, 0, len)?,
-            head,
-            tail,
-        })
+            head: vec![0; head_length as usize],
+            tail: vec![0; tail_length as usize],
+        };
+        item.read_exact_at(0, &mut ends.head)?;
+        item.read_exact_at(len - tail_length, &mut ends.tail)?;
+        Ok(ends)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::BlockReader;
 use crate::torch::value::{decode_value, encode_value, value_item_length};
-use crate::writer::{PayloadSource, WriteOptions, finish, write_rank};
+use crate::writer::{PayloadSource, RankItems, WriteOptions, finish, write_rank};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use proptest::prelude::*;
 use std::borrow::Cow;
@@ -84,7 +84,7 @@ fn tensors_of_every_dtype_survive() {
             let mut read = vec![0xee; payload.len()];
             let mut slot = Slot::new(whole.clone(), &mut read);
             stored
-                .read(&mut BlockReader::new(&bytes), 0, &whole, &whole, &mut slot)
+                .read(&mut BlockReader::new(&bytes), 0, &whole, &mut slot)
                 .unwrap();
             assert_eq!(read, payload);
         }
@@ -214,15 +214,13 @@ fn items_in_a_file_with_hashes_are_known_by_their_ends() {
     let saved = directory.path().join("saved");
     let global = plan_save(std::slice::from_ref(&plan), PlanOptions::default()).unwrap();
     let staging = Durable::new().prepare(&saved, false).unwrap();
-    let options = WriteOptions::default();
-    let written = write_rank(
-        &staging,
-        0,
-        &plan,
-        &global.selections[0],
-        &Counting,
-        &options,
-    );
+    let items = RankItems {
+        rank: 0,
+        plan: &plan,
+        selection: &global.selections[0],
+        source: &Counting,
+    };
+    let written = write_rank(&staging, &items, &WriteOptions::default(), None);
     finish(staging, global.metadata, &[written.unwrap()], None).unwrap();
 
     let files =
@@ -291,13 +289,7 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
             let whole = TensorBox::whole(&stored.tensor.shape);
             let mut dst = vec![0; whole.numel() * stored.tensor.dtype.size_in_bytes() as usize];
             let mut slot = Slot::new(whole.clone(), &mut dst);
-            let _ = stored.read(
-                &mut BlockReader::new(&flipped),
-                0,
-                &whole,
-                &whole,
-                &mut slot,
-            );
+            let _ = stored.read(&mut BlockReader::new(&flipped), 0, &whole, &mut slot);
         }
     }
     for bit in 0..value.len() * 8 {

@@ -8,7 +8,7 @@
 //! writes such a sequence as a part. [`join`] makes one checkpoint of all parts.
 
 use crate::error::{FileError, FormatError};
-use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES, check_limit};
 use crate::metadata::{METADATA_FILE, Metadata, encode};
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::integrity::INTEGRITY_FILE;
@@ -67,36 +67,26 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
         let reader = CheckpointReader::open(part)?;
         for name in covered(&reader)? {
             if written.files.iter().any(|file| file.name == name) {
-                let reason = format!("two parts have a file `{name}`");
-                let source = FormatError::Malformed {
-                    what: "part of a checkpoint",
-                    reason,
-                };
                 return Err(FileError::File {
                     path: reader.path().to_owned(),
-                    source,
+                    source: malformed(format!("two parts have a file `{name}`")),
                 });
             }
+            // A link needs no space, but works only within one file system.
             if !staging.link(part, &name, &name)? {
                 copy(&*reader.directory().file(&name)?, &staging, &reader, &name)?;
             }
             let integrity = reader
                 .directory()
                 .hashes(&name)
-                .cloned()
-                .unwrap_or_default();
+                .expect("the covered files are those that have hashes")
+                .clone();
             written.files.push(WrittenFile { name, integrity });
         }
         metadata.push(reader.metadata().clone());
     }
-    commit(
-        staging,
-        &encode(&Metadata::merge(metadata)),
-        &[written],
-        None,
-        None,
-    )
-    .map(drop)
+    let merged = encode(&Metadata::merge(metadata));
+    commit(staging, &merged, &[written], None, None).map(drop)
 }
 
 /// Copies a file of a part, and checks its hashes while reading.
@@ -142,6 +132,7 @@ impl PartFiles {
             let length = reader.directory().file(&name)?.len();
             files.push((name, length));
         }
+        // The metadata come last, as in every save: with them the part is complete.
         for name in [INTEGRITY_FILE, METADATA_FILE] {
             files.push((name.to_owned(), reader.directory().extra_file(name)?.len()));
         }
@@ -161,12 +152,12 @@ impl PartFiles {
     /// The part is damaged, or cannot be read.
     pub fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FileError> {
         let directory = self.reader.directory();
-        for Run { file, at, bytes } in runs(&self.files, offset, dst.len()) {
+        for FileRun { file, at, bytes } in runs(&self.files, offset, dst.len()) {
             let (name, _) = &self.files[file];
-            let read = directory
+            directory
                 .extra_file(name)?
-                .read_exact_at(at, &mut dst[bytes]);
-            read.map_err(|source| directory.file_error(name, source))?;
+                .read_exact_at(at, &mut dst[bytes])
+                .map_err(|source| directory.file_error(name, source))?;
         }
         Ok(())
     }
@@ -220,7 +211,7 @@ impl NewPart {
     /// # Errors
     /// Errors of the storage.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
-        for Run {
+        for FileRun {
             file,
             at,
             bytes: range,
@@ -241,11 +232,11 @@ impl NewPart {
     /// Fewer or more bytes were written than the list says; errors of the storage.
     pub fn commit(self) -> Result<(), FileError> {
         let total: u64 = self.list.iter().map(|(_, length)| length).sum();
+        // A part that lacks bytes would be found damaged only when it is needed.
         if self.written != total {
-            let reason = "the staging directory lacks bytes of a part that was to be copied";
             return Err(FileError::NotCommitted {
                 path: self.staging.directory().to_owned(),
-                reason,
+                reason: "the staging directory lacks bytes of a part that was to be copied",
             });
         }
         self.files
@@ -259,43 +250,32 @@ impl NewPart {
 /// Checks that a list of files from another rank has the two files that each part has, and that
 /// their lengths are within the limits.
 fn check_list(list: &PartList) -> Result<(), FormatError> {
-    let length = |wanted: &str| {
-        list.iter()
-            .find(|(name, _)| name == wanted)
-            .map(|(_, length)| *length)
-    };
-    for (name, limit) in [
+    for (wanted, limit) in [
         (INTEGRITY_FILE, MAX_INTEGRITY_BYTES),
         (METADATA_FILE, MAX_PICKLE_BYTES),
     ] {
-        match length(name) {
-            Some(length) if length <= limit => {}
-            Some(value) => {
-                return Err(FormatError::Limit {
-                    what: "file length",
-                    value,
-                    limit,
-                });
-            }
-            None => {
-                return Err(FormatError::Malformed {
-                    what: "part of a checkpoint",
-                    reason: format!("no `{name}`"),
-                });
-            }
-        }
+        let (_, length) = list
+            .iter()
+            .find(|(name, _)| name == wanted)
+            .ok_or_else(|| malformed(format!("no `{wanted}`")))?;
+        check_limit("file length", *length, limit)?;
     }
-    let total = list
-        .iter()
-        .try_fold(0u64, |sum, (_, length)| sum.checked_add(*length));
-    total.map(drop).ok_or_else(|| FormatError::Malformed {
+    // From here on, positions in the sequence cannot overflow.
+    list.iter()
+        .try_fold(0u64, |sum, (_, length)| sum.checked_add(*length))
+        .map(drop)
+        .ok_or_else(|| malformed("its files are longer than any can be".to_owned()))
+}
+
+fn malformed(reason: String) -> FormatError {
+    FormatError::Malformed {
         what: "part of a checkpoint",
-        reason: "its files are longer than any can be".to_owned(),
-    })
+        reason,
+    }
 }
 
 /// A range of bytes of the sequence that lies in one file.
-struct Run {
+struct FileRun {
     /// The position of the file in the list.
     file: usize,
     /// The offset of the first byte in the file.
@@ -306,14 +286,16 @@ struct Run {
 
 /// Splits the `length` bytes of the sequence from `offset` by file. Bytes beyond the end of the
 /// sequence are in no range.
-fn runs(list: &PartList, offset: u64, length: usize) -> Vec<Run> {
+fn runs(list: &PartList, offset: u64, length: usize) -> Vec<FileRun> {
     let end = offset.saturating_add(length as u64);
-    let (mut runs, mut start) = (Vec::new(), 0u64);
+    let mut runs = Vec::new();
+    let mut start = 0u64;
     for (file, (_, length)) in list.iter().enumerate() {
         let next = start + length;
-        let (from, to) = (offset.max(start), end.min(next));
+        let from = offset.max(start);
+        let to = end.min(next);
         if from < to {
-            runs.push(Run {
+            runs.push(FileRun {
                 file,
                 at: from - start,
                 bytes: (from - offset) as usize..(to - offset) as usize,

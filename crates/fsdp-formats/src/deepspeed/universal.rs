@@ -25,7 +25,7 @@ const OPTIMIZER: &str = "optimizer_state.pt";
 pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, FileError> {
     let is_listed =
         names.iter().any(|name| name == ZERO) && names.iter().any(|name| is_model(name));
-    Ok(is_listed && location.join(ZERO).storage().kind()? == Some(EntryKind::Directory))
+    Ok(is_listed && location.join(ZERO).storage()?.kind()? == Some(EntryKind::Directory))
 }
 
 /// Opens such a directory.
@@ -48,7 +48,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let zero = location.join(ZERO);
     for parameter in zero.names()? {
         let place = zero.join(&parameter);
-        match place.storage().kind()? {
+        match place.storage()?.kind()? {
             Some(EntryKind::Directory) => {
                 // The others that share the parameter have the same elements.
                 let others: Vec<&str> = aliases

@@ -27,7 +27,7 @@ pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
     let length = directory.file(name)?.len();
     let assembler = Assembler::new(Format::Folder, location.name(), directory);
-    let mut flat = Flattener {
+    let mut flat = JsonFlattener {
         assembler,
         file: Arc::from(name),
         budget: Budget::new(length, PICKLE_FACTOR),
@@ -50,13 +50,13 @@ pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 }
 
 /// Gives every value of a JSON text its flat key.
-struct Flattener {
+struct JsonFlattener {
     assembler: Assembler,
     file: Arc<str>,
     budget: Budget,
 }
 
-impl Flattener {
+impl JsonFlattener {
     fn error(&self, source: FormatError) -> FileError {
         self.assembler.directory().file_error(&self.file, source)
     }
@@ -75,19 +75,19 @@ impl Flattener {
             PlainValue::Dict(items) => {
                 let mut dict = Vec::with_capacity(items.len());
                 for (key, value) in items {
-                    let structure = self.flatten(
-                        value,
-                        &path.child(PathPart::Key(key.as_str().unwrap_or_default().to_owned())),
-                    )?;
+                    let text = key.as_str().expect("the keys of JSON are texts");
+                    let below = path.child(PathPart::Key(text.to_owned()));
+                    let structure = self.flatten(value, &below)?;
                     dict.push((key, structure));
                 }
                 Ok(Structure::Dict(dict))
             }
             PlainValue::List(items) if items.iter().any(holds_objects) => {
-                let items = items.into_iter().enumerate();
-                let items = items
-                    .map(|(index, item)| self.flatten(item, &path.child(PathPart::Index(index))));
-                Ok(Structure::List(items.collect::<Result<_, _>>()?))
+                let mut list = Vec::with_capacity(items.len());
+                for (index, item) in items.into_iter().enumerate() {
+                    list.push(self.flatten(item, &path.child(PathPart::Index(index)))?);
+                }
+                Ok(Structure::List(list))
             }
             value => {
                 let fqn = path.flat_key();

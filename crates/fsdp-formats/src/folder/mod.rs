@@ -24,7 +24,7 @@ mod shards;
 
 use fsdp_layout::PathPart;
 
-use self::names::Kind;
+use self::names::{FolderPart, PartKind};
 use crate::error::FileError;
 use crate::formats::checkpoint::{Checkpoint, Format};
 use crate::formats::joined::{Joined, Part};
@@ -56,33 +56,32 @@ pub(crate) fn open(
     let mut folder = Joined::new(Format::Folder, location.name(), directory);
     let mut parts = names::parts(names, rank_files::is_there(names));
     if let Some(place) = shards::place(location, names)? {
-        let has_own = parts
+        let mut item = Vec::new();
+        if parts
             .iter()
-            .any(|part| matches!(part.item[0].as_str(), "model" | "optimizer"));
-        let item = if has_own {
-            vec!["deepspeed".to_owned()]
-        } else {
-            Vec::new()
-        };
-        parts.push(names::Part {
+            .any(|part| matches!(part.item[0].as_str(), "model" | "optimizer"))
+        {
+            item.push("deepspeed".to_owned());
+        }
+        parts.push(FolderPart {
             place,
             item,
-            kind: Kind::Own,
+            kind: PartKind::Own,
         });
     }
     for part in parts {
         let checkpoint: Box<dyn Checkpoint> = match part.kind {
-            Kind::Own => open(&location.join(&part.place), options)?,
-            Kind::Json => Box::new(json::open(&location.join(&part.place), options)?),
-            Kind::Safetensors => {
+            PartKind::Own => open(&location.join(&part.place), options)?,
+            PartKind::Json => Box::new(json::open(&location.join(&part.place), options)?),
+            PartKind::Safetensors => {
                 Box::new(SafetensorsCheckpoint::open_directory(location, options)?)
             }
-            Kind::TorchIndex => Box::new(index::open(
+            PartKind::TorchIndex => Box::new(index::open(
                 location,
                 &["pytorch_model.bin.index.json".to_owned()],
                 options,
             )?),
-            Kind::RankFiles => Box::new(rank_files::open(location, options)?),
+            PartKind::RankFiles => Box::new(rank_files::open(location, options)?),
         };
         folder.add(joined_part(part, &*checkpoint), checkpoint)?;
     }
@@ -90,12 +89,12 @@ pub(crate) fn open(
 }
 
 /// Returns how the keys of a part go into the folder: all below those of the part.
-fn joined_part(part: names::Part, checkpoint: &dyn Checkpoint) -> Part {
-    let names::Part { place, item, kind } = part;
+fn joined_part(part: FolderPart, checkpoint: &dyn Checkpoint) -> Part {
+    let FolderPart { place, item, kind } = part;
     let of = checkpoint.metadata();
-    let is_directory = kind == Kind::Own && !checkpoint.format().is_file() && !place.is_empty();
+    let is_directory = kind == PartKind::Own && !checkpoint.format().is_file() && !place.is_empty();
     let mut prefix: Vec<PathPart> = item.into_iter().map(PathPart::Key).collect();
-    if kind == Kind::RankFiles && are_items(of) {
+    if kind == PartKind::RankFiles && are_items(of) {
         prefix.clear();
     }
     // The keys in accelerate's directories begin with `model.` or `optimizer.` already. So that
@@ -116,18 +115,26 @@ fn have_item(metadata: &Metadata) -> bool {
         return false;
     };
     let mut first = None;
-    let mut begins = |fqn: &String| match paths.get(fqn).map(|path| path.0.as_slice()) {
-        Some([PathPart::Key(key), _, ..]) => {
-            matches!(key.as_str(), "model" | "optimizer") && first.get_or_insert(key) == &key
+    for fqn in metadata.entries.keys() {
+        match paths.get(fqn).map(|path| path.0.as_slice()) {
+            Some([PathPart::Key(key), _, ..])
+                if matches!(key.as_str(), "model" | "optimizer")
+                    && *first.get_or_insert(key) == key => {}
+            _ => return false,
         }
-        _ => false,
-    };
-    !metadata.entries.is_empty() && metadata.entries.keys().all(&mut begins)
+    }
+    first.is_some()
 }
 
 /// Returns `true` if the keys of files of ranks begin with the names of their items.
 fn are_items(metadata: &Metadata) -> bool {
-    let is_item = |fqn: &String| ["model.", "optim"].iter().any(|item| fqn.starts_with(item));
-    metadata.entries.keys().any(|fqn| fqn.starts_with("optim"))
-        && metadata.entries.keys().all(is_item)
+    let mut has_optimizer = false;
+    for fqn in metadata.entries.keys() {
+        if fqn.starts_with("optim") {
+            has_optimizer = true;
+        } else if !fqn.starts_with("model.") {
+            return false;
+        }
+    }
+    has_optimizer
 }

@@ -2,18 +2,18 @@
 
 /// A part of a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct FolderPart {
     /// The file or directory; empty for the folder itself.
     pub(super) place: String,
     /// The keys before those of the part.
     pub(super) item: Vec<String>,
     /// The way to read it.
-    pub(super) kind: Kind,
+    pub(super) kind: PartKind,
 }
 
 /// The way to read a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum PartKind {
     /// A checkpoint with a file or directory of its own.
     Own,
     /// The safetensors files of the folder.
@@ -62,100 +62,94 @@ const OF_RANKS: [(&str, &str, &str); 2] = [
     ("random_states_", ".pkl", "random_states"),
 ];
 
+/// The files by which the model of a folder is found, and the way to read it, the best one first.
+const MODELS: [(&str, PartKind); 5] = [
+    ("model.safetensors.index.json", PartKind::Safetensors),
+    ("model.safetensors", PartKind::Own),
+    ("pytorch_model.bin.index.json", PartKind::TorchIndex),
+    ("pytorch_model.bin", PartKind::Own),
+    ("adapter_model.safetensors", PartKind::Own),
+];
+
 /// Returns the path of keys below which a part with this file name lies, or `None` if the name is
 /// not that of a part.
 fn item(name: &str) -> Option<Vec<String>> {
     if let Some((_, item)) = SINGLE.iter().find(|(single, _)| *single == name) {
         return Some(vec![(*item).to_owned()]);
     }
-    let number = |start: &str, end: &str| {
-        let digits = name.strip_prefix(start)?.strip_suffix(end)?;
-        (!digits.is_empty()
-            && digits.len() < 8
-            && digits.bytes().all(|digit| digit.is_ascii_digit()))
-        .then_some(digits)
-    };
     for (start, end, item) in OF_RANKS {
-        if let Some(rank) = number(start, end) {
+        if let Some(rank) = digits_between(name, start, end) {
             return Some(vec![item.to_owned(), format!("rank_{rank}")]);
         }
     }
     for (start, end, item) in NUMBERED {
-        if let Some(digits) = number(start, end) {
+        if let Some(digits) = digits_between(name, start, end) {
             return Some(vec![format!("{item}{digits}")]);
         }
     }
     None
 }
 
+/// Returns the digits between two texts that are all else of a name.
+fn digits_between<'n>(name: &'n str, start: &str, end: &str) -> Option<&'n str> {
+    let digits = name.strip_prefix(start)?.strip_suffix(end)?;
+    let is_number =
+        (1..8).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_digit());
+    is_number.then_some(digits)
+}
+
 /// Finds the parts among the names in a folder, the model first; none if it has nothing beside a
 /// model.
-pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<Part> {
+pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
     let mut parts = Vec::new();
     for name in names {
         let Some(item) = item(name) else { continue };
         let kind = if name.ends_with(".json") {
-            Kind::Json
+            PartKind::Json
         } else {
-            Kind::Own
+            PartKind::Own
         };
-        parts.push(Part {
+        parts.push(FolderPart {
             place: name.clone(),
             item,
             kind,
         });
     }
-    let has = |name: &str| names.iter().any(|other| other == name);
     // The second models of accelerate stand beside its first one. By themselves such files are
     // shards of one model.
-    if !has("model.safetensors") {
+    if !names.iter().any(|name| name == "model.safetensors") {
         parts.retain(|part| !part.place.ends_with(".safetensors"));
     }
     if parts.is_empty() {
         return parts;
     }
     let has_model = parts.iter().any(|part| part.item[0] == "model");
-    let in_place = |kind| Part {
-        place: String::new(),
-        item: vec!["model".to_owned()],
-        kind,
-    };
-    let model = if has_rank_files {
-        Some(in_place(Kind::RankFiles))
-    } else if has_model {
-        None
-    } else if has("model.safetensors.index.json") {
-        Some(in_place(Kind::Safetensors))
-    } else if has("model.safetensors") {
-        Some(Part {
-            place: "model.safetensors".to_owned(),
-            ..in_place(Kind::Own)
-        })
-    } else if has("pytorch_model.bin.index.json") {
-        Some(in_place(Kind::TorchIndex))
-    } else if has("pytorch_model.bin") {
-        Some(Part {
-            place: "pytorch_model.bin".to_owned(),
-            ..in_place(Kind::Own)
-        })
-    } else if has("adapter_model.safetensors") {
-        Some(Part {
-            place: "adapter_model.safetensors".to_owned(),
-            ..in_place(Kind::Own)
-        })
-    } else {
-        None
-    };
-    parts.extend(model);
+    let mut model = None;
+    if has_rank_files {
+        model = Some(("", PartKind::RankFiles));
+    } else if !has_model {
+        model = MODELS
+            .into_iter()
+            .find(|(file, _)| names.iter().any(|name| name == file));
+    }
+    if let Some((file, kind)) = model {
+        // A model in several files lies in the folder itself.
+        let place = if kind == PartKind::Own { file } else { "" };
+        parts.push(FolderPart {
+            place: place.to_owned(),
+            item: vec!["model".to_owned()],
+            kind,
+        });
+    }
     // A trainer's folder has a model, or a file that only a trainer writes. A user's own files may
     // have names like the other parts, but they do not make a trainer's folder: the rest of that
     // folder would be left out.
-    let is_of_trainer = |part: &Part| {
+    let is_of_trainer = parts.iter().any(|part| {
         part.item[0].starts_with("model")
-            || part.kind == Kind::Json
+            || part.kind == PartKind::Json
             || part.item[0] == "random_states"
-    };
-    if !parts.iter().any(is_of_trainer) {
+    });
+    if !is_of_trainer {
         return Vec::new();
     }
     // A model, its optimizer, and all else.

@@ -41,7 +41,9 @@ pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
 /// Returns the text with every word outside of strings as a string, and the number of words.
 fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
     let mut marked = Vec::with_capacity(text.len());
-    let (mut words, mut at, mut in_string) = (0, 0, false);
+    let mut words = 0;
+    let mut at = 0;
+    let mut in_string = false;
     while let Some(&byte) = text.get(at) {
         let word = WORDS
             .iter()

@@ -16,10 +16,7 @@ const STEP: &str = "global_step";
 /// Finds the directory of DeepSpeed's shards among the names in a folder: the one that `latest`
 /// names, or else the only one that has a name of DeepSpeed's.
 pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<String>, FileError> {
-    let is_directory = |name: &str| -> Result<bool, FileError> {
-        Ok(location.join(name).storage().kind()? == Some(EntryKind::Directory))
-    };
-    if names.iter().any(|name| name == LATEST) && !is_directory(LATEST)? {
+    if names.iter().any(|name| name == LATEST) && !is_directory(location, LATEST)? {
         let directory = CheckedDirectory::open(location, false, Links::Follow)?;
         let text = directory.read_small(LATEST, MAX_BYTES)?;
         let name = String::from_utf8_lossy(&text).trim().to_owned();
@@ -33,7 +30,7 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
                 },
             ));
         }
-        if !is_directory(&name)? {
+        if !is_directory(location, &name)? {
             return Err(FileError::MissingFiles {
                 path: location.name().to_owned(),
                 files: vec![name],
@@ -43,9 +40,13 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
     }
     let mut found = Vec::new();
     for name in names {
-        let step = name.strip_prefix(STEP).unwrap_or_default();
-        let is_step = !step.is_empty() && step.bytes().all(|digit| digit.is_ascii_digit());
-        if is_step && is_directory(name)? && deepspeed::is_there(&location.join(name).names()?) {
+        let is_step = name.strip_prefix(STEP).is_some_and(|step| {
+            !step.is_empty() && step.bytes().all(|digit| digit.is_ascii_digit())
+        });
+        if is_step
+            && is_directory(location, name)?
+            && deepspeed::is_there(&location.join(name).names()?)
+        {
             found.push(name.clone());
         }
     }
@@ -62,4 +63,9 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
         });
     }
     Ok(found.pop())
+}
+
+/// Returns `true` if there is a directory of this name in a folder.
+fn is_directory(folder: &Location, name: &str) -> Result<bool, FileError> {
+    Ok(folder.join(name).storage()?.kind()? == Some(EntryKind::Directory))
 }

@@ -205,7 +205,7 @@ impl Assembler {
             .or_insert_with(|| path.clone());
         let entry = metadata.entries.entry(fqn.clone()).or_insert_with(|| {
             Entry::Tensor(TensorEntry {
-                properties: TensorProperties::of(dtype),
+                properties: TensorProperties::new(dtype),
                 shape: shape.to_vec(),
                 chunks: Vec::new(),
             })

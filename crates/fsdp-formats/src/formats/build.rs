@@ -61,8 +61,8 @@ impl Structure {
         root.build(MAX_GAPS)
     }
 
-    /// Returns this structure with leaves and empty containers moved or left out, as
-    /// `change` decides by the flat key and the path of each. Containers that become empty are removed. In a
+    /// Returns this structure with leaves and empty containers moved or left out, as `change`
+    /// decides by the flat key and the path of each. Containers that become empty are removed. In a
     /// list, an empty dict replaces a removed item unless it was at the end, so that the keys of
     /// the other items stay the same.
     ///

@@ -17,7 +17,7 @@ use crate::metadata::{
 use crate::open::open;
 use crate::pickle::write;
 use crate::plan::LoadRequest;
-use crate::storage::backend::{EntryKind, Links, ReadDirectory, Stage, Storage};
+use crate::storage::backend::{EntryKind, Links, ReadDirectory, Stage, Storage, UnusableUrl};
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt;
 use crate::storage::{Durable, Staging};
@@ -63,7 +63,7 @@ fn write_dcp(path: &Path) {
             stored: Some(stored),
         }];
         let entry = TensorEntry {
-            properties: TensorProperties::of(DType::U8),
+            properties: TensorProperties::new(DType::U8),
             shape: vec![BYTES],
             chunks,
         };
@@ -280,8 +280,8 @@ impl Storage for Watched {
         self.inner.name()
     }
 
-    fn child(&self, below: &str) -> Arc<dyn Storage> {
-        self.wrap(self.inner.child(below))
+    fn child(&self, below: &str) -> Result<Arc<dyn Storage>, UnusableUrl> {
+        Ok(self.wrap(self.inner.child(below)?))
     }
 
     fn parent(&self) -> Arc<dyn Storage> {

@@ -22,18 +22,18 @@ const FACTOR: u64 = 8;
 
 /// The content of a header.
 #[derive(Debug)]
-pub(super) struct Header {
+pub(super) struct GgufHeader {
     /// Keys and values, in order.
     pub(super) values: Vec<(String, PlainValue)>,
     /// The tensors, in order.
-    pub(super) tensors: Vec<Info>,
+    pub(super) tensors: Vec<TensorInfo>,
     /// The start of the data in the file.
     pub(super) data: u64,
 }
 
 /// One tensor of the list.
 #[derive(Debug)]
-pub(super) struct Info {
+pub(super) struct TensorInfo {
     pub(super) name: String,
     /// The shape, outermost dimension first.
     pub(super) shape: Vec<usize>,
@@ -51,7 +51,7 @@ fn malformed(reason: impl Into<String>) -> FormatError {
 }
 
 /// A reader of numbers and texts, one after the other.
-struct Cursor<'f> {
+struct HeaderReader<'f> {
     file: &'f dyn ReadAt,
     at: u64,
     block: Vec<u8>,
@@ -59,7 +59,7 @@ struct Cursor<'f> {
     budget: Budget,
 }
 
-impl Cursor<'_> {
+impl HeaderReader<'_> {
     fn bytes<const N: usize>(&mut self) -> Result<[u8; N], FormatError> {
         let mut bytes = [0; N];
         self.fill(&mut bytes)?;
@@ -112,14 +112,14 @@ impl Cursor<'_> {
         }
         self.charge(size_of::<PlainValue>() as u64)?;
         let bytes = if length > AT_ONCE {
-            let bytes = read_whole(self.file, self.at, length)?;
+            let large = read_whole(self.file, self.at, length)?;
             self.at += length;
-            bytes
+            large
         } else {
             self.charge(length)?;
-            let mut bytes = vec![0; length as usize];
-            self.fill(&mut bytes)?;
-            bytes
+            let mut small = vec![0; length as usize];
+            self.fill(&mut small)?;
+            small
         };
         String::from_utf8(bytes).map_err(|_| malformed("a text in it is not UTF-8"))
     }
@@ -141,9 +141,11 @@ impl Cursor<'_> {
             9 => self.array(depth)?,
             10 => {
                 let value = self.u64()?;
-                // With a zero byte on top it is not taken for a negative number.
-                let big = || PlainValue::BigInt([&value.to_le_bytes()[..], &[0]].concat());
-                i64::try_from(value).map_or_else(|_| big(), PlainValue::Int)
+                // With a zero byte on top a large one is not taken for a negative number.
+                match i64::try_from(value) {
+                    Ok(value) => PlainValue::Int(value),
+                    Err(_) => PlainValue::BigInt([&value.to_le_bytes()[..], &[0]].concat()),
+                }
             }
             11 => PlainValue::Int(i64::from_le_bytes(self.bytes()?)),
             12 => PlainValue::Float(f64::from_le_bytes(self.bytes()?)),
@@ -161,7 +163,8 @@ impl Cursor<'_> {
         if depth >= MAX_DEPTH {
             return Err(malformed("its arrays are nested too deep"));
         }
-        let (kind, count) = (self.u32()?, self.u64()?);
+        let kind = self.u32()?;
+        let count = self.u64()?;
         // Each item takes a byte at least.
         if count > self.file.len().saturating_sub(self.at) {
             return Err(malformed("an array in it is too long"));
@@ -174,48 +177,47 @@ impl Cursor<'_> {
     }
 }
 
-impl Header {
+impl GgufHeader {
     /// Reads the header of a file.
     pub(super) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
-        let mut cursor = Cursor {
+        let mut reader = HeaderReader {
             file,
             at: 0,
             block: Vec::new(),
             block_start: 0,
             budget: Budget::new(0, 1),
         };
-        if cursor.bytes::<4>()? != *START {
+        if reader.bytes::<4>()? != *START {
             return Err(malformed("it does not begin as one"));
         }
-        let version = cursor.u32()?;
+        let version = reader.u32()?;
         if ![2, 3].contains(&version) {
             return Err(FormatError::Unsupported {
                 what: format!("version {version} of GGUF"),
             });
         }
-        let (tensor_count, value_count) = (cursor.u64()?, cursor.u64()?);
+        let tensor_count = reader.u64()?;
+        let value_count = reader.u64()?;
         let mut values = Vec::new();
         let mut alignment = ALIGNMENT;
         for _ in 0..value_count {
-            let key = cursor.text(MAX_KEY_BYTES as u64)?;
-            let kind = cursor.u32()?;
-            let value = cursor.value(kind, 0)?;
+            let key = reader.text(MAX_KEY_BYTES as u64)?;
+            let kind = reader.u32()?;
+            let value = reader.value(kind, 0)?;
             if key == "general.alignment" {
                 alignment = value
                     .as_int()
                     .and_then(|value| u64::try_from(value).ok())
-                    .unwrap_or(0);
-                if !alignment.is_power_of_two() {
-                    return Err(malformed("its alignment is no power of two"));
-                }
+                    .filter(|value| value.is_power_of_two())
+                    .ok_or_else(|| malformed("its alignment is no power of two"))?;
             }
             values.push((key, value));
         }
         let mut tensors = Vec::new();
         for _ in 0..tensor_count {
-            cursor.charge(size_of::<Info>() as u64)?;
-            let name = cursor.text(MAX_KEY_BYTES as u64)?;
-            let dimensions = cursor.u32()?;
+            reader.charge(size_of::<TensorInfo>() as u64)?;
+            let name = reader.text(MAX_KEY_BYTES as u64)?;
+            let dimensions = reader.u32()?;
             if dimensions > MAX_DIMENSIONS {
                 return Err(malformed(format!(
                     "the tensor `{name}` has {dimensions} dimensions"
@@ -223,24 +225,24 @@ impl Header {
             }
             let mut shape = Vec::new();
             for _ in 0..dimensions {
-                let size = usize::try_from(cursor.u64()?)
+                let size = usize::try_from(reader.u64()?)
                     .map_err(|_| malformed("a dimension is too large"))?;
                 shape.push(size);
             }
+            // GGUF counts dimensions from the innermost.
             shape.reverse();
-            let (kind, offset) = (cursor.u32()?, cursor.u64()?);
-            tensors.push(Info {
+            tensors.push(TensorInfo {
                 name,
                 shape,
-                kind,
-                offset,
+                kind: reader.u32()?,
+                offset: reader.u64()?,
             });
         }
-        let data = cursor
+        let data = reader
             .at
             .checked_next_multiple_of(alignment)
             .ok_or_else(|| malformed("its alignment is too large"))?;
-        Ok(Header {
+        Ok(GgufHeader {
             values,
             tensors,
             data,

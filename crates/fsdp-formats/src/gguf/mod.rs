@@ -7,13 +7,14 @@
 
 mod header;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use fsdp_layout::boxes::{checked_numel, row_major_strides};
 use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
 
 pub(crate) use self::header::START;
-use self::header::{Header, Info};
+use self::header::{GgufHeader, TensorInfo};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, Start};
 use crate::formats::blocks::{BLOCK, BlockFormat};
@@ -22,7 +23,7 @@ use crate::limits::is_sane_shape;
 use crate::metadata::StorageInfo;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
-use crate::storage::read_at::ReadAt as _;
+use crate::storage::read_at::ReadAt;
 use crate::strided::StridedLayout;
 
 /// Opens a file.
@@ -33,37 +34,40 @@ pub(crate) fn open(
     let (_, name) = location.split()?;
     let mut assembler = Assembler::new(Format::Gguf, location.name(), directory);
     let file = assembler.directory().file(name)?;
-    let error = |source| FileError::File {
+    let (header, ranges) = read(&*file).map_err(|source| FileError::File {
         path: location.name().to_owned(),
         source,
-    };
-    let header = Header::read(&*file).map_err(error)?;
-    check_not_split(&header).map_err(error)?;
+    })?;
     let name: Arc<str> = Arc::from(name);
-    let mut starts: Vec<u64> = header.tensors.iter().map(|info| info.offset).collect();
-    starts.sort_unstable();
-    for info in header.tensors {
-        let path = KeyPath(vec![PathPart::Key(info.name.clone())]);
-        match kind(info.kind) {
-            Some((dtype, elements)) => {
-                let piece =
-                    piece(&name, &info, dtype, elements, header.data, file.len()).map_err(error)?;
-                assembler.add_tensor(&path, &name, dtype, &info.shape, vec![piece])?;
-            }
-            None => {
-                let next = starts
-                    .get(starts.partition_point(|start| *start <= info.offset))
-                    .copied();
-                let stored =
-                    opaque_place(&name, &info, header.data, next, file.len()).map_err(error)?;
-                let kind = blocks_of(info.kind).map_or_else(
-                    || format!("kind {}", info.kind),
-                    |(name, ..)| name.to_owned(),
-                );
-                let of = format!("GGUF tensor of {kind} {:?}", info.shape);
-                assembler.add_value(&path, &name, Held::Stored(of, stored))?;
-            }
+    for (info, range) in header.tensors.into_iter().zip(ranges) {
+        let path = KeyPath(vec![PathPart::Key(info.name)]);
+        if let Some((dtype, elements)) = readable(info.kind) {
+            let layout = StridedLayout {
+                bounds: TensorBox::whole(&info.shape),
+                offset: 0,
+                strides: row_major_strides(&info.shape),
+            };
+            let piece = Piece {
+                file: name.clone(),
+                start: Start::At(range.start),
+                layout,
+                elements,
+            };
+            assembler.add_tensor(&path, &name, dtype, &info.shape, vec![piece])?;
+            continue;
         }
+        let kind = match opaque_blocks(info.kind) {
+            Some((kind, ..)) => kind.to_owned(),
+            None => format!("kind {}", info.kind),
+        };
+        let of = format!("GGUF tensor of {kind} {:?}", info.shape);
+        let stored = StorageInfo {
+            relative_path: name.to_string(),
+            offset: range.start,
+            length: range.end - range.start,
+            transforms: Vec::new(),
+        };
+        assembler.add_value(&path, &name, Held::Stored(of, stored))?;
     }
     for (key, value) in header.values {
         assembler.add_value(
@@ -77,7 +81,7 @@ pub(crate) fn open(
 
 /// Refuses one of several files into which a model was split: the tensors of the others would be
 /// missing.
-fn check_not_split(header: &Header) -> Result<(), FormatError> {
+fn check_not_split(header: &GgufHeader) -> Result<(), FormatError> {
     let count = header
         .values
         .iter()
@@ -93,121 +97,79 @@ fn check_not_split(header: &Header) -> Result<(), FormatError> {
     }
 }
 
-/// Returns where a tensor lies, after a check that it lies in the file.
-fn piece(
-    file: &Arc<str>,
-    info: &Info,
-    dtype: DType,
-    elements: Elements,
-    data: u64,
-    length: u64,
-) -> Result<Piece, FormatError> {
-    let numel = numel(info)?;
-    let bytes = match elements {
-        Elements::Plain => numel.checked_mul(dtype.size_in_bytes()),
-        Elements::Blocks(_)
-            if !info
-                .shape
-                .last()
-                .is_some_and(|size| size.is_multiple_of(BLOCK)) =>
-        {
-            return Err(malformed(info, "is not made of whole blocks"));
-        }
-        Elements::Blocks(format) => Some(format.bytes(numel)),
-    };
-    let start = start_in(info, data, bytes, length)?;
-    let layout = StridedLayout {
-        bounds: TensorBox::whole(&info.shape),
-        offset: 0,
-        strides: row_major_strides(&info.shape),
-    };
-    Ok(Piece {
-        file: file.clone(),
-        start: Start::At(start),
-        layout,
-        elements,
-    })
+/// Reads the header, and finds where each tensor lies.
+fn read(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), FormatError> {
+    let header = GgufHeader::read(file)?;
+    check_not_split(&header)?;
+    let mut starts: Vec<u64> = header.tensors.iter().map(|info| info.offset).collect();
+    starts.sort_unstable();
+    let mut ranges = Vec::with_capacity(header.tensors.len());
+    for info in &header.tensors {
+        let next = starts.get(starts.partition_point(|start| *start <= info.offset));
+        // Blocks of an unknown kind may take all bytes up to the next tensor, or up to the end of
+        // the file.
+        let most = match next {
+            Some(next) => next - info.offset,
+            None => file
+                .len()
+                .saturating_sub(header.data.saturating_add(info.offset)),
+        };
+        let bytes = length(info, most)?;
+        let range = header.data.checked_add(info.offset).and_then(|start| {
+            let end = start.checked_add(bytes)?;
+            (end <= file.len()).then_some(start..end)
+        });
+        ranges.push(range.ok_or_else(|| malformed(info, "reaches beyond the end of the file"))?);
+    }
+    Ok((header, ranges))
 }
 
-/// Returns the type as which a kind of tensors is read; `None` for a kind that cannot be read.
-fn kind(kind: u32) -> Option<(DType, Elements)> {
-    let plain = |dtype| Some((dtype, Elements::Plain));
-    match kind {
-        0 => plain(DType::F32),
-        1 => plain(DType::F16),
-        2 => Some((DType::F32, Elements::Blocks(BlockFormat::Q4_0))),
-        8 => Some((DType::F32, Elements::Blocks(BlockFormat::Q8_0))),
-        24 => plain(DType::I8),
-        25 => plain(DType::I16),
-        26 => plain(DType::I32),
-        27 => plain(DType::I64),
-        28 => plain(DType::F64),
-        30 => plain(DType::BF16),
-        _ => None,
+/// Returns the bytes of a tensor: `most` if it is of an unknown kind.
+fn length(info: &TensorInfo, most: u64) -> Result<u64, FormatError> {
+    let numel = checked_numel(&info.shape)
+        .filter(|_| is_sane_shape(&info.shape))
+        .ok_or_else(|| malformed(info, "has too many elements"))? as u64;
+    let (elements, bytes) = match (readable(info.kind), opaque_blocks(info.kind)) {
+        // No sane shape is so large that its bytes overflow.
+        (Some((dtype, Elements::Plain)), _) => return Ok(numel * dtype.size_in_bytes()),
+        (Some((_, Elements::Blocks(format))), _) => (BLOCK as u64, format.bytes(BLOCK as u64)),
+        (None, Some((_, elements, bytes))) => (elements, bytes),
+        (None, None) => return Ok(most),
+    };
+    match info.shape.last() {
+        Some(size) if (*size as u64).is_multiple_of(elements) => Ok(numel / elements * bytes),
+        _ => Err(malformed(info, "is not made of whole blocks")),
     }
 }
 
-/// Returns the place of a tensor of blocks that are not read, after a check that it lies in the
-/// file. Blocks of an unknown kind may take all bytes up to the next tensor, which begins at
-/// `next`, or up to the end of the file.
-fn opaque_place(
-    file: &Arc<str>,
-    info: &Info,
-    data: u64,
-    next: Option<u64>,
-    length: u64,
-) -> Result<StorageInfo, FormatError> {
-    let numel = numel(info)?;
-    let bytes = match blocks_of(info.kind) {
-        Some((_, elements, _))
-            if !info
-                .shape
-                .last()
-                .is_some_and(|size| (*size as u64).is_multiple_of(elements)) =>
-        {
-            return Err(malformed(info, "is not made of whole blocks"));
-        }
-        Some((_, elements, bytes)) => (numel / elements).checked_mul(bytes),
-        None => {
-            let end = next.map_or(Some(length), |next| data.checked_add(next));
-            end.and_then(|end| end.checked_sub(data.checked_add(info.offset)?))
-        }
+/// Returns the type as which a kind of tensors is read; `None` for a kind that cannot be read.
+fn readable(kind: u32) -> Option<(DType, Elements)> {
+    let dtype = match kind {
+        2 => return Some((DType::F32, Elements::Blocks(BlockFormat::Q4_0))),
+        8 => return Some((DType::F32, Elements::Blocks(BlockFormat::Q8_0))),
+        0 => DType::F32,
+        1 => DType::F16,
+        24 => DType::I8,
+        25 => DType::I16,
+        26 => DType::I32,
+        27 => DType::I64,
+        28 => DType::F64,
+        30 => DType::BF16,
+        _ => return None,
     };
-    let start = start_in(info, data, bytes, length)?;
-    let length = bytes.unwrap_or_default();
-    Ok(StorageInfo {
-        relative_path: file.to_string(),
-        offset: start,
-        length,
-        transforms: Vec::new(),
-    })
+    Some((dtype, Elements::Plain))
 }
 
-fn malformed(info: &Info, reason: &str) -> FormatError {
+fn malformed(info: &TensorInfo, reason: &str) -> FormatError {
     FormatError::Malformed {
         what: "GGUF file",
         reason: format!("the tensor `{}` {reason}", info.name),
     }
 }
 
-/// Returns the number of a tensor's elements.
-fn numel(info: &Info) -> Result<u64, FormatError> {
-    let numel = checked_numel(&info.shape).filter(|_| is_sane_shape(&info.shape));
-    Ok(numel.ok_or_else(|| malformed(info, "has too many elements"))? as u64)
-}
-
-/// Returns where a tensor of so many bytes begins in its file; an error if it does not lie in the
-/// file.
-fn start_in(info: &Info, data: u64, bytes: Option<u64>, length: u64) -> Result<u64, FormatError> {
-    let start = data.checked_add(info.offset);
-    let end = start.and_then(|start| start.checked_add(bytes?));
-    let start = start.filter(|_| end.is_some_and(|end| end <= length));
-    start.ok_or_else(|| malformed(info, "reaches beyond the end of the file"))
-}
-
 /// Returns the name of a kind of blocks that is not read, the elements of a block, and its bytes;
 /// `None` if it is not known.
-fn blocks_of(kind: u32) -> Option<(&'static str, u64, u64)> {
+fn opaque_blocks(kind: u32) -> Option<(&'static str, u64, u64)> {
     const KINDS: [(u32, &str, u64, u64); 24] = [
         (3, "Q4_1", 32, 20),
         (6, "Q5_0", 32, 22),

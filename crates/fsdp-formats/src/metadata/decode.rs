@@ -73,13 +73,12 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
 fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
     let fqn = p.str(id)?;
     if fqn.len() > MAX_KEY_BYTES {
-        let (value, limit) = (fqn.len() as u64, MAX_KEY_BYTES as u64);
         return Err(p.error(
             id,
             PickleErrorKind::Limit {
                 what: "key length",
-                value,
-                limit,
+                value: fqn.len() as u64,
+                limit: MAX_KEY_BYTES as u64,
             },
         ));
     }
@@ -122,6 +121,7 @@ fn storage_data<'a>(
         };
         let length = size_of::<StorageInfo>() + stored.relative_path.len();
         budget.charge(value, MEMORY, length as u64)?;
+        // From here on, the end of an item can be computed without care.
         if stored.offset.checked_add(stored.length).is_none() {
             return Err(p.error(
                 value,
@@ -149,6 +149,7 @@ fn tensor<'a>(
         "a TensorStorageMetadata or BytesStorageMetadata",
     )?;
     let shape = p.sizes(fields.get("size")?)?;
+    // From here on, products of sizes cannot overflow.
     if !is_sane_shape(&shape) {
         return Err(p.error(
             id,
@@ -181,7 +182,7 @@ fn tensor<'a>(
             (size_of::<Chunk>() + path + sizes.len() * 2 * size_of::<usize>()) as u64,
         )?;
         Ok(Chunk {
-            bounds: TensorBox::new(key.1.unwrap_or_default(), sizes),
+            bounds: TensorBox::new(key.1.expect("the key was made with offsets"), sizes),
             stored,
         })
     });
@@ -228,23 +229,20 @@ fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
 /// Reads a memory format.
 fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
     let object = p.object(id)?;
-    let unknown = || {
-        p.error(
-            id,
-            PickleErrorKind::Value {
-                what: "unknown memory format",
-            },
-        )
-    };
-    match (object.global, p.args(object)) {
-        (Global::MemFormatEncoding, [value]) => match p.int(*value)? {
-            0 => Ok(MemoryFormat::Contiguous),
-            1 => Ok(MemoryFormat::ChannelsLast),
-            2 => Ok(MemoryFormat::Preserve),
-            _ => Err(unknown()),
-        },
-        _ => Err(unknown()),
+    if let (Global::MemFormatEncoding, [value]) = (object.global, p.args(object)) {
+        match p.int(*value)? {
+            0 => return Ok(MemoryFormat::Contiguous),
+            1 => return Ok(MemoryFormat::ChannelsLast),
+            2 => return Ok(MemoryFormat::Preserve),
+            _ => {}
+        }
     }
+    Err(p.error(
+        id,
+        PickleErrorKind::Value {
+            what: "unknown memory format",
+        },
+    ))
 }
 
 /// Reads the paths of flat keys in the nested state dict.

@@ -97,6 +97,7 @@ impl<'m> Encoder<'m, '_> {
     /// Writes a value once, and afterwards only refers to it.
     fn shared(&mut self, kind: &'static str, key: &'m str, value: impl FnOnce(&mut Self)) {
         match self.memo.get(&(kind, key)) {
+            // Indices of one byte and of four have codes of their own.
             Some(&index) => match u8::try_from(index) {
                 Ok(index) => self.out.extend_from_slice(&[b'h', index]),
                 Err(_) => {
@@ -106,6 +107,7 @@ impl<'m> Encoder<'m, '_> {
             },
             None => {
                 value(self);
+                // `MEMOIZE` numbers values by itself, in the order in which they are written.
                 write::op(&mut self.out, 0x94);
                 self.memo.insert((kind, key), self.memoized);
                 self.memoized += 1;
@@ -200,6 +202,7 @@ impl<'m> Encoder<'m, '_> {
         self.new_object(METADATA, "TensorProperties");
         write::op(&mut self.out, write::MARK);
         self.global("torch", properties.dtype.torch_name());
+        // The layout and the memory format are the same objects in all tensors.
         self.shared("a layout", "torch.strided", |e| {
             e.global("torch.serialization", "_get_layout");
             e.text("torch.strided");

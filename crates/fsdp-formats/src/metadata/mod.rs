@@ -137,10 +137,37 @@ pub struct StorageMeta {
     pub load_id: Option<String>,
 }
 
-impl TensorProperties {
-    /// Returns the properties of a plain, contiguous tensor of this type.
+impl StorageInfo {
+    /// Makes the place of an item that is stored without a transform.
     #[must_use]
-    pub const fn of(dtype: DType) -> Self {
+    pub fn new(relative_path: impl Into<String>, offset: u64, length: u64) -> Self {
+        StorageInfo {
+            relative_path: relative_path.into(),
+            offset,
+            length,
+            transforms: Vec::new(),
+        }
+    }
+}
+
+impl Entry {
+    /// Returns the box (none for a value) and the place of each item of the entry.
+    pub(crate) fn items(&self) -> impl Iterator<Item = (Option<&TensorBox>, Option<&StorageInfo>)> {
+        let (chunks, value) = match self {
+            Entry::Tensor(tensor) => (&tensor.chunks[..], None),
+            Entry::Bytes(bytes) => (&[][..], Some(bytes.stored.as_ref())),
+        };
+        chunks
+            .iter()
+            .map(|chunk| (Some(&chunk.bounds), chunk.stored.as_ref()))
+            .chain(value.map(|stored| (None, stored)))
+    }
+}
+
+impl TensorProperties {
+    /// Makes the properties of a plain, contiguous tensor of this type.
+    #[must_use]
+    pub const fn new(dtype: DType) -> Self {
         TensorProperties {
             dtype,
             requires_grad: false,
@@ -180,16 +207,9 @@ impl Metadata {
     /// Returns every stored item, replicas last: flat key, box (none for a value), place.
     pub fn stored(&self) -> impl Iterator<Item = (&str, Option<&TensorBox>, &StorageInfo)> {
         let first = self.entries.iter().flat_map(|(fqn, entry)| {
-            let (chunks, bytes) = match entry {
-                Entry::Tensor(tensor) => (&tensor.chunks[..], None),
-                Entry::Bytes(bytes) => (&[][..], bytes.stored.as_ref()),
-            };
-            let chunks = chunks
-                .iter()
-                .filter_map(|chunk| Some((Some(&chunk.bounds), chunk.stored.as_ref()?)));
-            chunks
-                .chain(bytes.map(|stored| (None, stored)))
-                .map(move |(bounds, stored)| (fqn.as_str(), bounds, stored))
+            entry
+                .items()
+                .filter_map(move |(bounds, stored)| Some((fqn.as_str(), bounds, stored?)))
         });
         first.chain(
             self.replicas
@@ -208,70 +228,67 @@ impl Metadata {
         let mut known: HashMap<String, HashSet<TensorBox>> = HashMap::new();
         for part in parts {
             for (fqn, entry) in part.entries {
-                match (merged.entries.get_mut(&fqn), entry) {
-                    (Some(Entry::Tensor(there)), Entry::Tensor(more)) => {
-                        let known = known.entry(fqn.clone()).or_default();
-                        if known.is_empty() {
-                            known.extend(there.chunks.iter().map(|chunk| chunk.bounds.clone()));
-                        }
-                        let mut added = Vec::new();
-                        for chunk in more.chunks {
-                            match (known.contains(&chunk.bounds), chunk.stored) {
-                                (false, stored) => {
-                                    added.push(chunk.bounds.clone());
-                                    there.chunks.push(Chunk {
-                                        bounds: chunk.bounds,
-                                        stored,
-                                    });
-                                }
-                                (true, Some(stored)) => {
-                                    let bounds = Some(chunk.bounds);
-                                    merged.replicas.push(Replica {
-                                        fqn: fqn.clone(),
-                                        bounds,
-                                        stored,
-                                    });
-                                }
-                                (true, None) => {}
-                            }
-                        }
-                        // The boxes of this part become known only now. If the part itself holds a
-                        // box twice, both stay, and a later check finds that error.
-                        known.extend(added);
-                    }
-                    // Keep both, also where a name is a tensor in one part and a value in another.
-                    // The comparison of copies finds such a name.
-                    (Some(_), Entry::Bytes(BytesEntry { stored })) => {
-                        merged.replicas.extend(stored.map(|stored| Replica {
-                            fqn,
-                            bounds: None,
-                            stored,
-                        }));
-                    }
-                    (Some(Entry::Bytes(_)), Entry::Tensor(more)) => {
-                        for Chunk { bounds, stored } in more.chunks {
-                            let replica = |stored| Replica {
-                                fqn: fqn.clone(),
-                                bounds: Some(bounds),
-                                stored,
-                            };
-                            merged.replicas.extend(stored.map(replica));
-                        }
-                    }
-                    (None, entry) => {
-                        merged.entries.insert(fqn, entry);
-                    }
-                }
+                merged.merge_entry(fqn, entry, &mut known);
             }
             if let Some(paths) = part.planner_data {
-                let there = merged.planner_data.get_or_insert_default();
+                let merged_paths = merged.planner_data.get_or_insert_default();
                 for (fqn, path) in paths {
-                    there.entry(fqn).or_insert(path);
+                    merged_paths.entry(fqn).or_insert(path);
                 }
             }
             merged.storage_meta = merged.storage_meta.or(part.storage_meta);
             merged.version = merged.version.or(part.version);
         }
         merged
+    }
+
+    /// Adds one entry of another metadata: whole if the key is new, and otherwise the chunks whose
+    /// boxes are not `known`. All else becomes a replica.
+    fn merge_entry(
+        &mut self,
+        fqn: String,
+        entry: Entry,
+        known: &mut HashMap<String, HashSet<TensorBox>>,
+    ) {
+        let Some(merged) = self.entries.get_mut(&fqn) else {
+            self.entries.insert(fqn, entry);
+            return;
+        };
+        let more = match entry {
+            Entry::Tensor(more) => more,
+            // Copies are kept also where a name is a tensor in one part and a value in another.
+            // The comparison of copies finds such a name.
+            Entry::Bytes(BytesEntry { stored }) => {
+                self.replicas.extend(stored.map(|stored| Replica {
+                    fqn,
+                    bounds: None,
+                    stored,
+                }));
+                return;
+            }
+        };
+        let mut added = Vec::new();
+        let known = known.entry(fqn.clone()).or_default();
+        if let Entry::Tensor(merged) = &*merged
+            && known.is_empty()
+        {
+            known.extend(merged.chunks.iter().map(|chunk| chunk.bounds.clone()));
+        }
+        for chunk in more.chunks {
+            match merged {
+                Entry::Tensor(merged) if !known.contains(&chunk.bounds) => {
+                    added.push(chunk.bounds.clone());
+                    merged.chunks.push(chunk);
+                }
+                _ => self.replicas.extend(chunk.stored.map(|stored| Replica {
+                    fqn: fqn.clone(),
+                    bounds: Some(chunk.bounds),
+                    stored,
+                })),
+            }
+        }
+        // The boxes of this part become known only now. If the part itself holds a box twice, both
+        // stay, and a later check finds that error.
+        known.extend(added);
     }
 }

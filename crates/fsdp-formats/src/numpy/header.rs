@@ -16,7 +16,7 @@ const MAX_HEADER: u64 = 64 << 10;
 
 /// The content of a header.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Header {
+pub(super) struct ArrayHeader {
     /// Element type.
     pub(super) dtype: DType,
     /// Shape.
@@ -34,35 +34,22 @@ fn malformed(reason: impl Into<String>) -> FormatError {
     }
 }
 
-impl Header {
+impl ArrayHeader {
     /// Reads the header of the array that is all of `source`, and checks that its elements are
     /// there.
     pub(super) fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let fixed = read_whole(source, 0, source.len().min(12))?;
-        let (text, length) = match fixed
-            .get(..8)
-            .filter(|start| start.starts_with(START))
-            .map(|start| start[6])
-        {
-            Some(1) => (
-                10,
-                fixed.get(8..10).map_or(0, |bytes| {
-                    u64::from(u16::from_le_bytes([bytes[0], bytes[1]]))
-                }),
-            ),
-            Some(2 | 3) => {
-                let bytes = fixed.get(8..12).and_then(|bytes| bytes.try_into().ok());
-                (
-                    12,
-                    bytes.map_or(0, |bytes| u64::from(u32::from_le_bytes(bytes))),
-                )
-            }
-            Some(version) => {
+        // After the magic word come the two numbers of the version, and the length of the dict.
+        let (text, length) = match fixed.strip_prefix(START) {
+            Some([1, _, a, b, ..]) => (10, u64::from(u16::from_le_bytes([*a, *b]))),
+            Some([2 | 3, _, a, b, c, d]) => (12, u64::from(u32::from_le_bytes([*a, *b, *c, *d]))),
+            Some([1..=3, ..]) => return Err(malformed("it is cut short")),
+            Some([version, _, ..]) => {
                 return Err(FormatError::Unsupported {
                     what: format!("version {version} of NumPy's format"),
                 });
             }
-            None => return Err(malformed("it does not begin as one")),
+            _ => return Err(malformed("it does not begin as one")),
         };
         if length > MAX_HEADER {
             return Err(FormatError::Limit {
@@ -72,30 +59,21 @@ impl Header {
             });
         }
         let bytes = read_whole(source, text, length)?;
-        let bytes = std::str::from_utf8(&bytes).map_err(|_| malformed("its header is no text"))?;
-        let header = Self::parse(bytes, text + length)?;
-        let elements = checked_numel(&header.shape).filter(|_| is_sane_shape(&header.shape));
-        let bytes =
-            elements.and_then(|count| (count as u64).checked_mul(header.dtype.size_in_bytes()));
-        if bytes.and_then(|bytes| bytes.checked_add(header.length)) != Some(source.len()) {
+        let dict = std::str::from_utf8(&bytes).map_err(|_| malformed("its header is no text"))?;
+        let header = Self::parse(dict, text + length)?;
+        let end = checked_numel(&header.shape)
+            .filter(|_| is_sane_shape(&header.shape))
+            .and_then(|count| (count as u64).checked_mul(header.dtype.size_in_bytes()))
+            .and_then(|bytes| bytes.checked_add(header.length));
+        if end != Some(source.len()) {
             return Err(malformed("its length is not that of its elements"));
         }
         Ok(header)
     }
 
     /// Reads `{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
-    fn parse(text: &str, length: u64) -> Result<Self, FormatError> {
-        let after = |key: &str| {
-            let at = text
-                .find(&format!("'{key}'"))
-                .ok_or_else(|| malformed(format!("its header has no `{key}`")))?;
-            let rest = text[at + key.len() + 2..].trim_start();
-            rest.strip_prefix(':')
-                .map(str::trim_start)
-                .ok_or_else(|| malformed("its header is no dict"))
-        };
-        let descr = after("descr")?;
-        let name = descr
+    fn parse(dict: &str, length: u64) -> Result<Self, FormatError> {
+        let name = value_of_key(dict, "descr")?
             .strip_prefix('\'')
             .and_then(|rest| rest.split_once('\''));
         let Some((name, _)) = name else {
@@ -103,30 +81,30 @@ impl Header {
                 what: "an array of structures".to_owned(),
             });
         };
-        let is_fortran = match after("fortran_order")? {
-            rest if rest.starts_with("True") => true,
-            rest if rest.starts_with("False") => false,
-            _ => {
-                return Err(malformed(
-                    "its order is neither that of C nor that of Fortran",
-                ));
-            }
-        };
-        let shape = after("shape")?
+        let order = value_of_key(dict, "fortran_order")?;
+        let is_fortran = order.starts_with("True");
+        if !is_fortran && !order.starts_with("False") {
+            return Err(malformed(
+                "its order is neither that of C nor that of Fortran",
+            ));
+        }
+        let (sizes, _) = value_of_key(dict, "shape")?
             .strip_prefix('(')
-            .and_then(|rest| rest.split_once(')'));
-        let (shape, _) = shape.ok_or_else(|| malformed("its shape is no tuple"))?;
-        let sizes = shape
-            .split(',')
-            .map(str::trim)
-            .filter(|size| !size.is_empty());
-        let sizes = sizes.map(|size| {
-            size.parse()
-                .map_err(|_| malformed("its shape is no tuple of numbers"))
-        });
-        Ok(Header {
+            .and_then(|rest| rest.split_once(')'))
+            .ok_or_else(|| malformed("its shape is no tuple"))?;
+        let mut shape = Vec::new();
+        // A tuple may end with a comma.
+        for size in sizes.split(',').map(str::trim) {
+            if !size.is_empty() {
+                let size = size
+                    .parse()
+                    .map_err(|_| malformed("its shape is no tuple of numbers"))?;
+                shape.push(size);
+            }
+        }
+        Ok(ArrayHeader {
             dtype: dtype(name)?,
-            shape: sizes.collect::<Result<_, _>>()?,
+            shape,
             is_fortran,
             length,
         })
@@ -146,6 +124,17 @@ impl Header {
             strides,
         }
     }
+}
+
+/// Returns what follows a key of the dict.
+fn value_of_key<'t>(dict: &'t str, key: &str) -> Result<&'t str, FormatError> {
+    let (_, rest) = dict
+        .split_once(&format!("'{key}'"))
+        .ok_or_else(|| malformed(format!("its header has no `{key}`")))?;
+    rest.trim_start()
+        .strip_prefix(':')
+        .map(str::trim_start)
+        .ok_or_else(|| malformed("its header is no dict"))
 }
 
 /// Returns the type of NumPy's name for it.

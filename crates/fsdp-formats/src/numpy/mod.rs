@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use fsdp_layout::{KeyPath, PathPart};
 
-use self::header::Header;
+use self::header::ArrayHeader;
 pub(crate) use self::header::START;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, Start};
@@ -18,7 +18,7 @@ use crate::formats::checkpoint::Format;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
-use crate::torch::zip::{Deflated, Directory, Kept};
+use crate::torch::zip::{Deflated, Directory, ReadStates};
 
 /// The ending of the names of records.
 const RECORD_END: &str = ".npy";
@@ -26,9 +26,9 @@ const RECORD_END: &str = ".npy";
 /// Returns `true` if an archive is NumPy's: if all of its records are arrays, or if an array is at
 /// its top. The records of torch's archives all lie below one directory.
 pub(crate) fn is_archive(archive: &Directory) -> bool {
-    let is_array = |name: &String| name.ends_with(RECORD_END);
-    let mut names = archive.records.keys();
-    names.clone().all(is_array) || names.any(|name| is_array(name) && !name.contains('/'))
+    let names = archive.records.keys();
+    let mut arrays = names.clone().filter(|name| name.ends_with(RECORD_END));
+    arrays.clone().count() == names.len() || arrays.any(|name| !name.contains('/'))
 }
 
 /// Opens a file that is one array.
@@ -37,7 +37,7 @@ pub(crate) fn open_array(
     directory: CheckedDirectory,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
-    let header = Header::read(&*directory.file(name)?)
+    let header = ArrayHeader::read(&*directory.file(name)?)
         .map_err(|source| directory.file_error(name, source))?;
     let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
     assemble(
@@ -63,7 +63,7 @@ pub(crate) fn open_archive(
 fn assemble(
     location: &Location,
     directory: CheckedDirectory,
-    arrays: Vec<(String, Start, Header)>,
+    arrays: Vec<(String, Start, ArrayHeader)>,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
     let file: Arc<str> = Arc::from(name);
@@ -85,27 +85,29 @@ fn assemble(
 fn arrays(
     file: &dyn ReadAt,
     archive: &Directory,
-) -> Result<Vec<(String, Start, Header)>, FormatError> {
-    let kept = Kept::default();
+) -> Result<Vec<(String, Start, ArrayHeader)>, FormatError> {
+    let states = ReadStates::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
-        if !name.ends_with(RECORD_END) {
+        let Some(key) = name.strip_suffix(RECORD_END) else {
             let what =
                 format!("the record `{name}` of an archive of NumPy, which is not an array,");
             return Err(FormatError::Unsupported { what });
-        }
-        let data = archive.data_offset(file, name, record)?;
-        let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
-        let (start, header) = if record.is_deflated {
-            let record = Deflated::new(data, record, &kept);
-            let header = Header::read(&record.of(file)).map_err(|error| error.of_key(&key))?;
-            (Start::In(Arc::new(record), header.length), header)
-        } else {
-            let header = Header::read(&Window::new(file, data, record.length)?)
-                .map_err(|error| error.of_key(&key))?;
-            (Start::At(data + header.length), header)
         };
-        arrays.push((key, start, header));
+        let data = archive.data_offset(file, name, record)?;
+        let deflated = Deflated::new(data, record, &states);
+        let header = if record.is_deflated {
+            ArrayHeader::read(&deflated.reader(file))
+        } else {
+            Window::new(file, data, record.length).and_then(|array| ArrayHeader::read(&array))
+        }
+        .map_err(|error| error.of_key(key))?;
+        let start = if record.is_deflated {
+            Start::In(Arc::new(deflated), header.length)
+        } else {
+            Start::At(data + header.length)
+        };
+        arrays.push((key.to_owned(), start, header));
     }
     Ok(arrays)
 }

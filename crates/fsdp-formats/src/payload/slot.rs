@@ -44,6 +44,7 @@ impl<'d> Slot<'d> {
         let Some(digest) = &mut self.digest else {
             return;
         };
+        // The part lies in the box as runs of elements that follow each other.
         for run in copy_runs(part, &self.bounds, part) {
             let bytes = run.src * element..(run.src + run.len) * element;
             digest.add(bytes.start, &self.bytes[bytes]);

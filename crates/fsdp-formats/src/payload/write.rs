@@ -2,8 +2,8 @@
 //! pieces that fit the cache, by several threads.
 
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use crc32fast::Hasher;
 use fsdp_digest::{BoxPlace, Sum};
@@ -15,12 +15,12 @@ use super::source::PayloadSource;
 use crate::error::FileError;
 use crate::storage::StagedFile;
 use crate::storage::integrity::block_length;
-use crate::threads::on_threads;
+use crate::threads::{lock, on_threads, unlocked};
 
 /// The number of bytes that are hashed, and then written, at a time.
 pub(crate) const AT_ONCE: u64 = 1 << 20;
 /// The length of the parts in which threads share a payload: a multiple of every block length.
-pub(crate) const PART: u64 = 32 << 20;
+const PART: u64 = 32 << 20;
 
 /// The outcome of a task.
 #[derive(Debug, Default)]
@@ -78,40 +78,33 @@ pub fn write_payloads(
     threads: usize,
     whole: Option<&(dyn Fn(usize, u32) -> Result<(), FileError> + Sync)>,
 ) -> Result<Vec<WrittenPayload>, FileError> {
-    let parts = payloads.iter().enumerate().flat_map(|(index, payload)| {
-        (0..payload.length.div_ceil(PART))
-            .map(move |part| (index, part * PART, (part * PART + PART).min(payload.length)))
-    });
-    let parts: Vec<(usize, u64, u64)> = parts.collect();
-    let with_checksum = whole.is_some();
+    let writer = PartWriter {
+        file,
+        source,
+        with_checksum: whole.is_some(),
+    };
     let whole = whole.unwrap_or(&|_, _| Ok(()));
+    let parts: Vec<(usize, Range<u64>)> = payloads
+        .iter()
+        .enumerate()
+        .flat_map(|(index, payload)| parts_of(payload.length).map(move |range| (index, range)))
+        .collect();
     let done = in_parallel(
         &parts,
         file.writers(threads),
-        |&(index, ..)| Some(index),
-        |&(index, start, end), buffer| {
-            write_part(
-                file,
-                &payloads[index],
-                start..end,
-                source,
-                with_checksum,
-                buffer,
-            )
-        },
+        |(index, _)| Some(*index),
+        |(index, range), buffer| writer.write(&payloads[*index], range.clone(), buffer),
         whole,
     )?;
     // Empty payloads have no parts, so `whole` is called for them here.
-    for (index, _) in payloads
-        .iter()
-        .enumerate()
-        .filter(|(_, payload)| payload.length == 0)
-    {
-        whole(index, 0)?;
+    for (index, payload) in payloads.iter().enumerate() {
+        if payload.length == 0 {
+            whole(index, 0)?;
+        }
     }
     let mut written = vec![WrittenPayload::default(); payloads.len()];
     let mut crcs = vec![Hasher::new(); payloads.len()];
-    for ((index, ..), done) in parts.into_iter().zip(done) {
+    for ((index, _), done) in parts.into_iter().zip(done) {
         crcs[index].combine(&done.crc);
         written[index].hashes.extend(done.hashes);
         written[index].sum.add(done.sum);
@@ -122,35 +115,50 @@ pub fn write_payloads(
     Ok(written)
 }
 
-/// Writes a part of a payload.
-pub(crate) fn write_part(
-    file: &StagedFile,
-    payload: &PlannedPayload<'_>,
-    range: Range<u64>,
-    source: &dyn PayloadSource,
-    with_checksum: bool,
-    buffer: &mut Vec<u8>,
-) -> Result<Done, FileError> {
-    buffer.clear();
-    let planned = range.end - range.start;
-    let mut sink = PartSink {
-        file,
-        payload,
-        at: payload.offset + range.start,
-        end: payload.offset + range.end,
-        block: payload.block_length(),
-        with_checksum,
-        buffer,
-        done: Done::default(),
-    };
-    let mut given = 0u64;
-    source.payload(payload.fqn, payload.bounds, range, &mut |bytes| {
-        given += bytes.len() as u64;
-        check_length(payload.fqn, given, planned, false)?;
-        sink.put(bytes)
-    })?;
-    check_length(payload.fqn, given, planned, true)?;
-    Ok(sink.done)
+/// Returns the parts in which threads share a payload of this length.
+pub(crate) fn parts_of(length: u64) -> impl Iterator<Item = Range<u64>> {
+    (0..length)
+        .step_by(PART as usize)
+        .map(move |start| start..length.min(start + PART))
+}
+
+/// What writes parts of payloads to a file.
+pub(crate) struct PartWriter<'a> {
+    pub(crate) file: &'a StagedFile,
+    pub(crate) source: &'a dyn PayloadSource,
+    /// `true` if checksums are computed.
+    pub(crate) with_checksum: bool,
+}
+
+impl PartWriter<'_> {
+    /// Writes a part of a payload.
+    pub(crate) fn write(
+        &self,
+        payload: &PlannedPayload<'_>,
+        range: Range<u64>,
+        buffer: &mut Vec<u8>,
+    ) -> Result<Done, FileError> {
+        buffer.clear();
+        let planned = range.end - range.start;
+        let mut sink = PartSink {
+            writer: self,
+            payload,
+            at: payload.offset + range.start,
+            end: payload.offset + range.end,
+            block: payload.block_length(),
+            buffer,
+            done: Done::default(),
+        };
+        let mut given = 0u64;
+        self.source
+            .payload(payload.fqn, payload.bounds, range, &mut |bytes| {
+                given += bytes.len() as u64;
+                check_length(payload.fqn, given, planned, false)?;
+                sink.take(bytes)
+            })?;
+        check_length(payload.fqn, given, planned, true)?;
+        Ok(sink.done)
+    }
 }
 
 /// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of
@@ -168,51 +176,42 @@ pub(crate) fn in_parallel<T: Sync>(
     whole: impl Fn(usize, u32) -> Result<(), FileError> + Sync,
 ) -> Result<Vec<Done>, FileError> {
     let payloads: Vec<Option<usize>> = tasks.iter().map(payload).collect();
-    // The first task of a payload counts those that are not done.
-    let parts = payloads.chunk_by(|a, b| a.is_some() && a == b);
-    let parts: Vec<Range<usize>> = parts
-        .scan(0, |at, part| {
-            Some(std::mem::replace(at, *at + part.len())..*at)
-        })
-        .collect();
-    let left: Vec<AtomicUsize> = parts
-        .iter()
-        .map(|part| AtomicUsize::new(part.len()))
-        .collect();
+    // The tasks of each payload, and the number of them that are not done.
+    let mut groups: Vec<(Range<usize>, AtomicUsize)> = Vec::new();
+    for group in payloads.chunk_by(|a, b| a.is_some() && a == b) {
+        let start = groups.last().map_or(0, |(tasks, _)| tasks.end);
+        groups.push((start..start + group.len(), AtomicUsize::new(group.len())));
+    }
     let next = AtomicUsize::new(0);
-    let failed = AtomicBool::new(false);
+    let has_failed = AtomicBool::new(false);
     let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
-    let work = || -> Result<(), FileError> {
+    on_threads(threads.clamp(1, tasks.len().max(1)), || {
         let mut buffer = Vec::new();
-        while !failed.load(Ordering::Relaxed) {
+        while !has_failed.load(Ordering::Relaxed) {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let (Some(task), Some(result)) = (tasks.get(index), results.get(index)) else {
+            let Some(task) = tasks.get(index) else {
                 break;
             };
             let done = run(task, &mut buffer);
-            failed.fetch_or(done.is_err(), Ordering::Relaxed);
-            *result.lock().unwrap_or_else(PoisonError::into_inner) = done?;
-            let part = parts.partition_point(|part| part.end <= index);
+            has_failed.fetch_or(done.is_err(), Ordering::Relaxed);
+            *lock(&results[index]) = done?;
+            let (group, left) = &groups[groups.partition_point(|(tasks, _)| tasks.end <= index)];
             // The thread that ends the last part of a payload writes what stands around it.
-            if left[part].fetch_sub(1, Ordering::AcqRel) == 1
+            if left.fetch_sub(1, Ordering::AcqRel) == 1
                 && let Some(payload) = payloads[index]
             {
                 let mut crc = Hasher::new();
-                for result in &results[parts[part].clone()] {
-                    crc.combine(&result.lock().unwrap_or_else(PoisonError::into_inner).crc);
+                for result in &results[group.clone()] {
+                    crc.combine(&lock(result).crc);
                 }
                 let written = whole(payload, crc.finalize());
-                failed.fetch_or(written.is_err(), Ordering::Relaxed);
+                has_failed.fetch_or(written.is_err(), Ordering::Relaxed);
                 written?;
             }
         }
         Ok(())
-    };
-    on_threads(threads.clamp(1, tasks.len().max(1)), work)?;
-    Ok(results
-        .into_iter()
-        .map(|done| done.into_inner().unwrap_or_else(PoisonError::into_inner))
-        .collect())
+    })?;
+    Ok(results.into_iter().map(unlocked).collect())
 }
 
 /// Checks that a source gave no more bytes than planned; and, once it is done (`whole`), no fewer.
@@ -235,12 +234,13 @@ pub(crate) fn check_length(
 /// A sink that receives the bytes of a part in order, hashes and writes them. Pieces that are large
 /// enough are written without a copy.
 struct PartSink<'a> {
-    file: &'a StagedFile,
+    writer: &'a PartWriter<'a>,
     payload: &'a PlannedPayload<'a>,
+    /// The place in the file of the next byte to be written.
     at: u64,
+    /// The end of the part in the file.
     end: u64,
     block: u64,
-    with_checksum: bool,
     buffer: &'a mut Vec<u8>,
     done: Done,
 }
@@ -248,10 +248,11 @@ struct PartSink<'a> {
 impl PartSink<'_> {
     /// Takes the next bytes of the part. Whole blocks are written at once. Smaller pieces are
     /// collected in the buffer until there is enough for a write.
-    fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
+    fn take(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
-            // A write has whole blocks, or all that is left of the part.
+            // A write has whole blocks, or all that is left of the part. So no block is hashed in two
+            // pieces.
             let wanted = left.min(AT_ONCE.max(self.block)) as usize;
             let have = bytes.len() as u64;
             let direct = if have >= left {
@@ -260,6 +261,7 @@ impl PartSink<'_> {
                 have - have % self.block
             }
             .min(wanted as u64) as usize;
+            // Bytes that were collected before go first.
             if self.buffer.is_empty() && direct > 0 {
                 let (now, rest) = bytes.split_at(direct);
                 self.write(now)?;
@@ -286,7 +288,7 @@ impl PartSink<'_> {
             let mut at = self.at - self.payload.offset;
             for block in bytes.chunks(self.block as usize) {
                 self.done.hashes.push(XxHash3_64::oneshot(block));
-                if self.with_checksum {
+                if self.writer.with_checksum {
                     self.done.crc.update(block);
                 }
                 // The block is in the processor's cache now.
@@ -296,7 +298,7 @@ impl PartSink<'_> {
                 at += block.len() as u64;
             }
         });
-        self.file.write_at(self.at, bytes)?;
+        self.writer.file.write_at(self.at, bytes)?;
         self.at += bytes.len() as u64;
         Ok(())
     }

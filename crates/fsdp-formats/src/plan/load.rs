@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::validate::{ChunkError, validate_chunks};
-use crate::metadata::{Entry, Metadata, TensorEntry};
+use crate::metadata::{Chunk, Entry, Metadata, TensorEntry};
 
 /// A tensor that a rank wants parts of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -148,7 +148,7 @@ pub enum LoadPlanError {
 /// // Saved in two chunks of 8, wanted: elements 4..12.
 /// let chunk = |at| Chunk { bounds: TensorBox::new(vec![at], vec![8]), stored: None };
 /// let mut saved = Metadata::default();
-/// let properties = TensorProperties::of(DType::F32);
+/// let properties = TensorProperties::new(DType::F32);
 /// saved.entries.insert(
 ///     "w".into(),
 ///     Entry::Tensor(TensorEntry { properties, shape: vec![16], chunks: vec![chunk(0), chunk(8)] }),
@@ -165,7 +165,8 @@ pub fn plan_load<'r>(
     requests: impl IntoIterator<Item = &'r LoadRequest>,
     options: ReadPlanOptions,
 ) -> Result<LoadPlan, LoadPlanError> {
-    let (mut plan, mut reads) = (LoadPlan::default(), Vec::new());
+    let mut plan = LoadPlan::default();
+    let mut reads = Vec::new();
     for (index, request) in requests.into_iter().enumerate() {
         match metadata.entries.get(&request.fqn) {
             None if options.allow_missing => plan.missing.push(index),
@@ -209,6 +210,7 @@ fn plan_tensor<'m>(
             wanted: request.shape.clone(),
         });
     }
+    // Whether one dtype can be made from the other is known to the caller, who casts.
     if saved.properties.dtype != request.dtype && !options.allow_cast {
         return Err(LoadPlanError::DType {
             fqn: fqn.clone(),
@@ -232,23 +234,28 @@ fn plan_tensor<'m>(
             });
         }
         let mut covered = 0;
-        for (chunk, of) in saved.chunks.iter().enumerate() {
-            if let Some(overlap) = of.bounds.intersect(bounds) {
-                covered += overlap.numel();
-                let place = of
-                    .stored
-                    .as_ref()
-                    .map(|stored| (stored.relative_path.as_str(), stored.offset));
-                reads.push((
-                    place,
-                    ReadItem {
-                        request: index,
-                        wanted,
-                        chunk,
-                        overlap,
-                    },
-                ));
-            }
+        for (
+            chunk,
+            Chunk {
+                bounds: held,
+                stored,
+            },
+        ) in saved.chunks.iter().enumerate()
+        {
+            let Some(overlap) = held.intersect(bounds) else {
+                continue;
+            };
+            covered += overlap.numel();
+            let place = stored
+                .as_ref()
+                .map(|stored| (stored.relative_path.as_str(), stored.offset));
+            let read = ReadItem {
+                request: index,
+                wanted,
+                chunk,
+                overlap,
+            };
+            reads.push((place, read));
         }
         // The chunks are disjoint, so equal counts mean that all is there.
         let numel = bounds.numel();

@@ -70,18 +70,13 @@ impl LocalPlan {
         shape: Vec<usize>,
         boxes: Vec<TensorBox>,
     ) {
-        let properties = TensorProperties::of(dtype);
         let content = WriteContent::Tensor {
-            properties,
+            properties: TensorProperties::new(dtype),
             shape,
             boxes,
             is_whole: false,
         };
-        self.items.push(WriteItem {
-            fqn: fqn.into(),
-            path,
-            content,
-        });
+        self.add(fqn.into(), path, content);
     }
 
     /// Adds a tensor that is whole on this rank, and on every other rank that adds it with this
@@ -93,27 +88,22 @@ impl LocalPlan {
         dtype: DType,
         shape: Vec<usize>,
     ) {
-        let (properties, boxes) = (TensorProperties::of(dtype), vec![TensorBox::whole(&shape)]);
         let content = WriteContent::Tensor {
-            properties,
+            properties: TensorProperties::new(dtype),
+            boxes: vec![TensorBox::whole(&shape)],
             shape,
-            boxes,
             is_whole: true,
         };
-        self.items.push(WriteItem {
-            fqn: fqn.into(),
-            path,
-            content,
-        });
+        self.add(fqn.into(), path, content);
     }
 
     /// Adds a non-tensor value.
     pub fn add_value(&mut self, fqn: impl Into<String>, path: Option<KeyPath>, length: u64) {
-        self.items.push(WriteItem {
-            fqn: fqn.into(),
-            path,
-            content: WriteContent::Value { length },
-        });
+        self.add(fqn.into(), path, WriteContent::Value { length });
+    }
+
+    fn add(&mut self, fqn: String, path: Option<KeyPath>, content: WriteContent) {
+        self.items.push(WriteItem { fqn, path, content });
     }
 
     /// Returns a hash of everything except the lengths of values. While no rank's hash changes, the
@@ -149,27 +139,11 @@ impl LocalPlan {
     /// dtypes and shapes are still compared.
     #[must_use]
     pub fn schema(&self) -> LocalPlan {
-        let mut schema = LocalPlan::default();
-        for item in &self.items {
-            let content = match &item.content {
-                WriteContent::Value { length } => WriteContent::Value { length: *length },
-                WriteContent::Tensor {
-                    properties,
-                    shape,
-                    is_whole,
-                    ..
-                } => WriteContent::Tensor {
-                    properties: properties.clone(),
-                    shape: shape.clone(),
-                    boxes: Vec::new(),
-                    is_whole: *is_whole,
-                },
-            };
-            schema.items.push(WriteItem {
-                fqn: item.fqn.clone(),
-                path: item.path.clone(),
-                content,
-            });
+        let mut schema = self.clone();
+        for item in &mut schema.items {
+            if let WriteContent::Tensor { boxes, .. } = &mut item.content {
+                *boxes = Vec::new();
+            }
         }
         schema
     }
@@ -188,16 +162,14 @@ impl LocalPlan {
             else {
                 continue;
             };
-            for (index, bounds) in boxes
-                .iter()
-                .enumerate()
-                .filter(|(_, bounds)| !bounds.is_empty())
-            {
-                held.push(HeldBox {
-                    item: position as u32,
-                    index: index as u32,
-                    bounds: bounds.clone(),
-                });
+            for (index, bounds) in boxes.iter().enumerate() {
+                if !bounds.is_empty() {
+                    held.push(HeldBox {
+                        item: position as u32,
+                        index: index as u32,
+                        bounds: bounds.clone(),
+                    });
+                }
             }
         }
         held
@@ -234,6 +206,7 @@ impl WriteItem {
         self.fqn.hash(hasher);
         self.path.hash(hasher);
         match &self.content {
+            // The first thing tells values and tensors apart.
             WriteContent::Value { .. } => false.hash(hasher),
             WriteContent::Tensor {
                 properties,

@@ -23,13 +23,12 @@ mod validate;
 pub use error::SavePlanError;
 pub use load::{LoadPlan, LoadPlanError, LoadRequest, ReadItem, ReadPlanOptions, plan_load};
 pub use local::{HeldBox, LocalPlan, WriteContent, WriteItem};
-pub use save::check_key_length;
 pub use save::{
-    Deduplicate, GlobalPlan, Offer, PlanOptions, SelectedItem, Selection, plan_offers, plan_part,
-    plan_save,
+    Deduplicate, GlobalPlan, Offer, PlanOptions, SelectedItem, Selection, check_key_length,
+    plan_offers, plan_part, plan_save,
 };
-pub use validate::validate_chunks;
-pub use validate::{ChunkError, validate_metadata};
+pub(crate) use validate::validate_cover;
+pub use validate::{ChunkError, validate_chunks, validate_metadata};
 
 #[cfg(test)]
 mod tests;

@@ -87,10 +87,22 @@ struct Search<'b, 'c> {
 }
 
 impl Search<'_, '_> {
+    /// Returns where a box starts along a dimension.
+    fn start(&self, index: usize, dim: usize) -> usize {
+        self.boxes[index].offsets[dim]
+    }
+
     /// Returns the indices of a box along a dimension.
     fn range(&self, index: usize, dim: usize) -> Range<usize> {
-        let start = self.boxes[index].offsets[dim];
+        let start = self.start(index, dim);
         start..start + self.boxes[index].sizes[dim]
+    }
+
+    /// Returns boxes in the order of their starts along a dimension.
+    fn by_start(&self, boxes: &[usize], dim: usize) -> Vec<usize> {
+        let mut sorted = boxes.to_vec();
+        sorted.sort_by_key(|&index| self.start(index, dim));
+        sorted
     }
 
     /// Finds a box of `a` and another one of `b` that overlap along all of these dimensions, of
@@ -102,14 +114,9 @@ impl Search<'_, '_> {
         if let [dim] = *dims {
             return self.along(a, b, dim);
         }
-        let by_start = |boxes: &[usize]| {
-            let mut sorted = boxes.to_vec();
-            sorted.sort_by_key(|&index| self.boxes[index].offsets[dims[0]]);
-            sorted
-        };
         // Starts that are equal are found the first time.
-        self.holding(a, &by_start(b), dims, false)
-            .or_else(|| self.holding(b, &by_start(a), dims, true))
+        self.holding(a, &self.by_start(b, dims[0]), dims, false)
+            .or_else(|| self.holding(b, &self.by_start(a, dims[0]), dims, true))
     }
 
     /// Finds a box of `a` that holds the start of a box of `b` along the first of these dimensions
@@ -125,10 +132,11 @@ impl Search<'_, '_> {
         if a.len().min(b.len()) <= FEW {
             return self.among_few(a, b, dims);
         }
-        let (dim, rest) = (dims[0], &dims[1..]);
-        let start = |index: usize| self.boxes[index].offsets[dim];
-        let (first, last) = (start(b[0]), start(b[b.len() - 1]));
-        let (mut hold_all, mut hold_some) = (Vec::new(), Vec::new());
+        let dim = dims[0];
+        let first = self.start(b[0], dim);
+        let last = self.start(b[b.len() - 1], dim);
+        let mut hold_all = Vec::new();
+        let mut hold_some = Vec::new();
         for &index in a {
             let mut range = self.range(index, dim);
             range.start += usize::from(starts_before);
@@ -138,15 +146,15 @@ impl Search<'_, '_> {
                 hold_some.push(index);
             }
         }
-        let found = self.between(&hold_all, b, rest);
+        let found = self.between(&hold_all, b, &dims[1..]);
         if found.is_some() || hold_some.is_empty() {
             return found;
         }
         // Two parts that have no start in common. There are several starts, as no box can hold a
         // part of a single one.
-        let middle = start(b[b.len() / 2]);
-        let split = match b.partition_point(|&index| start(index) < middle) {
-            0 => b.partition_point(|&index| start(index) == middle),
+        let middle = self.start(b[b.len() / 2], dim);
+        let split = match b.partition_point(|&index| self.start(index, dim) < middle) {
+            0 => b.partition_point(|&index| self.start(index, dim) == middle),
             split => split,
         };
         let (low, high) = b.split_at(split);
@@ -156,13 +164,13 @@ impl Search<'_, '_> {
 
     /// Finds what [`between`](Self::between) finds along a single dimension.
     fn along(&self, a: &[usize], b: &[usize], dim: usize) -> Option<(usize, usize)> {
-        let of = |boxes: &[usize], list: usize| -> Vec<(usize, usize, usize)> {
-            boxes
-                .iter()
-                .map(|&index| (self.boxes[index].offsets[dim], index, list))
-                .collect()
-        };
-        let mut order = [of(a, 0), of(b, 1)].concat();
+        // The start, the box, and the list that it is in.
+        let mut order: Vec<(usize, usize, usize)> = [a, b]
+            .into_iter()
+            .enumerate()
+            .flat_map(|(list, boxes)| boxes.iter().map(move |&index| (index, list)))
+            .map(|(index, list)| (self.start(index, dim), index, list))
+            .collect();
         order.sort_unstable();
         // For each list, the end and the position of that box so far which reaches farthest.
         let mut farthest = [None, None];
@@ -184,14 +192,19 @@ impl Search<'_, '_> {
 
     /// Finds what [`between`](Self::between) finds by comparing each box with each.
     fn among_few(&self, a: &[usize], b: &[usize], dims: &[usize]) -> Option<(usize, usize)> {
-        let do_overlap = |one: usize, other: usize| {
-            let along = |&dim: &usize| {
-                let (one, other) = (self.range(one, dim), self.range(other, dim));
-                one.start < other.end && other.start < one.end
-            };
-            one != other && dims.iter().all(along)
-        };
-        a.iter()
-            .find_map(|&one| Some((one, *b.iter().find(|&&other| do_overlap(one, other))?)))
+        for &one in a {
+            for &other in b {
+                if one != other && dims.iter().all(|&dim| self.do_overlap(one, other, dim)) {
+                    return Some((one, other));
+                }
+            }
+        }
+        None
+    }
+
+    /// Returns `true` if two boxes overlap along a dimension.
+    fn do_overlap(&self, one: usize, other: usize, dim: usize) -> bool {
+        self.start(one, dim) < self.range(other, dim).end
+            && self.start(other, dim) < self.range(one, dim).end
     }
 }

@@ -1,9 +1,8 @@
 //! The global save plan: which rank writes which box.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry as Slot;
 
-use fsdp_layout::TensorBox;
+use fsdp_layout::{DType, TensorBox};
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
@@ -109,9 +108,7 @@ pub fn plan_offers(
     of_ranks: &[usize],
     options: PlanOptions,
 ) -> Result<GlobalPlan, SavePlanError> {
-    plan_checked(schemas, offers, of_ranks, options, &|shape, boxes| {
-        validate_cover(shape, boxes.iter().copied())
-    })
+    plan_checked(schemas, offers, of_ranks, options, true)
 }
 
 /// Makes the plan of one rank that saves what it holds as a part of a checkpoint; other ranks save
@@ -127,21 +124,20 @@ pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
         vec![offer],
         &[0],
         PlanOptions::default(),
-        &|shape, boxes| validate_chunks(shape, boxes.iter().copied()).map(drop),
+        false,
     )
 }
 
-/// A check of the boxes of a tensor of the given shape.
-type CheckBoxes<'c> = &'c dyn Fn(&[usize], &[&TensorBox]) -> Result<(), ChunkError>;
-
-/// Makes the plan of [`plan_offers`], with `check` applied to the boxes of each tensor.
+/// Makes the plan of [`plan_offers`]. The boxes of each tensor must not overlap, and, if
+/// `must_cover`, must hold all of it.
 fn plan_checked(
     schemas: &[LocalPlan],
     offers: Vec<Offer>,
     of_ranks: &[usize],
     options: PlanOptions,
-    check: CheckBoxes<'_>,
+    must_cover: bool,
 ) -> Result<GlobalPlan, SavePlanError> {
+    // Step 1: find out who holds what, and that all agree about it.
     let mut holders = Holders {
         of_schema: vec![Vec::new(); schemas.len()],
         of_offer: vec![Vec::new(); offers.len()],
@@ -150,18 +146,20 @@ fn plan_checked(
         holders.of_offer[offer].push(rank as u32);
         holders.of_schema[offers[offer].schema].push(rank as u32);
     }
-    let groups = group(schemas, offers, of_ranks)?;
-    groups
-        .iter()
-        .try_for_each(|(fqn, _)| check_key_length(fqn))?;
+    let groups = group_by_key(schemas, offers, of_ranks)?;
+    // Readers would refuse such a key only after the checkpoint is written.
+    for (fqn, _) in &groups {
+        check_key_length(fqn)?;
+    }
 
-    let mut assigned = Assignment {
+    // Step 2: make the entry of each key, and assign what only one rank holds.
+    let mut assignment = Assignment {
         holders: &holders,
         weights: vec![0; of_ranks.len()],
         loads: vec![0; of_ranks.len()],
         kept: vec![Vec::new(); of_ranks.len()],
+        shared: Vec::new(),
     };
-    let mut shared: Vec<SharedChunk> = Vec::new();
     let mut entries = IndexMap::with_capacity(groups.len());
     let mut paths = IndexMap::new();
     for (position, (fqn, group)) in groups.into_iter().enumerate() {
@@ -171,65 +169,43 @@ fn plan_checked(
         }
         let content = match &group.first.content {
             WriteContent::Value { length } => {
-                let holders = group.candidates.iter().map(|(_, holder)| *holder).collect();
-                let value = SharedChunk {
+                assignment.add(SharedChunk {
                     weight: VALUE_BYTES,
                     bytes: *length,
                     entry,
                     chunk: 0,
-                    holders,
-                };
-                shared.extend(assigned.assign_or_share(value));
+                    holders: group.candidates.iter().map(|(_, holder)| *holder).collect(),
+                });
                 Entry::Bytes(BytesEntry::default())
             }
             WriteContent::Tensor {
                 properties, shape, ..
             } => {
-                let mut candidates = group.candidates;
-                // Stable, so that equal boxes stay in the order of their ranks.
-                candidates.sort_by(|(a, _), (b, _)| a.cmp(b));
                 let all_holders: Vec<Holder> =
-                    candidates.iter().map(|(_, holder)| *holder).collect();
-                let mut candidates = candidates.into_iter().peekable();
-                let mut chunks = Vec::with_capacity(candidates.len());
-                while let Some((bounds, first)) = candidates.next() {
-                    let Some(bounds) = bounds else { continue };
-                    let mut holders = vec![first];
-                    while let Some((_, equal)) =
-                        candidates.next_if(|(next, _)| next.as_ref() == Some(&bounds))
-                    {
-                        holders.push(equal);
-                    }
-                    let numel = bounds
-                        .sizes
-                        .iter()
-                        .fold(1u64, |n, &size| n.saturating_mul(size as u64));
-                    let bytes = numel.saturating_mul(properties.dtype.size_in_bytes());
-                    let chunk = chunks.len() as u32;
-                    let tensor = SharedChunk {
+                    group.candidates.iter().map(|(_, holder)| *holder).collect();
+                let boxes = distinct_boxes(group.candidates);
+                let mut chunks = Vec::with_capacity(boxes.len());
+                for (bounds, box_holders) in boxes {
+                    let bytes = payload_bytes(&bounds, properties.dtype);
+                    assignment.add(SharedChunk {
                         weight: bytes,
                         bytes,
                         entry,
-                        chunk,
-                        holders,
-                    };
-                    shared.extend(assigned.assign_or_share(tensor));
+                        chunk: chunks.len() as u32,
+                        holders: box_holders,
+                    });
                     chunks.push(Chunk {
                         bounds,
                         stored: None,
                     });
                 }
-                let boxes: Vec<&TensorBox> = chunks.iter().map(|chunk| &chunk.bounds).collect();
-                check(shape, &boxes).map_err(|source| {
-                    let ranks = holders.first_ranks(&all_holders);
+                check_chunks(shape, &chunks, must_cover).map_err(|source| {
                     SavePlanError::Chunks {
                         fqn: fqn.to_owned(),
-                        ranks,
+                        ranks: holders.first_ranks(&all_holders),
                         source: Box::new(source),
                     }
                 })?;
-                // Replicas share chunks, so there are fewer than candidates.
-                chunks.shrink_to_fit();
                 Entry::Tensor(TensorEntry {
                     properties: properties.clone(),
                     shape: shape.clone(),
@@ -239,29 +215,52 @@ fn plan_checked(
         };
         entries.insert(fqn.to_owned(), content);
     }
-
-    // The largest first, so that the small ones level what is left. Stable: equals keep the order
-    // of the keys.
-    shared.sort_by_key(|chunk| std::cmp::Reverse(chunk.weight));
-    for chunk in &shared {
-        assigned.assign_shared(chunk, options.deduplicate);
-    }
-    let Assignment { loads, kept, .. } = assigned;
-    let selections = kept.into_iter().map(|mut kept| {
-        kept.sort_unstable();
-        Selection { kept }
-    });
     let metadata = Metadata {
         entries,
         planner_data: Some(paths),
         version: Some(VERSION.to_owned()),
         ..Metadata::default()
     };
-    Ok(GlobalPlan {
-        metadata,
-        selections: selections.collect(),
-        loads,
-    })
+    // Step 3: with these loads known, assign what several ranks hold.
+    Ok(assignment.finish(metadata, options.deduplicate))
+}
+
+/// Sorts the boxes of a tensor, and returns each of them once, with all that hold it.
+fn distinct_boxes(
+    mut candidates: Vec<(Option<TensorBox>, Holder)>,
+) -> Vec<(TensorBox, Vec<Holder>)> {
+    // Stable, so that equal boxes stay in the order of their ranks.
+    candidates.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let mut boxes: Vec<(TensorBox, Vec<Holder>)> = Vec::new();
+    for (bounds, holder) in candidates {
+        let bounds = bounds.expect("what holds a tensor has a box of it");
+        match boxes.last_mut() {
+            Some((last, holders)) if *last == bounds => holders.push(holder),
+            _ => boxes.push((bounds, vec![holder])),
+        }
+    }
+    boxes
+}
+
+/// Returns the bytes of a box, as far as they can be counted.
+fn payload_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
+    bounds
+        .sizes
+        .iter()
+        .fold(dtype.size_in_bytes(), |bytes, &size| {
+            bytes.saturating_mul(size as u64)
+        })
+}
+
+/// Checks that chunks lie inside their tensor and do not overlap, and, if `must_cover`, that they
+/// hold all of it.
+fn check_chunks(shape: &[usize], chunks: &[Chunk], must_cover: bool) -> Result<(), ChunkError> {
+    let boxes = chunks.iter().map(|chunk| &chunk.bounds);
+    if must_cover {
+        validate_cover(shape, boxes)
+    } else {
+        validate_chunks(shape, boxes).map(drop)
+    }
 }
 
 /// A holder of a chunk or a value.
@@ -290,8 +289,11 @@ impl Holders {
 
     /// Returns the first eight of the ranks that these holders stand for.
     fn first_ranks(&self, holders: &[Holder]) -> Vec<usize> {
-        let ranks = holders.iter().flat_map(|&holder| self.ranks(holder));
-        let mut ranks: Vec<usize> = ranks.map(|&rank| rank as usize).collect();
+        let mut ranks: Vec<usize> = holders
+            .iter()
+            .flat_map(|&holder| self.ranks(holder))
+            .map(|&rank| rank as usize)
+            .collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks.truncate(8);
@@ -300,10 +302,12 @@ impl Holders {
 }
 
 /// All ranks' items of one flat key.
-struct Group<'p> {
+struct KeyGroup<'p> {
     first_rank: usize,
+    /// The item of the first rank that has the key.
     first: &'p WriteItem,
-    last_schema: usize,
+    /// The last schema that was found to have the key.
+    last_schema: Option<usize>,
     /// The boxes of a tensor, or `None` for a value, with those that hold them.
     candidates: Vec<(Option<TensorBox>, Holder)>,
 }
@@ -335,22 +339,44 @@ struct Assignment<'a> {
     /// The bytes of what each rank has been given.
     loads: Vec<u64>,
     kept: Vec<Vec<SelectedItem>>,
+    /// The chunks that several ranks hold, which are not assigned yet.
+    shared: Vec<SharedChunk>,
 }
 
 impl Assignment<'_> {
-    /// Assigns a chunk to its only holder. Returns it if there are several holders.
-    fn assign_or_share(&mut self, chunk: SharedChunk) -> Option<SharedChunk> {
-        let is_single =
-            matches!(chunk.holders[..], [holder] if self.holders.ranks(holder).len() == 1);
-        if !is_single {
-            return Some(chunk);
+    /// Assigns a chunk to its only holder, or sets it aside if there are several.
+    fn add(&mut self, chunk: SharedChunk) {
+        match chunk.holders[..] {
+            [holder] if self.holders.ranks(holder).len() == 1 => {
+                self.assign(&chunk, Deduplicate::LowestRank);
+            }
+            _ => self.shared.push(chunk),
         }
-        self.assign_shared(&chunk, Deduplicate::LowestRank);
-        None
+    }
+
+    /// Assigns the chunks that several ranks hold, and returns the plan.
+    fn finish(mut self, metadata: Metadata, rule: Deduplicate) -> GlobalPlan {
+        let mut shared = std::mem::take(&mut self.shared);
+        // The largest first, so that the small ones level what is left. Stable: equals keep the
+        // order of the keys.
+        shared.sort_by_key(|chunk| std::cmp::Reverse(chunk.weight));
+        for chunk in &shared {
+            self.assign(chunk, rule);
+        }
+        let selections = self.kept.into_iter().map(|mut kept| {
+            kept.sort_unstable();
+            Selection { kept }
+        });
+        GlobalPlan {
+            metadata,
+            selections: selections.collect(),
+            loads: self.loads,
+        }
     }
 
     /// Assigns a chunk to one of its holders.
-    fn assign_shared(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
+    fn assign(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
+        // The load that counts, the rank, and the item and index of the box in its plan.
         let mut best: Option<((u64, u32), u32, u32)> = None;
         for &holder in &chunk.holders {
             let (item, index) = match holder {
@@ -362,102 +388,61 @@ impl Assignment<'_> {
                     Deduplicate::Balanced => self.weights[rank as usize],
                     Deduplicate::LowestRank => 0,
                 };
+                // Of equal loads the lowest rank's counts, so that the plan is the same each time.
                 if best.is_none_or(|(least, ..)| (load, rank) < least) {
                     best = Some(((load, rank), item, index));
                 }
             }
         }
-        if let Some(((_, rank), item, index)) = best {
-            self.weights[rank as usize] += chunk.weight;
-            self.loads[rank as usize] += chunk.bytes;
-            let selected = SelectedItem {
-                item,
-                index,
-                entry: chunk.entry,
-                chunk: chunk.chunk,
-            };
-            self.kept[rank as usize].push(selected);
-        }
+        let ((_, rank), item, index) = best.expect("a chunk comes from a rank that holds it");
+        self.weights[rank as usize] += chunk.weight;
+        self.loads[rank as usize] += chunk.bytes;
+        self.kept[rank as usize].push(SelectedItem {
+            item,
+            index,
+            entry: chunk.entry,
+            chunk: chunk.chunk,
+        });
     }
 }
 
 /// Collects the items of each key, in the order of first appearance by rank, and checks that the
 /// ranks agree on them.
-fn group<'p>(
+fn group_by_key<'p>(
     schemas: &'p [LocalPlan],
     mut offers: Vec<Offer>,
     of_ranks: &[usize],
-) -> Result<Vec<(&'p str, Group<'p>)>, SavePlanError> {
+) -> Result<Vec<(&'p str, KeyGroup<'p>)>, SavePlanError> {
     let mut positions: HashMap<&str, usize> = HashMap::new();
-    let mut groups: Vec<(&str, Group<'_>)> = Vec::new();
+    let mut groups: Vec<(&str, KeyGroup<'_>)> = Vec::new();
     // The group of each item, for each schema that was met.
     let mut groups_of: Vec<Vec<usize>> = vec![Vec::new(); schemas.len()];
-    for (rank, &position) in of_ranks.iter().enumerate() {
-        let schema = offers[position].schema;
+    for (rank, &offer) in of_ranks.iter().enumerate() {
+        let schema = offers[offer].schema;
         let items = &schemas[schema].items;
-        let is_new = groups_of[schema].len() != items.len();
         // Ranks with equal schemas agree with each other: only the first of them need be compared
         // with the others.
-        for (index, item) in items.iter().enumerate().filter(|_| is_new) {
-            let position = match positions.entry(&item.fqn) {
-                Slot::Occupied(there) => {
-                    let group = &groups[*there.get()].1;
-                    if group.last_schema == schema {
-                        return Err(SavePlanError::DuplicateKey {
-                            fqn: item.fqn.clone(),
-                            rank,
-                        });
-                    }
-                    check_agreement(group, rank, item)?;
-                    *there.get()
-                }
-                Slot::Vacant(slot) => {
-                    let (first_rank, first, last_schema) = (rank, item, schema);
-                    groups.push((
-                        &item.fqn,
-                        Group {
-                            first_rank,
-                            first,
-                            last_schema,
-                            candidates: Vec::new(),
-                        },
-                    ));
-                    *slot.insert(groups.len() - 1)
-                }
-            };
-            let group = &mut groups[position].1;
-            group.last_schema = schema;
-            let holder = Holder::Schema {
-                schema: schema as u32,
-                item: index as u32,
-            };
-            match &item.content {
-                WriteContent::Value { .. } => group.candidates.push((None, holder)),
-                // The schema implies the boxes of whole tensors. Make them explicit, to compare
-                // them with others.
-                WriteContent::Tensor {
-                    shape,
-                    is_whole: true,
-                    ..
-                } => {
-                    let whole = Some(TensorBox::whole(shape)).filter(|bounds| !bounds.is_empty());
-                    group
-                        .candidates
-                        .extend(whole.map(|bounds| (Some(bounds), holder)));
-                }
-                WriteContent::Tensor { .. } => {}
+        if groups_of[schema].len() != items.len() {
+            for (index, item) in items.iter().enumerate() {
+                let position = *positions.entry(&item.fqn).or_insert_with(|| {
+                    groups.push((&item.fqn, KeyGroup::new(rank, item)));
+                    groups.len() - 1
+                });
+                groups[position].1.add_item(rank, item, schema, index)?;
+                groups_of[schema].push(position);
             }
-            groups_of[schema].push(position);
         }
         // The boxes of a shared offer are taken once, with the first rank that has it. After that
         // the offer is empty.
-        for held in std::mem::take(&mut offers[position].boxes) {
+        for held in std::mem::take(&mut offers[offer].boxes) {
             let group = groups_of[schema].get(held.item as usize);
+            // A box of an item that the schema does not have is left out. The check that the boxes
+            // hold the whole tensor finds what is missing then.
             let Some((_, group)) = group.and_then(|&group| groups.get_mut(group)) else {
                 continue;
             };
             let holder = Holder::Offer {
-                offer: position as u32,
+                offer: offer as u32,
                 item: held.item,
                 index: held.index,
             };
@@ -465,6 +450,117 @@ fn group<'p>(
         }
     }
     Ok(groups)
+}
+
+impl<'p> KeyGroup<'p> {
+    /// Makes the group of a key that a rank is the first to have.
+    fn new(rank: usize, item: &'p WriteItem) -> Self {
+        KeyGroup {
+            first_rank: rank,
+            first: item,
+            last_schema: None,
+            candidates: Vec::new(),
+        }
+    }
+
+    /// Adds the item of this index in a schema, which `rank` is the first to have.
+    fn add_item(
+        &mut self,
+        rank: usize,
+        item: &WriteItem,
+        schema: usize,
+        index: usize,
+    ) -> Result<(), SavePlanError> {
+        if self.last_schema == Some(schema) {
+            return Err(SavePlanError::DuplicateKey {
+                fqn: item.fqn.clone(),
+                rank,
+            });
+        }
+        self.check_agreement(rank, item)?;
+        self.last_schema = Some(schema);
+        let holder = Holder::Schema {
+            schema: schema as u32,
+            item: index as u32,
+        };
+        match &item.content {
+            WriteContent::Value { .. } => self.candidates.push((None, holder)),
+            // The schema implies the boxes of whole tensors. Make them explicit, to compare them
+            // with others.
+            WriteContent::Tensor {
+                shape,
+                is_whole: true,
+                ..
+            } => {
+                let whole = TensorBox::whole(shape);
+                if !whole.is_empty() {
+                    self.candidates.push((Some(whole), holder));
+                }
+            }
+            WriteContent::Tensor { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// Checks that a rank's item has the same kind, dtype, shape and path as that of the first rank
+    /// with this key.
+    fn check_agreement(&self, rank: usize, item: &WriteItem) -> Result<(), SavePlanError> {
+        let (what, first, second) = match (&self.first.content, &item.content) {
+            (
+                WriteContent::Tensor {
+                    properties: a,
+                    shape: shape_a,
+                    ..
+                },
+                WriteContent::Tensor {
+                    properties: b,
+                    shape: shape_b,
+                    ..
+                },
+            ) => {
+                if a.dtype != b.dtype {
+                    ("dtype", a.dtype.to_string(), b.dtype.to_string())
+                } else if shape_a != shape_b {
+                    ("shape", format!("{shape_a:?}"), format!("{shape_b:?}"))
+                } else {
+                    return self.check_path(rank, item);
+                }
+            }
+            (WriteContent::Value { .. }, WriteContent::Value { .. }) => {
+                return self.check_path(rank, item);
+            }
+            (WriteContent::Tensor { .. }, _) => ("kind", "tensor".into(), "value".into()),
+            (WriteContent::Value { .. }, _) => ("kind", "value".into(), "tensor".into()),
+        };
+        Err(self.disagreement(rank, what, first, second))
+    }
+
+    fn check_path(&self, rank: usize, item: &WriteItem) -> Result<(), SavePlanError> {
+        if self.first.path == item.path {
+            return Ok(());
+        }
+        let first = format!("{:?}", self.first.path);
+        let second = format!("{:?}", item.path);
+        Err(self.disagreement(rank, "path", first, second))
+    }
+
+    /// Returns the error of a rank that means something else by the key than the first rank.
+    fn disagreement(
+        &self,
+        second_rank: usize,
+        what: &'static str,
+        first: String,
+        second: String,
+    ) -> SavePlanError {
+        SavePlanError::Disagreement {
+            fqn: self.first.fqn.clone(),
+            what,
+            first_rank: self.first_rank,
+            first,
+            second_rank,
+            second,
+        }
+    }
 }
 
 /// Checks that readers will accept a key of this length.
@@ -480,56 +576,4 @@ pub fn check_key_length(fqn: &str) -> Result<(), SavePlanError> {
         length: fqn.len(),
         limit: MAX_KEY_BYTES,
     })
-}
-
-/// Checks that a rank's item has the same kind, dtype and shape as that of the first rank with this
-/// key.
-fn check_agreement(group: &Group<'_>, rank: usize, item: &WriteItem) -> Result<(), SavePlanError> {
-    let differs = |what, first: String, second: String| {
-        let (first_rank, second_rank) = (group.first_rank, rank);
-        Err(SavePlanError::Disagreement {
-            fqn: item.fqn.clone(),
-            what,
-            first_rank,
-            first,
-            second_rank,
-            second,
-        })
-    };
-    match (&group.first.content, &item.content) {
-        (WriteContent::Value { .. }, WriteContent::Value { .. }) => {}
-        (
-            WriteContent::Tensor {
-                properties: a,
-                shape: shape_a,
-                ..
-            },
-            WriteContent::Tensor {
-                properties: b,
-                shape: shape_b,
-                ..
-            },
-        ) => {
-            if a.dtype != b.dtype {
-                return differs("dtype", a.dtype.to_string(), b.dtype.to_string());
-            }
-            if shape_a != shape_b {
-                return differs("shape", format!("{shape_a:?}"), format!("{shape_b:?}"));
-            }
-        }
-        (WriteContent::Tensor { .. }, _) => {
-            return differs("kind", "tensor".into(), "value".into());
-        }
-        (WriteContent::Value { .. }, _) => {
-            return differs("kind", "value".into(), "tensor".into());
-        }
-    }
-    if group.first.path != item.path {
-        return differs(
-            "path",
-            format!("{:?}", group.first.path),
-            format!("{:?}", item.path),
-        );
-    }
-    Ok(())
 }

@@ -26,7 +26,7 @@ fn saved(shape: Vec<usize>, chunks: Vec<TensorBox>) -> Metadata {
         }
     });
     let entry = TensorEntry {
-        properties: TensorProperties::of(DType::F32),
+        properties: TensorProperties::new(DType::F32),
         shape,
         chunks: chunks.collect(),
     };

@@ -77,17 +77,16 @@ pub fn validate_chunks<'c>(
 }
 
 /// Checks the same as [`validate_chunks`], and that every element is in a chunk.
-pub(super) fn validate_cover<'c>(
+pub(crate) fn validate_cover<'c>(
     shape: &[usize],
     chunks: impl IntoIterator<Item = &'c TensorBox>,
 ) -> Result<(), ChunkError> {
     let covered = validate_chunks(shape, chunks)?;
-    match checked_numel(shape) {
-        Some(numel) if covered == numel => Ok(()),
-        numel => Err(ChunkError::Incomplete {
-            covered,
-            numel: numel.unwrap_or(usize::MAX),
-        }),
+    let numel = checked_numel(shape).expect("the shape was checked with the chunks");
+    if covered == numel {
+        Ok(())
+    } else {
+        Err(ChunkError::Incomplete { covered, numel })
     }
 }
 

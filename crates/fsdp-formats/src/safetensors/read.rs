@@ -481,7 +481,7 @@ impl SafetensorsCheckpoint {
             .entry(fqn.to_owned())
             .or_insert_with(|| {
                 Entry::Tensor(TensorEntry {
-                    properties: TensorProperties::of(info.dtype),
+                    properties: TensorProperties::new(info.dtype),
                     shape: shape.clone(),
                     chunks: Vec::new(),
                 })

@@ -23,20 +23,22 @@ pub(crate) trait Storage: Send + Sync {
         None
     }
 
-    /// Returns its address, if this is a place in an object store.
+    /// Returns itself, if this is a place in an object store.
     #[cfg(feature = "object-store")]
-    fn object_address(&self) -> Option<&super::object::address::Address> {
+    fn as_object_storage(&self) -> Option<&super::object::address::ObjectStorage> {
         None
     }
 
-    /// Returns the place below this one that has this name.
-    fn child(&self, below: &str) -> Arc<dyn Storage>;
+    /// Returns the place below this one that has this name; an error where no place can have it.
+    fn child(&self, below: &str) -> Result<Arc<dyn Storage>, UnusableUrl>;
 
     /// Returns the directory or prefix that this place lies in.
     fn parent(&self) -> Arc<dyn Storage>;
 
     /// Returns `true` if anything is here, a dangling link included.
-    fn exists(&self) -> Result<bool, FileError>;
+    fn exists(&self) -> Result<bool, FileError> {
+        Ok(self.kind()?.is_some())
+    }
 
     /// Returns the kind of the entry that is here; `None` if there is nothing.
     fn kind(&self) -> Result<Option<EntryKind>, FileError>;
@@ -44,12 +46,6 @@ pub(crate) trait Storage: Send + Sync {
     /// Returns the names of the entries directly below, sorted. Names that are not UTF-8 are left
     /// out.
     fn names(&self) -> Result<Vec<String>, FileError>;
-
-    /// Returns the names that [`Storage::names`] leaves out, sorted, as messages show them. None is
-    /// a checkpoint's.
-    fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
-        Ok(Vec::new())
-    }
 
     /// Returns the paths of all files below, at any depth, sorted.
     ///
@@ -72,7 +68,10 @@ pub(crate) trait Storage: Send + Sync {
     fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError>;
 
     /// Removes the objects of a save that was never committed. Returns `true` if there were any.
-    fn remove_uncommitted(&self) -> Result<bool, FileError>;
+    /// Leftovers of directories lie beside them: [`Storage::clean_stale`] removes those.
+    fn remove_uncommitted(&self) -> Result<bool, FileError> {
+        Ok(false)
+    }
 
     /// Lists what crashed saves to this place left beside it.
     fn stale(&self) -> Result<Vec<PathBuf>, FileError> {
@@ -143,11 +142,21 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Makes sure that no other save to this target writes files of the same names.
-    fn claim(&self) -> Result<(), FileError>;
+    /// Makes sure that no other save to this target writes files of the same names. There is
+    /// nothing to do where every save has a directory of its own.
+    fn claim(&self) -> Result<(), FileError> {
+        Ok(())
+    }
 
     /// Creates a file of this length. Subdirectories in `relative` are created.
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
+
+    /// Writes a small file whole, and makes it durable.
+    fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
+        let file = self.create(relative, bytes.len() as u64)?;
+        file.write_at(0, bytes)?;
+        file.finish()
+    }
 
     /// Adds a finished file of another checkpoint to this one, under the name `as_name`, without
     /// moving its bytes through this process. Returns `false` if the storage cannot do that.
@@ -207,77 +216,13 @@ pub(crate) fn check_write(
         return Ok(());
     }
     let error = std::io::Error::other("the write reaches beyond the planned length");
-    Err(FileError::io("write", path)(error))
+    Err(FileError::io("write", path, error))
 }
 
-/// The storage of a URL that cannot be used: each operation returns the reason.
+/// A URL that cannot be used, and the reason.
+#[derive(Debug, Clone)]
 pub(crate) struct UnusableUrl {
+    /// The URL, without parts that may be secret.
     pub(crate) name: PathBuf,
     pub(crate) reason: LocationError,
-}
-
-impl UnusableUrl {
-    fn refused<T>(&self) -> Result<T, FileError> {
-        Err(FileError::Location {
-            path: self.name.clone(),
-            source: self.reason,
-        })
-    }
-}
-
-impl Storage for UnusableUrl {
-    fn name(&self) -> &Path {
-        &self.name
-    }
-
-    fn child(&self, below: &str) -> Arc<dyn Storage> {
-        Arc::new(UnusableUrl {
-            name: self.name.join(below),
-            reason: self.reason,
-        })
-    }
-
-    fn parent(&self) -> Arc<dyn Storage> {
-        let name = self.name.parent().unwrap_or(Path::new("")).to_owned();
-        Arc::new(UnusableUrl {
-            name,
-            reason: self.reason,
-        })
-    }
-
-    fn exists(&self) -> Result<bool, FileError> {
-        self.refused()
-    }
-
-    fn kind(&self) -> Result<Option<EntryKind>, FileError> {
-        self.refused()
-    }
-
-    fn names(&self) -> Result<Vec<String>, FileError> {
-        self.refused()
-    }
-
-    fn tree(&self) -> Result<Vec<String>, FileError> {
-        self.refused()
-    }
-
-    fn open(&self, _: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
-        self.refused()
-    }
-
-    fn prepare(&self, _: &Durable, _: bool) -> Result<Box<dyn Stage>, FileError> {
-        self.refused()
-    }
-
-    fn join(&self, _: &Durable, _: &str) -> Result<Box<dyn Stage>, FileError> {
-        self.refused()
-    }
-
-    fn remove_checkpoint(&self, _: &Durable) -> Result<bool, FileError> {
-        self.refused()
-    }
-
-    fn remove_uncommitted(&self) -> Result<bool, FileError> {
-        self.refused()
-    }
 }

@@ -2,30 +2,30 @@
 //! them.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use fsdp_digest::StateDigest;
 use twox_hash::XxHash3_64;
 
 use super::backend::{Links, ReadDirectory};
 use super::checked_file::CheckedFile;
-use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
+use super::integrity::{FileIntegrity, HashedBlock, INTEGRITY_FILE, Integrity, integrity_beside};
 use super::lineage::Lineage;
 use super::location::Location;
-use super::read_at::read_whole;
+use super::read_at::{ReadAt, read_whole};
 use crate::error::{FileError, FormatError};
-use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES, check_limit};
 use crate::storage::names::METADATA_FILE;
+use crate::threads::lock;
 
 /// The number of files that are kept open; a load that needs more opens them again.
 const OPEN_FILES: usize = 200;
 
 /// The content of an integrity file.
 #[derive(Debug)]
-struct Known {
+struct Recorded {
     /// The hashes of files, by their paths.
     hashes: HashMap<String, Arc<FileIntegrity>>,
     digests: Option<StateDigest>,
@@ -36,7 +36,7 @@ struct Known {
 #[derive(Debug)]
 pub struct CheckedDirectory {
     directory: Box<dyn ReadDirectory>,
-    integrity: Option<Known>,
+    integrity: Option<Recorded>,
     files: Mutex<HashMap<String, Arc<CheckedFile>>>,
     bytes_read: Arc<AtomicU64>,
 }
@@ -63,7 +63,7 @@ impl CheckedDirectory {
         let mut directory = Self::open_unchecked(location, Links::Follow)?;
         let integrity = integrity_beside(name);
         if verify && directory.has(&integrity)? {
-            directory.integrity = Some(known(directory.read_integrity(&integrity)?));
+            directory.integrity = Some(directory.read_integrity(&integrity)?.into());
         }
         Ok(directory)
     }
@@ -78,7 +78,7 @@ impl CheckedDirectory {
         let mut directory = Self::open(location, verify, Links::Refuse)?;
         let known = directory.integrity.take().map(|mut known| {
             known.hashes.retain(|file, _| file == name);
-            Known {
+            Recorded {
                 digests: None,
                 lineage: None,
                 ..known
@@ -89,7 +89,7 @@ impl CheckedDirectory {
     }
 
     fn open_unchecked(location: &Location, links: Links) -> Result<Self, FileError> {
-        let directory = location.storage().open(links)?;
+        let directory = location.storage()?.open(links)?;
         Ok(CheckedDirectory {
             directory,
             integrity: None,
@@ -102,9 +102,9 @@ impl CheckedDirectory {
     ///
     /// In an object store several saves to one target may have left theirs, each under a name of
     /// its own. The right one has the hash of the `.metadata` that was committed.
-    fn read_directory_integrity(&self) -> Result<Option<Known>, FileError> {
+    fn read_directory_integrity(&self) -> Result<Option<Recorded>, FileError> {
         if self.has(INTEGRITY_FILE)? {
-            return Ok(Some(known(self.read_integrity(INTEGRITY_FILE)?)));
+            return Ok(Some(self.read_integrity(INTEGRITY_FILE)?.into()));
         }
         let mut names = self.names()?;
         names.retain(|name| {
@@ -122,7 +122,7 @@ impl CheckedDirectory {
                 break;
             }
         }
-        Ok(found.map(known))
+        Ok(found.map(Recorded::from))
     }
 
     fn read_integrity(&self, name: &str) -> Result<Integrity, FileError> {
@@ -228,6 +228,7 @@ impl CheckedDirectory {
             Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                 Ok(false)
             }
+            // A link, a directory or a file that may not be read is an error, and not an absence.
             Err(error) => Err(error),
         }
     }
@@ -247,20 +248,15 @@ impl CheckedDirectory {
 
     /// Opens a file below the directory. Where there is an integrity file, it must cover this one.
     pub fn file(&self, relative: &str) -> Result<Arc<CheckedFile>, FileError> {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = lock(&self.files);
         if let Some(file) = files.get(relative) {
             return Ok(file.clone());
         }
         let opened = self.directory.file(relative)?;
         let integrity = self.integrity_of(relative)?.cloned();
-        let at_once = self.directory.bytes_per_read();
-        let file = Arc::new(CheckedFile::new(
-            opened,
-            at_once,
-            relative,
-            integrity,
-            self.bytes_read.clone(),
-        ));
+        let file = Arc::new(self.checked(opened, relative, integrity));
+        // Which files are needed again is not known, so none is worth more than another. Readers that
+        // hold a file keep it open.
         if files.len() >= OPEN_FILES {
             files.clear();
         }
@@ -278,33 +274,33 @@ impl CheckedDirectory {
             .as_ref()
             .and_then(|known| known.hashes.get(relative))
             .cloned();
-        let at_once = self.directory.bytes_per_read();
-        Ok(CheckedFile::new(
-            opened,
-            at_once,
-            relative,
+        Ok(self.checked(opened, relative, integrity))
+    }
+
+    /// Returns an open file that counts and checks what is read from it.
+    fn checked(
+        &self,
+        file: Box<dyn ReadAt>,
+        name: &str,
+        integrity: Option<Arc<FileIntegrity>>,
+    ) -> CheckedFile {
+        CheckedFile {
+            file: file.into(),
+            bytes_per_read: self.directory.bytes_per_read(),
+            name: name.to_owned(),
             integrity,
-            self.bytes_read.clone(),
-        ))
+            bytes_read: self.bytes_read.clone(),
+        }
     }
 
     /// Reads a whole file of at most `limit` bytes, and checks it against the integrity file, if
     /// there is one.
     #[doc(hidden)]
     pub fn read_small(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
-        let path = self.path().join(relative);
         let file = self.directory.file(relative)?;
-        let length = file.len();
-        if length > limit {
-            let source = FormatError::Limit {
-                what: "file length",
-                value: length,
-                limit,
-            };
-            return Err(FileError::File { path, source });
-        }
-        let bytes =
-            read_whole(&*file, 0, length).map_err(|source| FileError::File { path, source })?;
+        let bytes = check_limit("file length", file.len(), limit)
+            .and_then(|()| read_whole(&*file, 0, file.len()))
+            .map_err(|source| self.file_error(relative, source))?;
         if let Some(integrity) = self.integrity_of(relative)? {
             check(integrity, relative, &bytes)
                 .map_err(|source| self.file_error(relative, source))?;
@@ -341,41 +337,42 @@ impl CheckedDirectory {
     }
 }
 
-/// Converts the content of an integrity file into the form in which readers of its files can share
-/// the hashes.
-fn known(integrity: Integrity) -> Known {
-    let hashes = integrity
-        .files
-        .into_iter()
-        .map(|(path, file)| (path, Arc::new(file)))
-        .collect();
-    Known {
-        hashes,
-        digests: integrity.digests,
-        lineage: integrity.lineage,
+impl From<Integrity> for Recorded {
+    /// Converts to the form in which readers of the files can share their hashes.
+    fn from(integrity: Integrity) -> Self {
+        Recorded {
+            hashes: integrity
+                .files
+                .into_iter()
+                .map(|(path, file)| (path, Arc::new(file)))
+                .collect(),
+            digests: integrity.digests,
+            lineage: integrity.lineage,
+        }
     }
 }
 
 /// Checks a file that is in memory.
 fn check(integrity: &FileIntegrity, name: &str, bytes: &[u8]) -> Result<(), FormatError> {
-    let (length, expected) = (bytes.len() as u64, integrity.length());
-    if expected != length {
-        let (offset, end) = (length.min(expected), length.max(expected));
-        return Err(FormatError::Corrupt {
+    let length = bytes.len() as u64;
+    let expected = integrity.length();
+    let differing = if length == expected {
+        integrity
+            .blocks()
+            .find(|HashedBlock { range, hash }| {
+                let block = &bytes[range.start as usize..range.end as usize];
+                XxHash3_64::oneshot(block) != *hash
+            })
+            .map(|block| block.range)
+    } else {
+        Some(length.min(expected)..length.max(expected))
+    };
+    match differing {
+        None => Ok(()),
+        Some(range) => Err(FormatError::Corrupt {
             file: name.to_owned(),
-            offset,
-            end,
-        });
+            offset: range.start,
+            end: range.end,
+        }),
     }
-    for block in integrity.blocks() {
-        let Range { start: offset, end } = block.range;
-        if XxHash3_64::oneshot(&bytes[offset as usize..end as usize]) != block.hash {
-            return Err(FormatError::Corrupt {
-                file: name.to_owned(),
-                offset,
-                end,
-            });
-        }
-    }
-    Ok(())
 }

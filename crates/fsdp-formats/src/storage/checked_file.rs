@@ -7,19 +7,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use twox_hash::XxHash3_64;
 
 use super::integrity::{FileIntegrity, HashedBlock};
-use super::read_at::{ReadAt, beyond_the_end};
+use super::read_at::{ReadAt, end_within};
 use crate::error::FormatError;
 
 /// A file whose bytes are checked against its hashes, if it has any.
 pub struct CheckedFile {
-    file: Arc<dyn ReadAt>,
+    pub(super) file: Arc<dyn ReadAt>,
     /// The number of bytes that are read at once before they are hashed.
-    bytes_per_read: u64,
+    pub(super) bytes_per_read: u64,
     /// Its path, relative to the checkpoint.
-    name: String,
-    integrity: Option<Arc<FileIntegrity>>,
+    pub(super) name: String,
+    pub(super) integrity: Option<Arc<FileIntegrity>>,
     /// The count of all bytes read from the checkpoint.
-    bytes_read: Arc<AtomicU64>,
+    pub(super) bytes_read: Arc<AtomicU64>,
 }
 
 impl std::fmt::Debug for CheckedFile {
@@ -31,23 +31,6 @@ impl std::fmt::Debug for CheckedFile {
 }
 
 impl CheckedFile {
-    /// Wraps an open file. Every byte read from it raises `bytes_read`.
-    pub(super) fn new(
-        file: Box<dyn ReadAt>,
-        bytes_per_read: u64,
-        name: &str,
-        integrity: Option<Arc<FileIntegrity>>,
-        bytes_read: Arc<AtomicU64>,
-    ) -> Self {
-        CheckedFile {
-            file: file.into(),
-            bytes_per_read,
-            name: name.to_owned(),
-            integrity,
-            bytes_read,
-        }
-    }
-
     /// Reads without checking.
     fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         self.file.read_exact_at(offset, dst)?;
@@ -74,17 +57,12 @@ impl CheckedFile {
 
     /// Returns the same file without its hashes, for bytes that are checked in another way.
     pub(crate) fn unchecked(&self) -> Self {
-        let (file, name, bytes_read) = (
-            self.file.clone(),
-            self.name.clone(),
-            self.bytes_read.clone(),
-        );
         CheckedFile {
-            file,
+            file: self.file.clone(),
             bytes_per_read: self.bytes_per_read,
-            name,
+            name: self.name.clone(),
             integrity: None,
-            bytes_read,
+            bytes_read: self.bytes_read.clone(),
         }
     }
 
@@ -97,10 +75,12 @@ impl CheckedFile {
         let Some(integrity) = &self.integrity else {
             return Ok(Vec::new());
         };
-        let (length, expected) = (self.len(), integrity.length());
+        let length = self.len();
+        let expected = integrity.length();
         if expected != length {
             return Err(self.corrupt(length.min(expected)..length.max(expected)));
         }
+        // A part ends with a block, because half a block cannot be checked.
         let mut parts = Vec::new();
         let mut start = 0;
         for block in integrity.blocks() {
@@ -155,6 +135,7 @@ impl CheckedFile {
         let mut blocks: Vec<HashedBlock> = Vec::new();
         let mut at = offset;
         while let Some(block) = integrity.block_at(at) {
+            // A block that is longer than what is read at once is still read whole.
             let is_too_much = !blocks.is_empty() && block.range.end - offset > self.bytes_per_read;
             if block.range.start != at || block.range.end > end || is_too_much {
                 break;
@@ -175,10 +156,7 @@ impl ReadAt for CheckedFile {
         if self.integrity.is_some() {
             return self.read_in_pieces(offset, dst, &mut |_, _| ());
         }
-        let end = offset
-            .checked_add(dst.len() as u64)
-            .filter(|&end| end <= self.len());
-        end.ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+        end_within(self.len(), offset, dst.len() as u64)?;
         self.read(offset, dst)
     }
 
@@ -188,12 +166,7 @@ impl ReadAt for CheckedFile {
         mut dst: &mut [u8],
         seen: &mut dyn FnMut(usize, &[u8]),
     ) -> Result<(), FormatError> {
-        let end = offset
-            .checked_add(dst.len() as u64)
-            .ok_or_else(|| beyond_the_end(offset, dst.len()))?;
-        if end > self.len() {
-            return Err(beyond_the_end(offset, dst.len()));
-        }
+        let end = end_within(self.len(), offset, dst.len() as u64)?;
         let mut done = 0;
         let Some(integrity) = &self.integrity else {
             for piece in dst.chunks_mut(self.bytes_per_read as usize) {
@@ -239,7 +212,8 @@ impl ReadAt for CheckedFile {
             now.copy_from_slice(&scratch[from..from + take]);
             seen(done, now);
             done += take;
-            (offset, dst) = (offset + take as u64, rest);
+            offset += take as u64;
+            dst = rest;
         }
         Ok(())
     }

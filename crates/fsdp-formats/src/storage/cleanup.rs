@@ -15,7 +15,7 @@ use crate::error::FileError;
 /// # Errors
 /// A directory that cannot be listed.
 pub fn stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
-    target.into().storage().stale()
+    target.into().storage()?.stale()
 }
 
 /// Removes what [`stale`] lists, and returns that list.
@@ -23,7 +23,7 @@ pub fn stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
 /// # Errors
 /// A directory that cannot be listed or removed.
 pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
-    target.into().storage().clean_stale(&Durable::new())
+    target.into().storage()?.clean_stale(&Durable::new())
 }
 
 /// Puts the old checkpoint back where a crash in the middle of an overwrite left none. Returns
@@ -35,7 +35,7 @@ pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileErro
 /// # Errors
 /// A directory that cannot be listed or renamed.
 pub fn recover(target: impl Into<Location>) -> Result<bool, FileError> {
-    target.into().storage().recover(&Durable::new())
+    target.into().storage()?.recover(&Durable::new())
 }
 
 impl Durable {
@@ -51,7 +51,7 @@ impl Durable {
     /// # Errors
     /// The errors of the storage.
     pub fn remove_checkpoint(&self, target: impl Into<Location>) -> Result<bool, FileError> {
-        target.into().storage().remove_checkpoint(self)
+        target.into().storage()?.remove_checkpoint(self)
     }
 
     /// Removes what a crashed save, or a removal that was interrupted, has left of a checkpoint in
@@ -64,6 +64,6 @@ impl Durable {
     /// # Errors
     /// The errors of the store.
     pub fn remove_uncommitted(&self, target: impl Into<Location>) -> Result<bool, FileError> {
-        target.into().storage().remove_uncommitted()
+        target.into().storage()?.remove_uncommitted()
     }
 }

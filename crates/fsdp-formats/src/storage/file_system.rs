@@ -27,10 +27,10 @@ pub trait FileSystem: fmt::Debug + Send + Sync {
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn NewFile>>;
 
     /// Opens a directory, following links.
-    fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenDirectory>>;
+    fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenEntry>>;
 
     /// Opens an empty file that serves as a lock; it is created if it is not there.
-    fn open_lock(&self, path: &Path) -> io::Result<Box<dyn Lockable>>;
+    fn open_lock(&self, path: &Path) -> io::Result<Box<dyn OpenEntry>>;
 
     /// Makes the names in a directory durable.
     fn sync_directory(&self, path: &Path) -> io::Result<()>;
@@ -131,8 +131,9 @@ pub enum LockKind {
     Exclusive,
 }
 
-/// An open file or directory that can be locked. Its lock is held until it is dropped.
-pub trait Lockable: fmt::Debug + Send + Sync {
+/// A directory that is held open, wherever it is moved meanwhile, or a file that serves as a lock.
+/// A lock on it is held until it is dropped.
+pub trait OpenEntry: fmt::Debug + Send + Sync {
     /// Takes the lock. Returns `false` if somebody else holds it. An error says that locks do not
     /// work here.
     fn try_lock(&self, kind: LockKind) -> io::Result<bool>;
@@ -143,10 +144,7 @@ pub trait Lockable: fmt::Debug + Send + Sync {
 
     /// Returns the numbers by which the file system knows it.
     fn identity(&self) -> io::Result<Identity>;
-}
 
-/// A directory that is held open, wherever it is moved meanwhile.
-pub trait OpenDirectory: Lockable {
     /// Opens a regular file below the directory, by the parts of its path, none of which leads
     /// upwards.
     fn file(&self, parts: &[&str], links: Links) -> Result<Box<dyn ReadAt>, OpenError>;

@@ -121,6 +121,7 @@ impl Durable {
             _ => tracing::Span::none(),
         }
         .entered();
+        // An error of the hook counts as one of the step, before it or after it.
         let outcome = match &self.hook {
             None => run(),
             Some(hook) => hook
@@ -131,7 +132,7 @@ impl Durable {
                     Ok(done)
                 }),
         };
-        outcome.map_err(FileError::io(operation, path))
+        outcome.map_err(|error| FileError::io(operation, path, error))
     }
 
     /// Creates one directory, whose parent must exist. Returns `false` if it existed already.
@@ -162,14 +163,14 @@ impl Durable {
             return Ok(());
         };
         self.create_directories(parent)?;
-        let is_there = self.files.is_directory(path);
-        if !is_there {
+        let existed = self.files.is_directory(path);
+        if !existed {
             self.create_directory(path)?;
         }
         match self.sync_directory(parent_of(path)) {
             // The directory existed before, and it is somebody else's, or its file system has no
             // syncs.
-            Err(FileError::Io { source, .. }) if is_there && is_refused(&source) => Ok(()),
+            Err(FileError::Io { source, .. }) if existed && is_refused(&source) => Ok(()),
             synced => synced,
         }
     }
@@ -226,6 +227,7 @@ impl Durable {
             self.files.rename_new(from, to)
         });
         match renamed {
+            // Another save was faster: that is told in the words of a target that exists.
             Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
                 Err(FileError::Exists {
                     path: to.to_owned(),
@@ -268,6 +270,7 @@ impl Durable {
     pub(super) fn remove_directory(&self, path: &Path) -> Result<(), FileError> {
         self.step(Step::Remove, "remove", path, || {
             match self.files.remove_directory(path) {
+                // Another process that cleans up at the same time may have been faster.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
                 other => other,
             }
@@ -303,15 +306,18 @@ pub(super) fn parent_of(path: &Path) -> &Path {
 /// Returns the directory that `target` lies in, and the prefix of the names there that belong to
 /// it: `.NAME.`.
 pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileError> {
-    let name = target
-        .file_name()
+    let name = utf8_name("write to", target)?;
+    Ok((parent_of(target).to_owned(), format!(".{name}.")))
+}
+
+/// Returns the last part of a path; an error of this operation if that has no name in UTF-8.
+pub(super) fn utf8_name<'p>(operation: &'static str, path: &'p Path) -> Result<&'p str, FileError> {
+    path.file_name()
         .and_then(|name| name.to_str())
         .ok_or_else(|| {
-            let error =
-                std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-            FileError::io("write to", target)(error)
-        })?;
-    Ok((parent_of(target).to_owned(), format!(".{name}.")))
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "it has no name in UTF-8");
+            FileError::io(operation, path, error)
+        })
 }
 
 /// Returns `true` if `text` has the form of a nonce in a file name: 16 hexadecimal digits.

@@ -23,6 +23,7 @@
 //! Before the digests it may have the place of the checkpoint in its run ([`Lineage`]). The last
 //! line is a hash of all bytes before it.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -31,7 +32,7 @@ use serde::{Deserialize, Serialize};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::error::FormatError;
-use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES};
+use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES, check_limit};
 use crate::storage::lineage::Lineage;
 
 /// The name of the integrity file in a checkpoint's directory.
@@ -45,7 +46,7 @@ pub fn integrity_beside(name: &str) -> String {
 }
 
 /// The version of the format. Later ones are refused.
-pub(crate) const INTEGRITY_VERSION: u32 = 2;
+const INTEGRITY_VERSION: u32 = 2;
 /// The version of a file without digests.
 const WITHOUT_DIGESTS: u32 = 1;
 
@@ -119,7 +120,11 @@ impl FileIntegrity {
         if length == 0 {
             return;
         }
-        debug_assert_eq!(hashes.len() as u64, length.div_ceil(block));
+        debug_assert_eq!(
+            hashes.len() as u64,
+            length.div_ceil(block),
+            "each block has a hash"
+        );
         self.segments.push(Segment {
             offset: self.length,
             length,
@@ -145,21 +150,23 @@ impl FileIntegrity {
     /// Returns the block around this position.
     #[must_use]
     pub fn block_at(&self, offset: u64) -> Option<HashedBlock> {
+        // The last segment that begins at or before the position.
         let index = self
             .segments
             .partition_point(|segment| segment.offset <= offset)
             .checked_sub(1)?;
-        let segment = self.segments.get(index)?;
+        let segment = &self.segments[index];
         let within = offset - segment.offset;
         if within >= segment.length {
             return None;
         }
+        // The last block of a segment may be shorter than the others.
         let block = within / segment.block;
         let start = segment.offset + block * segment.block;
         let end = (start + segment.block).min(segment.offset + segment.length);
         Some(HashedBlock {
             range: start..end,
-            hash: *segment.hashes.get(block as usize)?,
+            hash: segment.hashes[block as usize],
         })
     }
 
@@ -174,24 +181,28 @@ impl FileIntegrity {
     }
 }
 
+/// The first line.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Header {
+struct HeaderLine {
     format: String,
     version: u32,
     hash: String,
     files: usize,
 }
 
+/// The line of a file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileLine<'a> {
     path: String,
     length: u64,
+    /// The length, the block length and the hashes of each segment.
     #[serde(borrow)]
-    segments: Vec<(u64, u64, &'a str)>,
+    segments: Vec<(u64, u64, Cow<'a, str>)>,
 }
 
+/// The line of the digests, which comes after those of the files.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DigestLine {
@@ -202,23 +213,32 @@ struct DigestLine {
     digests: StateDigest,
 }
 
-#[derive(Serialize, Deserialize)]
+/// The last line: a hash of all bytes before it.
+#[derive(PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Footer {
+struct HashLine {
     xxh3_128: String,
 }
 
+impl HashLine {
+    fn new(before: &[u8]) -> Self {
+        HashLine {
+            xxh3_128: format!("{:032x}", XxHash3_128::oneshot(before)),
+        }
+    }
+}
+
 /// Appends a value as a line of JSON.
-fn put_line(out: &mut Vec<u8>, value: &impl Serialize) -> Result<(), FormatError> {
+fn write_line(out: &mut Vec<u8>, value: &impl Serialize) -> Result<(), FormatError> {
     out.extend(serde_json::to_vec(value).map_err(malformed)?);
     out.push(b'\n');
     Ok(())
 }
 
 /// Returns hashes as text: 16 hexadecimal digits each.
-fn digits_of(hashes: &[u64]) -> String {
+fn digits_of(hashes: &[u64]) -> Cow<'static, str> {
     let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_be_bytes()).collect();
-    base16ct::lower::encode_string(&bytes)
+    base16ct::lower::encode_string(&bytes).into()
 }
 
 /// Returns the hashes in a text that [`digits_of`] made.
@@ -235,6 +255,11 @@ fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
         .collect())
 }
 
+/// Reads a line. One that is missing is an error, as an empty one is.
+fn parse_line<'l, T: Deserialize<'l>>(line: Option<&'l [u8]>) -> Result<T, FormatError> {
+    serde_json::from_slice(line.unwrap_or(b"")).map_err(malformed)
+}
+
 fn malformed(reason: impl ToString) -> FormatError {
     FormatError::Malformed {
         what: "integrity file",
@@ -246,7 +271,7 @@ impl Integrity {
     /// Encodes the integrity file.
     pub fn encode(&self) -> Result<Vec<u8>, FormatError> {
         let mut out = Vec::new();
-        let header = Header {
+        let header = HeaderLine {
             format: "fsdp-integrity".into(),
             version: if self.digests.is_some() {
                 INTEGRITY_VERSION
@@ -256,72 +281,54 @@ impl Integrity {
             hash: "xxh3-64".into(),
             files: self.files.len(),
         };
-        put_line(&mut out, &header)?;
+        write_line(&mut out, &header)?;
         for (path, file) in &self.files {
-            let digits: Vec<String> = file
-                .segments
-                .iter()
-                .map(|segment| digits_of(&segment.hashes))
-                .collect();
-            let segments = file.segments.iter().zip(&digits);
-            let segments = segments
-                .map(|(segment, digits)| (segment.length, segment.block, digits.as_str()))
-                .collect();
-            put_line(
-                &mut out,
-                &FileLine {
-                    path: path.clone(),
-                    length: file.length,
-                    segments,
-                },
-            )?;
+            let line = FileLine {
+                path: path.clone(),
+                length: file.length,
+                segments: file
+                    .segments
+                    .iter()
+                    .map(|segment| (segment.length, segment.block, digits_of(&segment.hashes)))
+                    .collect(),
+            };
+            write_line(&mut out, &line)?;
         }
         if let Some(digests) = &self.digests {
-            let (root, lineage) = (digests.root(), self.lineage.clone());
-            put_line(
-                &mut out,
-                &DigestLine {
-                    root,
-                    lineage,
-                    digests: digests.clone(),
-                },
-            )?;
+            let line = DigestLine {
+                root: digests.root(),
+                lineage: self.lineage.clone(),
+                digests: digests.clone(),
+            };
+            write_line(&mut out, &line)?;
         }
-        let footer = Footer {
-            xxh3_128: format!("{:032x}", XxHash3_128::oneshot(&out)),
-        };
-        put_line(&mut out, &footer)?;
+        let hash = HashLine::new(&out);
+        write_line(&mut out, &hash)?;
         Ok(out)
     }
 
     /// Reads an integrity file. Every bit of it counts: any change is an error.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
-        if bytes.len() as u64 > MAX_INTEGRITY_BYTES {
-            let (value, limit) = (bytes.len() as u64, MAX_INTEGRITY_BYTES);
-            return Err(FormatError::Limit {
-                what: "integrity file length",
-                value,
-                limit,
-            });
-        }
+        check_limit(
+            "integrity file length",
+            bytes.len() as u64,
+            MAX_INTEGRITY_BYTES,
+        )?;
         // The last line is checked first: nothing else is believed before its hash.
         let body = bytes
             .strip_suffix(b"\n")
             .ok_or_else(|| malformed("it is cut short"))?;
-        let footer_at = body
-            .iter()
-            .rposition(|&byte| byte == b'\n')
-            .map_or(0, |at| at + 1);
-        let (before, footer) = body.split_at(footer_at);
-        let footer: Footer = serde_json::from_slice(footer).map_err(malformed)?;
-        if footer.xxh3_128 != format!("{:032x}", XxHash3_128::oneshot(before)) {
+        let last_line = body.rsplit(|&byte| byte == b'\n').next();
+        let hash: HashLine = parse_line(last_line)?;
+        let before = &body[..body.len() - last_line.map_or(0, <[u8]>::len)];
+        if hash != HashLine::new(before) {
             return Err(malformed(
                 "its own hash differs: it was damaged, or changed by hand",
             ));
         }
-        let mut lines = before.split(|&byte| byte == b'\n');
-        let header: Header =
-            serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
+        let mut all_lines = before.split(|&byte| byte == b'\n');
+        let header: HeaderLine = parse_line(all_lines.next())?;
+        // A later version may mean other hashes by the same lines.
         if header.format != "fsdp-integrity"
             || header.version > INTEGRITY_VERSION
             || header.hash != "xxh3-64"
@@ -332,12 +339,14 @@ impl Integrity {
             );
             return Err(FormatError::Unsupported { what });
         }
-        let mut lines = lines.filter(|line| !line.is_empty());
+        let mut lines = all_lines.filter(|line| !line.is_empty());
         let mut files = BTreeMap::new();
         for line in lines.by_ref().take(header.files) {
-            let line: FileLine<'_> = serde_json::from_slice(line).map_err(malformed)?;
+            let line: FileLine<'_> = parse_line(Some(line))?;
             let mut file = FileIntegrity::default();
             for (length, block, digits) in line.segments {
+                // All lengths are checked before anything is allocated for them, and before a division
+                // by the block length.
                 let sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block);
                 if !sane || digits.len() as u64 != length.div_ceil(block).saturating_mul(16) {
                     return Err(malformed("a segment's lengths do not fit its hashes"));
@@ -349,7 +358,7 @@ impl Integrity {
                 {
                     return Err(malformed("the segments are longer than their file"));
                 }
-                file.push(length, block, hashes_of(digits)?);
+                file.push(length, block, hashes_of(&digits)?);
             }
             if file.length != line.length {
                 return Err(malformed("the segments are shorter than their file"));
@@ -361,14 +370,16 @@ impl Integrity {
         if files.len() != header.files {
             return Err(malformed("the number of files is wrong"));
         }
-        let (mut digests, mut lineage) = (None, None);
+        let mut digests = None;
+        let mut lineage = None;
         if header.version > WITHOUT_DIGESTS {
-            let line: DigestLine =
-                serde_json::from_slice(lines.next().unwrap_or_default()).map_err(malformed)?;
+            let line: DigestLine = parse_line(lines.next())?;
+            // Other programs read the root alone, so it must be right too.
             if line.root != line.digests.root() {
                 return Err(malformed("the digest of all is not that of the digests"));
             }
-            (digests, lineage) = (Some(line.digests), line.lineage);
+            digests = Some(line.digests);
+            lineage = line.lineage;
         }
         if lines.next().is_some() {
             return Err(malformed("the number of files is wrong"));

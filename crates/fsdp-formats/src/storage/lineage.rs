@@ -35,7 +35,7 @@ impl Parent {
     /// Returns the parent that was saved after `step` steps and has this digest; `None` if either
     /// is not known.
     #[must_use]
-    pub fn of(step: Option<u64>, digest: Option<Digest>) -> Option<Self> {
+    pub fn new(step: Option<u64>, digest: Option<Digest>) -> Option<Self> {
         Some(Parent {
             step: step?,
             digest: digest?,

@@ -9,10 +9,12 @@ use std::sync::Arc;
 
 use super::backend::{EntryKind, Links, Storage, UnusableUrl};
 use super::file_system::FileSystem;
+use super::fs::utf8_name;
 use super::local::LocalStorage;
 use super::paths::check_relative;
 use super::read_at::read_whole;
-use crate::error::{FileError, FormatError, LocationError};
+use crate::error::{FileError, LocationError};
+use crate::limits::check_limit;
 
 /// The place of a checkpoint, or of a directory of checkpoints.
 ///
@@ -40,7 +42,8 @@ use crate::error::{FileError, FormatError, LocationError};
 /// ```
 #[derive(Clone)]
 pub struct Location {
-    storage: Arc<dyn Storage>,
+    /// For a URL that cannot be used, the error that every operation returns.
+    storage: Result<Arc<dyn Storage>, UnusableUrl>,
 }
 
 /// The settings of an object store: names and values.
@@ -68,71 +71,67 @@ impl Location {
             return Self::unusable(name, LocationError::Key);
         }
         let bucket = Arc::new(super::object::Bucket::new(store));
-        Location {
-            storage: Arc::new(super::object::ObjectStorage::new(
-                bucket,
-                prefix.to_owned(),
-                name,
-            )),
-        }
+        Self::with_storage(Arc::new(super::object::ObjectStorage::new(
+            bucket,
+            prefix.to_owned(),
+            name,
+        )))
     }
 }
 
 impl Location {
     fn from_path(path: PathBuf) -> Self {
-        Location {
-            storage: Arc::new(LocalStorage::new(path)),
-        }
+        Self::with_storage(Arc::new(LocalStorage::new(path)))
     }
 
     /// Makes the location of a path in a file system that the caller implements.
     #[must_use]
     pub fn within(files: Arc<dyn FileSystem>, path: impl Into<PathBuf>) -> Self {
-        Location {
-            storage: Arc::new(LocalStorage::within(files, path.into())),
-        }
+        Self::with_storage(Arc::new(LocalStorage::within(files, path.into())))
     }
 
     fn unusable(name: PathBuf, reason: LocationError) -> Self {
         Location {
-            storage: Arc::new(UnusableUrl { name, reason }),
+            storage: Err(UnusableUrl { name, reason }),
         }
     }
 
-    /// Makes a location of a storage that a test brings.
-    #[cfg(test)]
+    /// Makes a location of a place in any kind of storage.
     pub(crate) fn with_storage(storage: Arc<dyn Storage>) -> Self {
-        Location { storage }
+        Location {
+            storage: Ok(storage),
+        }
     }
 
     /// Reads a URL; `None` if the text is a path.
     fn from_url(text: &str, settings: Settings) -> Option<Self> {
         let (scheme, rest) = text.split_once("://")?;
+        // A path such as `c://d` is not a URL.
         if !is_scheme(scheme) {
             return None;
         }
         let (authority, key) = rest.split_once('/').unwrap_or((rest, ""));
         // The name for messages leaves out what might be a secret: a user name, and a query.
-        let shown_authority = authority.rsplit('@').next().unwrap_or_default();
-        let shown_key = key
-            .split('?')
-            .next()
-            .unwrap_or_default()
-            .trim_end_matches('/');
+        let shown_authority = authority
+            .rsplit_once('@')
+            .map_or(authority, |(_user, host)| host);
+        let shown_key = without_query(key).trim_end_matches('/');
         let shown = match shown_key {
             "" => format!("{scheme}://{shown_authority}"),
             key => format!("{scheme}://{shown_authority}/{key}"),
         };
-        let name = PathBuf::from(shown.split('?').next().unwrap_or_default());
+        let name = PathBuf::from(without_query(&shown));
         if authority.contains('@') || rest.contains('?') {
             return Some(Self::unusable(name, LocationError::Credentials));
         }
         if scheme == "file" {
+            // Another host than this one cannot be reached by a path.
             return Some(match authority {
                 "" | "localhost" => Self::from_path(PathBuf::from(format!("/{key}"))),
                 _ => Self::unusable(name, LocationError::Host),
             });
         }
+        // The rest are object stores, whose keys must be plain paths, as those in a checkpoint are.
         if !["s3", "gs", "az"].contains(&scheme) {
             return Some(Self::unusable(name, LocationError::Scheme));
         }
@@ -142,56 +141,77 @@ impl Location {
         if !is_key(shown_key) {
             return Some(Self::unusable(name, LocationError::Key));
         }
-        Some(Location {
-            storage: object_storage(scheme, authority, shown_key, name, settings),
-        })
+        Some(Self::in_object_store(
+            scheme, authority, shown_key, name, settings,
+        ))
+    }
+
+    #[cfg(feature = "object-store")]
+    fn in_object_store(
+        scheme: &str,
+        bucket: &str,
+        key: &str,
+        name: PathBuf,
+        settings: Settings,
+    ) -> Self {
+        let bucket = super::object::Bucket::from_url(scheme, bucket, settings);
+        Self::with_storage(Arc::new(super::object::ObjectStorage::new(
+            Arc::new(bucket),
+            key.to_owned(),
+            name,
+        )))
+    }
+
+    #[cfg(not(feature = "object-store"))]
+    fn in_object_store(_: &str, _: &str, _: &str, name: PathBuf, _: Settings) -> Self {
+        Self::unusable(name, LocationError::NotBuilt)
     }
 
     /// Returns the storage through which this location is read and written.
-    pub(crate) fn storage(&self) -> &dyn Storage {
-        &*self.storage
+    pub(crate) fn storage(&self) -> Result<&dyn Storage, FileError> {
+        match &self.storage {
+            Ok(storage) => Ok(&**storage),
+            Err(UnusableUrl { name, reason }) => Err(FileError::Location {
+                path: name.clone(),
+                source: *reason,
+            }),
+        }
     }
 
     /// Returns the path, if this is one.
     #[must_use]
     pub fn local(&self) -> Option<&Path> {
-        self.storage.local()
+        self.storage.as_ref().ok()?.local()
     }
 
     /// Returns its name for messages: the path, or the URL.
     #[must_use]
     pub fn name(&self) -> &Path {
-        self.storage.name()
+        match &self.storage {
+            Ok(storage) => storage.name(),
+            Err(url) => &url.name,
+        }
     }
 
     /// Returns the location of this name below this one.
     #[must_use]
     pub fn join(&self, below: impl AsRef<str>) -> Location {
-        Location {
-            storage: self.storage.child(below.as_ref()),
-        }
+        let below = below.as_ref();
+        let storage = match &self.storage {
+            Ok(storage) => storage.child(below),
+            Err(UnusableUrl { name, reason }) => Err(UnusableUrl {
+                name: name.join(below),
+                reason: *reason,
+            }),
+        };
+        Location { storage }
     }
 
     /// Returns the directory or prefix that contains it, and its name there.
     #[doc(hidden)]
     pub fn split(&self) -> Result<(Location, &str), FileError> {
-        let name = self
-            .name()
-            .file_name()
-            .and_then(|name| name.to_str())
-            .ok_or_else(|| {
-                let error = std::io::Error::new(
-                    std::io::ErrorKind::InvalidInput,
-                    "it has no name in UTF-8",
-                );
-                FileError::io("open", self.name())(error)
-            })?;
-        Ok((
-            Location {
-                storage: self.storage.parent(),
-            },
-            name,
-        ))
+        let parent = self.storage()?.parent();
+        Ok((Self::with_storage(parent), utf8_name("open", self.name())?))
     }
 
     /// Returns `true` if anything is here: a file or directory, an object, or objects below it.
@@ -199,7 +219,7 @@ impl Location {
     /// # Errors
     /// A URL that cannot be used; a store that does not answer.
     pub fn exists(&self) -> Result<bool, FileError> {
-        self.storage.exists()
+        self.storage()?.exists()
     }
 
     /// Returns the names of the entries directly in it, sorted: files, and directories or prefixes.
@@ -207,7 +227,7 @@ impl Location {
     /// # Errors
     /// The errors of [`Location::exists`], and a directory that does not exist.
     pub fn names(&self) -> Result<Vec<String>, FileError> {
-        self.storage.names()
+        self.storage()?.names()
     }
 
     /// Returns the paths of all files below it, at any depth, sorted.
@@ -215,7 +235,7 @@ impl Location {
     /// # Errors
     /// The errors of [`Location::names`]; a link or a device below it, or a name that is not UTF-8.
     pub fn files(&self) -> Result<Vec<String>, FileError> {
-        self.storage.tree()
+        self.storage()?.tree()
     }
 
     /// Reads all of the file or object at this location.
@@ -224,19 +244,13 @@ impl Location {
     /// The errors of [`Location::exists`]; there is no file; it has more than `limit` bytes.
     pub fn read_file(&self, limit: u64) -> Result<Vec<u8>, FileError> {
         let (directory, name) = self.split()?;
-        let file = directory.storage().open(Links::Follow)?.file(name)?;
-        let failed = |source| FileError::File {
-            path: self.name().to_owned(),
-            source,
-        };
-        if file.len() > limit {
-            return Err(failed(FormatError::Limit {
-                what: "file length",
-                value: file.len(),
-                limit,
-            }));
-        }
-        read_whole(&*file, 0, file.len()).map_err(failed)
+        let file = directory.storage()?.open(Links::Follow)?.file(name)?;
+        check_limit("file length", file.len(), limit)
+            .and_then(|()| read_whole(&*file, 0, file.len()))
+            .map_err(|source| FileError::File {
+                path: self.name().to_owned(),
+                source,
+            })
     }
 
     /// Returns `true` if a file or an object is here.
@@ -244,7 +258,7 @@ impl Location {
     /// # Errors
     /// The errors of [`Location::exists`].
     pub fn is_file(&self) -> Result<bool, FileError> {
-        Ok(self.storage.kind()? == Some(EntryKind::File))
+        Ok(self.storage()?.kind()? == Some(EntryKind::File))
     }
 }
 
@@ -263,28 +277,9 @@ fn is_key(key: &str) -> bool {
     key.is_empty() || check_relative(key).is_ok()
 }
 
-#[cfg(feature = "object-store")]
-fn object_storage(
-    scheme: &str,
-    bucket: &str,
-    key: &str,
-    name: PathBuf,
-    settings: Settings,
-) -> Arc<dyn Storage> {
-    let bucket = Arc::new(super::object::Bucket::from_url(scheme, bucket, settings));
-    Arc::new(super::object::ObjectStorage::new(
-        bucket,
-        key.to_owned(),
-        name,
-    ))
-}
-
-#[cfg(not(feature = "object-store"))]
-fn object_storage(_: &str, _: &str, _: &str, name: PathBuf, _: Settings) -> Arc<dyn Storage> {
-    Arc::new(UnusableUrl {
-        name,
-        reason: LocationError::NotBuilt,
-    })
+/// Cuts off the query of a URL, or of a part of one.
+fn without_query(text: &str) -> &str {
+    text.split_once('?').map_or(text, |(before, _query)| before)
 }
 
 impl fmt::Display for Location {
@@ -340,38 +335,15 @@ impl From<OsString> for Location {
     }
 }
 
-impl From<&OsStr> for Location {
-    fn from(text: &OsStr) -> Self {
-        PathBuf::from(text).into()
-    }
-}
-
-impl From<&Path> for Location {
-    fn from(path: &Path) -> Self {
-        path.to_owned().into()
-    }
-}
-
-impl From<&PathBuf> for Location {
-    fn from(path: &PathBuf) -> Self {
-        path.clone().into()
-    }
-}
-
-impl From<&str> for Location {
-    fn from(text: &str) -> Self {
+/// Borrowed texts and paths.
+impl<T: AsRef<OsStr> + ?Sized> From<&T> for Location {
+    fn from(text: &T) -> Self {
         PathBuf::from(text).into()
     }
 }
 
 impl From<String> for Location {
     fn from(text: String) -> Self {
-        PathBuf::from(text).into()
-    }
-}
-
-impl From<&String> for Location {
-    fn from(text: &String) -> Self {
         PathBuf::from(text).into()
     }
 }

@@ -73,8 +73,7 @@ pub use checked_directory::CheckedDirectory;
 pub use checked_file::CheckedFile;
 pub use cleanup::{clean_stale, stale};
 pub use file_system::{
-    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError,
-    Status,
+    EntryKind, FileSystem, Identity, Links, LockKind, NewFile, OpenEntry, OpenError, Status,
 };
 pub use fs::{Durable, Step, StepHook};
 pub use read_at::ReadAt;

@@ -1,7 +1,7 @@
 //! The file system of the operating system.
 
 use std::ffi::OsString;
-use std::fs::{File, FileType as StdFileType, Metadata, OpenOptions, Permissions};
+use std::fs::{File, FileType, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,14 +11,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{
-    CWD, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom,
-};
+use rustix::fs::{CWD, FallocateFlags, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom};
 use rustix::io::Errno;
 
 use super::file_system::{
-    EntryKind, FileSystem, Identity, Links, LockKind, Lockable, NewFile, OpenDirectory, OpenError,
-    Status,
+    EntryKind, FileSystem, Identity, Links, LockKind, NewFile, OpenEntry, OpenError, Status,
 };
 use super::read_at::ReadAt;
 use crate::error::FormatError;
@@ -60,22 +57,18 @@ impl FileSystem for OperatingSystem {
         )))
     }
 
-    fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenDirectory>> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Ok(Box::new(OsDirectory(rustix::fs::open(
-            path,
-            flags,
-            Mode::empty(),
-        )?)))
+    fn open_directory(&self, path: &Path) -> io::Result<Box<dyn OpenEntry>> {
+        let opened = rustix::fs::open(path, DIRECTORY, Mode::empty())?;
+        Ok(Box::new(OsEntry(opened)))
     }
 
-    fn open_lock(&self, path: &Path) -> io::Result<Box<dyn Lockable>> {
+    fn open_lock(&self, path: &Path) -> io::Result<Box<dyn OpenEntry>> {
         let file = OpenOptions::new()
             .write(true)
             .create(true)
             .truncate(false)
             .open(path)?;
-        Ok(Box::new(OsDirectory(file.into())))
+        Ok(Box::new(OsEntry(file.into())))
     }
 
     #[expect(
@@ -149,15 +142,14 @@ impl FileSystem for OperatingSystem {
 }
 
 fn status(metadata: &Metadata) -> Status {
-    let identity = Identity(metadata.dev(), metadata.ino());
     Status {
         kind: kind(metadata.file_type()),
-        identity,
+        identity: Identity(metadata.dev(), metadata.ino()),
         mode: metadata.mode() & 0o7777,
     }
 }
 
-fn kind(kind: StdFileType) -> EntryKind {
+fn kind(kind: FileType) -> EntryKind {
     if kind.is_dir() {
         EntryKind::Directory
     } else if kind.is_file() {
@@ -223,9 +215,14 @@ fn is_in_memory(_: &File) -> bool {
 
 /// An open directory, or a file that serves as a lock.
 #[derive(Debug)]
-struct OsDirectory(OwnedFd);
+struct OsEntry(OwnedFd);
 
-impl Lockable for OsDirectory {
+/// The flags by which a directory is opened.
+const DIRECTORY: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::CLOEXEC);
+
+impl OpenEntry for OsEntry {
     fn try_lock(&self, kind: LockKind) -> io::Result<bool> {
         let operation = match kind {
             LockKind::Shared => FlockOperation::NonBlockingLockShared,
@@ -246,44 +243,43 @@ impl Lockable for OsDirectory {
         let stat = rustix::fs::fstat(&self.0)?;
         Ok(Identity(stat.st_dev, stat.st_ino))
     }
-}
 
-impl OpenDirectory for OsDirectory {
     fn file(&self, parts: &[&str], links: Links) -> Result<Box<dyn ReadAt>, OpenError> {
         let follow = match links {
             Links::Follow => OFlags::empty(),
             Links::Refuse => OFlags::NOFOLLOW,
         };
-        let failed = |errno| failed(errno, links);
         let Some((name, directories)) = parts.split_last() else {
-            return Err(failed(Errno::ISDIR));
+            return Err(OpenError::Io(Errno::ISDIR.into()));
         };
         // Open one directory after the other, each relative to the one before it, so that no link
         // is followed on the way.
         let mut below: Option<OwnedFd> = None;
         for part in directories {
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | follow;
             let at = below.as_ref().unwrap_or(&self.0).as_fd();
-            let next = rustix::fs::openat(at, *part, flags, Mode::empty());
+            let next = rustix::fs::openat(at, *part, DIRECTORY | follow, Mode::empty());
             below = Some(next.map_err(|errno| match errno {
                 // A link, or a file, where a directory must be.
                 Errno::NOTDIR => {
                     OpenError::Refused("it leads through something that is no directory")
                 }
-                errno => failed(errno),
+                errno => failed(errno, links),
             })?);
         }
         // NONBLOCK: opening a FIFO must not wait for a writer.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | follow;
         let at = below.as_ref().unwrap_or(&self.0).as_fd();
-        let file = rustix::fs::openat(at, *name, flags, Mode::empty()).map_err(failed)?;
-        let stat = rustix::fs::fstat(&file).map_err(failed)?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        let opened = rustix::fs::openat(at, *name, flags, Mode::empty())
+            .map_err(|errno| failed(errno, links))?;
+        let file = File::from(opened);
+        let metadata = file.metadata().map_err(OpenError::Io)?;
+        if !metadata.is_file() {
             return Err(OpenError::Refused("it is no regular file"));
         }
-        let file = File::from(file);
-        let length = file.metadata().map_err(OpenError::Io)?.len();
-        Ok(Box::new(OsReadFile { file, length }))
+        Ok(Box::new(OsReadFile {
+            length: metadata.len(),
+            file,
+        }))
     }
 }
 
@@ -335,7 +331,7 @@ pub(super) fn nonce() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let now = SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
-        .unwrap_or_default();
+        .unwrap_or(Duration::ZERO);
     let mut seed = now.as_nanos().to_le_bytes().to_vec();
     seed.extend(std::process::id().to_le_bytes());
     seed.extend(COUNT.fetch_add(1, Ordering::Relaxed).to_le_bytes());

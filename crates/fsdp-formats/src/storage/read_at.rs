@@ -58,11 +58,7 @@ pub fn read_whole<S: ReadAt + ?Sized>(
     offset: u64,
     length: u64,
 ) -> Result<Vec<u8>, FormatError> {
-    let end = offset
-        .checked_add(length)
-        .filter(|&end| end <= source.len());
-    let end =
-        end.ok_or_else(|| beyond_the_end(offset, usize::try_from(length).unwrap_or(usize::MAX)))?;
+    let end = end_within(source.len(), offset, length)?;
     if length >= LARGE && source.has_hole(offset..end) {
         let reason = format!(
             "{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them"
@@ -77,47 +73,40 @@ pub fn read_whole<S: ReadAt + ?Sized>(
     Ok(bytes)
 }
 
+/// Returns the end of a range of a source that has `available` bytes. A range that goes beyond them
+/// is an error.
+pub(crate) fn end_within(available: u64, offset: u64, length: u64) -> Result<u64, FormatError> {
+    match offset.checked_add(length) {
+        Some(end) if end <= available => Ok(end),
+        _ => Err(beyond_the_end(offset, length)),
+    }
+}
+
 /// Returns the error of a read that goes beyond the end.
-pub(crate) fn beyond_the_end(offset: u64, length: usize) -> FormatError {
+fn beyond_the_end(offset: u64, length: u64) -> FormatError {
     let source = std::io::Error::new(
         std::io::ErrorKind::UnexpectedEof,
         "the file ends before that",
     );
     FormatError::Read {
         offset,
-        length: length as u64,
+        length,
         source,
     }
 }
 
-impl ReadAt for [u8] {
+impl ReadAt for &[u8] {
     fn len(&self) -> u64 {
         <[u8]>::len(self) as u64
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        let range = usize::try_from(offset)
+        let bytes = usize::try_from(offset)
             .ok()
-            .and_then(|start| Some(start..start.checked_add(dst.len())?));
-        let bytes = range
-            .and_then(|range| self.get(range))
-            .ok_or_else(|| beyond_the_end(offset, dst.len()))?;
+            .and_then(|start| self.get(start..start.checked_add(dst.len())?))
+            .ok_or_else(|| beyond_the_end(offset, dst.len() as u64))?;
         dst.copy_from_slice(bytes);
         Ok(())
-    }
-}
-
-/// Bytes that are borrowed.
-#[derive(Debug)]
-pub(crate) struct Borrowed<'b>(pub(crate) &'b [u8]);
-
-impl ReadAt for Borrowed<'_> {
-    fn len(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        self.0.read_exact_at(offset, dst)
     }
 }
 
@@ -142,13 +131,8 @@ pub struct Window<'a> {
 impl<'a> Window<'a> {
     /// Makes a window of bytes `start .. start + len` of `source`, which must hold them.
     pub fn new(source: &'a dyn ReadAt, start: u64, len: u64) -> Result<Self, FormatError> {
-        match start.checked_add(len) {
-            Some(end) if end <= source.len() => Ok(Window { source, start, len }),
-            _ => Err(beyond_the_end(
-                start,
-                usize::try_from(len).unwrap_or(usize::MAX),
-            )),
-        }
+        end_within(source.len(), start, len)?;
+        Ok(Window { source, start, len })
     }
 }
 
@@ -167,10 +151,8 @@ impl ReadAt for Window<'_> {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        match offset.checked_add(dst.len() as u64) {
-            Some(end) if end <= self.len => self.source.read_exact_at(self.start + offset, dst),
-            _ => Err(beyond_the_end(offset, dst.len())),
-        }
+        end_within(self.len, offset, dst.len() as u64)?;
+        self.source.read_exact_at(self.start + offset, dst)
     }
 
     fn has_hole(&self, range: Range<u64>) -> bool {

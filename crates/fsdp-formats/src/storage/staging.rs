@@ -33,7 +33,7 @@ impl Durable {
         target: impl Into<Location>,
         overwrite: bool,
     ) -> Result<Staging, FileError> {
-        Ok(Staging(target.into().storage().prepare(self, overwrite)?))
+        Ok(Staging(target.into().storage()?.prepare(self, overwrite)?))
     }
 
     /// Returns what another rank prepared for the same target, by its [`Staging::name`].
@@ -41,7 +41,7 @@ impl Durable {
     /// # Errors
     /// A staging directory that is not visible here: [`FileError::TargetMismatch`].
     pub fn join(&self, target: impl Into<Location>, name: &str) -> Result<Staging, FileError> {
-        Ok(Staging(target.into().storage().join(self, name)?))
+        Ok(Staging(target.into().storage()?.join(self, name)?))
     }
 
     /// Writes a small file whole in the place of whatever file is there.
@@ -109,7 +109,7 @@ impl Staging {
         name: &str,
         as_name: &str,
     ) -> Result<bool, FileError> {
-        self.0.link(checkpoint.storage(), name, as_name)
+        self.0.link(checkpoint.storage()?, name, as_name)
     }
 
     /// Returns the name that a linked file of a rank gets, given the number of files linked before
@@ -166,9 +166,7 @@ impl Staging {
     /// The errors of [`Staging::create`].
     #[doc(hidden)]
     pub fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
-        let file = self.create(relative, bytes.len() as u64)?;
-        file.write_at(0, bytes)?;
-        file.finish()
+        self.0.write(relative, bytes)
     }
 
     /// Checks that a directory can be published at the target: nothing is there, or a directory.

@@ -8,7 +8,7 @@ use std::ops::Range;
 use fsdp_formats::plan::{LocalPlan, PlanOptions, plan_save};
 use fsdp_formats::storage::Durable;
 use fsdp_formats::writer::value_item_length;
-use fsdp_formats::writer::{PayloadSource, WriteOptions, finish, write_rank};
+use fsdp_formats::writer::{PayloadSource, RankItems, WriteOptions, finish, write_rank};
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::{boxes_of_flat_range, copy_runs};
 use fsdp_layout::{DType, PlainValue, TensorBox};
@@ -103,17 +103,17 @@ pub(crate) fn save(
                 let (selection, name) = (&global.selections[rank], &name);
                 scope.spawn(move || {
                     let joined = durable.join(target, name)?;
-                    write_rank(
-                        &joined,
+                    let items = RankItems {
                         rank,
                         plan,
                         selection,
-                        state,
-                        &WriteOptions {
-                            threads: Some(2),
-                            ..WriteOptions::default()
-                        },
-                    )
+                        source: state,
+                    };
+                    let options = WriteOptions {
+                        threads: Some(2),
+                        ..WriteOptions::default()
+                    };
+                    write_rank(&joined, &items, &options, None)
                 })
             })
             .collect();

@@ -6,7 +6,7 @@ use fsdp_formats::metadata::{encode, encode_in_pieces};
 use fsdp_formats::plan::{PlanOptions, plan_save};
 use fsdp_formats::storage::Durable;
 use fsdp_formats::writer::{
-    WriteOptions, finish, predict_file_lengths, value_item_length, write_rank,
+    RankItems, WriteOptions, finish, predict_file_lengths, value_item_length, write_rank,
 };
 
 use crate::load::load;
@@ -69,15 +69,13 @@ fn metadata_is_never_committed_without_its_files() {
     // Two saves to one place at the same time, and a rank that has joined the other one.
     let [staging, other] = [(); 2].map(|()| Durable::new().prepare(&target, true).unwrap());
     let joined = Durable::new().join(&target, other.name()).unwrap();
-    let written = write_rank(
-        &joined,
-        0,
-        &plans[0],
-        &global.selections[0],
-        &state,
-        &WriteOptions::default(),
-    )
-    .unwrap();
+    let items = RankItems {
+        rank: 0,
+        plan: &plans[0],
+        selection: &global.selections[0],
+        source: &state,
+    };
+    let written = write_rank(&joined, &items, &WriteOptions::default(), None).unwrap();
     let error = finish(staging, global.metadata, &[written], None).unwrap_err();
     assert!(matches!(error, FileError::TargetMismatch { .. }), "{error}");
     assert!(std::fs::read(target.join("__0_0.distcp")).unwrap() == before);

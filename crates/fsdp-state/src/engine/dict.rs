@@ -13,10 +13,12 @@ use twox_hash::XxHash3_64;
 use super::load::LoadError;
 use super::source::{LoadCall, Source, WantedOn};
 use super::target::Wanted;
+use crate::error::StateError;
 use crate::lend::{Lend, Memory};
 use crate::memory::scalar_to_value;
+use crate::schema::Schema;
+use crate::state_dict::{StateDict, StateValue};
 use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank, by_value, incomplete};
-use crate::{Schema, StateDict, StateError, StateValue};
 
 /// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one
 /// rank has it.

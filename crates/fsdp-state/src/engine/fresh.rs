@@ -9,11 +9,14 @@ use itertools::EitherOrBoth;
 
 use super::options::{LoadOptions, is_part_of};
 use super::target::{Plan, Target, Values, Wanted};
+use crate::error::StateError;
 use crate::keep_on::GatherOptions;
 use crate::lend::Memory;
 use crate::memory::device_of;
 use crate::schema::Leaf;
-use crate::{Schema, StateDict, StateError, StateValue, get_element_mut};
+use crate::schema::Schema;
+use crate::state_dict::{StateDict, StateValue};
+use crate::traverse::get_element_mut;
 
 /// A state dict as a target: it has the structure, kinds and boxes of a template, with fresh
 /// tensors or the template's own.

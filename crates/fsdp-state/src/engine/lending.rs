@@ -6,7 +6,7 @@ use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::storage_id;
 
 use super::target::{Target, Wanted};
-use crate::StateError;
+use crate::error::StateError;
 use crate::lend::{Lend, Memory};
 
 /// Lends the target's memory to the source. If the target's own memory cannot be filled directly,

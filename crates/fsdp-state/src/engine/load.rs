@@ -11,7 +11,8 @@ use super::lending::Lending;
 use super::options::LoadOptions;
 use super::source::{LoadCall, Source};
 use super::target::{Common, Plan, Target, Values};
-use crate::{LoadReport, StateError};
+use crate::error::StateError;
+use crate::report::LoadReport;
 
 /// An error that [`load_state`] can return. It knows how to turn one rank's error into an error on
 /// every rank.

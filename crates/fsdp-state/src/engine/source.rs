@@ -5,8 +5,10 @@ use fsdp_layout::TensorBox;
 
 use super::options::LoadOptions;
 use super::target::Wanted;
+use crate::error::StateError;
 use crate::lend::{Lend, Memory};
-use crate::{Schema, StateError, StateValue};
+use crate::schema::Schema;
+use crate::state_dict::StateValue;
 
 /// State that can be loaded: a checkpoint of any format, a state dict on one rank or on all, the
 /// live model.

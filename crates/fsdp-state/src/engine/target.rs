@@ -6,9 +6,12 @@ use fsdp_layout::{DType, KeyPath, TensorBox};
 use serde::{Deserialize, Serialize};
 
 use super::options::LoadOptions;
+use crate::error::StateError;
 use crate::lend::Memory;
+use crate::report::{LoadReport, Mismatch};
 use crate::schema::Leaf;
-use crate::{LoadReport, Mismatch, Schema, StateError, StateValue};
+use crate::schema::Schema;
+use crate::state_dict::StateValue;
 
 /// Something that takes state: fresh tensors, live ones, a model with its optimizers, an
 /// optimizer's local state.

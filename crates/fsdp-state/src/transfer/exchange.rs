@@ -9,9 +9,10 @@ use fsdp_layout::boxes::copy_runs;
 use super::packing::{BoxBytes, Outgoing, copy_elements, read_box, with_packed};
 use super::route::{Layout, Piece, Route, windows};
 use super::slots::{SlotPart, carve};
+use crate::error::StateError;
 use crate::lend::{Lend, Memory, lent_bytes};
 use crate::memory::try_reserve;
-use crate::{StateError, StateValue};
+use crate::state_dict::StateValue;
 
 /// The most bytes of several tensors that one collective carries together: a bucket. A larger
 /// tensor goes alone. If its parts have to be packed, it goes in windows of this size.

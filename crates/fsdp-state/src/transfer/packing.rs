@@ -7,8 +7,9 @@ use fsdp_flat::{RawTensor, non_temporal_copy};
 use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::{CopyRun, copy_runs};
 
+use crate::error::StateError;
 use crate::memory::try_reserve;
-use crate::{StateError, StateValue};
+use crate::state_dict::StateValue;
 
 /// A box and its elements in host memory.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::cover::{subtract, uncovered};
 use fsdp_layout::{ErrorKind, TensorBox};
 
-use crate::StateError;
+use crate::error::StateError;
 
 /// The boxes of one tensor that each rank has, and those that each wants.
 #[derive(Debug, Clone)]

@@ -7,7 +7,9 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::finish_copy;
 use fsdp_formats::metadata::Entry;
 use fsdp_formats::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
-use fsdp_formats::writer::{RankWritten, WriteOptions, WrittenFile, value_item_length, write_rank};
+use fsdp_formats::writer::{
+    RankItems, RankWritten, WriteOptions, WrittenFile, value_item_length, write_rank,
+};
 use indexmap::IndexMap;
 
 use super::opaque::OpaqueCopy;
@@ -46,14 +48,13 @@ pub(super) fn write(
     // The ranks write one after the other; the threads of each share its tensors.
     let mut written = Vec::with_capacity(ranks);
     for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
-        written.push(write_rank(
-            &staging,
+        let items = RankItems {
             rank,
             plan,
             selection,
-            &streamed,
-            &write_options,
-        )?);
+            source: &streamed,
+        };
+        written.push(write_rank(&staging, &items, &write_options, None)?);
     }
     let copy = OpaqueCopy {
         source,

@@ -62,7 +62,7 @@ impl<'a> Mapped<'a> {
                 stored: stored(from, &sources),
             }];
             let entry = TensorEntry {
-                properties: TensorProperties::of(dtype),
+                properties: TensorProperties::new(dtype),
                 shape: node.shape.clone(),
                 chunks,
             };

@@ -496,7 +496,7 @@ mod tests {
         let values = [("heads".to_owned(), 8), ("kv_heads".to_owned(), 2)].into();
         let mut metadata = Metadata::default();
         for (fqn, shape) in tensors {
-            let properties = TensorProperties::of(fsdp_layout::DType::F32);
+            let properties = TensorProperties::new(fsdp_layout::DType::F32);
             let entry = TensorEntry {
                 properties,
                 shape: shape.to_vec(),
@@ -700,7 +700,7 @@ mod tests {
         assert!(refused(&[("a.norm.weight", &[4])], &["typo=colwise"], 2).contains("typo"));
         let unset = Rules::new(&["norm=colwise(groups)"], [].into()).unwrap();
         let mut metadata = Metadata::default();
-        let properties = TensorProperties::of(fsdp_layout::DType::F32);
+        let properties = TensorProperties::new(fsdp_layout::DType::F32);
         let entry = TensorEntry {
             properties,
             shape: vec![4],

@@ -867,7 +867,7 @@ fn large_honest_files_are_within_the_budget() {
                 transforms: Vec::new(),
             }),
         });
-        let properties = TensorProperties::of(DType::F32);
+        let properties = TensorProperties::new(DType::F32);
         let entry = TensorEntry {
             properties,
             shape: vec![rows, 1],

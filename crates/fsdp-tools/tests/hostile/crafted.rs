@@ -706,7 +706,7 @@ fn dcp(shape: &[usize], chunks: &[TensorBox], at: StorageInfo) -> Files<'static>
         })
         .collect();
     let tensor = TensorEntry {
-        properties: TensorProperties::of(DType::F32),
+        properties: TensorProperties::new(DType::F32),
         shape: shape.to_vec(),
         chunks,
     };

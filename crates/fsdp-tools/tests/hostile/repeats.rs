@@ -116,7 +116,7 @@ fn a_tensor_of_many_chunks_is_verified_in_linear_time() {
         bounds: TensorBox::new(vec![at], vec![1]),
         stored: Some(stored.clone()),
     };
-    let properties = TensorProperties::of(DType::U8);
+    let properties = TensorProperties::new(DType::U8);
     let tensor = TensorEntry {
         properties,
         shape: vec![chunks],
@@ -166,7 +166,7 @@ fn many_tensors_in_one_blob_are_verified_in_linear_time() {
             stored: Some(stored),
         }];
         let entry = TensorEntry {
-            properties: TensorProperties::of(DType::U8),
+            properties: TensorProperties::new(DType::U8),
             shape: vec![1],
             chunks,
         };

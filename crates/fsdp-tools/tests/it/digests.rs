@@ -11,7 +11,7 @@ use fsdp_formats::internals::{INTEGRITY_FILE, Integrity};
 use fsdp_formats::plan::{LoadRequest, PlanOptions, plan_save};
 use fsdp_formats::reader::{Destination, OpenOptions, ReadOptions};
 use fsdp_formats::storage::Durable;
-use fsdp_formats::writer::{RankWritten, WriteOptions, finish_encoded, write_rank};
+use fsdp_formats::writer::{RankItems, RankWritten, WriteOptions, finish_encoded, write_rank};
 use fsdp_layout::with_causes;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
@@ -396,15 +396,13 @@ fn a_save_whose_metadata_torch_has_encoded_records_the_same_digests() {
             for (entry, item) in selection.kept.iter_mut().enumerate() {
                 (item.entry, item.chunk) = (entry as u32, 0);
             }
-            write_rank(
-                &staging,
+            let items = RankItems {
                 rank,
-                &plans[rank],
-                &selection,
-                &state,
-                &WriteOptions::default(),
-            )
-            .unwrap()
+                plan: &plans[rank],
+                selection: &selection,
+                source: &state,
+            };
+            write_rank(&staging, &items, &WriteOptions::default(), None).unwrap()
         })
         .collect();
     finish_encoded(

@@ -463,7 +463,7 @@ fn what_is_a_tensor_on_one_rank_and_a_value_on_another_is_found() {
             stored,
         }];
         Entry::Tensor(TensorEntry {
-            properties: TensorProperties::of(DType::U8),
+            properties: TensorProperties::new(DType::U8),
             shape: vec![1],
             chunks,
         })

@@ -1,6 +1,7 @@
 //! The rates of other projects of the field, taken by this report.
 
-use super::COLUMNS;
+/// The number of rates.
+pub(super) const COLUMNS: usize = 10;
 
 /// A project, or a package of it.
 pub(super) struct Anchor {

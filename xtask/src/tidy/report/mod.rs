@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 
-use self::anchors::ANCHORS;
+use self::anchors::{ANCHORS, COLUMNS};
 use self::counts::Counts;
 use crate::files::{collect, read};
 use crate::shell::show;
@@ -39,9 +39,6 @@ const SIZES: [Column; 9] = [
     column(">5 params", |counts| counts.long_signatures, 1),
     column("let f = |", |counts| counts.let_closures, 1),
 ];
-
-/// The number of the columns of the table of rates.
-const COLUMNS: usize = 10;
 
 /// The columns of the table of rates.
 const RATES: [Column; COLUMNS] = [

@@ -2,7 +2,7 @@
 //! safetensors blob.
 
 use std::io::Read as _;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use fsdp_layout::{DType, PlainValue, TensorBox};
 
@@ -13,13 +13,14 @@ use crate::dcp::item::{KnownItem, StoredTensor, TensorItem};
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::KeyFilter;
 use crate::formats::read::byte_length;
-use crate::limits::{MAX_OBJECT_BYTES, PICKLE_FACTOR};
+use crate::limits::{MAX_OBJECT_BYTES, PICKLE_FACTOR, check_limit};
 use crate::metadata::{Chunk, StorageInfo, TensorEntry};
 use crate::safetensors::header::Header;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::read_at::{ReadAt, Window, read_whole};
+use crate::threads::lock;
 use crate::torch::tensor_ref::TensorRef;
-use crate::torch::value::{describe_object, is_same_quantizer, opaque_type_of, quantizer_of};
+use crate::torch::value::{is_same_quantizer, quantizer_of};
 use crate::torch::zip::Directory;
 
 /// The most bytes that an item may have around its payload.
@@ -54,66 +55,103 @@ impl Bytes {
     }
 }
 
-impl CheckpointReader {
-    /// Finds the tensor of a chunk whose box is `bounds`. Small items are read whole; of large ones
-    /// only the ends are read.
-    pub(super) fn locate(
-        &self,
-        fqn: &str,
-        bounds: &TensorBox,
-        stored: &StorageInfo,
-        dtype: DType,
-    ) -> Result<Located, ReadError> {
-        // One read for a small item; two, of its ends, for a large one. A transform must be undone
-        // from the start.
-        let located = if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
-            let expected =
-                (byte_length(bounds, dtype).unwrap_or(0) as u64).saturating_add(ITEM_OVERHEAD);
-            let bytes = self.item_bytes(stored, expected)?;
-            let known = self.known_item(dtype, &bounds.sizes, bytes.len() as u64);
-            let found = StoredTensor::locate_known(&bytes, known.as_deref());
-            found.map(|tensor| Located {
-                bytes: Bytes::Memory(bytes),
-                start: 0,
-                tensor,
-            })
-        } else {
-            let file = self.directory.file(&stored.relative_path)?;
-            let known = self.known_item(dtype, &bounds.sizes, stored.length);
-            let item = Window::new(&*file, stored.offset, stored.length)?;
-            let found = StoredTensor::locate_known(&item, known.as_deref());
-            found.map(|tensor| Located {
-                bytes: Bytes::File(file),
-                start: stored.offset,
-                tensor,
-            })
+/// A chunk of a tensor, and the item that it is stored in.
+#[derive(Clone, Copy)]
+pub(super) struct ChunkItem<'m> {
+    pub(super) fqn: &'m str,
+    pub(super) dtype: DType,
+    /// The box of the chunk.
+    pub(super) bounds: &'m TensorBox,
+    pub(super) stored: &'m StorageInfo,
+}
+
+impl<'m> ChunkItem<'m> {
+    /// Returns the item of a chunk. A chunk that is stored nowhere is an error.
+    pub(super) fn new(
+        fqn: &'m str,
+        tensor: &TensorEntry,
+        chunk: &'m Chunk,
+    ) -> Result<Self, FileError> {
+        let Some(stored) = &chunk.stored else {
+            return Err(FileError::NotStored {
+                fqn: fqn.to_owned(),
+            });
         };
-        let located = match located {
+        Ok(ChunkItem {
+            fqn,
+            dtype: tensor.properties.dtype,
+            bounds: &chunk.bounds,
+            stored,
+        })
+    }
+}
+
+impl CheckpointReader {
+    /// Finds the tensor of a chunk. Small items are read whole; of large ones only the ends are
+    /// read.
+    pub(super) fn locate(&self, item: ChunkItem<'_>) -> Result<Located, ReadError> {
+        let ChunkItem {
+            dtype,
+            bounds,
+            stored,
+            ..
+        } = item;
+        let located = match self.locate_in_archive(item) {
             // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the
             // offset given for each.
-            Err(error @ FormatError::Archive { .. }) if stored.transforms.is_empty() => {
-                self.locate_in_blob(fqn, stored).ok_or(error)?
+            Err(ReadError::Format(error @ FormatError::Archive { .. }))
+                if stored.transforms.is_empty() =>
+            {
+                self.locate_in_blob(item.fqn, stored).ok_or(error)?
             }
             located => located?,
         };
         // The dtype and shape in the item must be those of the chunk in the metadata.
         let found = &located.tensor.tensor;
         if found.dtype != dtype || found.shape != bounds.sizes {
-            let expected = format!("a `{dtype}` tensor of shape {:?}", bounds.sizes);
-            let found = format!("a `{}` tensor of shape {:?}", found.dtype, found.shape);
-            return Err(FormatError::unexpected(expected, found).into());
+            return Err(FormatError::unexpected(
+                format!("a `{dtype}` tensor of shape {:?}", bounds.sizes),
+                format!("a `{}` tensor of shape {:?}", found.dtype, found.shape),
+            )
+            .into());
         }
         Ok(located)
+    }
+
+    /// Finds the tensor of a chunk in an item that is an archive of torch.
+    fn locate_in_archive(&self, item: ChunkItem<'_>) -> Result<Located, ReadError> {
+        let ChunkItem {
+            dtype,
+            bounds,
+            stored,
+            ..
+        } = item;
+        // One read for a small item; two, of its ends, for a large one. A transform must be undone
+        // from the start.
+        if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
+            let bytes = self.item_bytes(stored, most_item_bytes(bounds, dtype))?;
+            let known = self.known_item(dtype, &bounds.sizes, bytes.len() as u64);
+            return Ok(Located {
+                tensor: StoredTensor::locate_known(&bytes, known.as_deref())?,
+                bytes: Bytes::Memory(bytes),
+                start: 0,
+            });
+        }
+        let file = self.directory.file(&stored.relative_path)?;
+        let known = self.known_item(dtype, &bounds.sizes, stored.length);
+        let window = Window::new(&*file, stored.offset, stored.length)?;
+        Ok(Located {
+            tensor: StoredTensor::locate_known(&window, known.as_deref())?,
+            bytes: Bytes::File(file),
+            start: stored.offset,
+        })
     }
 
     /// Returns the item that this library writes for a tensor, if it has so many bytes. An item is
     /// made once for all tensors of the same dtype and shape.
     fn known_item(&self, dtype: DType, shape: &[usize], length: u64) -> Option<Arc<KnownItem>> {
         let key = (dtype, shape.to_vec());
-        let mut items = self
-            .known_items
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut items = lock(&self.known_items);
         if !items.contains_key(&key) && items.len() == MAX_KNOWN_ITEMS {
             return None;
         }
@@ -121,7 +159,7 @@ impl CheckpointReader {
         let item = items
             .entry(key)
             .or_insert_with(|| KnownItem::new(dtype, shape).ok().map(Arc::new));
-        item.clone().filter(|item| item.length() == length)
+        item.clone().filter(|item| item.length == length)
     }
 
     /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends
@@ -130,20 +168,18 @@ impl CheckpointReader {
         let file = self.directory.file(&stored.relative_path).ok()?;
         let header = self.blob_header(&file, stored)?;
         let info = header.tensors.get(fqn)?;
-        let tensor = TensorRef::row_major(
-            fqn.to_owned(),
-            info.end - info.start,
-            info.dtype,
-            &info.shape,
-        );
-        let tensor = StoredTensor {
-            tensor,
-            storage_offset: header.data + info.start,
-        };
         Some(Located {
             bytes: Bytes::File(file),
             start: stored.offset,
-            tensor,
+            tensor: StoredTensor {
+                tensor: TensorRef::row_major(
+                    fqn.to_owned(),
+                    info.end - info.start,
+                    info.dtype,
+                    &info.shape,
+                ),
+                storage_offset: header.data + info.start,
+            },
         })
     }
 
@@ -152,14 +188,14 @@ impl CheckpointReader {
     fn blob_header(&self, file: &CheckedFile, stored: &StorageInfo) -> Option<Arc<Header>> {
         let place = (stored.relative_path.clone(), stored.offset);
         // Other threads that want it wait.
-        let mut blobs = self.blobs.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = || {
-            let length = file.len().checked_sub(stored.offset)?;
-            Header::read(&Window::new(file, stored.offset, length).ok()?)
-                .ok()
-                .map(Arc::new)
-        };
-        blobs.entry(place).or_insert_with(read).clone()
+        lock(&self.blobs)
+            .entry(place)
+            .or_insert_with(|| {
+                let length = file.len().checked_sub(stored.offset)?;
+                let blob = Window::new(file, stored.offset, length).ok()?;
+                Header::read(&blob).ok().map(Arc::new)
+            })
+            .clone()
     }
 
     /// Reads all bytes of an item, and undoes its stream transforms. The result may have at most
@@ -171,15 +207,7 @@ impl CheckpointReader {
     ) -> Result<Vec<u8>, ReadError> {
         let file = self.directory.file(&stored.relative_path)?;
         let item = Window::new(&*file, stored.offset, stored.length)?;
-        if stored.length > MAX_OBJECT_BYTES {
-            let (value, limit) = (stored.length, MAX_OBJECT_BYTES);
-            return Err(FormatError::Limit {
-                what: "item length",
-                value,
-                limit,
-            }
-            .into());
-        }
+        check_limit("item length", stored.length, MAX_OBJECT_BYTES)?;
         let mut bytes = read_whole(&item, 0, stored.length)?;
         // The transforms were applied one after the other, so the last one is undone first.
         for transform in stored.transforms.iter().rev() {
@@ -200,12 +228,11 @@ impl CheckpointReader {
     /// transform may have made it shorter), unless it is opaque.
     pub(super) fn check_items(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         for (fqn, tensor) in self.metadata.tensors().filter(|(fqn, _)| keys(fqn)) {
-            for chunk in tensor
-                .chunks
-                .iter()
-                .filter(|chunk| !chunk.bounds.is_empty())
-            {
-                match self.check_item(fqn, chunk, tensor.properties.dtype) {
+            for chunk in &tensor.chunks {
+                if chunk.bounds.is_empty() {
+                    continue;
+                }
+                match self.check_item(ChunkItem::new(fqn, tensor, chunk)?) {
                     Err(error) if error.opaque_type().is_some() => {}
                     checked => checked?,
                 }
@@ -216,40 +243,33 @@ impl CheckpointReader {
 
     /// Returns the type of a tensor's first item, if it is not that of a plain tensor.
     pub(super) fn opaque_tensor(&self, fqn: &str, tensor: &TensorEntry) -> Option<String> {
-        let chunks = tensor
+        let item = tensor
             .chunks
             .iter()
-            .filter(|chunk| !chunk.bounds.is_empty());
-        let (bounds, stored) = chunks
-            .filter_map(|chunk| Some((&chunk.bounds, chunk.stored.as_ref()?)))
-            .next()?;
-        let dtype = tensor.properties.dtype;
-        // An item with the length of one of ours is a plain tensor. Any other one is examined.
-        if TensorItem::new(dtype, &bounds.sizes).is_ok_and(|plain| plain.length() == stored.length)
+            .filter(|chunk| !chunk.bounds.is_empty())
+            .find_map(|chunk| ChunkItem::new(fqn, tensor, chunk).ok())?;
+        // An item with the length that this crate would give it is a plain tensor. Any other one is
+        // examined.
+        if TensorItem::new(item.dtype, &item.bounds.sizes)
+            .is_ok_and(|plain| plain.length() == item.stored.length)
         {
             return None;
         }
         // A damaged item is not opaque. The error is reported by whatever reads it.
-        let located = self.locate(fqn, bounds, stored, dtype);
-        located
-            .err()
-            .and_then(|error| self.item_error(fqn, stored, error).opaque_type())
+        let error = self.locate(item).err()?;
+        self.item_error(fqn, item.stored, error).opaque_type()
     }
 
-    /// Returns the type of the object that makes a value opaque, without reading the tensors in it.
-    pub(super) fn opaque_value(&self, stored: &StorageInfo) -> Result<Option<String>, ReadError> {
+    /// Calls a function with an item that may be any object, and with the budget for reading it.
+    pub(super) fn read_object<T>(
+        &self,
+        fqn: &str,
+        stored: &StorageInfo,
+        read: impl FnOnce(&dyn ReadAt, Budget) -> Result<T, FormatError>,
+    ) -> Result<T, FileError> {
         let budget = Budget::new(stored.length, PICKLE_FACTOR);
-        self.with_item(stored, budget.left() / 2, |item| {
-            opaque_type_of(item, budget)
-        })
-    }
-
-    /// Describes an opaque tensor by its first item.
-    pub(super) fn describe_tensor(&self, stored: &StorageInfo) -> Result<PlainValue, ReadError> {
-        let budget = Budget::new(stored.length, PICKLE_FACTOR);
-        self.with_item(stored, budget.left() / 2, |item| {
-            describe_object(item, budget)
-        })
+        self.with_item(stored, budget.left() / 2, |item| read(item, budget))
+            .map_err(|error| self.item_error(fqn, stored, error))
     }
 
     /// Calls a function with an item. Stream transforms are undone in memory, where they may make
@@ -268,34 +288,27 @@ impl CheckpointReader {
     }
 
     /// Checks one item as [`CheckpointReader::check_items`] does.
-    pub(super) fn check_item(
-        &self,
-        fqn: &str,
-        chunk: &Chunk,
-        dtype: DType,
-    ) -> Result<(), FileError> {
-        let stored = chunk.stored.as_ref();
-        let stored = stored.ok_or_else(|| FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })?;
+    pub(super) fn check_item(&self, item: ChunkItem<'_>) -> Result<(), FileError> {
+        let ChunkItem { fqn, stored, .. } = item;
         let file = self.directory.file(&stored.relative_path)?;
-        let payload = byte_length(&chunk.bounds, dtype).unwrap_or(usize::MAX);
-        let error = |source| self.item_error(fqn, stored, ReadError::Format(source));
-        Window::new(&*file, stored.offset, stored.length).map_err(error)?;
-        if stored.transforms.is_empty() && payload as u64 > stored.length {
-            // If the item is opaque, report that: it is more helpful than a wrong length.
-            let located = self.locate(fqn, &chunk.bounds, stored, dtype);
-            let found = located.map_err(|error| self.item_error(fqn, stored, error));
-            if let Some(opaque) = found.err().filter(|error| error.opaque_type().is_some()) {
-                return Err(opaque);
-            }
-            let expected = format!("an item of at least {payload} bytes");
-            return Err(error(FormatError::unexpected(
-                expected,
-                format!("one of {}", stored.length),
-            )));
+        Window::new(&*file, stored.offset, stored.length)
+            .map_err(|error| self.item_error(fqn, stored, error.into()))?;
+        let payload = byte_length(item.bounds, item.dtype).unwrap_or(usize::MAX);
+        if !stored.transforms.is_empty() || payload as u64 <= stored.length {
+            return Ok(());
         }
-        Ok(())
+        // If the item is opaque, report that: it is more helpful than a wrong length.
+        if let Err(error) = self.locate(item) {
+            let error = self.item_error(fqn, stored, error);
+            if error.opaque_type().is_some() {
+                return Err(error);
+            }
+        }
+        let error = FormatError::unexpected(
+            format!("an item of at least {payload} bytes"),
+            format!("one of {}", stored.length),
+        );
+        Err(self.item_error(fqn, stored, error.into()))
     }
 
     /// Reads how a tensor is quantized, which all of its items must say alike; `None` if it is not.
@@ -308,9 +321,9 @@ impl CheckpointReader {
             let Some(stored) = &chunk.stored else {
                 continue;
             };
-            let length = byte_length(&chunk.bounds, tensor.properties.dtype).unwrap_or(0) as u64;
+            let most = most_item_bytes(&chunk.bounds, tensor.properties.dtype);
             let found = self
-                .quantizer_in(stored, length)
+                .quantizer_in(stored, most)
                 .map_err(|error| self.item_error(fqn, stored, error))?;
             let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
             if !is_same_quantizer(quantizer.as_ref(), found.as_ref()) {
@@ -325,23 +338,18 @@ impl CheckpointReader {
         Ok(first.and_then(|(_, quantizer)| quantizer))
     }
 
-    /// Reads how the tensor of `length` bytes in one item is quantized; `None` if it is not.
+    /// Reads how the tensor in one item of `most` bytes at most is quantized; `None` if it is not.
     fn quantizer_in(
         &self,
         stored: &StorageInfo,
-        length: u64,
+        most: u64,
     ) -> Result<Option<PlainValue>, ReadError> {
-        self.with_item(
-            stored,
-            length.saturating_add(ITEM_OVERHEAD),
-            |item| match Directory::read(item) {
-                Ok(archive) => quantizer_of(&archive, item),
-                // torch's SAFETENSORS format has no archives, nor quantized tensors, nor
-                // transforms.
-                Err(FormatError::Archive { .. }) if stored.transforms.is_empty() => Ok(None),
-                Err(error) => Err(error),
-            },
-        )
+        self.with_item(stored, most, |item| match Directory::read(item) {
+            Ok(archive) => quantizer_of(&archive, item),
+            // torch's SAFETENSORS format has no archives, nor quantized tensors, nor transforms.
+            Err(FormatError::Archive { .. }) if stored.transforms.is_empty() => Ok(None),
+            Err(error) => Err(error),
+        })
     }
 
     /// Adds the key and the place of an item to an error of its contents.
@@ -363,6 +371,13 @@ impl CheckpointReader {
     }
 }
 
+/// Returns the most bytes that the item of a box may have. A box whose bytes cannot be counted fits
+/// in no item.
+fn most_item_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
+    let payload = byte_length(bounds, dtype).map_or(0, |bytes| bytes as u64);
+    payload.saturating_add(ITEM_OVERHEAD)
+}
+
 fn bad_stream(error: impl ToString) -> FormatError {
     FormatError::Malformed {
         what: "zstd stream",
@@ -378,12 +393,6 @@ fn unzstd(compressed: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
         .take(limit + 1)
         .read_to_end(&mut bytes)
         .map_err(bad_stream)?;
-    if bytes.len() as u64 > limit {
-        return Err(FormatError::Limit {
-            what: "decompressed length",
-            value: bytes.len() as u64,
-            limit,
-        });
-    }
+    check_limit("decompressed length", bytes.len() as u64, limit)?;
     Ok(bytes)
 }

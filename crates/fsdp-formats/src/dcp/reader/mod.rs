@@ -23,7 +23,7 @@ use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::lineage::Lineage;
 use crate::storage::location::Location;
-use crate::torch::value::decode_value_within;
+use crate::torch::value::{decode_value_within, describe_object, opaque_type_of};
 
 use self::error::ReadError;
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
@@ -77,23 +77,20 @@ impl CheckpointReader {
     ) -> Result<Self, FileError> {
         let location = location.into();
         let path = location.name();
-        let not_committed = |reason| FileError::NotCommitted {
-            path: path.to_owned(),
-            reason,
-        };
         let directory = match CheckedDirectory::open(&location, options.verify, Links::Refuse) {
             Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                return Err(not_committed("there is nothing"));
+                return Err(not_committed(path, "there is nothing"));
             }
             directory => directory?,
         };
+        // There are several metadata files if each rank has written its own.
         let mut parts = Vec::new();
         for name in metadata_files(&directory)? {
             let bytes = directory.read_small(&name, MAX_PICKLE_BYTES)?;
             parts.push(decode(&bytes).map_err(|error| directory.file_error(&name, error.into()))?);
         }
         let metadata = match parts.len() {
-            0 => return Err(not_committed(missing_metadata(path))),
+            0 => return Err(not_committed(path, missing_metadata(path))),
             1 => parts.swap_remove(0),
             _ => Metadata::merge(parts),
         };
@@ -161,14 +158,11 @@ impl CheckpointReader {
 
     /// Reads a non-tensor value.
     pub fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        self.read_stored_value(fqn, self.place_of_value(fqn)?)
+        self.read_value_at(fqn, self.place_of_value(fqn)?)
     }
 
-    pub(crate) fn read_stored_value(
-        &self,
-        fqn: &str,
-        stored: &StorageInfo,
-    ) -> Result<PlainValue, FileError> {
+    /// Reads the value that is stored at a place, which may be that of a copy.
+    fn read_value_at(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
         self.stored_value(stored, false)
             .map_err(|error| self.item_error(fqn, stored, error))
     }
@@ -262,20 +256,14 @@ impl Checkpoint for CheckpointReader {
             return Ok(self.opaque_tensor(fqn, tensor));
         }
         let stored = self.place_of_value(fqn)?;
-        self.opaque_value(stored)
-            .map_err(|error| self.item_error(fqn, stored, error))
+        self.read_object(fqn, stored, opaque_type_of)
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        let chunks = self
-            .metadata
-            .tensor(fqn)
-            .into_iter()
-            .flat_map(|tensor| &tensor.chunks);
-        if let Some(stored) = chunks.filter_map(|chunk| chunk.stored.as_ref()).next() {
-            return self
-                .describe_tensor(stored)
-                .map_err(|error| self.item_error(fqn, stored, error));
+        if let Some(tensor) = self.metadata.tensor(fqn)
+            && let Some(stored) = tensor.chunks.iter().find_map(|chunk| chunk.stored.as_ref())
+        {
+            return self.read_object(fqn, stored, describe_object);
         }
         let stored = self.place_of_value(fqn)?;
         self.stored_value(stored, true)
@@ -310,7 +298,14 @@ impl Checkpoint for CheckpointReader {
     }
 
     fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
-        self.read_stored_value(&replica.fqn, &replica.stored)
+        self.read_value_at(&replica.fqn, &replica.stored)
+    }
+}
+
+fn not_committed(path: &Path, reason: &'static str) -> FileError {
+    FileError::NotCommitted {
+        path: path.to_owned(),
+        reason,
     }
 }
 

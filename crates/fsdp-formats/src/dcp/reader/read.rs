@@ -1,14 +1,14 @@
 //! Reading the chunks of a tensor that overlap with wanted boxes.
 
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::TensorBox;
 
 use super::CheckpointReader;
 use super::error::ReadError;
-use super::items::Bytes;
+use super::items::{Bytes, ChunkItem};
 use crate::error::FileError;
 use crate::formats::lookup::{check_length, request_of, tensor_of};
 use crate::formats::read::{Destination, ReadOptions, byte_length};
-use crate::metadata::{Chunk, Replica, StorageInfo};
+use crate::metadata::{Chunk, Replica};
 use crate::payload::slot::Slot;
 use crate::plan::{LoadPlan, LoadPlanError, LoadRequest, ReadPlanOptions, plan_load};
 use crate::storage::read_at::BlockReader;
@@ -25,8 +25,7 @@ impl CheckpointReader {
             std::slice::from_ref(&request),
             ReadPlanOptions::default(),
         )?;
-        let length = byte_length(&bounds, tensor.properties.dtype);
-        let length = length
+        let length = byte_length(&bounds, tensor.properties.dtype)
             .filter(|&length| can_hold(&tensor.chunks, length))
             .ok_or_else(|| LoadPlanError::Size {
                 fqn: fqn.to_owned(),
@@ -51,7 +50,7 @@ impl CheckpointReader {
         for read in &plan.reads {
             let fqn = &requests[read.request].fqn;
             let tensor = tensor_of(&self.metadata, fqn)?;
-            self.check_item(fqn, &tensor.chunks[read.chunk], tensor.properties.dtype)?;
+            self.check_item(ChunkItem::new(fqn, tensor, &tensor.chunks[read.chunk])?)?;
         }
         Ok(plan)
     }
@@ -60,18 +59,12 @@ impl CheckpointReader {
     pub(super) fn fill(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
         for chunk in &tensor.chunks {
-            if !slots
+            let is_wanted = slots
                 .iter()
-                .any(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
-            {
-                continue;
+                .any(|slot| chunk.bounds.intersect(&slot.bounds).is_some());
+            if is_wanted {
+                self.fill_from(ChunkItem::new(fqn, tensor, chunk)?, slots)?;
             }
-            let stored = chunk.stored.as_ref();
-            let stored = stored.ok_or_else(|| FileError::NotStored {
-                fqn: fqn.to_owned(),
-            })?;
-            self.fill_from(fqn, &chunk.bounds, stored, tensor.properties.dtype, slots)
-                .map_err(|error| self.item_error(fqn, stored, error))?;
         }
         Ok(())
     }
@@ -95,26 +88,24 @@ impl CheckpointReader {
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.fill_from(
+        let item = ChunkItem {
             fqn,
-            whole,
-            stored,
             dtype,
-            &mut [Slot::new(bounds.clone(), dst)],
-        )
-        .map_err(|error| self.item_error(fqn, stored, error))
+            bounds: whole,
+            stored,
+        };
+        self.fill_from(item, &mut [Slot::new(bounds.clone(), dst)])
     }
 
     /// Fills the parts of boxes that lie in one chunk.
-    fn fill_from(
-        &self,
-        fqn: &str,
-        whole: &TensorBox,
-        stored: &StorageInfo,
-        dtype: DType,
-        slots: &mut [Slot<'_>],
-    ) -> Result<(), ReadError> {
-        let located = self.locate(fqn, whole, stored, dtype)?;
+    fn fill_from(&self, item: ChunkItem<'_>, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        self.fill_located(item, slots)
+            .map_err(|error| self.item_error(item.fqn, item.stored, error))
+    }
+
+    fn fill_located(&self, item: ChunkItem<'_>, slots: &mut [Slot<'_>]) -> Result<(), ReadError> {
+        let located = self.locate(item)?;
+        // What a digest will be compared with need not be hashed too.
         let unchecked = match &located.bytes {
             Bytes::File(file) if slots.iter().all(|slot| slot.is_compared) => {
                 Some(file.unchecked())
@@ -126,11 +117,9 @@ impl CheckpointReader {
             .map_or(located.bytes.source(), |file| file);
         let mut reader = BlockReader::new(source);
         for slot in slots {
-            if let Some(overlap) = whole.intersect(&slot.bounds) {
-                located
-                    .tensor
-                    .read(&mut reader, located.start, whole, &overlap, slot)?;
-            }
+            located
+                .tensor
+                .read(&mut reader, located.start, item.bounds, slot)?;
         }
         Ok(())
     }

@@ -5,10 +5,10 @@ use std::borrow::Cow;
 use fsdp_digest::{BoxPlace, Digest};
 use fsdp_layout::TensorBox;
 
+use super::selected::{RankItems, cannot_write, selected_box, selected_item};
 use crate::dcp::item::TensorItem;
-use crate::error::{FileError, wrong_box};
-use crate::payload::source::PayloadSource;
-use crate::plan::{LocalPlan, SelectedItem, Selection, WriteContent};
+use crate::error::FileError;
+use crate::plan::SelectedItem;
 use crate::torch::value::encode_value;
 
 /// The alignment of large payloads in the file, for mapping and direct I/O.
@@ -22,13 +22,13 @@ pub(super) const OWN_SEGMENT: u64 = 16 << 10;
 /// The plan of one file.
 #[derive(Debug)]
 pub(super) struct FileLayout<'p> {
-    pub(super) items: Vec<Placed<'p>>,
+    pub(super) items: Vec<ItemLayout<'p>>,
     pub(super) length: u64,
 }
 
-/// One item of the file.
+/// One item of the file, and its place there.
 #[derive(Debug)]
-pub(super) struct Placed<'p> {
+pub(super) struct ItemLayout<'p> {
     pub(super) fqn: &'p str,
     pub(super) selected: SelectedItem,
     pub(super) offset: u64,
@@ -36,6 +36,7 @@ pub(super) struct Placed<'p> {
     pub(super) content: Content<'p>,
 }
 
+/// The content of an item.
 #[derive(Debug)]
 pub(super) enum Content<'p> {
     /// The whole item, and the digest of its value.
@@ -48,7 +49,7 @@ pub(super) enum Content<'p> {
     },
 }
 
-impl Placed<'_> {
+impl ItemLayout<'_> {
     pub(super) fn payload_length(&self) -> u64 {
         match &self.content {
             Content::Value(..) => 0,
@@ -76,82 +77,61 @@ impl Placed<'_> {
 impl<'p> FileLayout<'p> {
     /// Lays out a rank's file: values first, then tensors, each in the order of the plan, as torch
     /// writes them.
-    pub(super) fn new(
-        plan: &'p LocalPlan,
-        selection: &Selection,
-        source: &'p dyn PayloadSource,
-        digests: bool,
-    ) -> Result<Self, FileError> {
-        let mut values = Vec::new();
-        let mut tensors = Vec::new();
-        for &selected in &selection.kept {
-            let Some(of) = plan.items.get(selected.item as usize) else {
-                continue;
-            };
-            let encode = |source| FileError::Encode {
-                fqn: of.fqn.clone(),
-                source,
-            };
-            let placed = |length, content| Placed {
-                fqn: &of.fqn,
-                selected,
-                offset: 0,
-                length,
-                content,
-            };
-            match &of.content {
-                WriteContent::Value { .. } => {
-                    let value = source.value(&of.fqn)?;
-                    let bytes = match source.stored_item(&of.fqn)? {
-                        Some(bytes) => bytes,
-                        None => Cow::Owned(encode_value(&value).map_err(encode)?),
-                    };
-                    values.push(placed(
-                        bytes.len() as u64,
-                        Content::Value(bytes, Digest::of_value(&value)),
-                    ));
-                }
-                WriteContent::Tensor {
-                    properties,
-                    shape,
-                    boxes,
-                    ..
-                } => {
-                    let Some(bounds) = boxes.get(selected.index as usize) else {
-                        continue;
-                    };
-                    let around =
-                        TensorItem::new(properties.dtype, &bounds.sizes).map_err(encode)?;
-                    let place = digests.then(|| {
-                        let place =
-                            BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize);
-                        place.map_err(|error| wrong_box(&of.fqn, &error))
-                    });
-                    let place = place.transpose()?;
-                    tensors.push(placed(
-                        around.length(),
-                        Content::Tensor {
-                            bounds,
-                            place,
-                            around,
-                        },
-                    ));
-                }
-            }
+    pub(super) fn new(rank: &RankItems<'p>, digests: bool) -> Result<Self, FileError> {
+        let mut items = Vec::with_capacity(rank.selection.kept.len());
+        for &selected in &rank.selection.kept {
+            items.push(item_layout(rank, selected, digests)?);
         }
-        let mut items = values;
-        items.append(&mut tensors);
+        // The sort is stable, so values and tensors stay in the order of the plan.
+        items.sort_by_key(|item| matches!(item.content, Content::Tensor { .. }));
         // Each item follows the one before it, after padding that aligns its payload.
-        let mut at = 0u64;
-        for placed in &mut items {
-            if let Content::Tensor { around, .. } = &placed.content {
-                at = tensor_offset(at, around);
-            }
-            placed.offset = at;
-            at += placed.length;
+        let mut end = 0;
+        for item in &mut items {
+            item.offset = match &item.content {
+                Content::Tensor { around, .. } => tensor_offset(end, around),
+                Content::Value(..) => end,
+            };
+            end = item.end();
         }
-        Ok(FileLayout { items, length: at })
+        Ok(FileLayout { items, length: end })
     }
+}
+
+/// Lays out a selected item, without a place yet: its offset is 0.
+fn item_layout<'p>(
+    rank: &RankItems<'p>,
+    selected: SelectedItem,
+    digests: bool,
+) -> Result<ItemLayout<'p>, FileError> {
+    let fqn = &selected_item(rank.plan, selected)?.fqn;
+    let content = match selected_box(rank.plan, selected)? {
+        None => {
+            let value = rank.source.value(fqn)?;
+            let bytes = match rank.source.stored_item(fqn)? {
+                Some(bytes) => bytes,
+                None => encode_value(&value)
+                    .map_err(|source| cannot_write(fqn.clone(), source))?
+                    .into(),
+            };
+            Content::Value(bytes, Digest::of_value(&value))
+        }
+        Some(tensor) => Content::Tensor {
+            bounds: tensor.bounds,
+            place: digests.then(|| tensor.place()).transpose()?,
+            around: TensorItem::new(tensor.dtype, &tensor.bounds.sizes)
+                .map_err(|source| cannot_write(fqn.clone(), source))?,
+        },
+    };
+    Ok(ItemLayout {
+        fqn,
+        selected,
+        offset: 0,
+        length: match &content {
+            Content::Value(bytes, _) => bytes.len() as u64,
+            Content::Tensor { around, .. } => around.length(),
+        },
+        content,
+    })
 }
 
 /// Returns where a tensor's item starts in the file, if the item before it ends at `at`.

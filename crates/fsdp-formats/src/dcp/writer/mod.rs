@@ -19,7 +19,7 @@
 //! use fsdp_formats::storage::Durable;
 //! use fsdp_formats::plan::{plan_save, LocalPlan, PlanOptions};
 //! use fsdp_formats::reader::CheckpointReader;
-//! use fsdp_formats::writer::{finish, write_rank, PayloadSource, WriteOptions};
+//! use fsdp_formats::writer::{finish, write_rank, PayloadSource, RankItems, WriteOptions};
 //! use fsdp_layout::{DType, PlainValue, TensorBox};
 //!
 //! /// What this rank holds: one tensor, and the step.
@@ -51,7 +51,13 @@
 //! let plans = [plan];
 //! let global = plan_save(&plans, PlanOptions::default())?;
 //! let staging = Durable::new().prepare(&target, false)?;
-//! let written = write_rank(&staging, 0, &plans[0], &global.selections[0], &state, &WriteOptions::default())?;
+//! let items = RankItems {
+//!     rank: 0,
+//!     plan: &plans[0],
+//!     selection: &global.selections[0],
+//!     source: &state,
+//! };
+//! let written = write_rank(&staging, &items, &WriteOptions::default(), None)?;
 //! finish(staging, global.metadata, &[written], None)?;
 //!
 //! let checkpoint = CheckpointReader::open(&target)?;
@@ -67,12 +73,14 @@
 mod layout;
 mod payload;
 mod predict;
+mod selected;
 mod unchanged;
 mod written;
 
 pub use crate::payload::source::PayloadSource;
 pub use crate::torch::value::{decode_item, describe_item, encode_value, value_item_length};
 pub use predict::predict_file_lengths;
+pub use selected::RankItems;
 pub use unchanged::{Before, BoxSum, box_sums, unchanged_entries};
 pub use written::{RankWritten, WrittenFile, WrittenItem};
 
@@ -85,7 +93,7 @@ use crate::digest::check_copy;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode, encode};
-use crate::plan::{LocalPlan, Selection};
+use crate::plan::Selection;
 use crate::storage::Staging;
 use crate::storage::integrity::{FileIntegrity, Integrity};
 use crate::storage::lineage::Lineage;
@@ -112,63 +120,50 @@ impl Default for WriteOptions {
 
 /// Writes the selected items of one rank to its file, hashes and digests them on the way, and
 /// fsyncs it. No communication.
+///
+/// With `before`, the files of that checkpoint that are mostly unchanged are linked. Then only the
+/// items that have changed are written, to another file.
 pub fn write_rank(
     staging: &Staging,
-    rank: usize,
-    plan: &LocalPlan,
-    selection: &Selection,
-    source: &dyn PayloadSource,
-    options: &WriteOptions,
-) -> Result<RankWritten, FileError> {
-    write_changed(staging, rank, plan, selection, source, options, None)
-}
-
-/// Writes like [`write_rank`], but links files of the checkpoint `before` that are mostly
-/// unchanged. Then only the items that have changed are written, to another file. No communication.
-pub fn write_changed(
-    staging: &Staging,
-    rank: usize,
-    plan: &LocalPlan,
-    selection: &Selection,
-    source: &dyn PayloadSource,
+    items: &RankItems<'_>,
     options: &WriteOptions,
     before: Option<Before<'_>>,
 ) -> Result<RankWritten, FileError> {
     let threads = options.threads.unwrap_or_else(default_threads);
-    let linked = match before.filter(|_| options.digests) {
-        Some(before) => unchanged::link(staging, rank, plan, selection, source, before, threads)?,
-        None => unchanged::Linked::default(),
+    let mut written = match before {
+        // Without digests it is not known what has changed.
+        Some(before) if options.digests => unchanged::link(staging, items, before, threads)?,
+        _ => RankWritten::default(),
     };
-    let is_linked: HashSet<(u32, u32)> = linked
+    let linked: HashSet<(u32, u32)> = written
         .items
         .iter()
         .map(|item| (item.entry, item.chunk))
         .collect();
-    let rest = selection
-        .kept
-        .iter()
-        .filter(|item| !is_linked.contains(&(item.entry, item.chunk)));
-    let rest = Selection {
-        kept: rest.copied().collect(),
+    let changed = Selection {
+        kept: items
+            .selection
+            .kept
+            .iter()
+            .filter(|item| !linked.contains(&(item.entry, item.chunk)))
+            .copied()
+            .collect(),
     };
-    let mut written = RankWritten {
-        files: linked.files,
-        items: linked.items,
-        payload_bytes: linked.payload_bytes,
-        linked_bytes: linked.payload_bytes,
-    };
-    if rest.kept.is_empty() {
+    if changed.kept.is_empty() {
         return Ok(written);
     }
     // The first name that no linked file has.
-    let is_free = |name: &String| written.files.iter().all(|file| file.name != *name);
     let name = (0..)
-        .map(|number| staging.data_file_of(rank, number))
-        .find(is_free)
-        .unwrap_or_default();
-    let layout = layout::FileLayout::new(plan, &rest, source, options.digests)?;
+        .map(|number| staging.data_file_of(items.rank, number))
+        .find(|name| written.files.iter().all(|file| file.name != *name))
+        .expect("there are more numbers than linked files");
+    let items = RankItems {
+        selection: &changed,
+        ..*items
+    };
+    let layout = layout::FileLayout::new(&items, options.digests)?;
     let file = staging.create(&name, layout.length)?;
-    let (integrity, parts) = payload::write(&file, &layout, source, threads)?;
+    let (integrity, parts) = payload::write(&file, &layout, items.source, threads)?;
     file.finish()?;
     let number = written.files.len() as u32;
     written.items.extend(
@@ -198,18 +193,12 @@ pub fn write_changed(
 fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), FileError> {
     for rank in written {
         for item in &rank.items {
-            let Some(file) = rank.files.get(item.file as usize) else {
-                continue;
-            };
-            let place = match metadata.entries.get_index_mut(item.entry as usize) {
-                Some((_, Entry::Bytes(bytes))) => &mut bytes.stored,
-                Some((_, Entry::Tensor(tensor))) => {
-                    match tensor.chunks.get_mut(item.chunk as usize) {
-                        Some(chunk) => &mut chunk.stored,
-                        None => continue,
-                    }
-                }
-                None => continue,
+            let file = rank.files.get(item.file as usize);
+            // The report came from another process: it may be of another plan.
+            let (Some(file), Some(place)) = (file, place_of(metadata, item)) else {
+                return Err(FileError::NotStored {
+                    fqn: format!("entry {}, chunk {}", item.entry, item.chunk),
+                });
             };
             *place = Some(StorageInfo {
                 relative_path: file.name.clone(),
@@ -226,42 +215,29 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
     check_placed(metadata)
 }
 
+/// Returns where the metadata say that an item is stored; `None` if they have no such item.
+fn place_of<'m>(
+    metadata: &'m mut Metadata,
+    item: &WrittenItem,
+) -> Option<&'m mut Option<StorageInfo>> {
+    let (_, entry) = metadata.entries.get_index_mut(item.entry as usize)?;
+    Some(match entry {
+        Entry::Bytes(bytes) => &mut bytes.stored,
+        Entry::Tensor(tensor) => &mut tensor.chunks.get_mut(item.chunk as usize)?.stored,
+    })
+}
+
 /// Checks that everything is stored somewhere. Otherwise a chunk that no rank wrote would be
 /// missing silently.
 fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
-    let unplaced = metadata.entries.iter().find(|(_, entry)| match entry {
-        Entry::Bytes(bytes) => bytes.stored.is_none(),
-        Entry::Tensor(tensor) => tensor.chunks.iter().any(|chunk| chunk.stored.is_none()),
-    });
+    let unplaced = metadata
+        .entries
+        .iter()
+        .find(|(_, entry)| entry.items().any(|(_, stored)| stored.is_none()));
     match unplaced {
         Some((fqn, _)) => Err(FileError::NotStored { fqn: fqn.clone() }),
         None => Ok(()),
     }
-}
-
-/// Returns the digests of everything that was written, from the parts of all ranks; `None` if some
-/// rank has computed none.
-fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
-    let mut parts = vec![Part::default(); metadata.entries.len()];
-    for item in written.iter().flat_map(|rank| &rank.items) {
-        if let Some(part) = parts.get_mut(item.entry as usize) {
-            part.add(item.part?);
-        }
-    }
-    let digests = metadata
-        .entries
-        .iter()
-        .zip(parts)
-        .filter_map(|((fqn, entry), part)| match (entry, part) {
-            (Entry::Tensor(tensor), part) => Some((
-                fqn.clone(),
-                part.finish(tensor.properties.dtype, &tensor.shape),
-            )),
-            (Entry::Bytes(_), Part::Value(digest)) => Some((fqn.clone(), digest)),
-            // A value that no rank wrote is an error elsewhere.
-            (Entry::Bytes(_), Part::Elements(_)) => None,
-        });
-    Some(digests.collect())
 }
 
 /// Ends a save, on the rank that prepared it: writes `.integrity` and `.metadata`, and commits.
@@ -313,9 +289,9 @@ fn finish_with(
     commit(staging, &encode(&metadata), written, digests, lineage)
 }
 
-/// Returns the digests of the items in the metadata, found by their places in the ranks' files;
-/// `None` if some item has none.
-fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
+/// Returns the digests of all tensors and values, from the parts that the ranks report. An item of
+/// the metadata has the part that was written at its place. Returns `None` if some item has none.
+fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
     let mut parts: HashMap<(&str, u64), Part> = HashMap::new();
     for rank in written {
         for item in &rank.items {
@@ -323,26 +299,17 @@ fn digests_by_place(metadata: &Metadata, written: &[RankWritten]) -> Option<Stat
             parts.insert((&file.name, item.offset), item.part?);
         }
     }
-    let part_at = |stored: &StorageInfo| {
-        parts
-            .get(&(stored.relative_path.as_str(), stored.offset))
-            .copied()
-    };
     let mut digests = StateDigest::default();
     for (fqn, entry) in &metadata.entries {
         let mut whole = Part::default();
+        for (_, stored) in entry.items() {
+            let stored = stored?;
+            whole.add(*parts.get(&(stored.relative_path.as_str(), stored.offset))?);
+        }
         let (dtype, shape) = match entry {
-            Entry::Tensor(tensor) => {
-                for chunk in &tensor.chunks {
-                    whole.add(part_at(chunk.stored.as_ref()?)?);
-                }
-                (tensor.properties.dtype, tensor.shape.as_slice())
-            }
-            Entry::Bytes(bytes) => {
-                whole.add(part_at(bytes.stored.as_ref()?)?);
-                // The digest of a value is finished: no dtype counts.
-                (DType::U8, &[][..])
-            }
+            Entry::Tensor(tensor) => (tensor.properties.dtype, tensor.shape.as_slice()),
+            // The digest of a value is finished: no dtype counts.
+            Entry::Bytes(_) => (DType::U8, &[][..]),
         };
         digests.insert(fqn.clone(), whole.finish(dtype, shape));
     }
@@ -371,6 +338,7 @@ pub fn finish_encoded(
         .flat_map(|rank| &rank.files)
         .map(|file| file.name.as_str())
         .collect();
+    // The caller's metadata must not name files that are not in this checkpoint.
     for (fqn, _, stored) in decoded.stored() {
         if !files.contains(stored.relative_path.as_str()) {
             return Err(FileError::NotStored {
@@ -378,7 +346,7 @@ pub fn finish_encoded(
             });
         }
     }
-    let digests = digests_by_place(&decoded, written);
+    let digests = digests(&decoded, written);
     commit(staging, metadata, written, digests, None).map(drop)
 }
 
@@ -391,26 +359,27 @@ pub(super) fn commit(
     digests: Option<StateDigest>,
     lineage: Option<Lineage>,
 ) -> Result<Option<StateDigest>, FileError> {
-    let files = written
-        .iter()
-        .flat_map(|rank| &rank.files)
-        .map(|file| (file.name.clone(), file.integrity.clone()));
     let mut integrity = Integrity {
-        files: files.collect(),
+        files: written
+            .iter()
+            .flat_map(|rank| &rank.files)
+            .map(|file| (file.name.clone(), file.integrity.clone()))
+            .collect(),
         digests: digests.clone(),
         lineage,
     };
+    // A rank that wrote elsewhere is found before anything is committed.
     staging.check_files(integrity.files.keys())?;
     let mut own = FileIntegrity::default();
     own.push_bytes(metadata);
     integrity.files.insert(METADATA_FILE.to_owned(), own);
     let name = staging.integrity_file();
-    let integrity = integrity.encode().map_err(|source| FileError::File {
+    let encoded = integrity.encode().map_err(|source| FileError::File {
         path: staging.directory().join(&name),
         source,
     })?;
     // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
-    staging.write(&name, &integrity)?;
+    staging.write(&name, &encoded)?;
     staging.commit(METADATA_FILE, metadata)?;
     Ok(digests)
 }

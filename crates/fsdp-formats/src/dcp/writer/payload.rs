@@ -4,11 +4,11 @@ use crc32fast::Hasher;
 use fsdp_digest::{Part, Sum};
 use twox_hash::XxHash3_64;
 
-use super::layout::{Content, FileLayout, Placed};
+use super::layout::{Content, FileLayout, ItemLayout};
 use crate::error::FileError;
 use crate::payload::source::PayloadSource;
 use crate::payload::write::{
-    AT_ONCE, Done, PART, PlannedPayload, check_length, in_parallel, write_part,
+    AT_ONCE, Done, PartWriter, PlannedPayload, check_length, in_parallel, parts_of,
 };
 use crate::storage::StagedFile;
 use crate::storage::integrity::{FileIntegrity, block_length};
@@ -18,16 +18,6 @@ use crate::storage::integrity::{FileIntegrity, block_length};
 enum Task {
     Batch { first: usize, count: usize },
     Part { item: usize, start: u64, end: u64 },
-}
-
-impl Task {
-    /// Returns the large item that the task writes a part of.
-    const fn large_item(&self) -> Option<usize> {
-        match self {
-            Task::Batch { .. } => None,
-            Task::Part { item, .. } => Some(*item),
-        }
-    }
 }
 
 /// Writes all items, and returns the hashes of the file and each item's part in a digest.
@@ -43,11 +33,15 @@ pub(super) fn write(
     let done = in_parallel(
         &tasks,
         file.writers(threads),
-        Task::large_item,
+        |task| match task {
+            Task::Batch { .. } => None,
+            Task::Part { item, .. } => Some(*item),
+        },
         |task, buffer| run(file, layout, source, *task, buffer),
-        |item, crc| match Frame::new(layout, item, crc) {
-            Some(frame) => frame.write(file),
-            None => Ok(()),
+        |item, crc| {
+            let frame = Frame::new(layout, item, crc);
+            file.write_at(frame.from, &frame.head)?;
+            file.write_at(frame.end, &frame.tail)
         },
     )?;
     Ok((
@@ -61,14 +55,14 @@ fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
     let mut tasks = Vec::new();
     for (index, placed) in layout.items.iter().enumerate() {
         if let Some((_, length)) = placed.own_payload() {
-            let parts = (0..length.div_ceil(PART)).map(|part| Task::Part {
+            tasks.extend(parts_of(length).map(|part| Task::Part {
                 item: index,
-                start: part * PART,
-                end: (part * PART + PART).min(length),
-            });
-            tasks.extend(parts);
+                start: part.start,
+                end: part.end,
+            }));
             continue;
         }
+        // A small item joins the batch of the item before it, as long as one write can take both.
         match tasks.last_mut() {
             Some(Task::Batch { first, count })
                 if *first + *count == index
@@ -108,9 +102,12 @@ fn run(
             buffer.clear();
             for placed in &layout.items[first..first + count] {
                 let start = buffer.len();
+                // Padding before an item is written and hashed with it.
                 buffer.resize((placed.offset - from) as usize, 0);
                 sums.push(small_item(placed, source, buffer)?);
-                hashes.extend(blocks(&buffer[start..]));
+                let segment = &buffer[start..];
+                let blocks = segment.chunks(block_length(segment.len() as u64) as usize);
+                hashes.extend(blocks.map(XxHash3_64::oneshot));
             }
             file.write_at(from, buffer)?;
             Ok(Done {
@@ -121,26 +118,31 @@ fn run(
         }
         Task::Part { item, start, end } => {
             let placed = &layout.items[item];
-            let (Some((payload, length)), Content::Tensor { bounds, place, .. }) =
+            let (Some((offset, length)), Content::Tensor { bounds, place, .. }) =
                 (placed.own_payload(), &placed.content)
             else {
-                return Ok(Done::default());
+                unreachable!("only a tensor with a payload of its own is written in parts");
             };
             let payload = PlannedPayload {
                 fqn: placed.fqn,
                 bounds,
-                offset: payload,
+                offset,
                 length,
                 place: place.as_ref(),
             };
-            write_part(file, &payload, start..end, source, true, buffer)
+            let writer = PartWriter {
+                file,
+                source,
+                with_checksum: true,
+            };
+            writer.write(&payload, start..end, buffer)
         }
     }
 }
 
 /// Appends a small item to the buffer, whole, and returns the sum over its elements.
 fn small_item(
-    placed: &Placed<'_>,
+    placed: &ItemLayout<'_>,
     source: &dyn PayloadSource,
     buffer: &mut Vec<u8>,
 ) -> Result<Sum, FileError> {
@@ -158,6 +160,7 @@ fn small_item(
     let start = buffer.len();
     let head = around.payload_offset() as usize;
     let length = around.payload_length();
+    // The head has the checksum of the payload, so it is filled in after the payload.
     buffer.resize(start + head, 0);
     let mut given = 0u64;
     source.payload(placed.fqn, bounds, 0..length, &mut |bytes| {
@@ -177,13 +180,6 @@ fn small_item(
     Ok(sum)
 }
 
-/// Hashes the blocks of a segment.
-fn blocks(segment: &[u8]) -> impl Iterator<Item = u64> {
-    segment
-        .chunks(block_length(segment.len() as u64) as usize)
-        .map(XxHash3_64::oneshot)
-}
-
 /// The bytes around a large payload, which contain its checksum.
 struct Frame {
     /// The start of the head: after the item before it, so that padding is part of it.
@@ -195,30 +191,24 @@ struct Frame {
 }
 
 impl Frame {
-    /// Returns the bytes around a tensor's payload, once its checksum `crc` is known; `None` for an
-    /// item that is not a tensor with its own payload.
-    fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Option<Self> {
+    /// Returns the bytes around the payload of a tensor that is written in parts, once its checksum
+    /// `crc` is known.
+    fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Self {
         let placed = &layout.items[item];
         let (Some((payload, length)), Content::Tensor { around, .. }) =
             (placed.own_payload(), &placed.content)
         else {
-            return None;
+            unreachable!("only a tensor with a payload of its own is written in parts");
         };
         let from = segment_start(layout, item);
         let mut head = vec![0; (placed.offset - from) as usize];
         head.extend_from_slice(&around.head(crc));
-        Some(Frame {
+        Frame {
             from,
             head,
             end: payload + length,
             tail: around.tail(crc),
-        })
-    }
-
-    /// Writes the bytes before the payload and those after it.
-    fn write(&self, file: &StagedFile) -> Result<(), FileError> {
-        file.write_at(self.from, &self.head)?;
-        file.write_at(self.end, &self.tail)
+        }
     }
 }
 
@@ -249,17 +239,16 @@ fn integrity<'t>(
             }
             Task::Part { item, end, .. } => {
                 let length = layout.items[item].payload_length();
+                // The parts of a payload come in order, and end with the last one.
                 crc.combine(&done.crc);
                 hashes.extend_from_slice(&done.hashes);
                 if end < length {
                     continue;
                 }
-                let crc = std::mem::take(&mut crc).finalize();
-                if let Some(frame) = Frame::new(layout, item, crc) {
-                    integrity.push_bytes(&frame.head);
-                    integrity.push(length, block_length(length), std::mem::take(&mut hashes));
-                    integrity.push_bytes(&frame.tail);
-                }
+                let frame = Frame::new(layout, item, std::mem::take(&mut crc).finalize());
+                integrity.push_bytes(&frame.head);
+                integrity.push(length, block_length(length), std::mem::take(&mut hashes));
+                integrity.push_bytes(&frame.tail);
             }
         }
     }
@@ -271,7 +260,15 @@ fn parts<'t>(
     layout: &FileLayout<'_>,
     done: impl Iterator<Item = (&'t Task, &'t Done)>,
 ) -> Vec<Part> {
-    let mut parts: Vec<Part> = layout.items.iter().map(part_of_value).collect();
+    // The sums of a tensor are added to an empty part; the digest of a value is known already.
+    let mut parts: Vec<Part> = layout
+        .items
+        .iter()
+        .map(|item| match item.content {
+            Content::Value(_, digest) => Part::Value(digest),
+            Content::Tensor { .. } => Part::default(),
+        })
+        .collect();
     for (task, done) in done {
         match *task {
             Task::Batch { first, .. } => {
@@ -284,13 +281,4 @@ fn parts<'t>(
         }
     }
     parts
-}
-
-/// Returns the digest of an item that is a value; an empty part for a tensor, whose sums are added
-/// later.
-fn part_of_value(placed: &Placed<'_>) -> Part {
-    match placed.content {
-        Content::Value(_, digest) => Part::Value(digest),
-        Content::Tensor { .. } => Part::default(),
-    }
 }

@@ -3,16 +3,16 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use fsdp_digest::{BoxPlace, Part, StateDigest, Sum};
-use fsdp_layout::TensorBox;
+use fsdp_digest::{Part, StateDigest, Sum};
 use serde::{Deserialize, Serialize};
 
+use super::selected::{RankItems, SelectedBox, selected_box};
 use super::written::{RankWritten, WrittenFile, WrittenItem};
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
 use crate::metadata::{Entry, Metadata, StorageInfo};
 use crate::payload::source::PayloadSource;
-use crate::plan::{LocalPlan, SelectedItem, Selection, WriteContent};
+use crate::plan::{LocalPlan, SelectedItem, Selection};
 use crate::storage::Staging;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -28,68 +28,64 @@ pub struct Before<'b> {
     pub written: &'b RankWritten,
 }
 
-/// The items that were linked, and the files that they are in.
-#[derive(Debug, Default)]
-pub(super) struct Linked {
-    pub(super) files: Vec<WrittenFile>,
-    pub(super) items: Vec<WrittenItem>,
-    pub(super) payload_bytes: u64,
-}
-
 /// An item that has not changed.
-struct Candidate {
+struct UnchangedItem {
     before: WrittenItem,
     payload_bytes: u64,
 }
 
-/// Links the files of the last checkpoint of which at least half is unchanged items. The caller
-/// writes the other items.
+/// Links the files of the last checkpoint of which at least half is unchanged items, and returns
+/// these items. The caller writes the others.
 ///
 /// An item counts as unchanged if the sum over its elements is the same. The documentation of
 /// `fsdp_digest` says which changes a sum can miss.
 pub(super) fn link(
     staging: &Staging,
-    rank: usize,
-    plan: &LocalPlan,
-    selection: &Selection,
-    source: &dyn PayloadSource,
+    items: &RankItems<'_>,
     before: Before<'_>,
     threads: usize,
-) -> Result<Linked, FileError> {
+) -> Result<RankWritten, FileError> {
     // A file is linked only if its recorded hashes show that it is still the one that this rank has
     // written.
     let Ok(directory) = CheckedDirectory::open(before.path, true, Links::Refuse) else {
-        return Ok(Linked::default());
+        return Ok(RankWritten::default());
     };
-    let known: HashMap<(u32, u32), WrittenItem> = before
+    let written_before: HashMap<(u32, u32), &WrittenItem> = before
         .written
         .items
         .iter()
-        .map(|item| ((item.entry, item.chunk), *item))
+        .map(|item| ((item.entry, item.chunk), item))
         .collect();
-    let compared = on_each(&selection.kept, threads, |selected| {
-        let Some(before) = known.get(&(selected.entry, selected.chunk)) else {
+    let compared = on_each(&items.selection.kept, threads, |selected| {
+        let Some(before) = written_before.get(&(selected.entry, selected.chunk)) else {
             return Ok(None);
         };
-        unchanged(plan, *selected, *before, source)
+        let Some((sum, payload_bytes)) = sum_of(items.plan, *selected, items.source)? else {
+            return Ok(None);
+        };
+        let is_unchanged = before.part == Some(Part::Elements(sum));
+        Ok::<_, FileError>(is_unchanged.then_some(UnchangedItem {
+            before: **before,
+            payload_bytes,
+        }))
     });
-    let mut candidates = Vec::new();
-    for compared in compared {
-        candidates.extend(compared?);
+    let mut unchanged = Vec::new();
+    for outcome in compared {
+        unchanged.extend(outcome?);
     }
-    let mut linked = Linked::default();
+    let mut linked = RankWritten::default();
     for (index, file) in before.written.files.iter().enumerate() {
-        let of_file: Vec<&Candidate> = candidates
+        let in_file: Vec<&UnchangedItem> = unchanged
             .iter()
-            .filter(|found| found.before.file as usize == index)
+            .filter(|item| item.before.file as usize == index)
             .collect();
-        let bytes: u64 = of_file.iter().map(|found| found.payload_bytes).sum();
+        let bytes: u64 = in_file.iter().map(|item| item.payload_bytes).sum();
         // A link keeps the whole file on the disk, also the items in it that are no longer needed.
         let is_worth_it = bytes > 0 && bytes.saturating_mul(2) >= file.integrity.length();
         if !is_worth_it || directory.hashes(&file.name) != Some(&file.integrity) {
             continue;
         }
-        let name = staging.linked_name(&file.name, rank, linked.files.len());
+        let name = staging.linked_name(&file.name, items.rank, linked.files.len());
         if !staging.link(before.path, &file.name, &name)? {
             continue;
         }
@@ -99,32 +95,15 @@ pub(super) fn link(
             integrity: file.integrity.clone(),
         });
         linked.payload_bytes += bytes;
+        linked.linked_bytes += bytes;
         linked
             .items
-            .extend(of_file.into_iter().map(|found| WrittenItem {
+            .extend(in_file.into_iter().map(|item| WrittenItem {
                 file: number,
-                ..found.before
+                ..item.before
             }));
     }
     Ok(linked)
-}
-
-/// Compares a tensor's box with the last checkpoint. Returns `None` for a value, and for a box that
-/// has changed.
-fn unchanged(
-    plan: &LocalPlan,
-    selected: SelectedItem,
-    before: WrittenItem,
-    source: &dyn PayloadSource,
-) -> Result<Option<Candidate>, FileError> {
-    let Some((sum, payload_bytes)) = sum_of(plan, selected, source)? else {
-        return Ok(None);
-    };
-    let is_same = before.part == Some(Part::Elements(sum));
-    Ok(is_same.then_some(Candidate {
-        before,
-        payload_bytes,
-    }))
 }
 
 /// Returns the sum over a tensor's box, and its bytes; `None` for a value.
@@ -133,34 +112,19 @@ fn sum_of(
     selected: SelectedItem,
     source: &dyn PayloadSource,
 ) -> Result<Option<(Sum, u64)>, FileError> {
-    let Some((fqn, bounds, place)) = box_of(plan, selected) else {
+    let Some(tensor) = selected_box(plan, selected)? else {
         return Ok(None);
     };
-    let (mut sum, mut at) = (Sum::default(), 0);
-    source.look(fqn, bounds, 0..place.length(), &mut |bytes| {
+    let place = tensor.place()?;
+    let mut sum = Sum::default();
+    let mut at = 0;
+    source.look(tensor.fqn, tensor.bounds, 0..place.length(), &mut |bytes| {
         sum.add_piece(&place, at, bytes);
         at += bytes.len() as u64;
         Ok(())
     })?;
+    // A source that gives too few bytes fails once the box is written.
     Ok((at == place.length()).then_some((sum, at)))
-}
-
-/// Returns the key of a tensor, the box of it that is selected, and the place of the box in it;
-/// `None` for a value.
-fn box_of(plan: &LocalPlan, selected: SelectedItem) -> Option<(&str, &TensorBox, BoxPlace)> {
-    let item = plan.items.get(selected.item as usize)?;
-    let WriteContent::Tensor {
-        properties,
-        shape,
-        boxes,
-        ..
-    } = &item.content
-    else {
-        return None;
-    };
-    let bounds = boxes.get(selected.index as usize)?;
-    let place = BoxPlace::new(shape, bounds, properties.dtype.size_in_bytes() as usize).ok()?;
-    Some((&item.fqn, bounds, place))
 }
 
 /// The sum over a box that a rank will write.
@@ -203,35 +167,32 @@ pub fn unchanged_entries(
     recorded: &StateDigest,
     sums: impl IntoIterator<Item = BoxSum>,
 ) -> BTreeSet<u32> {
-    let mut whole: HashMap<u32, Sum> = HashMap::new();
+    let mut whole_sums: HashMap<u32, Sum> = HashMap::new();
     for BoxSum { entry, sum, .. } in sums {
-        whole.entry(entry).or_default().add(sum);
+        whole_sums.entry(entry).or_default().add(sum);
     }
-    let is_unchanged = |(entry, sum): (u32, Sum)| {
-        let (fqn, Entry::Tensor(tensor)) = metadata.entries.get_index(entry as usize)? else {
-            return None;
-        };
-        let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
-        (recorded.get(fqn) == Some(digest)).then_some(entry)
-    };
-    whole.into_iter().filter_map(is_unchanged).collect()
+    let mut unchanged = BTreeSet::new();
+    for (entry, sum) in whole_sums {
+        if let Some((fqn, Entry::Tensor(tensor))) = metadata.entries.get_index(entry as usize)
+            && recorded.get(fqn) == Some(sum.finish(tensor.properties.dtype, &tensor.shape))
+        {
+            unchanged.insert(entry);
+        }
+    }
+    unchanged
 }
 
 impl RankWritten {
     /// Returns the report that this rank would have made if it had written `checkpoint`, limited to
-    /// its boxes of unchanged tensors. It is used for [`Before`] when another process wrote the
-    /// checkpoint.
-    ///
-    /// `unchanged` are positions in the metadata of the global plan, as [`unchanged_entries`]
-    /// returns them.
+    /// the boxes of these sums, which are those of unchanged tensors. It is used for [`Before`]
+    /// when another process wrote the checkpoint.
     #[must_use]
-    pub fn of_checkpoint(
+    pub fn from_checkpoint(
         checkpoint: &dyn Checkpoint,
         rank: usize,
         plan: &LocalPlan,
         selection: &Selection,
         sums: &[BoxSum],
-        unchanged: &BTreeSet<u32>,
     ) -> Self {
         let sums: HashMap<(u32, u32), Sum> = sums
             .iter()
@@ -239,61 +200,55 @@ impl RankWritten {
             .collect();
         let own_files = format!("__{rank}_");
         let mut written = RankWritten::default();
-        for &selected in selection
-            .kept
-            .iter()
-            .filter(|selected| unchanged.contains(&selected.entry))
-        {
-            let Some((fqn, bounds, place)) = box_of(plan, selected) else {
+        for &selected in &selection.kept {
+            let Some(&sum) = sums.get(&(selected.entry, selected.chunk)) else {
                 continue;
             };
-            let chunks = checkpoint
-                .metadata()
-                .tensor(fqn)
-                .into_iter()
-                .flat_map(|tensor| &tensor.chunks);
-            let stored = chunks
-                .filter(|chunk| chunk.bounds == *bounds)
-                .find_map(|chunk| chunk.stored.as_ref());
+            // Only boxes that can be written have sums.
+            let Ok(Some(tensor)) = selected_box(plan, selected) else {
+                continue;
+            };
+            let Some(stored) = place_of_box(checkpoint.metadata(), &tensor) else {
+                continue;
+            };
             // The names of other ranks' files may be taken by these ranks.
-            let stored = stored
-                .filter(|at| at.transforms.is_empty() && at.relative_path.starts_with(&own_files));
-            let Some(StorageInfo {
-                relative_path: name,
-                offset,
-                length,
-                ..
-            }) = stored
-            else {
+            if !stored.transforms.is_empty() || !stored.relative_path.starts_with(&own_files) {
                 continue;
-            };
-            let Some(hashes) = checkpoint.directory().hashes(name) else {
+            }
+            let Some(hashes) = checkpoint.directory().hashes(&stored.relative_path) else {
                 continue;
             };
             let file = written
                 .files
                 .iter()
-                .position(|file| file.name == *name)
+                .position(|file| file.name == stored.relative_path)
                 .unwrap_or_else(|| {
                     written.files.push(WrittenFile {
-                        name: name.clone(),
+                        name: stored.relative_path.clone(),
                         integrity: hashes.clone(),
                     });
                     written.files.len() - 1
                 });
-            written.payload_bytes += place.length();
+            written.payload_bytes += tensor.bounds.numel() as u64 * tensor.dtype.size_in_bytes();
             written.items.push(WrittenItem {
                 file: file as u32,
                 entry: selected.entry,
                 chunk: selected.chunk,
-                offset: *offset,
-                length: *length,
-                part: sums
-                    .get(&(selected.entry, selected.chunk))
-                    .copied()
-                    .map(Part::Elements),
+                offset: stored.offset,
+                length: stored.length,
+                part: Some(Part::Elements(sum)),
             });
         }
         written
     }
+}
+
+/// Returns where a box of a tensor is stored; `None` if the tensor was cut in other boxes.
+fn place_of_box<'m>(metadata: &'m Metadata, tensor: &SelectedBox<'_>) -> Option<&'m StorageInfo> {
+    metadata
+        .tensor(tensor.fqn)?
+        .chunks
+        .iter()
+        .filter(|chunk| chunk.bounds == *tensor.bounds)
+        .find_map(|chunk| chunk.stored.as_ref())
 }

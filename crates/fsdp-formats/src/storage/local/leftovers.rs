@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::FileError;
 use crate::storage::backend::EntryKind;
-use crate::storage::file_system::{FileSystem, LockKind, Lockable, OpenDirectory};
+use crate::storage::file_system::{FileSystem, LockKind, OpenEntry};
 use crate::storage::fs::{Durable, is_nonce, parent_of, staging_prefix};
 
 /// Lists the staging directories of crashed saves to `target`, and the old versions that were
@@ -23,15 +23,10 @@ pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf
     Ok(found)
 }
 
-/// Returns `true` if an old version of `target`, which has been replaced, is still there.
-pub(super) fn has_old_version(files: &dyn FileSystem, target: &Path) -> Result<bool, FileError> {
-    Ok(!leftovers(files, target, "old")?.is_empty())
-}
-
 /// Gives the old versions that `target` has replaced the names of staging directories. This comes
 /// before `target` itself becomes an old version, because [`recover`] puts an old version back,
 /// which must be the last one. After this, no crash brings back a version that was removed.
-pub(super) fn set_aside(durable: &Durable, target: &Path) -> Result<(), FileError> {
+pub(super) fn rename_old_versions(durable: &Durable, target: &Path) -> Result<(), FileError> {
     let (parent, prefix) = staging_prefix(target)?;
     let old = leftovers(durable.files(), target, "old")?;
     // The target is looked for after the old versions were listed. If there is none, another
@@ -71,13 +66,17 @@ pub(super) fn recover(durable: &Durable, target: &Path) -> Result<bool, FileErro
 }
 
 /// Lists the directories beside `target` that are called `.NAME.<kind>-<nonce>`, sorted.
-fn leftovers(files: &dyn FileSystem, target: &Path, kind: &str) -> Result<Vec<PathBuf>, FileError> {
+pub(super) fn leftovers(
+    files: &dyn FileSystem,
+    target: &Path,
+    kind: &str,
+) -> Result<Vec<PathBuf>, FileError> {
     let (parent, prefix) = staging_prefix(target)?;
     let prefix = format!("{prefix}{kind}-");
     let list = match files.list(&parent) {
         Ok(list) => list,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(FileError::io("list", parent)(error)),
+        Err(error) => return Err(FileError::io("list", parent, error)),
     };
     let mut found = Vec::new();
     for (name, entry) in list {
@@ -95,17 +94,15 @@ fn leftovers(files: &dyn FileSystem, target: &Path, kind: &str) -> Result<Vec<Pa
 
 /// Returns `true` if somebody reads a checkpoint, and locks it against new readers otherwise, for
 /// as long as `directory` is open. Where locks do not work, nobody is known to read.
-pub(super) fn is_being_read(directory: &dyn Lockable) -> bool {
+pub(super) fn is_being_read(directory: &dyn OpenEntry) -> bool {
     matches!(directory.try_lock(LockKind::Exclusive), Ok(false))
 }
 
 /// Locks a staging directory, or an old version, and returns it. Returns `None` if somebody else
 /// holds its lock, or if locks do not work, so that this is not known.
-pub(super) fn lock(files: &dyn FileSystem, directory: &Path) -> Option<Box<dyn OpenDirectory>> {
+pub(super) fn lock(files: &dyn FileSystem, directory: &Path) -> Option<Box<dyn OpenEntry>> {
     let open = files.open_directory(directory).ok()?;
-    open.try_lock(LockKind::Exclusive)
-        .unwrap_or(false)
-        .then_some(open)
+    matches!(open.try_lock(LockKind::Exclusive), Ok(true)).then_some(open)
 }
 
 #[cfg(test)]
@@ -123,7 +120,7 @@ mod tests {
             assert!(durable.create_directory(directory).unwrap());
         }
         // The target is about to be replaced in two steps, and there is a crash between them.
-        set_aside(&durable, &target).unwrap();
+        rename_old_versions(&durable, &target).unwrap();
         durable.rename_new(&target, &last).unwrap();
         assert!(recover(&durable, &target).unwrap());
         assert!(!last.exists() && !replaced.exists());
@@ -147,7 +144,7 @@ mod tests {
         let only = parent.path().join(".c.old-0123456789abcdef");
         let durable = Durable::new();
         assert!(durable.create_directory(&only).unwrap());
-        set_aside(&durable, &target).unwrap();
+        rename_old_versions(&durable, &target).unwrap();
         assert!(only.exists() && recover(&durable, &target).unwrap() && target.exists());
     }
 }

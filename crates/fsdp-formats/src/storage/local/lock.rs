@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::FileError;
 use crate::storage::backend::Links;
-use crate::storage::file_system::{FileSystem, Lockable};
+use crate::storage::file_system::{FileSystem, OpenEntry};
 use crate::storage::fs::staging_prefix;
 
 /// The lock of a file: another file beside it, `.NAME.lock`, which goes with the lock. That of a
@@ -16,7 +16,7 @@ pub(super) struct FileLock {
     files: Arc<dyn FileSystem>,
     path: PathBuf,
     /// Holds the lock until it is closed.
-    _file: Box<dyn Lockable>,
+    _file: Box<dyn OpenEntry>,
 }
 
 impl FileLock {
@@ -24,18 +24,19 @@ impl FileLock {
     /// need not exist.
     ///
     /// Where the file system has no locks, there is none to wait for.
-    pub(super) fn wait(files: &Arc<dyn FileSystem>, of: &Path) -> Result<Self, FileError> {
-        let (parent, prefix) = staging_prefix(of)?;
+    pub(super) fn wait(files: &Arc<dyn FileSystem>, target: &Path) -> Result<Self, FileError> {
+        let (parent, prefix) = staging_prefix(target)?;
         let path = parent.join(format!("{prefix}lock"));
         loop {
             let file = files
                 .open_lock(&path)
-                .map_err(FileError::io("create", &path))?;
+                .map_err(|error| FileError::io("create", &path, error))?;
             let locked = file.lock();
             // The last holder may have removed the file meanwhile, and a lock on a removed file
             // keeps nobody away.
             if locked.is_err()
-                || is_at(&**files, &*file, &path).map_err(FileError::io("inspect", &path))?
+                || is_at(&**files, &*file, &path)
+                    .map_err(|error| FileError::io("inspect", &path, error))?
             {
                 return Ok(FileLock {
                     files: files.clone(),
@@ -56,7 +57,7 @@ impl Drop for FileLock {
 }
 
 /// Returns `true` if the file is the one at this path.
-fn is_at(files: &dyn FileSystem, file: &dyn Lockable, path: &Path) -> io::Result<bool> {
+fn is_at(files: &dyn FileSystem, file: &dyn OpenEntry, path: &Path) -> io::Result<bool> {
     match files.status(path, Links::Refuse) {
         Ok(there) => Ok(there.identity == file.identity()?),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use self::leftovers::is_being_read;
 use self::read::LocalDirectory;
 use self::staging::LocalStage;
-use super::backend::{EntryKind, Links, ReadDirectory, Stage, Storage};
+use super::backend::{EntryKind, Links, ReadDirectory, Stage, Storage, UnusableUrl};
 use super::file_system::FileSystem;
 use super::fs::{Durable, parent_of, staging_prefix};
 use super::os::OperatingSystem;
@@ -55,18 +55,14 @@ impl Storage for LocalStorage {
         Some(&self.path)
     }
 
-    fn child(&self, below: &str) -> Arc<dyn Storage> {
-        Arc::new(LocalStorage {
-            files: self.files.clone(),
-            path: self.path.join(below),
-        })
+    fn child(&self, below: &str) -> Result<Arc<dyn Storage>, UnusableUrl> {
+        let path = self.path.join(below);
+        Ok(Arc::new(Self::within(self.files.clone(), path)))
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
-        Arc::new(LocalStorage {
-            files: self.files.clone(),
-            path: parent_of(&self.path).to_owned(),
-        })
+        let path = parent_of(&self.path).to_owned();
+        Arc::new(Self::within(self.files.clone(), path))
     }
 
     fn exists(&self) -> Result<bool, FileError> {
@@ -74,7 +70,7 @@ impl Storage for LocalStorage {
             Ok(_) => Ok(true),
             Err(error) if is_absence(&error) => Ok(false),
             // A path that cannot be looked at may well have a checkpoint.
-            Err(error) => Err(FileError::io("inspect", &self.path)(error)),
+            Err(error) => Err(FileError::io("inspect", &self.path, error)),
         }
     }
 
@@ -82,16 +78,12 @@ impl Storage for LocalStorage {
         match self.files.status(&self.path, Links::Follow) {
             Ok(status) => Ok(Some(status.kind)),
             Err(error) if is_absence(&error) => Ok(None),
-            Err(error) => Err(FileError::io("inspect", &self.path)(error)),
+            Err(error) => Err(FileError::io("inspect", &self.path, error)),
         }
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
         read::names(&*self.files, &self.path)
-    }
-
-    fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
-        read::names_not_utf8(&*self.files, &self.path)
     }
 
     fn tree(&self) -> Result<Vec<String>, FileError> {
@@ -127,7 +119,7 @@ impl Storage for LocalStorage {
         let directory = self
             .files
             .open_directory(&self.path)
-            .map_err(FileError::io("open", &self.path))?;
+            .map_err(|error| FileError::io("open", &self.path, error))?;
         // Readers hold a shared lock for as long as they have the checkpoint open.
         if is_being_read(&*directory) {
             return Ok(false);
@@ -135,7 +127,7 @@ impl Storage for LocalStorage {
         // Once the checkpoint is gone, an old version beside it would count as what a crash has
         // left, and be put back.
         self.clean_stale(&durable)?;
-        if leftovers::has_old_version(&*self.files, &self.path)? {
+        if !leftovers::leftovers(&*self.files, &self.path, "old")?.is_empty() {
             return Ok(false);
         }
         // Removing takes many steps. One rename takes the checkpoint away first, to a name that
@@ -146,11 +138,6 @@ impl Storage for LocalStorage {
         durable.sync_directory(&parent)?;
         durable.remove_directory(&doomed)?;
         Ok(true)
-    }
-
-    fn remove_uncommitted(&self) -> Result<bool, FileError> {
-        // Leftovers of directories lie beside them; `clean_stale` removes those.
-        Ok(false)
     }
 
     fn stale(&self) -> Result<Vec<PathBuf>, FileError> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::error::FileError;
 use crate::storage::backend::{Links, ReadDirectory};
-use crate::storage::file_system::{FileSystem, LockKind, OpenDirectory, OpenError};
+use crate::storage::file_system::{FileSystem, LockKind, OpenEntry, OpenError};
 use crate::storage::paths::relative_parts;
 use crate::storage::read_at::ReadAt;
 
@@ -21,7 +21,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(5);
 pub(super) struct LocalDirectory {
     files: Arc<dyn FileSystem>,
     path: PathBuf,
-    directory: Box<dyn OpenDirectory>,
+    directory: Box<dyn OpenEntry>,
     links: Links,
 }
 
@@ -33,19 +33,18 @@ impl LocalDirectory {
         path: &Path,
         links: Links,
     ) -> Result<Self, FileError> {
-        let (held, to) = (files.clone(), path.to_owned());
-        for _ in 0..LOCK_ATTEMPTS {
-            let directory = open_directory(&**files, path)?;
+        let mut attempts = 0;
+        let directory = loop {
+            let directory = files
+                .open_directory(path)
+                .map_err(|error| FileError::io("open the directory", path, error))?;
+            if attempts == LOCK_ATTEMPTS {
+                break directory;
+            }
+            attempts += 1;
             match directory.try_lock(LockKind::Shared) {
                 // The directory was locked before anybody replaced it: from here on it stays.
-                Ok(true) if is_at(&**files, &*directory, path) => {
-                    return Ok(LocalDirectory {
-                        files: held,
-                        path: to,
-                        directory,
-                        links,
-                    });
-                }
+                Ok(true) if is_at(&**files, &*directory, path) => break directory,
                 // The directory was replaced between opening and locking, or somebody is just
                 // publishing or removing it. A moment later there is a checkpoint that stays at the
                 // path, or nothing.
@@ -53,32 +52,21 @@ impl LocalDirectory {
                     drop(directory);
                     files.pause(LOCK_PAUSE);
                 }
-                // Locks do not work here.
-                Err(_) => break,
+                // Locks do not work here: read without one.
+                Err(_) => break directory,
             }
-        }
-        // Reading without a lock goes on as far as it can.
-        let directory = open_directory(&**files, path)?;
+        };
         Ok(LocalDirectory {
-            files: held,
-            path: to,
+            files: files.clone(),
+            path: path.to_owned(),
             directory,
             links,
         })
     }
 }
 
-fn open_directory(
-    files: &dyn FileSystem,
-    path: &Path,
-) -> Result<Box<dyn OpenDirectory>, FileError> {
-    files
-        .open_directory(path)
-        .map_err(FileError::io("open the directory", path))
-}
-
 /// Returns `true` if an open directory is the one that is at this path.
-fn is_at(files: &dyn FileSystem, directory: &dyn OpenDirectory, path: &Path) -> bool {
+fn is_at(files: &dyn FileSystem, directory: &dyn OpenEntry, path: &Path) -> bool {
     match (directory.identity(), files.status(path, Links::Follow)) {
         (Ok(open), Ok(there)) => open == there.identity,
         _ => false,
@@ -110,7 +98,7 @@ impl ReadDirectory for LocalDirectory {
                     path: relative.to_owned(),
                     reason,
                 },
-                OpenError::Io(error) => FileError::io("open", self.path.join(relative))(error),
+                OpenError::Io(error) => FileError::io("open", self.path.join(relative), error),
             })
     }
 
@@ -127,7 +115,9 @@ impl ReadDirectory for LocalDirectory {
 
 /// Returns the names of the entries of a directory, sorted; those that are not UTF-8 are left out.
 pub(super) fn names(files: &dyn FileSystem, path: &Path) -> Result<Vec<String>, FileError> {
-    let list = files.list(path).map_err(FileError::io("list", path))?;
+    let list = files
+        .list(path)
+        .map_err(|error| FileError::io("list", path, error))?;
     let mut names: Vec<String> = list
         .into_iter()
         .filter_map(|(name, _)| name.into_string().ok())
@@ -141,11 +131,12 @@ pub(super) fn names_not_utf8(
     files: &dyn FileSystem,
     path: &Path,
 ) -> Result<Vec<String>, FileError> {
-    let list = files.list(path).map_err(FileError::io("list", path))?;
-    let names = list
+    let list = files
+        .list(path)
+        .map_err(|error| FileError::io("list", path, error))?;
+    let mut names: Vec<String> = list
         .into_iter()
-        .filter_map(|(name, _)| name.into_string().err());
-    let mut names: Vec<String> = names
+        .filter_map(|(name, _)| name.into_string().err())
         .map(|name| name.to_string_lossy().into_owned())
         .collect();
     names.sort();

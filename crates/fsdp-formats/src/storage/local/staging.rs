@@ -2,12 +2,13 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use super::leftovers::{is_being_read, recover, set_aside};
+use super::leftovers::{is_being_read, recover, rename_old_versions};
 use super::lock::FileLock;
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Links, Stage, StageFile, Storage, check_write};
-use crate::storage::file_system::{FileSystem, Identity, NewFile, OpenDirectory};
+use crate::storage::file_system::{FileSystem, Identity, NewFile, OpenEntry};
 use crate::storage::fs::{Durable, parent_of, staging_prefix};
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
@@ -27,7 +28,7 @@ pub(super) struct LocalStage {
     overwrite: bool,
     /// The lock of the process that prepared the directory. While it is held, dropping the stage
     /// removes the directory.
-    lock: Option<Box<dyn OpenDirectory>>,
+    lock: Option<Box<dyn OpenEntry>>,
 }
 
 impl LocalStage {
@@ -59,7 +60,7 @@ impl LocalStage {
             }
             let lock = match durable.files().open_directory(&staging.directory) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                lock => lock.map_err(FileError::io("open", &staging.directory))?,
+                lock => lock.map_err(|error| FileError::io("open", &staging.directory, error))?,
             };
             // Where locks do not work, nobody takes the directory for stale either.
             let _ = lock.lock();
@@ -77,6 +78,7 @@ impl LocalStage {
     /// Returns the staging directory that another process prepared.
     pub(super) fn join(durable: &Durable, target: &Path, name: &str) -> Result<Self, FileError> {
         let staging = Self::at(durable, target, name.to_owned(), true)?;
+        // The name came from another rank, and must not lead elsewhere.
         if name.starts_with("tmp-")
             && !name.contains('/')
             && durable.files().is_directory(&staging.directory)
@@ -114,17 +116,11 @@ impl LocalStage {
         self.durable.files().exists(path)
     }
 
-    /// Writes a small file whole, and fsyncs it.
-    fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
-        let file = self.create(relative, bytes.len() as u64)?;
-        file.write_at(0, bytes)?;
-        file.finish()
-    }
-
     /// Gives a new file or directory the permissions of the one that it replaces: what was private
     /// stays private.
     fn take_mode(&self, path: &Path) -> Result<(), FileError> {
         let files = self.durable.files();
+        // Where nothing is replaced, the permissions are those that the system gives to new files.
         let Ok(replaced) = files.status(&self.target, Links::Follow) else {
             return Ok(());
         };
@@ -133,7 +129,7 @@ impl LocalStage {
         }
         files
             .set_permissions(path, replaced.mode)
-            .map_err(FileError::io("set the permissions of", path))
+            .map_err(|error| FileError::io("set the permissions of", path, error))
     }
 
     /// Puts the directory in the target's place. All files must be finished.
@@ -145,6 +141,7 @@ impl LocalStage {
             return self.replace();
         }
         self.durable.rename_new(&self.directory, &self.target)?;
+        // The directory is the checkpoint now, so dropping the stage must not remove it.
         self.lock = None;
         self.durable.sync_directory(parent_of(&self.target))
     }
@@ -167,7 +164,7 @@ impl LocalStage {
         } else {
             // Two renames, between which there is no target. If there is a crash at that point,
             // `recover` puts the old checkpoint back. It must not find still older ones.
-            set_aside(&durable, &self.target)?;
+            rename_old_versions(&durable, &self.target)?;
             let (_, prefix) = staging_prefix(&self.target)?;
             let old = parent.join(format!(
                 "{prefix}old-{}",
@@ -199,7 +196,7 @@ impl LocalStage {
             .durable
             .files()
             .list(directory)
-            .map_err(FileError::io("list", directory))?;
+            .map_err(|error| FileError::io("list", directory, error))?;
         for (name, kind) in list {
             if kind == EntryKind::Directory {
                 self.sync_directories(&directory.join(name))?;
@@ -282,19 +279,15 @@ impl Stage for LocalStage {
         &self.directory
     }
 
-    fn claim(&self) -> Result<(), FileError> {
-        // Every save has a directory of its own.
-        Ok(())
-    }
-
     fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {
         let parts = relative_parts(&self.target, relative)?;
+        let (name, directories) = parts.split_last().expect("a path has a part");
         let mut path = self.directory.clone();
-        for part in &parts[..parts.len() - 1] {
-            path.push(part);
+        for directory in directories {
+            path.push(directory);
             self.durable.create_directory(&path)?;
         }
-        path.push(parts[parts.len() - 1]);
+        path.push(name);
         let file = self.durable.create_file(&path)?;
         self.durable.preallocate(&*file, &path, length)?;
         Ok(Box::new(LocalStageFile {
@@ -309,13 +302,12 @@ impl Stage for LocalStage {
         let Some(from) = from.local() else {
             return Ok(false);
         };
-        let (parts, as_parts) = (
-            relative_parts(&self.target, name)?,
-            relative_parts(&self.target, as_name)?,
-        );
-        let ([name], [as_name]) = (&parts[..], &as_parts[..]) else {
+        let parts = relative_parts(&self.target, name)?;
+        let as_parts = relative_parts(&self.target, as_name)?;
+        // A file in a subdirectory, which no save of this crate makes, is left to the caller.
+        if parts.len() > 1 || as_parts.len() > 1 {
             return Ok(false);
-        };
+        }
         // Linking fails across file systems, on file systems without links, and if the file is
         // gone. Then the caller writes it.
         Ok(self
@@ -378,46 +370,54 @@ impl Stage for LocalStage {
 
     fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         self.write(marker, bytes)?;
-        let files = self.durable.shared_files().clone();
-        let (target, own) = (self.target.clone(), identity(&*files, &self.directory));
-        self.publish()
-            .map_err(|error| told_if_committed(&*files, error, &target, own))
+        let published = Published::new(&self, &self.directory);
+        self.publish().map_err(|error| published.explain(error))
     }
 
     fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
-        let files = self.durable.shared_files().clone();
-        let (target, own) = (
-            self.target.clone(),
-            identity(&*files, &self.directory.join(SINGLE)),
-        );
+        let published = Published::new(&self, &self.directory.join(SINGLE));
         self.publish_single(sidecar)
-            .map_err(|error| told_if_committed(&*files, error, &target, own))
+            .map_err(|error| published.explain(error))
     }
 }
 
-/// Returns the numbers by which the system identifies a file or directory, whatever its name is;
-/// `None` if it does not exist.
+/// A target at which something is being published, by the numbers that it has under any name.
+struct Published {
+    files: Arc<dyn FileSystem>,
+    target: PathBuf,
+    identity: Option<Identity>,
+}
+
+impl Published {
+    fn new(stage: &LocalStage, path: &Path) -> Self {
+        let files = stage.durable.shared_files().clone();
+        Published {
+            identity: identity(&*files, path),
+            files,
+            target: stage.target.clone(),
+        }
+    }
+
+    /// Turns an error into [`FileError::AfterCommit`] if the checkpoint is at its target
+    /// nevertheless.
+    fn explain(self, error: FileError) -> FileError {
+        if self.identity.is_none() || identity(&*self.files, &self.target) != self.identity {
+            return error;
+        }
+        FileError::AfterCommit {
+            path: self.target,
+            source: Box::new(error),
+        }
+    }
+}
+
+/// Returns the numbers by which the system identifies a file or directory; `None` if it does not
+/// exist.
 fn identity(files: &dyn FileSystem, path: &Path) -> Option<Identity> {
     files
         .status(path, Links::Refuse)
         .map(|status| status.identity)
         .ok()
-}
-
-/// Turns an error into [`FileError::AfterCommit`] if the checkpoint is at its target nevertheless.
-fn told_if_committed(
-    files: &dyn FileSystem,
-    error: FileError,
-    target: &Path,
-    own: Option<Identity>,
-) -> FileError {
-    if own.is_none() || identity(files, target) != own {
-        return error;
-    }
-    FileError::AfterCommit {
-        path: target.to_owned(),
-        source: Box::new(error),
-    }
 }
 
 impl Drop for LocalStage {

@@ -16,6 +16,7 @@ pub(super) fn tree(files: &dyn FileSystem, root: &Path) -> Result<Vec<String>, F
     // Directories that are not listed yet, relative to the root.
     let mut directories = vec![String::new()];
     while let Some(directory) = directories.pop() {
+        // A file system can be made whose directories have no end.
         if directory.split('/').count() > MAX_LEVELS {
             return Err(refused(
                 root,
@@ -24,7 +25,10 @@ pub(super) fn tree(files: &dyn FileSystem, root: &Path) -> Result<Vec<String>, F
             ));
         }
         let path = root.join(&directory);
-        for (name, kind) in files.list(&path).map_err(FileError::io("list", &path))? {
+        for (name, kind) in files
+            .list(&path)
+            .map_err(|error| FileError::io("list", &path, error))?
+        {
             let Some(utf8) = name.to_str() else {
                 return Err(refused(
                     root,

@@ -1,4 +1,4 @@
-//! The address of a prefix in an object store, or of one object.
+//! The place of a prefix in an object store, or of one object.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,21 +7,29 @@ use super::client::Bucket;
 use super::prefix::Prefix;
 use crate::error::FileError;
 
-/// A bucket and a key in it, which may be a prefix of others.
-pub(crate) struct Address {
+/// A bucket and a key in it: that of one object, or a prefix of others.
+pub(crate) struct ObjectStorage {
     pub(super) bucket: Arc<Bucket>,
     pub(super) prefix: String,
     /// The URL, for messages.
     pub(super) name: PathBuf,
 }
 
-impl Address {
+impl ObjectStorage {
+    pub(crate) fn new(bucket: Arc<Bucket>, prefix: String, name: PathBuf) -> Self {
+        ObjectStorage {
+            bucket,
+            prefix,
+            name,
+        }
+    }
+
     /// Connects to the store, if that was not done before.
     pub(super) fn open(&self) -> Result<Prefix, FileError> {
         let store = self
             .bucket
             .store()
-            .map_err(FileError::io("open", &self.name))?;
+            .map_err(|error| FileError::io("open", &self.name, error))?;
         Ok(Prefix::new(store, self.prefix.clone(), self.name.clone()))
     }
 }

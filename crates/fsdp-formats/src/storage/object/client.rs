@@ -1,7 +1,7 @@
 //! From a URL to a store's client, with settings and credentials from the environment.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
@@ -11,6 +11,7 @@ use object_store::{ClientOptions, RetryConfig};
 
 use super::prefix::Store;
 use super::runtime::io_error;
+use crate::threads::lock;
 
 /// Attempts after the first one, with growing pauses between them.
 const RETRIES: usize = 8;
@@ -24,7 +25,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// A bucket or container. Its client is made when it is first needed, and shared by all locations
 /// in it.
 pub(crate) struct Bucket {
-    /// Scheme and name, if it came from a URL.
+    /// Scheme and name; empty for a bucket that has its store already.
     url: (String, String),
     /// Settings that come before those of the environment.
     settings: Vec<(String, String)>,
@@ -51,7 +52,7 @@ impl Bucket {
 
     /// Returns the client, which the first call makes.
     pub(super) fn store(&self) -> io::Result<Arc<dyn Store>> {
-        let mut store = self.store.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut store = lock(&self.store);
         if let Some(store) = &*store {
             return Ok(store.clone());
         }
@@ -75,22 +76,26 @@ impl Bucket {
         let (scheme, bucket) = &self.url;
         Ok(match scheme.as_str() {
             "gs" => {
-                let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
-                let mut builder = builder.with_client_options(options).with_retry(retry);
+                let mut builder = GoogleCloudStorageBuilder::from_env()
+                    .with_bucket_name(bucket)
+                    .with_client_options(options)
+                    .with_retry(retry);
                 for (key, value) in &self.settings {
                     builder = builder.with_config(key.parse()?, value);
                 }
                 Arc::new(builder.build()?)
             }
             "az" => {
-                let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
-                let mut builder = builder.with_client_options(options).with_retry(retry);
+                let mut builder = MicrosoftAzureBuilder::from_env()
+                    .with_container_name(bucket)
+                    .with_client_options(options)
+                    .with_retry(retry);
                 for (key, value) in &self.settings {
                     builder = builder.with_config(key.parse()?, value);
                 }
                 Arc::new(builder.build()?)
             }
-            _ => {
+            "s3" => {
                 let mut builder = AmazonS3Builder::from_env()
                     .with_bucket_name(bucket)
                     .with_retry(retry);
@@ -98,14 +103,16 @@ impl Bucket {
                     builder = builder.with_config(key.parse()?, value);
                 }
                 // An endpoint that is given as `http://` is meant to be used without TLS.
-                let plain = builder.get_config_value(&AmazonS3ConfigKey::Endpoint);
-                let plain = plain.is_some_and(|endpoint| endpoint.starts_with("http://"));
+                let is_plain = builder
+                    .get_config_value(&AmazonS3ConfigKey::Endpoint)
+                    .is_some_and(|endpoint| endpoint.starts_with("http://"));
                 Arc::new(
                     builder
-                        .with_client_options(options.with_allow_http(plain))
+                        .with_client_options(options.with_allow_http(is_plain))
                         .build()?,
                 )
             }
+            _ => unreachable!("a location makes buckets of known schemes only"),
         })
     }
 }

@@ -8,14 +8,14 @@ mod runtime;
 mod staging;
 mod upload;
 
+pub(crate) use address::ObjectStorage;
 pub(crate) use client::Bucket;
 pub use object_store;
 pub use prefix::Store;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use self::address::Address;
 use self::prefix::{Prefix, join};
 use self::read::ObjectDirectory;
 use self::staging::{ObjectStage, nonce_of};
@@ -25,43 +25,22 @@ use super::paths::check_relative;
 use crate::error::{FileError, LocationError};
 use crate::storage::names::METADATA_FILE;
 
-/// A prefix in an object store, or the key of one object.
-pub(crate) struct ObjectStorage(Address);
-
 impl ObjectStorage {
-    pub(crate) fn new(bucket: Arc<Bucket>, prefix: String, name: PathBuf) -> Self {
-        ObjectStorage(Address {
-            bucket,
-            prefix,
-            name,
-        })
-    }
-
-    /// Connects to the store, if that was not done before.
-    fn prefix(&self) -> Result<Prefix, FileError> {
-        self.0.open()
-    }
-
     /// Returns the key and the name of the prefix that this one lies in.
     fn above(&self) -> (&str, &Path) {
-        let key = self
-            .0
-            .prefix
-            .rsplit_once('/')
-            .map_or("", |(above, _)| above);
-        (key, self.0.name.parent().unwrap_or(Path::new("")))
+        let key = self.prefix.rsplit_once('/').map_or("", |(above, _)| above);
+        (key, self.name.parent().unwrap_or(Path::new("")))
     }
 
     /// Returns the prefix that this one lies in; `None` for the root of a bucket.
     fn parent_prefix(&self) -> Result<Option<Prefix>, FileError> {
-        if self.0.prefix.is_empty() {
+        if self.prefix.is_empty() {
             return Ok(None);
         }
         let store = self
-            .0
             .bucket
             .store()
-            .map_err(FileError::io("open", &self.0.name))?;
+            .map_err(|error| FileError::io("open", &self.name, error))?;
         let (key, name) = self.above();
         Ok(Some(Prefix::new(store, key.to_owned(), name.to_owned())))
     }
@@ -69,43 +48,40 @@ impl ObjectStorage {
 
 impl Storage for ObjectStorage {
     fn name(&self) -> &Path {
-        &self.0.name
+        &self.name
     }
 
-    fn object_address(&self) -> Option<&Address> {
-        Some(&self.0)
+    fn as_object_storage(&self) -> Option<&ObjectStorage> {
+        Some(self)
     }
 
-    fn child(&self, below: &str) -> Arc<dyn Storage> {
-        let name = self.0.name.join(below);
+    fn child(&self, below: &str) -> Result<Arc<dyn Storage>, UnusableUrl> {
+        let name = self.name.join(below);
         if !below.is_empty() && check_relative(below).is_err() {
-            return Arc::new(UnusableUrl {
+            return Err(UnusableUrl {
                 name,
                 reason: LocationError::Key,
             });
         }
-        Arc::new(ObjectStorage::new(
-            self.0.bucket.clone(),
-            join(&self.0.prefix, below),
+        Ok(Arc::new(ObjectStorage::new(
+            self.bucket.clone(),
+            join(&self.prefix, below),
             name,
-        ))
+        )))
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
         let (key, name) = self.above();
         Arc::new(ObjectStorage::new(
-            self.0.bucket.clone(),
+            self.bucket.clone(),
             key.to_owned(),
             name.to_owned(),
         ))
     }
 
-    fn exists(&self) -> Result<bool, FileError> {
-        Ok(self.kind()?.is_some())
-    }
-
     fn kind(&self) -> Result<Option<EntryKind>, FileError> {
-        let prefix = self.prefix()?;
+        let prefix = self.open()?;
+        // An object of this very key counts more than objects below it.
         if prefix.head("")?.is_some() {
             return Ok(Some(EntryKind::File));
         }
@@ -113,22 +89,22 @@ impl Storage for ObjectStorage {
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
-        self.prefix()?.names()
+        self.open()?.names()
     }
 
     fn tree(&self) -> Result<Vec<String>, FileError> {
-        let mut all = self.prefix()?.all()?;
+        let mut all = self.open()?.all()?;
         all.sort();
         Ok(all)
     }
 
     fn open(&self, _: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
-        Ok(Box::new(ObjectDirectory::new(self.prefix()?)))
+        Ok(Box::new(ObjectDirectory::new(self.open()?)))
     }
 
     fn prepare(&self, _: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
         Ok(Box::new(ObjectStage::prepare(
-            self.prefix()?,
+            self.open()?,
             self.parent_prefix()?,
             overwrite,
         )?))
@@ -136,14 +112,14 @@ impl Storage for ObjectStorage {
 
     fn join(&self, _: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
         Ok(Box::new(ObjectStage::join(
-            self.prefix()?,
+            self.open()?,
             self.parent_prefix()?,
             name,
         )?))
     }
 
     fn remove_checkpoint(&self, _: &Durable) -> Result<bool, FileError> {
-        let prefix = self.prefix()?;
+        let prefix = self.open()?;
         // Without its `.metadata` it is not a checkpoint, so a crash in the middle leaves nothing
         // that looks like one.
         let (first, rest): (Vec<_>, Vec<_>) = prefix
@@ -157,7 +133,7 @@ impl Storage for ObjectStorage {
     }
 
     fn remove_uncommitted(&self) -> Result<bool, FileError> {
-        let prefix = self.prefix()?;
+        let prefix = self.open()?;
         let all = prefix.all()?;
         // Only names that carry a nonce are those of a save; among them is no `.metadata`.
         if all.is_empty() || all.iter().any(|name| nonce_of(name).is_none()) {
@@ -197,7 +173,10 @@ mod tests {
         let storage = ObjectStorage::new(bucket(), "a/x".to_owned(), "s3://b/a/x".into());
         assert_eq!(storage.above(), ("a", Path::new("s3://b/a")));
         let storage = ObjectStorage::new(bucket(), String::new(), "s3://b".into());
-        assert_eq!(storage.child("x").name(), Path::new("s3://b/x"));
+        assert_eq!(
+            storage.child("x").ok().unwrap().name(),
+            Path::new("s3://b/x")
+        );
         assert!(storage.parent_prefix().unwrap().is_none());
     }
 }

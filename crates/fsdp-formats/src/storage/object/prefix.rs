@@ -74,7 +74,7 @@ impl Prefix {
     pub(super) fn key(&self, below: &str) -> Result<Key, FileError> {
         Key::parse(join(&self.prefix, below)).map_err(|error| {
             let error = io::Error::new(io::ErrorKind::InvalidInput, error);
-            FileError::io("open", self.name_of(below))(error)
+            FileError::io("open", self.name_of(below), error)
         })
     }
 
@@ -88,15 +88,15 @@ impl Prefix {
         match wait(self.store.head(&key)) {
             Ok(meta) => Ok(Some(meta)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(FileError::io("look at", self.name_of(below))(error)),
+            Err(error) => Err(FileError::io("look at", self.name_of(below), error)),
         }
     }
 
     /// Lists the names directly below, sorted: objects, and prefixes of others.
     pub(super) fn names(&self) -> Result<Vec<String>, FileError> {
         let prefix = self.key("")?;
-        let listed = wait(self.store.list_with_delimiter(Some(&prefix)));
-        let listed = listed.map_err(FileError::io("list", &self.name))?;
+        let listed = wait(self.store.list_with_delimiter(Some(&prefix)))
+            .map_err(|error| FileError::io("list", &self.name, error))?;
         let objects = listed
             .objects
             .iter()
@@ -114,12 +114,11 @@ impl Prefix {
     /// Lists the names of all objects below, at any depth.
     pub(super) fn all(&self) -> Result<Vec<String>, FileError> {
         let prefix = self.key("")?;
-        let all = async { self.store.list(Some(&prefix)).try_collect::<Vec<_>>().await };
-        let all = wait(all).map_err(FileError::io("list", &self.name))?;
-        let below = all
+        let listed = wait(async { self.store.list(Some(&prefix)).try_collect::<Vec<_>>().await })
+            .map_err(|error| FileError::io("list", &self.name, error))?;
+        Ok(listed
             .iter()
-            .filter_map(|meta| meta.location.as_ref().strip_prefix(prefix.as_ref()));
-        Ok(below
+            .filter_map(|meta| meta.location.as_ref().strip_prefix(prefix.as_ref()))
             .map(|name| name.trim_start_matches('/').to_owned())
             .collect())
     }
@@ -129,7 +128,7 @@ impl Prefix {
         let prefix = self.key("")?;
         let first = async { self.store.list(Some(&prefix)).try_next().await };
         Ok(wait(first)
-            .map_err(FileError::io("list", &self.name))?
+            .map_err(|error| FileError::io("list", &self.name, error))?
             .is_none())
     }
 
@@ -139,7 +138,7 @@ impl Prefix {
         match wait(async { self.store.get(&key).await?.bytes().await }) {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(FileError::io("read", self.name_of(below))(error)),
+            Err(error) => Err(FileError::io("read", self.name_of(below), error)),
         }
     }
 
@@ -153,14 +152,16 @@ impl Prefix {
         let key = self.key(below)?;
         let put = wait(self.store.put_opts(&key, bytes, mode.into()));
         put.map(|_| ())
-            .map_err(FileError::io("write", self.name_of(below)))
+            .map_err(|error| FileError::io("write", self.name_of(below), error))
     }
 
     /// Copies an object from another prefix of the same store. The store does this itself, so no
     /// bytes are transferred here.
     pub(super) fn copy(&self, from: &Prefix, name: &str, to: &str) -> Result<(), FileError> {
-        let (source, target) = (from.key(name)?, self.key(to)?);
-        wait(self.store.copy(&source, &target)).map_err(FileError::io("copy to", self.name_of(to)))
+        let source = from.key(name)?;
+        let target = self.key(to)?;
+        wait(self.store.copy(&source, &target))
+            .map_err(|error| FileError::io("copy to", self.name_of(to), error))
     }
 
     /// Removes an object, if it is there.
@@ -168,7 +169,7 @@ impl Prefix {
         let key = self.key(below)?;
         match wait(self.store.delete(&key)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(FileError::io("remove", self.name_of(below))(error))
+                Err(FileError::io("remove", self.name_of(below), error))
             }
             _ => Ok(()),
         }

@@ -14,7 +14,7 @@ use super::runtime::wait;
 use crate::error::{FileError, FormatError};
 use crate::storage::backend::ReadDirectory;
 use crate::storage::paths::relative_parts;
-use crate::storage::read_at::{ReadAt, beyond_the_end};
+use crate::storage::read_at::{ReadAt, end_within};
 
 /// Bytes of one request; a longer read is several.
 const REQUEST: usize = 8 << 20;
@@ -84,7 +84,7 @@ impl ObjectFile {
     fn open(prefix: &Prefix, below: &str) -> Result<Self, FileError> {
         let meta = prefix.head(below)?.ok_or_else(|| {
             let missing = io::Error::new(io::ErrorKind::NotFound, "there is no such object");
-            FileError::io("open", prefix.name_of(below))(missing)
+            FileError::io("open", prefix.name_of(below), missing)
         })?;
         Ok(ObjectFile {
             store: prefix.store().clone(),
@@ -97,11 +97,13 @@ impl ObjectFile {
     /// Fills `dst` with one request.
     async fn fill(&self, offset: u64, dst: &mut [u8]) -> Result<(), Error> {
         let range = offset..offset + dst.len() as u64;
+        // Bytes of another version would not fit those that were read before.
         let options = GetOptions::new()
             .with_range(Some(range))
             .with_if_match(self.version.clone());
         let got = self.store.get_opts(&self.key, options).await?;
-        let (mut filled, mut pieces) = (0, got.into_stream());
+        let mut filled = 0;
+        let mut pieces = got.into_stream();
         while let Some(piece) = pieces.try_next().await? {
             let into = dst
                 .get_mut(filled..filled + piece.len())
@@ -132,24 +134,21 @@ impl ReadAt for ObjectFile {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        let length = dst.len();
-        if offset
-            .checked_add(length as u64)
-            .is_none_or(|end| end > self.length)
-        {
-            return Err(beyond_the_end(offset, length));
-        }
+        let length = dst.len() as u64;
+        end_within(self.length, offset, length)?;
         if length == 0 {
             return Ok(());
         }
-        let parts = dst.chunks_mut(REQUEST).enumerate();
-        let parts = parts.map(|(index, part)| self.fill(offset + (index * REQUEST) as u64, part));
-        let all = futures_util::stream::iter(parts)
+        let requests = dst
+            .chunks_mut(REQUEST)
+            .enumerate()
+            .map(|(index, part)| self.fill(offset + (index * REQUEST) as u64, part));
+        let all_done = futures_util::stream::iter(requests)
             .buffer_unordered(AT_ONCE)
             .try_collect::<()>();
-        wait(all).map_err(|source| FormatError::Read {
+        wait(all_done).map_err(|source| FormatError::Read {
             offset,
-            length: length as u64,
+            length,
             source,
         })
     }

@@ -4,13 +4,13 @@
 use std::collections::HashSet;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use object_store::{PutMode, PutPayload};
 
 use super::prefix::Prefix;
-use super::upload::{Slot, Upload};
+use super::upload::{FinishedUpload, Upload};
 use crate::error::FileError;
 use crate::storage::backend::{EntryKind, Stage, StageFile, Storage};
 use crate::storage::fs::is_nonce;
@@ -19,6 +19,7 @@ use crate::storage::names::{CLAIM_FILE, METADATA_FILE};
 use crate::storage::os::nonce;
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
+use crate::threads::lock;
 
 /// The number of times that a commit is tried while its outcome is unknown.
 const COMMIT_ATTEMPTS: u32 = 5;
@@ -45,7 +46,7 @@ pub(super) struct ObjectStage {
     cleans: bool,
     /// Objects of this save whose names do not contain its nonce.
     unmarked: Mutex<Vec<Unmarked>>,
-    single: Slot,
+    single: FinishedUpload,
 }
 
 /// An object of a save whose name does not contain the save's nonce.
@@ -78,7 +79,8 @@ impl ObjectStage {
             });
         }
         let mut staging = Self::join(prefix, parent, &format!("{NAME}{:016x}", nonce()))?;
-        (staging.overwrite, staging.cleans) = (overwrite, true);
+        staging.overwrite = overwrite;
+        staging.cleans = true;
         Ok(staging)
     }
 
@@ -95,24 +97,25 @@ impl ObjectStage {
                 file: name.to_owned(),
             });
         }
-        let (unmarked, single) = Default::default();
         Ok(ObjectStage {
             prefix,
             parent,
             name: name.to_owned(),
             overwrite: false,
             cleans: false,
-            unmarked,
-            single,
+            unmarked: Mutex::default(),
+            single: FinishedUpload::default(),
         })
     }
 
     fn nonce(&self) -> &str {
-        self.name.strip_prefix(NAME).unwrap_or_default()
+        self.name
+            .strip_prefix(NAME)
+            .expect("a stage has a name that `join` has checked")
     }
 
     fn unmarked(&self) -> MutexGuard<'_, Vec<Unmarked>> {
-        self.unmarked.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.unmarked)
     }
 
     /// Returns the prefix that the target lies in.
@@ -122,13 +125,8 @@ impl ObjectStage {
                 io::ErrorKind::InvalidInput,
                 "it is a bucket, which cannot be a file",
             );
-            FileError::io("write to", self.target())(error)
+            FileError::io("write to", self.target(), error)
         })
-    }
-
-    /// Puts an object below the target.
-    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
-        put_new(&self.prefix, name, bytes, self.target())
     }
 
     /// Puts the object of a single file to its key, and its sidecar beside it. The claim excludes
@@ -227,12 +225,7 @@ impl ObjectStage {
     /// Removes what was written, as far as the store allows it.
     fn clean(&self) {
         // An upload that waits for the commit is aborted by its drop.
-        drop(
-            self.single
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take(),
-        );
+        drop(lock(&self.single).take());
         // The claim was made first, so it is removed last: until then no other save can begin.
         for object in self.unmarked().drain(..).rev() {
             let _ = match (&object, &self.parent) {
@@ -241,7 +234,7 @@ impl ObjectStage {
                 (Unmarked::Beside(_), None) => Ok(()),
             };
         }
-        for name in self.prefix.names().unwrap_or_default() {
+        for name in self.prefix.names().into_iter().flatten() {
             if nonce_of(&name) == Some(self.nonce()) {
                 let _ = self.prefix.delete(&name);
             }
@@ -269,7 +262,8 @@ impl Stage for ObjectStage {
     fn claim(&self) -> Result<(), FileError> {
         // If several saves found nothing at the target, only one gets the claim. It contains the
         // nonce, which tells whose it is if the answer is lost.
-        self.put_new(CLAIM_FILE, self.nonce().as_bytes())?;
+        let nonce = self.nonce().as_bytes();
+        put_new(&self.prefix, CLAIM_FILE, nonce, self.target())?;
         self.unmarked()
             .push(Unmarked::Inside(CLAIM_FILE.to_owned()));
         Ok(())
@@ -288,18 +282,18 @@ impl Stage for ObjectStage {
         relative_parts(self.target(), name)?;
         relative_parts(self.target(), as_name)?;
         // A store copies only its own objects.
-        let Some(from) = from.object_address() else {
+        let Some(from) = from.as_object_storage() else {
             return Ok(false);
         };
-        let from = from.open()?;
-        if !Arc::ptr_eq(from.store(), self.prefix.store())
+        let from_prefix = from.open()?;
+        if !Arc::ptr_eq(from_prefix.store(), self.prefix.store())
             || nonce_of(as_name) != Some(self.nonce())
         {
             return Ok(false);
         }
         // An object that is gone, or too large to be copied in one request, is written by the
         // caller.
-        Ok(self.prefix.copy(&from, name, as_name).is_ok())
+        Ok(self.prefix.copy(&from_prefix, name, as_name).is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
@@ -359,7 +353,7 @@ impl Stage for ObjectStage {
     }
 
     fn commit(mut self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
-        if let Err(error) = self.put_new(marker, bytes) {
+        if let Err(error) = put_new(&self.prefix, marker, bytes, self.target()) {
             // If the outcome is unknown, the marker may exist, or appear later, so the files that
             // it names must stay.
             self.cleans &= !matches!(error, FileError::CommitUnknown { .. });
@@ -375,7 +369,7 @@ impl Stage for ObjectStage {
         if has_claim {
             let _ = self.prefix.delete(CLAIM_FILE);
         }
-        for name in self.prefix.names().unwrap_or_default() {
+        for name in self.prefix.names().into_iter().flatten() {
             if nonce_of(&name).is_some_and(|nonce| nonce != self.nonce()) {
                 let _ = self.prefix.delete(&name);
             }
@@ -384,24 +378,20 @@ impl Stage for ObjectStage {
     }
 
     fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
-        let upload = self
-            .single
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        let Some(upload) = upload else {
+        let Some(upload) = lock(&self.single).take() else {
             let error = io::Error::other("its file was not finished before the commit");
-            return Err(FileError::io("write to", self.target())(error));
+            return Err(FileError::io("write to", self.target(), error));
         };
         // A multipart upload cannot be made conditional, and the file and its sidecar are two
         // objects. If two writers did this at once, the file of one could end up with the sidecar
         // of the other. So each writer first puts a claim, which fails while another writer's claim
         // exists.
         let parent = self.parent()?.clone();
-        let claim = format!(
-            "{}{CLAIM_END}",
-            self.prefix.key("")?.filename().unwrap_or_default()
-        );
+        let key = self.prefix.key("")?;
+        let file = key
+            .filename()
+            .expect("a key below a parent has a last part");
+        let claim = format!("{file}{CLAIM_END}");
         put_new(
             &parent,
             &claim,

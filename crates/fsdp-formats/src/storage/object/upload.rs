@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use object_store::multipart::PartId;
 use object_store::path::Path as Key;
@@ -17,6 +17,7 @@ use super::prefix::{Prefix, Store};
 use super::runtime::{spawn, wait};
 use crate::error::FileError;
 use crate::storage::backend::{StageFile, check_write};
+use crate::threads::lock;
 
 /// Bytes of a part, unless that would make more than [`MAX_PARTS`]. No object store takes smaller
 /// parts.
@@ -30,7 +31,7 @@ const IN_FLIGHT: usize = 6;
 const WRITERS: usize = 2;
 
 /// A slot in which a finished upload waits for the commit.
-pub(super) type Slot = Arc<Mutex<Option<Upload>>>;
+pub(super) type FinishedUpload = Arc<Mutex<Option<Upload>>>;
 
 /// An object that is being written.
 ///
@@ -47,13 +48,13 @@ pub(super) struct Upload {
     part: u64,
     /// The upload in parts; `None` for an object that is small enough for one request.
     id: Option<MultipartId>,
-    state: Mutex<Parts>,
+    parts: Mutex<Parts>,
     /// Permits for the parts under way.
     permits: Arc<Semaphore>,
     /// `true` once a part could not be sent.
     failed: Arc<AtomicBool>,
     /// The slot in which the finished upload waits, if it must not be published immediately.
-    parked_in: Option<Slot>,
+    parked_in: Option<FinishedUpload>,
     /// `true` if no other save writes to the key of this object. Then an object of the right length
     /// at the key must be this one.
     is_own_key: bool,
@@ -81,18 +82,16 @@ impl Upload {
         length: u64,
         is_own_key: bool,
     ) -> Result<Self, FileError> {
-        let (key, name, store) = (
-            prefix.key(below)?,
-            prefix.name_of(below),
-            prefix.store().clone(),
-        );
+        let key = prefix.key(below)?;
+        let name = prefix.name_of(below);
+        let store = prefix.store().clone();
         // A store limits the number of parts, so those of a large object are larger. An object of
         // one part is put at once.
         let part = PART.max(length.div_ceil(MAX_PARTS));
         let id = if length > part {
             Some(
                 wait(store.create_multipart(&key))
-                    .map_err(FileError::io("begin the upload of", &name))?,
+                    .map_err(|error| FileError::io("begin the upload of", &name, error))?,
             )
         } else {
             None
@@ -104,7 +103,7 @@ impl Upload {
             length,
             part,
             id,
-            state: Mutex::default(),
+            parts: Mutex::default(),
             permits: Arc::new(Semaphore::new(IN_FLIGHT)),
             failed: Arc::default(),
             parked_in: None,
@@ -118,13 +117,13 @@ impl Upload {
     }
 
     /// Makes [`StageFile::finish`] leave the upload in a slot, instead of publishing it.
-    pub(super) fn parked_in(mut self, slot: Slot) -> Self {
+    pub(super) fn parked_in(mut self, slot: FinishedUpload) -> Self {
         self.parked_in = Some(slot);
         self
     }
 
     fn parts(&self) -> MutexGuard<'_, Parts> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.parts)
     }
 
     /// Returns the length of a part: the last one may be shorter.
@@ -141,12 +140,14 @@ impl Upload {
         if self.failed.load(Ordering::Relaxed) {
             return self.wait_for_sent().map(|_| ());
         }
-        let (has_failed, permits) = (self.failed.clone(), self.permits.clone());
-        let (store, key) = (self.store.clone(), self.key.clone());
+        let has_failed = self.failed.clone();
+        let permits = self.permits.clone();
+        let store = self.store.clone();
+        let key = self.key.clone();
         // This thread waits for a permit, so that it does not fill further parts meanwhile: memory
         // stays bounded.
-        let permit =
-            wait(async { Ok(permits.acquire_owned().await.ok()) }).map_err(self.part_failed())?;
+        let permit = wait(async { Ok(permits.acquire_owned().await.ok()) })
+            .map_err(|error| self.part_failed(error))?;
         let sending = spawn(async move {
             let sent = store
                 .put_part(&key, &id, index as usize, PutPayload::from(bytes))
@@ -155,19 +156,19 @@ impl Upload {
             drop(permit);
             sent
         });
-        self.parts()
-            .sent
-            .insert(index, sending.map_err(self.part_failed())?);
+        let sending = sending.map_err(|error| self.part_failed(error))?;
+        self.parts().sent.insert(index, sending);
         Ok(())
     }
 
-    /// Returns a function that makes the error of a part that could not be sent.
-    fn part_failed(&self) -> impl FnOnce(std::io::Error) -> FileError {
-        FileError::io("upload a part of", &self.name)
+    /// Returns the error of a part that could not be sent.
+    fn part_failed(&self, error: std::io::Error) -> FileError {
+        FileError::io("upload a part of", &self.name, error)
     }
 
     /// Sends what is left; holes are zeros. Afterwards only the last request is missing.
     fn flush(&self) -> Result<Vec<PartId>, FileError> {
+        // An object of one request has no parts to send.
         if self.id.is_none() {
             return Ok(Vec::new());
         }
@@ -175,22 +176,18 @@ impl Upload {
         for index in 0..self.length.div_ceil(self.part) {
             if let Some(part) = begun.remove(&index) {
                 self.send(index, part.bytes)?;
-            } else if !self.is_sent(index) {
+            } else if !self.parts().sent.contains_key(&index) {
                 self.send(index, vec![0; self.part_length(index) as usize])?;
             }
         }
         self.wait_for_sent()
     }
 
-    fn is_sent(&self, index: u64) -> bool {
-        self.parts().sent.contains_key(&index)
-    }
-
     /// Waits for the parts that are under way.
     fn wait_for_sent(&self) -> Result<Vec<PartId>, FileError> {
         let sent = std::mem::take(&mut self.parts().sent);
         let mut parts = Vec::with_capacity(sent.len());
-        let mut outcome = Ok(());
+        let mut first_error = None;
         for (_, sending) in sent {
             // After an error too, so that no part is under way when the upload is aborted.
             match wait(async {
@@ -199,11 +196,13 @@ impl Upload {
                     .unwrap_or_else(|error| Err(Error::JoinError { source: error }))
             }) {
                 Ok(part) => parts.push(part),
-                Err(error) => outcome = outcome.and(Err(error)),
+                Err(error) => _ = first_error.get_or_insert(error),
             }
         }
-        outcome.map_err(self.part_failed())?;
-        Ok(parts)
+        match first_error {
+            Some(error) => Err(self.part_failed(error)),
+            None => Ok(parts),
+        }
     }
 
     /// Publishes the object. The mode is that of an object of one request.
@@ -212,12 +211,9 @@ impl Upload {
         let done = match &self.id {
             Some(id) => wait(self.store.complete_multipart(&self.key, id, parts)),
             None => {
-                let mut bytes = self
-                    .parts()
-                    .begun
-                    .remove(&0)
-                    .map(|part| part.bytes)
-                    .unwrap_or_default();
+                // An object without any bytes has no part.
+                let only = self.parts().begun.remove(&0);
+                let mut bytes = only.map_or_else(Vec::new, |part| part.bytes);
                 bytes.resize(self.length as usize, 0);
                 wait(
                     self.store
@@ -227,15 +223,16 @@ impl Upload {
         };
         if let Err(error) = done {
             // The request may have succeeded, and only the answer was lost.
-            if !(self.is_own_key && self.is_there()) {
-                return Err(FileError::io("upload", &self.name)(error));
+            if !(self.is_own_key && self.exists()) {
+                return Err(FileError::io("upload", &self.name, error));
             }
         }
         self.id = None;
         Ok(())
     }
 
-    fn is_there(&self) -> bool {
+    /// Returns `true` if an object of this length is at the key.
+    fn exists(&self) -> bool {
         wait(self.store.head(&self.key)).is_ok_and(|meta| meta.size == self.length)
     }
 }
@@ -249,14 +246,14 @@ impl StageFile for Upload {
     fn write_at(&self, mut offset: u64, mut bytes: &[u8]) -> Result<(), FileError> {
         check_write(&self.name, self.length, offset, bytes)?;
         while !bytes.is_empty() {
-            let (index, from) = (offset / self.part, (offset % self.part) as usize);
+            let index = offset / self.part;
+            let from = (offset % self.part) as usize;
             let length = self.part_length(index);
             let (now, rest) = bytes.split_at(bytes.len().min(length as usize - from));
             // The lock is held for the copy only, not while a full part waits to be sent.
             let full = {
                 let mut parts = self.parts();
-                let begun = parts.begun.entry(index);
-                let begun = begun.or_insert_with(|| BegunPart {
+                let begun = parts.begun.entry(index).or_insert_with(|| BegunPart {
                     bytes: vec![0; length as usize],
                     filled: 0,
                 });
@@ -282,7 +279,7 @@ impl StageFile for Upload {
         match self.parked_in.take() {
             None => self.complete(PutMode::Overwrite),
             Some(slot) => {
-                *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(*self);
+                *lock(&slot) = Some(*self);
                 Ok(())
             }
         }

@@ -1,6 +1,6 @@
 //! The checksums of the records of an archive.
 
-use super::{Deflated, Directory, Kept, Record};
+use super::{Deflated, Directory, ReadStates, Record};
 use crate::error::FormatError;
 use crate::metadata::StorageInfo;
 use crate::storage::read_at::{ReadAt, Window};
@@ -26,7 +26,7 @@ pub fn check_records(
         // found.
         let crc = if record.is_deflated {
             crc(
-                &Deflated::new(start, record, &Kept::default()).of(&item),
+                &Deflated::new(start, record, &ReadStates::default()).reader(&item),
                 0,
                 record.length,
                 progress,

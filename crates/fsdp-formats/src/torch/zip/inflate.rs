@@ -12,14 +12,14 @@ use miniz_oxide::{DataFormat, MZError, MZFlush, MZStatus};
 use super::Record;
 use crate::error::FormatError;
 use crate::formats::assembled::Packed;
-use crate::storage::read_at::{ReadAt, beyond_the_end};
+use crate::storage::read_at::{ReadAt, end_within};
 
 /// The bytes of input that are read at once.
 const INPUT: u64 = 64 << 10;
 /// The bytes of output that are skipped at once.
 const SKIPPED: u64 = 64 << 10;
 /// The most reads of an archive whose state is kept.
-const KEPT: usize = 16;
+const MOST_STATES: usize = 16;
 
 /// A compressed record.
 #[derive(Debug, Clone)]
@@ -30,68 +30,68 @@ pub(crate) struct Deflated {
     stored: u64,
     /// The bytes that they become.
     length: u64,
-    kept: Kept,
+    states: ReadStates,
 }
 
 /// The states of an archive's last reads.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Kept(Arc<Mutex<Vec<Cursor>>>);
+pub(crate) struct ReadStates(Arc<Mutex<Vec<ReadState>>>);
 
 /// The state of a read that has ended.
-struct Cursor {
+struct ReadState {
     /// The record, by where it starts.
     record: u64,
     /// The position in what the record becomes.
     at: u64,
     /// The bytes of input that were used up.
     used: u64,
-    state: Box<InflateState>,
+    inflate: Box<InflateState>,
 }
 
-impl std::fmt::Debug for Cursor {
+impl std::fmt::Debug for ReadState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cursor")
+        f.debug_struct("ReadState")
             .field("record", &self.record)
             .field("at", &self.at)
             .finish_non_exhaustive()
     }
 }
 
-impl Kept {
+impl ReadStates {
     /// Takes out the state of the read that has ended closest before a position of a record.
-    fn take(&self, record: u64, at: u64) -> Option<Cursor> {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = kept
+    fn take(&self, record: u64, at: u64) -> Option<ReadState> {
+        let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = states
             .iter()
             .enumerate()
-            .filter(|(_, cursor)| cursor.record == record && cursor.at <= at);
-        let (index, _) = before.max_by_key(|(_, cursor)| cursor.at)?;
-        Some(kept.remove(index))
+            .filter(|(_, state)| state.record == record && state.at <= at);
+        let (index, _) = before.max_by_key(|(_, state)| state.at)?;
+        Some(states.remove(index))
     }
 
-    /// Keeps a state, in place of the oldest one if there are many.
-    fn put(&self, cursor: Cursor) {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.len() >= KEPT {
-            kept.remove(0);
+    /// Inserts a state, in place of the oldest one if there are many.
+    fn insert(&self, state: ReadState) {
+        let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if states.len() >= MOST_STATES {
+            states.remove(0);
         }
-        kept.push(cursor);
+        states.push(state);
     }
 }
 
 impl Deflated {
     /// Makes the reader of a record whose stored bytes begin at `start`.
-    pub(crate) fn new(start: u64, record: &Record, kept: &Kept) -> Self {
+    pub(crate) fn new(start: u64, record: &Record, states: &ReadStates) -> Self {
         Deflated {
             start,
             stored: record.stored,
             length: record.length,
-            kept: kept.clone(),
+            states: states.clone(),
         }
     }
 
     /// Returns the bytes that the record becomes, which are read from this file.
-    pub(crate) fn of<'f>(&'f self, file: &'f dyn ReadAt) -> Inflated<'f> {
+    pub(crate) fn reader<'f>(&'f self, file: &'f dyn ReadAt) -> Inflated<'f> {
         Inflated {
             file,
             record: self,
@@ -106,7 +106,7 @@ impl Packed for Deflated {
     }
 
     fn unpacked<'f>(&'f self, file: &'f dyn ReadAt) -> Box<dyn ReadAt + 'f> {
-        Box::new(self.of(file))
+        Box::new(self.reader(file))
     }
 }
 
@@ -120,7 +120,7 @@ pub(crate) struct Inflated<'f> {
 
 /// A read that is under way.
 struct Reading {
-    cursor: Cursor,
+    state: ReadState,
     /// Input that was read already.
     input: Vec<u8>,
     /// The bytes of it that were used up.
@@ -138,15 +138,17 @@ impl Inflated<'_> {
     /// Returns a read that stands at or before a position.
     fn reading(&self, at: u64) -> Reading {
         let record = self.record.start;
-        let begin = || Cursor {
-            record,
-            at: 0,
-            used: 0,
-            state: InflateState::new_boxed(DataFormat::Raw),
+        let state = match self.record.states.take(record, at) {
+            Some(state) => state,
+            None => ReadState {
+                record,
+                at: 0,
+                used: 0,
+                inflate: InflateState::new_boxed(DataFormat::Raw),
+            },
         };
-        let cursor = self.record.kept.take(record, at).unwrap_or_else(begin);
         Reading {
-            cursor,
+            state,
             input: Vec::new(),
             used: 0,
         }
@@ -155,8 +157,8 @@ impl Inflated<'_> {
     /// Reads the next compressed bytes, up to the end of the hashed block, because checking its
     /// hash takes the whole block anyway. At the end of the record there are none.
     fn read_input(&self, reading: &mut Reading) -> Result<(), FormatError> {
-        let at = self.record.start + reading.cursor.used;
-        let left = self.record.stored - reading.cursor.used;
+        let at = self.record.start + reading.state.used;
+        let left = self.record.stored - reading.state.used;
         reading.used = 0;
         if left == 0 {
             reading.input.clear();
@@ -168,7 +170,7 @@ impl Inflated<'_> {
     }
 
     /// Fills `dst` with the next bytes.
-    fn go_on(&self, reading: &mut Reading, dst: &mut [u8]) -> Result<(), FormatError> {
+    fn read_next(&self, reading: &mut Reading, dst: &mut [u8]) -> Result<(), FormatError> {
         let mut filled = 0;
         while filled < dst.len() {
             if reading.used == reading.input.len() {
@@ -176,20 +178,22 @@ impl Inflated<'_> {
             }
             let input = &reading.input[reading.used..];
             let done = inflate(
-                &mut reading.cursor.state,
+                &mut reading.state.inflate,
                 input,
                 &mut dst[filled..],
                 MZFlush::None,
             );
             filled += done.bytes_written;
             reading.used += done.bytes_consumed;
-            reading.cursor.used += done.bytes_consumed as u64;
-            reading.cursor.at += done.bytes_written as u64;
+            reading.state.used += done.bytes_consumed as u64;
+            reading.state.at += done.bytes_written as u64;
             let is_stuck = done.bytes_consumed + done.bytes_written == 0;
             let wants_input =
-                reading.used == reading.input.len() && reading.cursor.used < self.record.stored;
+                reading.used == reading.input.len() && reading.state.used < self.record.stored;
+            if filled == dst.len() {
+                break;
+            }
             match done.status {
-                _ if filled == dst.len() => {}
                 Ok(MZStatus::StreamEnd) => {
                     return Err(malformed("it becomes fewer bytes than it says"));
                 }
@@ -204,11 +208,11 @@ impl Inflated<'_> {
     /// Fills `dst` with the bytes from `offset`, with a read that stands at or before it.
     fn fill(&self, reading: &mut Reading, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         let mut skipped = Vec::new();
-        while reading.cursor.at < offset {
-            skipped.resize((offset - reading.cursor.at).min(SKIPPED) as usize, 0);
-            self.go_on(reading, &mut skipped)?;
+        while reading.state.at < offset {
+            skipped.resize((offset - reading.state.at).min(SKIPPED) as usize, 0);
+            self.read_next(reading, &mut skipped)?;
         }
-        self.go_on(reading, dst)
+        self.read_next(reading, dst)
     }
 }
 
@@ -218,17 +222,12 @@ impl ReadAt for Inflated<'_> {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        if offset
-            .checked_add(dst.len() as u64)
-            .is_none_or(|end| end > self.record.length)
-        {
-            return Err(beyond_the_end(offset, dst.len()));
-        }
+        end_within(self.record.length, offset, dst.len() as u64)?;
         if dst.is_empty() {
             return Ok(());
         }
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = current.take().filter(|reading| reading.cursor.at <= offset);
+        let before = current.take().filter(|reading| reading.state.at <= offset);
         let mut reading = before.unwrap_or_else(|| self.reading(offset));
         self.fill(&mut reading, offset, dst)?;
         *current = Some(reading);
@@ -243,10 +242,10 @@ impl Drop for Inflated<'_> {
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(Reading { cursor, .. }) =
-            current.filter(|reading| reading.cursor.at < self.record.length)
+        if let Some(Reading { state, .. }) =
+            current.filter(|reading| reading.state.at < self.record.length)
         {
-            self.record.kept.put(cursor);
+            self.record.states.insert(state);
         }
     }
 }
@@ -268,7 +267,7 @@ mod tests {
                 start: 7,
                 stored,
                 length: bytes.len() as u64,
-                kept: Kept::default(),
+                states: ReadStates::default(),
             },
         )
     }
@@ -284,12 +283,12 @@ mod tests {
             }).collect();
             let (file, record) = deflated(&bytes);
             // Each part by itself, and all with one reader.
-            let reader = record.of(&file);
+            let reader = record.reader(&file);
             for (start, length) in parts {
                 let start = (start * bytes.len() as f64) as usize;
                 let length = (length * (bytes.len() - start) as f64) as usize;
                 let mut dst = vec![0; length];
-                record.of(&file).read_exact_at(start as u64, &mut dst).unwrap();
+                record.reader(&file).read_exact_at(start as u64, &mut dst).unwrap();
                 prop_assert_eq!(&dst, &bytes[start..start + length]);
                 dst.fill(0);
                 reader.read_exact_at(start as u64, &mut dst).unwrap();
@@ -309,23 +308,23 @@ mod tests {
             length: record.length + 1,
             ..record.clone()
         };
-        longer.of(&file).read_exact_at(0, &mut dst).unwrap_err();
+        longer.reader(&file).read_exact_at(0, &mut dst).unwrap_err();
         dst.pop();
         let cut = Deflated {
             stored: record.stored / 2,
             ..record.clone()
         };
-        cut.of(&file).read_exact_at(0, &mut dst).unwrap_err();
+        cut.reader(&file).read_exact_at(0, &mut dst).unwrap_err();
         let noise = Deflated {
             start: 0,
             ..record.clone()
         };
-        noise.of(&file).read_exact_at(0, &mut dst).unwrap_err();
+        noise.reader(&file).read_exact_at(0, &mut dst).unwrap_err();
         assert!(
-            record.of(&file).read_exact_at(1, &mut dst).is_err(),
+            record.reader(&file).read_exact_at(1, &mut dst).is_err(),
             "beyond the end"
         );
-        record.of(&file).read_exact_at(0, &mut dst).unwrap();
+        record.reader(&file).read_exact_at(0, &mut dst).unwrap();
         assert!(dst == bytes);
     }
 }

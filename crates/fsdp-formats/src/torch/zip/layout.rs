@@ -43,6 +43,30 @@ struct PlannedRecord {
 }
 
 impl PlannedRecord {
+    /// Places a record whose header begins at this position.
+    fn new(name: String, body: Option<Vec<u8>>, length: u64, header: u64) -> Self {
+        let mut record = PlannedRecord {
+            name,
+            body,
+            length,
+            header,
+            data: 0,
+        };
+        record.data = header
+            + LOCAL_HEADER_BYTES
+            + record.name.len() as u64
+            + record.zip64_header_extra() as u64;
+        // Storages are padded to the alignment, by an extra field in their header.
+        if record.body.is_none() {
+            record.data += match record.data.next_multiple_of(STORAGE_ALIGNMENT) - record.data {
+                // An extra field takes at least four bytes.
+                gap @ 1..=3 => gap + STORAGE_ALIGNMENT,
+                gap => gap,
+            };
+        }
+        record
+    }
+
     /// Returns `true` if its directory entry needs a zip64 field.
     fn is_zip64(&self) -> bool {
         self.length >= u64::from(IN_ZIP64) || self.header >= u64::from(IN_ZIP64)
@@ -56,6 +80,66 @@ impl PlannedRecord {
             0
         }
     }
+
+    /// Appends its local header, with the padding.
+    fn write_header(&self, crc: u32, out: &mut Vec<u8>) {
+        let zip64 = self.zip64_header_extra();
+        let extra = self.data - self.header - LOCAL_HEADER_BYTES - self.name.len() as u64;
+        let (version, length32) = if zip64 > 0 {
+            (45, IN_ZIP64)
+        } else {
+            (20, self.length as u32)
+        };
+        append_u32s(out, &[LOCAL_HEADER]);
+        append_u16s(out, &[version, FLAGS, 0, 0, DATE]);
+        append_u32s(out, &[crc, length32, length32]);
+        append_u16s(out, &[self.name.len() as u16, extra as u16]);
+        out.extend_from_slice(self.name.as_bytes());
+        if zip64 > 0 {
+            append_u16s(out, &[ZIP64_EXTRA, 16]);
+            append_u64s(out, &[self.length, self.length]);
+        }
+        let padding = extra as usize - zip64;
+        if padding > 0 {
+            append_u16s(out, &[PADDING_EXTRA, padding as u16 - 4]);
+            out.resize(out.len() + padding - 4, b'Z');
+        }
+    }
+
+    /// Appends its entry in the central directory.
+    fn write_entry(&self, crc: u32, out: &mut Vec<u8>) {
+        let is_zip64 = self.is_zip64();
+        let (version, length32, header32, extra) = if is_zip64 {
+            (45, IN_ZIP64, IN_ZIP64, 28)
+        } else {
+            (20, self.length as u32, self.header as u32, 0)
+        };
+        append_u32s(out, &[DIRECTORY_ENTRY]);
+        append_u16s(out, &[version, version, FLAGS, 0, 0, DATE]);
+        append_u32s(out, &[crc, length32, length32]);
+        // Lengths of the name, the extra field and the comment; disk number; internal attributes.
+        append_u16s(out, &[self.name.len() as u16, extra, 0, 0, 0]);
+        // External attributes, and the place of the local header.
+        append_u32s(out, &[0, header32]);
+        out.extend_from_slice(self.name.as_bytes());
+        if is_zip64 {
+            append_u16s(out, &[ZIP64_EXTRA, 24]);
+            append_u64s(out, &[self.length, self.length, self.header]);
+        }
+    }
+}
+
+/// Appends numbers of 16 bits, as all numbers of a zip archive little-endian.
+fn append_u16s(out: &mut Vec<u8>, values: &[u16]) {
+    out.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+}
+
+fn append_u32s(out: &mut Vec<u8>, values: &[u32]) {
+    out.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+}
+
+fn append_u64s(out: &mut Vec<u8>, values: &[u64]) {
+    out.extend(values.iter().flat_map(|value| value.to_le_bytes()));
 }
 
 impl ArchiveLayout {
@@ -63,35 +147,7 @@ impl ArchiveLayout {
     /// (`data/0`, `data/1`, …).
     #[must_use]
     pub fn new(root: &str, pickle: Vec<u8>, storages: &[u64]) -> Self {
-        let mut records = Vec::with_capacity(5 + storages.len());
-        let mut at = 0;
-        let mut add = |name: String, body: Option<Vec<u8>>, length: u64| {
-            let mut record = PlannedRecord {
-                name,
-                body,
-                length,
-                header: at,
-                data: 0,
-            };
-            let unpadded = at
-                + LOCAL_HEADER_BYTES
-                + record.name.len() as u64
-                + record.zip64_header_extra() as u64;
-            // Storages are padded to the alignment, by an extra field in their header.
-            record.data = match record.body {
-                Some(_) => unpadded,
-                None => {
-                    match (STORAGE_ALIGNMENT - unpadded % STORAGE_ALIGNMENT) % STORAGE_ALIGNMENT {
-                        // An extra field takes at least four bytes.
-                        gap @ 1..=3 => unpadded + gap + STORAGE_ALIGNMENT,
-                        gap => unpadded + gap,
-                    }
-                }
-            };
-            at = record.data + length;
-            records.push(record);
-        };
-        for (name, body) in [
+        let small = [
             ("data.pkl", pickle),
             (".format_version", b"1".to_vec()),
             (
@@ -100,20 +156,27 @@ impl ArchiveLayout {
             ),
             ("byteorder", b"little".to_vec()),
             ("version", b"3\n".to_vec()),
-        ] {
+        ];
+        let mut records = Vec::with_capacity(small.len() + storages.len());
+        let mut at = 0;
+        for (name, body) in small {
             let length = body.len() as u64;
-            add(format!("{root}/{name}"), Some(body), length);
+            let record = PlannedRecord::new(format!("{root}/{name}"), Some(body), length, at);
+            at = record.data + length;
+            records.push(record);
         }
         for (index, &length) in storages.iter().enumerate() {
-            add(format!("{root}/data/{index}"), None, length);
+            let record = PlannedRecord::new(format!("{root}/data/{index}"), None, length, at);
+            at = record.data + length;
+            records.push(record);
         }
-        // The tail's length depends on the places of the records, not on the checksums in it.
         let mut layout = ArchiveLayout {
             records,
             storages: storages.len(),
             directory: at,
             length: 0,
         };
+        // The tail's length depends on the places of the records, not on the checksums in it.
         let zeros = vec![0; storages.len()];
         layout.length = at + layout.tail(&zeros).len() as u64;
         layout
@@ -145,19 +208,16 @@ impl ArchiveLayout {
     /// records, and its header.
     #[must_use]
     pub fn head(&self, crc: u32) -> Vec<u8> {
-        let small = self.records.len() - self.storages;
-        let end = self
-            .records
-            .get(small)
-            .map_or(self.directory, |storage| storage.data);
+        let (small, storages) = self.records.split_at(self.records.len() - self.storages);
+        let end = storages.first().map_or(self.directory, |first| first.data);
         let mut out = Vec::with_capacity(end as usize);
-        for record in &self.records[..small] {
-            let body = record.body.as_deref().unwrap_or_default();
-            self.header(record, crc32fast::hash(body), &mut out);
+        for record in small {
+            let body = record.body.as_deref().expect("a small record has a body");
+            record.write_header(crc32fast::hash(body), &mut out);
             out.extend_from_slice(body);
         }
-        if let Some(storage) = self.records.get(small) {
-            self.header(storage, crc, &mut out);
+        if let Some(storage) = storages.first() {
+            storage.write_header(crc, &mut out);
         }
         out
     }
@@ -167,123 +227,43 @@ impl ArchiveLayout {
     #[must_use]
     pub fn storage_header(&self, index: usize, crc: u32) -> Vec<u8> {
         let mut out = Vec::new();
-        self.header(self.storage(index), crc, &mut out);
+        self.storage(index).write_header(crc, &mut out);
         out
     }
 
-    /// Appends the local header of a record, with its padding.
-    fn header(&self, record: &PlannedRecord, crc: u32, out: &mut Vec<u8>) {
-        let zip64 = record.zip64_header_extra();
-        let extra = record.data - record.header - LOCAL_HEADER_BYTES - record.name.len() as u64;
-        let length32 = if zip64 > 0 {
-            IN_ZIP64
-        } else {
-            record.length as u32
-        };
-        out.extend_from_slice(&LOCAL_HEADER.to_le_bytes());
-        for value in [if zip64 > 0 { 45u16 } else { 20 }, FLAGS, 0, 0, DATE] {
-            out.extend_from_slice(&value.to_le_bytes());
-        }
-        for value in [crc, length32, length32] {
-            out.extend_from_slice(&value.to_le_bytes());
-        }
-        out.extend_from_slice(&(record.name.len() as u16).to_le_bytes());
-        out.extend_from_slice(&(extra as u16).to_le_bytes());
-        out.extend_from_slice(record.name.as_bytes());
-        if zip64 > 0 {
-            out.extend_from_slice(&ZIP64_EXTRA.to_le_bytes());
-            out.extend_from_slice(&16u16.to_le_bytes());
-            out.extend_from_slice(&record.length.to_le_bytes());
-            out.extend_from_slice(&record.length.to_le_bytes());
-        }
-        let padding = extra as usize - zip64;
-        if padding > 0 {
-            out.extend_from_slice(&PADDING_EXTRA.to_le_bytes());
-            out.extend_from_slice(&(padding as u16 - 4).to_le_bytes());
-            out.resize(out.len() + padding - 4, b'Z');
-        }
-    }
-
-    /// Returns the central directory and the end records, given the storages' CRCs.
+    /// Returns the central directory and the end records, given the CRC of each storage.
     #[must_use]
     pub fn tail(&self, crcs: &[u32]) -> Vec<u8> {
-        let small = self.records.len() - self.storages;
         let mut out = Vec::with_capacity(self.records.len() * 72 + 128);
-        for (index, record) in self.records.iter().enumerate() {
+        let mut storage_crcs = crcs.iter();
+        for record in &self.records {
             let crc = match &record.body {
                 Some(body) => crc32fast::hash(body),
-                None => crcs.get(index - small).copied().unwrap_or(0),
+                None => *storage_crcs.next().expect("each storage has a CRC"),
             };
-            let zip64 = record.is_zip64();
-            let (length32, header32) = if zip64 {
-                (IN_ZIP64, IN_ZIP64)
-            } else {
-                (record.length as u32, record.header as u32)
-            };
-            out.extend_from_slice(&DIRECTORY_ENTRY.to_le_bytes());
-            let version = if zip64 { 45u16 } else { 20 };
-            for value in [version, version, FLAGS, 0, 0, DATE] {
-                out.extend_from_slice(&value.to_le_bytes());
-            }
-            for value in [crc, length32, length32] {
-                out.extend_from_slice(&value.to_le_bytes());
-            }
-            // Lengths of the name, the extra field and the comment; disk number; internal
-            // attributes.
-            for value in [
-                record.name.len() as u16,
-                if zip64 { 28 } else { 0 },
-                0,
-                0,
-                0,
-            ] {
-                out.extend_from_slice(&value.to_le_bytes());
-            }
-            out.extend_from_slice(&0u32.to_le_bytes());
-            out.extend_from_slice(&header32.to_le_bytes());
-            out.extend_from_slice(record.name.as_bytes());
-            if zip64 {
-                out.extend_from_slice(&ZIP64_EXTRA.to_le_bytes());
-                out.extend_from_slice(&24u16.to_le_bytes());
-                for value in [record.length, record.length, record.header] {
-                    out.extend_from_slice(&value.to_le_bytes());
-                }
-            }
+            record.write_entry(crc, &mut out);
         }
         let directory_length = out.len() as u64;
         let count = self.records.len() as u64;
         let large = u64::from(IN_ZIP64);
         if self.directory >= large || directory_length >= large || count >= u64::from(u16::MAX) {
-            let end = self.directory + directory_length;
-            out.extend_from_slice(&ZIP64_END.to_le_bytes());
-            out.extend_from_slice(&44u64.to_le_bytes());
-            out.extend_from_slice(&45u16.to_le_bytes());
-            out.extend_from_slice(&45u16.to_le_bytes());
-            out.extend_from_slice(&[0; 8]);
-            for value in [count, count, directory_length, self.directory] {
-                out.extend_from_slice(&value.to_le_bytes());
-            }
-            out.extend_from_slice(&ZIP64_LOCATOR.to_le_bytes());
-            out.extend_from_slice(&0u32.to_le_bytes());
-            out.extend_from_slice(&end.to_le_bytes());
-            out.extend_from_slice(&1u32.to_le_bytes());
+            append_u32s(&mut out, &[ZIP64_END]);
+            append_u64s(&mut out, &[44]);
+            append_u16s(&mut out, &[45, 45]);
+            append_u32s(&mut out, &[0, 0]);
+            append_u64s(&mut out, &[count, count, directory_length, self.directory]);
+            append_u32s(&mut out, &[ZIP64_LOCATOR, 0]);
+            append_u64s(&mut out, &[self.directory + directory_length]);
+            append_u32s(&mut out, &[1]);
         }
+        // A number that is too large for its field is in the zip64 record.
         let count16 = u16::try_from(count).unwrap_or(u16::MAX);
-        out.extend_from_slice(&END.to_le_bytes());
-        out.extend_from_slice(&[0; 4]);
-        out.extend_from_slice(&count16.to_le_bytes());
-        out.extend_from_slice(&count16.to_le_bytes());
-        out.extend_from_slice(
-            &u32::try_from(directory_length)
-                .unwrap_or(IN_ZIP64)
-                .to_le_bytes(),
-        );
-        out.extend_from_slice(
-            &u32::try_from(self.directory)
-                .unwrap_or(IN_ZIP64)
-                .to_le_bytes(),
-        );
-        out.extend_from_slice(&0u16.to_le_bytes());
+        let directory_length32 = u32::try_from(directory_length).unwrap_or(IN_ZIP64);
+        let directory32 = u32::try_from(self.directory).unwrap_or(IN_ZIP64);
+        append_u32s(&mut out, &[END, 0]);
+        append_u16s(&mut out, &[count16, count16]);
+        append_u32s(&mut out, &[directory_length32, directory32]);
+        append_u16s(&mut out, &[0]);
         out
     }
 }

@@ -20,7 +20,7 @@ mod layout;
 mod read;
 
 pub use checksums::check_records;
-pub(crate) use inflate::{Deflated, Kept};
+pub(crate) use inflate::{Deflated, ReadStates};
 pub use layout::ArchiveLayout;
 #[cfg(test)]
 use layout::STORAGE_ALIGNMENT;
