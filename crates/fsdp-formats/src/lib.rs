@@ -112,10 +112,10 @@ pub mod internals {
     pub use crate::safetensors::values_read::decode_values;
 
     // Views of checkpoints.
-    pub use crate::formats::build::Placed;
-    pub use crate::formats::layer::{Layer, LayerSource, Origin, Seen};
+    pub use crate::formats::build::KeyChange;
+    pub use crate::formats::key_move::KeyMove;
+    pub use crate::formats::layer::{Layer, LayerSource, LayerView, Origin};
     pub use crate::formats::lookup::{no_value, quantizer_key, tensor_of};
-    pub use crate::formats::moved::Moved;
     pub use crate::formats::structure::Place;
 
     // Reading and comparing.
