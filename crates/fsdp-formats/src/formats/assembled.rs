@@ -29,7 +29,7 @@ use crate::metadata::{
 use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{BlockReader, ReadAt};
-use crate::strided::{StridedLayout, read_overlap};
+use crate::strided::{StoredElements, StridedLayout};
 
 /// A way to find where the bytes of a piece begin, for formats in which that can be found only by
 /// reading the file.
@@ -475,34 +475,26 @@ impl Piece {
         overlap: &TensorBox,
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
-        let start = match &self.start {
-            Start::At(start) => *start,
-            Start::Near(_, find) => find.find(file)?,
-            Start::In(record, start) => {
-                let bytes = record.unpacked(file);
-                return read_overlap(
-                    &mut BlockReader::new(&*bytes),
-                    *start,
-                    element,
-                    &self.layout,
-                    overlap,
-                    slot,
-                );
-            }
+        let mut stored = StoredElements {
+            storage: 0,
+            element,
+            layout: &self.layout,
         };
+        match &self.start {
+            Start::At(start) => stored.storage = *start,
+            Start::Near(_, find) => stored.storage = find.find(file)?,
+            Start::In(record, start) => {
+                stored.storage = *start;
+                let bytes = record.unpacked(file);
+                return stored.read(&mut BlockReader::new(&*bytes), overlap, slot);
+            }
+        }
         match self.elements {
-            Elements::Plain => read_overlap(
-                &mut BlockReader::new(file),
-                start,
-                element,
-                &self.layout,
-                overlap,
-                slot,
-            ),
+            Elements::Plain => stored.read(&mut BlockReader::new(file), overlap, slot),
             Elements::Blocks(format) => {
                 blocks::read(
                     file,
-                    start,
+                    stored.storage,
                     format,
                     &self.layout.bounds,
                     overlap,

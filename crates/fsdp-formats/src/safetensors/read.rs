@@ -36,7 +36,7 @@ use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::BlockReader;
-use crate::strided::{StridedLayout, read_overlap};
+use crate::strided::{StoredElements, StridedLayout};
 
 /// One safetensors file, or a directory of them.
 #[derive(Debug)]
@@ -513,10 +513,14 @@ impl SafetensorsCheckpoint {
             offset: 0,
             strides,
         };
-        let element = dtype.size_in_bytes() as usize;
-        let mut reader = BlockReader::new(&*file);
-        read_overlap(&mut reader, stored.offset, element, &layout, &overlap, slot).map_err(
-            |source| {
+        let elements = StoredElements {
+            storage: stored.offset,
+            element: dtype.size_in_bytes() as usize,
+            layout: &layout,
+        };
+        elements
+            .read(&mut BlockReader::new(&*file), &overlap, slot)
+            .map_err(|source| {
                 let path = self.directory.path().join(&stored.relative_path);
                 FileError::Item {
                     fqn: fqn.to_owned(),
@@ -524,8 +528,7 @@ impl SafetensorsCheckpoint {
                     offset: stored.offset,
                     source,
                 }
-            },
-        )
+            })
     }
 
     /// Adds the values of a values file.
