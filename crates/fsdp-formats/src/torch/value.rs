@@ -18,7 +18,7 @@ use crate::pickle::{
     BUILTINS, Global, Node, NodeId, ObjectNode, OpaqueNode, Pickle, PickleError, PickleErrorKind,
     QSCHEMES, Walk, name_at, parse, parse_within,
 };
-use crate::storage::read_at::{BlockReader, ReadAt};
+use crate::storage::read_at::{BlockReader, Borrowed, ReadAt};
 use crate::strided::StoredElements;
 
 /// Encodes the item of a value: the same as `torch.save(value)` writes, except for the order of the
@@ -279,7 +279,7 @@ pub(crate) fn decode_value_within(
 /// # Errors
 /// Bytes that are no such item; a value that is opaque.
 pub fn decode_item(item: &[u8]) -> Result<PlainValue> {
-    decode_value(&item)
+    decode_value(&Borrowed(item))
 }
 
 /// Reads the value of an item that `torch.save` made, to be digested: opaque objects in it become
@@ -289,7 +289,7 @@ pub fn decode_item(item: &[u8]) -> Result<PlainValue> {
 /// Bytes that are no such item.
 pub fn describe_item(item: &[u8]) -> Result<PlainValue> {
     let budget = Budget::new(item.len() as u64, PICKLE_FACTOR);
-    decode_value_within(&item, budget, true)
+    decode_value_within(&Borrowed(item), budget, true)
 }
 
 /// Returns the type of the object that makes the value of an item opaque, from its pickle alone;
@@ -508,7 +508,11 @@ fn described(
         parts.push(("items".into(), PlainValue::List(items)));
     }
     if !object.entries.is_empty() {
-        let entries = convert_entries(walk, &object.entries, loader)?;
+        let mut entries = Vec::new();
+        for &(key, value) in &object.entries {
+            let key = convert(walk, key, loader)?;
+            entries.push((key, convert(walk, value, loader)?));
+        }
         parts.push(("entries".into(), PlainValue::Dict(entries)));
     }
     Ok(PlainValue::Dict(parts))
@@ -659,20 +663,6 @@ fn convert_all(
     Ok(values)
 }
 
-/// Turns pairs of nodes into pairs of values.
-fn convert_entries(
-    walk: &mut Walk<'_, '_>,
-    entries: &[(NodeId, NodeId)],
-    loader: &mut dyn LoadTensors,
-) -> Result<Vec<(PlainValue, PlainValue)>> {
-    let mut values = Vec::new();
-    for &(key, value) in entries {
-        let key = convert(walk, key, loader)?;
-        values.push((key, convert(walk, value, loader)?));
-    }
-    Ok(values)
-}
-
 /// Turns the entries of a dict into a value.
 fn convert_dict(
     walk: &mut Walk<'_, '_>,
@@ -680,15 +670,24 @@ fn convert_dict(
     entries: &[(NodeId, NodeId)],
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
-    let dict = convert_entries(walk, entries, loader)?;
+    let mut dict = Vec::new();
+    for &(key, value) in entries {
+        let key = convert(walk, key, loader)?;
+        dict.push((key, convert(walk, value, loader)?));
+    }
     // A dict of Python has each key once, and other formats would keep only one of the values.
-    let mut texts = HashSet::new();
-    for (key, _) in &dict {
-        if key.as_str().is_some_and(|text| !texts.insert(text)) {
-            return Err(walk.pickle.invalid(id, "a dict has a key twice").into());
-        }
+    if has_text_twice(&dict) {
+        return Err(walk.pickle.invalid(id, "a dict has a key twice").into());
     }
     Ok(PlainValue::Dict(dict))
+}
+
+/// Returns `true` if two keys of a dict are the same text.
+fn has_text_twice(dict: &[(PlainValue, PlainValue)]) -> bool {
+    let mut texts = HashSet::new();
+    dict.iter()
+        .filter_map(|(key, _)| key.as_str())
+        .any(|text| !texts.insert(text))
 }
 
 /// Turns an object of a known type into a value.
