@@ -51,14 +51,14 @@ fn append(value: &PlainValue, text: &mut String) {
         PlainValue::Tensor(tensor) => {
             text.push_str(&format!("a tensor of {} {:?}", tensor.dtype, tensor.shape))
         }
-        PlainValue::Typed(PythonType::DType | PythonType::QScheme, name) => {
-            text.push_str(name.as_str().unwrap_or_default());
-        }
-        PlainValue::Typed(of, description) => {
-            text.push_str(&format!("{}(", of.name()));
-            append(description, text);
-            text.push(')');
-        }
+        PlainValue::Typed(of, description) => match (of, description.as_str()) {
+            (PythonType::DType | PythonType::QScheme, Some(name)) => text.push_str(name),
+            _ => {
+                text.push_str(&format!("{}(", of.name()));
+                append(description, text);
+                text.push(')');
+            }
+        },
         other => text.push_str(&format!("a {}", other.type_name())),
     }
 }

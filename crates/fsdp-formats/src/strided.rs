@@ -149,78 +149,71 @@ impl Iterator for StridedRuns {
 /// A gap between runs up to which it is cheaper to read on than to read again.
 const NEAR: u64 = 16 << 10;
 
-/// Reads `overlap` into a slot. The storage starts at byte `storage` of the source.
-pub(crate) fn read_overlap<S: ReadAt + ?Sized>(
-    reader: &mut BlockReader<'_, S>,
-    storage: u64,
-    element: usize,
-    from: &StridedLayout,
-    overlap: &TensorBox,
-    slot: &mut Slot<'_>,
-) -> Result<(), FormatError> {
-    let Slot {
-        bounds: to,
-        bytes: dst,
-        digest,
-        ..
-    } = slot;
-    let runs = StridedRuns::new(overlap, from, to);
-    let bytes = element as u64;
-    let limit = storage + runs.end() * bytes;
-    let mut scratch = Vec::new();
-    let mut is_scattered = false;
-    let mut runs = runs.peekable();
-    while let Some(run) = runs.next() {
-        let start = storage + run.src * bytes;
-        // Reading ahead pays only while the next run is near.
-        let end = start + ((run.len - 1) * run.src_step * element + element) as u64;
-        let near = runs
-            .peek()
-            .is_some_and(|next| storage + next.src * bytes < end + NEAR);
-        let limit = if near { limit } else { end };
-        if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
-            let at = run.dst * element;
-            let mut seen = |from: usize, bytes: &[u8]| {
-                if let Some(digest) = digest.as_mut() {
-                    digest.add(at + from, bytes);
-                }
-            };
-            reader.read(
-                start,
-                &mut dst[at..at + run.len * element],
-                limit,
-                &mut seen,
-            )?;
-            continue;
-        }
-        is_scattered = true;
-        // Elements lie apart, here or there: read what spans some of them, then pick.
-        const SPAN: usize = 64 << 10;
-        let step = run.src_step * element;
-        let at_once = SPAN.checked_div(step).map_or(run.len, |count| count.max(1));
-        let mut done = 0;
-        while done < run.len {
-            let count = at_once.min(run.len - done);
-            let span = (count - 1) * step + element;
-            scratch.resize(span, 0);
-            reader.read(
-                start + (done * step) as u64,
-                &mut scratch[..span],
-                limit,
-                &mut |_, _| (),
-            )?;
-            for k in 0..count {
-                let at = (run.dst + (done + k) * run.dst_step) * element;
-                dst[at..at + element].copy_from_slice(&scratch[k * step..k * step + element]);
+/// Elements in a source of bytes.
+pub(crate) struct StoredElements<'l> {
+    /// The first byte of their storage.
+    pub(crate) storage: u64,
+    /// The bytes of one element.
+    pub(crate) element: usize,
+    /// The places of the elements in the storage.
+    pub(crate) layout: &'l StridedLayout,
+}
+
+impl StoredElements<'_> {
+    /// Reads `overlap` into a slot.
+    pub(crate) fn read<S: ReadAt + ?Sized>(
+        &self,
+        reader: &mut BlockReader<'_, S>,
+        overlap: &TensorBox,
+        slot: &mut Slot<'_>,
+    ) -> Result<(), FormatError> {
+        let element = self.element;
+        let all_runs = StridedRuns::new(overlap, self.layout, &slot.bounds);
+        let last = self.storage + all_runs.end() * element as u64;
+        let mut runs = all_runs.peekable();
+        let mut scratch = Vec::new();
+        let mut is_scattered = false;
+        while let Some(run) = runs.next() {
+            let start = self.storage + run.src * element as u64;
+            // Reading ahead pays only while the next run is near.
+            let end = start + ((run.len - 1) * run.src_step * element + element) as u64;
+            let is_near = runs
+                .peek()
+                .is_some_and(|next| self.storage + next.src * (element as u64) < end + NEAR);
+            let limit = if is_near { last } else { end };
+            if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
+                let at = run.dst * element;
+                let dst = &mut slot.bytes[at..at + run.len * element];
+                reader.read(start, dst, limit, &mut |from, bytes| {
+                    if let Some(digest) = &mut slot.digest {
+                        digest.add(at + from, bytes);
+                    }
+                })?;
+                continue;
             }
-            done += count;
+            is_scattered = true;
+            // Elements lie apart, here or there: read what spans some of them, then pick.
+            const SPAN: usize = 64 << 10;
+            let step = run.src_step * element;
+            let at_once = SPAN.checked_div(step).map_or(run.len, |count| count.max(1));
+            for done in (0..run.len).step_by(at_once) {
+                let count = at_once.min(run.len - done);
+                scratch.resize((count - 1) * step + element, 0);
+                let from = start + (done * step) as u64;
+                reader.read(from, &mut scratch, limit, &mut |_, _| ())?;
+                for k in 0..count {
+                    let at = (run.dst + (done + k) * run.dst_step) * element;
+                    let picked = &scratch[k * step..k * step + element];
+                    slot.bytes[at..at + element].copy_from_slice(picked);
+                }
+            }
         }
+        // Elements that came one by one are digested in rows, once all are there.
+        if is_scattered {
+            slot.add_to_digest(overlap, element);
+        }
+        Ok(())
     }
-    // Elements that came one by one are digested in rows, once all are there.
-    if is_scattered {
-        slot.add_to_digest(overlap, element);
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -264,7 +257,8 @@ mod tests {
             let mut reader = BlockReader::new(&storage);
             let mut slot = Slot::new(wanted.clone(), &mut dst);
             slot.digest = Some(SlotDigest::new(BoxPlace::new(&shape, &wanted, 2).unwrap()));
-            read_overlap(&mut reader, 0, 2, &from, &wanted, &mut slot).unwrap();
+            let stored = StoredElements { storage: 0, element: 2, layout: &from };
+            stored.read(&mut reader, &wanted, &mut slot).unwrap();
             let sum = slot.digest.unwrap().sum();
             let mut expected = Sum::default();
             expected.add_box(&shape, &wanted, 2, &dst).unwrap();
@@ -285,19 +279,18 @@ mod tests {
             offset: 1,
             strides: vec![0, 1],
         };
-        let storage = vec![9u8, 1, 2];
+        let storage = [9u8, 1, 2];
         let mut dst = [0; 6];
         let whole = TensorBox::whole(&[3, 2]);
         let mut slot = Slot::new(whole.clone(), &mut dst);
-        read_overlap(
-            &mut BlockReader::new(&storage),
-            0,
-            1,
-            &from,
-            &whole,
-            &mut slot,
-        )
-        .unwrap();
+        let stored = StoredElements {
+            storage: 0,
+            element: 1,
+            layout: &from,
+        };
+        let source = &storage[..];
+        let mut reader = BlockReader::new(&source);
+        stored.read(&mut reader, &whole, &mut slot).unwrap();
         assert_eq!(dst, [1, 2, 1, 2, 1, 2]);
     }
 }

@@ -95,7 +95,7 @@ impl Staging {
         values: Vec<(String, PyBackedBytes)>,
     ) -> PyResult<(Vec<ItemPlace>, Bound<'py, PyBytes>, Vec<Opaque>)> {
         let mut plan = LocalPlan::default();
-        let mut items = LentItems::default();
+        let mut items = PythonItems::default();
         for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
             let dtype = DType::from_torch_name(&dtype).ok_or_else(|| {
                 wrong_argument(format!(
@@ -218,14 +218,14 @@ fn finished() -> PyErr {
 
 /// The items that a rank writes. The tensors' bytes are in Python's memory.
 #[derive(Default)]
-struct LentItems {
+struct PythonItems {
     tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
     /// The bytes of each value's item, and the value that a reader finds in them;
     /// [`PlainValue::None`] if they cannot be read.
     values: HashMap<String, (PyBackedBytes, PlainValue)>,
 }
 
-impl PayloadSource for LentItems {
+impl PayloadSource for PythonItems {
     fn payload(
         &self,
         fqn: &str,

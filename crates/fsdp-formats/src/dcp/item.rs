@@ -14,7 +14,7 @@ use crate::limits::MAX_OBJECT_BYTES;
 use crate::payload::slot::Slot;
 use crate::pickle::{PickleError, PickleErrorKind, parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
-use crate::strided::read_overlap;
+use crate::strided::StoredElements;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
 use crate::torch::zip::{ArchiveLayout, Directory, ROOT};
 
@@ -235,7 +235,7 @@ impl StoredTensor {
 
     /// Reads the part of the tensor that lies in the box of a slot. The item holds the box `bounds`
     /// of the whole tensor.
-    pub fn read<S: ReadAt + ?Sized>(
+    pub(crate) fn read<S: ReadAt + ?Sized>(
         &self,
         reader: &mut BlockReader<'_, S>,
         item_offset: u64,
@@ -247,15 +247,12 @@ impl StoredTensor {
         };
         let mut layout = self.tensor.layout.clone();
         layout.bounds = bounds.clone();
-        let element = self.tensor.dtype.size_in_bytes() as usize;
-        read_overlap(
-            reader,
-            item_offset + self.storage_offset,
-            element,
-            &layout,
-            &overlap,
-            slot,
-        )
+        let stored = StoredElements {
+            storage: item_offset + self.storage_offset,
+            element: self.tensor.dtype.size_in_bytes() as usize,
+            layout: &layout,
+        };
+        stored.read(reader, &overlap, slot)
     }
 }
 

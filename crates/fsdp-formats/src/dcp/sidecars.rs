@@ -41,7 +41,7 @@ pub(crate) fn open(
     let mut sidecars = Vec::new();
     let mut taken: HashSet<String> = own.metadata().entries.keys().cloned().collect();
     for name in SIDECAR_FILES {
-        if is_there(own.directory(), name)? {
+        if is_torch_file(own.directory(), name)? {
             let sidecar = open_sidecar(location, name, options, &taken)?;
             taken.extend(sidecar.metadata().entries.keys().cloned());
             sidecars.push((name, sidecar));
@@ -67,7 +67,7 @@ pub(crate) fn open(
 
 /// Returns `true` if there is a file of this name that begins as a file of `torch.save` does. A
 /// file that begins differently was not written by the framework.
-fn is_there(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
+fn is_torch_file(directory: &CheckedDirectory, name: &str) -> Result<bool, FileError> {
     match directory.has(name) {
         // A link that leads out is not a part of the checkpoint.
         Err(FileError::Path { .. }) | Ok(false) => return Ok(false),

@@ -27,31 +27,30 @@ pub(super) fn is_optimizer(name: &str) -> bool {
 
 /// Reads the ranks in a file's name: the data parallel one, if the file is one of ZeRO's shards.
 pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
-    let stem = name
+    let without_end = name
         .strip_suffix(MODEL_END)
         .or_else(|| name.strip_suffix(OPTIM_END))
         .unwrap_or(name);
-    let stem = stem
+    let stem = without_end
         .strip_prefix("bf16_")
-        .or_else(|| stem.strip_prefix("fp16_"))
-        .unwrap_or(stem);
-    let (data_rank, model_rank) = match stem
+        .or_else(|| without_end.strip_prefix("fp16_"))
+        .unwrap_or(without_end);
+    // `None` stands for a name that does not read like this, as those of pipeline stages.
+    let ranks = match stem
         .strip_prefix("zero_pp_rank_")
         .and_then(|rest| rest.split_once("_mp_rank_"))
     {
-        Some((data, model)) => (data.parse().ok().map(Some), model.parse::<usize>().ok()),
-        None => (
-            Some(None),
-            stem.strip_prefix("mp_rank_")
-                .and_then(|model| model.parse().ok()),
-        ),
+        Some((data, model)) => data.parse().ok().map(Some).zip(model.parse::<usize>().ok()),
+        None => stem
+            .strip_prefix("mp_rank_")
+            .and_then(|model| Some((None, model.parse().ok()?))),
     };
-    match (data_rank, model_rank) {
-        (Some(data_rank), Some(0)) => Ok(data_rank),
-        (Some(_), Some(_)) => Err(FormatError::Unsupported {
+    match ranks {
+        Some((data_rank, 0)) => Ok(data_rank),
+        Some(_) => Err(FormatError::Unsupported {
             what: "a checkpoint of DeepSpeed with tensor parallelism".to_owned(),
         }),
-        _ => Err(FormatError::Unsupported {
+        None => Err(FormatError::Unsupported {
             what: "a checkpoint of DeepSpeed with pipeline stages or experts".to_owned(),
         }),
     }

@@ -42,24 +42,20 @@ const SINGLE: [(&str, &str); 12] = [
     ("optimizer_0", "optimizer"),
 ];
 
-/// The names of numbered parts: the text before the number, the extension after it, and the key
-/// before the number.
-const NUMBERED: [(&str, &str, &str); 9] = [
-    ("pytorch_model_fsdp_", "", "model_"),
-    ("pytorch_model_fsdp_", ".bin", "model_"),
-    ("optimizer_", "", "optimizer_"),
-    ("optimizer_", ".bin", "optimizer_"),
-    ("scheduler_", ".bin", "scheduler_"),
-    ("sampler_", ".bin", "sampler_"),
-    ("dl_state_dict_", ".bin", "dl_state_dict_"),
-    ("custom_checkpoint_", ".pkl", "custom_checkpoint_"),
-    ("model_", ".safetensors", "model_"),
-];
-
-/// The names of files of ranks: the text before the rank, the extension after it, and the key.
-const OF_RANKS: [(&str, &str, &str); 2] = [
-    ("rng_state_", ".pth", "rng_state"),
-    ("random_states_", ".pkl", "random_states"),
+/// The names of numbered parts: the text before the number, the extension after it, and the keys,
+/// the last of which the number completes.
+const NUMBERED: [(&str, &str, &[&str]); 11] = [
+    ("rng_state_", ".pth", &["rng_state", "rank_"]),
+    ("random_states_", ".pkl", &["random_states", "rank_"]),
+    ("pytorch_model_fsdp_", "", &["model_"]),
+    ("pytorch_model_fsdp_", ".bin", &["model_"]),
+    ("optimizer_", "", &["optimizer_"]),
+    ("optimizer_", ".bin", &["optimizer_"]),
+    ("scheduler_", ".bin", &["scheduler_"]),
+    ("sampler_", ".bin", &["sampler_"]),
+    ("dl_state_dict_", ".bin", &["dl_state_dict_"]),
+    ("custom_checkpoint_", ".pkl", &["custom_checkpoint_"]),
+    ("model_", ".safetensors", &["model_"]),
 ];
 
 /// The files by which the model of a folder is found, and the way to read it, the best one first.
@@ -77,14 +73,11 @@ fn item(name: &str) -> Option<Vec<String>> {
     if let Some((_, item)) = SINGLE.iter().find(|(single, _)| *single == name) {
         return Some(vec![(*item).to_owned()]);
     }
-    for (start, end, item) in OF_RANKS {
-        if let Some(rank) = digits_between(name, start, end) {
-            return Some(vec![item.to_owned(), format!("rank_{rank}")]);
-        }
-    }
-    for (start, end, item) in NUMBERED {
+    for (start, end, keys) in NUMBERED {
         if let Some(digits) = digits_between(name, start, end) {
-            return Some(vec![format!("{item}{digits}")]);
+            let mut item: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
+            item.last_mut()?.push_str(digits);
+            return Some(item);
         }
     }
     None

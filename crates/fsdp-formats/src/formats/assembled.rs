@@ -29,7 +29,7 @@ use crate::metadata::{
 use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{BlockReader, ReadAt};
-use crate::strided::{StridedLayout, read_overlap};
+use crate::strided::{StoredElements, StridedLayout};
 
 /// A way to find where the bytes of a piece begin, for formats in which that can be found only by
 /// reading the file.
@@ -461,21 +461,18 @@ impl Piece {
                 (&*unpacked, *start)
             }
         };
-        let bounds = &self.layout.bounds;
         match self.elements {
-            Elements::Plain => read_overlap(
-                &mut BlockReader::new(bytes),
-                start,
+            Elements::Plain => StoredElements {
+                storage: start,
                 element,
-                &self.layout,
-                overlap,
-                slot,
-            ),
+                layout: &self.layout,
+            }
+            .read(&mut BlockReader::new(bytes), overlap, slot),
             Elements::Blocks(format) => BlockedTensor {
                 file: bytes,
                 start,
                 format,
-                bounds,
+                bounds: &self.layout.bounds,
             }
             .read(overlap, slot),
         }

@@ -122,7 +122,7 @@ pub(crate) fn parts_of(length: u64) -> impl Iterator<Item = Range<u64>> {
         .map(move |start| start..length.min(start + PART))
 }
 
-/// What writes parts of payloads to a file.
+/// A writer of parts of payloads to a file.
 pub(crate) struct PartWriter<'a> {
     pub(crate) file: &'a StagedFile,
     pub(crate) source: &'a dyn PayloadSource,
@@ -251,8 +251,8 @@ impl PartSink<'_> {
     fn take(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let left = self.end - self.at;
-            // A write has whole blocks, or all that is left of the part. So no block is hashed in two
-            // pieces.
+            // A write has whole blocks, or all that is left of the part, so that no block is hashed
+            // in two pieces.
             let wanted = left.min(AT_ONCE.max(self.block)) as usize;
             let have = bytes.len() as u64;
             let direct = if have >= left {

@@ -161,15 +161,6 @@ pub(super) const fn position(id: NodeId) -> Option<usize> {
     (id.0 as usize).checked_sub(SHARED_NODES)
 }
 
-/// Returns the node of this number, which is a shared one or in this arena.
-pub(super) fn node_of<'n, 'a>(nodes: &'n [Node<'a>], id: NodeId) -> &'n Node<'a> {
-    match position(id) {
-        // Ids are made by the parser only, and the arena never shrinks.
-        Some(position) => &nodes[position],
-        None => &SHARED[id.0 as usize],
-    }
-}
-
 /// A parsed pickle.
 #[derive(Debug)]
 pub struct Pickle<'a> {
@@ -208,7 +199,11 @@ impl<'a> Pickle<'a> {
 
     /// Returns the node of this number.
     pub(crate) fn node(&self, id: NodeId) -> &Node<'a> {
-        node_of(&self.nodes, id)
+        match position(id) {
+            // Ids are made by the parser only, and the arena never shrinks.
+            Some(position) => &self.nodes[position],
+            None => &SHARED[id.0 as usize],
+        }
     }
 
     /// Makes an error at the place where this node was made, or at the beginning of the pickle for
@@ -309,7 +304,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
+    pub(super) fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
         &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 

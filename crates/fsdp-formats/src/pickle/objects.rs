@@ -22,7 +22,7 @@ impl<'a> Machine<'a> {
         let Node::Tuple(parts) = *self.node(id) else {
             return None;
         };
-        let [kind, class, _file, _source] = *self.tuple(parts) else {
+        let [kind, class, _file, _source] = *self.pickle.tuple(parts) else {
             return None;
         };
         let is_module = matches!(self.node(kind), Node::Str("module"));
@@ -42,8 +42,8 @@ impl<'a> Machine<'a> {
         let Node::Tuple(values) = *self.node(args) else {
             return Err(self.node(args).mismatch("a tuple of arguments"));
         };
-        let first = self.tuple(values).first().copied();
-        let second = self.tuple(values).get(1).copied();
+        let first = self.pickle.tuple(values).first().copied();
+        let second = self.pickle.tuple(values).get(1).copied();
         let node = match global {
             Global::OrderedDict => Node::Dict(self.dict_of(first)?),
             // The factory of its values comes first.
@@ -117,7 +117,7 @@ impl<'a> Machine<'a> {
             .iter()
             .map(|pair| match self.node(*pair) {
                 Node::Tuple(pair) if pair.len == 2 => {
-                    Ok((self.tuple(*pair)[0], self.tuple(*pair)[1]))
+                    Ok((self.pickle.tuple(*pair)[0], self.pickle.tuple(*pair)[1]))
                 }
                 Node::List(pair) if pair.len() == 2 => Ok((pair[0], pair[1])),
                 other => Err(other.mismatch("a pair")),
@@ -132,7 +132,7 @@ impl<'a> Machine<'a> {
         };
         self.charge_copy(id)?;
         match self.node(id) {
-            Node::Tuple(tuple) => Ok(self.tuple(*tuple).to_vec()),
+            Node::Tuple(tuple) => Ok(self.pickle.tuple(*tuple).to_vec()),
             Node::List(items) | Node::Set(items) | Node::FrozenSet(items) => Ok(items.clone()),
             other => Err(other.mismatch("a list")),
         }

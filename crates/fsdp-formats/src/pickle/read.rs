@@ -4,8 +4,7 @@ use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
 use super::node::{
-    FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, node_of, own_node, position,
-    small_int,
+    FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, own_node, position, small_int,
 };
 use crate::budget::Budget;
 use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR};
@@ -35,32 +34,22 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
         bytes,
         at: 0,
         op: 0,
-        nodes: Vec::with_capacity(nodes),
-        offsets: Vec::with_capacity(nodes),
-        items: Vec::with_capacity(nodes),
+        pickle: Pickle {
+            nodes: Vec::with_capacity(nodes),
+            offsets: Vec::with_capacity(nodes),
+            items: Vec::with_capacity(nodes),
+            root: NONE,
+            end: 0,
+            budget,
+        },
         stack: Vec::new(),
         marks: Vec::new(),
         memo: Vec::new(),
         copied: 0,
-        budget,
     };
-    let root = machine.run().map_err(|kind| kind.at(machine.op))?;
-    let Machine {
-        nodes,
-        offsets,
-        items,
-        budget,
-        at: end,
-        ..
-    } = machine;
-    Ok(Pickle {
-        nodes,
-        offsets,
-        items,
-        root,
-        end,
-        budget,
-    })
+    machine.pickle.root = machine.run().map_err(|kind| kind.at(machine.op))?;
+    machine.pickle.end = machine.at;
+    Ok(machine.pickle)
 }
 
 /// The result of one opcode. Its error does not have a position yet.
@@ -72,10 +61,8 @@ pub(super) struct Machine<'a> {
     at: usize,
     /// Position of the current opcode.
     op: usize,
-    pub(super) nodes: Vec<Node<'a>>,
-    offsets: Vec<u32>,
-    /// The items of tuples.
-    items: Vec<NodeId>,
+    /// The nodes that have been built so far.
+    pub(super) pickle: Pickle<'a>,
     stack: Vec<NodeId>,
     /// Stack heights at the open `MARK`s.
     marks: Vec<usize>,
@@ -83,7 +70,6 @@ pub(super) struct Machine<'a> {
     /// The number of items and bytes copied from one node to another. It is limited to one for each
     /// byte of the pickle, because repeated copies of shared nodes could grow exponentially.
     pub(super) copied: usize,
-    budget: Budget,
 }
 
 /// The bytes that are charged for a node. They are the bytes of the node and of its position,
@@ -375,11 +361,12 @@ impl<'a> Machine<'a> {
         } else {
             0
         };
-        self.budget
+        self.pickle
+            .budget
             .charge("memory for values", NODE + boxed as u64)?;
-        let id = own_node(self.nodes.len());
-        self.nodes.push(node);
-        self.offsets.push(self.op as u32);
+        let id = own_node(self.pickle.nodes.len());
+        self.pickle.nodes.push(node);
+        self.pickle.offsets.push(self.op as u32);
         self.stack.push(id);
         Ok(())
     }
@@ -397,7 +384,7 @@ impl<'a> Machine<'a> {
 
     /// Returns the node of this number.
     pub(super) fn node(&self, id: NodeId) -> &Node<'a> {
-        node_of(&self.nodes, id)
+        self.pickle.node(id)
     }
 
     /// Returns the node on top of the stack, for a change. A shared node, which cannot be changed,
@@ -405,7 +392,7 @@ impl<'a> Machine<'a> {
     pub(super) fn top_node(&mut self, expected: &'static str) -> Result<&mut Node<'a>> {
         let top = self.top()?;
         match position(top) {
-            Some(position) => Ok(&mut self.nodes[position]),
+            Some(position) => Ok(&mut self.pickle.nodes[position]),
             None => Err(self.node(top).mismatch(expected)),
         }
     }
@@ -438,19 +425,16 @@ impl<'a> Machine<'a> {
     /// Makes a tuple of the values above a stack height.
     fn push_tuple(&mut self, start: usize) -> Result<()> {
         let values = &self.stack[start..];
-        self.budget
+        self.pickle
+            .budget
             .charge("memory for values", values.len() as u64 * REFERENCE)?;
         let tuple = TupleNode {
-            start: self.items.len() as u32,
+            start: self.pickle.items.len() as u32,
             len: values.len() as u32,
         };
-        self.items.extend_from_slice(values);
+        self.pickle.items.extend_from_slice(values);
         self.stack.truncate(start);
         self.push(Node::Tuple(tuple))
-    }
-
-    pub(super) fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
-        &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
 
     /// Takes away the last mark, and returns the stack height that it marks.
@@ -482,9 +466,10 @@ impl<'a> Machine<'a> {
         let expected = "a list";
         let container = self.container(start, expected)?;
         let items = &self.stack[start..];
-        self.budget
+        self.pickle
+            .budget
             .charge("memory for values", items.len() as u64 * REFERENCE)?;
-        match &mut self.nodes[container] {
+        match &mut self.pickle.nodes[container] {
             Node::List(list) => list.extend(items),
             Node::Opaque(object) => object.items.extend(items),
             other => return Err(other.mismatch(expected)),
@@ -499,13 +484,14 @@ impl<'a> Machine<'a> {
         let expected = "a dict";
         let container = self.container(start, expected)?;
         let items = &self.stack[start..];
-        self.budget
+        self.pickle
+            .budget
             .charge("memory for values", items.len() as u64 * REFERENCE)?;
         if !items.len().is_multiple_of(2) {
             return Err(PickleErrorKind::Stack);
         }
         let pairs = items.chunks_exact(2).map(|pair| (pair[0], pair[1]));
-        match &mut self.nodes[container] {
+        match &mut self.pickle.nodes[container] {
             Node::Dict(dict) => dict.extend(pairs),
             Node::Opaque(object) => object.entries.extend(pairs),
             other => return Err(other.mismatch(expected)),
@@ -535,7 +521,7 @@ impl<'a> Machine<'a> {
             });
         }
         if index >= self.memo.len() {
-            self.budget.charge(
+            self.pickle.budget.charge(
                 "memory for values",
                 (index + 1 - self.memo.len()) as u64 * REFERENCE,
             )?;

@@ -179,9 +179,10 @@ fn do_differ(
         let is_same = match (first.found.get(key), leaf) {
             (Some((_, Leaf::Value(first))), Leaf::Value(second)) => first.is_same(second),
             (Some((_, Leaf::Tensor(one, quantizer))), Leaf::Tensor(other, other_quantizer)) => {
+                let bytes = TensorBox::whole(&one.shape).numel() as u64 * one.dtype.size_in_bytes();
                 (one.dtype, &one.shape) == (other.dtype, &other.shape)
                     && is_same_quantizer(quantizer.as_ref(), other_quantizer.as_ref())
-                    && (bytes_of(one) > SMALL_TENSOR
+                    && (bytes > SMALL_TENSOR
                         || load(directory, first, key, one)?
                             == load(directory, second, key, other)?)
             }
@@ -210,11 +211,6 @@ fn load(
 /// larger one is taken for a copy, and compared before a conversion. The state of a generator of
 /// random numbers takes a few KiB.
 const SMALL_TENSOR: u64 = 1 << 20;
-
-/// Returns the bytes of a tensor's elements.
-fn bytes_of(tensor: &TensorRef) -> u64 {
-    TensorBox::whole(&tensor.shape).numel() as u64 * tensor.dtype.size_in_bytes()
-}
 
 /// Checks that all ranks of an item are there, and that no file is of another number of ranks.
 fn check_ranks(

@@ -37,7 +37,7 @@ use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::BlockReader;
-use crate::strided::{StridedLayout, read_overlap};
+use crate::strided::{StoredElements, StridedLayout};
 
 /// One safetensors file, or a directory of them.
 #[derive(Debug)]
@@ -554,9 +554,13 @@ impl SafetensorsCheckpoint {
                 .cloned()
                 .unwrap_or_else(|| row_major_strides(&whole.sizes)),
         };
-        let element = dtype.size_in_bytes() as usize;
-        let mut reader = BlockReader::new(&*file);
-        read_overlap(&mut reader, stored.offset, element, &layout, &overlap, slot)
+        let elements = StoredElements {
+            storage: stored.offset,
+            element: dtype.size_in_bytes() as usize,
+            layout: &layout,
+        };
+        elements
+            .read(&mut BlockReader::new(&*file), &overlap, slot)
             .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 

@@ -164,14 +164,14 @@ impl ReadAt for CheckedFile {
         &self,
         mut offset: u64,
         mut dst: &mut [u8],
-        seen: &mut dyn FnMut(usize, &[u8]),
+        visit: &mut dyn FnMut(usize, &[u8]),
     ) -> Result<(), FormatError> {
         let end = end_within(self.len(), offset, dst.len() as u64)?;
         let mut done = 0;
         let Some(integrity) = &self.integrity else {
             for piece in dst.chunks_mut(self.bytes_per_read as usize) {
                 self.read(offset + done as u64, piece)?;
-                seen(done, piece);
+                visit(done, piece);
                 done += piece.len();
             }
             return Ok(());
@@ -189,7 +189,7 @@ impl ReadAt for CheckedFile {
                     let bytes =
                         (block.range.start - start) as usize..(block.range.end - start) as usize;
                     self.check(block, &now[bytes.clone()])?;
-                    seen(done + bytes.start, &now[bytes]);
+                    visit(done + bytes.start, &now[bytes]);
                 }
                 done += now.len();
                 dst = rest;
@@ -210,7 +210,7 @@ impl ReadAt for CheckedFile {
             let take = dst.len().min(scratch.len() - from);
             let (now, rest) = dst.split_at_mut(take);
             now.copy_from_slice(&scratch[from..from + take]);
-            seen(done, now);
+            visit(done, now);
             done += take;
             offset += take as u64;
             dst = rest;

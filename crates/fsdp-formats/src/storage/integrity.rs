@@ -23,7 +23,6 @@
 //! Before the digests it may have the place of the checkpoint in its run ([`Lineage`]). The last
 //! line is a hash of all bytes before it.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -148,8 +147,7 @@ impl FileIntegrity {
     }
 
     /// Returns the block around this position.
-    #[must_use]
-    pub fn block_at(&self, offset: u64) -> Option<HashedBlock> {
+    pub(crate) fn block_at(&self, offset: u64) -> Option<HashedBlock> {
         // The last segment that begins at or before the position.
         let index = self
             .segments
@@ -199,7 +197,7 @@ struct FileLine<'a> {
     length: u64,
     /// The length, the block length and the hashes of each segment.
     #[serde(borrow)]
-    segments: Vec<(u64, u64, Cow<'a, str>)>,
+    segments: Vec<(u64, u64, &'a str)>,
 }
 
 /// The line of the digests, which comes after those of the files.
@@ -236,9 +234,9 @@ fn write_line(out: &mut Vec<u8>, value: &impl Serialize) -> Result<(), FormatErr
 }
 
 /// Returns hashes as text: 16 hexadecimal digits each.
-fn digits_of(hashes: &[u64]) -> Cow<'static, str> {
+fn digits_of(hashes: &[u64]) -> String {
     let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_be_bytes()).collect();
-    base16ct::lower::encode_string(&bytes).into()
+    base16ct::lower::encode_string(&bytes)
 }
 
 /// Returns the hashes in a text that [`digits_of`] made.
@@ -283,16 +281,22 @@ impl Integrity {
         };
         write_line(&mut out, &header)?;
         for (path, file) in &self.files {
-            let line = FileLine {
+            let digits: Vec<String> = file
+                .segments
+                .iter()
+                .map(|segment| digits_of(&segment.hashes))
+                .collect();
+            let file_line = FileLine {
                 path: path.clone(),
                 length: file.length,
                 segments: file
                     .segments
                     .iter()
-                    .map(|segment| (segment.length, segment.block, digits_of(&segment.hashes)))
+                    .zip(&digits)
+                    .map(|(segment, digits)| (segment.length, segment.block, digits.as_str()))
                     .collect(),
             };
-            write_line(&mut out, &line)?;
+            write_line(&mut out, &file_line)?;
         }
         if let Some(digests) = &self.digests {
             let line = DigestLine {
@@ -345,8 +349,8 @@ impl Integrity {
             let line: FileLine<'_> = parse_line(Some(line))?;
             let mut file = FileIntegrity::default();
             for (length, block, digits) in line.segments {
-                // All lengths are checked before anything is allocated for them, and before a division
-                // by the block length.
+                // All lengths are checked before anything is allocated for them, and before a
+                // division by the block length.
                 let sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block);
                 if !sane || digits.len() as u64 != length.div_ceil(block).saturating_mul(16) {
                     return Err(malformed("a segment's lengths do not fit its hashes"));
@@ -358,7 +362,7 @@ impl Integrity {
                 {
                     return Err(malformed("the segments are longer than their file"));
                 }
-                file.push(length, block, hashes_of(&digits)?);
+                file.push(length, block, hashes_of(digits)?);
             }
             if file.length != line.length {
                 return Err(malformed("the segments are shorter than their file"));

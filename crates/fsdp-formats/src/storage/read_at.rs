@@ -17,16 +17,16 @@ pub trait ReadAt: Send + Sync {
     /// Fills `dst` with the bytes from `offset`, and checks them where hashes are known.
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError>;
 
-    /// Does the same as [`ReadAt::read_exact_at`], and shows `seen` each piece, in order, while it
-    /// is in the processor's cache: where it begins in `dst`, and its bytes.
+    /// Does the same as [`ReadAt::read_exact_at`], and calls `visit` with each piece, in order,
+    /// while it is in the processor's cache: where it begins in `dst`, and its bytes.
     fn read_in_pieces(
         &self,
         offset: u64,
         dst: &mut [u8],
-        seen: &mut dyn FnMut(usize, &[u8]),
+        visit: &mut dyn FnMut(usize, &[u8]),
     ) -> Result<(), FormatError> {
         self.read_exact_at(offset, dst)?;
-        seen(0, dst);
+        visit(0, dst);
         Ok(())
     }
 
@@ -95,7 +95,7 @@ fn beyond_the_end(offset: u64, length: u64) -> FormatError {
     }
 }
 
-impl ReadAt for &[u8] {
+impl ReadAt for [u8] {
     fn len(&self) -> u64 {
         <[u8]>::len(self) as u64
     }
@@ -107,6 +107,20 @@ impl ReadAt for &[u8] {
             .ok_or_else(|| beyond_the_end(offset, dst.len() as u64))?;
         dst.copy_from_slice(bytes);
         Ok(())
+    }
+}
+
+/// Bytes that are borrowed.
+#[derive(Debug)]
+pub(crate) struct Borrowed<'b>(pub(crate) &'b [u8]);
+
+impl ReadAt for Borrowed<'_> {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+        self.0.read_exact_at(offset, dst)
     }
 }
 
@@ -170,7 +184,7 @@ impl ReadAt for Window<'_> {
 /// A reader of many small pieces in ascending order, which reads each underlying byte once: it
 /// keeps the last block.
 #[derive(Debug)]
-pub struct BlockReader<'a, S: ?Sized> {
+pub(crate) struct BlockReader<'a, S: ?Sized> {
     source: &'a S,
     block: Vec<u8>,
     block_start: u64,
@@ -184,7 +198,7 @@ const READ_AHEAD: u64 = 256 << 10;
 
 impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
     /// Makes a reader that has read nothing yet.
-    pub fn new(source: &'a S) -> Self {
+    pub(crate) fn new(source: &'a S) -> Self {
         BlockReader {
             source,
             block: Vec::new(),
@@ -192,14 +206,14 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
         }
     }
 
-    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead. `seen`
-    /// is shown each piece, as [`ReadAt::read_in_pieces`] does.
+    /// Fills `dst` with the bytes from `offset`. Nothing at or beyond `limit` is read ahead.
+    /// `visit` is called with each piece, as [`ReadAt::read_in_pieces`] does.
     pub(crate) fn read(
         &mut self,
         mut offset: u64,
         mut dst: &mut [u8],
         limit: u64,
-        seen: &mut dyn FnMut(usize, &[u8]),
+        visit: &mut dyn FnMut(usize, &[u8]),
     ) -> Result<(), FormatError> {
         let mut done = 0;
         while !dst.is_empty() {
@@ -208,7 +222,7 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
                 let from = (offset - cached.start) as usize;
                 let take = dst.len().min(self.block.len() - from);
                 dst[..take].copy_from_slice(&self.block[from..from + take]);
-                seen(done, &dst[..take]);
+                visit(done, &dst[..take]);
                 done += take;
                 offset += take as u64;
                 dst = &mut dst[take..];
@@ -240,7 +254,7 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
             let take = (direct - offset) as usize;
             self.source
                 .read_in_pieces(offset, &mut dst[..take], &mut |at, piece| {
-                    seen(done + at, piece)
+                    visit(done + at, piece)
                 })?;
             done += take;
             offset = direct;

@@ -11,6 +11,7 @@ use fsdp_layout::{KeyPath, PathPart, PlainTensor, PlainValue};
 use indexmap::IndexMap;
 use tracing::warn;
 
+use super::Result;
 use super::legacy;
 use super::sharded::{ShardedRef, is_sharded};
 use super::storages::{InStorage, Storages};
@@ -93,11 +94,7 @@ impl FlatFile {
     }
 
     /// Reads the elements of a tensor of this file, which is `file`.
-    pub(crate) fn load(
-        &self,
-        file: &dyn ReadAt,
-        tensor: &TensorRef,
-    ) -> Result<PlainTensor, FormatError> {
+    pub(crate) fn load(&self, file: &dyn ReadAt, tensor: &TensorRef) -> Result<PlainTensor> {
         TensorLoader::new(&self.storages, file).tensor(tensor)
     }
 
@@ -142,7 +139,7 @@ struct Flattener<'p, 'a> {
 fn flattened(
     file: &dyn ReadAt,
     archive: Option<Directory>,
-) -> Result<(Leaves, Structure, Storages), FormatError> {
+) -> Result<(Leaves, Structure, Storages)> {
     let mut start = [0; legacy::START_LENGTH];
     if archive.is_none() && file.len() >= start.len() as u64 {
         file.read_exact_at(0, &mut start)?;
@@ -175,7 +172,7 @@ fn flattened(
 
 impl Flattener<'_, '_> {
     /// Adds everything below a node, whose path in the state dict is `path`.
-    fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure, FormatError> {
+    fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure> {
         let p = self.walk.pickle;
         self.walk.enter(id)?;
         let structure = match p.node(id) {
@@ -217,7 +214,7 @@ impl Flattener<'_, '_> {
         id: NodeId,
         object: &OpaqueNode<'_>,
         path: &KeyPath,
-    ) -> Result<Vec<(PlainValue, Structure)>, FormatError> {
+    ) -> Result<Vec<(PlainValue, Structure)>> {
         let mut items = Vec::new();
         for (key, part) in self.module_parts(id, object)? {
             let text = self.walk.pickle.str(key)?;
@@ -233,7 +230,7 @@ impl Flattener<'_, '_> {
         id: NodeId,
         entries: &[(NodeId, NodeId)],
         path: &KeyPath,
-    ) -> Result<Vec<(PlainValue, Structure)>, FormatError> {
+    ) -> Result<Vec<(PlainValue, Structure)>> {
         let mut keys = Vec::with_capacity(entries.len());
         for &(key, _) in entries {
             keys.push(self.key(key)?);
@@ -250,14 +247,14 @@ impl Flattener<'_, '_> {
 
     /// Returns the path of an item of a container at a path, and charges it, because all of it is
     /// copied for each item.
-    fn child(&mut self, id: NodeId, path: &KeyPath, text: String) -> Result<KeyPath, FormatError> {
+    fn child(&mut self, id: NodeId, path: &KeyPath, text: String) -> Result<KeyPath> {
         let length = path_length(path) + text.len();
         self.walk.charge(id, "memory for keys", length as u64)?;
         Ok(path.child(PathPart::Key(text)))
     }
 
     /// Makes the key of a dict.
-    fn key(&mut self, id: NodeId) -> Result<PlainValue, FormatError> {
+    fn key(&mut self, id: NodeId) -> Result<PlainValue> {
         let p = self.walk.pickle;
         convert(&mut self.walk, id, &mut |_: &TensorRef| {
             Err(unsupported_key(p, id))
@@ -267,7 +264,7 @@ impl Flattener<'_, '_> {
     /// Returns `true` if a key of a dict is an object that only running code could build, as an
     /// enum or a number of NumPy is. Then nothing in the dict has a flat key, and all of it is one
     /// opaque value.
-    fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool, FormatError> {
+    fn has_opaque_key(&mut self, entries: &[(NodeId, NodeId)]) -> Result<bool> {
         for &(key, _) in entries {
             // Nearly all keys are text.
             if matches!(self.walk.pickle.node(key), Node::Str(_)) {
@@ -284,7 +281,7 @@ impl Flattener<'_, '_> {
     }
 
     /// Makes the value of a flat key.
-    fn leaf(&mut self, id: NodeId) -> Result<Leaf, FormatError> {
+    fn leaf(&mut self, id: NodeId) -> Result<Leaf> {
         match ShardedRef::from_node(&mut self.walk, id) {
             Ok(Some(sharded)) => return Ok(Leaf::Sharded(sharded)),
             Ok(None) => {}
@@ -327,11 +324,7 @@ impl Flattener<'_, '_> {
     }
 
     /// Adds what lies below the items of a list or tuple.
-    fn flatten_all(
-        &mut self,
-        items: &[NodeId],
-        path: &KeyPath,
-    ) -> Result<Vec<Structure>, FormatError> {
+    fn flatten_all(&mut self, items: &[NodeId], path: &KeyPath) -> Result<Vec<Structure>> {
         let items = items.iter().enumerate();
         items
             .map(|(index, &item)| self.flatten(item, &path.child(PathPart::Index(index))))
@@ -339,7 +332,7 @@ impl Flattener<'_, '_> {
     }
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
-    fn recurses(&mut self, id: NodeId) -> Result<bool, FormatError> {
+    fn recurses(&mut self, id: NodeId) -> Result<bool> {
         let p = self.walk.pickle;
         self.walk.enter(id)?;
         let items = p.sequence(id)?;
@@ -361,7 +354,7 @@ impl Flattener<'_, '_> {
     }
 
     /// Returns `true` if there is a tensor anywhere below the node, inside a dict.
-    fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool, FormatError> {
+    fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool> {
         let p = self.walk.pickle;
         self.walk.enter(id)?;
         let mut found = false;
@@ -383,7 +376,7 @@ impl Flattener<'_, '_> {
     }
 
     /// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
-    fn is_tensor(&mut self, id: NodeId) -> Result<bool, FormatError> {
+    fn is_tensor(&mut self, id: NodeId) -> Result<bool> {
         let p = self.walk.pickle;
         if !matches!(p.node(id), Node::Object(_)) {
             return Ok(false);
@@ -395,7 +388,7 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all
     /// modules.
-    fn is_module(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<bool, FormatError> {
+    fn is_module(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<bool> {
         let attributes = attributes(self.walk.pickle, id, object);
         // Many objects may share one list of attributes, so each look through it is charged.
         let count = attributes.entries.len() as u64;
@@ -411,7 +404,7 @@ impl Flattener<'_, '_> {
         &mut self,
         id: NodeId,
         object: &OpaqueNode<'_>,
-    ) -> Result<Vec<(NodeId, NodeId)>, FormatError> {
+    ) -> Result<Vec<(NodeId, NodeId)>> {
         let p = self.walk.pickle;
         let mut parts = Vec::new();
         let mut excluded = HashSet::new();
@@ -439,7 +432,7 @@ impl Flattener<'_, '_> {
     }
 
     /// Charges one of the names in the module at a node, which is recorded and looked up.
-    fn charge_name(&mut self, id: NodeId, name: NodeId) -> Result<(), FormatError> {
+    fn charge_name(&mut self, id: NodeId, name: NodeId) -> Result<()> {
         let length = match self.walk.pickle.node(name) {
             Node::Str(text) => text.len() as u64,
             _ => 0,

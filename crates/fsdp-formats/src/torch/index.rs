@@ -38,11 +38,15 @@ pub(crate) fn open(
 ) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
-    let index = match Weights::choose(&directory, names, ENDING)? {
-        Weights::Indexed(index) => index,
-        Weights::Files(files) => return open_files(location, directory, &files),
+    let weights = Weights::choose(&directory, names, ENDING)?;
+    // The files, with the keys that the index looks for in each.
+    let (index, files) = match &weights {
+        Weights::Indexed(index) => (Some(index), index.files(&directory)?),
+        Weights::Files(files) => {
+            let without_keys = files.iter().map(|file| (file.as_str(), Vec::new()));
+            (None, without_keys.collect())
+        }
     };
-    let files = index.files(&directory)?;
     let mut missing = Vec::new();
     for file in files.keys() {
         if !directory.has(file)? {
@@ -51,6 +55,7 @@ pub(crate) fn open(
     }
     directory.check_missing(missing)?;
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
+    let mut structure = None;
     let mut taken = HashMap::new();
     for (file, keys) in &files {
         let flat = FlatFile::read(assembler.directory(), file, None)?;
@@ -61,25 +66,13 @@ pub(crate) fn open(
                 reason,
             }));
         }
-        add_new_keys(&mut assembler, &mut taken, &flat, Some(&index))?;
-    }
-    assembler.sort_by_order(&index.weight_map);
-    Ok(assembler.finish(None))
-}
-
-/// Opens these files, of which no index tells what is in them.
-fn open_files(
-    location: &Location,
-    directory: CheckedDirectory,
-    files: &[String],
-) -> Result<Assembled, FileError> {
-    let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
-    let mut structure = None;
-    let mut taken = HashMap::new();
-    for file in files {
-        let flat = FlatFile::read(assembler.directory(), file, None)?;
-        add_new_keys(&mut assembler, &mut taken, &flat, None)?;
+        add_new_keys(&mut assembler, &mut taken, &flat, index)?;
         structure = Some(flat.structure);
+    }
+    // The containers of one file are those of all keys, but an index may leave keys out.
+    if let Some(index) = index {
+        assembler.sort_by_order(&index.weight_map);
+        structure = None;
     }
     Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
 }

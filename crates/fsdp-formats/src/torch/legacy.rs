@@ -11,7 +11,8 @@
 
 use std::collections::HashMap;
 
-use super::storages::{LegacyStorage, Storages};
+use super::Result;
+use super::storages::Storages;
 use super::tensor_ref::storage_key;
 use crate::error::FormatError;
 use crate::limits::MAX_OBJECT_BYTES;
@@ -35,7 +36,7 @@ pub(crate) fn is_start(bytes: &[u8]) -> bool {
 pub(crate) const OLD_START: &[u8] = b"L11954703714";
 
 /// Reads the pickle of the object, and finds the storages.
-pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatError> {
+pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages)> {
     let mut at = 0;
     let _magic = pickle_at(source, &mut at)?;
     let _version = pickle_at(source, &mut at)?;
@@ -60,15 +61,14 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages), FormatErr
             .ok_or_else(|| {
                 FormatError::unexpected(format!("the storage `{key}`"), "the end of the file")
             })?;
-        let length = end - data;
-        storages.insert(key.to_owned(), LegacyStorage { data, length });
+        storages.insert(key.to_owned(), data..end);
         at = end;
     }
     Ok((object, Storages::Legacy(storages)))
 }
 
 /// Reads the pickle that starts here, and moves to what follows it.
-fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> {
+fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>> {
     /// The number of bytes that are tried first. The length of a pickle is only known by parsing
     /// it.
     const FIRST: u64 = 64 << 10;
@@ -95,7 +95,7 @@ fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>, FormatError> 
 }
 
 /// Refuses a file of a big-endian machine.
-fn check_byte_order(system: &Pickle<'_>) -> Result<(), FormatError> {
+fn check_byte_order(system: &Pickle<'_>) -> Result<()> {
     for &(key, value) in system.dict(system.root())? {
         if system.str(key)? == "little_endian" && !system.bool(value)? {
             return Err(FormatError::Unsupported {
@@ -107,7 +107,7 @@ fn check_byte_order(system: &Pickle<'_>) -> Result<(), FormatError> {
 }
 
 /// Returns the bytes of an element of each storage, by key.
-fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>, FormatError> {
+fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>> {
     let mut sizes = HashMap::new();
     for id in p.persistent_ids() {
         let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else {

@@ -10,3 +10,8 @@ mod storages;
 pub(crate) mod tensor_ref;
 pub(crate) mod value;
 pub(crate) mod zip;
+
+use crate::error::FormatError;
+
+/// The result of reading a file of torch.
+pub(crate) type Result<T, E = FormatError> = std::result::Result<T, E>;

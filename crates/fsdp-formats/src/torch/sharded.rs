@@ -7,6 +7,7 @@
 use fsdp_layout::placement::boxes_of_placements;
 use fsdp_layout::{DType, Placement, TensorBox};
 
+use super::Result;
 use super::tensor_ref::{MAX_WRAPPERS, TensorRef};
 use crate::error::FormatError;
 use crate::limits::is_sane_shape;
@@ -65,10 +66,7 @@ impl ShardedRef {
     /// Returns the part of a tensor that this node describes; `None` if it describes something
     /// else. Many tensors may share lists and attributes, so each look through them is charged to
     /// the walk.
-    pub(crate) fn from_node(
-        walk: &mut Walk<'_, '_>,
-        id: NodeId,
-    ) -> Result<Option<Self>, FormatError> {
+    pub(crate) fn from_node(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Option<Self>> {
         match subclass(walk.pickle, id) {
             Some(("DTensor", arguments, state)) => dtensor(walk, arguments, state).map(Some),
             Some((_, arguments, state)) => sharded_tensor(walk, arguments, state).map(Some),
@@ -83,20 +81,20 @@ fn charge_parts(
     id: NodeId,
     local: &TensorRef,
     parts: usize,
-) -> Result<(), FormatError> {
+) -> Result<()> {
     let bytes = local.description_bytes().saturating_mul(parts as u64);
     Ok(walk.charge(id, "memory for shards", bytes)?)
 }
 
 /// Returns the items of a tuple or list, and charges a look at each.
-fn items<'p>(walk: &mut Walk<'p, '_>, id: NodeId) -> Result<&'p [NodeId], FormatError> {
+fn items<'p>(walk: &mut Walk<'p, '_>, id: NodeId) -> Result<&'p [NodeId]> {
     let items = walk.pickle.sequence(id)?;
     walk.charge(id, "expanded size", items.len() as u64)?;
     Ok(items)
 }
 
 /// Returns the numbers in a tuple or list.
-fn numbers(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Vec<usize>, FormatError> {
+fn numbers(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Vec<usize>> {
     let numbers = items(walk, id)?.iter().map(|&item| walk.pickle.usize(item));
     Ok(numbers.collect::<Result<_, _>>()?)
 }
@@ -109,7 +107,7 @@ fn malformed(reason: impl Into<String>) -> FormatError {
 }
 
 /// Returns dtype and shape of the whole tensor from the arguments `(class, dtype, size, …)`.
-fn whole(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>), FormatError> {
+fn whole(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>)> {
     let [_class, dtype, size, ..] = *p.sequence(arguments)? else {
         return Err(p
             .wrong(arguments, "the arguments of a tensor subclass")
@@ -130,10 +128,7 @@ fn whole(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>), Forma
 ///
 /// Attributes are looked up by a linear search, and many tensors may share them. So each time they
 /// are returned, all of them are charged.
-fn attributes_in<'p, 'a>(
-    walk: &mut Walk<'p, 'a>,
-    state: NodeId,
-) -> Result<Fields<'p, 'a>, FormatError> {
+fn attributes_in<'p, 'a>(walk: &mut Walk<'p, 'a>, state: NodeId) -> Result<Fields<'p, 'a>> {
     let p = walk.pickle;
     let entries = match p.node(state) {
         Node::Tuple(_) => match *p.sequence(state)? {
@@ -149,10 +144,7 @@ fn attributes_in<'p, 'a>(
 }
 
 /// Returns the attributes of an object.
-fn attributes_of<'p, 'a>(
-    walk: &mut Walk<'p, 'a>,
-    id: NodeId,
-) -> Result<Fields<'p, 'a>, FormatError> {
+fn attributes_of<'p, 'a>(walk: &mut Walk<'p, 'a>, id: NodeId) -> Result<Fields<'p, 'a>> {
     match walk.pickle.node(id) {
         Node::Opaque(object) => match object.state {
             Some(state) => attributes_in(walk, state),
@@ -163,19 +155,19 @@ fn attributes_of<'p, 'a>(
 }
 
 /// Returns the value of an attribute that must be there.
-fn get(attributes: Fields<'_, '_>, name: &str) -> Result<NodeId, FormatError> {
+fn get(attributes: Fields<'_, '_>, name: &str) -> Result<NodeId> {
     attributes
         .find(name)
         .ok_or_else(|| malformed(format!("it has no `{name}`")))
 }
 
 /// Returns the tensor that this node describes, which is the `part` of a sharded one.
-fn plain_tensor(p: &Pickle<'_>, id: NodeId, part: &str) -> Result<TensorRef, FormatError> {
+fn plain_tensor(p: &Pickle<'_>, id: NodeId, part: &str) -> Result<TensorRef> {
     TensorRef::from_node(p, id)?.ok_or_else(|| malformed(format!("{part} is no tensor")))
 }
 
 /// Returns the product of the sizes of a mesh.
-fn mesh_size(sizes: &[usize]) -> Result<usize, FormatError> {
+fn mesh_size(sizes: &[usize]) -> Result<usize> {
     sizes
         .iter()
         .try_fold(1usize, |total, &size| total.checked_mul(size))
@@ -183,7 +175,7 @@ fn mesh_size(sizes: &[usize]) -> Result<usize, FormatError> {
 }
 
 /// Returns a size, or the product of a tuple of sizes.
-fn product(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<usize, FormatError> {
+fn product(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<usize> {
     match walk.pickle.usize(id) {
         Ok(size) => Ok(size),
         // The items must be numbers: the tuples of a mesh are not nested any deeper.
@@ -194,7 +186,7 @@ fn product(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<usize, FormatError> {
 /// Returns the shape of a mesh. Different versions of torch store it in different ways: as a tensor
 /// of ranks, as a layout with a shape and strides, or as a layout of axes that each have a shape
 /// and strides.
-fn mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize>, FormatError> {
+fn mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize>> {
     let p = walk.pickle;
     let Some(layout) = mesh.find("_layout") else {
         return Ok(plain_tensor(p, get(mesh, "mesh")?, "its mesh")?.shape);
@@ -226,7 +218,7 @@ fn mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize
 }
 
 /// Reads a placement. A partial placement, whose parts would have to be summed, is an error.
-fn placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement, FormatError> {
+fn placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
     let p = walk.pickle;
     let Node::Opaque(object) = p.node(id) else {
         return Err(p.wrong(id, "a placement").into());
@@ -257,7 +249,7 @@ fn check_order(
     walk: &mut Walk<'_, '_>,
     spec: Fields<'_, '_>,
     placements: &[Placement],
-) -> Result<(), FormatError> {
+) -> Result<()> {
     let p = walk.pickle;
     let Some(order) = spec.find_some("shard_order") else {
         return Ok(());
@@ -289,11 +281,7 @@ fn check_order(
 /// Reads a DTensor. Its state has the local tensor and a specification: the placements, and the
 /// mesh with the coordinate of the rank. The boxes of the rank follow from these as they do in
 /// torch.
-fn dtensor(
-    walk: &mut Walk<'_, '_>,
-    arguments: NodeId,
-    state: NodeId,
-) -> Result<ShardedRef, FormatError> {
+fn dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef> {
     let p = walk.pickle;
     let (dtype, shape) = whole(p, arguments)?;
     let attributes = attributes_in(walk, state)?;
@@ -347,11 +335,7 @@ fn dtensor(
 
 /// Cuts a local tensor into the boxes of the whole tensor that it holds, one after the other along
 /// each dimension.
-fn parts_of(
-    local: &TensorRef,
-    boxes: &[TensorBox],
-    shape: &[usize],
-) -> Result<Vec<TensorRef>, FormatError> {
+fn parts_of(local: &TensorRef, boxes: &[TensorBox], shape: &[usize]) -> Result<Vec<TensorRef>> {
     if boxes.is_empty() {
         if !local.shape.contains(&0) {
             let reason = "its local part has elements where its placements have none";
@@ -403,11 +387,7 @@ fn parts_of(
 }
 
 /// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`.
-fn sharded_tensor(
-    walk: &mut Walk<'_, '_>,
-    arguments: NodeId,
-    state: NodeId,
-) -> Result<ShardedRef, FormatError> {
+fn sharded_tensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef> {
     let p = walk.pickle;
     let (dtype, shape) = whole(p, arguments)?;
     let [shards, metadata, ..] = *p.sequence(state)? else {

@@ -1,8 +1,10 @@
 //! The places of storages in a file of `torch.save`, of either kind.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
+use super::Result;
 use super::zip::Directory;
 use crate::error::FormatError;
 use crate::formats::assembled::FindStart;
@@ -14,16 +16,7 @@ pub(crate) enum Storages {
     /// Records of a zip archive.
     Archive(Directory),
     /// Ranges after the pickles, by key: what torch before 1.6 wrote.
-    Legacy(HashMap<String, LegacyStorage>),
-}
-
-/// A storage of a legacy file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct LegacyStorage {
-    /// The first byte of its data.
-    pub(crate) data: u64,
-    /// Its length in bytes.
-    pub(crate) length: u64,
+    Legacy(HashMap<String, Range<u64>>),
 }
 
 /// Returns the name of the record of a storage.
@@ -34,7 +27,7 @@ fn record_of(key: &str) -> String {
 impl Storages {
     /// Returns where a storage begins, including its header if it has one, after checking that it
     /// has at least this many bytes.
-    pub(crate) fn start(&self, key: &str, bytes: u64) -> Result<u64, FormatError> {
+    pub(crate) fn start(&self, key: &str, bytes: u64) -> Result<u64> {
         let (start, length) = match self {
             Storages::Archive(archive) => {
                 let record = archive.get(&record_of(key))?;
@@ -46,7 +39,7 @@ impl Storages {
                     .ok_or_else(|| FormatError::MissingRecord {
                         name: key.to_owned(),
                     })?;
-                (storage.data, storage.length)
+                (storage.start, storage.end - storage.start)
             }
         };
         if length < bytes {
@@ -59,12 +52,7 @@ impl Storages {
 
     /// Returns the start of the data of a storage, of which this many bytes must be there. The
     /// storage's header determines it.
-    pub(crate) fn data_offset(
-        &self,
-        source: &dyn ReadAt,
-        key: &str,
-        bytes: u64,
-    ) -> Result<u64, FormatError> {
+    pub(crate) fn data_offset(&self, source: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64> {
         let start = self.start(key, bytes)?;
         match self {
             Storages::Archive(archive) => {
@@ -85,7 +73,7 @@ pub(crate) struct InStorage {
 }
 
 impl FindStart for InStorage {
-    fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError> {
+    fn find(&self, file: &dyn ReadAt) -> Result<u64> {
         self.storages.data_offset(file, &self.key, self.bytes)
     }
 }

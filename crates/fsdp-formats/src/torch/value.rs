@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use fsdp_digest::{Digest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
 
+use super::Result;
 use super::storages::Storages;
 use super::tensor_ref::{StorageRef, TensorRef, check_writable, write_tensor};
 use super::zip::{ArchiveLayout, Directory, ROOT};
@@ -18,7 +19,7 @@ use crate::pickle::{
     QSCHEMES, Walk, name_at, parse, parse_within,
 };
 use crate::storage::read_at::{BlockReader, ReadAt};
-use crate::strided::read_overlap;
+use crate::strided::StoredElements;
 
 /// Encodes the item of a value: the same as `torch.save(value)` writes, except for the order of the
 /// zip's records.
@@ -32,14 +33,16 @@ use crate::strided::read_overlap;
 /// assert_eq!(decode_value(&encode_value(&betas)?)?, betas);
 /// # Ok::<(), fsdp_formats::FormatError>(())
 /// ```
-pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>, FormatError> {
+pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>> {
     let (layout, tensors) = layout_of(value)?;
     let crcs: Vec<u32> = tensors
         .iter()
         .map(|tensor| crc32fast::hash(&tensor.data))
         .collect();
+    // Without storages the head needs no checksum.
     let mut bytes = layout.head(crcs.first().copied().unwrap_or(0));
     for (index, tensor) in tensors.iter().enumerate() {
+        // The head ends with the header of the first one.
         if index > 0 {
             bytes.extend_from_slice(&layout.storage_header(index, crcs[index]));
         }
@@ -50,12 +53,12 @@ pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>, FormatError> {
 }
 
 /// Returns the length of the result of [`encode_value`].
-pub fn value_item_length(value: &PlainValue) -> Result<u64, FormatError> {
+pub fn value_item_length(value: &PlainValue) -> Result<u64> {
     Ok(layout_of(value)?.0.length())
 }
 
 /// Lays out the item of a value, and lists the tensors inside it.
-fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>), FormatError> {
+fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
     let mut pickle = Vec::new();
     let mut tensors = Vec::new();
     write::proto(&mut pickle, 2);
@@ -77,7 +80,7 @@ pub fn write_value<'v>(
     tensors: &mut Vec<&'v PlainTensor>,
     first: usize,
     depth: usize,
-) -> Result<(), FormatError> {
+) -> Result<()> {
     ValueWriter {
         out,
         tensors,
@@ -95,7 +98,7 @@ struct ValueWriter<'o, 'v> {
 
 impl<'v> ValueWriter<'_, 'v> {
     /// Writes the opcodes of a value with so many containers around it.
-    fn write(&mut self, value: &'v PlainValue, depth: usize) -> Result<(), FormatError> {
+    fn write(&mut self, value: &'v PlainValue, depth: usize) -> Result<()> {
         if depth >= MAX_DEPTH {
             return Err(FormatError::TooLarge {
                 what: "nesting",
@@ -152,7 +155,7 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 
     /// Writes the opcodes of a tensor, whose elements follow the pickle in a storage.
-    fn tensor(&mut self, tensor: &'v PlainTensor) -> Result<(), FormatError> {
+    fn tensor(&mut self, tensor: &'v PlainTensor) -> Result<()> {
         check_writable(tensor.dtype)?;
         let length = tensor
             .shape
@@ -175,7 +178,7 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 
     /// Writes the opcodes of a list.
-    fn list(&mut self, items: &'v [PlainValue], depth: usize) -> Result<(), FormatError> {
+    fn list(&mut self, items: &'v [PlainValue], depth: usize) -> Result<()> {
         self.out.push(write::EMPTY_LIST);
         if !items.is_empty() {
             self.out.push(write::MARK);
@@ -188,12 +191,7 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 
     /// Writes the opcodes of a set, which a builtin function makes of a list.
-    fn set(
-        &mut self,
-        function: &str,
-        items: &'v [PlainValue],
-        depth: usize,
-    ) -> Result<(), FormatError> {
+    fn set(&mut self, function: &str, items: &'v [PlainValue], depth: usize) -> Result<()> {
         write::global(self.out, "__builtin__", function);
         self.list(items, depth)?;
         write::close_tuple(self.out, 1);
@@ -202,12 +200,7 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 
     /// Writes the opcodes of an object of a type that a simpler value describes.
-    fn typed(
-        &mut self,
-        of: PythonType,
-        description: &'v PlainValue,
-        depth: usize,
-    ) -> Result<(), FormatError> {
+    fn typed(&mut self, of: PythonType, description: &'v PlainValue, depth: usize) -> Result<()> {
         match (of, description) {
             // Dtypes and quantization schemes are attributes of the module `torch`, not the results
             // of calls.
@@ -257,7 +250,7 @@ impl<'v> ValueWriter<'_, 'v> {
 /// Reads the value in an item, with the tensors in it. `item` must hold exactly the item.
 ///
 /// An `OrderedDict` or `defaultdict` becomes a dict.
-pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue, FormatError> {
+pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue> {
     decode_value_within(item, Budget::new(item.len(), PICKLE_FACTOR), false)
 }
 
@@ -267,7 +260,7 @@ pub(crate) fn decode_value_within(
     item: &dyn ReadAt,
     budget: Budget,
     describes: bool,
-) -> Result<PlainValue, FormatError> {
+) -> Result<PlainValue> {
     let directory = Directory::read(item)?;
     let pickle = directory.read_pickle(item)?;
     let parsed = parse_within(&pickle, budget)?;
@@ -285,7 +278,7 @@ pub(crate) fn decode_value_within(
 ///
 /// # Errors
 /// Bytes that are no such item; a value that is opaque.
-pub fn decode_item(item: &[u8]) -> Result<PlainValue, FormatError> {
+pub fn decode_item(item: &[u8]) -> Result<PlainValue> {
     decode_value(&item)
 }
 
@@ -294,17 +287,14 @@ pub fn decode_item(item: &[u8]) -> Result<PlainValue, FormatError> {
 ///
 /// # Errors
 /// Bytes that are no such item.
-pub fn describe_item(item: &[u8]) -> Result<PlainValue, FormatError> {
+pub fn describe_item(item: &[u8]) -> Result<PlainValue> {
     let budget = Budget::new(item.len() as u64, PICKLE_FACTOR);
     decode_value_within(&item, budget, true)
 }
 
 /// Returns the type of the object that makes the value of an item opaque, from its pickle alone;
 /// `None` for a plain value.
-pub(crate) fn opaque_type_of(
-    item: &dyn ReadAt,
-    budget: Budget,
-) -> Result<Option<String>, FormatError> {
+pub(crate) fn opaque_type_of(item: &dyn ReadAt, budget: Budget) -> Result<Option<String>> {
     let pickle = Directory::read(item)?.read_pickle(item)?;
     let parsed = parse_within(&pickle, budget)?;
     let mut walk = Walk::new(&parsed);
@@ -319,10 +309,7 @@ pub(crate) fn opaque_type_of(
 }
 
 /// Describes the object of an item, without the elements of the tensors in it.
-pub(crate) fn describe_object(
-    item: &dyn ReadAt,
-    budget: Budget,
-) -> Result<PlainValue, FormatError> {
+pub(crate) fn describe_object(item: &dyn ReadAt, budget: Budget) -> Result<PlainValue> {
     let pickle = Directory::read(item)?.read_pickle(item)?;
     let parsed = parse_within(&pickle, budget)?;
     let mut walk = Walk::new(&parsed);
@@ -331,7 +318,7 @@ pub(crate) fn describe_object(
 }
 
 /// Returns a placeholder without elements for a tensor inside a value that is not read.
-fn without_elements(tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+fn without_elements(tensor: &TensorRef) -> Result<PlainTensor> {
     Ok(PlainTensor {
         dtype: tensor.dtype,
         shape: tensor.shape.clone(),
@@ -348,10 +335,7 @@ pub(crate) fn is_same_quantizer(first: Option<&PlainValue>, second: Option<&Plai
 }
 
 /// Reads the quantizer of the tensor that is the archive's root object.
-pub(crate) fn quantizer_of(
-    archive: &Directory,
-    source: &dyn ReadAt,
-) -> Result<Option<PlainValue>, FormatError> {
+pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>> {
     let pickle = archive.read_pickle(source)?;
     let parsed = parse(&pickle)?;
     let Some(TensorRef {
@@ -369,19 +353,19 @@ pub(crate) fn quantizer_of(
 /// Loads the tensors and storages that the values of a pickle refer to.
 pub(crate) trait LoadTensors {
     /// Returns a tensor inside a value, with its elements.
-    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError>;
+    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor>;
 
     /// Describes the first bytes of a storage that is itself inside an opaque object.
-    fn storage(&mut self, key: &str, bytes: u64) -> Result<PlainValue, FormatError>;
+    fn storage(&mut self, key: &str, bytes: u64) -> Result<PlainValue>;
 }
 
 /// A function that returns tensors. Storages are then described by their lengths.
-impl<F: FnMut(&TensorRef) -> Result<PlainTensor, FormatError>> LoadTensors for F {
-    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+impl<F: FnMut(&TensorRef) -> Result<PlainTensor>> LoadTensors for F {
+    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor> {
         self(tensor)
     }
 
-    fn storage(&mut self, _: &str, bytes: u64) -> Result<PlainValue, FormatError> {
+    fn storage(&mut self, _: &str, bytes: u64) -> Result<PlainValue> {
         Ok(PlainValue::Str(format!("{bytes} bytes")))
     }
 }
@@ -411,7 +395,7 @@ impl<'a> TensorLoader<'a> {
     }
 
     /// Returns the digest of the first bytes of a storage.
-    fn digest(&self, key: &str, bytes: u64) -> Result<Digest, FormatError> {
+    fn digest(&self, key: &str, bytes: u64) -> Result<Digest> {
         /// The bytes that are read at once.
         const AT_ONCE: u64 = 1 << 20;
         let start = self.storages.data_offset(self.source, key, bytes)?;
@@ -429,10 +413,10 @@ impl<'a> TensorLoader<'a> {
 }
 
 impl LoadTensors for TensorLoader<'_> {
-    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor, FormatError> {
+    fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor> {
         let element = tensor.dtype.size_in_bytes() as usize;
         let length = tensor.shape.iter().product::<usize>() * element;
-        let start =
+        let storage =
             self.storages
                 .data_offset(self.source, &tensor.storage, tensor.storage_bytes)?;
         // An expanded tensor is larger than its storage, and several tensors may share one.
@@ -441,14 +425,12 @@ impl LoadTensors for TensorLoader<'_> {
         let whole = TensorBox::whole(&tensor.shape);
         let mut data = vec![0; length];
         let mut slot = Slot::new(whole.clone(), &mut data);
-        read_overlap(
-            &mut BlockReader::new(self.source),
-            start,
+        let stored = StoredElements {
+            storage,
             element,
-            &tensor.layout,
-            &whole,
-            &mut slot,
-        )?;
+            layout: &tensor.layout,
+        };
+        stored.read(&mut BlockReader::new(self.source), &whole, &mut slot)?;
         Ok(PlainTensor {
             dtype: tensor.dtype,
             shape: tensor.shape.clone(),
@@ -456,19 +438,16 @@ impl LoadTensors for TensorLoader<'_> {
         })
     }
 
-    fn storage(&mut self, key: &str, bytes: u64) -> Result<PlainValue, FormatError> {
-        let known = self.digests.get(&(key.to_owned(), bytes)).copied();
-        let digest = match known {
-            Some(digest) => digest,
-            None => {
-                // Storages of many lengths may be claimed to lie in one record.
-                self.to_digest
-                    .charge("bytes of storages in values", bytes)?;
-                let digest = self.digest(key, bytes)?;
-                self.digests.insert((key.to_owned(), bytes), digest);
-                digest
-            }
-        };
+    fn storage(&mut self, key: &str, bytes: u64) -> Result<PlainValue> {
+        let place = (key.to_owned(), bytes);
+        if !self.digests.contains_key(&place) {
+            // Storages of many lengths may be claimed to lie in one record.
+            self.to_digest
+                .charge("bytes of storages in values", bytes)?;
+            let digest = self.digest(key, bytes)?;
+            self.digests.insert(place.clone(), digest);
+        }
+        let digest = self.digests[&place];
         Ok(PlainValue::Str(format!(
             "{bytes} bytes with the digest {digest}"
         )))
@@ -477,7 +456,7 @@ impl LoadTensors for TensorLoader<'_> {
 
 /// Returns the plain value of a pickle's node. A tensor in it is an error, because a pickle does
 /// not hold its bytes.
-pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue, FormatError> {
+pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue> {
     convert(&mut Walk::new(pickle), id, &mut |_: &TensorRef| {
         Err(FormatError::Unsupported {
             what: "a tensor inside this value".to_owned(),
@@ -511,7 +490,7 @@ fn described(
     id: NodeId,
     object: &OpaqueNode<'_>,
     loader: &mut dyn LoadTensors,
-) -> Result<PlainValue, FormatError> {
+) -> Result<PlainValue> {
     // Its type, and the names of its other parts, whose values are charged when they are made.
     let names = 2 * DESCRIBED + (object.module.len() + object.name.len()) as u64;
     walk.charge(id, COPIES, names)?;
@@ -541,7 +520,7 @@ fn described_storage(
     id: NodeId,
     storage: &StorageRef,
     loader: &mut dyn LoadTensors,
-) -> Result<PlainValue, FormatError> {
+) -> Result<PlainValue> {
     // Two keys and two values, with their texts.
     walk.charge(id, COPIES, 3 * DESCRIBED)?;
     let bytes = loader.storage(&storage.key, storage.bytes)?;
@@ -558,7 +537,7 @@ fn tensor_in_value(
     id: NodeId,
     tensor: &TensorRef,
     loader: &mut dyn LoadTensors,
-) -> Result<PlainValue, FormatError> {
+) -> Result<PlainValue> {
     walk.charge(id, COPIES, size_of_val(&tensor.shape[..]) as u64)?;
     let Some(quantizer) = tensor.quantizer else {
         return Ok(PlainValue::Tensor(loader.tensor(tensor)?));
@@ -585,7 +564,7 @@ pub(crate) fn convert(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
     loader: &mut dyn LoadTensors,
-) -> Result<PlainValue, FormatError> {
+) -> Result<PlainValue> {
     walk.enter(id)?;
     let p = walk.pickle;
     let value = match p.node(id) {
@@ -624,13 +603,13 @@ const DESCRIBED: u64 = 2 * size_of::<PlainValue>() as u64;
 /// Turns a node that holds no other ones into a value. A pickle may refer to one text many times,
 /// so each copy is charged: a small file cannot fill the memory. In a walk that describes, types
 /// and functions become their names.
-fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue, FormatError> {
+fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
     let p = walk.pickle;
     let node = p.node(id);
     let copied = match node {
         Node::Str(text) => text.len() as u64,
         Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len() as u64,
-        Node::BigInt(bytes) => bytes.len() as u64,
+        Node::BigInt(bytes) => size_of_val(*bytes) as u64,
         Node::Global(_) => DESCRIBED,
         Node::Foreign(module, name) => (module.len() + name.len()) as u64,
         _ => 0,
@@ -670,7 +649,7 @@ fn convert_all(
     walk: &mut Walk<'_, '_>,
     items: &[NodeId],
     loader: &mut dyn LoadTensors,
-) -> Result<Vec<PlainValue>, FormatError> {
+) -> Result<Vec<PlainValue>> {
     // Not an iterator, whose functions would each take a part of the stack at each level; and no
     // capacity for all, because a list that holds itself has its items once for each level.
     let mut values = Vec::new();
@@ -685,7 +664,7 @@ fn convert_entries(
     walk: &mut Walk<'_, '_>,
     entries: &[(NodeId, NodeId)],
     loader: &mut dyn LoadTensors,
-) -> Result<Vec<(PlainValue, PlainValue)>, FormatError> {
+) -> Result<Vec<(PlainValue, PlainValue)>> {
     let mut values = Vec::new();
     for &(key, value) in entries {
         let key = convert(walk, key, loader)?;
@@ -700,7 +679,7 @@ fn convert_dict(
     id: NodeId,
     entries: &[(NodeId, NodeId)],
     loader: &mut dyn LoadTensors,
-) -> Result<PlainValue, FormatError> {
+) -> Result<PlainValue> {
     let dict = convert_entries(walk, entries, loader)?;
     // A dict of Python has each key once, and other formats would keep only one of the values.
     let mut texts = HashSet::new();
@@ -718,7 +697,7 @@ fn convert_object(
     id: NodeId,
     object: &ObjectNode,
     loader: &mut dyn LoadTensors,
-) -> Result<PlainValue, FormatError> {
+) -> Result<PlainValue> {
     if let Some(value) = plain_object(walk, id, object)? {
         return Ok(value);
     }
@@ -754,14 +733,16 @@ fn plain_object(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
     object: &ObjectNode,
-) -> Result<Option<PlainValue>, FormatError> {
+) -> Result<Option<PlainValue>> {
     let p = walk.pickle;
     Ok(Some(match (object.global, p.args(object)) {
         (Global::Size, _) => {
-            let sizes = p.sizes(id)?;
-            let sizes: Vec<_> = sizes.iter().map(|&size| (size as i64).into()).collect();
-            walk.charge(id, COPIES, size_of_val(&sizes[..]) as u64)?;
-            PlainValue::typed(PythonType::Size, PlainValue::Tuple(sizes))
+            let mut items: Vec<PlainValue> = Vec::new();
+            for size in p.sizes(id)? {
+                items.push((size as i64).into());
+            }
+            walk.charge(id, COPIES, size_of_val(&items[..]) as u64)?;
+            PlainValue::typed(PythonType::Size, PlainValue::Tuple(items))
         }
         (Global::Path(of), args) => {
             let mut parts = Vec::new();

@@ -4,27 +4,25 @@
 use std::io::Read as _;
 use std::sync::Arc;
 
-use fsdp_layout::{DType, PlainValue, TensorBox};
+use fsdp_layout::{DType, PlainValue};
 
 use super::CheckpointReader;
+use super::chunk_item::{ChunkItem, most_item_bytes};
 use super::error::ReadError;
 use crate::budget::Budget;
 use crate::dcp::item::{KnownItem, StoredTensor, TensorItem};
 use crate::error::{FileError, FormatError};
-use crate::formats::checkpoint::KeyFilter;
 use crate::formats::read::byte_length;
 use crate::limits::{MAX_OBJECT_BYTES, PICKLE_FACTOR, check_limit};
-use crate::metadata::{Chunk, StorageInfo, TensorEntry};
+use crate::metadata::{StorageInfo, TensorEntry};
 use crate::safetensors::header::Header;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::read_at::{ReadAt, Window, read_whole};
 use crate::threads::lock;
 use crate::torch::tensor_ref::TensorRef;
-use crate::torch::value::{is_same_quantizer, quantizer_of};
+use crate::torch::value::quantizer_of;
 use crate::torch::zip::Directory;
 
-/// The most bytes that an item may have around its payload.
-const ITEM_OVERHEAD: u64 = 64 << 10;
 /// The length up to which items are read whole, in one go.
 const SMALL_ITEM: u64 = 64 << 10;
 /// The most items that are kept to recognize others by. Each takes about 2 KiB.
@@ -52,37 +50,6 @@ impl Bytes {
             Bytes::Memory(bytes) => bytes,
             Bytes::File(file) => &**file,
         }
-    }
-}
-
-/// A chunk of a tensor, and the item that it is stored in.
-#[derive(Clone, Copy)]
-pub(super) struct ChunkItem<'m> {
-    pub(super) fqn: &'m str,
-    pub(super) dtype: DType,
-    /// The box of the chunk.
-    pub(super) bounds: &'m TensorBox,
-    pub(super) stored: &'m StorageInfo,
-}
-
-impl<'m> ChunkItem<'m> {
-    /// Returns the item of a chunk. A chunk that is stored nowhere is an error.
-    pub(super) fn new(
-        fqn: &'m str,
-        tensor: &TensorEntry,
-        chunk: &'m Chunk,
-    ) -> Result<Self, FileError> {
-        let Some(stored) = &chunk.stored else {
-            return Err(FileError::NotStored {
-                fqn: fqn.to_owned(),
-            });
-        };
-        Ok(ChunkItem {
-            fqn,
-            dtype: tensor.properties.dtype,
-            bounds: &chunk.bounds,
-            stored,
-        })
     }
 }
 
@@ -224,23 +191,6 @@ impl CheckpointReader {
         Ok(bytes)
     }
 
-    /// Checks that each item of these keys lies in its file, and is long enough for its chunk (a
-    /// transform may have made it shorter), unless it is opaque.
-    pub(super) fn check_items(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
-        for (fqn, tensor) in self.metadata.tensors().filter(|(fqn, _)| keys(fqn)) {
-            for chunk in &tensor.chunks {
-                if chunk.bounds.is_empty() {
-                    continue;
-                }
-                match self.check_item(ChunkItem::new(fqn, tensor, chunk)?) {
-                    Err(error) if error.opaque_type().is_some() => {}
-                    checked => checked?,
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Returns the type of a tensor's first item, if it is not that of a plain tensor.
     pub(super) fn opaque_tensor(&self, fqn: &str, tensor: &TensorEntry) -> Option<String> {
         let item = tensor
@@ -287,7 +237,9 @@ impl CheckpointReader {
         Ok(read(&Window::new(&*file, stored.offset, stored.length)?)?)
     }
 
-    /// Checks one item as [`CheckpointReader::check_items`] does.
+    /// Checks one item as [`check_stored`] does.
+    ///
+    /// [`check_stored`]: crate::formats::checkpoint::Checkpoint::check_stored
     pub(super) fn check_item(&self, item: ChunkItem<'_>) -> Result<(), FileError> {
         let ChunkItem { fqn, stored, .. } = item;
         let file = self.directory.file(&stored.relative_path)?;
@@ -311,35 +263,8 @@ impl CheckpointReader {
         Err(self.item_error(fqn, stored, error.into()))
     }
 
-    /// Reads how a tensor is quantized, which all of its items must say alike; `None` if it is not.
-    pub(crate) fn read_quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
-        let Some(tensor) = self.metadata.tensor(fqn) else {
-            return Ok(None);
-        };
-        let mut first: Option<(&StorageInfo, Option<PlainValue>)> = None;
-        for chunk in &tensor.chunks {
-            let Some(stored) = &chunk.stored else {
-                continue;
-            };
-            let most = most_item_bytes(&chunk.bounds, tensor.properties.dtype);
-            let found = self
-                .quantizer_in(stored, most)
-                .map_err(|error| self.item_error(fqn, stored, error))?;
-            let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
-            if !is_same_quantizer(quantizer.as_ref(), found.as_ref()) {
-                return Err(FileError::Differing {
-                    fqn: fqn.to_owned(),
-                    what: "has another scale or zero point".to_owned(),
-                    first: place.relative_path.clone(),
-                    second: stored.relative_path.clone(),
-                });
-            }
-        }
-        Ok(first.and_then(|(_, quantizer)| quantizer))
-    }
-
     /// Reads how the tensor in one item of `most` bytes at most is quantized; `None` if it is not.
-    fn quantizer_in(
+    pub(super) fn quantizer_in(
         &self,
         stored: &StorageInfo,
         most: u64,
@@ -369,13 +294,6 @@ impl CheckpointReader {
             },
         }
     }
-}
-
-/// Returns the most bytes that the item of a box may have. A box whose bytes cannot be counted fits
-/// in no item.
-fn most_item_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
-    let payload = byte_length(bounds, dtype).map_or(0, |bytes| bytes as u64);
-    payload.saturating_add(ITEM_OVERHEAD)
 }
 
 fn bad_stream(error: impl ToString) -> FormatError {

@@ -1,5 +1,6 @@
 //! Reading a DCP checkpoint: by ranges, in parallel, directly into the destination.
 
+mod chunk_item;
 mod error;
 mod items;
 mod read;
@@ -17,16 +18,20 @@ use crate::dcp::item::KnownItem;
 use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
-use crate::plan::LoadPlanError;
+use crate::plan::{LoadPlanError, plan_load};
 use crate::safetensors::header::Header;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::lineage::Lineage;
 use crate::storage::location::Location;
-use crate::torch::value::{decode_value_within, describe_object, opaque_type_of};
+use crate::torch::value::{
+    decode_value_within, describe_object, is_same_quantizer, opaque_type_of,
+};
 
+use self::chunk_item::{ChunkItem, most_item_bytes};
 use self::error::ReadError;
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
+use crate::formats::lookup::{check_length, tensor_of};
 use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
 use crate::formats::replicas::check_replicas;
 use crate::metadata::Replica;
@@ -236,7 +241,16 @@ impl Checkpoint for CheckpointReader {
     }
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        self.fill(fqn, slots)
+        let tensor = tensor_of(&self.metadata, fqn)?;
+        for chunk in &tensor.chunks {
+            let is_wanted = slots
+                .iter()
+                .any(|slot| chunk.bounds.intersect(&slot.bounds).is_some());
+            if is_wanted {
+                self.fill_from(ChunkItem::new(fqn, tensor, chunk)?, slots)?;
+            }
+        }
+        Ok(())
     }
 
     fn check_read(
@@ -244,7 +258,13 @@ impl Checkpoint for CheckpointReader {
         requests: &[LoadRequest],
         options: ReadPlanOptions,
     ) -> Result<LoadPlan, FileError> {
-        self.check_planned(requests, options)
+        let plan = plan_load(&self.metadata, requests, options)?;
+        for read in &plan.reads {
+            let fqn = &requests[read.request].fqn;
+            let tensor = tensor_of(&self.metadata, fqn)?;
+            self.check_item(ChunkItem::new(fqn, tensor, &tensor.chunks[read.chunk])?)?;
+        }
+        Ok(plan)
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
@@ -276,8 +296,21 @@ impl Checkpoint for CheckpointReader {
             .map_err(|error| self.item_error(fqn, stored, error))
     }
 
+    /// A stream transform may have made an item shorter than its chunk, and an opaque item has a
+    /// length of its own.
     fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
-        self.check_items(keys)
+        for (fqn, tensor) in self.metadata.tensors().filter(|(fqn, _)| keys(fqn)) {
+            for chunk in &tensor.chunks {
+                if chunk.bounds.is_empty() {
+                    continue;
+                }
+                match self.check_item(ChunkItem::new(fqn, tensor, chunk)?) {
+                    Err(error) if error.opaque_type().is_some() => {}
+                    checked => checked?,
+                }
+            }
+        }
+        Ok(())
     }
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
@@ -285,7 +318,29 @@ impl Checkpoint for CheckpointReader {
     }
 
     fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
-        self.read_quantizer(fqn)
+        let Some(tensor) = self.metadata.tensor(fqn) else {
+            return Ok(None);
+        };
+        let mut first: Option<(&StorageInfo, Option<PlainValue>)> = None;
+        for chunk in &tensor.chunks {
+            let Some(stored) = &chunk.stored else {
+                continue;
+            };
+            let most = most_item_bytes(&chunk.bounds, tensor.properties.dtype);
+            let found = self
+                .quantizer_in(stored, most)
+                .map_err(|error| self.item_error(fqn, stored, error))?;
+            let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
+            if !is_same_quantizer(quantizer.as_ref(), found.as_ref()) {
+                return Err(FileError::Differing {
+                    fqn: fqn.to_owned(),
+                    what: "has another scale or zero point".to_owned(),
+                    first: place.relative_path.clone(),
+                    second: stored.relative_path.clone(),
+                });
+            }
+        }
+        Ok(first.and_then(|(_, quantizer)| quantizer))
     }
 
     fn read_replica(
@@ -294,7 +349,25 @@ impl Checkpoint for CheckpointReader {
         bounds: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
-        self.read_copy(replica, bounds, dst)
+        let Replica {
+            fqn,
+            bounds: Some(whole),
+            stored,
+        } = replica
+        else {
+            return Err(FileError::NotStored {
+                fqn: replica.fqn.clone(),
+            });
+        };
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
+        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
+        let item = ChunkItem {
+            fqn,
+            dtype,
+            bounds: whole,
+            stored,
+        };
+        self.fill_from(item, &mut [Slot::new(bounds.clone(), dst)])
     }
 
     fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {

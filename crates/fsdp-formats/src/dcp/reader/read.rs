@@ -3,14 +3,15 @@
 use fsdp_layout::TensorBox;
 
 use super::CheckpointReader;
+use super::chunk_item::ChunkItem;
 use super::error::ReadError;
-use super::items::{Bytes, ChunkItem};
+use super::items::Bytes;
 use crate::error::FileError;
-use crate::formats::lookup::{check_length, request_of, tensor_of};
+use crate::formats::lookup::{request_of, tensor_of};
 use crate::formats::read::{Destination, ReadOptions, byte_length};
-use crate::metadata::{Chunk, Replica};
+use crate::metadata::Chunk;
 use crate::payload::slot::Slot;
-use crate::plan::{LoadPlan, LoadPlanError, LoadRequest, ReadPlanOptions, plan_load};
+use crate::plan::{LoadPlanError, ReadPlanOptions, plan_load};
 use crate::storage::read_at::BlockReader;
 
 impl CheckpointReader {
@@ -40,65 +41,12 @@ impl CheckpointReader {
         Ok(bytes)
     }
 
-    /// Plans a read, and checks that the files that it needs are there and long enough.
-    pub(super) fn check_planned(
-        &self,
-        requests: &[LoadRequest],
-        options: ReadPlanOptions,
-    ) -> Result<LoadPlan, FileError> {
-        let plan = plan_load(&self.metadata, requests, options)?;
-        for read in &plan.reads {
-            let fqn = &requests[read.request].fqn;
-            let tensor = tensor_of(&self.metadata, fqn)?;
-            self.check_item(ChunkItem::new(fqn, tensor, &tensor.chunks[read.chunk])?)?;
-        }
-        Ok(plan)
-    }
-
-    /// Fills boxes of a tensor, chunk by chunk: each item is located once for all boxes.
-    pub(super) fn fill(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let tensor = tensor_of(&self.metadata, fqn)?;
-        for chunk in &tensor.chunks {
-            let is_wanted = slots
-                .iter()
-                .any(|slot| chunk.bounds.intersect(&slot.bounds).is_some());
-            if is_wanted {
-                self.fill_from(ChunkItem::new(fqn, tensor, chunk)?, slots)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Reads a box of a chunk from another of its copies, in the checkpoint's dtype.
-    pub(super) fn read_copy(
-        &self,
-        replica: &Replica,
-        bounds: &TensorBox,
-        dst: &mut [u8],
-    ) -> Result<(), FileError> {
-        let Replica {
-            fqn,
-            bounds: Some(whole),
-            stored,
-        } = replica
-        else {
-            return Err(FileError::NotStored {
-                fqn: replica.fqn.clone(),
-            });
-        };
-        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
-        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        let item = ChunkItem {
-            fqn,
-            dtype,
-            bounds: whole,
-            stored,
-        };
-        self.fill_from(item, &mut [Slot::new(bounds.clone(), dst)])
-    }
-
     /// Fills the parts of boxes that lie in one chunk.
-    fn fill_from(&self, item: ChunkItem<'_>, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+    pub(super) fn fill_from(
+        &self,
+        item: ChunkItem<'_>,
+        slots: &mut [Slot<'_>],
+    ) -> Result<(), FileError> {
         self.fill_located(item, slots)
             .map_err(|error| self.item_error(item.fqn, item.stored, error))
     }

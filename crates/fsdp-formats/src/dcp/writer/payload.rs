@@ -39,9 +39,9 @@ pub(super) fn write(
         },
         |task, buffer| run(file, layout, source, *task, buffer),
         |item, crc| {
-            let frame = Frame::new(layout, item, crc);
-            file.write_at(frame.from, &frame.head)?;
-            file.write_at(frame.end, &frame.tail)
+            bytes_around(layout, item, crc)
+                .iter()
+                .try_for_each(|(offset, bytes)| file.write_at(*offset, bytes))
         },
     )?;
     Ok((
@@ -180,36 +180,20 @@ fn small_item(
     Ok(sum)
 }
 
-/// The bytes around a large payload, which contain its checksum.
-struct Frame {
-    /// The start of the head: after the item before it, so that padding is part of it.
-    from: u64,
-    head: Vec<u8>,
-    /// The end of the payload.
-    end: u64,
-    tail: Vec<u8>,
-}
-
-impl Frame {
-    /// Returns the bytes around the payload of a tensor that is written in parts, once its checksum
-    /// `crc` is known.
-    fn new(layout: &FileLayout<'_>, item: usize, crc: u32) -> Self {
-        let placed = &layout.items[item];
-        let (Some((payload, length)), Content::Tensor { around, .. }) =
-            (placed.own_payload(), &placed.content)
-        else {
-            unreachable!("only a tensor with a payload of its own is written in parts");
-        };
-        let from = segment_start(layout, item);
-        let mut head = vec![0; (placed.offset - from) as usize];
-        head.extend_from_slice(&around.head(crc));
-        Frame {
-            from,
-            head,
-            end: payload + length,
-            tail: around.tail(crc),
-        }
-    }
+/// Returns the bytes before and after the payload of a tensor that is written in parts, each with
+/// their place in the file. They contain the checksum `crc` of the payload, and the padding before
+/// the item.
+fn bytes_around(layout: &FileLayout<'_>, item: usize, crc: u32) -> [(u64, Vec<u8>); 2] {
+    let placed = &layout.items[item];
+    let (Some((payload, length)), Content::Tensor { around, .. }) =
+        (placed.own_payload(), &placed.content)
+    else {
+        unreachable!("only a tensor with a payload of its own is written in parts");
+    };
+    let from = segment_start(layout, item);
+    let mut head = vec![0; (placed.offset - from) as usize];
+    head.extend_from_slice(&around.head(crc));
+    [(from, head), (payload + length, around.tail(crc))]
 }
 
 /// Puts all hashes in order.
@@ -245,10 +229,11 @@ fn integrity<'t>(
                 if end < length {
                     continue;
                 }
-                let frame = Frame::new(layout, item, std::mem::take(&mut crc).finalize());
-                integrity.push_bytes(&frame.head);
+                let crc = std::mem::take(&mut crc).finalize();
+                let [(_, head), (_, tail)] = bytes_around(layout, item, crc);
+                integrity.push_bytes(&head);
                 integrity.push(length, block_length(length), std::mem::take(&mut hashes));
-                integrity.push_bytes(&frame.tail);
+                integrity.push_bytes(&tail);
             }
         }
     }

@@ -13,6 +13,7 @@ use super::Record;
 use crate::error::FormatError;
 use crate::formats::assembled::Packed;
 use crate::storage::read_at::{ReadAt, end_within};
+use crate::torch::Result;
 
 /// The bytes of input that are read at once.
 const INPUT: u64 = 64 << 10;
@@ -37,7 +38,7 @@ pub(crate) struct Deflated {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ReadStates(Arc<Mutex<Vec<ReadState>>>);
 
-/// The state of a read that has ended.
+/// The state of a read that is under way, or has ended.
 struct ReadState {
     /// The record, by where it starts.
     record: u64,
@@ -46,6 +47,9 @@ struct ReadState {
     /// The bytes of input that were used up.
     used: u64,
     inflate: Box<InflateState>,
+    /// Input that was read already, of which the first `consumed` bytes were used up.
+    input: Vec<u8>,
+    consumed: usize,
 }
 
 impl std::fmt::Debug for ReadState {
@@ -115,16 +119,7 @@ pub(crate) struct Inflated<'f> {
     file: &'f dyn ReadAt,
     record: &'f Deflated,
     /// The read that continues with the next bytes.
-    current: Mutex<Option<Reading>>,
-}
-
-/// A read that is under way.
-struct Reading {
-    state: ReadState,
-    /// Input that was read already.
-    input: Vec<u8>,
-    /// The bytes of it that were used up.
-    used: usize,
+    current: Mutex<Option<ReadState>>,
 }
 
 fn malformed(reason: &str) -> FormatError {
@@ -136,30 +131,27 @@ fn malformed(reason: &str) -> FormatError {
 
 impl Inflated<'_> {
     /// Returns a read that stands at or before a position.
-    fn reading(&self, at: u64) -> Reading {
+    fn reading(&self, at: u64) -> ReadState {
         let record = self.record.start;
-        let state = match self.record.states.take(record, at) {
+        match self.record.states.take(record, at) {
             Some(state) => state,
             None => ReadState {
                 record,
                 at: 0,
                 used: 0,
                 inflate: InflateState::new_boxed(DataFormat::Raw),
+                input: Vec::new(),
+                consumed: 0,
             },
-        };
-        Reading {
-            state,
-            input: Vec::new(),
-            used: 0,
         }
     }
 
     /// Reads the next compressed bytes, up to the end of the hashed block, because checking its
     /// hash takes the whole block anyway. At the end of the record there are none.
-    fn read_input(&self, reading: &mut Reading) -> Result<(), FormatError> {
-        let at = self.record.start + reading.state.used;
-        let left = self.record.stored - reading.state.used;
-        reading.used = 0;
+    fn read_input(&self, reading: &mut ReadState) -> Result<()> {
+        let at = self.record.start + reading.used;
+        let left = self.record.stored - reading.used;
+        reading.consumed = 0;
         if left == 0 {
             reading.input.clear();
             return Ok(());
@@ -170,26 +162,26 @@ impl Inflated<'_> {
     }
 
     /// Fills `dst` with the next bytes.
-    fn read_next(&self, reading: &mut Reading, dst: &mut [u8]) -> Result<(), FormatError> {
+    fn read_next(&self, reading: &mut ReadState, dst: &mut [u8]) -> Result<()> {
         let mut filled = 0;
         while filled < dst.len() {
-            if reading.used == reading.input.len() {
+            if reading.consumed == reading.input.len() {
                 self.read_input(reading)?;
             }
-            let input = &reading.input[reading.used..];
+            let input = &reading.input[reading.consumed..];
             let done = inflate(
-                &mut reading.state.inflate,
+                &mut reading.inflate,
                 input,
                 &mut dst[filled..],
                 MZFlush::None,
             );
             filled += done.bytes_written;
-            reading.used += done.bytes_consumed;
-            reading.state.used += done.bytes_consumed as u64;
-            reading.state.at += done.bytes_written as u64;
+            reading.consumed += done.bytes_consumed;
+            reading.used += done.bytes_consumed as u64;
+            reading.at += done.bytes_written as u64;
             let is_stuck = done.bytes_consumed + done.bytes_written == 0;
             let wants_input =
-                reading.used == reading.input.len() && reading.state.used < self.record.stored;
+                reading.consumed == reading.input.len() && reading.used < self.record.stored;
             if filled == dst.len() {
                 break;
             }
@@ -206,10 +198,10 @@ impl Inflated<'_> {
     }
 
     /// Fills `dst` with the bytes from `offset`, with a read that stands at or before it.
-    fn fill(&self, reading: &mut Reading, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+    fn fill(&self, reading: &mut ReadState, offset: u64, dst: &mut [u8]) -> Result<()> {
         let mut skipped = Vec::new();
-        while reading.state.at < offset {
-            skipped.resize((offset - reading.state.at).min(SKIPPED) as usize, 0);
+        while reading.at < offset {
+            skipped.resize((offset - reading.at).min(SKIPPED) as usize, 0);
             self.read_next(reading, &mut skipped)?;
         }
         self.read_next(reading, dst)
@@ -221,13 +213,13 @@ impl ReadAt for Inflated<'_> {
         self.record.length
     }
 
-    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
+    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<()> {
         end_within(self.record.length, offset, dst.len() as u64)?;
         if dst.is_empty() {
             return Ok(());
         }
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = current.take().filter(|reading| reading.state.at <= offset);
+        let before = current.take().filter(|reading| reading.at <= offset);
         let mut reading = before.unwrap_or_else(|| self.reading(offset));
         self.fill(&mut reading, offset, dst)?;
         *current = Some(reading);
@@ -242,9 +234,10 @@ impl Drop for Inflated<'_> {
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(Reading { state, .. }) =
-            current.filter(|reading| reading.state.at < self.record.length)
-        {
+        if let Some(mut state) = current.filter(|state| state.at < self.record.length) {
+            // A state that is kept must not take much memory.
+            state.input = Vec::new();
+            state.consumed = 0;
             self.record.states.insert(state);
         }
     }

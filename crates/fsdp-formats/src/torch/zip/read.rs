@@ -10,6 +10,7 @@ use crate::budget::Budget;
 use crate::error::FormatError;
 use crate::limits::{MAX_OBJECT_BYTES, MAX_ZIP_DIRECTORY_BYTES};
 use crate::storage::read_at::{ReadAt, read_whole};
+use crate::torch::Result;
 
 /// The records of an archive, by their name below its root.
 #[derive(Debug, Clone)]
@@ -81,7 +82,7 @@ fn is_length(size: u32, length: u64) -> bool {
 
 impl Directory {
     /// Reads the directory of the archive that is all of `source`: all records lie below one root.
-    pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
+    pub fn read(source: &dyn ReadAt) -> Result<Self> {
         let mut root: Option<String> = None;
         let records = read_records(source, false, &mut |name, here| {
             let (top, below) = name
@@ -101,7 +102,7 @@ impl Directory {
 
     /// Reads the directory of an archive whose records need no root, as NumPy's have none, and may
     /// be compressed.
-    pub(crate) fn read_rootless(source: &dyn ReadAt) -> Result<Self, FormatError> {
+    pub(crate) fn read_rootless(source: &dyn ReadAt) -> Result<Self> {
         let records = read_records(source, true, &mut |name, _| Ok(name.to_owned()))?;
         Ok(Directory {
             root: String::new(),
@@ -110,7 +111,7 @@ impl Directory {
     }
 
     /// Returns the record of this name.
-    pub fn get(&self, name: &str) -> Result<&Record, FormatError> {
+    pub fn get(&self, name: &str) -> Result<&Record> {
         self.records
             .get(name)
             .ok_or_else(|| FormatError::MissingRecord {
@@ -119,20 +120,17 @@ impl Directory {
     }
 
     /// Returns where the data of a record starts, after checking its local header.
-    pub fn data_offset(
-        &self,
-        source: &dyn ReadAt,
-        name: &str,
-        record: &Record,
-    ) -> Result<u64, FormatError> {
+    pub fn data_offset(&self, source: &dyn ReadAt, name: &str, record: &Record) -> Result<u64> {
         let header = read_whole(
             source,
             record.header,
             LOCAL_HEADER_BYTES + u64::from(record.name_length),
         )?;
-        let wrong = |what| bad(record.header, what);
         if u32_at(&header, 0) != LOCAL_HEADER {
-            return Err(wrong("no local header where the directory says"));
+            return Err(bad(
+                record.header,
+                "no local header where the directory says",
+            ));
         }
         let root = match self.root.as_str() {
             "" => String::new(),
@@ -142,10 +140,11 @@ impl Directory {
             .strip_prefix(root.as_bytes())
             .is_some_and(|below| below == name.as_bytes());
         if u16_at(&header, 26) != record.name_length || !is_named {
-            return Err(wrong("the local header is another record's"));
+            return Err(bad(record.header, "the local header is another record's"));
         }
         if u16_at(&header, 8) != if record.is_deflated { DEFLATED } else { STORED } {
-            return Err(wrong(
+            return Err(bad(
+                record.header,
                 "the local header and the directory disagree on whether the record is compressed",
             ));
         }
@@ -155,7 +154,8 @@ impl Directory {
         let deferred = u16_at(&header, 6) & 8 != 0 && stored == 0 && full == 0;
         let agree = is_length(stored, record.stored) && is_length(full, record.length);
         if !deferred && !agree {
-            return Err(wrong(
+            return Err(bad(
+                record.header,
                 "the local header and the directory disagree on the length",
             ));
         }
@@ -165,13 +165,13 @@ impl Directory {
             + u64::from(u16_at(&header, 28));
         match data.checked_add(record.stored) {
             Some(end) if end <= source.len() => Ok(data),
-            _ => Err(wrong("the record ends beyond the archive")),
+            _ => Err(bad(record.header, "the record ends beyond the archive")),
         }
     }
 
     /// Refuses archives of big-endian machines. Older torch wrote no record of it, and
     /// little-endian bytes.
-    pub fn check_byte_order(&self, source: &dyn ReadAt) -> Result<(), FormatError> {
+    pub fn check_byte_order(&self, source: &dyn ReadAt) -> Result<()> {
         if self.records.contains_key("byteorder") {
             let order = self.read_record(source, "byteorder", 16)?;
             if order != b"little" {
@@ -183,18 +183,13 @@ impl Directory {
     }
 
     /// Reads the pickle of `torch.save`. That of a big-endian machine is refused.
-    pub(crate) fn read_pickle(&self, source: &dyn ReadAt) -> Result<Vec<u8>, FormatError> {
+    pub(crate) fn read_pickle(&self, source: &dyn ReadAt) -> Result<Vec<u8>> {
         self.check_byte_order(source)?;
         self.read_record(source, "data.pkl", MAX_OBJECT_BYTES)
     }
 
     /// Reads all bytes of a small record.
-    pub fn read_record(
-        &self,
-        source: &dyn ReadAt,
-        name: &str,
-        limit: u64,
-    ) -> Result<Vec<u8>, FormatError> {
+    pub fn read_record(&self, source: &dyn ReadAt, name: &str, limit: u64) -> Result<Vec<u8>> {
         let record = self.get(name)?;
         if record.length > limit {
             return Err(FormatError::Limit {
@@ -208,21 +203,12 @@ impl Directory {
     }
 }
 
-/// Returns what an archive with a record of this name is.
-fn archive_of(name: &str) -> &'static str {
-    if name.contains("/code/") {
-        "an archive of TorchScript"
-    } else {
-        "an archive of torch"
-    }
-}
-
 /// Reads all entries of a directory; `name` gives each record its name.
 fn read_records(
     source: &dyn ReadAt,
     may_deflate: bool,
-    name_of: &mut dyn FnMut(&str, u64) -> Result<String, FormatError>,
-) -> Result<IndexMap<String, Record>, FormatError> {
+    name_of: &mut dyn FnMut(&str, u64) -> Result<String>,
+) -> Result<IndexMap<String, Record>> {
     let (start, length, count) = locate(source)?;
     if length > MAX_ZIP_DIRECTORY_BYTES {
         return Err(FormatError::Limit {
@@ -249,8 +235,13 @@ fn read_records(
         let (name, record, next) = entry(&bytes, at, start)?;
         let here = start + at as u64;
         if record.is_deflated && !may_deflate {
+            let kind = if name.contains("/code/") {
+                "TorchScript"
+            } else {
+                "torch"
+            };
             return Err(FormatError::Unsupported {
-                what: format!("the compressed record `{name}` in {}", archive_of(name)),
+                what: format!("the compressed record `{name}` in an archive of {kind}"),
             });
         }
         let end = record
@@ -274,7 +265,7 @@ fn read_records(
 }
 
 /// Finds the directory: its start, length and number of entries.
-fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64), FormatError> {
+fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
     let total = source.len();
     // Mostly there is no comment, and the end record is the last bytes; only otherwise more is
     // read.
@@ -352,7 +343,7 @@ fn cut_short(here: u64) -> FormatError {
 }
 
 /// Reads the directory's entry at `at`: name, record, and where the next one starts.
-fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), FormatError> {
+fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize)> {
     let here = start + at as u64;
     let fixed = bytes.get(at..at + 46).ok_or_else(|| cut_short(here))?;
     if u32_at(fixed, 0) != DIRECTORY_ENTRY {
@@ -439,7 +430,7 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize), F
 
 /// Refuses records that share bytes: they make an archive larger than it is, or mean two things at
 /// once.
-fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<(), FormatError> {
+fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<()> {
     let mut ranges: Vec<_> = records
         .map(|r| {
             (
