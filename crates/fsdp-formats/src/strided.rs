@@ -288,8 +288,7 @@ mod tests {
             element: 1,
             layout: &from,
         };
-        let source = &storage[..];
-        let mut reader = BlockReader::new(&source);
+        let mut reader = BlockReader::new(&storage[..]);
         stored.read(&mut reader, &whole, &mut slot).unwrap();
         assert_eq!(dst, [1, 2, 1, 2, 1, 2]);
     }
