@@ -233,14 +233,7 @@ impl NamedTensor<'_> {
     fn each_piece(&self, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let whole = TensorBox::whole(&self.entry.shape);
         let length = inspect::bytes(self.entry);
-        stream(
-            self.source,
-            self.name,
-            self.dtype(),
-            &whole,
-            0..length,
-            sink,
-        )
+        stream(self.source, self.name, &whole, 0..length, sink)
     }
 
     /// Prints the elements, with a line for each innermost row.

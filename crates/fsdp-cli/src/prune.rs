@@ -175,7 +175,7 @@ fn reason_to_stay(path: &Location, links: &LinksInFolder) -> Option<String> {
         Ok(opened) => opened,
         Err(error) => return Some(error.to_string()),
     };
-    match ExtraFiles::of(&*opened) {
+    match ExtraFiles::find(&*opened) {
         // A user may have put other files there, which removing the directory would delete.
         Ok(extra) => extra
             .foreign()

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use fsdp_digest::{Digest, StateDigest, Sum};
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::TensorBox;
 
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint;
@@ -25,7 +25,6 @@ struct PartToDigest<'a> {
     /// The position of the tensor.
     tensor: usize,
     fqn: &'a str,
-    dtype: DType,
     shape: &'a [usize],
     /// The bytes of the part, in the string of the tensor's bytes.
     range: Range<u64>,
@@ -62,7 +61,6 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
                         .map(|start| PartToDigest {
                             tensor: tensors.len(),
                             fqn,
-                            dtype,
                             shape,
                             range: start..bytes.min(start + PIECE),
                         }),
@@ -135,7 +133,6 @@ impl PartToDigest<'_> {
         stream(
             checkpoint,
             self.fqn,
-            self.dtype,
             &whole,
             self.range.clone(),
             &mut |bytes| {

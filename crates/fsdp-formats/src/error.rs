@@ -116,16 +116,28 @@ impl FormatError {
         }
     }
 
+    /// Makes the error of JSON or text that is not what it should be.
+    pub(crate) fn malformed(what: &'static str, reason: impl ToString) -> Self {
+        FormatError::Malformed {
+            what,
+            reason: reason.to_string(),
+        }
+    }
+
+    /// Makes the error of something that is legal, but not supported.
+    pub(crate) fn unsupported(what: impl Into<String>) -> Self {
+        FormatError::Unsupported { what: what.into() }
+    }
+
     /// Names the key that the error belongs to, in an error that says nothing else about the place.
     pub(crate) fn of_key(self, key: &str) -> Self {
         match self {
-            FormatError::Malformed { what, reason } => FormatError::Malformed {
-                what,
-                reason: format!("`{key}`: {reason}"),
-            },
-            FormatError::Unsupported { what } => FormatError::Unsupported {
-                what: format!("`{key}`: {what}"),
-            },
+            FormatError::Malformed { what, reason } => {
+                FormatError::malformed(what, format!("`{key}`: {reason}"))
+            }
+            FormatError::Unsupported { what } => {
+                FormatError::unsupported(format!("`{key}`: {what}"))
+            }
             other => other,
         }
     }
@@ -164,7 +176,7 @@ pub enum FileError {
         reason: &'static str,
     },
     /// Files of the checkpoint are missing.
-    #[error("`{}` lacks {}", path.display(), listed(files))]
+    #[error("`{}` lacks {}", path.display(), listed_files(files))]
     MissingFiles {
         /// The checkpoint.
         path: PathBuf,
@@ -366,55 +378,33 @@ pub fn wrong_box(fqn: &str, error: &DigestError) -> FileError {
     }
 }
 
-/// Lists the first few files for a message.
-fn listed(files: &[String]) -> String {
+/// Lists the first few of some items for a message, as `show` writes each, and says how many more
+/// there are of this kind.
+fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
+    // A checkpoint may have a million keys, of which a message can only give an impression.
     const LISTED: usize = 4;
-    let names: Vec<String> = files
-        .iter()
-        .take(LISTED)
-        .map(|file| format!("`{file}`"))
-        .collect();
-    let more = files.len().saturating_sub(LISTED);
-    let names = names.join(", ");
-    if more > 0 {
-        format!("{names} and {more} more files")
-    } else {
-        names
+    let names: Vec<String> = items.iter().take(LISTED).map(show).collect();
+    let first = names.join(", ");
+    match items.len().saturating_sub(LISTED) {
+        0 => first,
+        more => format!("{first} and {more} more{kind}"),
     }
+}
+
+/// Lists the first few files for a message.
+fn listed_files(files: &[String]) -> String {
+    listed(files, " files", |file| format!("`{file}`"))
 }
 
 /// Lists the first few keys for a message, and the verb for what they have.
 fn have(names: &[String]) -> String {
-    const LISTED: usize = 4;
-    let listed: Vec<String> = names
-        .iter()
-        .take(LISTED)
-        .map(|name| format!("`{name}`"))
-        .collect();
-    let (listed, more) = (listed.join(", "), names.len().saturating_sub(LISTED));
     let verb = if names.len() == 1 { "has" } else { "have" };
-    if more > 0 {
-        format!("{listed} and {more} more {verb}")
-    } else {
-        format!("{listed} {verb}")
-    }
+    format!("{} {verb}", listed(names, "", |name| format!("`{name}`")))
 }
 
 /// Lists the first few opaque values for a message.
 fn listed_opaque(values: &[(String, String)]) -> String {
-    const LISTED: usize = 4;
-    let names: Vec<String> = values
-        .iter()
-        .take(LISTED)
-        .map(|(key, of)| format!("`{key}` ({of})"))
-        .collect();
-    let more = values.len().saturating_sub(LISTED);
-    let names = names.join(", ");
-    if more > 0 {
-        format!("{names} and {more} more values")
-    } else {
-        names
-    }
+    listed(values, " values", |(key, of)| format!("`{key}` ({of})"))
 }
 
 impl FileError {
@@ -432,6 +422,13 @@ impl FileError {
             }) => Some(format!("{module}.{name}")),
             FormatError::Opaque { of } => Some(of.clone()),
             _ => None,
+        }
+    }
+
+    /// Makes the error of an item whose place the metadata does not tell.
+    pub(crate) fn not_stored(fqn: &str) -> Self {
+        FileError::NotStored {
+            fqn: fqn.to_owned(),
         }
     }
 

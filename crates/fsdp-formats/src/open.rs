@@ -69,34 +69,24 @@ fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
 /// # Errors
 /// [`FileError::NotReplaceable`] and [`FileError::HoldsOthers`].
 pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
-    let refused = |wanted| {
-        Err(FileError::NotReplaceable {
-            path: location.name().to_owned(),
-            wanted,
-        })
-    };
     match location.storage()?.kind()? {
         None => return Ok(()),
         Some(EntryKind::Directory) => {}
-        Some(EntryKind::File | EntryKind::Special) => return refused("directory"),
+        Some(EntryKind::File | EntryKind::Special) => {
+            return Err(not_replaceable(location, "directory"));
+        }
     }
     let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
     if let Some(name) = directory.names_not_utf8()?.into_iter().next() {
-        return Err(FileError::HoldsOthers {
-            path: location.name().to_owned(),
-            name,
-        });
+        return Err(holds_others(location, name));
     }
     if location.names()?.is_empty() {
         return Ok(());
     }
     match open_directory(location, OpenOptions { verify: false }) {
-        Ok(checkpoint) => match ExtraFiles::of(&*checkpoint)?.foreign() {
+        Ok(checkpoint) => match ExtraFiles::find(&*checkpoint)?.foreign() {
             None => Ok(()),
-            Some(name) => Err(FileError::HoldsOthers {
-                path: location.name().to_owned(),
-                name: name.to_owned(),
-            }),
+            Some(name) => Err(holds_others(location, name.to_owned())),
         },
         // A directory that holds nothing but data files of DCP may be replaced: its metadata are
         // lost.
@@ -105,12 +95,14 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         {
             Ok(())
         }
-        Err(FileError::NotCommitted { .. }) => refused("checkpoint directory"),
         // A directory that is refused for what it holds is not damaged.
-        Err(FileError::File {
-            source: FormatError::Unsupported { .. },
-            ..
-        }) => refused("checkpoint directory"),
+        Err(
+            FileError::NotCommitted { .. }
+            | FileError::File {
+                source: FormatError::Unsupported { .. },
+                ..
+            },
+        ) => Err(not_replaceable(location, "checkpoint directory")),
         // A damaged checkpoint may be replaced. It is not known any more which files are its own,
         // but directories are not, so there must be none.
         Err(_) => match location
@@ -119,11 +111,24 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
             .find(|name| is_directory(location, name))
         {
             None => Ok(()),
-            Some(name) => Err(FileError::HoldsOthers {
-                path: location.name().to_owned(),
-                name,
-            }),
+            Some(name) => Err(holds_others(location, name)),
         },
+    }
+}
+
+/// Returns the error of a directory that may not be replaced, because it holds this too.
+fn holds_others(location: &Location, name: String) -> FileError {
+    FileError::HoldsOthers {
+        path: location.name().to_owned(),
+        name,
+    }
+}
+
+/// Returns the error of something that a checkpoint of the `wanted` kind may not replace.
+fn not_replaceable(location: &Location, wanted: &'static str) -> FileError {
+    FileError::NotReplaceable {
+        path: location.name().to_owned(),
+        wanted,
     }
 }
 
@@ -178,10 +183,9 @@ fn open_directory(
         return Ok(Box::new(torch::index::open(location, &files, options)?));
     }
     if !steps_of_run(location)?.is_empty() {
-        let reason = "it is the folder of a run, whose checkpoints lie below it";
         return Err(FileError::NotCommitted {
             path: location.name().to_owned(),
-            reason,
+            reason: "it is the folder of a run, whose checkpoints lie below it",
         });
     }
     if let Some(what) = megatron(&directory, &names)? {
@@ -200,13 +204,10 @@ fn megatron(
     const CONFIG: &str = "metadata.json";
     const MAX_CONFIG_BYTES: u64 = 1 << 20;
     if names.iter().any(|name| name == CONFIG) {
-        let config = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
-        let config: Option<serde_json::Value> = serde_json::from_slice(&config).ok();
-        if config.is_some_and(|config| {
-            config
-                .get("sharded_backend")
-                .is_some_and(|backend| backend == "zarr")
-        }) {
+        let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        // Other programs have a file of this name too, in which anything may be.
+        let config: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
+        if config["sharded_backend"] == "zarr" {
             return Ok(Some(
                 "Megatron-core's format `zarr` (Megatron-core saves `torch_dist` by default)",
             ));
@@ -248,16 +249,13 @@ fn open_content(
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
-    let file = match directory.file(name) {
+    let file = directory.file(name).map_err(|error| match error {
         // The user named it, so it is not a path inside a checkpoint.
-        Err(FileError::Path { reason, .. }) => {
-            return Err(unsupported(
-                location,
-                &format!("what is no regular file ({reason})"),
-            ));
+        FileError::Path { reason, .. } => {
+            unsupported(location, &format!("what is no regular file ({reason})"))
         }
-        file => file?,
-    };
+        error => error,
+    })?;
     match first_bytes(location, &file)?.as_slice() {
         [b'P', b'K', 3 | 5, ..] => open_archive(location, directory),
         bytes if legacy::is_start(bytes) => {
@@ -302,37 +300,29 @@ fn open_archive(
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let (_, name) = location.split()?;
     let file = directory.file(name)?;
-    let rooted = match Directory::read(&*file) {
-        Ok(archive) if !numpy::is_archive(&archive) => {
-            return Ok(Box::new(torch::read::open(
-                location,
-                directory,
-                Some(archive),
-            )?));
-        }
-        rooted => rooted,
-    };
+    let rooted = Directory::read(&*file);
     // The records of NumPy's archives have no root, and may be compressed, so such an archive was
     // not read yet, or not with the names of its records.
-    match (Directory::read_rootless(&*file), rooted) {
-        (Ok(archive), _) if numpy::is_archive(&archive) => Ok(Box::new(numpy::open_archive(
+    let may_be_numpy = rooted.as_ref().map_or(true, numpy::is_archive);
+    if may_be_numpy
+        && let Ok(archive) = Directory::read_rootless(&*file)
+        && numpy::is_archive(&archive)
+    {
+        return Ok(Box::new(numpy::open_archive(
             location, directory, &archive,
-        )?)),
-        (_, Err(error)) => Err(directory.file_error(name, error)),
-        (_, Ok(archive)) => Ok(Box::new(torch::read::open(
-            location,
-            directory,
-            Some(archive),
-        )?)),
+        )?));
     }
+    let archive = rooted.map_err(|error| directory.file_error(name, error))?;
+    Ok(Box::new(torch::read::open(
+        location,
+        directory,
+        Some(archive),
+    )?))
 }
 
 fn unsupported(location: &Location, what: &str) -> FileError {
-    let source = FormatError::Unsupported {
-        what: what.to_owned(),
-    };
     FileError::File {
         path: location.name().to_owned(),
-        source,
+        source: FormatError::unsupported(what),
     }
 }

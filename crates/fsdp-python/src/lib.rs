@@ -1,7 +1,7 @@
 //! The native part of the Python package `fsdp_checkpoint`: the engine of `fsdp-formats`, and the
 //! command of `fsdp-cli`.
 //!
-//! The Python files beside it make the public interface of this. Nothing here knows numpy or torch:
+//! The package's Python files make the public interface of this. Nothing here knows numpy or torch:
 //! tensors come and go as buffers of bytes.
 
 mod checkpoint;

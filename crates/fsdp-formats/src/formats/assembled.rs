@@ -14,9 +14,9 @@ use fsdp_digest::{Digest, StateDigest};
 use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::blocks::{self, BlockFormat};
+use super::blocks::{BlockFormat, BlockedTensor};
 use super::checkpoint::{Checkpoint, Format, KeyFilter};
-use super::lookup::{check_length, no_value, tensor_of};
+use super::lookup::{check_length, item_error, no_value, tensor_of};
 use super::opaque::hash_of_item;
 use super::replicas::check_replicas;
 use super::structure::Structure;
@@ -95,9 +95,9 @@ pub(crate) enum Held {
 
 impl Held {
     /// Makes the opaque value of a whole file, which is of this kind.
-    pub(crate) fn whole_file(of: String, file: &str, length: u64) -> Self {
+    pub(crate) fn whole_file(kind: String, file: &str, length: u64) -> Self {
         Held::Stored(
-            of,
+            kind,
             StorageInfo {
                 relative_path: file.to_owned(),
                 offset: 0,
@@ -111,8 +111,8 @@ impl Held {
     pub(crate) fn is_same(&self, other: &Held) -> bool {
         match (self, other) {
             (Held::Plain(a), Held::Plain(b)) => a.same_bits(b),
-            (Held::Opaque(of, a), Held::Opaque(other, b)) => of == other && a.same_bits(b),
-            (Held::Stored(of, a), Held::Stored(other, b)) => of == other && a == b,
+            (Held::Opaque(kind, a), Held::Opaque(other, b)) => kind == other && a.same_bits(b),
+            (Held::Stored(kind, a), Held::Stored(other, b)) => kind == other && a == b,
             _ => false,
         }
     }
@@ -151,26 +151,24 @@ pub(crate) struct Assembler {
 impl Assembler {
     /// Begins a checkpoint without any tensors. Its keys have paths in a nested state dict.
     pub(crate) fn new(format: Format, path: &Path, directory: CheckedDirectory) -> Self {
-        let opened = Assembled {
-            path: path.to_owned(),
-            format,
-            directory,
-            metadata: Metadata {
-                planner_data: Some(IndexMap::new()),
-                ..Metadata::default()
-            },
-            pieces: HashMap::new(),
-            values: HashMap::new(),
-            quantizers: HashMap::new(),
-            structure: None,
-        };
-        let budget = Budget::new(0, 1);
         Assembler {
-            opened,
+            opened: Assembled {
+                path: path.to_owned(),
+                format,
+                directory,
+                metadata: Metadata {
+                    planner_data: Some(IndexMap::new()),
+                    ..Metadata::default()
+                },
+                pieces: HashMap::new(),
+                values: HashMap::new(),
+                quantizers: HashMap::new(),
+                structure: None,
+            },
             boxes: HashMap::new(),
             first: HashMap::new(),
             files: HashSet::new(),
-            budget,
+            budget: Budget::new(0, 1),
         }
     }
 
@@ -194,22 +192,6 @@ impl Assembler {
             file,
             fqn.len() + pieces.len() * (PIECE_BYTES + 64 * shape.len()),
         )?;
-        let properties = TensorProperties::new(dtype);
-        let fresh = || {
-            Entry::Tensor(TensorEntry {
-                properties,
-                shape: shape.to_vec(),
-                chunks: Vec::new(),
-            })
-        };
-        let differs = |first: &HashMap<String, Arc<str>>, what: String| FileError::Differing {
-            fqn: fqn.clone(),
-            what,
-            first: first
-                .get(&fqn)
-                .map_or_else(String::new, ToString::to_string),
-            second: file.to_string(),
-        };
         let first = self
             .first
             .entry(fqn.clone())
@@ -221,12 +203,20 @@ impl Assembler {
             .get_or_insert_default()
             .entry(fqn.clone())
             .or_insert_with(|| path.clone());
-        let Entry::Tensor(tensor) = metadata.entries.entry(fqn.clone()).or_insert_with(fresh)
-        else {
-            return Err(differs(
-                &self.first,
-                "is a value in one and a tensor in the other".to_owned(),
-            ));
+        let entry = metadata.entries.entry(fqn.clone()).or_insert_with(|| {
+            Entry::Tensor(TensorEntry {
+                properties: TensorProperties::new(dtype),
+                shape: shape.to_vec(),
+                chunks: Vec::new(),
+            })
+        });
+        let Entry::Tensor(tensor) = entry else {
+            return Err(FileError::Differing {
+                fqn,
+                what: "is a value in one and a tensor in the other".to_owned(),
+                first: first.to_string(),
+                second: file.to_string(),
+            });
         };
         if tensor.shape != shape && *first != **file {
             let what = format!(
@@ -237,17 +227,21 @@ impl Assembler {
             return Err(self
                 .opened
                 .directory
-                .file_error(file, FormatError::Unsupported { what }));
+                .file_error(file, FormatError::unsupported(what)));
         }
         if tensor.properties.dtype != dtype || tensor.shape != shape {
             let there = format!(
                 "a `{}` tensor of shape {:?}",
                 tensor.properties.dtype, tensor.shape
             );
-            let what = format!(
-                "is {there} in one, and a `{dtype}` tensor of shape {shape:?} in the other"
-            );
-            return Err(differs(&self.first, what));
+            return Err(FileError::Differing {
+                fqn,
+                what: format!(
+                    "is {there} in one, and a `{dtype}` tensor of shape {shape:?} in the other"
+                ),
+                first: first.to_string(),
+                second: file.to_string(),
+            });
         }
         let boxes = self.boxes.entry(fqn.clone()).or_default();
         let of_tensor = self.opened.pieces.entry(fqn.clone()).or_default();
@@ -256,10 +250,7 @@ impl Assembler {
             let stored = piece.stored(dtype);
             let is_copy = !boxes.insert(bounds.clone());
             if is_copy && *first == **file && !bounds.is_empty() {
-                let source = FormatError::Malformed {
-                    what: "checkpoint",
-                    reason: format!("it has `{fqn}` twice"),
-                };
+                let source = FormatError::malformed("checkpoint", format!("it has `{fqn}` twice"));
                 return Err(self.opened.directory.file_error(file, source));
             }
             of_tensor.insert(stored.clone(), piece);
@@ -294,10 +285,9 @@ impl Assembler {
             let length = self.opened.directory.file(file)?.len();
             self.budget.allow(length.saturating_mul(PICKLE_FACTOR));
         }
-        let charged = self
-            .budget
-            .charge("memory for pieces of tensors", bytes as u64);
-        charged.map_err(|over| self.opened.directory.file_error(file, over.into()))
+        self.budget
+            .charge("memory for pieces of tensors", bytes as u64)
+            .map_err(|over| self.opened.directory.file_error(file, over.into()))
     }
 
     /// Adds a value. If another file holds a value at the same path, the two must be equal, and the
@@ -319,15 +309,7 @@ impl Assembler {
             {
                 return Ok(());
             }
-            return Err(FileError::Differing {
-                first: self
-                    .first
-                    .get(&fqn)
-                    .map_or_else(String::new, ToString::to_string),
-                second: file.to_string(),
-                what: "is not the same in both".to_owned(),
-                fqn,
-            });
+            return Err(self.differing(fqn, file, "is not the same in both"));
         }
         let stored = match &value {
             Held::Stored(_, stored) => stored.clone(),
@@ -369,33 +351,35 @@ impl Assembler {
         if first.same_bits(&quantizer) {
             return Ok(());
         }
-        Err(FileError::Differing {
-            first: self
-                .first
-                .get(&fqn)
-                .map_or_else(String::new, ToString::to_string),
-            second: file.to_string(),
-            what: "has another scale or zero point".to_owned(),
+        Err(self.differing(fqn, file, "has another scale or zero point"))
+    }
+
+    /// Returns the error of a key that has other content in `file` than where it was found first.
+    fn differing(&self, fqn: String, file: &str, what: &str) -> FileError {
+        let first = self.first.get(&fqn).map(ToString::to_string);
+        FileError::Differing {
+            first: first.expect("the file of each key is recorded when the key is added"),
+            second: file.to_owned(),
+            what: what.to_owned(),
             fqn,
-        })
+        }
     }
 
     /// Completes the checkpoint. `structure` has the containers of its keys, if they are known.
     pub(crate) fn finish(self, structure: Option<Structure>) -> Assembled {
         // The structure is kept only if its keys are exactly those of the checkpoint.
         let keys = &self.opened.metadata.entries;
-        let fits = |structure: &Structure| {
+        let structure = structure.filter(|structure| {
             let leaves = structure.leaves();
             leaves.len() == keys.len() && keys.keys().all(|key| leaves.contains(key.as_str()))
-        };
-        let structure = structure.filter(fits);
+        });
         Assembled {
             structure,
             ..self.opened
         }
     }
 
-    /// Sorts the keys in this order.
+    /// Sorts the keys in this order. Keys that are not in it come last.
     pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
         self.opened
             .metadata
@@ -427,29 +411,20 @@ impl Piece {
     /// Returns the place of the piece for the metadata. The places of two pieces of a tensor always
     /// differ.
     fn stored(&self, dtype: DType) -> StorageInfo {
-        let start = match &self.start {
-            Start::At(start) | Start::Near(start, _) => *start,
-            Start::In(record, _) => {
-                let (offset, length) = record.place();
-                let transforms = vec!["deflate".to_owned()];
-                return StorageInfo {
-                    relative_path: self.file.to_string(),
-                    offset,
-                    length,
-                    transforms,
-                };
+        let mut transforms = Vec::new();
+        let (offset, length) = match (&self.start, self.elements) {
+            (Start::In(record, _), _) => {
+                transforms.push("deflate".to_owned());
+                record.place()
             }
-        };
-        let (offset, length) = match self.elements {
-            Elements::Plain => {
-                let (first, last) = (
-                    self.layout.offset,
-                    self.layout.last().unwrap_or(self.layout.offset),
-                );
+            (Start::At(start) | Start::Near(start, _), Elements::Plain) => {
+                // Strides and offsets come from a file, which may say anything: a read checks them.
+                let first = self.layout.offset;
                 let element = dtype.size_in_bytes();
                 let count = if self.layout.bounds.is_empty() {
                     0
                 } else {
+                    let last = self.layout.last().unwrap_or(first);
                     last.saturating_sub(first) + 1
                 };
                 (
@@ -457,13 +432,15 @@ impl Piece {
                     count.saturating_mul(element),
                 )
             }
-            Elements::Blocks(format) => (start, format.bytes(self.layout.bounds.numel() as u64)),
+            (Start::At(start) | Start::Near(start, _), Elements::Blocks(format)) => {
+                (*start, format.bytes(self.layout.bounds.numel() as u64))
+            }
         };
         StorageInfo {
             relative_path: self.file.to_string(),
             offset,
             length,
-            transforms: Vec::new(),
+            transforms,
         }
     }
 
@@ -475,35 +452,29 @@ impl Piece {
         overlap: &TensorBox,
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
-        let mut stored = StoredElements {
-            storage: 0,
-            element,
-            layout: &self.layout,
-        };
-        match &self.start {
-            Start::At(start) => stored.storage = *start,
-            Start::Near(_, find) => stored.storage = find.find(file)?,
+        let unpacked;
+        let (bytes, start) = match &self.start {
+            Start::At(start) => (file, *start),
+            Start::Near(_, find) => (file, find.find(file)?),
             Start::In(record, start) => {
-                stored.storage = *start;
-                let bytes = record.unpacked(file);
-                return stored.read(&mut BlockReader::new(&*bytes), overlap, slot);
+                unpacked = record.unpacked(file);
+                (&*unpacked, *start)
             }
-        }
+        };
         match self.elements {
-            Elements::Plain => stored.read(&mut BlockReader::new(file), overlap, slot),
-            Elements::Blocks(format) => {
-                blocks::read(
-                    file,
-                    stored.storage,
-                    format,
-                    &self.layout.bounds,
-                    overlap,
-                    &slot.bounds,
-                    slot.bytes,
-                )?;
-                slot.add_to_digest(overlap, element);
-                Ok(())
+            Elements::Plain => StoredElements {
+                storage: start,
+                element,
+                layout: &self.layout,
             }
+            .read(&mut BlockReader::new(bytes), overlap, slot),
+            Elements::Blocks(format) => BlockedTensor {
+                file: bytes,
+                start,
+                format,
+                bounds: &self.layout.bounds,
+            }
+            .read(overlap, slot),
         }
     }
 }
@@ -511,10 +482,10 @@ impl Piece {
 impl Assembled {
     /// Returns the piece of a tensor that is stored at a place.
     fn piece(&self, fqn: &str, stored: &StorageInfo) -> Result<&Piece, FileError> {
-        let piece = self.pieces.get(fqn).and_then(|pieces| pieces.get(stored));
-        piece.ok_or_else(|| FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })
+        self.pieces
+            .get(fqn)
+            .and_then(|pieces| pieces.get(stored))
+            .ok_or_else(|| FileError::not_stored(fqn))
     }
 
     /// Reads the part of a box that is in one piece.
@@ -533,12 +504,7 @@ impl Assembled {
         let element = dtype.size_in_bytes() as usize;
         piece
             .read(&*file, element, &overlap, slot)
-            .map_err(|source| FileError::Item {
-                fqn: fqn.to_owned(),
-                path: self.directory.path().join(&*piece.file),
-                offset: stored.offset,
-                source,
-            })
+            .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 }
 
@@ -572,9 +538,10 @@ impl Checkpoint for Assembled {
             return Err(no_value(&self.metadata, fqn));
         };
         for chunk in &tensor.chunks {
-            let Some(stored) = &chunk.stored else {
-                continue;
-            };
+            let stored = chunk
+                .stored
+                .as_ref()
+                .expect("each chunk was added with the place of its piece");
             for slot in slots
                 .iter_mut()
                 .filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
@@ -611,24 +578,20 @@ impl Checkpoint for Assembled {
 
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         match self.values.get(fqn) {
-            Some(Held::Opaque(of, _) | Held::Stored(of, _)) => Ok(Some(of.clone())),
-            _ => Ok(None),
+            Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => Ok(Some(kind.clone())),
+            Some(Held::Plain(_)) | None => Ok(None),
         }
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.values.get(fqn) {
             Some(Held::Plain(value) | Held::Opaque(_, value)) => Ok(value.clone()),
-            Some(Held::Stored(of, stored)) => {
-                let hash =
-                    PlainValue::Bytes(hash_of_item(self, fqn, stored)?.to_le_bytes().to_vec());
-                let data = format!(
-                    "{} bytes with the digest {}",
-                    stored.length,
-                    Digest::of_value(&hash)
-                );
+            Some(Held::Stored(kind, stored)) => {
+                let hash = hash_of_item(self, fqn, stored)?.to_le_bytes();
+                let digest = Digest::of_value(&PlainValue::Bytes(hash.to_vec()));
+                let data = format!("{} bytes with the digest {digest}", stored.length);
                 Ok(PlainValue::Dict(vec![
-                    ("$type".into(), of.as_str().into()),
+                    ("$type".into(), kind.as_str().into()),
                     ("data".into(), data.as_str().into()),
                 ]))
             }
@@ -639,20 +602,18 @@ impl Checkpoint for Assembled {
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
         match self.values.get(fqn) {
             Some(Held::Plain(value)) => Ok(value.clone()),
-            Some(Held::Opaque(of, _) | Held::Stored(of, _)) => {
-                let file = match self.metadata.entries.get(fqn) {
-                    Some(Entry::Bytes(BytesEntry {
-                        stored: Some(stored),
-                    })) => &stored.relative_path,
-                    _ => "",
+            Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => {
+                let Some(Entry::Bytes(BytesEntry {
+                    stored: Some(stored),
+                })) = self.metadata.entries.get(fqn)
+                else {
+                    unreachable!("each value was added with an entry that has its file");
                 };
-                let path = self.directory.path().join(file);
-                let source = FormatError::Opaque { of: of.clone() };
                 Err(FileError::Item {
                     fqn: fqn.to_owned(),
-                    path,
+                    path: self.directory.path().join(&stored.relative_path),
                     offset: 0,
-                    source,
+                    source: FormatError::Opaque { of: kind.clone() },
                 })
             }
             None => Err(no_value(&self.metadata, fqn)),

@@ -10,6 +10,7 @@ use fsdp_layout::boxes::copy_runs;
 use half::f16;
 
 use crate::error::FormatError;
+use crate::payload::slot::Slot;
 use crate::storage::read_at::ReadAt;
 
 /// The elements of a block.
@@ -40,10 +41,10 @@ impl BlockFormat {
 
     /// Decodes one block.
     fn decode(self, block: &[u8], elements: &mut [f32; BLOCK]) {
-        let [low, high, numbers @ ..] = block else {
-            return;
-        };
-        let scale = f16::from_le_bytes([*low, *high]).to_f32();
+        let (scale, numbers) = block
+            .split_first_chunk()
+            .expect("a block of each format begins with the two bytes of its scale");
+        let scale = f16::from_le_bytes(*scale).to_f32();
         match self {
             BlockFormat::Q8_0 => {
                 for (element, &number) in elements.iter_mut().zip(numbers) {
@@ -51,7 +52,7 @@ impl BlockFormat {
                 }
             }
             BlockFormat::Q4_0 => {
-                for (at, &pair) in numbers.iter().enumerate().take(BLOCK / 2) {
+                for (at, &pair) in numbers.iter().enumerate() {
                     elements[at] = f32::from(i16::from(pair & 15) - 8) * scale;
                     elements[at + BLOCK / 2] = f32::from(i16::from(pair >> 4) - 8) * scale;
                 }
@@ -63,37 +64,44 @@ impl BlockFormat {
 /// The blocks that are read at once.
 const AT_ONCE: usize = 2048;
 
-/// Reads `overlap` of a tensor of whole blocks, whose box is `whole`, to where it lies in `dst`,
-/// which holds `bounds`.
-pub(crate) fn read(
-    file: &dyn ReadAt,
-    start: u64,
-    format: BlockFormat,
-    whole: &TensorBox,
-    overlap: &TensorBox,
-    bounds: &TensorBox,
-    dst: &mut [u8],
-) -> Result<(), FormatError> {
-    for run in copy_runs(overlap, whole, bounds) {
-        let mut done = 0;
-        while done < run.len {
-            let first = run.src + done;
-            let block = first / BLOCK;
-            let blocks = ((run.src + run.len).div_ceil(BLOCK) - block).min(AT_ONCE);
-            let mut bytes = vec![0; blocks * format.block_bytes()];
-            file.read_exact_at(start + (block * format.block_bytes()) as u64, &mut bytes)?;
-            let mut elements = [0f32; BLOCK];
-            for (number, encoded) in bytes.chunks_exact(format.block_bytes()).enumerate() {
-                format.decode(encoded, &mut elements);
-                let from = (block + number) * BLOCK;
-                let wanted = (run.src + done)..(run.src + run.len).min(from + BLOCK);
-                for at in wanted {
-                    let to = (run.dst + at - run.src) * 4;
-                    dst[to..to + 4].copy_from_slice(&elements[at - from].to_le_bytes());
-                    done += 1;
+/// The place of a tensor of whole blocks in its file.
+pub(crate) struct BlockedTensor<'b> {
+    pub(crate) file: &'b dyn ReadAt,
+    /// The offset of the first block.
+    pub(crate) start: u64,
+    pub(crate) format: BlockFormat,
+    /// The box of the whole tensor.
+    pub(crate) bounds: &'b TensorBox,
+}
+
+impl BlockedTensor<'_> {
+    /// Reads `overlap` of the tensor into its place in a slot.
+    pub(crate) fn read(&self, overlap: &TensorBox, slot: &mut Slot<'_>) -> Result<(), FormatError> {
+        let block_bytes = self.format.block_bytes();
+        for run in copy_runs(overlap, self.bounds, &slot.bounds) {
+            let end = run.src + run.len;
+            let mut at = run.src;
+            while at < end {
+                // A run may begin and end inside of a block, which can be decoded only as a whole.
+                let block = at / BLOCK;
+                let blocks = (end.div_ceil(BLOCK) - block).min(AT_ONCE);
+                let mut bytes = vec![0; blocks * block_bytes];
+                self.file
+                    .read_exact_at(self.start + (block * block_bytes) as u64, &mut bytes)?;
+                let mut elements = [0f32; BLOCK];
+                for (number, encoded) in bytes.chunks_exact(block_bytes).enumerate() {
+                    self.format.decode(encoded, &mut elements);
+                    let from = (block + number) * BLOCK;
+                    let next = end.min(from + BLOCK);
+                    for element in &elements[at - from..next - from] {
+                        let to = (run.dst + at - run.src) * 4;
+                        slot.bytes[to..to + 4].copy_from_slice(&element.to_le_bytes());
+                        at += 1;
+                    }
                 }
             }
         }
+        slot.add_to_digest(overlap, size_of::<f32>());
+        Ok(())
     }
-    Ok(())
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
-use super::moved::Moved;
+use super::key_move::KeyMove;
 use super::structure::Structure;
 use crate::error::{FileError, FormatError};
 use crate::limits::MAX_DEPTH;
@@ -17,54 +17,51 @@ use crate::metadata::Metadata;
 const MAX_GAPS: usize = 1 << 16;
 
 /// A decision about a leaf or an empty container of a structure.
-pub enum Placed {
+pub enum KeyChange {
     /// It stays.
-    Stays,
+    Keep,
     /// It is left out.
-    LeftOut,
+    Remove,
     /// It gets this flat key, at another place.
-    Moves(String, Moved),
+    Move(String, KeyMove),
 }
 
 impl Structure {
     /// Makes the structure from the paths of a checkpoint's keys.
     #[doc(hidden)]
-    pub fn of_paths(metadata: &Metadata) -> Result<Self, FileError> {
+    pub fn from_paths(metadata: &Metadata) -> Result<Self, FileError> {
         let paths = metadata.planner_data.as_ref();
+        // The parts of a path tell of lists and dicts; the first path stands for all at the root.
         let mut root = match paths.and_then(|paths| paths.first()?.1.0.first()) {
             Some(PathPart::Index(_)) => Builder::List(BTreeMap::new()),
             _ => Builder::Dict(IndexMap::new()),
         };
         for fqn in metadata.entries.keys() {
-            let path = paths.and_then(|paths| paths.get(fqn)).cloned();
-            let path = path.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
+            let path = paths
+                .and_then(|paths| paths.get(fqn))
+                .cloned()
+                .unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
             if path.0.len() >= MAX_DEPTH {
-                let (value, limit) = (path.0.len() as u64, MAX_DEPTH as u64);
-                let source = FormatError::TooLarge {
-                    what: "nesting",
-                    value,
-                    limit,
-                };
                 return Err(FileError::Encode {
                     fqn: fqn.clone(),
-                    source,
+                    source: FormatError::TooLarge {
+                        what: "nesting",
+                        value: path.0.len() as u64,
+                        limit: MAX_DEPTH as u64,
+                    },
                 });
             }
             if path.0.is_empty() && metadata.entries.len() == 1 {
                 // The root itself is a tensor, or one value.
                 return Ok(Structure::Leaf(fqn.clone()));
             }
-            let steps: Vec<Step> = path.0.into_iter().map(Step::of).collect();
-            root.insert(fqn, &steps, Builder::Leaf(fqn.clone()))?;
+            let way: Vec<KeyStep> = path.0.into_iter().map(KeyStep::from).collect();
+            root.insert(fqn, &way, Builder::Leaf(fqn.clone()))?;
         }
-        let mut gaps = MAX_GAPS;
-        root.finish(&mut gaps).map_err(|source| FileError::Encode {
-            fqn: String::new(),
-            source,
-        })
+        root.build(MAX_GAPS)
     }
 
-    /// Returns this structure with leaves and empty containers moved or left out, as `place`
+    /// Returns this structure with leaves and empty containers moved or left out, as `change`
     /// decides by the flat key and the path of each. Containers that become empty are removed. In a
     /// list, an empty dict replaces a removed item unless it was at the end, so that the keys of
     /// the other items stay the same.
@@ -74,87 +71,80 @@ impl Structure {
     #[doc(hidden)]
     pub fn rebuilt(
         &self,
-        place: &mut dyn FnMut(&str, &KeyPath) -> Placed,
+        change: &mut dyn FnMut(&str, &KeyPath) -> KeyChange,
     ) -> Result<Self, FileError> {
         let mut rebuild = Rebuild {
-            place,
+            change,
             path: KeyPath::default(),
             steps: Vec::new(),
             root: None,
         };
         rebuild.add(self)?;
-        let Some(root) = rebuild.root else {
-            return Ok(Structure::Dict(Vec::new()));
-        };
-        // The positions come from a structure, so there is no limit to the number of missing ones:
-        // they were there before.
-        let mut gaps = usize::MAX;
-        root.finish(&mut gaps).map_err(|source| FileError::Encode {
-            fqn: String::new(),
-            source,
-        })
+        match rebuild.root {
+            // The positions come from a structure, so there is no limit to the number of missing
+            // ones: they were there before.
+            Some(root) => root.build(usize::MAX),
+            None => Ok(Structure::Dict(Vec::new())),
+        }
     }
 }
 
 /// The state of [`Structure::rebuilt`].
 struct Rebuild<'p> {
-    place: &'p mut dyn FnMut(&str, &KeyPath) -> Placed,
+    change: &'p mut dyn FnMut(&str, &KeyPath) -> KeyChange,
     /// The path of the place that is looked at.
     path: KeyPath,
     /// The same path, with the kinds of the containers.
-    steps: Vec<Step>,
+    steps: Vec<KeyStep>,
     root: Option<Builder>,
 }
 
 impl Rebuild<'_> {
     /// Adds all that lies at and below a place.
     fn add(&mut self, structure: &Structure) -> Result<(), FileError> {
-        let (fqn, empty) = match structure {
-            Structure::Leaf(fqn) => (fqn.clone(), None),
-            Structure::Dict(items) if items.is_empty() => {
-                (self.path.flat_key(), Some(Builder::Dict(IndexMap::new())))
+        let empty = match structure {
+            Structure::Leaf(_) => None,
+            Structure::Dict(items) if items.is_empty() => Some(Builder::Dict(IndexMap::new())),
+            Structure::Module(name, items) if items.is_empty() => {
+                Some(Builder::Module(name.clone(), IndexMap::new()))
             }
-            Structure::Module(of, items) if items.is_empty() => (
-                self.path.flat_key(),
-                Some(Builder::Module(of.clone(), IndexMap::new())),
-            ),
-            Structure::List(items) if items.is_empty() => {
-                (self.path.flat_key(), Some(Builder::List(BTreeMap::new())))
-            }
-            Structure::Tuple(items) if items.is_empty() => {
-                (self.path.flat_key(), Some(Builder::Tuple(BTreeMap::new())))
-            }
+            Structure::List(items) if items.is_empty() => Some(Builder::List(BTreeMap::new())),
+            Structure::Tuple(items) if items.is_empty() => Some(Builder::Tuple(BTreeMap::new())),
             container => return self.add_items(container),
         };
-        let (fqn, steps) = match (self.place)(&fqn, &self.path) {
-            Placed::Stays => (fqn, self.steps.clone()),
-            Placed::LeftOut => return Ok(()),
-            Placed::Moves(name, moved) => {
-                (name, moved.apply(&self.steps, |key| Step::Key(key.into())))
+        let old = match structure {
+            Structure::Leaf(fqn) => fqn.clone(),
+            _ => self.path.flat_key(),
+        };
+        let (fqn, steps) = match (self.change)(&old, &self.path) {
+            KeyChange::Keep => (old, self.steps.clone()),
+            KeyChange::Remove => return Ok(()),
+            KeyChange::Move(name, key_move) => {
+                let steps = key_move.apply(&self.steps, |key| KeyStep::Key(key.into()));
+                (name, steps)
             }
         };
         let last = empty.unwrap_or_else(|| Builder::Leaf(fqn.clone()));
-        match &mut self.root {
-            Some(root) => root.insert(&fqn, &steps, last),
-            None if steps.is_empty() => {
-                self.root = Some(last);
-                Ok(())
-            }
-            None => self
-                .root
-                .insert(Builder::container_for(&steps))
-                .insert(&fqn, &steps, last),
+        if self.root.is_none() && steps.is_empty() {
+            self.root = Some(last);
+            return Ok(());
         }
+        self.root
+            .get_or_insert_with(|| Builder::container_for(&steps))
+            .insert(&fqn, &steps, last)
     }
 
     /// Adds all items of a container.
     fn add_items(&mut self, container: &Structure) -> Result<(), FileError> {
         for (index, (part, child)) in container.children().into_iter().enumerate() {
             self.steps.push(match container {
-                Structure::Dict(items) => Step::Key(items[index].0.clone()),
-                Structure::Module(of, items) => Step::Attribute(of.clone(), items[index].0.clone()),
-                Structure::Tuple(_) => Step::InTuple(index),
-                Structure::List(_) | Structure::Leaf(_) => Step::InList(index),
+                Structure::Dict(items) => KeyStep::Key(items[index].0.clone()),
+                Structure::Module(name, items) => {
+                    KeyStep::Attribute(name.clone(), items[index].0.clone())
+                }
+                Structure::Tuple(_) => KeyStep::InTuple(index),
+                Structure::List(_) => KeyStep::InList(index),
+                Structure::Leaf(_) => unreachable!("a leaf has no children"),
             });
             self.path.0.push(part);
             self.add(child)?;
@@ -167,7 +157,7 @@ impl Rebuild<'_> {
 
 /// A step from a container to one of its items.
 #[derive(Debug, Clone)]
-enum Step {
+enum KeyStep {
     /// To the item at a key of a dict.
     Key(PlainValue),
     /// To the item of this name in a module of this type.
@@ -178,11 +168,11 @@ enum Step {
     InTuple(usize),
 }
 
-impl Step {
-    fn of(part: PathPart) -> Self {
+impl From<PathPart> for KeyStep {
+    fn from(part: PathPart) -> Self {
         match part {
-            PathPart::Key(key) => Step::Key(key.into()),
-            PathPart::Index(index) => Step::InList(index),
+            PathPart::Key(key) => KeyStep::Key(key.into()),
+            PathPart::Index(index) => KeyStep::InList(index),
         }
     }
 }
@@ -204,71 +194,71 @@ enum Builder {
 
 impl Builder {
     /// Makes the empty container that the first of some steps leads into.
-    fn container_for(steps: &[Step]) -> Self {
+    fn container_for(steps: &[KeyStep]) -> Self {
         match steps.first() {
-            Some(Step::InList(_)) => Builder::List(BTreeMap::new()),
-            Some(Step::InTuple(_)) => Builder::Tuple(BTreeMap::new()),
-            Some(Step::Attribute(of, _)) => Builder::Module(of.clone(), IndexMap::new()),
-            Some(Step::Key(_)) | None => Builder::Dict(IndexMap::new()),
+            Some(KeyStep::InList(_)) => Builder::List(BTreeMap::new()),
+            Some(KeyStep::InTuple(_)) => Builder::Tuple(BTreeMap::new()),
+            Some(KeyStep::Attribute(name, _)) => Builder::Module(name.clone(), IndexMap::new()),
+            Some(KeyStep::Key(_)) | None => Builder::Dict(IndexMap::new()),
         }
     }
 
     /// Puts a leaf or an empty container at its place, and makes the containers on the way.
-    fn insert(&mut self, fqn: &str, steps: &[Step], last: Builder) -> Result<(), FileError> {
+    fn insert(&mut self, fqn: &str, steps: &[KeyStep], last: Builder) -> Result<(), FileError> {
         let Some((last_step, way)) = steps.split_last() else {
             return Err(refused(fqn, "a value where others lie below"));
         };
         let mut at = self;
         for (index, step) in way.iter().enumerate() {
-            at = at
-                .item(fqn, step, || Builder::container_for(&steps[index + 1..]))?
-                .0;
+            at = at.item(fqn, step, || Builder::container_for(&steps[index + 1..]))?;
         }
         let kind = std::mem::discriminant(&last);
         let is_leaf = matches!(last, Builder::Leaf(_));
-        match at.item(fqn, last_step, || last)? {
-            (_, true) => Ok(()),
-            // An empty container, where one of its kind is already.
-            (found, false) if !is_leaf && kind == std::mem::discriminant(found) => Ok(()),
-            _ => Err(refused(fqn, "two values at one place")),
+        let mut unused = Some(last);
+        let found = at.item(fqn, last_step, || {
+            unused.take().expect("an item is made once at most")
+        })?;
+        // Something is there already. Two empty containers of one kind are the same.
+        let is_same_empty = !is_leaf && kind == std::mem::discriminant(found);
+        if unused.is_some() && !is_same_empty {
+            return Err(refused(fqn, "two values at one place"));
         }
+        Ok(())
     }
 
-    /// Returns the item that a step leads to, and `true` if it was made for that.
+    /// Returns the item that a step leads to. If there is none, it is made.
     fn item(
         &mut self,
         fqn: &str,
-        step: &Step,
+        step: &KeyStep,
         make: impl FnOnce() -> Builder,
-    ) -> Result<(&mut Builder, bool), FileError> {
-        let mut is_new = false;
-        let make = || {
-            is_new = true;
-            make()
-        };
-        let item = match (self, step) {
+    ) -> Result<&mut Builder, FileError> {
+        match (self, step) {
             (
                 Builder::Dict(items) | Builder::Module(_, items),
-                Step::Key(key) | Step::Attribute(_, key),
+                KeyStep::Key(key) | KeyStep::Attribute(_, key),
             ) => {
-                &mut items
-                    .entry(format!("{key:?}"))
-                    .or_insert_with(|| (key.clone(), make()))
-                    .1
+                let item = items.entry(format!("{key:?}"));
+                Ok(&mut item.or_insert_with(|| (key.clone(), make())).1)
             }
             (
                 Builder::List(items) | Builder::Tuple(items),
-                Step::InList(index) | Step::InTuple(index),
-            ) => items.entry(*index).or_insert_with(make),
-            (Builder::Leaf(_), _) => return Err(refused(fqn, "a value where others lie below")),
-            _ => {
-                return Err(refused(
-                    fqn,
-                    "a place that is a dict to one key and a list to another",
-                ));
-            }
-        };
-        Ok((item, is_new))
+                KeyStep::InList(index) | KeyStep::InTuple(index),
+            ) => Ok(items.entry(*index).or_insert_with(make)),
+            (Builder::Leaf(_), _) => Err(refused(fqn, "a value where others lie below")),
+            _ => Err(refused(
+                fqn,
+                "a place that is a dict to one key and a list to another",
+            )),
+        }
+    }
+
+    /// Makes the structure of the whole, in which at most `gaps` positions may be without a value.
+    fn build(self, mut gaps: usize) -> Result<Structure, FileError> {
+        self.finish(&mut gaps).map_err(|source| FileError::Encode {
+            fqn: String::new(),
+            source,
+        })
     }
 
     /// Makes the structure; `gaps` are the positions without a value that it may still have.
@@ -276,7 +266,7 @@ impl Builder {
         Ok(match self {
             Builder::Leaf(fqn) => Structure::Leaf(fqn),
             Builder::Dict(items) => Structure::Dict(finish_dict(items, gaps)?),
-            Builder::Module(of, items) => Structure::Module(of, finish_dict(items, gaps)?),
+            Builder::Module(name, items) => Structure::Module(name, finish_dict(items, gaps)?),
             Builder::List(items) => Structure::List(finish_list(items, gaps)?),
             Builder::Tuple(items) => Structure::Tuple(finish_list(items, gaps)?),
         })
@@ -302,11 +292,10 @@ fn finish_list(
     let mut items = Vec::with_capacity(list.len());
     for (index, child) in list {
         let Some(left) = gaps.checked_sub(index - items.len()) else {
-            let (value, limit) = (index as u64, MAX_GAPS as u64);
             return Err(FormatError::Limit {
                 what: "number of list positions without a value",
-                value,
-                limit,
+                value: index as u64,
+                limit: MAX_GAPS as u64,
             });
         };
         *gaps = left;
@@ -320,8 +309,6 @@ fn finish_list(
 fn refused(fqn: &str, what: &str) -> FileError {
     FileError::Encode {
         fqn: fqn.to_owned(),
-        source: FormatError::Unsupported {
-            what: what.to_owned(),
-        },
+        source: FormatError::unsupported(what),
     }
 }

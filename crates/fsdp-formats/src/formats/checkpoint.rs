@@ -8,7 +8,7 @@ use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 use serde::{Deserialize, Serialize};
 
-use super::lookup::request_of;
+use super::lookup::{item_error, request_of};
 use super::read::{
     Destination, Files, LARGE_DESTINATION, ReadDone, ReadOptions, check_buffers, read_in_parallel,
 };
@@ -58,19 +58,24 @@ impl Format {
     /// Returns the name of the format in the output of the command.
     #[must_use]
     pub const fn name(self) -> &'static str {
+        self.names().0
+    }
+
+    /// Returns the name in the output of the command, and the words for messages.
+    const fn names(self) -> (&'static str, &'static str) {
         match self {
-            Format::Dcp => "dcp",
-            Format::SafetensorsFile => "safetensors",
-            Format::SafetensorsDirectory => "safetensors-directory",
-            Format::Torch => "torch",
-            Format::TorchDirectory => "torch-directory",
-            Format::RankFiles => "rank-files",
-            Format::DeepSpeed => "deepspeed",
-            Format::DeepSpeedUniversal => "deepspeed-universal",
-            Format::TorchCheckpointing => "torch-checkpointing",
-            Format::Numpy => "numpy",
-            Format::Gguf => "gguf",
-            Format::Folder => "folder",
+            Format::Dcp => ("dcp", "DCP directory"),
+            Format::SafetensorsFile => ("safetensors", "safetensors file"),
+            Format::SafetensorsDirectory => ("safetensors-directory", "safetensors directory"),
+            Format::Torch => ("torch", "torch archive"),
+            Format::TorchDirectory => ("torch-directory", "directory of torch archives"),
+            Format::RankFiles => ("rank-files", "directory of rank files"),
+            Format::DeepSpeed => ("deepspeed", "DeepSpeed directory"),
+            Format::DeepSpeedUniversal => ("deepspeed-universal", "DeepSpeed universal checkpoint"),
+            Format::TorchCheckpointing => ("torch-checkpointing", "torch_checkpointing directory"),
+            Format::Numpy => ("numpy", "NumPy file"),
+            Format::Gguf => ("gguf", "GGUF file"),
+            Format::Folder => ("folder", "folder of checkpoints"),
         }
     }
 
@@ -86,20 +91,7 @@ impl Format {
 
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Format::Dcp => "DCP directory",
-            Format::SafetensorsFile => "safetensors file",
-            Format::SafetensorsDirectory => "safetensors directory",
-            Format::Torch => "torch archive",
-            Format::TorchDirectory => "directory of torch archives",
-            Format::RankFiles => "directory of rank files",
-            Format::DeepSpeed => "DeepSpeed directory",
-            Format::DeepSpeedUniversal => "DeepSpeed universal checkpoint",
-            Format::TorchCheckpointing => "torch_checkpointing directory",
-            Format::Numpy => "NumPy file",
-            Format::Gguf => "GGUF file",
-            Format::Folder => "folder of checkpoints",
-        })
+        f.write_str(self.names().1)
     }
 }
 
@@ -192,7 +184,7 @@ pub trait Checkpoint: Send + Sync {
     fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let request = request_of(self.metadata(), fqn, bounds)?;
         if dst.len() > LARGE_DESTINATION {
-            // Threads share it.
+            // The threads of a whole read share a large box.
             let destination = Destination::new(request, vec![dst]);
             self.read(vec![destination], ReadOptions::default())?;
             return Ok(());
@@ -265,9 +257,7 @@ pub trait Checkpoint: Send + Sync {
     /// Reads the stored bytes of a value at a place, as `torch.save` wrote them, to copy them.
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
         let _ = stored;
-        Err(FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })
+        Err(FileError::not_stored(fqn))
     }
 
     /// Reads the stored bytes of an item, from byte `at` on, to copy or compare them.
@@ -279,14 +269,9 @@ pub trait Checkpoint: Send + Sync {
         dst: &mut [u8],
     ) -> Result<(), FileError> {
         let file = self.directory().file(&stored.relative_path)?;
-        let read = Window::new(&*file, stored.offset, stored.length)
-            .and_then(|item| item.read_exact_at(at, dst));
-        read.map_err(|source| FileError::Item {
-            fqn: fqn.to_owned(),
-            path: self.directory().path().join(&stored.relative_path),
-            offset: stored.offset,
-            source,
-        })
+        Window::new(&*file, stored.offset, stored.length)
+            .and_then(|item| item.read_exact_at(at, dst))
+            .map_err(|source| item_error(self.directory(), fqn, stored, source))
     }
 
     /// Checks that the files are long enough for the tensors with these keys. A conversion calls
@@ -331,9 +316,7 @@ pub trait Checkpoint: Send + Sync {
 
     /// Reads another copy of a value; see [`Metadata::replicas`].
     fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
-        Err(FileError::NotStored {
-            fqn: replica.fqn.clone(),
-        })
+        Err(FileError::not_stored(&replica.fqn))
     }
 
     /// Returns the bytes of data files that were read so far.

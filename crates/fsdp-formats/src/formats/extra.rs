@@ -30,7 +30,7 @@ impl ExtraFiles {
     }
 
     /// Lists the files beside a checkpoint's own. A checkpoint that is one file has none.
-    pub fn of(checkpoint: &dyn Checkpoint) -> Result<Self, FileError> {
+    pub fn find(checkpoint: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = checkpoint.directory();
         let is_own: &dyn Fn(&str) -> bool = match checkpoint.format() {
             format if format.is_file() => return Ok(ExtraFiles::default()),
@@ -54,9 +54,8 @@ impl ExtraFiles {
                 continue;
             }
             let is_file = is_file(directory, &name)?;
-            if found.foreign.is_none() && !(is_file && is_of_framework(checkpoint.format(), &name))
-            {
-                found.foreign = Some(name.clone());
+            if !(is_file && is_of_framework(checkpoint.format(), &name)) {
+                found.foreign.get_or_insert_with(|| name.clone());
             }
             if is_file && !is_other_data(&name) {
                 found.files.push(name)
@@ -138,10 +137,8 @@ const OF_HUGGING_FACE: [&str; 12] = [
 
 /// Returns `true` for a configuration, a part of a tokenizer, or a model's own code.
 fn is_of_hugging_face(name: &str) -> bool {
-    let is_code = name.ends_with(".py")
-        && ["modeling_", "configuration_", "tokenization_"]
-            .iter()
-            .any(|start| name.starts_with(start));
+    const CODE: [&str; 3] = ["modeling_", "configuration_", "tokenization_"];
+    let is_code = name.ends_with(".py") && CODE.iter().any(|start| name.starts_with(start));
     is_code || OF_HUGGING_FACE.iter().any(|start| name.starts_with(start))
 }
 
@@ -173,11 +170,7 @@ fn is_of_framework(format: Format, name: &str) -> bool {
 /// Returns `true` for data files of another save, for weights in another format, which a copy would
 /// make stale, and for signatures, which are of the original's bytes.
 fn is_other_data(name: &str) -> bool {
-    let weights = name.starts_with("pytorch_model")
-        || name.starts_with("tf_model")
-        || name.starts_with("flax_model");
-    weights
-        || [".distcp", ".safetensors", ".gguf", ".onnx", ".sig"]
-            .iter()
-            .any(|end| name.ends_with(end))
+    const STARTS: [&str; 3] = ["pytorch_model", "tf_model", "flax_model"];
+    const ENDS: [&str; 5] = [".distcp", ".safetensors", ".gguf", ".onnx", ".sig"];
+    STARTS.iter().any(|start| name.starts_with(start)) || ENDS.iter().any(|end| name.ends_with(end))
 }

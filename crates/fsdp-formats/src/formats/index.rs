@@ -20,26 +20,21 @@ impl Index {
     /// Reads an index.
     pub(crate) fn read(directory: &CheckedDirectory, name: &str) -> Result<Self, FileError> {
         let bytes = directory.read_small(name, MAX_INDEX_BYTES)?;
-        let charged =
-            Budget::new(bytes.len() as u64, 1).charge_json("memory for the index", &bytes);
-        charged.map_err(|over| directory.file_error(name, over.into()))?;
-        serde_json::from_slice(&bytes).map_err(|error| {
-            let source = FormatError::Malformed {
-                what: "index",
-                reason: error.to_string(),
-            };
-            directory.file_error(name, source)
-        })
+        Budget::new(bytes.len() as u64, 1)
+            .charge_json("memory for the index", &bytes)
+            .map_err(|over| directory.file_error(name, over.into()))?;
+        serde_json::from_slice(&bytes)
+            .map_err(|error| directory.file_error(name, FormatError::malformed("index", error)))
     }
 
     /// Returns `true` if the index says that a key is in another file. Keys that the index does not
     /// list are read from the file in which they are found, because libraries load everything in
     /// the files.
     pub(crate) fn is_elsewhere(&self, key: &str, file: &str) -> bool {
-        self.weight_map.get(key).is_some_and(|of| of != file)
+        self.weight_map.get(key).is_some_and(|other| other != file)
     }
 
-    /// Returns the keys of each file. A file that does not lie beside the index is an error.
+    /// Returns the keys of each file. A file that is not in the directory of the index is an error.
     pub(crate) fn files(
         &self,
         directory: &CheckedDirectory,

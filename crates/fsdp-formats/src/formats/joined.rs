@@ -8,7 +8,7 @@ use fsdp_layout::{KeyPath, PathPart};
 use indexmap::IndexMap;
 
 use super::checkpoint::{Checkpoint, Format, PartOf};
-use super::layer::{Layer, LayerSource, Origin, Seen};
+use super::layer::{Layer, LayerSource, LayerView, Origin};
 use super::structure::Structure;
 use crate::error::{FileError, FormatError};
 use crate::metadata::{Entry, Metadata, Replica, StorageInfo};
@@ -28,24 +28,56 @@ pub(crate) struct Part {
     pub(crate) skip: usize,
 }
 
-/// The place of one of the checkpoints.
-struct Place {
-    place: String,
-    is_directory: bool,
+impl Part {
+    /// Returns a place in the files of the part as a place in those of the joined checkpoint.
+    fn stored_in_whole(&self, stored: &StorageInfo) -> StorageInfo {
+        let mut stored = stored.clone();
+        if self.is_directory {
+            stored.relative_path = format!("{}/{}", self.place, stored.relative_path);
+        }
+        stored
+    }
+
+    /// Returns the path in the joined checkpoint for a key of the part; `None` if the key stays
+    /// and has no path.
+    fn path_in_whole(&self, metadata: &Metadata, fqn: &str) -> Option<KeyPath> {
+        let own = metadata
+            .planner_data
+            .as_ref()
+            .and_then(|paths| paths.get(fqn))
+            .cloned();
+        if !self.has_other_keys() {
+            return own;
+        }
+        let KeyPath(parts) = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.to_owned())]));
+        let mut path = self.prefix.clone();
+        path.extend(parts.into_iter().skip(self.skip));
+        Some(KeyPath(path))
+    }
+
+    /// Returns `true` if the keys of the part are others in the joined checkpoint.
+    fn has_other_keys(&self) -> bool {
+        !self.prefix.is_empty() || self.skip > 0
+    }
+}
+
+/// One of the checkpoints, and its keys.
+struct JoinedPart {
+    part: Part,
     /// The keys in the joined checkpoint, by the keys in this one.
     keys: HashMap<String, String>,
 }
 
-/// Checkpoints that are seen as one.
+/// Several checkpoints as one.
 pub(crate) struct Joined {
     format: Format,
     path: PathBuf,
     directory: CheckedDirectory,
-    seen: Seen<'static>,
+    view: LayerView<'static>,
     /// The containers of each part, until the last part has been added.
     structures: Vec<Structure>,
-    /// The places of the sources.
-    places: Vec<Place>,
+    /// The parts, in the order of the sources.
+    parts: Vec<JoinedPart>,
     /// For each key, the source, and the key in that source.
     origins: HashMap<String, (usize, String)>,
 }
@@ -53,24 +85,22 @@ pub(crate) struct Joined {
 impl Joined {
     /// Begins a checkpoint without any parts.
     pub(crate) fn new(format: Format, path: &Path, directory: CheckedDirectory) -> Self {
-        let metadata = Metadata {
-            planner_data: Some(IndexMap::new()),
-            ..Metadata::default()
-        };
-        let seen = Seen {
-            sources: Vec::new(),
-            metadata,
-            structure: None,
-        };
-        let (structures, places, origins) = Default::default();
         Joined {
             format,
             path: path.to_owned(),
             directory,
-            seen,
-            structures,
-            places,
-            origins,
+            view: LayerView {
+                sources: Vec::new(),
+                // The keys that are added have paths, unless no part has some.
+                metadata: Metadata {
+                    planner_data: Some(IndexMap::new()),
+                    ..Metadata::default()
+                },
+                structure: None,
+            },
+            structures: Vec::new(),
+            parts: Vec::new(),
+            origins: HashMap::new(),
         }
     }
 
@@ -80,108 +110,74 @@ impl Joined {
         part: Part,
         checkpoint: Box<dyn Checkpoint>,
     ) -> Result<(), FileError> {
-        let Part {
-            place,
-            is_directory,
-            prefix,
-            skip,
-        } = part;
-        let index = self.places.len();
-        let of = checkpoint.metadata();
-        let is_moved = !prefix.is_empty() || skip > 0;
-        let placed = |stored: &StorageInfo| {
-            let relative = &stored.relative_path;
-            let relative_path = if is_directory {
-                format!("{place}/{relative}")
-            } else {
-                relative.clone()
-            };
-            StorageInfo {
-                relative_path,
-                ..stored.clone()
-            }
-        };
+        let own = checkpoint.metadata();
         let mut keys = HashMap::new();
-        let mut added = Metadata {
-            planner_data: Some(IndexMap::new()),
-            ..Metadata::default()
-        };
-        for (fqn, entry) in &of.entries {
-            let own = of
-                .planner_data
-                .as_ref()
-                .and_then(|paths| paths.get(fqn))
-                .cloned();
-            let path = if is_moved {
-                let own = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
-                Some(KeyPath(
-                    prefix
-                        .iter()
-                        .cloned()
-                        .chain(own.0.into_iter().skip(skip))
-                        .collect(),
-                ))
-            } else {
-                own
+        let mut added = Metadata::default();
+        for (fqn, entry) in &own.entries {
+            let path = part.path_in_whole(own, fqn);
+            let key = match &path {
+                Some(path) if part.has_other_keys() => path.flat_key(),
+                _ => fqn.clone(),
             };
-            let key = path
-                .as_ref()
-                .filter(|_| is_moved)
-                .map_or_else(|| fqn.clone(), KeyPath::flat_key);
-            let mut entry = entry.clone();
-            match &mut entry {
-                Entry::Tensor(tensor) => {
-                    let stored = tensor
-                        .chunks
-                        .iter_mut()
-                        .filter_map(|chunk| chunk.stored.as_mut());
-                    stored.for_each(|stored| *stored = placed(stored));
-                }
-                Entry::Bytes(bytes) => bytes.stored = bytes.stored.as_ref().map(placed),
-            }
-            if self.seen.metadata.entries.contains_key(&key) || added.entries.contains_key(&key) {
+            // The prefixes of parts come from what lies in a folder, so two may give one key.
+            if self.view.metadata.entries.contains_key(&key) || added.entries.contains_key(&key) {
+                // A key that is twice in this part has no other place yet.
+                let first = self.place_of(&key).unwrap_or("");
                 let what = format!(
-                    "`{key}` in both `{}` and `{place}` of one folder",
-                    self.place_of(&key)
+                    "`{key}` in both `{first}` and `{}` of one folder",
+                    part.place
                 );
                 return Err(FileError::File {
                     path: checkpoint.path().to_owned(),
-                    source: FormatError::Unsupported { what },
+                    source: FormatError::unsupported(what),
                 });
             }
-            added.entries.insert(key.clone(), entry);
-            if let (Some(paths), Some(path)) = (&mut added.planner_data, path) {
-                paths.insert(key.clone(), path);
+            let mut entry = entry.clone();
+            match &mut entry {
+                Entry::Tensor(tensor) => {
+                    for stored in tensor.chunks.iter_mut().flat_map(|chunk| &mut chunk.stored) {
+                        *stored = part.stored_in_whole(stored);
+                    }
+                }
+                Entry::Bytes(bytes) => {
+                    if let Some(stored) = &mut bytes.stored {
+                        *stored = part.stored_in_whole(stored);
+                    }
+                }
             }
-            self.origins.insert(key.clone(), (index, fqn.clone()));
+            added.entries.insert(key.clone(), entry);
+            if let Some(path) = path {
+                added
+                    .planner_data
+                    .get_or_insert_default()
+                    .insert(key.clone(), path);
+            }
+            self.origins
+                .insert(key.clone(), (self.parts.len(), fqn.clone()));
             keys.insert(fqn.clone(), key);
         }
-        let replicas = of.replicas.iter().filter_map(|replica| {
-            let fqn = keys.get(&replica.fqn)?.clone();
-            Some(Replica {
-                fqn,
-                bounds: replica.bounds.clone(),
-                stored: placed(&replica.stored),
-            })
+        for replica in &own.replicas {
+            // A replica of a tensor that the metadata does not have is a copy of nothing.
+            if let Some(fqn) = keys.get(&replica.fqn) {
+                self.view.metadata.replicas.push(Replica {
+                    fqn: fqn.clone(),
+                    bounds: replica.bounds.clone(),
+                    stored: part.stored_in_whole(&replica.stored),
+                });
+            }
+        }
+        self.structures.push(match checkpoint.structure() {
+            Some(own) if part.skip == 0 => below(&part.prefix, own.clone().below(&part.prefix)),
+            _ => Structure::from_paths(&added)?,
         });
-        self.seen.metadata.replicas.extend(replicas);
-        let structure = match checkpoint.structure() {
-            Some(own) if skip == 0 => below(&prefix, own.clone().below(&prefix)),
-            _ => Structure::of_paths(&added)?,
-        };
-        self.seen.metadata.entries.extend(added.entries);
-        self.seen
+        self.view.metadata.entries.extend(added.entries);
+        self.view
             .metadata
             .planner_data
             .get_or_insert_default()
-            .extend(added.planner_data.unwrap_or_default());
-        self.structures.push(structure);
-        self.seen.sources.push(LayerSource::Own(checkpoint));
-        self.places.push(Place {
-            place,
-            is_directory,
-            keys,
-        });
+            .extend(added.planner_data.into_iter().flatten());
+        self.view.sources.push(LayerSource::Own(checkpoint));
+        self.parts.push(JoinedPart { part, keys });
         Ok(())
     }
 
@@ -189,19 +185,16 @@ impl Joined {
     /// no structure.
     pub(crate) fn finish(mut self) -> Self {
         let structure = Structure::merged(std::mem::take(&mut self.structures));
-        let does_fit = structure.leaves().len() == self.seen.metadata.entries.len();
-        self.seen.structure = does_fit.then_some(structure);
+        let does_fit = structure.leaves().len() == self.view.metadata.entries.len();
+        self.view.structure = does_fit.then_some(structure);
         self
     }
 
-    /// Returns the place of the part that has a key, for errors; an empty text if the part is still
-    /// being added.
-    fn place_of(&self, key: &str) -> String {
-        let place = self
-            .origins
-            .get(key)
-            .and_then(|(index, _)| self.places.get(*index));
-        place.map_or_else(String::new, |place| place.place.clone())
+    /// Returns the place of the part that has a key, for errors; `None` if the part is still being
+    /// added.
+    fn place_of(&self, key: &str) -> Option<&str> {
+        let (index, _) = self.origins.get(key)?;
+        Some(&self.parts.get(*index)?.part.place)
     }
 }
 
@@ -213,8 +206,8 @@ fn below(prefix: &[PathPart], structure: Structure) -> Structure {
 }
 
 impl Layer for Joined {
-    fn seen(&self) -> &Seen<'_> {
-        &self.seen
+    fn view(&self) -> &LayerView<'_> {
+        &self.view
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
@@ -223,9 +216,7 @@ impl Layer for Joined {
     }
 
     fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
-        Err(FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })
+        Err(FileError::not_stored(fqn))
     }
 
     fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
@@ -243,23 +234,16 @@ impl Layer for Joined {
     }
 
     fn parts(&self) -> Vec<PartOf<'_>> {
-        let parts = self.places.iter().zip(&self.seen.sources);
-        let parts = parts.map(
-            |(
-                Place {
-                    place,
-                    is_directory,
-                    keys,
-                },
-                source,
-            )| PartOf {
-                place,
-                is_directory: *is_directory,
+        let mut parts = Vec::with_capacity(self.parts.len());
+        for (JoinedPart { part, keys }, source) in self.parts.iter().zip(&self.view.sources) {
+            parts.push(PartOf {
+                place: &part.place,
+                is_directory: part.is_directory,
                 checkpoint: &**source,
                 keys,
-            },
-        );
-        parts.collect()
+            });
+        }
+        parts
     }
 
     fn key_in_parts<'o>(&'o self, fqn: &'o str) -> Option<&'o str> {
@@ -269,17 +253,13 @@ impl Layer for Joined {
     /// Translates a place in this checkpoint to a place in one of its sources: file names lose the
     /// name of the source's directory.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
-        let Place {
-            place,
-            is_directory,
-            ..
-        } = &self.places[source];
+        let part = &self.parts[source].part;
         let below = stored
             .relative_path
-            .strip_prefix(place.as_str())
+            .strip_prefix(part.place.as_str())
             .and_then(|rest| rest.strip_prefix('/'));
         match below {
-            Some(below) if *is_directory => Cow::Owned(StorageInfo {
+            Some(below) if part.is_directory => Cow::Owned(StorageInfo {
                 relative_path: below.to_owned(),
                 ..stored.clone()
             }),

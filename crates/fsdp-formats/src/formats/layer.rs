@@ -30,7 +30,7 @@ pub enum Origin<'o> {
     Made,
 }
 
-/// A checkpoint that is seen through a layer.
+/// A checkpoint under a layer.
 pub enum LayerSource<'s> {
     /// Somebody else's.
     Lent(&'s dyn Checkpoint),
@@ -49,8 +49,8 @@ impl<'s> std::ops::Deref for LayerSource<'s> {
     }
 }
 
-/// The checkpoints that are seen through a layer, and what is seen of them.
-pub struct Seen<'s> {
+/// The checkpoints under a layer, and what the layer shows of them.
+pub struct LayerView<'s> {
     /// At least one checkpoint, once the layer is read.
     pub sources: Vec<LayerSource<'s>>,
     /// The tensors and values.
@@ -59,14 +59,14 @@ pub struct Seen<'s> {
     pub structure: Option<Structure>,
 }
 
-impl<'s> Seen<'s> {
-    /// Returns what is seen of a single checkpoint.
-    pub fn of(
+impl<'s> LayerView<'s> {
+    /// Makes the view of a single checkpoint.
+    pub fn new(
         source: &'s dyn Checkpoint,
         metadata: Metadata,
         structure: Option<Structure>,
     ) -> Self {
-        Seen {
+        LayerView {
             sources: vec![LayerSource::Lent(source)],
             metadata,
             structure,
@@ -74,19 +74,14 @@ impl<'s> Seen<'s> {
     }
 }
 
-/// A checkpoint through which one or several others are seen: its sources.
+/// A checkpoint that shows one or several others, its sources, in another form.
 pub trait Layer: Send + Sync {
-    /// Returns its sources, and what it holds.
-    fn seen(&self) -> &Seen<'_>;
+    /// Returns its sources, and what it shows of them.
+    fn view(&self) -> &LayerView<'_>;
 
     /// Returns the source at a position.
     fn source(&self, index: usize) -> &dyn Checkpoint {
-        &*self.seen().sources[index]
-    }
-
-    /// Returns the names, types and shapes of the tensors and values that it holds.
-    fn metadata(&self) -> &Metadata {
-        &self.seen().metadata
+        &*self.view().sources[index]
     }
 
     /// Returns the origin of the content at a key, which must be in the metadata.
@@ -142,7 +137,7 @@ pub trait Layer: Send + Sync {
 
     /// Returns the number of bytes that were read from data files so far.
     fn bytes_read(&self) -> u64 {
-        self.seen()
+        self.view()
             .sources
             .iter()
             .map(|source| source.bytes_read())
@@ -152,8 +147,9 @@ pub trait Layer: Send + Sync {
 
 /// Returns the origin of a key, or the error that there is none.
 fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
-    if !layer.metadata().entries.contains_key(fqn) {
-        return Err(no_value(layer.metadata(), fqn));
+    let metadata = &layer.view().metadata;
+    if !metadata.entries.contains_key(fqn) {
+        return Err(no_value(metadata, fqn));
     }
     Ok(layer.origin(fqn))
 }
@@ -163,19 +159,16 @@ fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, Fil
 fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
     match origin_of(layer, fqn)? {
         Origin::Source(source, name) => Ok((source, name)),
-        _ => Err(FileError::NotStored {
-            fqn: fqn.to_owned(),
-        }),
+        _ => Err(FileError::not_stored(fqn)),
     }
 }
 
 /// Returns a replica with the key and the paths that it has in a source.
 fn replica_in<L: Layer>(layer: &L, source: usize, name: &str, replica: &Replica) -> Replica {
-    let stored = layer.stored_in(source, &replica.stored).into_owned();
     Replica {
         fqn: name.to_owned(),
         bounds: replica.bounds.clone(),
-        stored,
+        stored: layer.stored_in(source, &replica.stored).into_owned(),
     }
 }
 
@@ -186,9 +179,10 @@ fn check_sources<L: Layer>(
     keys: KeyFilter<'_>,
     check: &dyn Fn(&dyn Checkpoint, KeyFilter<'_>) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
-    let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.seen().sources.len()];
+    let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.view().sources.len()];
     let mut inputs = Vec::new();
-    for fqn in layer.metadata().entries.keys().filter(|fqn| keys(fqn)) {
+    let entries = &layer.view().metadata.entries;
+    for fqn in entries.keys().filter(|fqn| keys(fqn)) {
         match layer.origin(fqn) {
             Origin::Source(source, name) => drop(needed[source].insert(name.to_owned())),
             Origin::Value(_) => {}
@@ -198,10 +192,10 @@ fn check_sources<L: Layer>(
     for (source, name) in inputs {
         needed[source].insert(name);
     }
-    let needed = needed.iter().enumerate();
-    needed
-        .into_iter()
-        .try_for_each(|(index, keys)| check(layer.source(index), &|fqn| keys.contains(fqn)))
+    for (source, keys) in layer.view().sources.iter().zip(&needed) {
+        check(&**source, &|fqn| keys.contains(fqn))?;
+    }
+    Ok(())
 }
 
 impl<L: Layer> Checkpoint for L {
@@ -214,11 +208,11 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn metadata(&self) -> &Metadata {
-        Layer::metadata(self)
+        &self.view().metadata
     }
 
     fn structure(&self) -> Option<&Structure> {
-        self.seen().structure.as_ref()
+        self.view().structure.as_ref()
     }
 
     fn directory(&self) -> &CheckedDirectory {
@@ -249,9 +243,7 @@ impl<L: Layer> Checkpoint for L {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_boxes(name, slots),
             Origin::Made => self.read_made(fqn, slots),
-            Origin::Value(_) => Err(FileError::NotStored {
-                fqn: fqn.to_owned(),
-            }),
+            Origin::Value(_) => Err(FileError::not_stored(fqn)),
         }
     }
 
@@ -259,7 +251,7 @@ impl<L: Layer> Checkpoint for L {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_value(name),
             Origin::Value(value) => Ok(value.clone()),
-            Origin::Made => Err(no_value(Layer::metadata(self), fqn)),
+            Origin::Made => Err(no_value(&self.view().metadata, fqn)),
         }
     }
 

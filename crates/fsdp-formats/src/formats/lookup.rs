@@ -2,26 +2,25 @@
 
 use fsdp_layout::TensorBox;
 
-use crate::error::FileError;
-use crate::metadata::{Metadata, TensorEntry};
+use crate::error::{FileError, FormatError};
+use crate::metadata::{Entry, Metadata, StorageInfo, TensorEntry};
 use crate::plan::{LoadPlanError, LoadRequest};
+use crate::storage::checked_directory::CheckedDirectory;
 
 /// Returns the entry of a tensor, or the error that there is none.
 pub fn tensor_of<'m>(metadata: &'m Metadata, fqn: &str) -> Result<&'m TensorEntry, FileError> {
-    metadata.tensor(fqn).ok_or_else(|| {
-        let is_value = metadata.entries.contains_key(fqn);
-        let fqn = fqn.to_owned();
-        if is_value {
-            LoadPlanError::Kind {
-                fqn,
-                saved: "value",
-                wanted: "tensor",
-            }
-            .into()
-        } else {
-            LoadPlanError::Missing { fqn }.into()
-        }
-    })
+    let error = match metadata.entries.get(fqn) {
+        Some(Entry::Tensor(tensor)) => return Ok(tensor),
+        Some(Entry::Bytes(_)) => LoadPlanError::Kind {
+            fqn: fqn.to_owned(),
+            saved: "value",
+            wanted: "tensor",
+        },
+        None => LoadPlanError::Missing {
+            fqn: fqn.to_owned(),
+        },
+    };
+    Err(error.into())
 }
 
 /// Makes the request for one box of a tensor, in the dtype and shape that it has.
@@ -40,18 +39,31 @@ pub(crate) fn request_of(
 }
 
 /// Returns the error that a key is not a value.
-pub fn no_value(metadata: &Metadata, fqn: &str) -> FileError {
-    let is_tensor = metadata.tensor(fqn).is_some();
+pub(crate) fn no_value(metadata: &Metadata, fqn: &str) -> FileError {
     let fqn = fqn.to_owned();
-    if is_tensor {
-        LoadPlanError::Kind {
+    let error = match metadata.tensor(&fqn) {
+        Some(_) => LoadPlanError::Kind {
             fqn,
             saved: "tensor",
             wanted: "value",
-        }
-        .into()
-    } else {
-        LoadPlanError::Missing { fqn }.into()
+        },
+        None => LoadPlanError::Missing { fqn },
+    };
+    error.into()
+}
+
+/// Returns the error of a tensor or value that is stored in a file of `directory`.
+pub(crate) fn item_error(
+    directory: &CheckedDirectory,
+    fqn: &str,
+    stored: &StorageInfo,
+    source: FormatError,
+) -> FileError {
+    FileError::Item {
+        fqn: fqn.to_owned(),
+        path: directory.path().join(&stored.relative_path),
+        offset: stored.offset,
+        source,
     }
 }
 
@@ -62,7 +74,8 @@ pub(crate) fn check_length(
     element: u64,
     dst: &[u8],
 ) -> Result<(), FileError> {
-    let (given, planned) = (dst.len() as u64, bounds.numel() as u64 * element);
+    let given = dst.len() as u64;
+    let planned = bounds.numel() as u64 * element;
     if given != planned {
         return Err(FileError::PayloadLength {
             fqn: fqn.to_owned(),

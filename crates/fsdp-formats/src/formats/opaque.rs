@@ -23,8 +23,10 @@ pub fn opaque_entries(
     let keys: Vec<&String> = source.metadata().entries.keys().collect();
     let types = on_each(&keys, threads, |fqn| source.opaque_type(fqn));
     let mut opaque = Vec::new();
-    for (fqn, of) in keys.into_iter().zip(types) {
-        opaque.extend(of?.map(|of| (fqn.clone(), of)));
+    for (fqn, found) in keys.into_iter().zip(types) {
+        if let Some(opaque_type) = found? {
+            opaque.push((fqn.clone(), opaque_type));
+        }
     }
     Ok(opaque)
 }
@@ -73,18 +75,21 @@ pub fn digest_of_opaque(source: &dyn Checkpoint, fqn: &str) -> Result<Digest, Fi
         let hash = hash_of_item(source, fqn, stored)?;
         chunks.push((chunk.bounds.clone(), hash));
     }
+    // Copies list the chunks in other orders.
     chunks.sort_by(|(a, _), (b, _)| a.cmp(b));
-    let sizes = |sizes: &[usize]| {
-        PlainValue::List(
-            sizes
-                .iter()
-                .map(|&size| PlainValue::Int(size as i64))
-                .collect(),
-        )
-    };
-    let chunks = chunks.iter().map(|(bounds, hash)| {
-        let hash = PlainValue::Bytes(hash.to_le_bytes().to_vec());
-        PlainValue::Tuple(vec![sizes(&bounds.offsets), sizes(&bounds.sizes), hash])
-    });
-    Ok(Digest::of_value(&PlainValue::List(chunks.collect())))
+    let mut described = Vec::with_capacity(chunks.len());
+    for (bounds, hash) in chunks {
+        described.push(PlainValue::Tuple(vec![
+            list_of_sizes(&bounds.offsets),
+            list_of_sizes(&bounds.sizes),
+            PlainValue::Bytes(hash.to_le_bytes().to_vec()),
+        ]));
+    }
+    Ok(Digest::of_value(&PlainValue::List(described)))
+}
+
+/// Returns sizes or offsets as a value.
+fn list_of_sizes(sizes: &[usize]) -> PlainValue {
+    let sizes = sizes.iter().map(|&size| PlainValue::Int(size as i64));
+    PlainValue::List(sizes.collect())
 }

@@ -91,7 +91,7 @@ impl Default for ReadOptions {
 pub(super) const LARGE_DESTINATION: usize = 64 << 20;
 
 /// Boxes of one tensor that one thread fills.
-struct Job<'d> {
+struct FillJob<'d> {
     request: usize,
     /// The position in the request of the box that each slot is of.
     boxes: Vec<usize>,
@@ -122,22 +122,17 @@ struct RecordedRequest<'c> {
 }
 
 impl RecordedRequest<'_> {
-    /// Returns the type of the elements in the checkpoint, or the requested one for a tensor that
-    /// is missing there.
-    fn dtype(&self) -> DType {
-        self.tensor
-            .map_or(self.request.dtype, |tensor| tensor.properties.dtype)
-    }
-
     /// Returns the tensor and its digest if the request is for the tensor as a whole, in one box,
     /// so that what is read can be compared with the digest. Returns `None` otherwise, and if no
     /// digest was recorded.
     fn whole(&self) -> Option<(&TensorEntry, Digest)> {
-        let (tensor, [bounds]) = (self.tensor?, &self.request.boxes[..]) else {
-            return None;
-        };
-        let is_whole = tensor.shape == bounds.sizes && !bounds.is_empty();
-        Some((tensor, self.digest.filter(|_| is_whole)?))
+        let tensor = self.tensor?;
+        match &self.request.boxes[..] {
+            [bounds] if bounds.sizes == tensor.shape && !bounds.is_empty() => {
+                Some((tensor, self.digest?))
+            }
+            _ => None,
+        }
     }
 }
 
@@ -149,10 +144,10 @@ impl<'c> Files<'c> {
         is_compared: bool,
         with_digest: bool,
     ) -> RecordedRequest<'c> {
-        let digest = self
-            .digests
-            .filter(|_| with_digest)
-            .and_then(|digests| digests.get(&request.fqn));
+        let digest = match self.digests {
+            Some(digests) if with_digest => digests.get(&request.fqn),
+            _ => None,
+        };
         RecordedRequest {
             tensor: self.metadata.tensor(&request.fqn),
             request,
@@ -174,28 +169,20 @@ impl<'c> Files<'c> {
             let Some((tensor, recorded)) = wanted.whole() else {
                 continue;
             };
-            let found = sums
-                .first()
-                .map(|sum| sum.finish(tensor.properties.dtype, &tensor.shape));
-            if found != Some(recorded) {
+            // A request for a whole tensor has one box, and so one sum.
+            if sums[0].finish(tensor.properties.dtype, &tensor.shape) != recorded {
                 differing.insert(wanted.request.fqn.as_str());
             }
         }
         if differing.is_empty() {
-            Ok(())
-        } else {
-            self.check_hashes(&differing)
+            return Ok(());
         }
-    }
-
-    /// Checks the hashes of the files that hold these tensors.
-    fn check_hashes(&self, fqns: &HashSet<&str>) -> Result<(), FileError> {
-        let stored = self
-            .metadata
-            .stored()
-            .filter(|(name, ..)| fqns.contains(name))
-            .map(|(_, _, stored)| stored);
-        let names: BTreeSet<&str> = stored.map(|stored| stored.relative_path.as_str()).collect();
+        let mut names = BTreeSet::new();
+        for (fqn, _, stored) in self.metadata.stored() {
+            if differing.contains(fqn) {
+                names.insert(stored.relative_path.as_str());
+            }
+        }
         for name in names {
             let file = self.directory.file(name)?;
             file.verify_whole()
@@ -241,18 +228,19 @@ pub(crate) fn read_in_parallel(
         for job in &mut jobs {
             let wanted = &wanted[job.request];
             sum_over(job, wanted)?;
+            // The digest says more than the hashes do, so these need not be checked too.
             let is_compared =
                 (wanted.digest.is_some() && wanted.is_compared) || wanted.whole().is_some();
-            job.slots
-                .iter_mut()
-                .for_each(|slot| slot.is_compared = is_compared);
+            for slot in &mut job.slots {
+                slot.is_compared = is_compared;
+            }
         }
     }
-    let sums = wanted
-        .iter()
-        .map(|wanted| vec![Sum::default(); wanted.request.boxes.len()])
-        .collect();
-    let sums: Mutex<Vec<Vec<Sum>>> = Mutex::new(sums);
+    let mut sums = Vec::with_capacity(wanted.len());
+    for wanted in &wanted {
+        sums.push(vec![Sum::default(); wanted.request.boxes.len()]);
+    }
+    let shared_sums = Mutex::new(sums);
     let threads = options
         .threads
         .saturating_mul(files.directory.threads_per_reader())
@@ -274,38 +262,40 @@ pub(crate) fn read_in_parallel(
                 let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.slots));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
-                let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut sums = shared_sums.lock().unwrap_or_else(PoisonError::into_inner);
                 for (&index, slot) in job.boxes.iter().zip(&job.slots) {
-                    let sum = slot.digest.as_ref().map(SlotDigest::sum);
-                    sums[job.request][index].add(sum.unwrap_or_default());
+                    if let Some(digest) = &slot.digest {
+                        sums[job.request][index].add(digest.sum());
+                    }
                 }
             }
             Ok(())
         })
     })?;
-    let mut sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut summed = shared_sums
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner);
     if options.digest {
-        files.check_differing(&wanted, &sums)?;
+        files.check_differing(&wanted, &summed)?;
     } else {
-        sums.clear();
+        summed.clear();
     }
-    let requests = wanted.into_iter().map(|wanted| wanted.request).collect();
     Ok(ReadDone {
         plan,
-        sums,
-        requests,
+        sums: summed,
+        requests: wanted.into_iter().map(|wanted| wanted.request).collect(),
     })
 }
 
 /// Asks for sums over what the slots of a job are filled with.
-fn sum_over(job: &mut Job<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
-    let Some(tensor) = wanted.tensor else {
-        return Ok(());
-    };
+fn sum_over(job: &mut FillJob<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
+    let tensor = wanted
+        .tensor
+        .expect("a job is made only for a tensor that is there");
     for slot in &mut job.slots {
         let element = tensor.properties.dtype.size_in_bytes() as usize;
-        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element);
-        let place = place.map_err(|error| wrong_box(&wanted.request.fqn, &error))?;
+        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element)
+            .map_err(|error| wrong_box(&wanted.request.fqn, &error))?;
         slot.digest = Some(SlotDigest::new(place));
     }
     Ok(())
@@ -317,7 +307,7 @@ fn jobs<'d>(
     buffers: Vec<Vec<&'d mut [u8]>>,
     plan: &LoadPlan,
     threads: usize,
-) -> Result<Vec<Job<'d>>, FileError> {
+) -> Result<Vec<FillJob<'d>>, FileError> {
     let mut jobs = Vec::with_capacity(wanted.len());
     let mut missing = vec![false; wanted.len()];
     for &index in &plan.missing {
@@ -327,21 +317,28 @@ fn jobs<'d>(
         if missing[index] {
             continue;
         }
-        let (request, dtype) = (&wanted.request, wanted.dtype());
+        let request = &wanted.request;
+        let tensor = wanted
+            .tensor
+            .expect("the plan lists each tensor that is missing");
+        let dtype = tensor.properties.dtype;
         check_buffers(request, dtype, &buffers)?;
-        let mut whole = Job {
+        // All boxes of a tensor go into one job, as a file's blocks may hold parts of several;
+        // only a large box is cut, so that the threads share it.
+        let mut whole = FillJob {
             request: index,
             boxes: Vec::new(),
             slots: Vec::with_capacity(buffers.len()),
         };
         for (number, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {
             if buffer.len() > LARGE_DESTINATION && threads > 1 {
-                let parts = split(bounds, buffer, dtype.size_in_bytes() as usize);
-                jobs.extend(parts.into_iter().map(|part| Job {
-                    request: index,
-                    boxes: vec![number],
-                    slots: vec![part],
-                }));
+                for part in split(bounds, buffer, dtype.size_in_bytes() as usize) {
+                    jobs.push(FillJob {
+                        request: index,
+                        boxes: vec![number],
+                        slots: vec![part],
+                    });
+                }
             } else if !buffer.is_empty() {
                 whole.boxes.push(number);
                 whole.slots.push(Slot::new(bounds.clone(), buffer));
@@ -360,30 +357,26 @@ pub(super) fn check_buffers(
     dtype: DType,
     buffers: &[&mut [u8]],
 ) -> Result<(), FileError> {
-    let given = buffers.iter().map(|buffer| buffer.len() as u64).sum();
-    if buffers.len() != request.boxes.len() {
-        let planned = request
-            .boxes
-            .iter()
-            .filter_map(|bounds| byte_length(bounds, dtype))
-            .sum::<usize>() as u64;
-        return Err(FileError::PayloadLength {
-            fqn: request.fqn.clone(),
-            given,
-            planned,
-        });
-    }
-    for (bounds, buffer) in request.boxes.iter().zip(buffers) {
-        let planned = byte_length(bounds, dtype).unwrap_or(usize::MAX);
-        if buffer.len() != planned {
-            return Err(FileError::PayloadLength {
-                fqn: request.fqn.clone(),
-                given,
-                planned: planned as u64,
-            });
+    let lengths = request
+        .boxes
+        .iter()
+        .map(|bounds| byte_length(bounds, dtype));
+    let planned = if buffers.len() == request.boxes.len() {
+        match lengths
+            .zip(buffers)
+            .find(|(length, buffer)| *length != Some(buffer.len()))
+        {
+            None => return Ok(()),
+            Some((length, _)) => length.unwrap_or(usize::MAX),
         }
-    }
-    Ok(())
+    } else {
+        lengths.flatten().sum()
+    };
+    Err(FileError::PayloadLength {
+        fqn: request.fqn.clone(),
+        given: buffers.iter().map(|buffer| buffer.len() as u64).sum(),
+        planned: planned as u64,
+    })
 }
 
 /// Returns the bytes of a box; `None` if they are more than this machine can count.

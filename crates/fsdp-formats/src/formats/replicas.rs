@@ -10,14 +10,14 @@ use super::lookup::tensor_of;
 use super::opaque::hash_of_item;
 use super::stream::{check_expansion, stream_boxes};
 use crate::error::FileError;
-use crate::metadata::{BytesEntry, Entry, Replica, StorageInfo};
+use crate::metadata::{BytesEntry, Entry, Replica, StorageInfo, TensorEntry};
 use crate::plan::{ChunkError, validate_chunks};
 
 /// An error in the comparison of two copies.
 #[derive(Debug, Error)]
 pub enum ReplicaError {
-    #[error("this copy of the {what} differs from the first one")]
     /// The copy has other bits.
+    #[error("this copy of the {what} differs from the first one")]
     Differs {
         /// The kind of what was compared.
         what: &'static str,
@@ -48,45 +48,43 @@ pub(crate) fn check_replicas(
     checkpoint: &dyn Checkpoint,
     keys: KeyFilter<'_>,
 ) -> Result<(), FileError> {
-    for replica in checkpoint
-        .metadata()
-        .replicas
-        .iter()
-        .filter(|replica| keys(&replica.fqn))
-    {
-        let differs = |what: String| FileError::Differing {
+    let replicas = &checkpoint.metadata().replicas;
+    for replica in replicas.iter().filter(|replica| keys(&replica.fqn)) {
+        let what = match compare(checkpoint, replica, None) {
+            Ok(()) => continue,
+            Err(ReplicaError::Read(error)) => return Err(error),
+            Err(ReplicaError::Differs { .. }) => "is not the same in both".to_owned(),
+            Err(error @ ReplicaError::Chunk(_)) => format!("cannot be read ({error})"),
+        };
+        return Err(FileError::Differing {
             fqn: replica.fqn.clone(),
             what,
             first: first_file(checkpoint, replica).to_owned(),
             second: replica.stored.relative_path.clone(),
-        };
-        match compare(checkpoint, replica, None) {
-            Ok(()) => {}
-            Err(ReplicaError::Read(error)) => return Err(error),
-            Err(ReplicaError::Differs { .. }) => {
-                return Err(differs("is not the same in both".to_owned()));
-            }
-            Err(error @ ReplicaError::Chunk(_)) => {
-                return Err(differs(format!("cannot be read ({error})")));
-            }
-        }
+        });
     }
     Ok(())
 }
 
-/// Returns the file of the copy that a load takes.
+/// Returns the file of the copy that a load takes, for a message: an empty text if there is no
+/// single one, as for the copy of a box that is covered by other boxes.
 fn first_file<'c>(checkpoint: &'c dyn Checkpoint, replica: &Replica) -> &'c str {
-    let chunks = checkpoint
-        .metadata()
-        .tensor(&replica.fqn)
-        .into_iter()
-        .flat_map(|tensor| &tensor.chunks);
-    let first = chunks
-        .into_iter()
-        .find(|chunk| Some(&chunk.bounds) == replica.bounds.as_ref());
-    first
-        .and_then(|chunk| chunk.stored.as_ref())
-        .map_or("", |stored| &stored.relative_path)
+    let tensor = checkpoint.metadata().tensor(&replica.fqn);
+    match (tensor, &replica.bounds) {
+        (Some(tensor), Some(bounds)) => {
+            first_copy(tensor, bounds).map_or("", |stored| &stored.relative_path)
+        }
+        _ => "",
+    }
+}
+
+/// Returns the place of the copy of a box that a load takes; `None` if it takes no such box.
+fn first_copy<'t>(tensor: &'t TensorEntry, bounds: &TensorBox) -> Option<&'t StorageInfo> {
+    let mut chunks = tensor.chunks.iter();
+    chunks
+        .find(|chunk| chunk.bounds == *bounds)?
+        .stored
+        .as_ref()
 }
 
 /// Compares a replica of a value with the first copy.
@@ -100,11 +98,8 @@ fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaEr
             else {
                 return Err(error.into());
             };
-            let (first, this) = (
-                checkpoint.read_item(&replica.fqn, stored)?,
-                checkpoint.read_item(&replica.fqn, &replica.stored)?,
-            );
-            first == this
+            let first = checkpoint.read_item(&replica.fqn, stored)?;
+            first == checkpoint.read_item(&replica.fqn, &replica.stored)?
         }
         first => first?.same_bits(&checkpoint.read_value_replica(replica)?),
     };
@@ -137,19 +132,10 @@ fn tensor(
     let entry = tensor_of(checkpoint.metadata(), &replica.fqn)?;
     validate_chunks(&entry.shape, [whole])?;
     if checkpoint.opaque_type(&replica.fqn)?.is_some() {
-        let first = entry
-            .chunks
-            .iter()
-            .find(|chunk| chunk.bounds == *whole)
-            .and_then(|chunk| chunk.stored.as_ref());
-        let same = match first {
-            Some(first) => same_stored(checkpoint, &replica.fqn, first, &replica.stored)?,
-            None => false,
-        };
-        return if same {
-            Ok(())
-        } else {
-            Err(ReplicaError::Differs { what: "chunk" })
+        // Its elements cannot be read, so the items are compared as they are stored.
+        return match first_copy(entry, whole) {
+            Some(first) if same_stored(checkpoint, &replica.fqn, first, &replica.stored)? => Ok(()),
+            _ => Err(ReplicaError::Differs { what: "chunk" }),
         };
     }
     let dtype = entry.properties.dtype;
@@ -157,19 +143,25 @@ fn tensor(
     check_expansion(checkpoint, &replica.fqn, length)?;
     let mut first = Vec::new();
     let mut same = true;
-    let mut read = |part: &TensorBox, dst: &mut [u8]| {
-        checkpoint.read_replica(replica, part, dst)?;
-        first.resize(dst.len(), 0);
-        checkpoint.read_box(&replica.fqn, part, &mut first)?;
-        same = same && first == dst;
-        Ok(())
-    };
-    stream_boxes::<FileError>(&mut read, dtype, whole, 0..length, &mut |bytes| {
-        if let Some(progress) = progress {
-            progress(bytes.len() as u64);
-        }
-        Ok(())
-    })?;
+    stream_boxes::<FileError>(
+        &mut |part, dst| {
+            checkpoint.read_replica(replica, part, dst)?;
+            first.resize(dst.len(), 0);
+            checkpoint.read_box(&replica.fqn, part, &mut first)?;
+            // A box that differs is not the last to be read: progress counts all bytes.
+            same = same && first == dst;
+            Ok(())
+        },
+        dtype,
+        whole,
+        0..length,
+        &mut |bytes| {
+            if let Some(progress) = progress {
+                progress(bytes.len() as u64);
+            }
+            Ok(())
+        },
+    )?;
     if !same {
         return Err(ReplicaError::Differs { what: "chunk" });
     }

@@ -18,11 +18,11 @@ const PIECE: usize = 16 << 20;
 /// Reads bytes `range` of the row-major box `bounds` of a tensor, in order, in pieces of bounded
 /// size.
 ///
-/// `range` must begin and end between elements.
+/// The bytes are in the dtype that the checkpoint has the tensor in. `range` must begin and end
+/// between elements.
 pub fn stream<E: From<FileError>>(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
-    dtype: DType,
     bounds: &TensorBox,
     range: Range<u64>,
     sink: &mut dyn FnMut(&[u8]) -> Result<(), E>,
@@ -39,10 +39,13 @@ pub fn stream<E: From<FileError>>(
         ReadPlanOptions::default(),
     )
     .map_err(FileError::from)?;
-    let mut read = |part: &TensorBox, dst: &mut [u8]| {
-        checkpoint.read_boxes(fqn, &mut [Slot::new(part.clone(), dst)])
-    };
-    stream_boxes(&mut read, dtype, bounds, range, sink)
+    stream_boxes(
+        &mut |part, dst| checkpoint.read_boxes(fqn, &mut [Slot::new(part.clone(), dst)]),
+        request.dtype,
+        bounds,
+        range,
+        sink,
+    )
 }
 
 /// The largest ratio of a tensor's bytes to its stored bytes, for tensors whose elements are
@@ -59,21 +62,19 @@ pub fn check_expansion(
     if length <= FREE {
         return Ok(());
     }
-    let chunks = checkpoint
-        .metadata()
-        .tensor(fqn)
-        .into_iter()
-        .flat_map(|tensor| &tensor.chunks);
-    let stored = chunks.filter_map(|chunk| chunk.stored.as_ref());
-    // The growth of a transformed item is bounded where the transform is undone.
-    let bytes = stored.map(|stored| {
-        if stored.transforms.is_empty() {
-            stored.length
-        } else {
-            u64::MAX / EXPANSION
-        }
-    });
-    let bytes = bytes.fold(0, u64::saturating_add);
+    let mut bytes = 0u64;
+    // A key that is missing here has no bytes; reading it says so.
+    let tensor = checkpoint.metadata().tensor(fqn).into_iter();
+    for stored in tensor
+        .flat_map(|tensor| &tensor.chunks)
+        .flat_map(|chunk| &chunk.stored)
+    {
+        // The growth of a transformed item is bounded where the transform is undone.
+        bytes = bytes.saturating_add(match stored.transforms[..] {
+            [] => stored.length,
+            _ => u64::MAX / EXPANSION,
+        });
+    }
     Budget::new(bytes, EXPANSION)
         .charge("bytes of elements that are not stored", length)
         .map_err(|over| FileError::Item {
@@ -100,8 +101,10 @@ pub fn stream_boxes<E: From<FileError>>(
         return Ok(());
     }
     let element = dtype.size_in_bytes() as usize;
-    let (mut at, end) = (range.start as usize / element, range.end as usize / element);
-    let row: usize = bounds.sizes.get(1..).unwrap_or_default().iter().product();
+    let mut at = range.start as usize / element;
+    let end = range.end as usize / element;
+    // A scalar is one row of one element.
+    let row: usize = bounds.sizes.iter().skip(1).product();
     let most = (PIECE / element).max(1);
     let mut buffer = vec![0; (end - at).min(most) * element];
     while at < end {
@@ -113,18 +116,13 @@ pub fn stream_boxes<E: From<FileError>>(
         }
         // A flat range is several boxes, whose bytes follow each other in the buffer.
         let mut filled = 0;
-        for part in boxes_of_flat_range(&bounds.sizes, at..next) {
-            let offsets = part
-                .offsets
-                .iter()
-                .zip(&bounds.offsets)
-                .map(|(a, b)| a + b)
-                .collect();
+        for mut part in boxes_of_flat_range(&bounds.sizes, at..next) {
+            // Its parts count from the beginning of the box.
+            for (offset, start) in part.offsets.iter_mut().zip(&bounds.offsets) {
+                *offset += start;
+            }
             let length = part.numel() * element;
-            read(
-                &TensorBox::new(offsets, part.sizes),
-                &mut buffer[filled..filled + length],
-            )?;
+            read(&part, &mut buffer[filled..filled + length])?;
             filled += length;
         }
         sink(&buffer[..filled])?;

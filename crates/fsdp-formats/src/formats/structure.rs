@@ -74,10 +74,11 @@ impl Structure {
             Structure::Leaf(_) => Vec::new(),
             Structure::Dict(items) | Structure::Module(_, items) => {
                 let texts = key_texts(items.iter().map(|(key, _)| key));
-                let parts = texts
-                    .into_iter()
-                    .map(|text| PathPart::Key(text.unwrap_or_default()));
-                parts.zip(items.iter().map(|(_, child)| child)).collect()
+                let children = texts.into_iter().zip(items);
+                children
+                    // A key that no flat key can have, such as a tuple, has no text.
+                    .map(|(text, (_, child))| (PathPart::Key(text.unwrap_or_default()), child))
+                    .collect()
             }
             Structure::List(items) | Structure::Tuple(items) => items
                 .iter()
@@ -88,40 +89,29 @@ impl Structure {
     }
 
     /// Returns the same containers with a prefix before the keys of all leaves.
-    pub(crate) fn below(self, prefix: &[PathPart]) -> Self {
-        if prefix.is_empty() {
-            return self;
+    pub(crate) fn below(mut self, prefix: &[PathPart]) -> Self {
+        if !prefix.is_empty() {
+            let prefix = KeyPath(prefix.to_vec()).flat_key();
+            self.rename_leaves(&|fqn| match fqn {
+                "" => prefix.clone(),
+                fqn => format!("{prefix}.{fqn}"),
+            });
         }
-        let prefix = KeyPath(prefix.to_vec()).flat_key();
-        self.map_leaves(&|fqn| {
-            if fqn.is_empty() {
-                prefix.clone()
-            } else {
-                format!("{prefix}.{fqn}")
-            }
-        })
+        self
     }
 
     /// Replaces the key of each leaf.
-    fn map_leaves(self, name: &dyn Fn(&str) -> String) -> Self {
-        let items = |items: Vec<(PlainValue, Structure)>| {
-            items
-                .into_iter()
-                .map(|(key, child)| (key, child.map_leaves(name)))
-                .collect()
-        };
-        let list = |items: Vec<Structure>| {
-            items
-                .into_iter()
-                .map(|child| child.map_leaves(name))
-                .collect()
-        };
+    fn rename_leaves(&mut self, name: &dyn Fn(&str) -> String) {
         match self {
-            Structure::Leaf(fqn) => Structure::Leaf(name(&fqn)),
-            Structure::Dict(entries) => Structure::Dict(items(entries)),
-            Structure::Module(of, entries) => Structure::Module(of, items(entries)),
-            Structure::List(entries) => Structure::List(list(entries)),
-            Structure::Tuple(entries) => Structure::Tuple(list(entries)),
+            Structure::Leaf(fqn) => *fqn = name(fqn),
+            Structure::Dict(items) | Structure::Module(_, items) => {
+                items
+                    .iter_mut()
+                    .for_each(|(_, child)| child.rename_leaves(name));
+            }
+            Structure::List(items) | Structure::Tuple(items) => {
+                items.iter_mut().for_each(|child| child.rename_leaves(name));
+            }
         }
     }
 
@@ -150,25 +140,21 @@ impl Structure {
         while let Some((path, structure)) = stack.pop() {
             if let Structure::Module(name, _) = structure {
                 // The containers inside of the module are part of it, and are not listed.
-                let key = path.flat_key();
-                let place = if key.is_empty() {
-                    "the root"
-                } else {
-                    key.as_str()
-                };
                 modules.push(format!(
-                    "{place}: a module of type {name}, of which only the tensors stay"
+                    "{}: a module of type {name}, of which only the tensors stay",
+                    shown_key(&path.flat_key())
                 ));
-                continue;
+            } else {
+                stack.extend(structure.children_below(&path));
             }
-            stack.extend(
-                structure
-                    .children()
-                    .into_iter()
-                    .map(|(part, child)| (path.child(part), child)),
-            );
         }
         modules
+    }
+
+    /// Returns the children of a container that lies at `path`, each with its path.
+    fn children_below(&self, path: &KeyPath) -> impl Iterator<Item = (KeyPath, &Structure)> {
+        let children = self.children().into_iter();
+        children.map(|(part, child)| (path.child(part), child))
     }
 
     /// Describes what the flat keys and paths of a checkpoint cannot express of this structure,
@@ -177,20 +163,16 @@ impl Structure {
     pub fn untold(&self) -> Vec<String> {
         let mut untold = Vec::new();
         for (key, place) in self.places() {
-            let name = if key.is_empty() {
-                "the root"
-            } else {
-                key.as_str()
-            };
+            let name = shown_key(&key);
             match place {
+                // An empty checkpoint is an empty dict.
                 Place::Dict(keys) if keys.is_empty() && !key.is_empty() => {
                     untold.push(format!("{name}: an empty dict"))
                 }
                 Place::Dict(keys) => {
-                    let other = keys.iter().find(|key| key.as_str().is_none());
-                    untold.extend(
-                        other.map(|key| format!("{name}: keys of type {}", key.type_name())),
-                    );
+                    if let Some(key) = keys.iter().find(|key| key.as_str().is_none()) {
+                        untold.push(format!("{name}: keys of type {}", key.type_name()));
+                    }
                 }
                 Place::Tuple(_) => untold.push(format!("{name}: a tuple")),
                 Place::List(_) | Place::Leaf => {}
@@ -206,42 +188,36 @@ impl Structure {
         let mut stack = vec![(KeyPath::default(), self)];
         while let Some((path, structure)) = stack.pop() {
             if let Structure::Dict(items) = structure {
-                let others = items
-                    .iter()
-                    .map(|(key, _)| key)
-                    .filter(|key| key.as_str().is_none());
-                let others: HashMap<String, &PlainValue> = others
+                let keys = items.iter().map(|(key, _)| key);
+                let others: HashMap<String, &PlainValue> = keys
+                    .clone()
+                    .filter(|key| key.as_str().is_none())
                     .filter_map(|key| Some((key.key_text()?, key)))
                     .collect();
-                let same = items
-                    .iter()
-                    .find_map(|(key, _)| Some([*others.get(key.as_str()?)?, key]));
-                if let Some(same) = same {
-                    return Some((path.flat_key(), same));
+                for key in keys {
+                    if let Some(other) = key.as_str().and_then(|text| others.get(text)) {
+                        return Some((path.flat_key(), [*other, key]));
+                    }
                 }
             }
-            stack.extend(
-                structure
-                    .children()
-                    .into_iter()
-                    .map(|(part, child)| (path.child(part), child)),
-            );
+            stack.extend(structure.children_below(&path));
         }
         None
     }
 
-    /// Adds leaves beside others: `beside` has their keys, by those of the others. A leaf goes into
-    /// the same dict, or to the top level, if the other one is in a list.
+    /// Adds a leaf for each of some others: `siblings` has the keys of the new ones, by those of
+    /// the others. A leaf goes into the same dict, at the key of the other one with `suffix`, or to
+    /// the top level, if the other one is in a list.
     ///
     /// # Errors
-    /// The key of one of the others beside which there is no such place.
+    /// The key of one of the others for which there is no such place.
     #[doc(hidden)]
-    pub fn add_beside(
+    pub fn add_siblings(
         &mut self,
-        beside: &IndexMap<String, String>,
+        siblings: &IndexMap<String, String>,
         suffix: &str,
     ) -> Result<(), String> {
-        let mut placed = HashSet::new();
+        let mut added = HashSet::new();
         let mut stack = vec![&mut *self];
         while let Some(structure) = stack.pop() {
             match structure {
@@ -249,11 +225,12 @@ impl Structure {
                     let mut more = Vec::new();
                     for (key, child) in &*items {
                         if let Structure::Leaf(leaf) = child
-                            && let Some(fqn) = beside.get(leaf)
+                            && let Some(fqn) = siblings.get(leaf)
+                            && let Some(text) = key.key_text()
                         {
-                            let key = format!("{}{suffix}", key.key_text().unwrap_or_default());
+                            let key = format!("{text}{suffix}");
                             more.push((key.into(), Structure::Leaf(fqn.clone())));
-                            placed.insert(fqn);
+                            added.insert(fqn);
                         }
                     }
                     items.extend(more);
@@ -263,10 +240,9 @@ impl Structure {
                 Structure::Leaf(_) => {}
             }
         }
-        let unplaced = beside.iter().filter(|(_, fqn)| !placed.contains(fqn));
-        for (neighbour, fqn) in unplaced {
+        for (sibling, fqn) in siblings.iter().filter(|(_, fqn)| !added.contains(fqn)) {
             let (Structure::Dict(items) | Structure::Module(_, items)) = &mut *self else {
-                return Err(neighbour.clone());
+                return Err(sibling.clone());
             };
             items.push((fqn.as_str().into(), Structure::Leaf(fqn.clone())));
         }
@@ -287,7 +263,7 @@ impl Structure {
                 entries.extend(more);
             }
         }
-        // Keys of several types may have the same text.
+        // Keys of several types may have the same text, but Rust shows them in different ways.
         let mut items: IndexMap<String, (PlainValue, Vec<Structure>)> = IndexMap::new();
         for (key, child) in entries {
             items
@@ -303,6 +279,11 @@ impl Structure {
                 .collect(),
         )
     }
+}
+
+/// Returns a flat key for a message.
+fn shown_key(key: &str) -> &str {
+    if key.is_empty() { "the root" } else { key }
 }
 
 /// One place of a [`Structure`].

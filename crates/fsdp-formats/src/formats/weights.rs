@@ -48,12 +48,12 @@ pub(crate) enum Weights {
 
 /// The files with the same stem and variant.
 #[derive(Debug, Default)]
-struct Group {
+struct WeightGroup {
     index: Option<String>,
     files: Vec<String>,
     /// One of the files `…-00001-of-00002` for each count, such as `00002`. The names of the others
     /// follow from it.
-    parts: BTreeMap<String, Part>,
+    parts: BTreeMap<String, NumberedFile>,
 }
 
 impl Weights {
@@ -73,11 +73,9 @@ impl Weights {
             .iter()
             .filter_map(|(stem, group)| Some((stem, group.index.as_ref()?)))
             .collect();
-        let known = STEMS
-            .iter()
-            .find_map(|known| indexed.iter().find(|(stem, _)| stem == known))
-            .copied();
-        if let Some((stem, index)) = known {
+        let mut by_preference = STEMS.iter();
+        let known = by_preference.find_map(|known| indexed.iter().find(|(stem, _)| stem == known));
+        if let Some(&(stem, index)) = known {
             let single = format!("{stem}{ending}");
             if SINGLE_FIRST.contains(&stem.as_str()) && names.binary_search(&single).is_ok() {
                 return Ok(Weights::Files(vec![single]));
@@ -97,16 +95,17 @@ impl Weights {
                 let what = format!(
                     "a directory with both `{first}` and `{second}` (name a file of one of them)"
                 );
-                let source = FormatError::Unsupported { what };
                 return Err(FileError::File {
                     path: directory.path().to_owned(),
-                    source,
+                    source: FormatError::unsupported(what),
                 });
             }
         }
+        // Without an index, only the names tell how many files there should be.
         let parts = groups.values().flat_map(|group| group.parts.values());
-        let expected = parts.flat_map(|part| part.names_of_all(ending));
-        let missing = expected.filter(|name| names.binary_search(name).is_err());
+        let missing = parts
+            .flat_map(|part| part.names_of_all(ending))
+            .filter(|name| names.binary_search(name).is_err());
         directory.check_missing(missing.take(MAX_LISTED_FILES).collect())?;
         let mut files: Vec<String> = groups.into_values().flat_map(|group| group.files).collect();
         files.sort_unstable();
@@ -116,23 +115,20 @@ impl Weights {
 
 /// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist,
 /// and files of [`OF_AUTHORS`] if there are files of [`STEMS`].
-fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
-    let mut groups: BTreeMap<String, Group> = BTreeMap::new();
+fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, WeightGroup> {
+    let mut groups: BTreeMap<String, WeightGroup> = BTreeMap::new();
     // macOS leaves a hidden `._NAME` of its own beside every file on foreign disks.
     for name in names.iter().filter(|name| !name.starts_with('.')) {
         if let Some(stem) = stem_of_index(name, ending) {
             groups.entry(stem).or_default().index = Some(name.clone());
         } else if let Some(base) = name.strip_suffix(ending) {
-            let part = Part::of(base);
-            let group = groups
-                .entry(
-                    part.as_ref()
-                        .map_or_else(|| base.to_owned(), |part| part.stem.clone()),
-                )
-                .or_default();
-            group.files.push(name.clone());
-            if let Some(part) = part {
+            if let Some(part) = NumberedFile::from_base_name(base) {
+                let group = groups.entry(part.stem.clone()).or_default();
+                group.files.push(name.clone());
                 group.parts.insert(part.count.clone(), part);
+            } else {
+                let group = groups.entry(base.to_owned()).or_default();
+                group.files.push(name.clone());
             }
         }
     }
@@ -147,18 +143,20 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, Group> {
 /// Returns `true` if a stem is another one of `stems` with the name of a variant behind it.
 fn is_variant(stem: &str, stems: &BTreeSet<String>) -> bool {
     stem.match_indices('.').any(|(dot, _)| {
-        let (plain, variant) = (&stem[..dot], &stem[dot + 1..]);
+        let plain = &stem[..dot];
+        let variant = &stem[dot + 1..];
         stems.contains(plain) && (STEMS.contains(&plain) || VARIANTS.contains(&variant))
     })
 }
 
 /// Returns `true` for the name of a file of weights that libraries look for, or of its index.
 pub(crate) fn is_known(name: &str, ending: &str) -> bool {
-    let rest = STEMS.iter().find_map(|stem| {
-        name.strip_prefix(stem)
-            .filter(|rest| rest.starts_with(['.', '-']))
-    });
-    rest.is_some_and(|rest| rest.ends_with(ending) || rest.contains(&format!("{ending}.index")))
+    let index = format!("{ending}.index");
+    STEMS.iter().any(|stem| {
+        name.strip_prefix(stem).is_some_and(|rest| {
+            rest.starts_with(['.', '-']) && (rest.ends_with(ending) || rest.contains(&index))
+        })
+    })
 }
 
 /// Returns the error of a key that is in two files of a directory, where nothing tells which of
@@ -172,7 +170,7 @@ pub(crate) fn in_two_files(
     let what = format!(
         "`{key}` in both `{first}` and `{second}`, where no index tells which one counts (name a file, or move one away),"
     );
-    directory.file_error(second, FormatError::Unsupported { what })
+    directory.file_error(second, FormatError::unsupported(what))
 }
 
 /// Returns the stem and variant of an index: `model` for `model.safetensors.index.json`.
@@ -188,7 +186,7 @@ fn stem_of_index(name: &str, ending: &str) -> Option<String> {
 
 /// The parsed name of one of several files.
 #[derive(Debug)]
-struct Part {
+struct NumberedFile {
     /// The stem and the variant.
     stem: String,
     /// The text before the number, and the text after the count.
@@ -201,27 +199,22 @@ struct Part {
 /// The number of digits of the number and of the count.
 const COUNT_DIGITS: usize = 5;
 
-impl Part {
+impl NumberedFile {
     /// Parses `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`; returns `None` for other
     /// names. Files that begin with [`SHARD`] are those of ranks. They do not count, because a rank
     /// that has nothing to write has no file.
-    fn of(base: &str) -> Option<Self> {
+    fn from_base_name(base: &str) -> Option<Self> {
         let (before, rest) = base.rsplit_once("-of-")?;
         let (before, number) = before.rsplit_once('-')?;
-        let (count, variant) = rest
-            .split_once('.')
-            .map_or((rest, None), |(count, variant)| (count, Some(variant)));
-        let is_number = |text: &str| {
-            text.len() == COUNT_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit())
-        };
+        // What follows the count is a variant, with its dot.
+        let (count, after) = rest.split_at(rest.find('.').unwrap_or(rest.len()));
         if !is_number(number) || !is_number(count) || before.starts_with(SHARD) {
             return None;
         }
-        let after = variant.map_or_else(String::new, |variant| format!(".{variant}"));
-        Some(Part {
+        Some(NumberedFile {
             stem: format!("{before}{after}"),
             before: before.to_owned(),
-            after,
+            after: after.to_owned(),
             count: count.to_owned(),
         })
     }
@@ -229,15 +222,20 @@ impl Part {
     /// Returns the names of all files that should exist. This is lazy, because the count comes from
     /// a file's name and may be absurdly large.
     fn names_of_all(&self, ending: &str) -> impl Iterator<Item = String> {
-        let Part {
+        let NumberedFile {
             before,
             after,
             count,
             ..
         } = self;
-        let all = count.parse().unwrap_or(0usize);
+        let all: usize = count.parse().expect("a count has digits only, and few");
         (1..=all).map(move |number| format!("{before}-{number:05}-of-{count}{after}{ending}"))
     }
+}
+
+/// Returns `true` for the text of a number, or of a count, in the name of one of several files.
+fn is_number(text: &str) -> bool {
+    text.len() == COUNT_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 #[cfg(test)]
@@ -305,7 +303,7 @@ mod tests {
 
     #[test]
     fn the_count_in_a_name_tells_which_files_there_are_to_be() {
-        let part = Part::of("model-00002-of-00003.fp16").unwrap();
+        let part = NumberedFile::from_base_name("model-00002-of-00003.fp16").unwrap();
         assert_eq!(part.stem, "model.fp16");
         let all: Vec<String> = part.names_of_all(".safetensors").collect();
         assert_eq!(all[2], "model-00003-of-00003.fp16.safetensors");
@@ -317,7 +315,7 @@ mod tests {
             "model-0000x-of-00002",
             "-of-00002",
         ] {
-            assert!(Part::of(none).is_none(), "{none}");
+            assert!(NumberedFile::from_base_name(none).is_none(), "{none}");
         }
     }
 }

@@ -87,11 +87,8 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-fn malformed(reason: impl ToString) -> FormatError {
-    FormatError::Malformed {
-        what: "safetensors header",
-        reason: reason.to_string(),
-    }
+pub(super) fn malformed(reason: impl ToString) -> FormatError {
+    FormatError::malformed("safetensors header", reason)
 }
 
 /// The header's key of the file's metadata, a map from strings to strings.
@@ -111,6 +108,23 @@ fn charge_header(json: &[u8]) -> Result<(), FormatError> {
     Ok(Budget::new(json.len() as u64 + FREE, 1).charge_json("memory for the header", json)?)
 }
 
+/// Checks the length of the JSON of a header.
+fn check_header_length(length: u64) -> Result<(), FormatError> {
+    if length > MAX_SAFETENSORS_HEADER_BYTES {
+        return Err(FormatError::Limit {
+            what: "safetensors header length",
+            value: length,
+            limit: MAX_SAFETENSORS_HEADER_BYTES,
+        });
+    }
+    Ok(())
+}
+
+/// Returns the bytes of a tensor; `None` if they are more than 64 bits can count.
+fn tensor_bytes(dtype: DType, shape: &[usize]) -> Option<u64> {
+    (checked_numel(shape)? as u64).checked_mul(dtype.size_in_bytes())
+}
+
 /// Limits the memory that other JSON takes, such as a text of a header: a short one can describe
 /// much.
 pub fn charge_text(text: impl AsRef<[u8]>, what: &'static str) -> Result<(), FormatError> {
@@ -128,9 +142,8 @@ fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DTy
     let mut dtypes = HashMap::with_capacity(names.len());
     for (key, name) in names {
         let Some(dtype) = DType::from_torch_name(&name) else {
-            return Err(FormatError::Unsupported {
-                what: format!("the dtype `{name}` of `{key}`"),
-            });
+            let what = format!("the dtype `{name}` of `{key}`");
+            return Err(FormatError::unsupported(what));
         };
         dtypes.insert(key, dtype);
     }
@@ -141,17 +154,10 @@ impl Header {
     /// Reads the header of the file that is all of `source`, and checks that the tensors fill the
     /// rest of the file.
     pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
-        let mut length = [0; 8];
-        source.read_exact_at(0, &mut length)?;
-        let length = u64::from_le_bytes(length);
-        if length > MAX_SAFETENSORS_HEADER_BYTES {
-            let limit = MAX_SAFETENSORS_HEADER_BYTES;
-            return Err(FormatError::Limit {
-                what: "safetensors header length",
-                value: length,
-                limit,
-            });
-        }
+        let mut start = [0; 8];
+        source.read_exact_at(0, &mut start)?;
+        let length = u64::from_le_bytes(start);
+        check_header_length(length)?;
         if length > source.len().saturating_sub(8) {
             return Err(malformed("the file is cut short: it ends inside it"));
         }
@@ -167,40 +173,34 @@ impl Header {
         for (name, mut info) in raw.tensors {
             // Shapes of 4-bit floats count the floats. Here an element is a pair of them, so the
             // last dimension halves.
-            let dtype = match (info.dtype.as_str(), info.shape.last_mut()) {
+            let stored_dtype = match (info.dtype.as_str(), info.shape.last_mut()) {
                 (PACKED_FLOAT4, Some(size)) if size.is_multiple_of(2) => {
                     *size /= 2;
                     DType::F4E2M1FnX2
                 }
                 (other, _) => DType::from_safetensors_name(other).ok_or_else(|| {
-                    let what = format!(
+                    FormatError::unsupported(format!(
                         "the safetensors dtype `{other}` of `{name}` with shape {:?}",
                         info.shape
-                    );
-                    FormatError::Unsupported { what }
+                    ))
                 })?,
             };
             let (start, end) = info.data_offsets;
-            let bytes = checked_numel(&info.shape)
-                .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-            if !is_sane_shape(&info.shape)
-                || bytes.is_none()
-                || start.checked_add(bytes.unwrap_or(0)) != Some(end)
-            {
-                return Err(malformed(format!(
-                    "the offsets of `{name}` do not fit its shape"
-                )));
+            let fits = tensor_bytes(stored_dtype, &info.shape)
+                .is_some_and(|bytes| start.checked_add(bytes) == Some(end));
+            if !fits || !is_sane_shape(&info.shape) {
+                let reason = format!("the offsets of `{name}` do not fit its shape");
+                return Err(malformed(reason));
             }
             // A tensor of a dtype without a name in safetensors is stored as bytes. Its last
             // dimension counts the bytes of an element, so it is taken away.
             let dtype = match dtypes.remove(&name) {
-                None => dtype,
-                Some(of) => match (dtype, info.shape.pop()) {
-                    (DType::U8, Some(size)) if size as u64 == of.size_in_bytes() => of,
+                None => stored_dtype,
+                Some(dtype) => match (stored_dtype, info.shape.pop()) {
+                    (DType::U8, Some(size)) if size as u64 == dtype.size_in_bytes() => dtype,
                     _ => {
-                        return Err(malformed(format!(
-                            "`{name}` does not hold the bytes of `{of}`"
-                        )));
+                        let reason = format!("`{name}` does not hold the bytes of `{dtype}`");
+                        return Err(malformed(reason));
                     }
                 },
             };
@@ -220,14 +220,14 @@ impl Header {
             .map(|info: &TensorInfo| (info.start, info.end))
             .collect();
         ranges.sort_unstable();
-        let mut at = 0;
+        let mut covered = 0;
         for (start, end) in ranges {
-            if start != at {
+            if start != covered {
                 return Err(malformed("tensors overlap, or leave gaps"));
             }
-            at = end;
+            covered = end;
         }
-        if data.checked_add(at) != Some(source.len()) {
+        if data.checked_add(covered) != Some(source.len()) {
             return Err(malformed("the tensors do not end where the file does"));
         }
         Ok(Header {
@@ -252,7 +252,7 @@ impl Header {
         for (name, dtype, shape) in tensors {
             if name == METADATA {
                 let what = format!("a tensor named `{METADATA}`, which the format reserves,");
-                return Err(FormatError::Unsupported { what });
+                return Err(FormatError::unsupported(what));
             }
             let mut stored = shape.to_vec();
             let dtype_name = dtype.safetensors_name().unwrap_or_else(|| {
@@ -260,9 +260,7 @@ impl Header {
                 stored.push(dtype.size_in_bytes() as usize);
                 "U8"
             });
-            let bytes = checked_numel(shape)
-                .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-            let end = bytes
+            let end = tensor_bytes(dtype, shape)
                 .and_then(|bytes| at.checked_add(bytes))
                 .ok_or_else(|| malformed("the tensors are too large"))?;
             let info = serde_json::json!({ "dtype": dtype_name, "shape": stored, "data_offsets": [at, end] });
@@ -291,14 +289,7 @@ impl Header {
             json.push(b' ');
         }
         let length = json.len() as u64;
-        if length > MAX_SAFETENSORS_HEADER_BYTES {
-            let limit = MAX_SAFETENSORS_HEADER_BYTES;
-            return Err(FormatError::Limit {
-                what: "safetensors header length",
-                value: length,
-                limit,
-            });
-        }
+        check_header_length(length)?;
         charge_header(&json)?;
         let mut bytes = length.to_le_bytes().to_vec();
         bytes.extend(json);

@@ -13,10 +13,7 @@ use crate::metadata::Metadata;
 pub const PATHS: &str = "fsdp.paths";
 
 fn malformed(reason: impl ToString) -> FormatError {
-    FormatError::Malformed {
-        what: "paths of keys",
-        reason: reason.to_string(),
-    }
+    FormatError::malformed("paths of keys", reason)
 }
 
 /// Returns the text for the paths of a checkpoint; `None` if the keys themselves tell them.
@@ -24,10 +21,11 @@ pub fn encode_paths(metadata: &Metadata) -> Option<String> {
     let paths = metadata.planner_data.as_ref()?;
     let mut is_told = true;
     let mut object = Map::new();
-    for (fqn, path) in paths
-        .iter()
-        .filter(|(fqn, _)| metadata.entries.contains_key(*fqn))
-    {
+    for (fqn, path) in paths {
+        if !metadata.entries.contains_key(fqn) {
+            continue;
+        }
+        // A path that is the key itself is what a reader takes a key without a path for.
         is_told = is_told && matches!(path.0.as_slice(), [PathPart::Key(key)] if key == fqn);
         let parts = path.0.iter().map(|part| match part {
             PathPart::Key(key) => json!(key),
@@ -43,20 +41,23 @@ pub(super) fn decode(text: &str) -> Result<IndexMap<String, KeyPath>, FormatErro
     charge_text(text, "memory for paths")?;
     let paths: Map<String, Value> = serde_json::from_str(text).map_err(malformed)?;
     paths
-        .iter()
-        .map(|(fqn, path)| Ok((fqn.clone(), path_of(path)?)))
+        .into_iter()
+        .map(|(fqn, path)| Ok((fqn, path_of(path)?)))
         .collect()
 }
 
 /// Reads a path from its JSON: a list of texts and positions.
-fn path_of(path: &Value) -> Result<KeyPath, FormatError> {
-    let parts = path
-        .as_array()
-        .ok_or_else(|| malformed("a path is no list"))?;
-    let parts = parts.iter().map(|part| match (part, part.as_u64()) {
-        (Value::String(key), _) => Ok(PathPart::Key(key.clone())),
-        (_, Some(index)) => Ok(PathPart::Index(index as usize)),
-        _ => Err(malformed("a path's part is neither text nor a position")),
-    });
-    Ok(KeyPath(parts.collect::<Result<_, FormatError>>()?))
+fn path_of(path: Value) -> Result<KeyPath, FormatError> {
+    let Value::Array(items) = path else {
+        return Err(malformed("a path is no list"));
+    };
+    let mut parts = Vec::with_capacity(items.len());
+    for item in items {
+        parts.push(match (item.as_u64(), item) {
+            (_, Value::String(key)) => PathPart::Key(key),
+            (Some(index), _) => PathPart::Index(index as usize),
+            _ => return Err(malformed("a path's part is neither text nor a position")),
+        });
+    }
+    Ok(KeyPath(parts))
 }

@@ -5,25 +5,26 @@ use std::path::{Path, PathBuf};
 
 use fsdp_digest::StateDigest;
 use fsdp_layout::boxes::row_major_strides;
-use fsdp_layout::{DType, KeyPath, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{KeyPath, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tracing::warn;
 
-use super::header::{Header, TensorInfo, charge_text};
+use super::header::{Header, TensorInfo, charge_text, malformed};
 use super::paths::{self, PATHS};
 use super::sidecar::{
     DIGESTS, DIGESTS_LAYOUT, SHARDING, SHARDS, VALUES_FILE, VALUES_HASH, digests_of_text,
     is_about_file, layout_text, shard_name, values_beside, values_hash, values_names,
 };
 use super::slices::{RANK_NOTE, RankNote, SliceBox, rank_in_name};
-use super::values_read;
+use super::values;
+use super::values_read::decode_values;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::index::Index;
-use crate::formats::lookup::{check_length, no_value, tensor_of};
+use crate::formats::lookup::{check_length, item_error, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
 use crate::formats::weights::{SHARD, Weights, in_two_files};
@@ -70,8 +71,8 @@ const ENDING: &str = ".safetensors";
 /// The memory that a part of a tensor takes, besides the first.
 const PART: u64 = 512;
 
-/// The texts in the header of a file.
-struct Texts {
+/// The texts in the header of a file that was added.
+struct HeaderTexts {
     texts: IndexMap<String, String>,
     /// The text of [`DIGESTS_LAYOUT`] that the file would have if its digests were written with it.
     layout: String,
@@ -83,6 +84,74 @@ struct Texts {
 #[derive(Deserialize)]
 struct ShardNote {
     saved_offsets: Vec<usize>,
+}
+
+/// The notes in a file's header of which parts of tensors it holds.
+struct PartNotes {
+    /// torch's notes of shards, by key.
+    sharding: HashMap<String, ShardNote>,
+    /// The note of a tensor-parallel rank.
+    rank: Option<RankNote>,
+}
+
+/// The parts of a tensor that a file holds.
+struct TensorParts<'h> {
+    fqn: &'h str,
+    info: &'h TensorInfo,
+    /// The shape of the tensor, as far as this file tells it.
+    shape: Vec<usize>,
+    /// `true` if the file tells the shape of the whole tensor.
+    is_whole_shape: bool,
+    boxes: Vec<SliceBox>,
+}
+
+impl PartNotes {
+    /// Returns the parts of a tensor that the file of these notes holds. Their memory is charged to
+    /// the budget.
+    fn parts_of<'h>(
+        &self,
+        fqn: &'h str,
+        info: &'h TensorInfo,
+        budget: &mut Budget,
+    ) -> Result<TensorParts<'h>, FormatError> {
+        let slice = self.rank.as_ref().and_then(|rank| rank.tensors.get(fqn));
+        let (shape, boxes) = if let Some(slice) = slice {
+            // A small note may have many ranges.
+            let more = slice.ranges.len().saturating_sub(1) as u64;
+            budget.charge("memory for parts of tensors", more.saturating_mul(PART))?;
+            (slice.shape.clone(), slice.boxes(&info.shape))
+        } else {
+            let bounds = saved_box(self.sharding.get(fqn), info).ok_or_else(|| no_sense(fqn))?;
+            // The global shape is noted nowhere: it is what the shards reach.
+            let ends = bounds.offsets.iter().zip(&bounds.sizes);
+            let shape = ends.map(|(offset, size)| offset + size).collect();
+            let part = SliceBox {
+                bounds,
+                offset: 0,
+                strides: None,
+            };
+            (shape, Some(vec![part]))
+        };
+        Ok(TensorParts {
+            fqn,
+            info,
+            shape,
+            is_whole_shape: self.rank.is_some(),
+            boxes: boxes.ok_or_else(|| no_sense(fqn))?,
+        })
+    }
+}
+
+/// Returns the error of notes that do not fit a tensor.
+fn no_sense(fqn: &str) -> FormatError {
+    malformed(format!("the saved offsets of `{fqn}` make no sense"))
+}
+
+/// Returns the number in the name of a shard of torch's `HuggingFaceStorageWriter`; `None` for the
+/// names of other files.
+fn shard_number(name: &str) -> Option<&str> {
+    let rest = name.strip_prefix(SHARD)?.strip_suffix(ENDING)?;
+    rest.split('-').next()
 }
 
 impl SafetensorsCheckpoint {
@@ -115,8 +184,8 @@ impl SafetensorsCheckpoint {
         let mut opened = Self::without_files(location, Format::SafetensorsFile, directory);
         // The header has the hash of the values file, if there is one: a file of that name alone
         // proves nothing.
-        let Texts {
-            mut texts,
+        let HeaderTexts {
+            texts,
             layout,
             rank,
         } = opened.add_file(name, None)?;
@@ -136,37 +205,32 @@ impl SafetensorsCheckpoint {
                 warn!(%path, "another program has written the file again: the digests in it are stale, and not compared");
             }
         }
-        let hash = texts.swap_remove(VALUES_HASH);
-        let Some(hash) = hash else {
+        let Some(hash) = texts.get(VALUES_HASH) else {
             return Ok(opened.with_paths());
         };
         let values = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
-        let mut is_there = false;
-        for name in &values_names(&values, &hash) {
+        let mut exists = false;
+        for name in &values_names(&values, hash) {
             if opened.directory.has(name)? {
-                is_there = true;
+                exists = true;
                 let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
-                if values_hash(&bytes) == hash {
+                if values_hash(&bytes) == *hash {
                     opened.add_values(name, &bytes)?;
                     return Ok(opened.with_paths());
                 }
             }
         }
-        if !is_there {
+        if !exists {
             return Err(FileError::MissingFiles {
                 path: opened.path,
                 files: vec![values],
             });
         }
         let reason = format!("its values are not in `{values}`, which is of another checkpoint");
-        Err(opened.directory.file_error(
-            name,
-            FormatError::Malformed {
-                what: "checkpoint",
-                reason,
-            },
-        ))
+        Err(opened
+            .directory
+            .file_error(name, FormatError::malformed("checkpoint", reason)))
     }
 
     /// Opens a directory: the files that its `*.safetensors.index.json` lists, or else all
@@ -189,19 +253,17 @@ impl SafetensorsCheckpoint {
                 let mut shards = 0;
                 let mut first: Option<RankNote> = None;
                 for name in &files {
-                    let Texts { texts, rank, .. } = opened.add_file(name, None)?;
+                    let HeaderTexts { texts, rank, .. } = opened.add_file(name, None)?;
                     if let Some(rank) = rank {
                         opened.check_rank(name, &rank, first.as_ref().unwrap_or(&rank))?;
                         first.get_or_insert(rank);
                     }
-                    let noted = texts
-                        .get(SHARDS)
-                        .and_then(|count| count.parse().ok())
-                        .unwrap_or(0);
-                    shards = shards.max(noted);
+                    shards = shards.max(opened.number_of_shards(name, &texts)?);
                 }
-                opened.check_shards(&names, shards)?;
-                opened.check_rank_files(&names, first.as_ref())?;
+                opened.check_expected(&names, (0..shards).map(shard_name))?;
+                if let Some(rank) = &first {
+                    opened.check_expected(&names, rank.names())?;
+                }
             }
         }
         if opened.directory.has(VALUES_FILE)? {
@@ -215,9 +277,10 @@ impl SafetensorsCheckpoint {
     /// all keys have one.
     fn with_paths(mut self) -> Self {
         let entries = &self.metadata.entries;
-        let paths = self.paths.take();
-        self.metadata.planner_data =
-            paths.filter(|paths| entries.keys().all(|key| paths.contains_key(key)));
+        self.metadata.planner_data = self
+            .paths
+            .take()
+            .filter(|paths| entries.keys().all(|key| paths.contains_key(key)));
         self
     }
 
@@ -228,30 +291,38 @@ impl SafetensorsCheckpoint {
         name: &str,
         texts: &IndexMap<String, String>,
     ) -> Result<(), FileError> {
-        let is_shard = |name: &str| name.starts_with(SHARD) && name.ends_with(ENDING);
-        if !is_shard(name) || !texts.contains_key(SHARDING) {
+        let Some(number) = shard_number(name).filter(|_| texts.contains_key(SHARDING)) else {
             return Ok(());
+        };
+        let mut is_one_of_several = self.number_of_shards(name, texts)? > 1;
+        for other in self.directory.names()? {
+            // A rank may have written several files, which have its number in common.
+            is_one_of_several |= shard_number(&other).is_some_and(|other| other != number);
         }
-        let count = texts
-            .get(SHARDS)
-            .and_then(|count| count.parse().ok())
-            .unwrap_or(0usize);
-        // A rank may have written several files, which have its number in common.
-        let number = |name: &str| name.get(SHARD.len()..SHARD.len() + 5).map(str::to_owned);
-        let names = self.directory.names()?;
-        if count > 1
-            || names
-                .iter()
-                .any(|other| is_shard(other) && number(other) != number(name))
-        {
+        if is_one_of_several {
             let what =
-                "the shard of one of several ranks (name the directory, which has the others),"
-                    .to_owned();
+                "the shard of one of several ranks (name the directory, which has the others),";
             return Err(self
                 .directory
-                .file_error(name, FormatError::Unsupported { what }));
+                .file_error(name, FormatError::unsupported(what)));
         }
         Ok(())
+    }
+
+    /// Returns the number of shards that the texts of a shard tell; 0 for a file that tells none,
+    /// because another program has written it.
+    fn number_of_shards(
+        &self,
+        name: &str,
+        texts: &IndexMap<String, String>,
+    ) -> Result<usize, FileError> {
+        let Some(count) = texts.get(SHARDS) else {
+            return Ok(0);
+        };
+        count.parse().map_err(|_| {
+            let reason = format!("`{count}` is no number of shards");
+            self.directory.file_error(name, malformed(reason))
+        })
     }
 
     /// Returns `true` if a file is named as that of a tensor-parallel rank, and files of other
@@ -260,9 +331,8 @@ impl SafetensorsCheckpoint {
         let Some(rank) = rank_in_name(name) else {
             return Ok(false);
         };
-        Ok(self
-            .directory
-            .names()?
+        let names = self.directory.names()?;
+        Ok(names
             .iter()
             .filter_map(|other| rank_in_name(other))
             .any(|other| other != rank))
@@ -272,20 +342,21 @@ impl SafetensorsCheckpoint {
     /// files have the same keys, and nothing else tells parts from copies.
     fn unnoted_rank(&self, name: &str) -> FileError {
         let what = "a file of a tensor-parallel rank without a note of the parts that it holds, as vLLM and SGLang \
-                    write it,"
-            .to_owned();
+                    write it,";
         self.directory
-            .file_error(name, FormatError::Unsupported { what })
+            .file_error(name, FormatError::unsupported(what))
     }
 
-    /// Checks that all shards exist that the checkpoint was written in. Another file does not stand
+    /// Checks that all files exist that the checkpoint was written in. Another file does not stand
     /// in for one.
-    fn check_shards(&self, names: &[String], shards: usize) -> Result<(), FileError> {
-        // The number comes from a file and may be absurdly large, so only the first few missing
-        // names are made.
-        let missing = (0..shards)
-            .map(shard_name)
-            .filter(|name| names.binary_search(name).is_err());
+    fn check_expected(
+        &self,
+        names: &[String],
+        expected: impl Iterator<Item = String>,
+    ) -> Result<(), FileError> {
+        // The number of files comes from one of them and may be absurdly large, so only the first
+        // few missing names are made.
+        let missing = expected.filter(|name| names.binary_search(name).is_err());
         self.directory
             .check_missing(missing.take(MAX_LISTED_FILES).collect())
     }
@@ -295,25 +366,10 @@ impl SafetensorsCheckpoint {
         if rank.files == first.files && rank.rank < rank.files.len() {
             return Ok(());
         }
-        let reason = "it is not of the same tensor-parallel ranks as the files before".to_owned();
-        Err(self.directory.file_error(
-            name,
-            FormatError::Malformed {
-                what: "note of a rank",
-                reason,
-            },
-        ))
-    }
-
-    /// Checks that all files of tensor-parallel ranks are there that were written.
-    fn check_rank_files(&self, names: &[String], note: Option<&RankNote>) -> Result<(), FileError> {
-        // The numbers come from a file: only the first few names are kept.
-        let missing = note
-            .into_iter()
-            .flat_map(RankNote::names)
-            .filter(|name| names.binary_search(name).is_err());
-        self.directory
-            .check_missing(missing.take(MAX_LISTED_FILES).collect())
+        let reason = "it is not of the same tensor-parallel ranks as the files before";
+        Err(self
+            .directory
+            .file_error(name, FormatError::malformed("note of a rank", reason)))
     }
 
     /// Adds the tensors that an index names, each from the file that it gives.
@@ -336,165 +392,150 @@ impl SafetensorsCheckpoint {
         &mut self,
         name: &str,
         index: Option<(&Index, &[&str])>,
-    ) -> Result<Texts, FileError> {
-        let file = self.directory.file(name)?;
-        let error = |source| self.directory.file_error(name, source);
-        let malformed = |reason: String| {
-            error(FormatError::Malformed {
-                what: "safetensors header",
-                reason,
-            })
-        };
-        let header = Header::read(&*file).map_err(error)?;
-        for (key, text) in header
-            .metadata
-            .iter()
-            .filter(|(key, _)| !is_about_file(key))
+    ) -> Result<HeaderTexts, FileError> {
+        let header = Header::read(&*self.directory.file(name)?)
+            .map_err(|source| self.directory.file_error(name, source))?;
+        if let Some((_, keys)) = index
+            && let Some(missing) = keys.iter().find(|key| !header.tensors.contains_key(**key))
         {
-            self.notes
-                .entry(key.clone())
-                .or_insert_with(|| text.clone());
+            let reason = format!("it does not hold `{missing}`, which the index looks for here");
+            return Err(self.directory.file_error(name, malformed(reason)));
         }
-        if let Some(text) = header.metadata.get(PATHS) {
-            self.paths = Some(paths::decode(text).map_err(error)?);
-        }
-        let sharding: HashMap<String, ShardNote> =
-            note(&header, SHARDING).map_err(error)?.unwrap_or_default();
-        let rank: Option<RankNote> = note(&header, RANK_NOTE).map_err(error)?;
-        if rank.is_none() && index.is_none() && rank_in_name(name).is_some_and(|rank| rank > 0) {
+        let notes = self
+            .read_notes(&header)
+            .map_err(|source| self.directory.file_error(name, source))?;
+        // Without an index, all files of a directory count, and a later rank's file without a note
+        // would add parts that nothing tells from copies.
+        let is_of_later_rank = rank_in_name(name).is_some_and(|rank| rank > 0);
+        if notes.rank.is_none() && index.is_none() && is_of_later_rank {
             return Err(self.unnoted_rank(name));
-        }
-        let mut budget = Budget::new(header.data, 1);
-        let due = index.map_or(&[][..], |(_, keys)| keys);
-        if let Some(missing) = due.iter().find(|key| !header.tensors.contains_key(**key)) {
-            return Err(malformed(format!(
-                "it does not hold `{missing}`, which the index looks for here"
-            )));
         }
         let tensors = header
             .tensors
             .iter()
             .map(|(fqn, info)| (fqn.as_str(), info.dtype, &info.shape[..], info.start));
         let layout = layout_text(header.data, tensors);
-        for (fqn, info) in header.tensors {
-            if index.is_some_and(|(index, _)| index.is_elsewhere(&fqn, name)) {
+        let mut budget = Budget::new(header.data, 1);
+        for (fqn, info) in &header.tensors {
+            if index.is_some_and(|(index, _)| index.is_elsewhere(fqn, name)) {
                 continue;
             }
             // Parts that several ranks have written, and their copies of whole tensors, are noted
             // as such.
-            let is_noted = rank.is_some() || sharding.contains_key(&fqn);
-            let here = || (name.to_owned(), is_noted);
-            let (first, is_first_noted) = self.first.entry(fqn.clone()).or_insert_with(here);
+            let is_noted = notes.rank.is_some() || notes.sharding.contains_key(fqn);
+            let (first, is_first_noted) = self
+                .first
+                .entry(fqn.clone())
+                .or_insert_with(|| (name.to_owned(), is_noted));
             if first != name && !(is_noted && *is_first_noted) {
-                return Err(in_two_files(&self.directory, &fqn, first, name));
+                return Err(in_two_files(&self.directory, fqn, first, name));
             }
-            let slice = rank.as_ref().and_then(|rank| rank.tensors.get(&fqn));
-            // A small note may have many ranges.
-            let more = slice.map_or(0, |slice| slice.ranges.len().saturating_sub(1) as u64);
-            budget
-                .charge("memory for parts of tensors", more.saturating_mul(PART))
-                .map_err(|over| error(over.into()))?;
-            let (shape, parts) = match slice {
-                Some(slice) => (slice.shape.clone(), slice.boxes(&info.shape)),
-                None => {
-                    let bounds = saved_box(sharding.get(&fqn), &info);
-                    // The global shape is noted nowhere: it is what the shards reach.
-                    let ends = bounds.as_ref().map(|of| {
-                        of.offsets
-                            .iter()
-                            .zip(&of.sizes)
-                            .map(|(a, b)| a + b)
-                            .collect()
-                    });
-                    (
-                        ends.unwrap_or_default(),
-                        bounds.map(|bounds| {
-                            vec![SliceBox {
-                                bounds,
-                                offset: 0,
-                                strides: None,
-                            }]
-                        }),
-                    )
-                }
-            };
-            let parts = parts
-                .ok_or_else(|| malformed(format!("the saved offsets of `{fqn}` make no sense")))?;
-            let entry = self.metadata.entries.entry(fqn.clone()).or_insert_with(|| {
-                let properties = TensorProperties::new(info.dtype);
+            notes
+                .parts_of(fqn, info, &mut budget)
+                .and_then(|parts| self.add_parts(name, header.data, parts))
+                .map_err(|source| self.directory.file_error(name, source))?;
+        }
+        Ok(HeaderTexts {
+            texts: header.metadata,
+            layout,
+            rank: notes.rank,
+        })
+    }
+
+    /// Reads the notes in a header, and keeps those that are about the whole checkpoint.
+    fn read_notes(&mut self, header: &Header) -> Result<PartNotes, FormatError> {
+        for (key, text) in &header.metadata {
+            if !is_about_file(key) {
+                self.notes
+                    .entry(key.clone())
+                    .or_insert_with(|| text.clone());
+            }
+        }
+        if let Some(text) = header.metadata.get(PATHS) {
+            self.paths = Some(paths::decode(text)?);
+        }
+        Ok(PartNotes {
+            // A file that no rank has written alone has no notes of shards.
+            sharding: note(header, SHARDING)?.unwrap_or_default(),
+            rank: note(header, RANK_NOTE)?,
+        })
+    }
+
+    /// Adds the parts of a tensor that a file holds, whose data begins at `data`.
+    fn add_parts(
+        &mut self,
+        file: &str,
+        data: u64,
+        parts: TensorParts<'_>,
+    ) -> Result<(), FormatError> {
+        let TensorParts {
+            fqn,
+            info,
+            shape,
+            is_whole_shape,
+            boxes,
+        } = parts;
+        let entry = self
+            .metadata
+            .entries
+            .entry(fqn.to_owned())
+            .or_insert_with(|| {
                 Entry::Tensor(TensorEntry {
-                    properties,
+                    properties: TensorProperties::new(info.dtype),
                     shape: shape.clone(),
                     chunks: Vec::new(),
                 })
             });
-            let Entry::Tensor(tensor) = entry else {
-                continue;
+        let Entry::Tensor(tensor) = entry else {
+            unreachable!("values are added after all files");
+        };
+        let is_same = tensor.properties.dtype == info.dtype && tensor.shape.len() == shape.len();
+        if !is_same || (is_whole_shape && tensor.shape != shape) {
+            let reason = format!("`{fqn}` is another tensor than in the files before");
+            return Err(malformed(reason));
+        }
+        // The shape of a tensor in torch's shards is what they reach.
+        for (size, end) in tensor.shape.iter_mut().zip(shape) {
+            *size = (*size).max(end);
+        }
+        if !is_sane_shape(&tensor.shape) {
+            return Err(no_sense(fqn));
+        }
+        let element = info.dtype.size_in_bytes();
+        let known = self.boxes.entry(fqn.to_owned()).or_default();
+        for part in boxes {
+            let bounds = part.bounds;
+            let stored = StorageInfo {
+                relative_path: file.to_owned(),
+                offset: data + info.start + part.offset * element,
+                length: bounds.numel() as u64 * element,
+                transforms: Vec::new(),
             };
-            let is_same =
-                tensor.properties.dtype == info.dtype && tensor.shape.len() == shape.len();
-            if !is_same || (rank.is_some() && tensor.shape != shape) {
-                return Err(malformed(format!(
-                    "`{fqn}` is another tensor than in the files before"
-                )));
+            if let Some(strides) = part.strides {
+                self.strides
+                    .insert((file.to_owned(), stored.offset), strides);
             }
-            for (size, end) in tensor.shape.iter_mut().zip(shape) {
-                *size = (*size).max(end);
-            }
-            if !is_sane_shape(&tensor.shape) {
-                return Err(malformed(format!(
-                    "the saved offsets of `{fqn}` make no sense"
-                )));
-            }
-            let element = info.dtype.size_in_bytes();
-            for SliceBox {
-                bounds,
-                offset,
-                strides,
-            } in parts
-            {
-                let stored = StorageInfo {
-                    relative_path: name.to_owned(),
-                    offset: header.data + info.start + offset * element,
-                    length: bounds.numel() as u64 * element,
-                    transforms: Vec::new(),
-                };
-                if let Some(strides) = strides {
-                    self.strides
-                        .insert((name.to_owned(), stored.offset), strides);
-                }
+            if known.insert(bounds.clone()) {
+                tensor.chunks.push(Chunk {
+                    bounds,
+                    stored: Some(stored),
+                });
+            } else {
                 // Replicated tensors are in the file of every rank.
-                if !self
-                    .boxes
-                    .entry(fqn.clone())
-                    .or_default()
-                    .insert(bounds.clone())
-                {
-                    self.metadata.replicas.push(Replica {
-                        fqn: fqn.clone(),
-                        bounds: Some(bounds),
-                        stored,
-                    });
-                } else {
-                    tensor.chunks.push(Chunk {
-                        bounds,
-                        stored: Some(stored),
-                    });
-                }
+                self.metadata.replicas.push(Replica {
+                    fqn: fqn.to_owned(),
+                    bounds: Some(bounds),
+                    stored,
+                });
             }
         }
-        Ok(Texts {
-            texts: header.metadata,
-            layout,
-            rank,
-        })
+        Ok(())
     }
 
-    /// Reads what a slot wants of the chunk `whole`.
-    fn read_stored(
+    /// Reads what a slot wants of the box `whole` of a tensor, which is stored at a place.
+    fn read_part(
         &self,
         fqn: &str,
-        dtype: DType,
         whole: &TensorBox,
         stored: &StorageInfo,
         slot: &mut Slot<'_>,
@@ -502,16 +543,16 @@ impl SafetensorsCheckpoint {
         let Some(overlap) = whole.intersect(&slot.bounds) else {
             return Ok(());
         };
+        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         let file = self.directory.file(&stored.relative_path)?;
-        let strides = self
-            .strides
-            .get(&(stored.relative_path.clone(), stored.offset))
-            .cloned();
-        let strides = strides.unwrap_or_else(|| row_major_strides(&whole.sizes));
         let layout = StridedLayout {
             bounds: whole.clone(),
             offset: 0,
-            strides,
+            strides: self
+                .strides
+                .get(&(stored.relative_path.clone(), stored.offset))
+                .cloned()
+                .unwrap_or_else(|| row_major_strides(&whole.sizes)),
         };
         let elements = StoredElements {
             storage: stored.offset,
@@ -520,15 +561,7 @@ impl SafetensorsCheckpoint {
         };
         elements
             .read(&mut BlockReader::new(&*file), &overlap, slot)
-            .map_err(|source| {
-                let path = self.directory.path().join(&stored.relative_path);
-                FileError::Item {
-                    fqn: fqn.to_owned(),
-                    path,
-                    offset: stored.offset,
-                    source,
-                }
-            })
+            .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 
     /// Adds the values of a values file.
@@ -537,53 +570,23 @@ impl SafetensorsCheckpoint {
         // their value again.
         let mut inside = HashSet::new();
         // Several values may name one tensor.
-        let mut budget = Budget::new(
-            self.metadata
-                .stored()
-                .map(|(_, _, stored)| stored.length)
-                .sum(),
-            1,
-        );
-        let mut load = |key: &str| -> Result<PlainTensor, FormatError> {
-            let missing = || FormatError::Malformed {
-                what: "values file",
-                reason: format!("no tensor `{key}`"),
-            };
-            let tensor = self.metadata.tensor(key).ok_or_else(missing)?;
-            let stored: u64 = tensor
-                .chunks
-                .iter()
-                .filter_map(|chunk| Some(chunk.stored.as_ref()?.length))
-                .sum();
-            let bounds = TensorBox::whole(&tensor.shape);
-            budget.charge("bytes of tensors in values", stored)?;
-            let mut data = vec![0; stored as usize];
-            self.read_box(key, &bounds, &mut data)
-                .map_err(|_| missing())?;
+        let stored = self.metadata.stored();
+        let mut budget = Budget::new(stored.map(|(_, _, stored)| stored.length).sum(), 1);
+        let file = decode_values(bytes, &mut |key| {
+            let tensor = self.read_inside(key, &mut budget)?;
             inside.insert(key.to_owned());
-            Ok(PlainTensor {
-                dtype: tensor.properties.dtype,
-                shape: bounds.sizes,
-                data,
-            })
-        };
-        let side = values_read::decode_values(bytes, &mut load)
-            .map_err(|error| self.directory.file_error(name, error))?;
+            Ok(tensor)
+        })
+        .map_err(|error| self.directory.file_error(name, error))?;
         self.metadata.entries.retain(|key, _| !inside.contains(key));
         self.metadata
             .replicas
             .retain(|replica| !inside.contains(&replica.fqn));
-        for (fqn, value) in side.values {
+        for (fqn, value) in file.values {
             if self.metadata.entries.contains_key(&fqn) {
                 // Another program has added a tensor of that name. Neither may hide the other.
                 let reason = format!("`{fqn}` is a value in it, and a tensor beside it");
-                return Err(self.directory.file_error(
-                    name,
-                    FormatError::Malformed {
-                        what: "values file",
-                        reason,
-                    },
-                ));
+                return Err(self.directory.file_error(name, values::malformed(reason)));
             }
             let stored = StorageInfo {
                 relative_path: name.to_owned(),
@@ -599,8 +602,27 @@ impl SafetensorsCheckpoint {
             );
             self.values.insert(fqn, value);
         }
-        self.paths = self.paths.take().or(side.paths);
+        self.paths = self.paths.take().or(file.paths);
         Ok(())
+    }
+
+    /// Reads a tensor that is inside of a value. Its bytes are charged to the budget.
+    fn read_inside(&self, key: &str, budget: &mut Budget) -> Result<PlainTensor, FormatError> {
+        let Some(tensor) = self.metadata.tensor(key) else {
+            return Err(values::malformed(format!("no tensor `{key}`")));
+        };
+        let chunks = tensor.chunks.iter().flat_map(|chunk| &chunk.stored);
+        let length: u64 = chunks.map(|stored| stored.length).sum();
+        budget.charge("bytes of tensors in values", length)?;
+        let bounds = TensorBox::whole(&tensor.shape);
+        let mut data = vec![0; length as usize];
+        self.read_box(key, &bounds, &mut data)
+            .map_err(|_| values::malformed(format!("no tensor `{key}`")))?;
+        Ok(PlainTensor {
+            dtype: tensor.properties.dtype,
+            shape: bounds.sizes,
+            data,
+        })
     }
 }
 
@@ -611,11 +633,7 @@ fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, Fo
         return Ok(None);
     };
     charge_text(text, "memory for shards")?;
-    let read = serde_json::from_str(text);
-    read.map(Some).map_err(|error| FormatError::Malformed {
-        what: "safetensors header",
-        reason: error.to_string(),
-    })
+    serde_json::from_str(text).map(Some).map_err(malformed)
 }
 
 /// Returns the box of a tensor that torch's note says a shard is; all of it without a note. `None`
@@ -677,10 +695,11 @@ impl Checkpoint for SafetensorsCheckpoint {
                 .iter_mut()
                 .filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
             {
-                let stored = chunk.stored.as_ref().ok_or_else(|| FileError::NotStored {
-                    fqn: fqn.to_owned(),
-                })?;
-                self.read_stored(fqn, tensor.properties.dtype, &chunk.bounds, stored, slot)?;
+                let stored = chunk
+                    .stored
+                    .as_ref()
+                    .expect("each chunk was added with its place");
+                self.read_part(fqn, &chunk.bounds, stored, slot)?;
             }
         }
         Ok(())
@@ -702,13 +721,7 @@ impl Checkpoint for SafetensorsCheckpoint {
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.read_stored(
-            fqn,
-            dtype,
-            whole,
-            stored,
-            &mut Slot::new(bounds.clone(), dst),
-        )
+        self.read_part(fqn, whole, stored, &mut Slot::new(bounds.clone(), dst))
     }
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {

@@ -59,33 +59,24 @@ pub fn layout_text<'t>(
             layout.extend((part.len() as u64).to_le_bytes());
             layout.extend(part.as_bytes());
         }
-        let sizes = shape.iter().map(|&size| size as u64);
-        layout.extend(
-            [shape.len() as u64, start]
-                .into_iter()
-                .chain(sizes)
-                .flat_map(u64::to_le_bytes),
-        );
+        layout.extend((shape.len() as u64).to_le_bytes());
+        layout.extend(start.to_le_bytes());
+        for &size in shape {
+            layout.extend((size as u64).to_le_bytes());
+        }
     }
     format!("{:016x}", XxHash3_64::oneshot(&layout))
 }
 
 /// Returns the text of [`DIGESTS`]. Digests of the same keys make texts of the same length.
 pub fn digests_text(digests: &StateDigest) -> Result<String, FormatError> {
-    serde_json::to_string(digests).map_err(malformed_digests)
+    serde_json::to_string(digests).map_err(|error| FormatError::malformed("digests", error))
 }
 
 /// Reads the text of [`DIGESTS`].
 pub(crate) fn digests_of_text(text: &str) -> Result<StateDigest, FormatError> {
     charge_text(text, "memory for digests")?;
-    serde_json::from_str(text).map_err(malformed_digests)
-}
-
-fn malformed_digests(error: serde_json::Error) -> FormatError {
-    FormatError::Malformed {
-        what: "digests",
-        reason: error.to_string(),
-    }
+    serde_json::from_str(text).map_err(|error| FormatError::malformed("digests", error))
 }
 
 /// The key in the `__metadata__` of a file of torch's `HuggingFaceStorageWriter` whose text tells

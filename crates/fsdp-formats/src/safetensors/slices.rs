@@ -56,8 +56,9 @@ pub(super) fn rank_in_name(name: &str) -> Option<usize> {
         .strip_prefix("model-rank-")?
         .strip_suffix(".safetensors")?
         .split_once("-part-")?;
-    let (rank, file) = (rank.parse().ok()?, file.parse().ok()?);
-    (rank_file_name(rank, file) == name).then_some(rank)
+    let rank = rank.parse().ok()?;
+    // Other texts of the same numbers, such as `00`, are other names.
+    (rank_file_name(rank, file.parse().ok()?) == name).then_some(rank)
 }
 
 impl RankNote {
@@ -82,7 +83,9 @@ impl SliceNote {
         }
         let strides = row_major_strides(part);
         let is_apart = self.ranges.len() > 1 && part[..self.dim].iter().any(|&size| size != 1);
-        let (mut boxes, mut local, mut last) = (Vec::new(), 0usize, 0);
+        let mut boxes = Vec::new();
+        let mut local = 0usize;
+        let mut last = 0;
         for &(start, end) in &self.ranges {
             // Ranges must be in order in the tensor too, so no index occurs twice.
             let len = end
@@ -91,11 +94,11 @@ impl SliceNote {
             last = end;
             if len > 0 {
                 let mut bounds = TensorBox::whole(&self.shape);
-                (bounds.offsets[self.dim], bounds.sizes[self.dim]) = (start, len);
-                let offset = local.checked_mul(strides[self.dim])? as u64;
+                bounds.offsets[self.dim] = start;
+                bounds.sizes[self.dim] = len;
                 boxes.push(SliceBox {
                     bounds,
-                    offset,
+                    offset: local.checked_mul(strides[self.dim])? as u64,
                     strides: is_apart.then(|| strides.clone()),
                 });
             }

@@ -29,10 +29,7 @@ pub(super) const FORMAT: &str = "fsdp-values";
 pub(super) const VERSION: u64 = 1;
 
 pub(super) fn malformed(reason: impl ToString) -> FormatError {
-    FormatError::Malformed {
-        what: "values file",
-        reason: reason.to_string(),
-    }
+    FormatError::malformed("values file", reason)
 }
 
 /// A function that stores a tensor that was inside a value among the other tensors, and returns the
@@ -73,12 +70,6 @@ fn to_json<'v>(
             limit: DEEPEST as u64,
         });
     }
-    let mut all = |items: &'v [PlainValue]| -> Result<Value, FormatError> {
-        let items = items.iter().enumerate();
-        let items =
-            items.map(|(index, item)| to_json(item, &format!("{path}.{index}"), depth + 1, tensor));
-        Ok(Value::Array(items.collect::<Result<_, _>>()?))
-    };
     Ok(match value {
         PlainValue::None => Value::Null,
         PlainValue::Bool(value) => json!(value),
@@ -96,13 +87,14 @@ fn to_json<'v>(
         }
         PlainValue::Str(text) => json!(text),
         PlainValue::Bytes(bytes) => json!({ "$bytes": base16ct::lower::encode_string(bytes) }),
-        PlainValue::List(items) => all(items)?,
-        PlainValue::Tuple(items) => json!({ "$tuple": all(items)? }),
-        PlainValue::Set(items) => json!({ "$set": all(items)? }),
+        PlainValue::List(items) => items_to_json(items, path, depth, tensor)?,
+        PlainValue::Tuple(items) => json!({ "$tuple": items_to_json(items, path, depth, tensor)? }),
+        PlainValue::Set(items) => json!({ "$set": items_to_json(items, path, depth, tensor)? }),
         PlainValue::Dict(entries) => {
-            // A JSON object has different texts as keys.
+            // The keys of a JSON object are texts that differ, and `$` begins a tag. Any other dict
+            // becomes a list of pairs.
             let texts: HashSet<&str> = entries.iter().filter_map(|(key, _)| key.as_str()).collect();
-            let plain =
+            let is_plain =
                 texts.len() == entries.len() && !texts.iter().any(|text| text.starts_with('$'));
             let mut object = Map::new();
             let mut pairs = Vec::new();
@@ -112,14 +104,13 @@ fn to_json<'v>(
                     .as_str()
                     .map_or_else(|| json_key.to_string(), str::to_owned);
                 let value = to_json(value, &format!("{path}.{name}"), depth + 1, tensor)?;
-                match (plain, key.as_str()) {
-                    (true, Some(key)) => {
-                        object.insert(key.to_owned(), value);
-                    }
-                    _ => pairs.push(json!([json_key, value])),
+                if is_plain {
+                    object.insert(name, value);
+                } else {
+                    pairs.push(json!([json_key, value]));
                 }
             }
-            if plain {
+            if is_plain {
                 Value::Object(object)
             } else {
                 json!({ "$dict": pairs })
@@ -128,18 +119,32 @@ fn to_json<'v>(
         PlainValue::Tensor(inside) => {
             json!({ "$tensor": tensor(path.to_owned(), inside) })
         }
-        PlainValue::Typed(of, description) => {
-            let mut object = Map::new();
-            object.insert(
-                format!("${}", of.name()),
-                to_json(description, path, depth + 1, tensor)?,
-            );
-            Value::Object(object)
+        PlainValue::Typed(python_type, description) => {
+            let tag = format!("${}", python_type.name());
+            json!({ tag: to_json(description, path, depth + 1, tensor)? })
         }
         other => {
-            return Err(FormatError::Unsupported {
-                what: format!("a value of type `{}` in JSON", other.type_name()),
-            });
+            let what = format!("a value of type `{}` in JSON", other.type_name());
+            return Err(FormatError::unsupported(what));
         }
     })
+}
+
+/// Returns the items of a list, a tuple or a set at this depth as a JSON array.
+fn items_to_json<'v>(
+    items: &'v [PlainValue],
+    path: &str,
+    depth: usize,
+    tensor: &mut StoreTensor<'_, 'v>,
+) -> Result<Value, FormatError> {
+    let mut array = Vec::with_capacity(items.len());
+    for (index, item) in items.iter().enumerate() {
+        array.push(to_json(
+            item,
+            &format!("{path}.{index}"),
+            depth + 1,
+            tensor,
+        )?);
+    }
+    Ok(Value::Array(array))
 }

@@ -27,11 +27,9 @@ pub fn decode_values(
     bytes: &[u8],
     tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
 ) -> Result<ValuesFile, FormatError> {
-    let elements = Budget::new(0, 1);
-    let text = Budget::new(bytes.len() as u64, 1);
     let mut context = Context {
-        elements,
-        text,
+        elements: Budget::new(0, 1),
+        text: Budget::new(bytes.len() as u64, 1),
         tensor,
         error: None,
     };
@@ -62,9 +60,10 @@ impl Context<'_> {
     fn charge<E: Error>(&mut self, text: usize) -> Result<(), E> {
         // A list that grows holds its items twice.
         let element = 2 * size_of::<PlainValue>() as u64;
-        let charged = self.elements.charge("memory for values", element);
-        let charged = charged.and_then(|()| self.text.charge("memory for text", text as u64));
-        charged.map_err(|over| self.fail(over.into()))
+        self.elements
+            .charge("memory for values", element)
+            .and_then(|()| self.text.charge("memory for text", text as u64))
+            .map_err(|over| self.fail(over.into()))
     }
 
     /// Keeps an error to be returned by [`decode_values`], and returns the one that stops the JSON
@@ -73,10 +72,6 @@ impl Context<'_> {
         let for_reader = E::custom(&error);
         self.error.get_or_insert(error);
         for_reader
-    }
-
-    fn malformed<E: Error>(&mut self, reason: impl ToString) -> E {
-        self.fail(malformed(reason))
     }
 }
 
@@ -100,8 +95,10 @@ impl<'de> Visitor<'de> for FileSeed<'_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ValuesFile, A::Error> {
         let FileSeed(context) = self;
-        let (mut values, mut paths) = (None, None);
-        let (mut is_format, mut is_version) = (false, false);
+        let mut values = None;
+        let mut paths = None;
+        let mut is_format = false;
+        let mut is_version = false;
         while let Some(key) = map.next_key::<String>()? {
             match key.as_str() {
                 "format" => is_format = map.next_value::<String>()? == FORMAT,
@@ -115,10 +112,12 @@ impl<'de> Visitor<'de> for FileSeed<'_, '_> {
             }
         }
         if !(is_format && is_version) {
-            return Err(context.malformed("it is of another format or a later version"));
+            return Err(context.fail(malformed("it is of another format or a later version")));
         }
-        let values = values.ok_or_else(|| context.malformed("it has no `values`"))?;
-        Ok(ValuesFile { values, paths })
+        match values {
+            Some(values) => Ok(ValuesFile { values, paths }),
+            None => Err(context.fail(malformed("it has no `values`"))),
+        }
     }
 }
 
@@ -127,21 +126,22 @@ fn paths_of(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError>
     let PlainValue::Dict(paths) = value else {
         return Err(malformed("the paths are no object"));
     };
-    let path_of = |(fqn, path)| match (fqn, path) {
-        (PlainValue::Str(fqn), PlainValue::List(parts)) => Ok((fqn, KeyPath(parts_of(parts)?))),
-        _ => Err(malformed("a path is no list")),
-    };
-    paths.into_iter().map(path_of).collect()
-}
-
-/// Reads a path from its parts: texts and positions.
-fn parts_of(parts: Vec<PlainValue>) -> Result<Vec<PathPart>, FormatError> {
-    let part_of = |part| match part {
-        PlainValue::Str(key) => Ok(PathPart::Key(key)),
-        PlainValue::Int(index) if index >= 0 => Ok(PathPart::Index(index as usize)),
-        _ => Err(malformed("a path's part is neither text nor a position")),
-    };
-    parts.into_iter().map(part_of).collect()
+    let mut read = IndexMap::with_capacity(paths.len());
+    for entry in paths {
+        let (PlainValue::Str(fqn), PlainValue::List(items)) = entry else {
+            return Err(malformed("a path is no list"));
+        };
+        let mut path = KeyPath::default();
+        for item in items {
+            path.0.push(match item {
+                PlainValue::Str(key) => PathPart::Key(key),
+                PlainValue::Int(index) if index >= 0 => PathPart::Index(index as usize),
+                _ => return Err(malformed("a path's part is neither text nor a position")),
+            });
+        }
+        read.insert(fqn, path);
+    }
+    Ok(read)
 }
 
 /// Reads the values by their flat keys, which may be any text.
@@ -232,7 +232,9 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
             let value = map.next_value_seed(ValueSeed(context))?;
             if entries.is_empty() && key.starts_with('$') {
                 if map.next_key::<IgnoredAny>()?.is_some() {
-                    return Err(context.malformed("an object with a tag holds more than that"));
+                    return Err(
+                        context.fail(malformed("an object with a tag holds more than that"))
+                    );
                 }
                 return tagged(context, &key, value).map_err(|error| context.fail(error));
             }
@@ -261,29 +263,33 @@ fn tagged(
         ),
         ("$float", _) => return Err(malformed("the bits of a float are not in hexadecimal")),
         ("$dict", PlainValue::List(pairs)) => {
-            let pair_of = |pair| match pair {
-                PlainValue::List(pair) => <[PlainValue; 2]>::try_from(pair).ok(),
-                _ => None,
-            };
-            let pairs: Option<Vec<[PlainValue; 2]>> = pairs.into_iter().map(pair_of).collect();
-            let pairs = pairs.ok_or_else(|| malformed("a dict is no list of pairs"))?;
-            PlainValue::Dict(pairs.into_iter().map(|[key, value]| (key, value)).collect())
+            let pairs: Option<Vec<_>> = pairs.into_iter().map(pair_of).collect();
+            PlainValue::Dict(pairs.ok_or_else(|| malformed("a dict is no list of pairs"))?)
         }
         ("$dict", _) => return Err(malformed("a dict is no list of pairs")),
         ("$tensor", PlainValue::Str(key)) => PlainValue::Tensor((context.tensor)(&key)?),
         ("$tensor", _) => return Err(malformed("a tensor's key is no text")),
         (tag, value) => match tag.strip_prefix('$').and_then(PythonType::from_name) {
-            Some(of) if of.fits(&value) => PlainValue::typed(of, value),
-            Some(of) => {
+            Some(python_type) if python_type.fits(&value) => PlainValue::typed(python_type, value),
+            Some(python_type) => {
                 return Err(malformed(format!(
                     "a `{}` from a value of type `{}`",
-                    of.name(),
+                    python_type.name(),
                     value.type_name()
                 )));
             }
             None => return Err(malformed(format!("unknown tag `{tag}`"))),
         },
     })
+}
+
+/// Returns the key and the value in a list of two; `None` for any other value.
+fn pair_of(pair: PlainValue) -> Option<(PlainValue, PlainValue)> {
+    let PlainValue::List(pair) = pair else {
+        return None;
+    };
+    let [key, value] = pair.try_into().ok()?;
+    Some((key, value))
 }
 
 /// Returns `true` if the text consists of hexadecimal digits. (Rust's parsers also accept a sign.)

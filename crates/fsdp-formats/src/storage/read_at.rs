@@ -110,17 +110,13 @@ impl ReadAt for [u8] {
     }
 }
 
-/// Bytes that are borrowed.
-#[derive(Debug)]
-pub(crate) struct Borrowed<'b>(pub(crate) &'b [u8]);
-
-impl ReadAt for Borrowed<'_> {
+impl ReadAt for &[u8] {
     fn len(&self) -> u64 {
-        self.0.len() as u64
+        <[u8]>::len(self) as u64
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        self.0.read_exact_at(offset, dst)
+        (**self).read_exact_at(offset, dst)
     }
 }
 

@@ -4,7 +4,7 @@
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_formats::internals::{Layer, Origin, Seen, quantizer_key};
+use fsdp_formats::internals::{Layer, LayerView, Origin, quantizer_key};
 use fsdp_formats::metadata::{BytesEntry, Entry};
 use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
@@ -14,7 +14,7 @@ use super::output::unsupported;
 
 /// A checkpoint whose quantized tensors are integers.
 pub(super) struct Integers<'a> {
-    seen: Seen<'a>,
+    view: LayerView<'a>,
     /// The keys of the quantized tensors.
     pub(super) quantized: Vec<String>,
     /// The values that say what their integers mean.
@@ -83,13 +83,13 @@ impl<'a> Integers<'a> {
         let mut structure = source.structure().cloned();
         if let Some(structure) = &mut structure {
             structure
-                .add_beside(&siblings, ".quantizer")
+                .add_siblings(&siblings, ".quantizer")
                 .map_err(|fqn| {
                     unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
                 })?;
         }
         Ok(Some(Integers {
-            seen: Seen::of(source, metadata, structure),
+            view: LayerView::new(source, metadata, structure),
             quantized: siblings.into_keys().collect(),
             quantizers,
         }))
@@ -97,8 +97,8 @@ impl<'a> Integers<'a> {
 }
 
 impl Layer for Integers<'_> {
-    fn seen(&self) -> &Seen<'_> {
-        &self.seen
+    fn view(&self) -> &LayerView<'_> {
+        &self.view
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {

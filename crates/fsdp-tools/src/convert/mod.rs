@@ -264,7 +264,7 @@ fn extra_files<'c>(
     sidecars: &CopiedSidecars,
     with: Option<&'c CheckedDirectory>,
 ) -> Result<(CopiedFiles<'c>, Vec<String>), FileError> {
-    let ExtraFiles { files, others, .. } = ExtraFiles::of(source)?;
+    let ExtraFiles { files, others, .. } = ExtraFiles::find(source)?;
     // The keys of a sidecar file that is not copied have been written like all others.
     let (written, files): (Vec<_>, Vec<_>) = files
         .into_iter()

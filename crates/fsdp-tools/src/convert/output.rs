@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use fsdp_formats::checkpoint::{Checkpoint, Format, stream};
-use fsdp_formats::internals::{Sidecar, default_threads, integrity_beside, tensor_of};
+use fsdp_formats::internals::{Sidecar, default_threads, integrity_beside};
 use fsdp_formats::metadata::{BytesEntry, Entry};
 use fsdp_formats::storage::{Durable, Staging};
 use fsdp_formats::writer::PayloadSource;
@@ -172,8 +172,7 @@ impl PayloadSource for Streamed<'_> {
         if let Some(tensor) = self.extra.get(fqn) {
             return sink(&tensor.data[range.start as usize..range.end as usize]);
         }
-        let dtype = tensor_of(self.source.metadata(), fqn)?.properties.dtype;
-        stream(self.source, fqn, dtype, bounds, range, &mut |bytes| {
+        stream(self.source, fqn, bounds, range, &mut |bytes| {
             if let Some(progress) = self.options.progress {
                 progress(bytes.len() as u64);
             }

@@ -152,7 +152,7 @@ fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     let metadata = source.metadata();
     let structure = match source.structure() {
         Some(structure) => structure.clone(),
-        None => Structure::of_paths(metadata)?,
+        None => Structure::from_paths(metadata)?,
     };
     let leaves = structure.leaves();
     for fqn in metadata.entries.keys() {

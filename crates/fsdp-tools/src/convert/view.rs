@@ -3,7 +3,7 @@
 use fsdp_digest::StateDigest;
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, stream};
-use fsdp_formats::internals::{Layer, Moved, Origin, Placed, Seen, tensor_of};
+use fsdp_formats::internals::{KeyChange, KeyMove, Layer, LayerView, Origin, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
 use fsdp_layout::{KeyPath, PathPart};
@@ -27,7 +27,7 @@ pub enum Rename {
 
 /// A checkpoint with some keys left out or renamed, and its floating-point tensors cast.
 pub struct View<'a> {
-    seen: Seen<'a>,
+    view: LayerView<'a>,
     /// The source's key for each new one.
     names: IndexMap<String, String>,
     /// The source's digests under the new keys; `None` if something is cast.
@@ -70,7 +70,7 @@ impl<'a> View<'a> {
                 Rename::Keep => (fqn.clone(), path.cloned()),
                 Rename::To(name) => {
                     let path = path.map(|path| {
-                        let change = Moved::new(path, &name);
+                        let change = KeyMove::new(path, &name);
                         KeyPath(change.apply(&path.0, |key| PathPart::Key(key.to_owned())))
                     });
                     (name, path)
@@ -106,17 +106,17 @@ impl<'a> View<'a> {
         // Step 2: move the keys in the nested state dict in the same way.
         let structure = match source.structure() {
             Some(structure) => Some(structure.rebuilt(&mut |fqn, path| match rename(fqn) {
-                Rename::Keep => Placed::Stays,
-                Rename::Drop => Placed::LeftOut,
+                Rename::Keep => KeyChange::Keep,
+                Rename::Drop => KeyChange::Remove,
                 Rename::To(name) => {
-                    let change = Moved::new(path, &name);
-                    Placed::Moves(name, change)
+                    let change = KeyMove::new(path, &name);
+                    KeyChange::Move(name, change)
                 }
             })?),
             None => None,
         };
         Ok(View {
-            seen: Seen::of(source, metadata, structure),
+            view: LayerView::new(source, metadata, structure),
             names,
             digests,
         })
@@ -129,8 +129,8 @@ impl<'a> View<'a> {
 }
 
 impl Layer for View<'_> {
-    fn seen(&self) -> &Seen<'_> {
-        &self.seen
+    fn view(&self) -> &LayerView<'_> {
+        &self.view
     }
 
     fn digests(&self) -> Option<&StateDigest> {
@@ -139,7 +139,7 @@ impl Layer for View<'_> {
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         let name = self.source_name(fqn);
-        let own = self.seen.metadata.tensor(fqn);
+        let own = self.view.metadata.tensor(fqn);
         let theirs = self.source(0).metadata().tensor(name);
         match (own, theirs) {
             (Some(own), Some(theirs)) if own.properties.dtype != theirs.properties.dtype => {
@@ -155,27 +155,20 @@ impl Layer for View<'_> {
 
     /// Casts boxes of a tensor.
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let to = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
+        let to = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
         let name = self.source_name(fqn);
         let from = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
         for slot in slots {
             // Read in pieces, because the source's elements may be larger than those of the slot.
             let range = 0..slot.bounds.numel() as u64 * from.size_in_bytes();
             let mut at = 0;
-            stream::<FileError>(
-                self.source(0),
-                name,
-                from,
-                &slot.bounds,
-                range,
-                &mut |bytes| {
-                    let elements = bytes.len() / from.size_in_bytes() as usize;
-                    let end = at + elements * to.size_in_bytes() as usize;
-                    cast_elements(bytes, from, &mut slot.bytes[at..end], to);
-                    at = end;
-                    Ok(())
-                },
-            )?;
+            stream::<FileError>(self.source(0), name, &slot.bounds, range, &mut |bytes| {
+                let elements = bytes.len() / from.size_in_bytes() as usize;
+                let end = at + elements * to.size_in_bytes() as usize;
+                cast_elements(bytes, from, &mut slot.bytes[at..end], to);
+                at = end;
+                Ok(())
+            })?;
             slot.filled(0..slot.bytes.len());
         }
         Ok(())

@@ -316,10 +316,10 @@ impl Comparison<'_> {
         let mut elements = Elements::new(dtype, self.tolerance);
         let mut at = 0u64;
         // Each piece of the first is compared with the same bytes of the second.
-        stream::<FileError>(self.first, fqn, dtype, &whole, 0..length, &mut |bytes| {
+        stream::<FileError>(self.first, fqn, &whole, 0..length, &mut |bytes| {
             let range = at..at + bytes.len() as u64;
             let mut compared = 0;
-            stream::<FileError>(self.second, fqn, dtype, &whole, range, &mut |theirs| {
+            stream::<FileError>(self.second, fqn, &whole, range, &mut |theirs| {
                 let ours = &bytes[compared..compared + theirs.len()];
                 elements.compare(at + compared as u64, ours, theirs);
                 compared += theirs.len();

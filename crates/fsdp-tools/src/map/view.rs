@@ -2,7 +2,7 @@
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_formats::internals::{Layer, Origin, Seen};
+use fsdp_formats::internals::{Layer, LayerView, Origin};
 use fsdp_formats::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
@@ -14,7 +14,7 @@ use super::rule::{Map, MapError};
 
 /// A checkpoint with the keys and shapes that a map gives it.
 pub struct Mapped<'a> {
-    seen: Seen<'a>,
+    view: LayerView<'a>,
     tensors: IndexMap<String, (Node, DType)>,
     renamed: IndexMap<String, String>,
     unmatched: Vec<String>,
@@ -87,7 +87,7 @@ impl<'a> Mapped<'a> {
             }
         }
         Ok(Mapped {
-            seen: Seen::of(source, metadata, None),
+            view: LayerView::new(source, metadata, None),
             tensors,
             renamed,
             unmatched,
@@ -118,8 +118,8 @@ fn stored(from: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
 }
 
 impl Layer for Mapped<'_> {
-    fn seen(&self) -> &Seen<'_> {
-        &self.seen
+    fn view(&self) -> &LayerView<'_> {
+        &self.view
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {

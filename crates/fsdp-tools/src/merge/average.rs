@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
-use fsdp_formats::internals::{Layer, LayerSource, Origin, Seen, tensor_of};
+use fsdp_formats::internals::{Layer, LayerSource, LayerView, Origin, tensor_of};
 use fsdp_formats::metadata::{Entry, Metadata};
 use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, TensorBox};
@@ -20,7 +20,7 @@ use crate::elements::{for_each, parts_of_complex};
 /// Everything else (values, counts, and optimizer state, whose average is meaningless) is taken
 /// from the first checkpoint.
 pub struct Average<'a> {
-    seen: Seen<'a>,
+    view: LayerView<'a>,
     /// The weight of each; they add up to 1.
     weights: Vec<f64>,
     averaged: HashSet<String>,
@@ -88,7 +88,7 @@ impl<'a> Average<'a> {
             ..first.metadata().clone()
         };
         Ok(Average {
-            seen: Seen {
+            view: LayerView {
                 metadata,
                 structure: first.structure().cloned(),
                 sources: sources.into_iter().map(LayerSource::Lent).collect(),
@@ -100,7 +100,7 @@ impl<'a> Average<'a> {
 
     /// Returns the keys whose values are taken from the first checkpoint.
     pub fn taken_from_first(&self) -> impl Iterator<Item = &str> {
-        self.seen
+        self.view
             .metadata
             .entries
             .keys()
@@ -178,8 +178,8 @@ fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), File
 }
 
 impl Layer for Average<'_> {
-    fn seen(&self) -> &Seen<'_> {
-        &self.seen
+    fn view(&self) -> &LayerView<'_> {
+        &self.view
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
@@ -191,15 +191,15 @@ impl Layer for Average<'_> {
     }
 
     fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
-        inputs.extend((0..self.seen.sources.len()).map(|index| (index, fqn.to_owned())));
+        inputs.extend((0..self.view.sources.len()).map(|index| (index, fqn.to_owned())));
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
+        let dtype = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
         let parts = parts(dtype);
         let mut average = |part: &TensorBox, bytes: &mut [u8]| {
             let mut sums = vec![0.0; bytes.len() / parts.size_in_bytes() as usize];
-            for (source, weight) in self.seen.sources.iter().zip(&self.weights) {
+            for (source, weight) in self.view.sources.iter().zip(&self.weights) {
                 source.read_box(fqn, part, bytes)?;
                 let mut index = 0;
                 for_each(parts, bytes, &mut |number| {

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{
-    Layer, LayerSource, Origin, Seen, check_expansion, read_whole, tensor_of,
+    Layer, LayerSource, LayerView, Origin, check_expansion, read_whole, tensor_of,
 };
 use fsdp_formats::metadata::{Entry, TensorEntry};
 use fsdp_formats::reader::Slot;
@@ -168,7 +168,7 @@ struct Update {
 /// A base with an adapter merged into it.
 pub struct Lora<'a> {
     /// The base, and the adapter.
-    seen: Seen<'a>,
+    view: LayerView<'a>,
     updates: IndexMap<String, Update>,
     /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a
     /// weight is both replaced and updated, the update is added to the replacement.
@@ -260,7 +260,7 @@ impl<'a> Lora<'a> {
             });
         }
         Ok(Lora {
-            seen: Seen {
+            view: LayerView {
                 sources: vec![LayerSource::Lent(base), LayerSource::Lent(adapter)],
                 metadata,
                 structure: base.structure().cloned(),
@@ -565,8 +565,8 @@ impl Update {
 }
 
 impl Layer for Lora<'_> {
-    fn seen(&self) -> &Seen<'_> {
-        &self.seen
+    fn view(&self) -> &LayerView<'_> {
+        &self.view
     }
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
@@ -591,7 +591,7 @@ impl Layer for Lora<'_> {
         let update = &self.updates[fqn];
         let adapter = self.source(1);
         let (source, key) = self.weight(fqn);
-        let dtype = tensor_of(&self.seen.metadata, fqn)?.properties.dtype;
+        let dtype = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
         let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
             self.source(source).read_box(key, part, bytes)?;
             let mut sums = Vec::with_capacity(part.numel());

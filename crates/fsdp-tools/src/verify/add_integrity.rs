@@ -97,7 +97,7 @@ fn cuts(
             cuts.entry(values).or_default();
         }
     } else {
-        let extra = ExtraFiles::of(checkpoint)?.files;
+        let extra = ExtraFiles::find(checkpoint)?.files;
         for name in directory.names()? {
             let is_own = match format {
                 Format::Dcp => name.ends_with(".metadata"),

@@ -314,7 +314,7 @@ fn elements(
         source,
     })?;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
-    stream::<FileError>(checkpoint, fqn, dtype, &whole, 0..length, &mut |bytes| {
+    stream::<FileError>(checkpoint, fqn, &whole, 0..length, &mut |bytes| {
         if counts {
             census.add(dtype, bytes);
         }

@@ -6,7 +6,7 @@ use fsdp_layout::{KeyPath, PathPart};
 /// A change of a path: its first and last parts stay, and the parts between them are replaced by
 /// one new part or removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Moved {
+pub struct KeyMove {
     /// The number of first parts that stay.
     first: usize,
     /// The key between them.
@@ -15,37 +15,37 @@ pub struct Moved {
     last: usize,
 }
 
-impl Moved {
+impl KeyMove {
     /// Finds the smallest change of a path after which its flat key is `name`. A part that changes
     /// is a key of a dict afterwards, so no part changes below a list that stays.
     pub fn new(path: &KeyPath, name: &str) -> Self {
         let texts: Vec<String> = path.0.iter().map(PathPart::to_string).collect();
-        let is_index = |at: usize| matches!(path.0.get(at), Some(PathPart::Index(_)));
         // The last parts of the path that `name` ends with. The first part always changes.
-        let (mut end, mut last) = (name.len(), texts.len());
+        let mut end = name.len();
+        let mut last = texts.len();
         while last > 1 {
             let Some(before) = name[..end].strip_suffix(&texts[last - 1]) else {
                 break;
             };
-            if before.is_empty() {
-                if !is_index(last - 1) {
-                    // All of `name` is at the end of the path, so the parts before that are
-                    // removed.
-                    return Moved {
-                        first: 0,
-                        between: None,
-                        last: last - 1,
-                    };
-                }
-                break;
+            if before.is_empty() && !is_index(path, last - 1) {
+                // All of `name` is at the end of the path, so the parts before that are removed.
+                return KeyMove {
+                    first: 0,
+                    between: None,
+                    last: last - 1,
+                };
             }
+            // What is left must be whole parts, which a dot ends; if nothing is left, the position
+            // in a list that begins `name` becomes a key of a dict.
             let Some(before) = before.strip_suffix('.') else {
                 break;
             };
-            (end, last) = (before.len(), last - 1);
+            end = before.len();
+            last -= 1;
         }
         // The first parts of the path that the rest begins with. At least one part changes.
-        let (mut start, mut first) = (0, 0);
+        let mut start = 0;
+        let mut first = 0;
         while first + 1 < last {
             let after = name[start..end]
                 .strip_prefix(&texts[first])
@@ -53,15 +53,16 @@ impl Moved {
             let Some(after) = after.filter(|after| !after.is_empty()) else {
                 break;
             };
-            (start, first) = (end - after.len(), first + 1);
+            start = end - after.len();
+            first += 1;
         }
         // A list has no keys: a key that replaces one of its positions is put into the nearest dict
         // that contains the list.
-        while first > 0 && is_index(first) {
+        while first > 0 && is_index(path, first) {
             first -= 1;
             start -= texts[first].len() + 1;
         }
-        Moved {
+        KeyMove {
             first,
             between: Some(name[start..end].to_owned()),
             last,
@@ -80,6 +81,11 @@ impl Moved {
     }
 }
 
+/// Returns `true` if a part of a path is a position in a list.
+fn is_index(path: &KeyPath, at: usize) -> bool {
+    matches!(path.0.get(at), Some(PathPart::Index(_)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -92,7 +98,7 @@ mod tests {
                 .map_or_else(|_| PathPart::Key(part.to_owned()), PathPart::Index)
         };
         let path = KeyPath(path.split('/').map(part).collect());
-        let parts = Moved::new(&path, name).apply(&path.0, |key| PathPart::Key(key.to_owned()));
+        let parts = KeyMove::new(&path, name).apply(&path.0, |key| PathPart::Key(key.to_owned()));
         assert_eq!(KeyPath(parts.clone()).flat_key(), name);
         let text = |part: &PathPart| match part {
             PathPart::Key(key) => format!("{key:?}"),
