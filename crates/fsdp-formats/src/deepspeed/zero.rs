@@ -146,8 +146,8 @@ impl Shards {
                 "it is of {world_size} ranks, and there are files of {count}"
             )));
         }
-        // Only ZeRO 3 keeps the flat parameters under its key, and has a file of model states for each
-        // rank.
+        // Only ZeRO 3 keeps the flat parameters under its key, and has a file of model states for
+        // each rank.
         let mut groups_key = "single_partition_of_fp32_groups";
         if first
             .found
