@@ -288,7 +288,8 @@ mod tests {
             element: 1,
             layout: &from,
         };
-        let mut reader = BlockReader::new(&storage[..]);
+        let source = &storage[..];
+        let mut reader = BlockReader::new(&source);
         stored.read(&mut reader, &whole, &mut slot).unwrap();
         assert_eq!(dst, [1, 2, 1, 2, 1, 2]);
     }

@@ -6,7 +6,7 @@ use crate::storage::read_at::ReadAt;
 use std::io::Read as _;
 
 fn archive(storages: &[&[u8]]) -> Vec<u8> {
-    let lengths: Vec<u64> = storages.iter().map(|s| s.len() as u64).collect();
+    let lengths: Vec<u64> = storages.iter().map(|s| s.len()).collect();
     let crcs: Vec<u32> = storages.iter().map(|s| crc32fast::hash(s)).collect();
     let layout = ArchiveLayout::new("archive", b"\x80\x02N.".to_vec(), &lengths);
     let mut bytes = layout.head(crcs.first().copied().unwrap_or(0));
