@@ -18,7 +18,7 @@ use crate::pickle::{
     BUILTINS, Global, Node, NodeId, ObjectNode, OpaqueNode, Pickle, PickleError, PickleErrorKind,
     QSCHEMES, Walk, name_at, parse, parse_within,
 };
-use crate::storage::read_at::{BlockReader, Borrowed, ReadAt};
+use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::StoredElements;
 
 /// Encodes the item of a value: the same as `torch.save(value)` writes, except for the order of the
@@ -279,7 +279,7 @@ pub(crate) fn decode_value_within(
 /// # Errors
 /// Bytes that are no such item; a value that is opaque.
 pub fn decode_item(item: &[u8]) -> Result<PlainValue> {
-    decode_value(&Borrowed(item))
+    decode_value(&item)
 }
 
 /// Reads the value of an item that `torch.save` made, to be digested: opaque objects in it become
@@ -289,7 +289,7 @@ pub fn decode_item(item: &[u8]) -> Result<PlainValue> {
 /// Bytes that are no such item.
 pub fn describe_item(item: &[u8]) -> Result<PlainValue> {
     let budget = Budget::new(item.len() as u64, PICKLE_FACTOR);
-    decode_value_within(&Borrowed(item), budget, true)
+    decode_value_within(&item, budget, true)
 }
 
 /// Returns the type of the object that makes the value of an item opaque, from its pickle alone;
