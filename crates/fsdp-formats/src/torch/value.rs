@@ -64,6 +64,7 @@ fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
     write::proto(&mut pickle, 2);
     write_value(&mut pickle, value, &mut tensors, 0, 0)?;
     pickle.push(write::STOP);
+    // The storages follow the pickle in the order in which it refers to them.
     let lengths: Vec<u64> = tensors
         .iter()
         .map(|tensor| tensor.data.len() as u64)
