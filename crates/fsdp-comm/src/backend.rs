@@ -98,25 +98,25 @@ pub(crate) struct Round<'a> {
     /// The operation, for messages.
     pub(crate) operation: &'a str,
     /// The time that the operation may take.
-    pub(crate) deadline: Duration,
-    /// The moment at which that time is over.
-    pub(crate) until: Instant,
+    pub(crate) timeout: Duration,
+    /// The moment at which `timeout` is over.
+    pub(crate) deadline: Instant,
 }
 
 impl<'a> Round<'a> {
     /// Returns the round before the first one of a job, in which its ranks find each other.
-    pub(crate) fn rendezvous(deadline: Duration, until: Instant) -> Round<'a> {
+    pub(crate) fn rendezvous(timeout: Duration, deadline: Instant) -> Round<'a> {
         Round {
             number: 0,
             sequence: 0,
             operation: "rendezvous",
+            timeout,
             deadline,
-            until,
         }
     }
 
     /// Returns the error of this round because of a rank that has left.
-    pub(crate) fn rank_left(&self, rank: usize, reason: impl Into<String>) -> CommError {
+    pub(crate) fn rank_left_error(&self, rank: usize, reason: impl Into<String>) -> CommError {
         CommError::RankLeft {
             rank,
             operation: self.operation.to_owned(),
@@ -126,12 +126,12 @@ impl<'a> Round<'a> {
     }
 
     /// Returns the error of this round if its deadline is over while these ranks are missing.
-    pub(crate) fn timeout(&self, missing: Vec<usize>) -> CommError {
+    pub(crate) fn timeout_error(&self, missing: Vec<usize>) -> CommError {
         CommError::Timeout {
             operation: self.operation.to_owned(),
             sequence: self.sequence,
             missing,
-            deadline: self.deadline,
+            deadline: self.timeout,
         }
     }
 }

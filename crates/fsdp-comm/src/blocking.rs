@@ -18,16 +18,16 @@ pub(crate) fn is_end(error: &io::Error) -> bool {
 pub(crate) fn write_all(
     mut stream: &TcpStream,
     mut bytes: &[u8],
-    until: Instant,
+    deadline: Instant,
 ) -> io::Result<()> {
     while !bytes.is_empty() {
         // The timeout of a socket is that of each call, so it is set again to the time that is
         // left.
-        stream.set_write_timeout(Some(left(until)))?;
+        stream.set_write_timeout(Some(remaining(deadline)))?;
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => bytes = &bytes[written..],
-            Err(error) => check(error, until)?,
+            Err(error) => check(error, deadline)?,
         }
     }
     Ok(())
@@ -37,32 +37,33 @@ pub(crate) fn write_all(
 pub(crate) fn read_exact(
     mut stream: &TcpStream,
     mut buffer: &mut [u8],
-    until: Instant,
+    deadline: Instant,
 ) -> io::Result<()> {
     while !buffer.is_empty() {
-        stream.set_read_timeout(Some(left(until)))?;
+        stream.set_read_timeout(Some(remaining(deadline)))?;
         match stream.read(buffer) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => buffer = &mut buffer[read..],
-            Err(error) => check(error, until)?,
+            Err(error) => check(error, deadline)?,
         }
     }
     Ok(())
 }
 
 /// Fails unless the call may be made again.
-fn check(error: io::Error, until: Instant) -> io::Result<()> {
+fn check(error: io::Error, deadline: Instant) -> io::Result<()> {
     match error.kind() {
         io::ErrorKind::Interrupted => Ok(()),
-        _ if Instant::now() >= until => Err(io::ErrorKind::TimedOut.into()),
+        _ if Instant::now() >= deadline => Err(io::ErrorKind::TimedOut.into()),
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Ok(()),
         _ => Err(error),
     }
 }
 
-/// Returns the time left, and at least a little, because zero would mean no timeout.
-fn left(until: Instant) -> Duration {
-    until
+/// Returns the time that remains until `deadline`, and at least a little, because zero would mean
+/// no timeout.
+fn remaining(deadline: Instant) -> Duration {
+    deadline
         .saturating_duration_since(Instant::now())
         .max(Duration::from_millis(1))
 }

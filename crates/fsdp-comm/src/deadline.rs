@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 /// [`ProcessGroup::with_deadline`](crate::ProcessGroup::with_deadline) says otherwise.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
 
-/// The longest deadline. Longer ones are cut to it, so that no point in time overflows.
+/// The longest timeout. Longer ones are cut to it, so that no point in time overflows.
 pub(crate) const MAX_DEADLINE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// Returns the moment at which a deadline that begins now is over.
-pub(crate) fn until(deadline: Duration) -> Instant {
-    Instant::now() + deadline.min(MAX_DEADLINE)
+/// Returns the deadline of something that begins now and may take `timeout`.
+pub(crate) fn deadline_after(timeout: Duration) -> Instant {
+    Instant::now() + timeout.min(MAX_DEADLINE)
 }

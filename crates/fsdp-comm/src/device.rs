@@ -130,7 +130,7 @@ impl DeviceGroup<'_> {
         let call = call::<T>(Operation::AllGather, vec![numel], None);
         let arguments = check(&call, || {
             // On one stream the call comes after the work that fills the input.
-            self.check_streams(&[input.stream, output.stream])?;
+            self.check_devices_and_stream(&[input.stream, output.stream])?;
             self.group
                 .check_numel("the output", output.numel, times(numel, ranks)?)
         });
@@ -169,7 +169,7 @@ impl DeviceGroup<'_> {
             ..call::<T>(Operation::ReduceScatter, vec![numel], None)
         };
         let arguments = check(&call, || {
-            self.check_streams(&[input.stream, output.stream])?;
+            self.check_devices_and_stream(&[input.stream, output.stream])?;
             self.group
                 .check_numel("the input", input.numel, times(numel, ranks)?)
         })
@@ -206,7 +206,7 @@ impl DeviceGroup<'_> {
             reduce: Some(op),
             ..call::<T>(Operation::AllReduce, vec![numel], None)
         };
-        let arguments = check(&call, || self.check_streams(&[buffer.stream]))
+        let arguments = check(&call, || self.check_devices_and_stream(&[buffer.stream]))
             .and_then(|()| check_reduction::<T>(&call, op));
         let turn = self.group.begin(call, arguments)?;
         let ranks = self.group.world_size();
@@ -237,7 +237,7 @@ impl DeviceGroup<'_> {
     ) -> Result<(), CommError> {
         let call = call::<T>(Operation::Broadcast, vec![buffer.numel], Some(root));
         let arguments = check(&call, || {
-            self.check_streams(&[buffer.stream])?;
+            self.check_devices_and_stream(&[buffer.stream])?;
             self.group.check_root(root)
         });
         let turn = self.group.begin(call, arguments)?;
@@ -272,7 +272,7 @@ impl DeviceGroup<'_> {
         let stream = output.as_ref().map(|output| output.stream);
         let arguments = check(&call, || {
             let streams = [Some(input.stream), stream];
-            self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
+            self.check_devices_and_stream(&streams.into_iter().flatten().collect::<Vec<_>>())?;
             self.group.check_root(root)?;
             self.group
                 .check_root_only("an output", root, given, times(input.numel, ranks)?)
@@ -303,7 +303,7 @@ impl DeviceGroup<'_> {
         let call = call::<T>(Operation::Scatter, vec![output.numel], Some(root));
         let arguments = check(&call, || {
             let streams = [Some(output.stream), input.map(|input| input.stream)];
-            self.check_streams(&streams.into_iter().flatten().collect::<Vec<_>>())?;
+            self.check_devices_and_stream(&streams.into_iter().flatten().collect::<Vec<_>>())?;
             self.group.check_root(root)?;
             self.group.check_root_only(
                 "an input",
@@ -341,7 +341,7 @@ impl DeviceGroup<'_> {
         let call = call::<T>(Operation::AllToAllUneven, Vec::new(), None);
         let rank = self.group.rank();
         let arguments = check(&call, || {
-            self.check_streams(&[input.stream, output.stream])?;
+            self.check_devices_and_stream(&[input.stream, output.stream])?;
             self.group.check_counts("the counts to send", send_counts)?;
             self.group
                 .check_counts("the counts to receive", receive_counts)?;
@@ -399,9 +399,9 @@ impl DeviceGroup<'_> {
         })
     }
 
-    /// Checks that all memory is on this rank's GPU and used through one stream, after which the
-    /// call is ordered.
-    fn check_streams(&self, streams: &[&CudaStream]) -> Result<(), String> {
+    /// Checks that all memory is on this rank's GPU and used through one stream, so
+    /// that the collective is ordered after the work on that stream.
+    fn check_devices_and_stream(&self, streams: &[&CudaStream]) -> Result<(), String> {
         let own = self.ordinal();
         let mut ordinals = streams.iter().map(|stream| stream.context().ordinal());
         if let Some(given) = ordinals.find(|&given| given != own) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, Members, Plan, Round};
 use crate::blame;
-use crate::deadline::{MAX_DEADLINE, until};
+use crate::deadline::{MAX_DEADLINE, deadline_after};
 use crate::error::{CommError, RankCall, RankFailure, bounded};
 use crate::record::{Call, Fault, Header, Operation, Record};
 use crate::sync::lock;
@@ -30,7 +30,7 @@ pub(crate) const INLINE_BYTES: usize = 4096;
 #[derive(Clone)]
 pub struct ProcessGroup {
     shared: Arc<SharedGroup>,
-    deadline: Duration,
+    timeout: Duration,
     /// The object of the operations called through this handle.
     label: Option<Arc<str>>,
     /// The number of ranks of the job on this rank's host.
@@ -69,16 +69,17 @@ impl fmt::Debug for ProcessGroup {
             .field("backend", &self.backend_name())
             .field("rank", &self.rank())
             .field("global_ranks", &self.global_ranks())
-            .field("deadline", &self.deadline)
+            .field("deadline", &self.timeout)
             .finish_non_exhaustive()
     }
 }
 
 impl ProcessGroup {
-    /// Creates the group of all ranks of a backend, of which so many are on this rank's host.
+    /// Creates the group of all ranks of a backend, of which `ranks_on_host` are on this rank's
+    /// host.
     pub(crate) fn new(
         backend: Arc<dyn Backend>,
-        deadline: Duration,
+        timeout: Duration,
         ranks_on_host: usize,
     ) -> ProcessGroup {
         ProcessGroup {
@@ -87,7 +88,7 @@ impl ProcessGroup {
                 progress: Mutex::default(),
                 totals: Arc::default(),
             }),
-            deadline,
+            timeout,
             label: None,
             ranks_on_host: ranks_on_host.max(1),
         }
@@ -130,14 +131,14 @@ impl ProcessGroup {
     /// Returns the time that each operation called through this handle may take.
     #[must_use]
     pub fn deadline(&self) -> Duration {
-        self.deadline
+        self.timeout
     }
 
-    /// Returns a handle on the same group with another deadline.
+    /// Returns a handle on the same group with another deadline: each operation may take `timeout`.
     #[must_use]
-    pub fn with_deadline(&self, deadline: Duration) -> ProcessGroup {
+    pub fn with_deadline(&self, timeout: Duration) -> ProcessGroup {
         ProcessGroup {
-            deadline,
+            timeout,
             ..self.clone()
         }
     }
@@ -153,10 +154,11 @@ impl ProcessGroup {
         }
     }
 
-    /// Returns a handle on the same group with its own deadline, or with this one if it is longer.
+    /// Returns a handle on the same group with its own deadline, or with `timeout` if that is
+    /// longer.
     #[must_use]
-    pub fn with_deadline_at_least(&self, deadline: Duration) -> ProcessGroup {
-        self.with_deadline(self.deadline.max(deadline))
+    pub fn with_deadline_at_least(&self, timeout: Duration) -> ProcessGroup {
+        self.with_deadline(self.timeout.max(timeout))
     }
 
     /// Returns the traffic of this rank so far, over all its groups.
@@ -215,13 +217,13 @@ impl ProcessGroup {
             .collectives
             .entry(call.operation)
             .or_default() += 1;
-        let deadline = self.deadline.min(MAX_DEADLINE);
+        let timeout = self.timeout.min(MAX_DEADLINE);
         let mut turn = Turn {
             group: self,
             progress,
             call,
-            deadline,
-            until: until(deadline),
+            timeout,
+            deadline: deadline_after(timeout),
         };
         if let Err(error) = arguments {
             // Wrong arguments may be of any size, and need not match.
@@ -241,8 +243,8 @@ pub(crate) struct Turn<'g> {
     pub(crate) group: &'g ProcessGroup,
     progress: MutexGuard<'g, Progress>,
     pub(crate) call: Call,
-    deadline: Duration,
-    until: Instant,
+    timeout: Duration,
+    deadline: Instant,
 }
 
 impl Turn<'_> {
@@ -254,10 +256,10 @@ impl Turn<'_> {
     }
 
     /// Creates a group of some ranks of this one, with the same deadline.
-    pub(crate) fn child(&self, members: Members) -> Result<ProcessGroup, CommError> {
+    pub(crate) fn create_subgroup(&self, members: Members) -> Result<ProcessGroup, CommError> {
         let ProcessGroup {
             shared,
-            deadline,
+            timeout,
             ranks_on_host,
             ..
         } = self.group;
@@ -269,7 +271,7 @@ impl Turn<'_> {
                 progress: Mutex::default(),
                 totals: Arc::clone(&shared.totals),
             }),
-            deadline: *deadline,
+            timeout: *timeout,
             label: None,
             ranks_on_host: *ranks_on_host,
         })
@@ -281,8 +283,8 @@ impl Turn<'_> {
             number: self.progress.rounds - 1,
             sequence: self.call.sequence,
             operation: self.call.name(),
+            timeout: self.timeout,
             deadline: self.deadline,
-            until: self.until,
         }
     }
 

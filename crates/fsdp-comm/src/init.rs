@@ -28,21 +28,21 @@ pub fn init_process_group(backend: BackendKind) -> Result<ProcessGroup, CommErro
 /// The same as [`init_process_group`].
 pub fn init_process_group_within(
     backend: BackendKind,
-    deadline: Duration,
+    timeout: Duration,
 ) -> Result<ProcessGroup, CommError> {
     backend.check_compiled_in()?;
     match backend {
         BackendKind::Tcp => {
             let options = TcpOptions {
-                deadline,
+                deadline: timeout,
                 ..TcpOptions::default()
             };
             options.connect(&Environment::from_env()?)
         }
         #[cfg(feature = "mpi")]
-        BackendKind::Mpi => crate::mpi::connect(deadline),
+        BackendKind::Mpi => crate::mpi::connect(timeout),
         #[cfg(feature = "nccl")]
-        BackendKind::Nccl => crate::nccl::connect(deadline),
+        BackendKind::Nccl => crate::nccl::connect(timeout),
         _ => {
             Err(backend
                 .unavailable("its ranks are threads of one process, which `run_local` starts"))

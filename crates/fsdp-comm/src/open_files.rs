@@ -2,22 +2,22 @@
 
 /// The fewest files that a rank needs beside its connections.
 #[cfg(any(target_os = "linux", test))]
-const LEAST_BESIDE: u64 = 16;
+const MIN_OTHER_FILES: u64 = 16;
 
 /// The files beside the connections that a process gets where the system's limit allows it: those
 /// of handshakes that are not complete yet, and those of the program.
 #[cfg(any(target_os = "linux", test))]
-const BESIDE: u64 = 600;
+const OTHER_FILES: u64 = 600;
 
 /// Raises the limit on open files if this many connections need it.
 ///
 /// # Errors
 /// The system does not allow so many: a message that says what to do.
 #[cfg(target_os = "linux")]
-pub(crate) fn make_room(connections: usize) -> Result<(), String> {
+pub(crate) fn raise_open_file_limit(connections: usize) -> Result<(), String> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
-    let Some(raised) = raised(current, maximum, connections)? else {
+    let Some(raised) = raised_limit(current, maximum, connections)? else {
         return Ok(());
     };
     // A limit that cannot be raised is noticed again when a file cannot be opened.
@@ -34,20 +34,20 @@ pub(crate) fn make_room(connections: usize) -> Result<(), String> {
 
 /// Does nothing on systems other than Linux.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn make_room(_connections: usize) -> Result<(), String> {
+pub(crate) fn raise_open_file_limit(_connections: usize) -> Result<(), String> {
     Ok(())
 }
 
 /// Returns the new limit if the `current` one must be raised for this many connections. `None`
 /// stands for no limit.
 #[cfg(any(target_os = "linux", test))]
-fn raised(
+fn raised_limit(
     current: Option<u64>,
     maximum: Option<u64>,
     connections: usize,
 ) -> Result<Option<u64>, String> {
-    let [needed, wanted] =
-        [LEAST_BESIDE, BESIDE].map(|beside| (connections as u64).saturating_add(beside));
+    let [needed, wanted] = [MIN_OTHER_FILES, OTHER_FILES]
+        .map(|other_files| (connections as u64).saturating_add(other_files));
     let Some(current) = current.filter(|&current| current < wanted) else {
         return Ok(None);
     };
@@ -70,34 +70,37 @@ mod tests {
     #[test]
     fn the_limit_is_raised_for_many_connections_and_never_lowered() {
         // Few ranks need nothing.
-        assert_eq!(raised(Some(1024), Some(4096), 16), Ok(None));
-        assert_eq!(raised(None, None, 1 << 16), Ok(None));
-        assert_eq!(raised(Some(1024), Some(1 << 20), 1000), Ok(Some(1600)));
-        assert_eq!(raised(Some(1024), None, 1000), Ok(Some(1600)));
-        assert_eq!(raised(Some(1024), Some(1200), 1000), Ok(Some(1200)));
-        assert_eq!(raised(Some(1200), Some(1200), 1000), Ok(None));
+        assert_eq!(raised_limit(Some(1024), Some(4096), 16), Ok(None));
+        assert_eq!(raised_limit(None, None, 1 << 16), Ok(None));
+        assert_eq!(
+            raised_limit(Some(1024), Some(1 << 20), 1000),
+            Ok(Some(1600))
+        );
+        assert_eq!(raised_limit(Some(1024), None, 1000), Ok(Some(1600)));
+        assert_eq!(raised_limit(Some(1024), Some(1200), 1000), Ok(Some(1200)));
+        assert_eq!(raised_limit(Some(1200), Some(1200), 1000), Ok(None));
     }
 
     #[test]
     fn connections_that_the_system_does_not_allow_are_an_error_that_says_what_to_do() {
-        let message = raised(Some(256), Some(1024), 2048).unwrap_err();
+        let message = raised_limit(Some(256), Some(1024), 2048).unwrap_err();
         assert!(
             message.contains("2048 connections") && message.contains("1024"),
             "{message}"
         );
         assert!(message.contains("ulimit -n"), "{message}");
-        assert!(raised(Some(1024), Some(1024), usize::MAX).is_err());
+        assert!(raised_limit(Some(1024), Some(1024), usize::MAX).is_err());
     }
 
     #[test]
     #[cfg(target_os = "linux")]
     fn this_process_has_room_for_the_ranks_of_a_large_job() {
         use rustix::process::{Resource, getrlimit};
-        make_room(600).unwrap();
+        raise_open_file_limit(600).unwrap();
         assert!(
             getrlimit(Resource::Nofile)
                 .current
-                .is_none_or(|current| current >= 600 + LEAST_BESIDE)
+                .is_none_or(|current| current >= 600 + MIN_OTHER_FILES)
         );
     }
 }

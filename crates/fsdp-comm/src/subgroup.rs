@@ -104,6 +104,6 @@ impl Turn<'_> {
                 .collect(),
             rank,
         };
-        self.child(members).map(Some)
+        self.create_subgroup(members).map(Some)
     }
 }

@@ -9,14 +9,16 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits for a notification, but no longer than `limit`.
+/// Waits for a notification of `condvar`, but no longer than `timeout`. It may return earlier
+/// without one, so callers check their condition in a loop. A panic of another thread that held the
+/// lock is ignored, as in [`lock`].
 pub(crate) fn wait_timeout<'g, T>(
-    changed: &Condvar,
+    condvar: &Condvar,
     guard: MutexGuard<'g, T>,
-    limit: Duration,
+    timeout: Duration,
 ) -> MutexGuard<'g, T> {
-    changed
-        .wait_timeout(guard, limit)
+    condvar
+        .wait_timeout(guard, timeout)
         .unwrap_or_else(PoisonError::into_inner)
         .0
 }

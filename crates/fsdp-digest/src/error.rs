@@ -14,12 +14,12 @@ pub enum DigestError {
         shape: Vec<usize>,
     },
     /// Another number of bytes than the box has.
-    #[error("box {bounds} of elements of {element} bytes has {expected} bytes, not {found}")]
+    #[error("box {bounds} of elements of {element_size} bytes has {expected} bytes, not {found}")]
     WrongLength {
         /// The box.
         bounds: TensorBox,
         /// Bytes of an element.
-        element: usize,
+        element_size: usize,
         /// The bytes that it has.
         expected: usize,
         /// The bytes that were given.

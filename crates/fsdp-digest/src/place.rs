@@ -12,22 +12,26 @@ pub struct BoxPlace {
     /// The bytes of the box.
     length: u64,
     /// The bytes that follow each other in both the box and the tensor.
-    run: u64,
+    run_len: u64,
     /// The position of the box's first byte.
-    start: u64,
+    start_offset: u64,
     /// Sizes of the dimensions outside of a run, and the bytes from one index to the next; the
     /// slowest first.
     outer: Vec<(u64, u64)>,
 }
 
 impl BoxPlace {
-    /// Returns the place of a box in a tensor of this shape, whose elements have `element` bytes
-    /// each.
+    /// Returns the place of a box in a tensor of this shape, whose elements have
+    /// `element_size` bytes each.
     ///
     /// # Errors
     /// A box that is not inside of the tensor; a tensor of more bytes than this machine can count.
-    pub fn new(shape: &[usize], bounds: &TensorBox, element: usize) -> Result<Self, DigestError> {
-        let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(element));
+    pub fn new(
+        shape: &[usize],
+        bounds: &TensorBox,
+        element_size: usize,
+    ) -> Result<Self, DigestError> {
+        let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(element_size));
         if !bounds.fits(shape) || bytes.is_none() {
             return Err(DigestError::OutsideOfTensor {
                 bounds: bounds.clone(),
@@ -36,9 +40,9 @@ impl BoxPlace {
         }
         let steps: Vec<u64> = row_major_strides(shape)
             .iter()
-            .map(|&stride| (stride * element) as u64)
+            .map(|&stride| (stride * element_size) as u64)
             .collect();
-        let start = bounds
+        let start_offset = bounds
             .offsets
             .iter()
             .zip(&steps)
@@ -51,12 +55,12 @@ impl BoxPlace {
             .take_while(|&d| bounds.sizes[d] == shape[d])
             .count();
         let outside = shape.len().saturating_sub(whole + 1);
-        let run = bounds.sizes[outside..].iter().product::<usize>() * element;
+        let run_len = bounds.sizes[outside..].iter().product::<usize>() * element_size;
         let sizes = bounds.sizes[..outside].iter().map(|&size| size as u64);
         Ok(BoxPlace {
-            length: (bounds.numel() * element) as u64,
-            run: run as u64,
-            start,
+            length: (bounds.numel() * element_size) as u64,
+            run_len: run_len as u64,
+            start_offset,
             outer: sizes.zip(steps).collect(),
         })
     }
@@ -71,23 +75,23 @@ impl BoxPlace {
     /// each begins there, and its length.
     pub(crate) fn pieces(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
         let end = offset + length;
-        let mut at = offset;
+        let mut offset_in_box = offset;
         std::iter::from_fn(move || {
-            if at >= end {
+            if offset_in_box >= end {
                 return None;
             }
             // The range may begin and end within a run.
-            let within = at % self.run;
-            let length = (self.run - within).min(end - at);
-            let start = self.start_of_run(at / self.run) + within;
-            at += length;
+            let within = offset_in_box % self.run_len;
+            let length = (self.run_len - within).min(end - offset_in_box);
+            let start = self.run_start_offset(offset_in_box / self.run_len) + within;
+            offset_in_box += length;
             Some((start, length))
         })
     }
 
     /// Returns where a run begins in the tensor.
-    fn start_of_run(&self, mut index: u64) -> u64 {
-        let mut start = self.start;
+    fn run_start_offset(&self, mut index: u64) -> u64 {
+        let mut start = self.start_offset;
         // The number of a run has its indices as digits, of which the fastest is the lowest.
         for &(size, step) in self.outer.iter().rev() {
             start += index % size * step;

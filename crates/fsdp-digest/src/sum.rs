@@ -32,7 +32,7 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// Adds the elements of a box, row-major, little-endian, of `element` bytes each.
+    /// Adds the elements of a box, row-major, little-endian, of `element_size` bytes each.
     ///
     /// # Errors
     /// A box that is not inside of a tensor of this shape; another number of bytes than the box
@@ -41,14 +41,14 @@ impl Sum {
         &mut self,
         shape: &[usize],
         bounds: &TensorBox,
-        element: usize,
+        element_size: usize,
         bytes: &[u8],
     ) -> Result<(), DigestError> {
-        let place = BoxPlace::new(shape, bounds, element)?;
+        let place = BoxPlace::new(shape, bounds, element_size)?;
         if bytes.len() as u64 != place.length() {
             return Err(DigestError::WrongLength {
                 bounds: bounds.clone(),
-                element,
+                element_size,
                 expected: place.length() as usize,
                 found: bytes.len(),
             });

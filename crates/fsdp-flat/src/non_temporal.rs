@@ -10,12 +10,12 @@ use std::collections::TryReserveError;
 
 /// The length from which on it pays to go around the caches: about the size of one core's own
 /// cache.
-const MIN_NON_TEMPORAL: usize = 1 << 20;
+const MIN_NON_TEMPORAL_BYTES: usize = 1 << 20;
 
 /// The number of bytes ahead at which memory is prefetched. The processor by itself does not
 /// prefetch past the end of a page.
 #[cfg(target_arch = "x86_64")]
-const AHEAD: usize = 1 << 10;
+const PREFETCH_DISTANCE_BYTES: usize = 1 << 10;
 
 /// Copies like `copy_from_slice`. Large copies bypass the caches, which is faster if the
 /// destination is not read soon.
@@ -34,7 +34,7 @@ const AHEAD: usize = 1 << 10;
     reason = "there is no safe way to a store that goes around the caches"
 )]
 pub fn non_temporal_copy(to: &mut [u8], from: &[u8]) {
-    if to.len() < MIN_NON_TEMPORAL {
+    if to.len() < MIN_NON_TEMPORAL_BYTES {
         return to.copy_from_slice(from);
     }
     assert_eq!(
@@ -60,7 +60,7 @@ pub(crate) fn non_temporal_to_vec<T: bytemuck::NoUninit>(
 ) -> Result<Vec<T>, TryReserveError> {
     let mut to: Vec<T> = Vec::new();
     to.try_reserve_exact(from.len())?;
-    if size_of_val(from) < MIN_NON_TEMPORAL {
+    if size_of_val(from) < MIN_NON_TEMPORAL_BYTES {
         to.extend_from_slice(from);
         return Ok(to);
     }
@@ -101,17 +101,19 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
     let mut lines = rest.chunks_exact(size_of::<Line>());
     // SAFETY: the caller's promise: these are the first bytes.
     unsafe { to.copy_from_nonoverlapping(head.as_ptr(), head.len()) };
-    let mut at = head.len();
+    let mut offset = head.len();
     for line in &mut lines {
         // SAFETY: every x86-64 processor has it, and it reads nothing: any address will do.
-        unsafe { _mm_prefetch::<_MM_HINT_NTA>(line.as_ptr().wrapping_add(AHEAD).cast()) };
+        unsafe {
+            _mm_prefetch::<_MM_HINT_NTA>(line.as_ptr().wrapping_add(PREFETCH_DISTANCE_BYTES).cast())
+        };
         let line: Line = bytemuck::pod_read_unaligned(line);
         for value in line {
             // SAFETY: the caller's promise: 16 more bytes of `from` are left, so as many can be
             // written. They are aligned, as `head` ends where they are. Every x86-64 processor has
             // the instruction, and the fence below comes before anybody can look at the memory.
-            unsafe { _mm_stream_si128(to.add(at).cast(), value) };
-            at += size_of::<__m128i>();
+            unsafe { _mm_stream_si128(to.add(offset).cast(), value) };
+            offset += size_of::<__m128i>();
         }
     }
     // SAFETY: every x86-64 processor has it.
@@ -119,7 +121,7 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
     let tail = lines.remainder();
     // SAFETY: the caller's promise: these are the last bytes.
     unsafe {
-        to.add(at)
+        to.add(offset)
             .copy_from_nonoverlapping(tail.as_ptr(), tail.len())
     };
 }
@@ -130,7 +132,7 @@ mod tests {
 
     #[test]
     fn every_byte_arrives_whatever_the_alignment_and_nothing_else_is_touched() {
-        let source: Vec<u8> = (0..MIN_NON_TEMPORAL + 100)
+        let source: Vec<u8> = (0..MIN_NON_TEMPORAL_BYTES + 100)
             .map(|i| (i * 31 % 251) as u8)
             .collect();
         for (start, offset, extra) in [
@@ -141,7 +143,7 @@ mod tests {
             (16, 15, 33),
             (3, 64, 2),
         ] {
-            for length in [MIN_NON_TEMPORAL - 1, MIN_NON_TEMPORAL + extra] {
+            for length in [MIN_NON_TEMPORAL_BYTES - 1, MIN_NON_TEMPORAL_BYTES + extra] {
                 let from = &source[offset..offset + length];
                 let mut target = vec![255; start + length + 9];
                 non_temporal_copy(&mut target[start..start + length], from);
@@ -166,10 +168,10 @@ mod tests {
             0,
             1,
             1000,
-            MIN_NON_TEMPORAL / 8 - 1,
-            MIN_NON_TEMPORAL / 8,
-            MIN_NON_TEMPORAL / 8 + 5,
-            MIN_NON_TEMPORAL + 3,
+            MIN_NON_TEMPORAL_BYTES / 8 - 1,
+            MIN_NON_TEMPORAL_BYTES / 8,
+            MIN_NON_TEMPORAL_BYTES / 8 + 5,
+            MIN_NON_TEMPORAL_BYTES + 3,
         ] {
             let source: Vec<f64> = (0..length).map(|i| i as f64 * 0.5).collect();
             assert!(non_temporal_to_vec(&source).unwrap() == source, "{length}");
@@ -185,8 +187,8 @@ mod tests {
     #[should_panic(expected = "different lengths")]
     fn different_lengths_are_refused() {
         non_temporal_copy(
-            &mut vec![0; MIN_NON_TEMPORAL],
-            &vec![0; MIN_NON_TEMPORAL + 1],
+            &mut vec![0; MIN_NON_TEMPORAL_BYTES],
+            &vec![0; MIN_NON_TEMPORAL_BYTES + 1],
         );
     }
 }

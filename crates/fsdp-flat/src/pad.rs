@@ -107,12 +107,12 @@ pub enum PadError {
 /// use candle_core::{Device, Tensor};
 /// use fsdp_flat::pad::{PadMode, pad};
 /// let tensor = Tensor::new(&[[1i64, 2, 3]], &Device::Cpu)?;
-/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Constant(0.0))?.to_vec2::<i64>()?, [[0, 1, 2, 3, 0, 0]]);
-/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Reflect)?.to_vec2::<i64>()?, [[2, 1, 2, 3, 2, 1]]);
-/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Replicate)?.to_vec2::<i64>()?, [[1, 1, 2, 3, 3, 3]]);
-/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Circular)?.to_vec2::<i64>()?, [[3, 1, 2, 3, 1, 2]]);
-/// // The second pair is for the dimension before the last.
-/// assert_eq!(pad(&tensor, &[-1, 0, 0, 1], PadMode::Constant(7.0))?.to_vec2::<i64>()?, [[2, 3], [7, 7]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Constant(0.0))?.to_vec2::<i64>()?, [[0, 1, 2, 3, 0,
+/// 0]]); assert_eq!(pad(&tensor, &[1, 2], PadMode::Reflect)?.to_vec2::<i64>()?, [[2, 1, 2, 3, 2,
+/// 1]]); assert_eq!(pad(&tensor, &[1, 2], PadMode::Replicate)?.to_vec2::<i64>()?, [[1, 1, 2, 3, 3,
+/// 3]]); assert_eq!(pad(&tensor, &[1, 2], PadMode::Circular)?.to_vec2::<i64>()?, [[3, 1, 2, 3, 1,
+/// 2]]); // The second pair is for the dimension before the last. assert_eq!(pad(&tensor, &[-1, 0,
+/// 0, 1], PadMode::Constant(7.0))?.to_vec2::<i64>()?, [[2, 3], [7, 7]]);
 /// # Ok::<(), fsdp_flat::pad::PadError>(())
 /// ```
 pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, PadError> {
@@ -147,8 +147,8 @@ pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, 
     let mut padded = tensor.clone();
     for dim in dims.iter().filter(|dim| dim.before != 0 || dim.after != 0) {
         padded = match mode {
-            PadMode::Constant(value) => dim.constant(&padded, value)?,
-            mode => dim.indexed(&padded, mode)?,
+            PadMode::Constant(value) => dim.pad_constant(&padded, value)?,
+            mode => dim.pad_indexed(&padded, mode)?,
         };
     }
     Ok(padded)
@@ -170,7 +170,7 @@ fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadErr
 
 /// Returns the index of the element that is copied to index `at` of the padded dimension, which may
 /// lie outside `0..size`.
-fn source_of(at: isize, size: isize, mode: PadMode) -> isize {
+fn source_index(at: isize, size: isize, mode: PadMode) -> isize {
     match mode {
         PadMode::Reflect if at < 0 => -at,
         PadMode::Reflect if at >= size => 2 * (size - 1) - at,
@@ -212,7 +212,7 @@ impl PadDim {
             .and_then(|size| size.checked_add(before)?.checked_add(after));
         // A size beyond `isize` is also beyond any memory.
         let Some(padded) = padded else {
-            return Err(self.too_large(mode, isize::MAX.unsigned_abs()));
+            return Err(self.too_large_error(mode, isize::MAX.unsigned_abs()));
         };
         // The larger of the two sides that grow; a side that shrinks counts as 0.
         let adds = before.max(after).max(0).unsigned_abs();
@@ -236,12 +236,12 @@ impl PadDim {
             });
         };
         if adds > largest {
-            return Err(self.too_large(mode, largest));
+            return Err(self.too_large_error(mode, largest));
         }
         Ok(padded.max(0).unsigned_abs())
     }
 
-    fn too_large(&self, mode: PadMode, largest: usize) -> PadError {
+    fn too_large_error(&self, mode: PadMode, largest: usize) -> PadError {
         PadError::TooLarge {
             mode,
             dim: self.dim,
@@ -253,7 +253,7 @@ impl PadDim {
     }
 
     /// Returns the tensor without the elements that negative padding takes away.
-    fn cropped(&self, tensor: &Tensor) -> Result<Tensor, PadError> {
+    fn crop(&self, tensor: &Tensor) -> Result<Tensor, PadError> {
         let retained = self
             .retained()
             .expect("`check` refuses padding that takes away more than there is");
@@ -261,10 +261,10 @@ impl PadDim {
     }
 
     /// Pads with elements of one value.
-    fn constant(&self, tensor: &Tensor, value: f64) -> Result<Tensor, PadError> {
+    fn pad_constant(&self, tensor: &Tensor, value: f64) -> Result<Tensor, PadError> {
         // The padding is a view of one element, which takes no memory before it is copied.
         let scalar = Tensor::full(value, (), tensor.device())?.to_dtype(tensor.dtype())?;
-        let mut parts = vec![self.cropped(tensor)?];
+        let mut parts = vec![self.crop(tensor)?];
         let mut shape = tensor.dims().to_vec();
         if self.before > 0 {
             shape[self.dim] = self.before.unsigned_abs();
@@ -278,16 +278,16 @@ impl PadDim {
     }
 
     /// Returns the padded tensor, with each element copied from the place that the mode gives.
-    fn indexed(&self, tensor: &Tensor, mode: PadMode) -> Result<Tensor, PadError> {
+    fn pad_indexed(&self, tensor: &Tensor, mode: PadMode) -> Result<Tensor, PadError> {
         // Circular padding wraps around the elements that negative padding leaves. Reflect and
         // replicate go by all elements.
         let (tensor, before, after) = match mode {
-            PadMode::Circular => (self.cropped(tensor)?, self.before.max(0), self.after.max(0)),
+            PadMode::Circular => (self.crop(tensor)?, self.before.max(0), self.after.max(0)),
             _ => (tensor.clone(), self.before, self.after),
         };
         let size = tensor.dim(self.dim)? as isize;
         let indices: Vec<i64> = (-before..size + after)
-            .map(|at| source_of(at, size, mode) as i64)
+            .map(|at| source_index(at, size, mode) as i64)
             .collect();
         if indices.is_empty() {
             return Ok(tensor);

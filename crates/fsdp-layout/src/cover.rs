@@ -60,17 +60,20 @@ pub fn uncovered<'a>(
     // uncovered part, so that the list of its boxes stays short.
     let mut boxes: Vec<&TensorBox> = boxes.into_iter().collect();
     boxes.sort();
-    let mut left = vec![wanted.clone()];
+    let mut remaining = vec![wanted.clone()];
     // A box without elements is covered by no boxes at all.
-    left.retain(|part| !part.is_empty());
+    remaining.retain(|part| !part.is_empty());
     for taken in boxes {
         // Most lists of boxes cover all long before their end.
-        if left.is_empty() {
+        if remaining.is_empty() {
             break;
         }
-        left = left.iter().flat_map(|part| subtract(part, taken)).collect();
+        remaining = remaining
+            .iter()
+            .flat_map(|part| subtract(part, taken))
+            .collect();
     }
-    left
+    remaining
 }
 
 #[cfg(test)]
@@ -119,12 +122,12 @@ mod tests {
                 (Just(shape.clone()), box_in(shape), taken)
             })
         ) {
-            let left = uncovered(&wanted, &taken);
-            prop_assert!(left.iter().all(|part| !part.is_empty()));
+            let remaining = uncovered(&wanted, &taken);
+            prop_assert!(remaining.iter().all(|part| !part.is_empty()));
             for index in indices(&shape) {
-                let is_left = holds(&wanted, &index) && !taken.iter().any(|taken| holds(taken, &index));
-                let parts = left.iter().filter(|part| holds(part, &index)).count();
-                prop_assert_eq!(parts, usize::from(is_left), "{:?}", index);
+                let is_uncovered = holds(&wanted, &index) && !taken.iter().any(|taken| holds(taken, &index));
+                let parts = remaining.iter().filter(|part| holds(part, &index)).count();
+                prop_assert_eq!(parts, usize::from(is_uncovered), "{:?}", index);
             }
         }
     }

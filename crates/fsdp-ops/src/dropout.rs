@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation};
+use crate::operation::{Input, OnCpu, Operation, check_float};
 use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::{Values, contiguous_elements, tensor};
@@ -42,7 +42,7 @@ impl DropoutMasks {
     #[must_use]
     pub const fn new(seed: u64, step: u64) -> Self {
         DropoutMasks {
-            key: mixed(mixed(seed).wrapping_add(step)),
+            key: mix(mix(seed).wrapping_add(step)),
             first_row: 0,
         }
     }
@@ -52,10 +52,10 @@ impl DropoutMasks {
     pub fn at(self, place: &str) -> Self {
         let key = place
             .bytes()
-            .fold(self.key, |key, byte| mixed(key ^ u64::from(byte)));
+            .fold(self.key, |key, byte| mix(key ^ u64::from(byte)));
         // With the length, `a` inside `b` is another place than `ba`.
         DropoutMasks {
-            key: mixed(key ^ place.len() as u64),
+            key: mix(key ^ place.len() as u64),
             ..self
         }
     }
@@ -68,23 +68,23 @@ impl DropoutMasks {
 
     /// Returns the random number of a row, from which the random bits of its elements are computed.
     const fn row_key(self, row: usize) -> u64 {
-        mixed(self.key ^ mixed(self.first_row.wrapping_add(row as u64)))
+        mix(self.key ^ mix(self.first_row.wrapping_add(row as u64)))
     }
 }
 
 /// Returns a number whose bits all depend on all bits of `x`: the output function of SplitMix64.
-const fn mixed(x: u64) -> u64 {
+const fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(GOLDEN);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// The step of SplitMix64.
+/// The increment of SplitMix64: 2^64 divided by the golden ratio.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Sets each element to 0 with probability `p`, and multiplies the others by `1 / (1 - p)`: torch's
-/// `dropout` with `training=True`. The first dimension of `x` is the rows of the batch.
+/// Sets each element of `x` to 0 with probability `p`, and multiplies the others by `1 / (1 - p)`:
+/// torch's `dropout` with `training=True`. The first dimension of `x` is the rows of the batch.
 ///
 /// # Errors
 /// A probability outside of 0 to 1; a tensor without dimensions; a dtype that is not a float.
@@ -95,6 +95,8 @@ pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
     let Some(&rows) = x.dims().first() else {
         candle_core::bail!("{NAME}: a tensor without dimensions has no rows")
     };
+    // Neither the copy below nor candle's operations check the dtype.
+    check_float(x.dtype(), NAME)?;
     if p == 0.0 {
         return Ok(x.clone());
     }
@@ -167,7 +169,7 @@ impl Dropout {
                 // Each element's bits are computed from its index alone, not from those before it,
                 // so that several are computed at once.
                 for (index, value) in values.iter_mut().enumerate() {
-                    let bits = mixed(key.wrapping_add((index as u64).wrapping_mul(GOLDEN))) >> 32;
+                    let bits = mix(key.wrapping_add((index as u64).wrapping_mul(GOLDEN))) >> 32;
                     *value = if bits >= threshold {
                         *value * scale
                     } else {

@@ -69,11 +69,11 @@ macro_rules! half_element {
             }
 
             fn reals(values: &[Self]) -> Cow<'_, [f32]> {
-                Cow::Owned(values.par_iter().with_min_len(CONVERTED).map(|value| value.to_f32()).collect())
+                Cow::Owned(values.par_iter().with_min_len(MIN_TASK_LEN).map(|value| value.to_f32()).collect())
             }
 
             fn from_reals(values: Vec<f32>) -> Vec<Self> {
-                values.par_iter().with_min_len(CONVERTED).map(|&value| Self::from_f32(value)).collect()
+                values.par_iter().with_min_len(MIN_TASK_LEN).map(|&value| Self::from_f32(value)).collect()
             }
         })*
     };
@@ -83,4 +83,4 @@ real_element!(f32 f64);
 half_element!(bf16 f16);
 
 /// The least number of values that are worth a task to convert them.
-const CONVERTED: usize = 16 << 10;
+const MIN_TASK_LEN: usize = 16 << 10;

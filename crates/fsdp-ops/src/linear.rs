@@ -155,7 +155,7 @@ fn forward<T: Element>(
 ) -> Result<(Vec<T>, Shape)> {
     let (outputs, inputs) = weight.1.shape().dims2()?;
     let mut dims = x.1.dims().to_vec();
-    let rows = rows(&dims);
+    let rows = row_count(&dims);
     dims[x.1.dims().len() - 1] = outputs;
     let x_values = T::reals(contiguous_elements(x, NAME)?);
     // The weight may have any layout, such as that of a transposed one.
@@ -177,7 +177,7 @@ fn forward<T: Element>(
 /// Returns the gradients of the input and of the weight.
 fn backward<T: Element>(x: &Tensor, weight: &Tensor, grads: &[T]) -> Result<[Tensor; 2]> {
     let (outputs, inputs) = weight.dims2()?;
-    let rows = rows(x.dims());
+    let rows = row_count(x.dims());
     let x_elements = Values::<T>::read(x, NAME)?;
     let (weight_storage, weight_layout) = weight.storage_and_layout();
     let weight_elements = elements::<T>(cpu(&weight_storage, NAME)?, span(weight_layout), NAME)?;
@@ -202,6 +202,6 @@ fn backward<T: Element>(x: &Tensor, weight: &Tensor, grads: &[T]) -> Result<[Ten
 }
 
 /// Returns the number of rows of an input: of its vectors along the last dimension.
-fn rows(dims: &[usize]) -> usize {
+fn row_count(dims: &[usize]) -> usize {
     dims[..dims.len() - 1].iter().product()
 }

@@ -163,6 +163,14 @@ impl<O: Operation<3>> CustomOp3 for OnCpu<O> {
     }
 }
 
+/// Checks that operations take `dtype`: that it is a float.
+pub(crate) fn check_float(dtype: DType, operation: &'static str) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F64 | DType::BF16 | DType::F16 => Ok(()),
+        dtype => unsupported(dtype, operation),
+    }
+}
+
 /// Returns the error of a dtype that an operation does not take.
 pub(crate) fn unsupported<T>(dtype: DType, operation: &'static str) -> Result<T> {
     Err(Error::UnsupportedDTypeForOp(dtype, operation).bt())

@@ -6,7 +6,7 @@
 use candle_core::{Layout, Result};
 use gemm::{Parallelism, gemm};
 
-use crate::parts::in_parts;
+use crate::parts::compute_in_chunks;
 use crate::real::Real;
 
 /// A matrix whose elements lie in a slice, at any distances.
@@ -104,10 +104,11 @@ pub(crate) fn product<R: Real>(
     let mut output = match bias {
         Some(bias) => {
             // gemm adds to what is there.
-            let (rows_of_bias, _) = in_parts(len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| {
-                rows.chunks_mut(columns)
-                    .for_each(|row| row.copy_from_slice(bias));
-            });
+            let (rows_of_bias, _) =
+                compute_in_chunks(len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| {
+                    rows.chunks_mut(columns)
+                        .for_each(|row| row.copy_from_slice(bias));
+                });
             rows_of_bias
         }
         None => Vec::with_capacity(len),

@@ -4,19 +4,19 @@ use rayon::iter::ParallelIterator as _;
 use rayon::slice::ParallelSlice as _;
 
 use crate::element::Element;
-use crate::parts::in_parts;
+use crate::parts::compute_in_chunks;
 use crate::real::Real;
 
-/// The elements that one task computes, about: enough to be worth a task, and few enough to stay in
-/// cache.
-const TASK: usize = 16 << 10;
+/// The number of elements that one task computes, about: enough to be worth a task, and few enough
+/// to stay in cache.
+const TASK_LEN: usize = 16 << 10;
 
 /// The width of rows for operations to which rows mean nothing.
 pub(crate) const ANY_WIDTH: usize = 4 << 10;
 
 /// Returns the number of rows of a task, which depends on nothing but their width.
 fn rows_of_task(width: usize) -> usize {
-    (TASK / width.max(1)).max(1)
+    (TASK_LEN / width.max(1)).max(1)
 }
 
 /// Runs a kernel with the widest vector instructions of this machine.
@@ -56,12 +56,12 @@ pub(crate) fn map_rows<T: Element, const N: usize>(
     output
 }
 
-/// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to `sums` numbers
-/// that start at zero.
+/// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to
+/// `sum_count` numbers that start at zero.
 pub(crate) fn reduce_rows<T: Element, const N: usize>(
     inputs: [&[T]; N],
     width: usize,
-    sums: usize,
+    sum_count: usize,
     kernel: impl Fn(usize, [&mut [T::Real]; N], &mut [T::Real]) + Sync,
 ) -> (Vec<T>, Vec<T::Real>) {
     let zero = T::narrow(T::Real::ZERO);
@@ -69,9 +69,9 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     // Rows of no width have no elements, so any width will do for them.
     let width = width.max(1);
     let rows = rows_of_task(width);
-    let (output, parts) = in_parts(inputs[0].len(), width * rows, zero, |task, output| {
+    let (output, parts) = compute_in_chunks(inputs[0].len(), width * rows, zero, |task, output| {
         // Each task sums for itself, and widens to memory of its own, which stays in the cache.
-        let mut part = vec![zero_sum; sums];
+        let mut part = vec![zero_sum; sum_count];
         let mut scratch: [Vec<T::Real>; N] =
             std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
         vectorized(
@@ -100,7 +100,7 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
         );
         part
     });
-    (output, sum_of_parts(&parts, sums))
+    (output, sum_of_parts(&parts, sum_count))
 }
 
 /// Sums all rows of `values`, element by element.

@@ -14,7 +14,7 @@ use crate::error::StateError;
 use crate::flatten::flatten_state_dict;
 use crate::schema::Leaf;
 use crate::state_dict::{StateDict, StateValue};
-use crate::transfer::{BoxBytes, Layout, PerRank, Piece, by_value, incomplete, read_box};
+use crate::transfer::{BoxBytes, Layout, PerRank, Piece, by_value, incomplete_error, read_box};
 
 const OPERATION: &str = "digest_state_dict";
 
@@ -87,7 +87,7 @@ pub fn digest_state_dict(
             (Some((dtype, shape)), whole) => whole.finish(dtype, shape),
             (None, Part::Value(digest)) => digest,
             // Rank 0 counts every plain value.
-            (None, Part::Elements(_)) => return Err(incomplete(0)),
+            (None, Part::Elements(_)) => return Err(incomplete_error(0)),
         };
         digests.insert(key.as_str(), digest);
     }
@@ -133,7 +133,7 @@ fn part_of(
             Part::Elements(sum)
         });
     };
-    let element = dtype.size_in_bytes() as usize;
+    let element_size = dtype.size_in_bytes() as usize;
     if !leaf.is_sharded() {
         // Every rank has the whole tensor. Rank 0 counts it.
         if group.rank() == 0 {
@@ -145,7 +145,7 @@ fn part_of(
     }
     let layout = Layout {
         shape: shape.to_vec(),
-        element,
+        element_size,
         have: PerRank::all(boxes),
         want: PerRank::all(vec![vec![TensorBox::whole(shape)]]),
     };
@@ -157,13 +157,13 @@ fn part_of(
         }
         // As a rule a piece is a whole box of this rank, whose bytes are there already.
         if let Some(held) = sources.iter().find(|held| *held.bounds() == bounds) {
-            held.read(|bytes| sum.add_box(shape, &bounds, element, bytes))??;
+            held.read(|bytes| sum.add_box(shape, &bounds, element_size, bytes))??;
             continue;
         }
         // This rank counts only a part of its box, because ranks before it have the rest.
-        let mut bytes = zeroed_vec(bounds.numel() * element)?;
-        read_box(&sources, &bounds, &bounds, element, &mut bytes)?;
-        sum.add_box(shape, &bounds, element, &bytes)?;
+        let mut bytes = zeroed_vec(bounds.numel() * element_size)?;
+        read_box(&sources, &bounds, &bounds, element_size, &mut bytes)?;
+        sum.add_box(shape, &bounds, element_size, &bytes)?;
     }
     Ok(Part::Elements(sum))
 }

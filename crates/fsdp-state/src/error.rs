@@ -112,7 +112,7 @@ pub enum StateError {
         expected: String,
     },
     /// Ranks that should hold the same elements hold others.
-    #[error("replicas differ: {}", listed(tensors))]
+    #[error("replicas differ: {}", format_tensors(tensors))]
     ReplicasDiffer {
         /// The flat keys, and the ranks that hold something else than most; if there is no
         /// majority, all that should hold the same.
@@ -237,7 +237,7 @@ impl Failure for StateError {
 const SHOWN: usize = 8;
 
 /// Lists the first few tensors, and the ranks of each, for a message.
-fn listed(tensors: &[(String, Vec<usize>)]) -> String {
+fn format_tensors(tensors: &[(String, Vec<usize>)]) -> String {
     let mut items = Vec::new();
     for (name, ranks) in tensors.iter().take(SHOWN) {
         let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();

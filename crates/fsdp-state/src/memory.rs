@@ -152,8 +152,8 @@ impl StateValue {
     pub fn to_object(&self) -> Result<Option<PlainValue>, StateError> {
         Ok(match self {
             StateValue::Plain(value) => Some(value.clone()),
-            StateValue::List(values) => objects(values)?.map(PlainValue::List),
-            StateValue::Tuple(values) => objects(values)?.map(PlainValue::Tuple),
+            StateValue::List(values) => to_objects(values)?.map(PlainValue::List),
+            StateValue::Tuple(values) => to_objects(values)?.map(PlainValue::Tuple),
             StateValue::Dict(dict) => {
                 let keys = dict.keys().map(|key| PlainValue::Str(key.to_owned()));
                 let values = dict
@@ -182,7 +182,7 @@ impl StateValue {
 }
 
 /// Returns the elements of a list or a tuple by value; `None` if a sharded tensor is among them.
-fn objects(values: &[StateValue]) -> Result<Option<Vec<PlainValue>>, StateError> {
+fn to_objects(values: &[StateValue]) -> Result<Option<Vec<PlainValue>>, StateError> {
     values.iter().map(StateValue::to_object).collect()
 }
 

@@ -44,7 +44,7 @@ const OPERATION: &str = "check_replicas";
 pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), StateError> {
     // Step 1: each rank digests what it holds. If all hold the same, one number from each is
     // enough.
-    let mut digests = StateError::agree(group, OPERATION, None, digests_of(state))?;
+    let mut digests = StateError::agree(group, OPERATION, None, compute_digests(state))?;
     let summaries = digests.each_ref().map(DigestSummary::new);
     let all: Vec<[DigestSummary; 2]> = group.all_gather_object(&summaries)?;
     if all.iter().all(|summaries| *summaries == all[0]) {
@@ -66,7 +66,7 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     // Step 3: a rank knows only its own names, so each tells all others which of them differ.
     let mut named: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
     for (name, _) in digests.iter().flat_map(StateDigest::iter) {
-        if let Some(ranks) = found.get(&short(name)) {
+        if let Some(ranks) = found.get(&short_hash(name)) {
             let key = key_of(name).to_owned();
             named.entry(key).or_default().extend(ranks);
         }
@@ -93,8 +93,8 @@ fn compare(
     // The hash of a name says which rank is in charge of it, so that all have about as much to do.
     let mut send: Vec<Vec<u64>> = vec![Vec::new(); ranks];
     for (name, digest) in digests.iter().flat_map(StateDigest::iter) {
-        let name = short(name);
-        send[(name % ranks as u64) as usize].extend([name, short(&digest.to_string())]);
+        let name = short_hash(name);
+        send[(name % ranks as u64) as usize].extend([name, short_hash(&digest.to_string())]);
     }
     // The ranks tell each other how many numbers they send, and then send them.
     let send_counts: Vec<usize> = send.iter().map(Vec::len).collect();
@@ -124,13 +124,13 @@ fn compare(
     }
     Ok(holders
         .into_iter()
-        .map(|(name, held)| (name, differing(&held)))
+        .map(|(name, held)| (name, differing_ranks(&held)))
         .filter(|(_, ranks)| !ranks.is_empty())
         .collect())
 }
 
 /// Returns a short hash of a name or a digest.
-fn short(text: &str) -> u64 {
+fn short_hash(text: &str) -> u64 {
     XxHash3_64::oneshot(text.as_bytes())
 }
 
@@ -159,7 +159,7 @@ impl DigestSummary {
 }
 
 /// Digests what a rank holds: whole tensors and values, and boxes of sharded tensors.
-fn digests_of(state: &StateDict) -> Result<[StateDigest; 2], StateError> {
+fn compute_digests(state: &StateDict) -> Result<[StateDigest; 2], StateError> {
     let mut digests = [StateDigest::default(), StateDigest::default()];
     for FlatValue { key, value, leaf } in flat_values(state)? {
         if leaf.tensor().is_none()
@@ -211,7 +211,7 @@ fn key_of(name: &str) -> &str {
 
 /// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more
 /// frequent than all others.
-fn differing(held: &[(usize, u64)]) -> Vec<usize> {
+fn differing_ranks(held: &[(usize, u64)]) -> Vec<usize> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     for (_, digest) in held {
         *counts.entry(*digest).or_default() += 1;
@@ -219,10 +219,10 @@ fn differing(held: &[(usize, u64)]) -> Vec<usize> {
     if counts.len() < 2 {
         return Vec::new();
     }
-    let most = counts.values().max().expect("two values were counted");
+    let majority = counts.values().max().expect("two values were counted");
     let most_frequent: Vec<u64> = counts
         .iter()
-        .filter(|(_, count)| *count == most)
+        .filter(|(_, count)| *count == majority)
         .map(|(digest, _)| *digest)
         .collect();
     // If several values are equally frequent, nobody knows which of them is right.
@@ -239,10 +239,10 @@ mod tests {
     #[test]
     fn the_minority_is_named_and_of_two_both() {
         let held = |values: &[u64]| values.iter().copied().enumerate().collect::<Vec<_>>();
-        assert!(differing(&held(&[5, 5, 5])).is_empty());
-        assert_eq!(differing(&held(&[5, 6, 5])), [1]);
-        assert_eq!(differing(&held(&[5, 6])), [0, 1]);
-        assert_eq!(differing(&held(&[5, 5, 6, 6])), [0, 1, 2, 3]);
-        assert_eq!(differing(&held(&[5, 5, 6, 7])), [2, 3]);
+        assert!(differing_ranks(&held(&[5, 5, 5])).is_empty());
+        assert_eq!(differing_ranks(&held(&[5, 6, 5])), [1]);
+        assert_eq!(differing_ranks(&held(&[5, 6])), [0, 1]);
+        assert_eq!(differing_ranks(&held(&[5, 5, 6, 6])), [0, 1, 2, 3]);
+        assert_eq!(differing_ranks(&held(&[5, 5, 6, 7])), [2, 3]);
     }
 }

@@ -39,7 +39,7 @@ pub fn traverse_state_dict<'a, E>(
     state: &'a StateDict,
     mut visit: impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
 ) -> Result<(), E> {
-    walk_dict(state, &mut KeyPath::default(), &opens, &mut visit)
+    walk_dict(state, &mut KeyPath::default(), &is_container, &mut visit)
 }
 
 /// Returns every tensor and plain value with its path, depth-first in container order; all
@@ -59,27 +59,27 @@ pub(crate) fn leaves(state: &StateDict) -> Vec<(KeyPath, &StateValue)> {
 }
 
 /// Returns `true` if a traversal by torch's rule goes into this value.
-fn opens(value: &StateValue) -> bool {
+fn is_container(value: &StateValue) -> bool {
     match value {
         StateValue::Dict(_) => true,
         StateValue::List(list) => list
             .iter()
-            .any(|element| element.is_tensor() || opens(element)),
+            .any(|element| element.is_tensor() || is_container(element)),
         _ => false,
     }
 }
 
 /// Calls `visit` with each leaf of a dict at `path`, and with the leaf's path. Containers that
-/// `opens` refuses count as leaves.
+/// `is_container` refuses count as leaves.
 fn walk_dict<'a, E>(
     dict: &'a StateDict,
     path: &mut KeyPath,
-    opens: &impl Fn(&StateValue) -> bool,
+    is_container: &impl Fn(&StateValue) -> bool,
     visit: &mut impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
 ) -> Result<(), E> {
     for (key, value) in dict {
         path.0.push(PathPart::Key(key.clone()));
-        walk_value(value, path, opens, visit)?;
+        walk_value(value, path, is_container, visit)?;
         path.0.pop();
     }
     Ok(())
@@ -89,15 +89,15 @@ fn walk_dict<'a, E>(
 fn walk_value<'a, E>(
     value: &'a StateValue,
     path: &mut KeyPath,
-    opens: &impl Fn(&StateValue) -> bool,
+    is_container: &impl Fn(&StateValue) -> bool,
     visit: &mut impl FnMut(&KeyPath, &'a StateValue) -> Result<(), E>,
 ) -> Result<(), E> {
     match value {
-        StateValue::Dict(dict) if opens(value) => walk_dict(dict, path, opens, visit),
-        StateValue::List(list) | StateValue::Tuple(list) if opens(value) => {
+        StateValue::Dict(dict) if is_container(value) => walk_dict(dict, path, is_container, visit),
+        StateValue::List(list) | StateValue::Tuple(list) if is_container(value) => {
             for (index, value) in list.iter().enumerate() {
                 path.0.push(PathPart::Index(index));
-                walk_value(value, path, opens, visit)?;
+                walk_value(value, path, is_container, visit)?;
                 path.0.pop();
             }
             Ok(())

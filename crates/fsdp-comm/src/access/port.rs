@@ -77,14 +77,14 @@ impl Drop for Port {
 /// there, the next address is of no use: those who look for this port would try the taken one
 /// first.
 async fn bind(addresses: &[SocketAddr]) -> io::Result<TcpListener> {
-    let mut reason = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let mut last_error = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for &address in addresses {
         match TcpListener::bind(address).await {
-            Err(error) if error.kind() != io::ErrorKind::AddrInUse => reason = error,
+            Err(error) if error.kind() != io::ErrorKind::AddrInUse => last_error = error,
             bound => return bound,
         }
     }
-    Err(reason)
+    Err(last_error)
 }
 
 #[cfg(test)]

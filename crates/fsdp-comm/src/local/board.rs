@@ -193,7 +193,7 @@ impl Board {
         own: usize,
         is_ready: impl Fn(&RankProgress, usize) -> bool,
     ) -> Result<MutexGuard<'a, BoardState>, CommError> {
-        let mut until = round.until;
+        let mut deadline = round.deadline;
         loop {
             let missing: Vec<usize> = (0..state.ranks.len())
                 .filter(|&number| !is_ready(&state.ranks[number], number))
@@ -203,7 +203,7 @@ impl Board {
             }
             let now = Instant::now();
             // The first rank to give up decides for all.
-            if let Some(failure) = self.failure(&state, round, &missing, now >= until) {
+            if let Some(failure) = self.failure(&state, round, &missing, now >= deadline) {
                 state.failure = Some(failure.clone());
                 self.wake_all();
                 return Err(failure);
@@ -211,12 +211,12 @@ impl Board {
             if let Some(turns) = &self.turns {
                 drop(state);
                 if !turns.wait() {
-                    until = now;
+                    deadline = now;
                 }
                 state = self.lock();
                 continue;
             }
-            state = wait_timeout(&self.changed[own], state, until - now);
+            state = wait_timeout(&self.changed[own], state, deadline - now);
         }
     }
 
@@ -234,10 +234,10 @@ impl Board {
         }
         for &number in missing {
             if let Some(reason) = &state.ranks[number].left {
-                return Some(round.rank_left(self.global_ranks[number], reason.as_str()));
+                return Some(round.rank_left_error(self.global_ranks[number], reason.as_str()));
             }
         }
         let missing = missing.iter().map(|&number| self.global_ranks[number]);
-        is_late.then(|| round.timeout(missing.collect()))
+        is_late.then(|| round.timeout_error(missing.collect()))
     }
 }

@@ -187,7 +187,7 @@ impl LocalBackend {
             .collect();
         plan.deliver(&sources, *own).map_err(|(rank, published)| {
             let reason = format!("published only {published} bytes");
-            round.rank_left(global_ranks[rank], reason)
+            round.rank_left_error(global_ranks[rank], reason)
         })
     }
 }

@@ -10,7 +10,7 @@ use super::library::{self, Buffers, Communicator, Pending};
 use crate::access::Secret;
 use crate::backend_kind::BackendKind;
 use crate::blame;
-use crate::deadline::until;
+use crate::deadline::deadline_after;
 use crate::error::CommError;
 use crate::polling::Pause;
 use crate::store::{StoreOptions, TcpStore};
@@ -57,25 +57,25 @@ pub(super) struct Job {
 #[derive(Debug)]
 struct Owner {
     leave: Mutex<Option<Sender<()>>>,
-    left: Mutex<Receiver<()>>,
+    departure: Mutex<Receiver<()>>,
 }
 
 impl Owner {
     /// Starts MPI on a new thread.
-    fn start(until: Instant) -> Result<Owner, CommError> {
+    fn start(deadline: Instant) -> Result<Owner, CommError> {
         // The first channel asks the thread to leave, the second tells that MPI has started, the
         // third that it has been left.
         let (leave, leaves) = mpsc::channel();
         let (ready, is_ready) = mpsc::channel();
-        let (leaving, left) = mpsc::channel();
+        let (leaving, departure) = mpsc::channel();
         let thread = thread::Builder::new()
             .name("mpi".to_owned())
             .spawn(move || be_in_mpi(&leaves, &ready, &leaving));
         thread.map_err(|error| unavailable(format!("its thread could not be started: {error}")))?;
-        match is_ready.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        match is_ready.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Ok(())) => Ok(Owner {
                 leave: Mutex::new(Some(leave)),
-                left: Mutex::new(left),
+                departure: Mutex::new(departure),
             }),
             Ok(Err(message)) => Err(unavailable(message)),
             Err(_) => Err(rendezvous(
@@ -120,7 +120,7 @@ fn keep_going(leaves: &Receiver<()>) -> Result<(), RecvTimeoutError> {
 
 impl Job {
     /// Joins MPI, and meets all other processes.
-    pub(super) fn join(deadline: Duration) -> Result<Arc<Job>, CommError> {
+    pub(super) fn join(timeout: Duration) -> Result<Arc<Job>, CommError> {
         static JOINED: OnceLock<()> = OnceLock::new();
         if LAUNCHED.iter().all(|name| std::env::var_os(name).is_none()) {
             let message = "no MPI launcher has started this process: start the ranks with `mpirun -n N` or `srun --mpi`";
@@ -131,10 +131,11 @@ impl Job {
                 "this process has already joined MPI, which it can do only once".to_owned(),
             ));
         }
-        let until = until(deadline);
-        let owner = Owner::start(until)?;
+        let deadline = deadline_after(timeout);
+        let owner = Owner::start(deadline)?;
         let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
-        let (control, ranks_on_host) = blame::record(world.rank(), meet(&world, deadline, until))?;
+        let (control, ranks_on_host) =
+            blame::record(world.rank(), meet(&world, timeout, deadline))?;
         Ok(Arc::new(Job {
             owner,
             control: Arc::new(control),
@@ -167,7 +168,7 @@ impl Drop for Job {
         let leave = lock(&self.owner.leave).take();
         if let Some(leave) = leave.filter(|_| all_leave) {
             leave.send(()).ok();
-            if lock(&self.owner.left).recv_timeout(FINALIZE_TIMEOUT)
+            if lock(&self.owner.departure).recv_timeout(FINALIZE_TIMEOUT)
                 == Err(RecvTimeoutError::Timeout)
             {
                 tracing::warn!("MPI did not end within {FINALIZE_TIMEOUT:?}");
@@ -180,18 +181,18 @@ impl Drop for Job {
 /// host.
 fn meet(
     world: &Communicator,
-    deadline: Duration,
-    until: Instant,
+    timeout: Duration,
+    deadline: Instant,
 ) -> Result<(TcpBackend, usize), CommError> {
-    let (store, ranks_on_host) = open_store(world, deadline, until)?;
+    let (store, ranks_on_host) = open_store(world, timeout, deadline)?;
     let place = Participant {
         rank: world.rank(),
         world_size: world.ranks(),
         address: store.address().to_owned(),
         key: store.key.clone(),
+        timeout,
         deadline,
-        until,
-        direct_up_to: TcpOptions::default().direct_up_to,
+        max_direct_group_size: TcpOptions::default().direct_up_to,
         // Before it leaves MPI, each rank waits for the goodbyes of all.
         connects_all: true,
     };
@@ -202,8 +203,8 @@ fn meet(
 /// and the number of ranks on this host.
 fn open_store(
     world: &Communicator,
-    deadline: Duration,
-    until: Instant,
+    timeout: Duration,
+    deadline: Instant,
 ) -> Result<(TcpStore, usize), CommError> {
     // Step 1: gather the names of all hosts, so that rank 0 knows whether all ranks are on one
     // host.
@@ -220,7 +221,7 @@ fn open_store(
     let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
     let names = wait(
         gathered.map_err(|error| failed("MPI_Iallgatherv", error))?,
-        until,
+        deadline,
     )?
     .receive;
     let ranks_on_host = names
@@ -232,7 +233,7 @@ fn open_store(
         job: "mpi".to_owned(),
         rank,
         world_size,
-        deadline,
+        deadline: timeout,
         ..StoreOptions::default()
     };
     let mut hosted = None;
@@ -256,7 +257,7 @@ fn open_store(
     let telling = world
         .broadcast(told, ADDRESS_BYTES, 0)
         .map_err(|error| failed("MPI_Ibcast", error))?;
-    let received = wait(telling, until)?.receive;
+    let received = wait(telling, deadline)?.receive;
     let store = match (
         hosted,
         wire::decode_prefix::<Result<(String, String), String>>(&received),
@@ -284,10 +285,10 @@ fn host_store(address: &str, options: &StoreOptions) -> Result<(TcpStore, Secret
 
 /// Waits for a call while the ranks are not connected yet, so that only the deadline can end the
 /// wait.
-fn wait(mut pending: Pending, until: Instant) -> Result<Buffers, CommError> {
+fn wait(mut pending: Pending, deadline: Instant) -> Result<Buffers, CommError> {
     let mut pause = Pause::new();
     while !pending.test().map_err(|error| failed("MPI_Test", error))? {
-        if Instant::now() >= until {
+        if Instant::now() >= deadline {
             return Err(rendezvous(
                 "not all processes that MPI started came in time".to_owned(),
             ));

@@ -19,7 +19,7 @@ use self::job::{Job, failed};
 use self::library::{Buffers, Communicator, Pending};
 use crate::backend::{Backend, Members, Plan, Planner, Round};
 use crate::blame;
-use crate::deadline::until;
+use crate::deadline::deadline_after;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
 use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
@@ -27,19 +27,15 @@ use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
 /// Creates the group of all processes that an MPI launcher has started with this one.
-pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
-    let until = until(deadline);
-    let job = Job::join(deadline)?;
+pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
+    let deadline = deadline_after(timeout);
+    let job = Job::join(timeout)?;
     let control = Arc::clone(&job.control);
-    let round = Round::rendezvous(deadline, until);
+    let round = Round::rendezvous(timeout, deadline);
     let rank = control.members().rank;
     let ranks_on_host = job.ranks_on_host;
     let backend = blame::record(rank, MpiBackend::new(job, control, 0, &round))?;
-    Ok(ProcessGroup::new(
-        Arc::new(backend),
-        deadline,
-        ranks_on_host,
-    ))
+    Ok(ProcessGroup::new(Arc::new(backend), timeout, ranks_on_host))
 }
 
 /// One rank of one group.
@@ -123,7 +119,7 @@ impl Backend for MpiBackend {
 
     fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
         let id = members.id;
-        let control = Arc::new(self.control.child(round, members)?);
+        let control = Arc::new(self.control.create_subgroup(round, members)?);
         Ok(Arc::new(MpiBackend::new(
             Arc::clone(&self.job),
             control,
@@ -155,7 +151,7 @@ fn create(
         .name("mpi-group".to_owned())
         .spawn(move || drop(made.send(Communicator::create(&ranks, id))))
         .map_err(|error| failed(CALL, error.to_string()))?;
-    let mut patience = Patience::default();
+    let mut grace = GracePeriod::default();
     loop {
         match is_made.recv_timeout(PEER_CHECK_INTERVAL) {
             Ok(made) => return made.map_err(|error| failed(CALL, error)),
@@ -164,7 +160,7 @@ fn create(
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
-        if let Some(failure) = patience.lost(control, round) {
+        if let Some(failure) = grace.expired_failure(control, round) {
             job.give_up();
             return Err(failure);
         }
@@ -180,8 +176,8 @@ fn wait(
 ) -> Result<Buffers, CommError> {
     let mut pending = call.map_err(|error| failed(round.operation, error))?;
     let mut pause = Pause::new();
-    let mut look = Instant::now() + PEER_CHECK_INTERVAL;
-    let mut patience = Patience::default();
+    let mut next_check = Instant::now() + PEER_CHECK_INTERVAL;
+    let mut grace = GracePeriod::default();
     while !pending
         .test()
         .map_err(|error| failed(round.operation, error))?
@@ -189,11 +185,11 @@ fn wait(
         pause.take();
         // To look for lost ranks takes longer than to ask MPI, so it is done less often.
         let now = Instant::now();
-        if now < look {
+        if now < next_check {
             continue;
         }
-        look = now + PEER_CHECK_INTERVAL;
-        if let Some(failure) = patience.lost(control, round) {
+        next_check = now + PEER_CHECK_INTERVAL;
+        if let Some(failure) = grace.expired_failure(control, round) {
             return Err(failure);
         }
     }
@@ -207,13 +203,13 @@ fn wait(
 
 /// The time since a rank has known that its wait may never end.
 #[derive(Debug, Default)]
-struct Patience {
+struct GracePeriod {
     since: Option<Instant>,
 }
 
-impl Patience {
+impl GracePeriod {
     /// Returns the reason to give up, if there has been one for long enough.
-    fn lost(&mut self, control: &TcpBackend, round: &Round<'_>) -> Option<CommError> {
+    fn expired_failure(&mut self, control: &TcpBackend, round: &Round<'_>) -> Option<CommError> {
         let failure = control.failure(round)?;
         (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE).then_some(failure)
     }

@@ -19,7 +19,7 @@ use self::owner::OwnerThread;
 use crate::backend::{Backend, DeviceTransfer, Members, Planner, Round};
 use crate::backend_kind::BackendKind;
 use crate::blame;
-use crate::deadline::until;
+use crate::deadline::deadline_after;
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
@@ -27,26 +27,22 @@ use crate::tcp::{TcpBackend, TcpOptions};
 use crate::wire;
 
 /// Creates the group of all processes of the job, each with its GPU.
-pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
-    let until = until(deadline);
+pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
+    let deadline = deadline_after(timeout);
     check()?;
     let environment = Environment::from_env()?;
     let ordinal = device_ordinal(&environment)?;
     let options = TcpOptions {
-        deadline,
+        deadline: timeout,
         ..TcpOptions::default()
     };
     let control = Arc::new(options.connect_backend(&environment)?);
     let rank = control.members().rank;
-    let round = Round::rendezvous(deadline, until);
+    let round = Round::rendezvous(timeout, deadline);
     let backend = blame::record(rank, NcclBackend::new(control, ordinal, &round))?;
     // A launcher that does not tell how many ranks a host has counts as one with a rank on each.
     let ranks_on_host = environment.local_world_size.unwrap_or(1);
-    Ok(ProcessGroup::new(
-        Arc::new(backend),
-        deadline,
-        ranks_on_host,
-    ))
+    Ok(ProcessGroup::new(Arc::new(backend), timeout, ranks_on_host))
 }
 
 /// Checks that this machine has a driver, NCCL and a GPU.
@@ -54,16 +50,16 @@ pub(crate) fn connect(deadline: Duration) -> Result<ProcessGroup, CommError> {
 /// # Errors
 /// [`CommError::BackendUnavailable`] says what is missing.
 pub(crate) fn check() -> Result<(), CommError> {
-    library::check().map_err(unavailable)?;
+    library::check().map_err(unavailable_error)?;
     devices().map(|_| ())
 }
 
 /// Returns the number of GPUs that this process sees.
 fn devices() -> Result<usize, CommError> {
     let count = CudaContext::device_count()
-        .map_err(|error| unavailable(format!("CUDA does not start: {error}")))?;
+        .map_err(|error| unavailable_error(format!("CUDA does not start: {error}")))?;
     match usize::try_from(count) {
-        Ok(0) | Err(_) => Err(unavailable(
+        Ok(0) | Err(_) => Err(unavailable_error(
             "CUDA finds no GPU: see `CUDA_VISIBLE_DEVICES`".to_owned(),
         )),
         Ok(count) => Ok(count),
@@ -86,18 +82,18 @@ fn ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
     match devices {
         1 => Ok(0),
         _ if local_rank < devices => Ok(local_rank),
-        _ => Err(unavailable(format!(
+        _ => Err(unavailable_error(format!(
             "each rank needs a GPU of its own, but this is rank {local_rank} of its host, which has {devices}"
         ))),
     }
 }
 
 /// Returns the error of an id that could not be exchanged.
-fn unreadable(round: &Round<'_>, message: String) -> CommError {
+fn id_exchange_error(round: &Round<'_>, message: String) -> CommError {
     CommError::object(round.operation, "exchange", message)
 }
 
-fn unavailable(message: String) -> CommError {
+fn unavailable_error(message: String) -> CommError {
     BackendKind::Nccl.unavailable(message)
 }
 
@@ -118,10 +114,10 @@ impl NcclBackend {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
         let made: Option<Result<Vec<u8>, String>> =
             (control.members().rank == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
-        let record = wire::encode(&made).map_err(|message| unreadable(round, message))?;
+        let record = wire::encode(&made).map_err(|message| id_exchange_error(round, message))?;
         let records = control.exchange_at_setup(round, &record)?;
         let told: Option<Result<Vec<u8>, String>> =
-            wire::decode(&records[0]).map_err(|message| unreadable(round, message))?;
+            wire::decode(&records[0]).map_err(|message| id_exchange_error(round, message))?;
         let bytes = told
             .unwrap_or_else(|| Err("it was not told".to_owned()))
             .map_err(|message| CommError::Library {
@@ -130,7 +126,7 @@ impl NcclBackend {
                 message,
             })?;
         let id = UniqueId::from_bytes(&bytes)
-            .ok_or_else(|| unreadable(round, "an id of another length".to_owned()))?;
+            .ok_or_else(|| id_exchange_error(round, "an id of another length".to_owned()))?;
         let owner = OwnerThread::start(&control, ordinal, id, round)?;
         Ok(NcclBackend {
             owner,
@@ -175,7 +171,7 @@ impl Backend for NcclBackend {
     }
 
     fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
-        let control = Arc::new(self.control.child(round, members)?);
+        let control = Arc::new(self.control.create_subgroup(round, members)?);
         Ok(Arc::new(NcclBackend::new(control, self.ordinal, round)?))
     }
 

@@ -60,9 +60,9 @@ impl OwnerThread {
                 drop(watch);
                 ending.send(()).ok();
             })
-            .map_err(|error| failed("a thread", error.to_string()))?;
-        answer(&is_made, round).unwrap_or_else(|| {
-            Err(failed(
+            .map_err(|error| library_error("a thread", error.to_string()))?;
+        wait_for_answer(&is_made, round).unwrap_or_else(|| {
+            Err(library_error(
                 round.operation,
                 "it did not return in time".to_owned(),
             ))
@@ -95,8 +95,8 @@ impl OwnerThread {
         lock(&self.requests)
             .as_ref()
             .and_then(|requests| requests.send(request).ok())
-            .ok_or_else(|| gone(round))?;
-        answer(&is_done, round).unwrap_or_else(|| end_process(round.operation))
+            .ok_or_else(|| ended_communicator_error(round))?;
+        wait_for_answer(&is_done, round).unwrap_or_else(|| abort_process(round.operation))
     }
 }
 
@@ -112,21 +112,21 @@ impl Drop for OwnerThread {
 
 /// Waits for the thread's answer. It comes at the latest soon after the round's deadline, unless
 /// NCCL does not return. Then there is none.
-fn answer(
+fn wait_for_answer(
     answers: &Receiver<Result<(), CommError>>,
     round: &Round<'_>,
 ) -> Option<Result<(), CommError>> {
-    let left = round.until.saturating_duration_since(Instant::now());
-    match answers.recv_timeout(left + GRACE + FINALIZE_TIMEOUT * 2) {
+    let remaining = round.deadline.saturating_duration_since(Instant::now());
+    match answers.recv_timeout(remaining + GRACE + FINALIZE_TIMEOUT * 2) {
         Ok(answer) => Some(answer),
-        Err(RecvTimeoutError::Disconnected) => Some(Err(gone(round))),
+        Err(RecvTimeoutError::Disconnected) => Some(Err(ended_communicator_error(round))),
         Err(RecvTimeoutError::Timeout) => None,
     }
 }
 
-/// Ends this process, as the GPU may still read and write memory that the caller gets back with any
-/// answer. All other ranks learn that this one has ended.
-fn end_process(operation: &str) -> ! {
+/// Aborts this process without running destructors, as the GPU may still read and write memory that
+/// the caller gets back with any answer. All other ranks learn that this one has ended.
+fn abort_process(operation: &str) -> ! {
     tracing::error!(
         operation,
         "a call of NCCL cannot be ended, and may still use GPU memory: this process ends"
@@ -134,14 +134,14 @@ fn end_process(operation: &str) -> ! {
     std::process::abort();
 }
 
-fn gone(round: &Round<'_>) -> CommError {
-    failed(
+fn ended_communicator_error(round: &Round<'_>) -> CommError {
+    library_error(
         round.operation,
         "an earlier call failed, which ended its communicator".to_owned(),
     )
 }
 
-fn failed(call: &str, message: String) -> CommError {
+fn library_error(call: &str, message: String) -> CommError {
     CommError::Library {
         library: "NCCL".to_owned(),
         call: call.to_owned(),
@@ -184,7 +184,7 @@ impl Owned {
             rank, global_ranks, ..
         } = watch.control.members();
         let communicator = NcclCommunicator::begin(id, *rank, global_ranks.len())
-            .map_err(|error| failed("ncclCommInitRankConfig", error))?;
+            .map_err(|error| library_error("ncclCommInitRankConfig", error))?;
         // Report an error to the other ranks before the communicator is dropped, because the drop
         // waits for them.
         watch
@@ -210,8 +210,8 @@ impl Owned {
                 // Tell the others first: NCCL ends a communicator only when all ranks do.
                 watch.abort(&error);
                 // The caller may use the memory again as soon as it has its answer.
-                if !self.give_up() {
-                    end_process(&watch.operation);
+                if !self.abort_and_wait() {
+                    abort_process(&watch.operation);
                 }
                 reply.send(Err(error)).ok();
                 return;
@@ -235,39 +235,43 @@ impl Owned {
             .map_err(|error| driver("cuStreamWaitEvent", error))?;
         self.communicator
             .call(call, &self.stream)
-            .map_err(|error| failed(operation, error))?;
+            .map_err(|error| library_error(operation, error))?;
         watch.wait(operation, || self.communicator.state())?;
-        let over = self
+        let all_done = self
             .stream
             .record_event(None)
             .map_err(|error| driver("cuEventRecord", error))?;
         watch.wait(operation, || {
             // Errors of the network and of other ranks are reported here, and not by the GPU.
             self.communicator.state()?;
-            over.try_is_complete().map_err(|error| error.to_string())
+            all_done
+                .try_is_complete()
+                .map_err(|error| error.to_string())
         })
     }
 
     /// Aborts the running call, and waits until the GPU no longer touches the borrowed memory.
     /// Returns `true` if it does not touch it any more.
-    fn give_up(self) -> bool {
+    fn abort_and_wait(self) -> bool {
         let Owned {
             communicator,
             stream,
         } = self;
+        // This is `ncclCommAbort`: it makes the kernels that are under way end.
         drop(communicator);
-        let until = Instant::now() + FINALIZE_TIMEOUT;
+        let deadline = Instant::now() + FINALIZE_TIMEOUT;
         let mut pause = Pause::new();
-        let over = match stream.record_event(None) {
-            Ok(over) => over,
+        let all_done = match stream.record_event(None) {
+            Ok(event) => event,
             Err(error) => {
                 // The driver has ended this process's work on the GPU.
                 tracing::warn!(%error, "the GPU does not answer");
                 return true;
             }
         };
-        while over.try_is_complete() == Ok(false) {
-            if Instant::now() >= until {
+        // An error counts as done: the driver has ended all work of this process on the GPU.
+        while all_done.try_is_complete() == Ok(false) {
+            if Instant::now() >= deadline {
                 return false;
             }
             pause.take();
@@ -282,18 +286,18 @@ impl Owned {
             communicator,
             stream,
         } = self;
-        let until = Instant::now() + FINALIZE_TIMEOUT;
-        let left = communicator.finalize().and_then(|()| {
+        let deadline = Instant::now() + FINALIZE_TIMEOUT;
+        let outcome = communicator.finalize().and_then(|()| {
             let mut pause = Pause::new();
             while !communicator.state()? {
-                if Instant::now() >= until {
+                if Instant::now() >= deadline {
                     return Err(format!("not all ranks left within {FINALIZE_TIMEOUT:?}"));
                 }
                 pause.take();
             }
             Ok(())
         });
-        match left {
+        match outcome {
             Ok(()) => communicator.destroy(),
             Err(error) => {
                 tracing::debug!(error, "an NCCL communicator is aborted");
@@ -340,10 +344,10 @@ impl Watch {
     /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its
     /// loss first, so this waits for a moment.
     fn blame(&self) -> Option<CommError> {
-        let until = Instant::now() + GRACE;
+        let deadline = Instant::now() + GRACE;
         loop {
             let failure = self.control.failure(&self.round());
-            if failure.is_some() || Instant::now() >= until {
+            if failure.is_some() || Instant::now() >= deadline {
                 return failure;
             }
             thread::sleep(PEER_CHECK_INTERVAL);
@@ -356,7 +360,7 @@ impl Watch {
         // A group of one rank can miss no other, but has a deadline too.
         self.control
             .failure(&round)
-            .or_else(|| (Instant::now() >= round.until).then(|| round.timeout(Vec::new())))
+            .or_else(|| (Instant::now() >= round.deadline).then(|| round.timeout_error(Vec::new())))
     }
 
     /// Waits until `is_done` returns `true`.
@@ -370,21 +374,23 @@ impl Watch {
         mut is_done: impl FnMut() -> Result<bool, String>,
     ) -> Result<(), CommError> {
         let mut pause = Pause::new();
-        let mut look = Instant::now() + PEER_CHECK_INTERVAL;
+        let mut next_check = Instant::now() + PEER_CHECK_INTERVAL;
         let mut failing_since: Option<Instant> = None;
         loop {
             match is_done() {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 // If another rank is to blame, the error names it.
-                Err(message) => return Err(self.blame().unwrap_or_else(|| failed(call, message))),
+                Err(message) => {
+                    return Err(self.blame().unwrap_or_else(|| library_error(call, message)));
+                }
             }
             pause.take();
             let now = Instant::now();
-            if now < look {
+            if now < next_check {
                 continue;
             }
-            look = now + PEER_CHECK_INTERVAL;
+            next_check = now + PEER_CHECK_INTERVAL;
             if let Some(failure) = self.failure()
                 && failing_since.get_or_insert(now).elapsed() >= GRACE
             {

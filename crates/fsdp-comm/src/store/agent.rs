@@ -21,7 +21,7 @@ use super::listening::{Name, in_zone};
 use super::protocol::{StoreOptions, invalid};
 use crate::access::nonce_text;
 use crate::blocking::{is_end, read_exact, write_all};
-use crate::deadline::until;
+use crate::deadline::deadline_after;
 use crate::error::CommError;
 
 /// The first request. Without it the agent's store closes the connection.
@@ -56,11 +56,15 @@ impl TcpStore {
         one_host: bool,
         options: &StoreOptions,
     ) -> Result<TcpStore, CommError> {
-        let &StoreOptions { rank, deadline, .. } = options;
-        let mut connection = Agent::connect(agent, until(deadline), retry_pause(options))
+        let &StoreOptions {
+            rank,
+            deadline: timeout,
+            ..
+        } = options;
+        let mut connection = Agent::connect(agent, deadline_after(timeout), retry_pause(options))
             .map_err(|error| {
                 rendezvous(agent, format!(
-                    "rank {rank} could not connect to the store of torchrun's agent within {deadline:?}: {error}; \
+                    "rank {rank} could not connect to the store of torchrun's agent within {timeout:?}: {error}; \
                      is torchrun running there, and does this host reach it? its `--local-addr` chooses another address; \
                      if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE"
                 ))
@@ -94,7 +98,7 @@ impl TcpStore {
             .map_err(|_| rendezvous(agent, format!("`{}` is no address", store.address())))?;
         connection.publish(key, &PublishedAddress { address, nonce }).map_err(|error| {
             rendezvous(agent, format!(
-                "rank 0 could not tell its address to the store of torchrun's agent within {deadline:?}: {}; \
+                "rank 0 could not tell its address to the store of torchrun's agent within {timeout:?}: {}; \
                  is what listens there torchrun's agent? if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE",
                 reason(&error)
             ))
@@ -133,18 +137,18 @@ struct Agent {
     local: SocketAddr,
     /// The address of the agent.
     peer: SocketAddr,
-    until: Instant,
+    deadline: Instant,
 }
 
 impl Agent {
     /// Connects to the agent's store, with the greeting of torch's clients.
-    fn connect(address: &str, until: Instant, pause: Duration) -> io::Result<Agent> {
-        let stream = connect_until(&Name(address), until, pause)?;
+    fn connect(address: &str, deadline: Instant, pause: Duration) -> io::Result<Agent> {
+        let stream = connect_until(&Name(address), deadline, pause)?;
         let mut agent = Agent {
             local: stream.local_addr()?,
             peer: stream.peer_addr()?,
             stream,
-            until,
+            deadline,
         };
         agent.send(&[&[VALIDATE], &MAGIC.to_le_bytes()])?;
         Ok(agent)
@@ -153,11 +157,15 @@ impl Agent {
     /// Joins the store of rank 0 at the address under the key. Retries until the deadline, and
     /// returns the reason if that was not possible.
     fn join(&mut self, key: &str, options: &StoreOptions) -> Result<TcpStore, String> {
-        let &StoreOptions { rank, deadline, .. } = options;
+        let &StoreOptions {
+            rank,
+            deadline: timeout,
+            ..
+        } = options;
         loop {
             let PublishedAddress { address: published, nonce } = self.wait_and_get(key).map_err(|error| {
                 format!(
-                    "rank {rank} did not learn from the store of torchrun's agent within {deadline:?} where rank 0 is: \
+                    "rank {rank} did not learn from the store of torchrun's agent within {timeout:?} where rank 0 is: \
                      {}; see what rank 0 says",
                     reason(&error)
                 )
@@ -168,21 +176,21 @@ impl Agent {
                 published.ip()
             };
             let address = in_zone(self.local, ip, published.port());
-            let joined = match connect_once(address, self.until) {
+            let joined = match connect_once(address, self.deadline) {
                 Ok(stream) => {
-                    let until = self.until.min(until(deadline / ADDRESSES));
+                    let deadline = self.deadline.min(deadline_after(timeout / ADDRESSES));
                     TcpStore::join(
                         stream,
                         &published.to_string(),
                         &named(options, &nonce),
-                        until,
+                        deadline,
                     )
                 }
                 Err(error) => Err(NotJoined::Lost(error)),
             };
             match joined {
                 // Another attempt would not end in time.
-                Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.until => {
+                Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.deadline => {
                     return Err(format!(
                         "{}{}",
                         reason.message(&address.to_string(), options),
@@ -232,7 +240,7 @@ impl Agent {
             )));
         }
         let mut value = vec![0; len as usize];
-        read_exact(&self.stream, &mut value, self.until)?;
+        read_exact(&self.stream, &mut value, self.deadline)?;
         let text = String::from_utf8_lossy(&value);
         // An address without a nonce is that of a rank 0 of another version. Its store refuses this
         // rank.
@@ -246,12 +254,12 @@ impl Agent {
     }
 
     fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {
-        write_all(&self.stream, &parts.concat(), self.until)
+        write_all(&self.stream, &parts.concat(), self.deadline)
     }
 
     fn read<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
-        read_exact(&self.stream, &mut bytes, self.until)?;
+        read_exact(&self.stream, &mut bytes, self.deadline)?;
         Ok(bytes)
     }
 }

@@ -11,7 +11,7 @@ use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
 use super::server;
 use crate::access::{Hello, Key, Port, Refusal, VERSION, handshake_as_client};
 use crate::blocking::write_all;
-use crate::deadline::{MAX_DEADLINE, until};
+use crate::deadline::{MAX_DEADLINE, deadline_after};
 use crate::error::CommError;
 use crate::open_files;
 use crate::sync::lock;
@@ -35,7 +35,7 @@ pub struct TcpStore {
     pub(crate) peer: SocketAddr,
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
     pub(crate) is_everywhere: bool,
-    deadline: Duration,
+    timeout: Duration,
     _server: Option<Port>,
 }
 
@@ -84,7 +84,7 @@ impl TcpStore {
             rank, world_size, ..
         } = options;
         // Each rank keeps a connection to the store open until the job ends.
-        open_files::make_room(*world_size)
+        open_files::raise_open_file_limit(*world_size)
             .map_err(|message| rendezvous(address, format!("rank {rank}: {message}")))?;
         let addresses = listening::addresses(address, options).map_err(|error| {
             rendezvous(
@@ -144,12 +144,12 @@ impl TcpStore {
         options: &StoreOptions,
         server: Option<Port>,
     ) -> Result<TcpStore, CommError> {
-        let until = until(options.deadline);
+        let deadline = deadline_after(options.deadline);
         let pause = retry_pause(options);
         loop {
-            let joined = connect_until(&at, until, pause)
+            let joined = connect_until(&at, deadline, pause)
                 .map_err(NotJoined::Lost)
-                .and_then(|stream| Self::join(stream, address, options, until));
+                .and_then(|stream| Self::join(stream, address, options, deadline));
             match joined {
                 Ok(store) => {
                     return Ok(TcpStore {
@@ -161,7 +161,7 @@ impl TcpStore {
                 // earlier attempt of this job, in which rank 0 has not noticed yet that others have
                 // ended. So try again until the deadline.
                 Err(reason @ (NotJoined::Lost(_) | NotJoined::NotNow(_)))
-                    if Instant::now() + pause < until =>
+                    if Instant::now() + pause < deadline =>
                 {
                     tracing::debug!(address, ?reason, "not joined yet; trying again");
                     thread::sleep(pause);
@@ -176,7 +176,7 @@ impl TcpStore {
         mut stream: TcpStream,
         address: &str,
         options: &StoreOptions,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<TcpStore, NotJoined> {
         options
             .check_address(stream.peer_addr()?.ip())
@@ -184,10 +184,10 @@ impl TcpStore {
         // Step 1: both sides show that they belong to the same job.
         let hello = Hello::new(options.rank, options.world_size);
         let key = options.key();
-        handshake_as_client(&stream, &key, hello, until)?;
+        handshake_as_client(&stream, &key, hello, deadline)?;
         // Step 2: the store of this job accepts this rank or refuses it, for example because the
         // rank has already joined.
-        match read_blocking(&mut stream, until)? {
+        match read_blocking(&mut stream, deadline)? {
             Reply::Welcome => {}
             Reply::NotNow(reason) => return Err(NotJoined::NotNow(reason)),
             Reply::Refused(reason) => return Err(NotJoined::Refused(reason)),
@@ -204,7 +204,7 @@ impl TcpStore {
             peer: stream.peer_addr()?,
             is_everywhere: listening::is_everywhere(address, options),
             connection: Mutex::new(Some(stream)),
-            deadline: options.deadline,
+            timeout: options.deadline,
             _server: None,
         })
     }
@@ -224,7 +224,7 @@ impl TcpStore {
             key: key.to_owned(),
             value: value.to_vec(),
         };
-        self.ask("set", request, self.deadline).map(drop)
+        self.ask("set", request, self.timeout).map(drop)
     }
 
     /// Returns the value of a key, if it has been set.
@@ -235,7 +235,7 @@ impl TcpStore {
         let request = Request::Get {
             key: key.to_owned(),
         };
-        match self.ask("get", request, self.deadline)? {
+        match self.ask("get", request, self.timeout)? {
             Reply::Value(value) => Ok(value),
             reply => Err(self.unexpected("get", &reply)),
         }
@@ -249,13 +249,13 @@ impl TcpStore {
     pub fn wait(
         &self,
         keys: &[String],
-        deadline: Duration,
+        timeout: Duration,
     ) -> Result<Result<Vec<Vec<u8>>, Vec<String>>, CommError> {
         let request = Request::Wait {
             keys: keys.to_vec(),
-            milliseconds: milliseconds(deadline),
+            milliseconds: milliseconds(timeout),
         };
-        match self.ask("wait", request, deadline)? {
+        match self.ask("wait", request, timeout)? {
             Reply::Values(values) => Ok(Ok(values)),
             Reply::Missing(keys) => Ok(Err(keys)),
             reply => Err(self.unexpected("wait", &reply)),
@@ -267,13 +267,13 @@ impl TcpStore {
     pub(crate) fn wait_for_ranks(
         &self,
         prefix: &str,
-        deadline: Duration,
+        timeout: Duration,
     ) -> Result<RankValues, CommError> {
         let request = Request::WaitForRanks {
             prefix: prefix.to_owned(),
-            milliseconds: milliseconds(deadline),
+            milliseconds: milliseconds(timeout),
         };
-        match self.ask("wait", request, deadline)? {
+        match self.ask("wait", request, timeout)? {
             Reply::Values(values) => Ok(RankValues::Complete(values)),
             Reply::Missing(keys) => Ok(RankValues::Missing(keys)),
             Reply::Departed(ranks) if !ranks.is_empty() => {
@@ -284,8 +284,8 @@ impl TcpStore {
     }
 
     /// Returns the ranks that have ended their connections to the store, in this order.
-    pub(crate) fn departed(&self, deadline: Duration) -> Result<Vec<usize>, CommError> {
-        match self.ask("departed", Request::Departed, deadline)? {
+    pub(crate) fn departed(&self, timeout: Duration) -> Result<Vec<usize>, CommError> {
+        match self.ask("departed", Request::Departed, timeout)? {
             Reply::Departed(ranks) => Ok(ranks.into_iter().map(|rank| rank as usize).collect()),
             reply => Err(self.unexpected("departed", &reply)),
         }
@@ -301,7 +301,7 @@ impl TcpStore {
             key: key.to_owned(),
             amount,
         };
-        match self.ask("add", request, self.deadline)? {
+        match self.ask("add", request, self.timeout)? {
             Reply::Number(number) => Ok(number),
             reply => Err(self.unexpected("add", &reply)),
         }
@@ -318,13 +318,13 @@ impl TcpStore {
         expected: Option<&[u8]>,
         value: &[u8],
     ) -> Result<Vec<u8>, CommError> {
-        self.compare_and_set_within(self.deadline, key, expected, value)
+        self.compare_and_set_within(self.timeout, key, expected, value)
     }
 
     /// Does the same as [`compare_and_set`](Self::compare_and_set), with a deadline of its own.
     pub(crate) fn compare_and_set_within(
         &self,
-        deadline: Duration,
+        timeout: Duration,
         key: &str,
         expected: Option<&[u8]>,
         value: &[u8],
@@ -334,7 +334,7 @@ impl TcpStore {
             expected: expected.map(<[u8]>::to_vec),
             value: value.to_vec(),
         };
-        match self.ask("compare_and_set", request, deadline)? {
+        match self.ask("compare_and_set", request, timeout)? {
             Reply::Value(value) => Ok(value.unwrap_or_default()),
             reply => Err(self.unexpected("compare_and_set", &reply)),
         }
@@ -348,7 +348,7 @@ impl TcpStore {
     /// Sends a request and waits for the reply; `name` is the operation, for errors. A connection
     /// that broke in the middle of a request is not used again: the next reply could be that of the
     /// one before.
-    fn ask(&self, name: &str, request: Request, deadline: Duration) -> Result<Reply, CommError> {
+    fn ask(&self, name: &str, request: Request, timeout: Duration) -> Result<Reply, CommError> {
         request
             .check()
             .map_err(|message| self.error(name, message))?;
@@ -359,9 +359,9 @@ impl TcpStore {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
         // The store itself answers at the deadline, and its answer may take a moment.
-        let until = until(deadline.saturating_add(GRACE));
-        let reply = write_all(&stream, &request, until)
-            .and_then(|()| read_blocking(&mut stream, until))
+        let deadline = deadline_after(timeout.saturating_add(GRACE));
+        let reply = write_all(&stream, &request, deadline)
+            .and_then(|()| read_blocking(&mut stream, deadline))
             .map_err(|error| self.error(name, error.to_string()))?;
         *connection = Some(stream);
         match reply {
@@ -392,9 +392,9 @@ pub(super) fn rendezvous(address: &str, message: String) -> CommError {
     }
 }
 
-/// Returns a deadline as it is sent to the store.
-fn milliseconds(deadline: Duration) -> u64 {
-    deadline.min(MAX_DEADLINE).as_millis() as u64
+/// Returns a timeout as it is sent to the store.
+fn milliseconds(timeout: Duration) -> u64 {
+    timeout.min(MAX_DEADLINE).as_millis() as u64
 }
 
 /// Returns the error of a rank that could not join. One that reaches no store misses rank 0.
@@ -443,7 +443,11 @@ impl From<Refusal> for NotJoined {
 impl NotJoined {
     /// Returns the message for a rank that could not join the store at this address.
     pub(super) fn message(&self, address: &str, options: &StoreOptions) -> String {
-        let StoreOptions { rank, deadline, .. } = options;
+        let StoreOptions {
+            rank,
+            deadline: timeout,
+            ..
+        } = options;
         match self {
             NotJoined::OtherJob => format!(
                 "rank {rank}: another job, or one with another secret, listens at {address}: choose another MASTER_PORT, or \
@@ -452,27 +456,27 @@ impl NotJoined {
             NotJoined::Refused(reason) => format!("rank {rank}: {reason}"),
             NotJoined::NotNow(reason) => {
                 format!(
-                    "rank {rank} could not join the job at {address} within {deadline:?}: {reason}"
+                    "rank {rank} could not join the job at {address} within {timeout:?}: {reason}"
                 )
             }
             NotJoined::Lost(error) => {
                 format!(
-                    "rank {rank} could not reach rank 0 at {address} within {deadline:?}: {error}"
+                    "rank {rank} could not reach rank 0 at {address} within {timeout:?}: {error}"
                 )
             }
         }
     }
 }
 
-/// Connects to an address, and retries after each pause until `until`.
+/// Connects to an address, and retries after each `pause` until `deadline`.
 pub(super) fn connect_until(
     address: &impl ToSocketAddrs,
-    until: Instant,
+    deadline: Instant,
     pause: Duration,
 ) -> io::Result<TcpStream> {
     loop {
-        match connect_once(address, until) {
-            Err(error) if Instant::now() + pause >= until => return Err(error),
+        match connect_once(address, deadline) {
+            Err(error) if Instant::now() + pause >= deadline => return Err(error),
             Err(_) => thread::sleep(pause),
             connected => return connected,
         }
@@ -480,13 +484,16 @@ pub(super) fn connect_until(
 }
 
 /// Tries all addresses of a name once.
-pub(super) fn connect_once(address: impl ToSocketAddrs, until: Instant) -> io::Result<TcpStream> {
+pub(super) fn connect_once(
+    address: impl ToSocketAddrs,
+    deadline: Instant,
+) -> io::Result<TcpStream> {
     let mut error = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
-        let left = until
+        let remaining = deadline
             .saturating_duration_since(Instant::now())
             .clamp(Duration::from_millis(1), GRACE);
-        match TcpStream::connect_timeout(&address, left) {
+        match TcpStream::connect_timeout(&address, remaining) {
             // A client that connects to a free port of its own host can be given that port itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
                 error = io::Error::new(ErrorKind::ConnectionRefused, "nobody listens");
@@ -507,12 +514,12 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(20);
 
-    fn options(rank: usize, deadline: Duration) -> StoreOptions {
+    fn options(rank: usize, timeout: Duration) -> StoreOptions {
         StoreOptions {
             job: "job".to_owned(),
             rank,
             world_size: 3,
-            deadline,
+            deadline: timeout,
             ..StoreOptions::default()
         }
     }
@@ -532,7 +539,12 @@ mod tests {
                 prefix: "place/".to_owned(),
                 milliseconds: 1 << 20,
             };
-            write_all(&stream, &to_bytes(&request).unwrap(), until(DEADLINE)).unwrap();
+            write_all(
+                &stream,
+                &to_bytes(&request).unwrap(),
+                deadline_after(DEADLINE),
+            )
+            .unwrap();
             drop(stream);
             let outcome = waiting.join().unwrap();
             assert!(matches!(outcome, RankValues::Departed(1)), "{outcome:?}");
@@ -595,7 +607,7 @@ mod tests {
             ..options(rank, DEADLINE)
         };
         // The clients are in this process too.
-        open_files::make_room(2 * RANKS).unwrap();
+        open_files::raise_open_file_limit(2 * RANKS).unwrap();
         let host = TcpStore::host("127.0.0.1:0", &place(0)).unwrap();
         let meet = |store: &TcpStore, rank: usize| {
             store

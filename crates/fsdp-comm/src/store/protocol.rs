@@ -197,13 +197,13 @@ fn check_message_len(len: usize) -> io::Result<()> {
 /// Reads one message before the deadline. Its length is checked before memory is reserved.
 pub(super) fn read_blocking<T: DeserializeOwned>(
     stream: &mut TcpStream,
-    until: Instant,
+    deadline: Instant,
 ) -> io::Result<T> {
     // The length comes first, and is checked before there is memory for the rest.
     let mut prefix = [0; 4];
-    read_exact(stream, &mut prefix, until)?;
+    read_exact(stream, &mut prefix, deadline)?;
     let mut body = zeroed(message_len(prefix)?, "a message of the store")
         .map_err(|message| io::Error::new(io::ErrorKind::OutOfMemory, message))?;
-    read_exact(stream, &mut body, until)?;
+    read_exact(stream, &mut body, deadline)?;
     wire::decode(&body).map_err(invalid)
 }

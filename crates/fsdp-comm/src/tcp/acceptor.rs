@@ -42,15 +42,15 @@ impl Acceptor {
     }
 
     /// Returns the next connection that was let in; `None` if there is none in time.
-    pub(super) fn next(&mut self, until: Instant) -> Option<AdmittedConnection> {
-        let left = until.saturating_duration_since(Instant::now());
-        match self.authenticated.recv_timeout(left) {
+    pub(super) fn next(&mut self, deadline: Instant) -> Option<AdmittedConnection> {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        match self.authenticated.recv_timeout(remaining) {
             Ok(connection) => Some(connection),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => {
                 // The thread has ended, so nobody comes any more. Callers ask again at once, so let
                 // the time pass here.
-                thread::sleep(left);
+                thread::sleep(remaining);
                 None
             }
         }

@@ -14,7 +14,7 @@ use super::sockets::LAST_SETUP_ROUND;
 use super::sockets::{self, Member, SETUP_ROUNDS};
 use crate::backend::{Backend, Members, Planner, Round};
 use crate::blame;
-use crate::deadline::{DEFAULT_DEADLINE, until};
+use crate::deadline::{DEFAULT_DEADLINE, deadline_after};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
@@ -82,16 +82,16 @@ impl TcpOptions {
 
     /// Opens the store, and meets the other ranks there.
     fn meet(&self, environment: &Environment) -> Result<TcpBackend, CommError> {
-        let until = until(self.deadline);
+        let deadline = deadline_after(self.deadline);
         let store = rendezvous::open(environment, self.deadline)?;
         let participant = Participant {
             rank: environment.rank,
             world_size: environment.world_size,
             address: environment.master(),
             key: store.key.clone(),
-            deadline: self.deadline,
-            until,
-            direct_up_to: self.direct_up_to,
+            timeout: self.deadline,
+            deadline,
+            max_direct_group_size: self.direct_up_to,
             connects_all: environment.world_size <= self.direct_up_to,
         };
         TcpBackend::meet(&participant, store, self.shared_memory)
@@ -120,7 +120,7 @@ impl TcpBackend {
             global_ranks: (0..participant.world_size).collect(),
             rank: participant.rank,
         };
-        let round = Round::rendezvous(participant.deadline, participant.until);
+        let round = Round::rendezvous(participant.timeout, participant.deadline);
         TcpBackend::new(node, members, &round)
     }
 
@@ -143,7 +143,11 @@ impl TcpBackend {
     }
 
     /// Creates a group of some of these ranks: see [`Backend::subgroup`].
-    pub(crate) fn child(&self, round: &Round<'_>, members: Members) -> Result<Self, CommError> {
+    pub(crate) fn create_subgroup(
+        &self,
+        round: &Round<'_>,
+        members: Members,
+    ) -> Result<Self, CommError> {
         TcpBackend::new(Arc::clone(&self.node), members, round)
     }
 
@@ -262,7 +266,7 @@ impl Backend for TcpBackend {
     }
 
     fn subgroup(&self, round: &Round<'_>, members: Members) -> Result<Arc<dyn Backend>, CommError> {
-        Ok(Arc::new(self.child(round, members)?))
+        Ok(Arc::new(self.create_subgroup(round, members)?))
     }
 
     fn abort(&self, round: u64, error: &CommError) {
@@ -319,13 +323,13 @@ mod tests {
     }
 
     /// Returns the first round of a group, which may take so long.
-    fn round(deadline: Duration) -> Round<'static> {
+    fn round(timeout: Duration) -> Round<'static> {
         Round {
             number: 0,
             sequence: 0,
             operation: "test",
-            deadline,
-            until: until(deadline),
+            timeout,
+            deadline: deadline_after(timeout),
         }
     }
 
@@ -358,12 +362,12 @@ mod tests {
             scope.spawn(|| gather_much(other));
             let node = Arc::clone(&backend.node);
             let gathering = scope.spawn(|| gather_much(backend));
-            let mut most = 0;
+            let mut max_chunks = 0;
             while !gathering.is_finished() {
-                most = most.max(node.inbox().lock().most_waiting_chunks());
+                max_chunks = max_chunks.max(node.inbox().lock().most_waiting_chunks());
                 thread::sleep(Duration::from_micros(20));
             }
-            assert!((1..=4).contains(&most), "{most} chunks waited");
+            assert!((1..=4).contains(&max_chunks), "{max_chunks} chunks waited");
         });
     }
 
@@ -372,7 +376,7 @@ mod tests {
         const BYTES: usize = 20 * CHUNK_BYTES;
         let [receiver, sender] = pair(false);
         let (round, bytes) = (round(Duration::from_secs(20)), vec![1; BYTES]);
-        let mut most = 0;
+        let mut max_chunks = 0;
         thread::scope(|scope| {
             scope.spawn(|| {
                 let destination = Destination::copy(vec![Vec::new(), Vec::new()]);
@@ -394,14 +398,14 @@ mod tests {
                 );
                 if offset.is_multiple_of(CHUNK_BYTES) {
                     thread::sleep(Duration::from_millis(20));
-                    most = most.max(receiver.node.inbox().lock().most_waiting_chunks());
+                    max_chunks = max_chunks.max(receiver.node.inbox().lock().most_waiting_chunks());
                 }
             });
             let ranges = vec![0..BYTES; 2];
             let planner = one_way(vec![0..BYTES, 0..0], ranges, Destination::Reduce(take));
             receiver.round(&round, b"", &bytes, planner).unwrap();
         });
-        assert!((1..=4).contains(&most), "{most} chunks waited");
+        assert!((1..=4).contains(&max_chunks), "{max_chunks} chunks waited");
     }
 
     /// Returns a planner for a round in which all bytes go to rank 0.
@@ -450,7 +454,7 @@ mod tests {
                 }
             });
             let mut before = usize::MAX;
-            while Instant::now() < round.until || sent.load(Ordering::Relaxed) != before {
+            while Instant::now() < round.deadline || sent.load(Ordering::Relaxed) != before {
                 before = sent.load(Ordering::Relaxed);
                 thread::sleep(Duration::from_millis(300));
             }
@@ -498,7 +502,7 @@ mod tests {
     fn a_rank_that_comes_to_make_a_group_after_the_others_gave_up_gets_their_error() {
         let [first, second] = pair(true);
         let error = first
-            .child(&round(Duration::from_millis(200)), both(0))
+            .create_subgroup(&round(Duration::from_millis(200)), both(0))
             .unwrap_err();
         assert!(
             matches!(&error, CommError::Timeout { missing, .. } if missing[..] == [1]),
@@ -507,7 +511,7 @@ mod tests {
         // The second rank has got the first message of the first one, and no other one will come.
         assert_eq!(
             second
-                .child(&round(Duration::from_secs(20)), both(1))
+                .create_subgroup(&round(Duration::from_secs(20)), both(1))
                 .unwrap_err(),
             error
         );
@@ -517,8 +521,8 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn a_rank_whose_deadline_ends_before_it_hears_why_another_gave_up_has_the_same_error() {
         let [first, second] = pair(true);
-        let barrier = |rank: &TcpBackend, deadline| {
-            rank.round(&round(deadline), b"", b"", Box::new(|_| Ok(None)))
+        let barrier = |rank: &TcpBackend, timeout| {
+            rank.round(&round(timeout), b"", b"", Box::new(|_| Ok(None)))
         };
         let error = barrier(&second, Duration::from_millis(100)).unwrap_err();
         assert!(

@@ -205,7 +205,7 @@ impl<'a> IncomingChunks<'a> {
         // Offset and size come from another process, and need not lie in the window.
         let SharedRound { member, round, .. } = self.shared;
         let reason = format!("published {len} bytes at {offset} of a window that has not so many");
-        Err(round.rank_left(member.ranks[self.from], reason))
+        Err(round.rank_left_error(member.ranks[self.from], reason))
     }
 
     /// Tells the sender that this rank is done with the chunk, so that its window can be written

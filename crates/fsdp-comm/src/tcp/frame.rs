@@ -96,12 +96,17 @@ impl<'a> OutgoingFrame<'a> {
     }
 }
 
-/// Returns the header of a frame whose body has `body` bytes.
-pub(super) fn header(kind: Kind, group: u64, round: u64, body: usize) -> [u8; HEADER_BYTES] {
+/// The places of the fields of a header. The kind is at byte 0.
+const GROUP_OFFSET: usize = 1;
+const ROUND_OFFSET: usize = 9;
+const BODY_LEN_OFFSET: usize = 17;
+
+/// Returns the header of a frame whose body has `body_len` bytes.
+pub(super) fn header(kind: Kind, group: u64, round: u64, body_len: usize) -> [u8; HEADER_BYTES] {
     let mut header = [kind as u8; HEADER_BYTES];
-    header[1..9].copy_from_slice(&group.to_le_bytes());
-    header[9..17].copy_from_slice(&round.to_le_bytes());
-    header[17..].copy_from_slice(&(body as u64).to_le_bytes());
+    header[GROUP_OFFSET..ROUND_OFFSET].copy_from_slice(&group.to_le_bytes());
+    header[ROUND_OFFSET..BODY_LEN_OFFSET].copy_from_slice(&round.to_le_bytes());
+    header[BODY_LEN_OFFSET..].copy_from_slice(&(body_len as u64).to_le_bytes());
     header
 }
 
@@ -114,7 +119,7 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     stream.read_exact(&mut header)?;
     // Check the header before any memory is reserved: it may come from another program.
     let kind = Kind::ALL.get(usize::from(header[0])).copied();
-    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, 17)) else {
+    let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, BODY_LEN_OFFSET)) else {
         return Err(not_this_protocol());
     };
     // The length comes from another process, so memory for it is reserved in a way that can fail.
@@ -126,15 +131,15 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     }
     Ok(Frame {
         kind,
-        group: word(&header, 1),
-        round: word(&header, 9),
+        group: word(&header, GROUP_OFFSET),
+        round: word(&header, ROUND_OFFSET),
         body,
     })
 }
 
-/// Returns the number at byte `at` of a header.
-fn word(header: &[u8; HEADER_BYTES], at: usize) -> u64 {
-    u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]))
+/// Returns the number at `offset` of a header.
+fn word(header: &[u8; HEADER_BYTES], offset: usize) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|byte| header[offset + byte]))
 }
 
 /// Returns `true` if a write that failed with this error may be tried again.

@@ -16,7 +16,7 @@ use crate::wire;
 
 /// The time without any frame after which a rank counts as stopped or unreachable, and not merely
 /// slow.
-pub(super) const SILENCE: Duration = Duration::from_millis(1750);
+pub(super) const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(1750);
 
 /// The time that a process which was stopped has for reading what the others sent meanwhile.
 const CATCH_UP: Duration = Duration::from_millis(500);
@@ -30,12 +30,12 @@ pub(super) struct InboxState {
     /// This rank.
     pub(super) rank: usize,
     /// The most ranks of a group that send their records to each other directly.
-    direct_up_to: usize,
+    max_direct_group_size: usize,
     /// By global rank.
     pub(super) ranks: Vec<PeerState>,
     /// The time of silence after which a rank counts as lost, even during an operation that may
     /// take longer: the deadline of the job.
-    pub(super) patience: Duration,
+    pub(super) max_silence: Duration,
     /// The last time at which the thread that sends heartbeats was seen to run.
     pub(super) last_beat: Instant,
     /// The time at which this process went on after it had been stopped.
@@ -89,7 +89,7 @@ pub(super) struct GroupState {
     pub(super) relayed_rounds: BTreeMap<u64, RelayedRound>,
     /// The last round that is over on this rank, among those whose records travel through other
     /// ranks.
-    pub(super) over: Option<u64>,
+    pub(super) last_finished_round: Option<u64>,
 }
 
 /// The frames of one rank in one round.
@@ -131,7 +131,7 @@ impl PeerState {
 
     /// Returns `true` if it is worth while to ask it something.
     pub(super) fn can_answer(&self, now: Instant) -> bool {
-        self.left.is_none() && self.silence(now) <= SILENCE
+        self.left.is_none() && self.silence(now) <= HEARTBEAT_TIMEOUT
     }
 
     /// Returns `true` if there is a connection to it.
@@ -145,15 +145,15 @@ impl InboxState {
     pub(super) fn new(
         rank: usize,
         ranks: usize,
-        direct_up_to: usize,
-        deadline: Duration,
+        max_direct_group_size: usize,
+        timeout: Duration,
         now: Instant,
     ) -> Self {
         InboxState {
             rank,
-            direct_up_to,
+            max_direct_group_size,
             ranks: (0..ranks).map(|_| PeerState::default()).collect(),
-            patience: deadline.max(SILENCE),
+            max_silence: timeout.max(HEARTBEAT_TIMEOUT),
             last_beat: now,
             resumed: None,
             groups: HashMap::new(),
@@ -169,8 +169,8 @@ impl InboxState {
     /// Records that this process runs. If that was last recorded long ago, the process was stopped,
     /// and then the others are not to blame for their silence: what they sent has not been read
     /// yet.
-    pub(super) fn beat(&mut self, now: Instant) {
-        if now.saturating_duration_since(self.last_beat) > SILENCE {
+    pub(super) fn record_heartbeat_thread_ran(&mut self, now: Instant) {
+        if now.saturating_duration_since(self.last_beat) > HEARTBEAT_TIMEOUT {
             self.resumed = Some(now);
             for rank in &mut self.ranks {
                 rank.last_frame_received = rank.last_frame_received.map(|_| now);
@@ -182,7 +182,7 @@ impl InboxState {
     /// Returns `true` if this process was stopped until a moment ago, so that it may not have read
     /// yet what the others sent meanwhile. They may have sent that this rank itself is to blame.
     pub(super) fn catches_up(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.last_beat) > SILENCE
+        now.saturating_duration_since(self.last_beat) > HEARTBEAT_TIMEOUT
             || self
                 .resumed
                 .is_some_and(|resumed| now.saturating_duration_since(resumed) < CATCH_UP)
@@ -384,7 +384,7 @@ impl InboxState {
         }
         for &to in self.neighbours.iter().filter(|&&to| to != of) {
             self.notices
-                .push(Notice::new(to, Kind::Ended, ranks_body(&[of])));
+                .push(Notice::new(to, Kind::Ended, encode_ranks(&[of])));
         }
     }
 
@@ -393,7 +393,7 @@ impl InboxState {
     /// news from this rank only.
     fn forward_failure(&mut self, group: u64) {
         let state = &self.groups[&group];
-        if state.ranks.len() <= self.direct_up_to {
+        if state.ranks.len() <= self.max_direct_group_size {
             return;
         }
         let Some((round, error)) = &state.failure else {
@@ -439,7 +439,7 @@ impl InboxState {
     /// neighbours must hear of the failure before they see this rank leave.
     pub(super) fn fail(&mut self, group: u64, round: u64, error: &CommError) -> Vec<usize> {
         let state = self.groups.entry(group).or_default();
-        let is_large = state.ranks.len() > self.direct_up_to;
+        let is_large = state.ranks.len() > self.max_direct_group_size;
         match &state.failure {
             Some((_, known)) if known == error && is_large => state.neighbours(),
             Some(_) => Vec::new(),
@@ -468,7 +468,8 @@ impl InboxState {
     /// later round is over here, so that nobody can need these records.
     fn relayed_round(&mut self, group: u64, round: u64) -> Option<&mut RelayedRound> {
         let state = self.groups.entry(group).or_default();
-        (state.over <= Some(round)).then(|| state.relayed_rounds.entry(round).or_default())
+        (state.last_finished_round <= Some(round))
+            .then(|| state.relayed_rounds.entry(round).or_default())
     }
 
     /// Returns the largest number of chunks of one rank that wait to be taken.
@@ -502,17 +503,17 @@ impl InboxState {
         missing: &[usize],
         now: Instant,
     ) -> Option<CommError> {
-        let ended = self.ended(group, round);
+        let ended = self.group_error(group, round);
         if ended.is_some() || self.catches_up(now) {
             return ended;
         }
-        self.departed(group, round, missing)
-            .or_else(|| self.silent(round, missing, now))
-            .or_else(|| timeout(round, missing, now))
+        self.departed_error(group, round, missing)
+            .or_else(|| self.unresponsive_rank_error(round, missing, now))
+            .or_else(|| timeout_error(round, missing, now))
     }
 
     /// Returns the error that has ended the group.
-    pub(super) fn ended(&self, group: u64, round: &Round<'_>) -> Option<CommError> {
+    pub(super) fn group_error(&self, group: u64, round: &Round<'_>) -> Option<CommError> {
         let (failed, failure) = self.groups.get(&group)?.failure.as_ref()?;
         // If the group failed in a later round, all ranks have sent their frames of this round, so
         // it can still succeed.
@@ -520,7 +521,7 @@ impl InboxState {
     }
 
     /// Returns the error of a round that misses a rank that has left.
-    pub(super) fn departed(
+    pub(super) fn departed_error(
         &self,
         group: u64,
         round: &Round<'_>,
@@ -528,23 +529,23 @@ impl InboxState {
     ) -> Option<CommError> {
         let rank = self.first_lost(group, missing)?;
         let reason = self.ranks[rank].left.as_deref().unwrap_or(EXITED);
-        Some(round.rank_left(rank, reason))
+        Some(round.rank_left_error(rank, reason))
     }
 
     /// Returns the error of a round that misses a rank which has been silent for too long.
     ///
     /// After the deadline, a rank without recent heartbeats is blamed before one that is only slow.
-    /// Before the deadline, a rank is lost once it has been silent for `patience`.
-    pub(super) fn silent(
+    /// Before the deadline, a rank is lost once it has been silent for `max_silence`.
+    pub(super) fn unresponsive_rank_error(
         &self,
         round: &Round<'_>,
         missing: &[usize],
         now: Instant,
     ) -> Option<CommError> {
-        let limit = if now >= round.until {
-            SILENCE
+        let limit = if now >= round.deadline {
+            HEARTBEAT_TIMEOUT
         } else {
-            self.patience
+            self.max_silence
         };
         let (rank, silence) = missing
             .iter()
@@ -553,7 +554,7 @@ impl InboxState {
         let seconds = silence.as_secs_f64();
         let reason =
             format!("has sent no heartbeat for {seconds:.1} s: it is stopped or cannot be reached");
-        Some(round.rank_left(rank, reason))
+        Some(round.rank_left_error(rank, reason))
     }
 
     /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first.
@@ -573,8 +574,12 @@ impl InboxState {
 }
 
 /// Returns the error of a round whose deadline is over while ranks are missing.
-pub(super) fn timeout(round: &Round<'_>, missing: &[usize], now: Instant) -> Option<CommError> {
-    (now >= round.until && !missing.is_empty()).then(|| round.timeout(missing.to_vec()))
+pub(super) fn timeout_error(
+    round: &Round<'_>,
+    missing: &[usize],
+    now: Instant,
+) -> Option<CommError> {
+    (now >= round.deadline && !missing.is_empty()).then(|| round.timeout_error(missing.to_vec()))
 }
 
 /// Returns the body of a frame that tells of an error.
@@ -582,8 +587,8 @@ pub(super) fn encode_failure(error: &CommError) -> Vec<u8> {
     wire::encode(error).expect("texts and numbers can be encoded")
 }
 
-/// Returns the body of a frame that consists of ranks.
-pub(super) fn ranks_body(ranks: &[usize]) -> Vec<u8> {
+/// Returns the body of a frame that consists of ranks, each a little-endian `u64`.
+pub(super) fn encode_ranks(ranks: &[usize]) -> Vec<u8> {
     ranks
         .iter()
         .flat_map(|&rank| (rank as u64).to_le_bytes())
@@ -597,7 +602,7 @@ mod tests {
     #[test]
     fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
         let now = Instant::now();
-        let mut state = InboxState::new(0, 4, 32, SILENCE, now);
+        let mut state = InboxState::new(0, 4, 32, HEARTBEAT_TIMEOUT, now);
         state.open(7, &[0, 1, 2]);
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
         // A rank of another group has nothing to do with it.
@@ -627,15 +632,15 @@ mod tests {
     #[test]
     fn the_first_round_that_failed_counts_whoever_tells_first() {
         let now = Instant::now();
-        let mut state = InboxState::new(0, 3, 32, SILENCE, now);
+        let mut state = InboxState::new(0, 3, 32, HEARTBEAT_TIMEOUT, now);
         state.open(7, &[0, 1, 2]);
-        let until = now + SILENCE;
+        let deadline = now + HEARTBEAT_TIMEOUT;
         let round = |number| Round {
             number,
             sequence: number,
             operation: "barrier",
-            deadline: SILENCE,
-            until,
+            timeout: HEARTBEAT_TIMEOUT,
+            deadline,
         };
         for (from, failed) in [(1, 5), (2, 4), (1, 6)] {
             let error = CommError::Aborted {
@@ -656,17 +661,20 @@ mod tests {
                 )
                 .unwrap();
         }
-        assert_eq!(state.ended(7, &round(3)), None);
+        assert_eq!(state.group_error(7, &round(3)), None);
         assert!(matches!(
-            state.ended(7, &round(4)),
+            state.group_error(7, &round(4)),
             Some(CommError::Aborted { rank: 2, .. })
         ));
-        assert_eq!(state.ended(7, &round(4)), state.ended(7, &round(6)));
+        assert_eq!(
+            state.group_error(7, &round(4)),
+            state.group_error(7, &round(6))
+        );
     }
 
     /// Returns the state of rank 0 of a job of 40 that is connected to its neighbours.
     fn large(now: Instant) -> InboxState {
-        let mut state = InboxState::new(0, 40, 32, SILENCE, now);
+        let mut state = InboxState::new(0, 40, 32, HEARTBEAT_TIMEOUT, now);
         state.open(7, &(0..40).collect::<Vec<_>>());
         state.neighbours = state.groups[&7].neighbours();
         state
@@ -759,7 +767,7 @@ mod tests {
                         kind: Kind::Ended,
                         group: 0,
                         round: 0,
-                        body: ranks_body(&[of]),
+                        body: encode_ranks(&[of]),
                     },
                     now,
                 )
@@ -837,17 +845,20 @@ mod tests {
     fn only_a_rank_that_this_one_needs_can_be_silent() {
         let now = Instant::now();
         let mut state = large(now);
-        let later = now + 2 * SILENCE;
-        assert_eq!(state.ranks[2].silence(later), 2 * SILENCE);
+        let later = now + 2 * HEARTBEAT_TIMEOUT;
+        assert_eq!(state.ranks[2].silence(later), 2 * HEARTBEAT_TIMEOUT);
         assert_eq!(state.ranks[5].silence(later), Duration::ZERO);
         state.expect(5, later);
-        assert_eq!(state.ranks[5].silence(later + SILENCE), SILENCE);
+        assert_eq!(
+            state.ranks[5].silence(later + HEARTBEAT_TIMEOUT),
+            HEARTBEAT_TIMEOUT
+        );
     }
 
     #[test]
     fn frames_that_no_rank_sends_are_refused() {
         let now = Instant::now();
-        let mut state = InboxState::new(0, 2, 32, SILENCE, now);
+        let mut state = InboxState::new(0, 2, 32, HEARTBEAT_TIMEOUT, now);
         // There is no rank 2.
         let of_nobody = [&[2][..], &[0; 7]].concat();
         let refused = [

@@ -72,26 +72,27 @@ impl Inbox {
         Ok(())
     }
 
-    /// Waits for a change, but no longer than this.
+    /// Waits for a change, but no longer than `timeout`.
     pub(super) fn wait<'s>(
         &self,
         state: MutexGuard<'s, InboxState>,
-        limit: Duration,
+        timeout: Duration,
     ) -> MutexGuard<'s, InboxState> {
-        wait_timeout(&self.changed, state, limit)
+        wait_timeout(&self.changed, state, timeout)
     }
 
-    /// Sleeps between two heartbeats. Returns `true` if this rank leaves.
-    pub(super) fn sleep(&self, duration: Duration) -> bool {
-        let until = Instant::now() + duration;
+    /// Records that the thread of the heartbeats runs, then waits for `interval`. Returns `true`,
+    /// and at once, when this rank leaves.
+    pub(super) fn wait_for_next_heartbeat(&self, interval: Duration) -> bool {
+        let deadline = Instant::now() + interval;
         let mut state = self.lock();
-        state.beat(Instant::now());
+        state.record_heartbeat_thread_ran(Instant::now());
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if state.leaving || left.is_zero() {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if state.leaving || remaining.is_zero() {
                 return state.leaving;
             }
-            state = self.wait(state, left);
+            state = self.wait(state, remaining);
         }
     }
 

@@ -19,8 +19,8 @@
 //! ```text
 //! A (connects)                                B (admits)
 //! offers the connection: a heartbeat  ───▶    takes that first frame, and registers the connection
-//! registers the connection            ◀───    answers with a frame, a heartbeat if it has nothing else to send
-//! sends frames                        ◀──▶    sends frames
+//! registers the connection            ◀───    answers with a frame, a heartbeat if it has nothing
+//! else to send sends frames                        ◀──▶    sends frames
 //! ```
 
 use std::collections::HashSet;
@@ -294,13 +294,13 @@ impl Links {
 
     /// Registers a connection that carries frames from now on. This rank sends on it if it had no
     /// connection to that rank before.
-    fn register(&self, of: usize, stream: &Arc<TcpStream>) -> Registration {
+    fn register(&self, from: usize, stream: &Arc<TcpStream>) -> Registration {
         self.inbox.change(|state| {
             if state.leaving {
                 return Registration::Leaves;
             }
-            state.connect(of, Instant::now());
-            match self.writers[of].set(Mutex::new(Arc::clone(stream))) {
+            state.connect(from, Instant::now());
+            match self.writers[from].set(Mutex::new(Arc::clone(stream))) {
                 Ok(()) => Registration::SendsHere,
                 Err(_) => Registration::SendsElsewhere,
             }
@@ -326,11 +326,11 @@ impl Links {
     }
 
     /// Adds a connection to those that end when this rank leaves.
-    fn add(&self, of: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
+    fn add(&self, from: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
         let mut open = lock(&self.open);
         let connections = open.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         connections.push(Connection {
-            rank: of,
+            rank: from,
             stream: Arc::clone(stream),
             is_offered: false,
         });
@@ -393,14 +393,14 @@ impl Links {
     /// Waits until the other ranks have closed their ends of all connections, but no longer than
     /// [`GOODBYE_TIMEOUT`].
     fn wait_for_others_to_close(&self) {
-        let until = Instant::now() + GOODBYE_TIMEOUT;
+        let deadline = Instant::now() + GOODBYE_TIMEOUT;
         let mut state = self.inbox.lock();
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || lock(&self.open).iter().flatten().next().is_none() {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining.is_zero() || lock(&self.open).iter().flatten().next().is_none() {
                 return;
             }
-            state = self.inbox.wait(state, left);
+            state = self.inbox.wait(state, remaining);
         }
     }
 
@@ -429,14 +429,14 @@ impl Links {
     /// socket for longer, because it waits for a rank that does not read; then the frame is not
     /// sent.
     pub(super) fn try_send(&self, frame: &OutgoingFrame<'_>) {
-        let until = Instant::now() + GOODBYE_TIMEOUT;
+        let deadline = Instant::now() + GOODBYE_TIMEOUT;
         let Some(writer) = self.writers[frame.to].get() else {
             return;
         };
-        while Instant::now() < until {
+        while Instant::now() < deadline {
             match writer.try_lock() {
                 Ok(writer) => {
-                    if write_frame(&writer, frame, || Instant::now() < until).is_err() {
+                    if write_frame(&writer, frame, || Instant::now() < deadline).is_err() {
                         // The connection may be in the middle of a frame.
                         writer.shutdown(Shutdown::Both).ok();
                     }
@@ -489,10 +489,10 @@ impl Links {
         // this one leave.
         due.extend(self.inbox.lock().notices());
         due.retain(|notice| matches!(notice.kind, Kind::Abort | Kind::Ended));
-        let until = Instant::now() + GOODBYE_TIMEOUT;
+        let deadline = Instant::now() + GOODBYE_TIMEOUT;
         loop {
             due.retain(|notice| !self.offer(notice));
-            if due.is_empty() || Instant::now() >= until {
+            if due.is_empty() || Instant::now() >= deadline {
                 return;
             }
             thread::sleep(OFFER_AGAIN);
@@ -519,7 +519,7 @@ impl Links {
             // The frame has begun, so the rest of it must follow.
             Ok(written) => finish_frame(&writer, notice, written, || {
                 let state = self.inbox.lock();
-                !state.leaving && state.ranks[to].silence(Instant::now()) <= state.patience
+                !state.leaving && state.ranks[to].silence(Instant::now()) <= state.max_silence
             }),
             Err(error) => Err(error),
         };
@@ -535,7 +535,9 @@ impl Links {
         for to in (0..self.writers.len()).filter(|&to| self.is_connected(to)) {
             // A rank that does not read holds up this thread for a while. So say before each
             // heartbeat that this process runs, lest it is taken for one that was stopped.
-            self.inbox.lock().beat(Instant::now());
+            self.inbox
+                .lock()
+                .record_heartbeat_thread_ran(Instant::now());
             self.send_heartbeat(to);
         }
     }

@@ -11,7 +11,7 @@ use bytes::Bytes;
 
 use super::acceptor::Acceptor;
 use super::frame::{Kind, Notice, OutgoingFrame};
-use super::inbox::{InboxState, SILENCE, encode_failure, ranks_body};
+use super::inbox::{HEARTBEAT_TIMEOUT, InboxState, encode_failure, encode_ranks};
 use super::inbox_lock::Inbox;
 use super::links::{Directory, GOODBYE_TIMEOUT, Links};
 use super::relay::Next;
@@ -39,15 +39,15 @@ pub(super) struct Connections {
     /// This rank.
     pub(super) rank: usize,
     /// The deadline of the job.
-    pub(super) deadline: Duration,
+    pub(super) timeout: Duration,
     /// The most ranks of a group that send their records to each other directly.
-    pub(super) direct_up_to: usize,
+    pub(super) max_direct_group_size: usize,
     /// A token of each rank's host, see [`Node::hosts`].
     pub(super) hosts: Vec<Option<String>>,
     /// The connections by rank; `None` for ranks to which there is none.
     pub(super) streams: Vec<Option<TcpStream>>,
     /// The means to make other connections; `None` if every two ranks are connected.
-    pub(super) later: Option<(Directory, Acceptor)>,
+    pub(super) on_demand: Option<(Directory, Acceptor)>,
 }
 
 /// This process in its job. When this is dropped, the process leaves the job.
@@ -57,7 +57,7 @@ pub(super) struct Node {
     /// A token of each rank's host. Ranks with equal tokens can share memory.
     pub(super) hosts: Vec<Option<String>>,
     /// The most ranks of a group that send their records to each other directly.
-    pub(super) direct_up_to: usize,
+    pub(super) max_direct_group_size: usize,
     links: Arc<Links>,
     /// The port at which others connect to this rank.
     port: Option<Port>,
@@ -73,15 +73,16 @@ impl Node {
     pub(super) fn start(connections: Connections, store: TcpStore) -> io::Result<Arc<Node>> {
         let Connections {
             rank,
-            deadline,
-            direct_up_to,
+            timeout,
+            max_direct_group_size,
             hosts,
             streams,
-            later,
+            on_demand,
         } = connections;
         let ranks = streams.len();
-        let mut state = InboxState::new(rank, ranks, direct_up_to, deadline, Instant::now());
-        let (directory, acceptor) = later.unzip();
+        let mut state =
+            InboxState::new(rank, ranks, max_direct_group_size, timeout, Instant::now());
+        let (directory, acceptor) = on_demand.unzip();
         if directory.is_some() {
             state.neighbours = Schedule::new(ranks, rank).neighbours();
         }
@@ -89,7 +90,7 @@ impl Node {
         let mut node = Node {
             rank,
             hosts,
-            direct_up_to,
+            max_direct_group_size,
             links: Links::new(rank, ranks, Inbox::new(state), directory),
             port: None,
             notifier: None,
@@ -102,11 +103,11 @@ impl Node {
         }
         let beating = Arc::clone(&node.links);
         node.links.spawn("heartbeat".to_owned(), move || {
-            while !beating.inbox.sleep(HEARTBEAT) {
+            while !beating.inbox.wait_for_next_heartbeat(HEARTBEAT) {
                 beating.send_heartbeats();
             }
         })?;
-        if ranks > direct_up_to {
+        if ranks > max_direct_group_size {
             let notifying = Arc::clone(&node.links);
             let thread = thread::Builder::new().name("notices".to_owned());
             node.notifier = Some(thread.spawn(move || notifying.send_notices())?);
@@ -171,8 +172,8 @@ impl Node {
             let since = failing_since.get().unwrap_or(now);
             failing_since.set(Some(since));
             state.ranks[to].left.is_none()
-                && state.ranks[to].silence(now) <= SILENCE
-                && now <= since + SILENCE
+                && state.ranks[to].silence(now) <= HEARTBEAT_TIMEOUT
+                && now <= since + HEARTBEAT_TIMEOUT
         });
         written.map_err(|error| {
             let failure = {
@@ -230,9 +231,9 @@ impl Node {
         loop {
             match state.next(group, round, Instant::now())? {
                 Next::Done(records) => return Ok(records),
-                Next::Wait(until) => {
-                    let left = until.saturating_duration_since(Instant::now());
-                    state = self.inbox().wait(state, left);
+                Next::Wait(deadline) => {
+                    let remaining = deadline.saturating_duration_since(Instant::now());
+                    state = self.inbox().wait(state, remaining);
                     if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK {
                         // If the group is only a part of a large job, a rank that should send to
                         // this one may not have connected yet. Without a connection, this rank
@@ -268,7 +269,7 @@ impl Node {
                             kind: Kind::Question,
                             group,
                             round: round.number,
-                            body: ranks_body(&about).into(),
+                            body: encode_ranks(&about).into(),
                         };
                         self.ask(question, round)?;
                     }
@@ -289,7 +290,7 @@ impl Node {
         if let Err(failure) = self.await_connection(to, group, round) {
             let state = self.inbox().lock();
             return if state.ranks[to].left.is_some() {
-                state.ended(group, round).map_or(Ok(()), Err)
+                state.group_error(group, round).map_or(Ok(()), Err)
             } else {
                 Err(failure)
             };
@@ -325,7 +326,7 @@ impl Node {
         let told = self.inbox().change(|state| state.fail(group, round, error));
         // This rank may leave after this call, so try for a while to send the news here. What
         // cannot be sent is left to the thread that sends notices.
-        let until = Instant::now() + GOODBYE_TIMEOUT;
+        let deadline = Instant::now() + GOODBYE_TIMEOUT;
         told.iter().for_each(|&to| self.links.reach(to));
         let body = encode_failure(error);
         for to in told {
@@ -336,7 +337,7 @@ impl Node {
                 round,
                 body: body.clone().into(),
             };
-            if self.is_connected_before(to, until) {
+            if self.is_connected_before(to, deadline) {
                 self.links.try_send(&news);
             } else {
                 self.notify(news);
@@ -346,14 +347,14 @@ impl Node {
 
     /// Waits until there is a connection to a rank that this one has reached out to. Returns
     /// `false` if there is none in time, or that rank has left.
-    fn is_connected_before(&self, to: usize, until: Instant) -> bool {
+    fn is_connected_before(&self, to: usize, deadline: Instant) -> bool {
         let mut state = self.inbox().lock();
         while !self.links.is_connected(to) {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || state.ranks[to].left.is_some() {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining.is_zero() || state.ranks[to].left.is_some() {
                 return false;
             }
-            state = self.inbox().wait(state, left);
+            state = self.inbox().wait(state, remaining);
         }
         true
     }
@@ -364,10 +365,10 @@ impl Node {
     #[cfg(feature = "mpi")]
     pub(super) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
         self.links.say_goodbye();
-        let until = limit.map(|limit| Instant::now() + limit);
+        let deadline = limit.map(|limit| Instant::now() + limit);
         let mut state = self.inbox().lock();
         loop {
-            let is_over = until.is_some_and(|until| Instant::now() >= until);
+            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             let mut staying = state
                 .ranks
                 .iter()
@@ -379,7 +380,9 @@ impl Node {
                 return true;
             }
             if is_over
-                || staying.any(|peer| peer.left.is_some() || peer.silence(Instant::now()) > SILENCE)
+                || staying.any(|peer| {
+                    peer.left.is_some() || peer.silence(Instant::now()) > HEARTBEAT_TIMEOUT
+                })
             {
                 return false;
             }
@@ -431,10 +434,10 @@ impl Node {
                 continue;
             }
             // The deadline may be over while this process catches up.
-            let left = round.until.saturating_duration_since(Instant::now());
+            let remaining = round.deadline.saturating_duration_since(Instant::now());
             state = self
                 .inbox()
-                .wait(state, left.clamp(CATCH_UP_CHECK, HEARTBEAT));
+                .wait(state, remaining.clamp(CATCH_UP_CHECK, HEARTBEAT));
         }
     }
 }

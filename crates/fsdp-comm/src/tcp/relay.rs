@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::frame::{Kind, Notice};
-use super::inbox::{InboxState, Question, ranks_body, timeout};
+use super::inbox::{InboxState, Question, encode_ranks, timeout_error};
 use super::relayed_round::bundles;
 use crate::backend::Round;
 use crate::error::CommError;
@@ -99,7 +99,7 @@ impl InboxState {
         round: &Round<'_>,
         now: Instant,
     ) -> Result<Next, CommError> {
-        if let Some(failure) = self.ended(group, round) {
+        if let Some(failure) = self.group_error(group, round) {
             return Err(failure);
         }
         let catches_up = self.catches_up(now);
@@ -115,7 +115,7 @@ impl InboxState {
         }
         // Step 2: end the round, if nothing is missing.
         if let Some(records) = relayed.complete(schedule) {
-            state.over = Some(round.number);
+            state.last_finished_round = Some(round.number);
             state
                 .relayed_rounds
                 .retain(|&number, _| number >= round.number);
@@ -139,7 +139,7 @@ impl InboxState {
             .map(|rank| state.ranks[rank])
             .collect();
         let missing_ranks: Vec<usize> = missing.iter().map(|&rank| state.ranks[rank]).collect();
-        if let Some(failure) = self.departed(group, round, &needed) {
+        if let Some(failure) = self.departed_error(group, round, &needed) {
             return Err(failure);
         }
         // Step 4: ask for what is missing, if that takes long.
@@ -153,21 +153,21 @@ impl InboxState {
         }
         // Step 5: give up at the deadline, or earlier if a rank is silent and the others could not
         // help.
-        let is_over = now >= round.until;
+        let is_over = now >= round.deadline;
         if (is_over || wake.is_none())
-            && let Some(failure) = self.silent(round, &missing_ranks, now)
+            && let Some(failure) = self.unresponsive_rank_error(round, &missing_ranks, now)
         {
             return Err(failure);
         }
         if is_over
             && let Some(failure) = self
-                .departed(group, round, &missing_ranks)
-                .or_else(|| timeout(round, &missing_ranks, now))
+                .departed_error(group, round, &missing_ranks)
+                .or_else(|| timeout_error(round, &missing_ranks, now))
         {
             return Err(failure);
         }
-        let until = [
-            Some(round.until),
+        let deadline = [
+            Some(round.deadline),
             Some(now + CHECK),
             wake,
             first_receiver_at,
@@ -175,7 +175,7 @@ impl InboxState {
         .into_iter()
         .flatten()
         .min();
-        Ok(Next::Wait(until.expect("the deadline is always there")))
+        Ok(Next::Wait(deadline.expect("the deadline is always there")))
     }
 
     /// Returns what this rank asks for now.
@@ -183,7 +183,7 @@ impl InboxState {
         let InboxState {
             ranks: peers,
             groups,
-            patience,
+            max_silence,
             ..
         } = self;
         let state = groups.entry(group).or_default();
@@ -196,11 +196,13 @@ impl InboxState {
             .entered
             .expect("a rank asks in rounds that it has entered");
         let before_deadline = round
-            .until
-            .checked_sub(ASKS_BEFORE_DEADLINE.min(round.deadline / 2))
+            .deadline
+            .checked_sub(ASKS_BEFORE_DEADLINE.min(round.timeout / 2))
             .unwrap_or(now);
-        let before_patience_ends = entered.checked_add(*patience / 2).unwrap_or(round.until);
-        let asks_at = before_deadline.min(before_patience_ends);
+        let before_silence_ends = entered
+            .checked_add(*max_silence / 2)
+            .unwrap_or(round.deadline);
+        let asks_at = before_deadline.min(before_silence_ends);
         let misses_silent_rank = missing.iter().any(|&rank| {
             let peer = &peers[ranks[rank]];
             peer.left.is_none() && !peer.can_answer(now)
@@ -226,7 +228,7 @@ impl InboxState {
         // Step 2: if that did not help, ask each rank whose record is still missing.
         let asks_all_at = relayed
             .waits_long_since
-            .map(|since| since + NEIGHBOUR_TIME.min(round.deadline / 6));
+            .map(|since| since + NEIGHBOUR_TIME.min(round.timeout / 6));
         if asks_all_at.is_some_and(|at| now >= at) {
             relayed.asks_all_since.get_or_insert(now);
         }
@@ -250,7 +252,7 @@ impl InboxState {
                 continue;
             }
             let since = *peer.needs_first_receiver_since.get_or_insert(now);
-            let at = since + FIRST_RECEIVER_PAUSE.min(round.deadline / 12);
+            let at = since + FIRST_RECEIVER_PAUSE.min(round.timeout / 12);
             if peers[ranks[first_receiver]].is_connected() || now >= at {
                 peer.is_first_receiver_asked = true;
                 questions.entry(first_receiver).or_default().push(about);
@@ -294,7 +296,7 @@ impl InboxState {
                 }
             };
             // Drop a question whose answer nobody needs any more, or that makes no sense.
-            if state.over > Some(round)
+            if state.last_finished_round > Some(round)
                 || about >= state.ranks.len()
                 || self.ranks[from].left.is_some()
             {
@@ -322,7 +324,7 @@ impl InboxState {
                 kind: Kind::Absent,
                 group,
                 round,
-                body: ranks_body(&[about]).into(),
+                body: encode_ranks(&[about]).into(),
             });
         }
         for ((to, group, round), records) in found {

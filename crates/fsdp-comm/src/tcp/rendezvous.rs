@@ -42,13 +42,13 @@ struct RankAddress {
     /// A token of the host. Ranks with equal tokens can share memory.
     host: Option<String>,
     /// The most ranks of a group that send their records to each other directly.
-    direct_up_to: usize,
+    max_direct_group_size: usize,
 }
 
 impl RankAddress {
     /// Returns the address at which this rank, which has this connection to the store, reaches the
     /// other one.
-    fn reach(&self, store: &TcpStore) -> SocketAddr {
+    fn reachable_address(&self, store: &TcpStore) -> SocketAddr {
         let ip = if self.ip.is_unspecified() {
             store.peer.ip()
         } else {
@@ -89,17 +89,17 @@ pub(crate) struct Participant {
     pub(crate) address: String,
     /// The key of the job.
     pub(crate) key: Key,
-    pub(crate) deadline: Duration,
-    pub(crate) until: Instant,
+    pub(crate) timeout: Duration,
+    pub(crate) deadline: Instant,
     /// The most ranks of a group that send their records to each other directly.
-    pub(crate) direct_up_to: usize,
+    pub(crate) max_direct_group_size: usize,
     /// `true` if every two ranks connect.
     pub(crate) connects_all: bool,
 }
 
 /// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens
 /// there, at a free port.
-pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpStore, CommError> {
+pub(super) fn open(environment: &Environment, timeout: Duration) -> Result<TcpStore, CommError> {
     environment.check_identity()?;
     let options = StoreOptions {
         job: environment.job.clone(),
@@ -107,7 +107,7 @@ pub(super) fn open(environment: &Environment, deadline: Duration) -> Result<TcpS
         insecure: environment.insecure,
         rank: environment.rank,
         world_size: environment.world_size,
-        deadline,
+        deadline: timeout,
     };
     let master = environment.master();
     match &environment.agent_store {
@@ -126,42 +126,46 @@ pub(super) fn meet(
     store: TcpStore,
     shared_memory: bool,
 ) -> Result<Arc<Node>, CommError> {
-    let connections = connect_all(participant, &store, shared_memory)
+    let connections = connect_to_neighbours(participant, &store, shared_memory)
         .map_err(|error| participant.give_up(&store, error))?;
-    Node::start(connections, store).map_err(|error| participant.io("start its threads", &error))
+    Node::start(connections, store)
+        .map_err(|error| participant.io_error("start its threads", &error))
 }
 
-/// Publishes this rank's address, and connects it to its neighbours, in a small job to all other
-/// ranks.
-fn connect_all(
+/// Publishes this rank's address, and connects it to its neighbours, which in a small job are all
+/// other ranks. Raises the limit on open files first, because each connection takes one.
+fn connect_to_neighbours(
     participant: &Participant,
     store: &TcpStore,
     shared_memory: bool,
 ) -> Result<Connections, CommError> {
-    participant.make_room()?;
+    participant.raise_open_file_limit()?;
     // Step 1: agree on a nonce, which the first rank to come chooses. The key of the connections
     // between ranks is derived from it. So only a process that the store has let in can complete
     // the handshake of these connections.
-    let proposed = nonce().map_err(|error| participant.io("get a random number", &error))?;
+    let proposed = nonce().map_err(|error| participant.io_error("get a random number", &error))?;
     let chosen = store
         .compare_and_set("tcp/nonce", None, &proposed)
-        .map_err(|error| participant.lost(&error))?;
+        .map_err(|error| participant.store_lost_error(&error))?;
     let key = participant.key.derive("ranks", &chosen);
     // Step 2: listen, and let others in from now on, in the background. So they can connect as soon
     // as they know the address of this rank, and no rank waits for another one to reach this point.
     let (listen_at, ip) = own_addresses(store);
     let mut acceptor = Acceptor::open(&listen_at, key.clone())
-        .map_err(|error| participant.io("listen", &error))?;
+        .map_err(|error| participant.io_error("listen", &error))?;
     // Step 3: exchange addresses through the store.
     let own = RankAddress {
         ip,
         port: acceptor.port(),
         host: shared_memory.then(host_token).flatten(),
-        direct_up_to: participant.direct_up_to,
+        max_direct_group_size: participant.max_direct_group_size,
     };
     let ranks = exchange_addresses(participant, store, &own)?;
     let directory = Directory {
-        addresses: ranks.iter().map(|rank| rank.reach(store)).collect(),
+        addresses: ranks
+            .iter()
+            .map(|rank| rank.reachable_address(store))
+            .collect(),
         key,
     };
     // Step 4: connect to the lower ranks among the neighbours, then wait for the connections of the
@@ -174,12 +178,12 @@ fn connect_all(
     for other in lower {
         let address = directory.addresses[other];
         let stream = connect(participant, &directory.key, address)
-            .map_err(|error| participant.unreachable(store, other, address, &error))?;
+            .map_err(|error| participant.unreachable_error(store, other, address, &error))?;
         streams[other] = Some(stream);
     }
     accept_all(participant, store, &mut acceptor, &mut streams, &higher)?;
     // Step 5: in a large job, wait until all ranks are connected to their neighbours.
-    let later = if participant.connects_all {
+    let on_demand = if participant.connects_all {
         None
     } else {
         wait_until_all_connected(participant, store)?;
@@ -187,11 +191,11 @@ fn connect_all(
     };
     Ok(Connections {
         rank: participant.rank,
-        deadline: participant.deadline,
-        direct_up_to: participant.direct_up_to,
+        timeout: participant.timeout,
+        max_direct_group_size: participant.max_direct_group_size,
         hosts: ranks.into_iter().map(|rank| rank.host).collect(),
         streams,
-        later,
+        on_demand,
     })
 }
 
@@ -208,16 +212,16 @@ fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
 }
 
 impl Participant {
-    /// Makes room for the connections of this rank to all others, and on rank 0 for those to its
-    /// store.
-    fn make_room(&self) -> Result<(), CommError> {
+    /// Raises the limit on open files for the connections of this rank to all others, and on rank 0
+    /// for those to its store.
+    fn raise_open_file_limit(&self) -> Result<(), CommError> {
         let connections = if self.rank == 0 {
             2 * self.world_size
         } else {
             self.world_size
         };
-        open_files::make_room(connections)
-            .map_err(|message| self.failed(format!("rank {}: {message}", self.rank)))
+        open_files::raise_open_file_limit(connections)
+            .map_err(|message| self.own_error(format!("rank {}: {message}", self.rank)))
     }
 
     /// Returns the ranks that this one connects to in the rendezvous.
@@ -231,7 +235,7 @@ impl Participant {
     }
 
     /// Returns the error of a rendezvous that misses these ranks.
-    fn missing(&self, missing: Vec<usize>, message: String) -> CommError {
+    fn missing_error(&self, missing: Vec<usize>, message: String) -> CommError {
         CommError::Rendezvous {
             address: self.address.clone(),
             joined: Vec::new(),
@@ -241,7 +245,7 @@ impl Participant {
     }
 
     /// Returns the error of a rendezvous in which each rank came or is missing.
-    fn incomplete(&self, is_missing: impl Fn(usize) -> bool, message: String) -> CommError {
+    fn incomplete_error(&self, is_missing: impl Fn(usize) -> bool, message: String) -> CommError {
         let (missing, joined) = (0..self.world_size).partition(|&rank| is_missing(rank));
         CommError::Rendezvous {
             address: self.address.clone(),
@@ -252,24 +256,24 @@ impl Participant {
     }
 
     /// Returns the error of a rank that failed by itself.
-    fn failed(&self, message: String) -> CommError {
-        self.missing(vec![self.rank], message)
+    fn own_error(&self, message: String) -> CommError {
+        self.missing_error(vec![self.rank], message)
     }
 
     /// Returns the error of a rank that failed by itself because of the system.
-    fn io(&self, what: &str, error: &io::Error) -> CommError {
-        self.failed(format!("rank {} could not {what}: {error}", self.rank))
+    fn io_error(&self, what: &str, error: &io::Error) -> CommError {
+        self.own_error(format!("rank {} could not {what}: {error}", self.rank))
     }
 
     /// Returns the error of a rank that has lost the store, and with it rank 0.
-    fn lost(&self, error: &CommError) -> CommError {
-        self.missing(vec![0], format!("rank 0 is gone: {error}"))
+    fn store_lost_error(&self, error: &CommError) -> CommError {
+        self.missing_error(vec![0], format!("rank 0 is gone: {error}"))
     }
 
     /// Returns the error because of the first rank that has ended its connection to the store. It
     /// is probably the reason why others have.
-    fn departed(&self, first: usize) -> CommError {
-        self.missing(
+    fn departed_error(&self, first: usize) -> CommError {
+        self.missing_error(
             vec![first],
             format!("rank {first} ended before all ranks were connected"),
         )
@@ -277,15 +281,19 @@ impl Participant {
 
     /// Asks the store which ranks have ended. Returns the error if one of them `is_awaited` or has
     /// given up, or if rank 0 has ended and the store with it.
-    fn ended(&self, store: &TcpStore, is_awaited: impl Fn(usize) -> bool) -> Option<CommError> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        let departed = match store.departed(left) {
+    fn ended_error(
+        &self,
+        store: &TcpStore,
+        is_awaited: impl Fn(usize) -> bool,
+    ) -> Option<CommError> {
+        let remaining = self.deadline.saturating_duration_since(Instant::now());
+        let departed = match store.departed(remaining) {
             Ok(departed) => departed,
-            Err(error) => return Some(self.lost(&error)),
+            Err(error) => return Some(self.store_lost_error(&error)),
         };
         let first = *departed.first()?;
         if departed.iter().any(|&other| is_awaited(other)) {
-            return Some(self.departed(first));
+            return Some(self.departed_error(first));
         }
         wire::decode(&store.get(FAILURE).ok()??).ok()
     }
@@ -311,7 +319,7 @@ impl Participant {
     }
 
     /// Returns the error of a rank that could not connect to another one.
-    fn unreachable(
+    fn unreachable_error(
         &self,
         store: &TcpStore,
         other: usize,
@@ -323,13 +331,13 @@ impl Participant {
         if let Ok(departed) = store.departed(CHECK)
             && let Some(&first) = departed.first()
         {
-            return self.departed(first);
+            return self.departed_error(first);
         }
         let message = format!(
             "rank {} could not connect to rank {other} at {address}: {error}",
             self.rank
         );
-        self.missing(vec![other], message)
+        self.missing_error(vec![other], message)
     }
 }
 
@@ -339,25 +347,25 @@ fn exchange_addresses(
     store: &TcpStore,
     own: &RankAddress,
 ) -> Result<Vec<RankAddress>, CommError> {
-    let encoded = wire::encode(own).map_err(|message| participant.failed(message))?;
-    let late = format!("not all ranks came within {:?}", participant.deadline);
+    let encoded = wire::encode(own).map_err(|message| participant.own_error(message))?;
+    let late = format!("not all ranks came within {:?}", participant.timeout);
     let mut addresses = Vec::with_capacity(participant.world_size);
     for bytes in exchange(participant, store, ADDRESS, &encoded, &late)? {
         let address: RankAddress =
-            wire::decode(&bytes).map_err(|message| participant.failed(message))?;
+            wire::decode(&bytes).map_err(|message| participant.own_error(message))?;
         addresses.push(address);
     }
     // Ranks that differ in this would wait for messages that are never sent.
-    let chosen = addresses[0].direct_up_to;
+    let chosen = addresses[0].max_direct_group_size;
     let mut others = addresses
         .iter()
-        .map(|address| address.direct_up_to)
+        .map(|address| address.max_direct_group_size)
         .enumerate();
     if let Some((rank, other)) = others.find(|&(_, other)| other != chosen) {
         let message = format!(
             "`direct_up_to` is {chosen} on rank 0 and {other} on rank {rank}, but must be the same on all ranks"
         );
-        return Err(participant.missing(Vec::new(), message));
+        return Err(participant.missing_error(Vec::new(), message));
     }
     Ok(addresses)
 }
@@ -373,11 +381,13 @@ fn exchange(
 ) -> Result<Vec<Vec<u8>>, CommError> {
     store
         .set(&format!("{prefix}{}", participant.rank), own)
-        .map_err(|error| participant.lost(&error))?;
-    let left = participant.until.saturating_duration_since(Instant::now());
+        .map_err(|error| participant.store_lost_error(&error))?;
+    let remaining = participant
+        .deadline
+        .saturating_duration_since(Instant::now());
     match store
-        .wait_for_ranks(prefix, left)
-        .map_err(|error| participant.lost(&error))?
+        .wait_for_ranks(prefix, remaining)
+        .map_err(|error| participant.store_lost_error(&error))?
     {
         RankValues::Complete(values) if values.len() == participant.world_size => Ok(values),
         RankValues::Complete(values) => {
@@ -386,10 +396,10 @@ fn exchange(
                 values.len(),
                 participant.world_size
             );
-            Err(participant.failed(message))
+            Err(participant.own_error(message))
         }
-        RankValues::Departed(first) => Err(participant.departed(first)),
-        RankValues::Missing(keys) => Err(participant.incomplete(
+        RankValues::Departed(first) => Err(participant.departed_error(first)),
+        RankValues::Missing(keys) => Err(participant.incomplete_error(
             |rank| keys.contains(&format!("{prefix}{rank}")),
             late.to_owned(),
         )),
@@ -407,8 +417,8 @@ fn accept_all(
     let &Participant {
         rank,
         world_size,
+        timeout,
         deadline,
-        until,
         ..
     } = participant;
     let mut is_suspected = false;
@@ -421,15 +431,15 @@ fn accept_all(
         if awaited.is_empty() {
             return Ok(());
         }
-        let Some((stream, hello)) = acceptor.next(until.min(Instant::now() + CHECK)) else {
-            if Instant::now() >= until {
-                let message = format!("not all ranks connected to rank {rank} within {deadline:?}");
-                return Err(participant.incomplete(|other| awaited.contains(&other), message));
+        let Some((stream, hello)) = acceptor.next(deadline.min(Instant::now() + CHECK)) else {
+            if Instant::now() >= deadline {
+                let message = format!("not all ranks connected to rank {rank} within {timeout:?}");
+                return Err(participant.incomplete_error(|other| awaited.contains(&other), message));
             }
             // A rank that has ended will not connect. But it may have connected just before, and
             // the connection may still be on its way to this thread. So fail only if the next check
             // finds the same.
-            match participant.ended(store, |other| awaited.contains(&other)) {
+            match participant.ended_error(store, |other| awaited.contains(&other)) {
                 Some(error) if is_suspected => return Err(error),
                 suspicion => is_suspected = suspicion.is_some(),
             }
@@ -455,28 +465,28 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
     let late = format!(
         "not all ranks connected to each other within {:?}",
-        participant.deadline
+        participant.timeout
     );
     exchange(participant, store, CONNECTED, &[], &late)?;
     // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all
     // others know.
     store
         .set(&format!("{KNOWS}{}", participant.rank), &[])
-        .map_err(|error| participant.lost(&error))?;
+        .map_err(|error| participant.store_lost_error(&error))?;
     let mut unknowing: Vec<String> = (1..participant.world_size)
         .map(|other| format!("{KNOWS}{other}"))
         .collect();
-    while participant.rank == 0 && Instant::now() < participant.until {
+    while participant.rank == 0 && Instant::now() < participant.deadline {
         let Err(missing) = store
             .wait(&unknowing, CHECK)
-            .map_err(|error| participant.lost(&error))?
+            .map_err(|error| participant.store_lost_error(&error))?
         else {
             break;
         };
         // Nobody needs to wait for a rank that has ended.
         let departed = store
             .departed(CHECK)
-            .map_err(|error| participant.lost(&error))?;
+            .map_err(|error| participant.store_lost_error(&error))?;
         unknowing = missing
             .into_iter()
             .filter(|key| !departed.iter().any(|rank| *key == format!("{KNOWS}{rank}")))
@@ -490,15 +500,16 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
 fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Result<TcpStream> {
     let hello = Hello::new(participant.rank, participant.world_size);
     loop {
-        let left = participant
-            .until
+        // A connect with a timeout of zero is refused, so the last attempt gets a little time.
+        let remaining = participant
+            .deadline
             .saturating_duration_since(Instant::now())
             .max(RETRY);
-        let connected = TcpStream::connect_timeout(&address, left)
+        let connected = TcpStream::connect_timeout(&address, remaining)
             .map_err(Refusal::Io)
             .and_then(|stream| {
                 stream.set_nodelay(true)?;
-                handshake_as_client(&stream, key, hello, participant.until)?;
+                handshake_as_client(&stream, key, hello, participant.deadline)?;
                 Ok(stream)
             });
         match connected {
@@ -506,7 +517,7 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 return Err(error);
             }
-            Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.until => {
+            Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.deadline => {
                 tracing::debug!(%error, %address, "not connected; trying again");
                 thread::sleep(RETRY);
             }
@@ -525,7 +536,7 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::deadline::until;
+    use crate::deadline::deadline_after;
 
     /// Returns the options of a rank of a job for its store.
     fn options(rank: usize, world_size: usize) -> StoreOptions {
@@ -542,8 +553,8 @@ mod tests {
     fn meet(
         options: &StoreOptions,
         store: TcpStore,
-        deadline: Duration,
-        direct_up_to: usize,
+        timeout: Duration,
+        max_direct_group_size: usize,
     ) -> CommError {
         let &StoreOptions {
             rank, world_size, ..
@@ -553,17 +564,17 @@ mod tests {
             world_size,
             address: "here".to_owned(),
             key: store.key.clone(),
-            deadline,
-            until: until(deadline),
-            direct_up_to,
-            connects_all: world_size <= direct_up_to,
+            timeout,
+            deadline: deadline_after(timeout),
+            max_direct_group_size,
+            connects_all: world_size <= max_direct_group_size,
         };
         super::meet(&participant, store, false).unwrap_err()
     }
 
     #[test]
     fn all_ranks_give_up_with_the_error_of_the_first_that_does() {
-        for direct_up_to in [3, 1] {
+        for max_direct_group_size in [3, 1] {
             let [first, second, third] = [0, 1, 2].map(|rank| options(rank, 3));
             let host = TcpStore::host("127.0.0.1:0", &first).unwrap();
             let [other, silent] = [&second, &third]
@@ -573,15 +584,26 @@ mod tests {
                 ip: Ipv4Addr::LOCALHOST.into(),
                 port: 1,
                 host: None,
-                direct_up_to,
+                max_direct_group_size,
             };
             silent
                 .set(&format!("{ADDRESS}2"), &wire::encode(&address).unwrap())
                 .unwrap();
             thread::scope(|scope| {
-                let other =
-                    scope.spawn(|| meet(&second, other, Duration::from_secs(20), direct_up_to));
-                let first = meet(&first, host, Duration::from_millis(700), direct_up_to);
+                let other = scope.spawn(|| {
+                    meet(
+                        &second,
+                        other,
+                        Duration::from_secs(20),
+                        max_direct_group_size,
+                    )
+                });
+                let first = meet(
+                    &first,
+                    host,
+                    Duration::from_millis(700),
+                    max_direct_group_size,
+                );
                 let is_named =
                     matches!(&first, CommError::Rendezvous { missing, .. } if missing[..] == [2]);
                 assert!(is_named, "{first}");

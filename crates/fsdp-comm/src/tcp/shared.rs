@@ -23,7 +23,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::chunks::{IncomingChunks, OutgoingChunks, PublishedChunks};
-use super::inbox::SILENCE;
+use super::inbox::HEARTBEAT_TIMEOUT;
 use super::segment::{Notification, RECORD_BYTES, Segment, Word};
 use super::sockets::{Member, SETUP_ROUNDS};
 use super::watch::SharedRound;
@@ -188,7 +188,7 @@ impl SharedMemory {
         // Another rank has given up, and sends its error over the socket. Wait for that, so that
         // all ranks return the same error, also if the deadline of this rank is over meanwhile.
         let patient = Round {
-            until: round.until.max(Instant::now() + SILENCE),
+            deadline: round.deadline.max(Instant::now() + HEARTBEAT_TIMEOUT),
             ..*round
         };
         all?;

@@ -55,7 +55,7 @@ impl Member<'_> {
         let &Member {
             node, group, ranks, ..
         } = self;
-        if ranks.len() > node.direct_up_to {
+        if ranks.len() > node.max_direct_group_size {
             return node.relay_records(group, round, record);
         }
         for to in self.others() {
@@ -135,8 +135,8 @@ fn transfer(
     };
     let own = &send[plan.from[member.rank].clone()];
     let mut destination = plan.destination;
-    let to_send = most_chunks(ranges.to);
-    let to_receive = most_chunks(ranges.from);
+    let to_send = max_chunks(ranges.to);
+    let to_receive = max_chunks(ranges.from);
     for index in 0..=to_send.max(to_receive) {
         send_chunks(member, round, send, &ranges, index)?;
         // A chunk is taken one turn after the chunk of the same number was sent. So this rank
@@ -203,7 +203,7 @@ fn receive_chunks(
         })?;
         if chunk.len() != due {
             let reason = format!("sent {} bytes where {due} were due", chunk.len());
-            return Err(round.rank_left(from, reason));
+            return Err(round.rank_left_error(from, reason));
         }
         received[other] = chunk;
     }
@@ -218,8 +218,8 @@ fn is_answered(range: &Range<usize>, index: usize) -> bool {
     range.len() > (index + 2) * CHUNK_BYTES
 }
 
-/// Returns the largest number of chunks of these ranges.
-fn most_chunks(ranges: &[Range<usize>]) -> usize {
+/// Returns the largest number of chunks of any of these ranges.
+fn max_chunks(ranges: &[Range<usize>]) -> usize {
     ranges
         .iter()
         .map(|range| range.len().div_ceil(CHUNK_BYTES))

@@ -21,14 +21,15 @@ use half::{bf16, f16};
 use crate::error::FlatError;
 use crate::storage::host::{Scalar, host_tensor, plain_bytes_mut, zeroed};
 use crate::storage::lend::{
-    StorageMut, contiguous_bytes, contiguous_range, released, unsupported, with_storage_mut,
+    StorageMut, contiguous_bytes, contiguous_range, released_error, unsupported_error,
+    with_storage_mut,
 };
 
 /// Longer transfers to the host go through pinned memory.
 const STAGED_FROM_BYTES: usize = 1 << 20;
 
 /// Returns candle's error for one of the driver's.
-fn failed(error: DriverError) -> FlatError {
+fn cuda_error(error: DriverError) -> FlatError {
     FlatError::Candle(candle_core::Error::wrap(error))
 }
 
@@ -84,10 +85,12 @@ pub(crate) fn copy_to_host(
 ) -> Result<CpuStorage, FlatError> {
     let range = contiguous_bytes(tensor, layout)?;
     if is_released(tensor, storage) {
-        return Err(released(tensor));
+        return Err(released_error(tensor));
     }
-    let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
-    let from = bytes.try_slice(range).ok_or_else(|| released(tensor))?;
+    let bytes = bytes_of(storage).ok_or_else(|| unsupported_error(tensor))?;
+    let from = bytes
+        .try_slice(range)
+        .ok_or_else(|| released_error(tensor))?;
     let mut copy = zeroed(tensor.dims(), tensor.dtype())?;
     let to = plain_bytes_mut(&mut copy);
     if to.is_empty() {
@@ -96,12 +99,12 @@ pub(crate) fn copy_to_host(
     let stream = storage.device.cuda_stream();
     // Small transfers are not worth the buffers.
     if to.len() >= STAGED_FROM_BYTES {
-        staging::read(&stream, &from, to).map_err(failed)?;
+        staging::read(&stream, &from, to).map_err(cuda_error)?;
     } else {
         stream
             .memcpy_dtoh(&from, to)
             .and_then(|()| stream.synchronize())
-            .map_err(failed)?;
+            .map_err(cuda_error)?;
     }
     Ok(copy)
 }
@@ -125,11 +128,13 @@ pub(crate) fn write(
     from: &[u8],
 ) -> Result<(), FlatError> {
     if is_released(tensor, storage) {
-        return Err(released(tensor));
+        return Err(released_error(tensor));
     }
     let stream = storage.device.cuda_stream();
-    let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported(tensor))?;
-    let mut to = bytes.try_slice_mut(range).ok_or_else(|| released(tensor))?;
+    let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported_error(tensor))?;
+    let mut to = bytes
+        .try_slice_mut(range)
+        .ok_or_else(|| released_error(tensor))?;
     if from.is_empty() {
         return Ok(());
     }
@@ -137,7 +142,7 @@ pub(crate) fn write(
     stream
         .memcpy_htod(from, &mut to)
         .and_then(|()| stream.synchronize())
-        .map_err(failed)
+        .map_err(cuda_error)
 }
 
 /// Gives the memory back to CUDA.
@@ -168,7 +173,7 @@ pub(crate) fn refill(
         stream
             .memcpy_htod(from, &mut bytes)
             .and_then(|()| stream.synchronize())
-            .map_err(failed)?;
+            .map_err(cuda_error)?;
     }
     *storage = fresh;
     Ok(())
@@ -182,12 +187,14 @@ pub(crate) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<
     let Storage::Cuda(source_storage) = &*source_storage else {
         return Err(FlatError::device(source));
     };
-    let bytes = bytes_of(source_storage).ok_or_else(|| unsupported(source))?;
-    let from = bytes.try_slice(range).ok_or_else(|| released(source))?;
+    let bytes = bytes_of(source_storage).ok_or_else(|| unsupported_error(source))?;
+    let from = bytes
+        .try_slice(range)
+        .ok_or_else(|| released_error(source))?;
     let mut fresh = uninitialized(&storage.device, source.dtype(), source.elem_count())?;
     let stream = fresh.device.cuda_stream();
     if let Some(mut to) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
-        stream.memcpy_dtod(&from, &mut to).map_err(failed)?;
+        stream.memcpy_dtod(&from, &mut to).map_err(cuda_error)?;
     }
     *storage = fresh;
     Ok(())
@@ -208,10 +215,12 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
         return Err(FlatError::device(tensor));
     };
     if is_released(tensor, storage) {
-        return Err(released(tensor));
+        return Err(released_error(tensor));
     }
     let slice: &CudaSlice<T> = storage.as_cuda_slice()?;
-    let view = slice.try_slice(range).ok_or_else(|| released(tensor))?;
+    let view = slice
+        .try_slice(range)
+        .ok_or_else(|| released_error(tensor))?;
     Ok(f(&view, &storage.device.cuda_stream()))
 }
 
@@ -230,11 +239,13 @@ pub fn with_device_slice_mut<T: Scalar + CudaDType + DeviceRepr, R>(
             return Err(FlatError::device(tensor));
         };
         if is_released(tensor, storage) {
-            return Err(released(tensor));
+            return Err(released_error(tensor));
         }
         let stream = storage.device.cuda_stream();
         let slice: &mut CudaSlice<T> = storage.as_cuda_slice_mut()?;
-        let mut view = slice.try_slice_mut(range).ok_or_else(|| released(tensor))?;
+        let mut view = slice
+            .try_slice_mut(range)
+            .ok_or_else(|| released_error(tensor))?;
         Ok(f(&mut view, &stream))
     })
 }

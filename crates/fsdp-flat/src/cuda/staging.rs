@@ -71,7 +71,18 @@ pub(super) fn read(
     }
 }
 
-/// Copies `from` to `to` through the buffers of a stage.
+/// A piece that the GPU is copying to a staging buffer.
+struct PieceInFlight {
+    /// The number of the buffer.
+    buffer: usize,
+    /// The place of the piece in the destination.
+    range: Range<usize>,
+    /// The end of the GPU's copy.
+    arrived: CudaEvent,
+}
+
+/// Copies `from` to `to` through the buffers of `stage`, after the work on `stream`: as many bytes
+/// as the shorter of the two has.
 fn copy_in_pieces(
     stage: &mut Stage,
     stream: &CudaStream,
@@ -81,7 +92,7 @@ fn copy_in_pieces(
     let len = to.len().min(from.len());
     // Wait for what `stream` still writes.
     stage.stream.join(stream)?;
-    let mut before: Option<(usize, Range<usize>, CudaEvent)> = None;
+    let mut in_flight: Option<PieceInFlight> = None;
     for (k, start) in (0..len).step_by(PIECE_BYTES).enumerate() {
         let range = start..len.min(start + PIECE_BYTES);
         let buffer = &mut stage.buffers[k % 2].as_mut_slice()?[..range.len()];
@@ -89,27 +100,32 @@ fn copy_in_pieces(
         stage
             .stream
             .memcpy_dtoh(&from.slice(range.clone()), buffer)?;
-        let event = stage.stream.record_event(None)?;
-        // While this piece is on its way, move the one before it out of the other buffer.
-        if let Some(piece) = before.replace((k % 2, range, event)) {
-            take(stage, piece, to)?;
+        let piece = PieceInFlight {
+            buffer: k % 2,
+            range,
+            arrived: stage.stream.record_event(None)?,
+        };
+        // While this piece is on its way, move the one before it out of the other buffer. So that
+        // buffer is free one turn before it is used again.
+        if let Some(earlier) = in_flight.replace(piece) {
+            copy_to_destination(stage, earlier, to)?;
         }
     }
-    match before {
-        Some(last) => take(stage, last, to),
+    match in_flight {
+        Some(last) => copy_to_destination(stage, last, to),
         None => Ok(()),
     }
 }
 
 /// Waits until the GPU has copied a piece to its staging buffer, and copies it from there to its
 /// range of `to`.
-fn take(
+fn copy_to_destination(
     stage: &Stage,
-    (buffer, range, event): (usize, Range<usize>, CudaEvent),
+    piece: PieceInFlight,
     to: &mut [u8],
 ) -> Result<(), DriverError> {
-    event.synchronize()?;
-    let len = range.len();
-    to[range].copy_from_slice(&stage.buffers[buffer].as_slice()?[..len]);
+    piece.arrived.synchronize()?;
+    let len = piece.range.len();
+    to[piece.range].copy_from_slice(&stage.buffers[piece.buffer].as_slice()?[..len]);
     Ok(())
 }

@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, Tensor};
 
 use super::guard::HostSlice;
 use super::host::{Scalar, plain_bytes, reserved_vec};
-use super::lend::{StorageMut, contiguous_range, unsupported, with_storage_mut};
+use super::lend::{StorageMut, contiguous_range, unsupported_error, with_storage_mut};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::FlatError;
@@ -57,7 +57,7 @@ impl Contents {
             let mut data = reserved_vec(elements.len())?;
             data.extend_from_slice(&elements);
             Ok(Contents::new::<T>(data))
-        }, else Err(unsupported(source)))
+        }, else Err(unsupported_error(source)))
     }
 
     /// Replaces the storage of a tensor with these elements. All tensors that share the storage see

@@ -7,7 +7,8 @@ use candle_core::{CpuStorage, Storage, StorageRef, Tensor};
 
 use super::host::{Scalar, bytes_of, plain_bytes, plain_bytes_mut};
 use super::lend::{
-    StorageMut, contiguous_bytes, is_released_storage, released, unsupported, with_storage_mut,
+    StorageMut, contiguous_bytes, is_released_storage, released_error, unsupported_error,
+    with_storage_mut,
 };
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -143,7 +144,7 @@ impl HostBytesMut {
                 StorageMut::Cpu(storage) => {
                     // Nothing may fail after the storage has been taken.
                     check_readable(tensor, storage, &range)?;
-                    (std::mem::replace(storage, nothing()), range)
+                    (std::mem::replace(storage, empty_storage()), range)
                 }
                 #[cfg(feature = "cuda")]
                 StorageMut::Cuda(storage) => {
@@ -315,18 +316,18 @@ pub(crate) fn check_readable(
     range: &Range<usize>,
 ) -> Result<(), FlatError> {
     if is_released_storage(tensor, storage) {
-        return Err(released(tensor));
+        return Err(released_error(tensor));
     }
-    let bytes = bytes_of(storage).ok_or_else(|| unsupported(tensor))?;
+    let bytes = bytes_of(storage).ok_or_else(|| unsupported_error(tensor))?;
     // A storage that is too short counts as released.
     if bytes.len() < range.end {
-        return Err(released(tensor));
+        return Err(released_error(tensor));
     }
     Ok(())
 }
 
 /// Returns an empty storage of the kind that marks a tensor as released.
-pub(crate) const fn nothing() -> CpuStorage {
+pub(crate) const fn empty_storage() -> CpuStorage {
     CpuStorage::F4(Vec::new())
 }
 

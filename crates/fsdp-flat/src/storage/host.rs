@@ -62,7 +62,7 @@ macro_rules! plain_storages {
                     .map(|data| non_temporal_to_vec(data).map(CpuStorage::$variant)),)*
                 _ => None,
             };
-            copy.transpose().map_err(|_| out_of_memory(storage.dtype(), shape))
+            copy.transpose().map_err(|_| out_of_memory_error(storage.dtype(), shape))
         }
 
         /// Makes zeros whose memory the system has not touched yet.
@@ -70,12 +70,12 @@ macro_rules! plain_storages {
         /// # Errors
         /// Dtypes whose elements are not plain bytes; [`FlatError::OutOfMemory`].
         pub(crate) fn zeroed(shape: &[usize], dtype: DType) -> Result<CpuStorage, FlatError> {
-            let numel = checked_numel(shape).ok_or_else(|| out_of_memory(dtype, shape))?;
+            let numel = checked_numel(shape).ok_or_else(|| out_of_memory_error(dtype, shape))?;
             let zeros = match dtype {
                 $(DType::$variant => try_zeroed_vec::<$type>(numel).map(CpuStorage::$variant),)*
                 _ => return Err(FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(dtype, "zeros"))),
             };
-            zeros.map_err(|()| out_of_memory(dtype, shape))
+            zeros.map_err(|()| out_of_memory_error(dtype, shape))
         }
     };
 }
@@ -91,7 +91,7 @@ pub(crate) fn plain_bytes(storage: &CpuStorage) -> &[u8] {
     bytes_of(storage).expect(NOT_PLAIN)
 }
 
-fn out_of_memory(dtype: DType, shape: &[usize]) -> FlatError {
+fn out_of_memory_error(dtype: DType, shape: &[usize]) -> FlatError {
     FlatError::OutOfMemory {
         dtype: dtype.as_str().to_owned(),
         shape: shape.to_vec(),
@@ -104,7 +104,7 @@ fn out_of_memory(dtype: DType, shape: &[usize]) -> FlatError {
 /// # Errors
 /// [`FlatError::OutOfMemory`].
 pub fn zeroed_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
-    try_zeroed_vec(numel).map_err(|()| out_of_memory(T::DTYPE, &[numel]))
+    try_zeroed_vec(numel).map_err(|()| out_of_memory_error(T::DTYPE, &[numel]))
 }
 
 /// Makes an empty vector with room for this many elements.
@@ -115,7 +115,7 @@ pub fn reserved_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
     let mut empty = Vec::new();
     empty
         .try_reserve_exact(numel)
-        .map_err(|_| out_of_memory(T::DTYPE, &[numel]))?;
+        .map_err(|_| out_of_memory_error(T::DTYPE, &[numel]))?;
     Ok(empty)
 }
 

@@ -95,7 +95,7 @@ fn is_known(device: &Device) -> bool {
 }
 
 /// Returns the error for a tensor whose memory has been released.
-pub(crate) fn released(tensor: &Tensor) -> FlatError {
+pub(crate) fn released_error(tensor: &Tensor) -> FlatError {
     FlatError::Freed {
         shape: tensor.dims().to_vec(),
     }
@@ -125,7 +125,7 @@ pub(crate) fn contiguous_bytes(
 }
 
 /// Returns the error for a tensor of a dtype whose elements are not plain bytes.
-pub(crate) fn unsupported(tensor: &Tensor) -> FlatError {
+pub(crate) fn unsupported_error(tensor: &Tensor) -> FlatError {
     FlatError::Candle(candle_core::Error::UnsupportedDTypeForOp(
         tensor.dtype(),
         "bytes of a tensor",

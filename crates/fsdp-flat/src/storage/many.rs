@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{CpuStorage, Storage, Tensor};
 
-use super::guard::{check_readable, exchange, nothing};
+use super::guard::{check_readable, empty_storage, exchange};
 use super::host::plain_bytes_mut;
 use super::lend::contiguous_bytes;
 use crate::error::FlatError;
@@ -82,7 +82,7 @@ impl StorageGuard {
                 .or_insert_with(|| {
                     storages.push(Taken {
                         owner: tensor.clone(),
-                        storage: nothing(),
+                        storage: empty_storage(),
                         ranges: Vec::new(),
                     });
                     storages.len() - 1
@@ -105,7 +105,7 @@ impl StorageGuard {
             is_empty,
         };
         for mut storage in storages {
-            storage.storage = exchange(&storage.owner, nothing())?;
+            storage.storage = exchange(&storage.owner, empty_storage())?;
             taken.storages.push(storage);
         }
         Ok(taken)
@@ -142,7 +142,7 @@ impl Drop for StorageGuard {
             // this does too.
             let _ = exchange(
                 &taken.owner,
-                std::mem::replace(&mut taken.storage, nothing()),
+                std::mem::replace(&mut taken.storage, empty_storage()),
             );
         }
     }

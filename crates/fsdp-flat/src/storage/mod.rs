@@ -23,7 +23,7 @@ mod many;
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 
 use self::host::{copied, host_tensor, zeroed};
-use self::lend::{StorageMut, is_released_storage, released, with_storage_mut};
+use self::lend::{StorageMut, is_released_storage, released_error, with_storage_mut};
 use crate::error::FlatError;
 #[cfg(feature = "cuda")]
 use {crate::cuda, candle_core::op::BackpropOp};
@@ -85,7 +85,7 @@ fn place(tensor: &Tensor) -> (usize, usize) {
 pub fn release(tensor: &Tensor) -> Result<(), FlatError> {
     with_storage_mut(tensor, |storage, _| match storage {
         StorageMut::Cpu(storage) => {
-            *storage = guard::nothing();
+            *storage = guard::empty_storage();
             Ok(())
         }
         #[cfg(feature = "cuda")]
@@ -137,7 +137,7 @@ fn contiguous_copy(tensor: &Tensor) -> Result<Option<CpuStorage>, FlatError> {
         return Ok(None);
     };
     if is_released_storage(tensor, storage) {
-        return Err(released(tensor));
+        return Err(released_error(tensor));
     }
     match layout.contiguous_offsets() {
         Some((start, end)) => copied(storage, start..end, tensor.dims()),

@@ -16,7 +16,7 @@ use crate::values::{all_elements, elements, span};
 pub(super) const NAME: &str = "attention";
 
 /// The number of queries that are computed at a time.
-const BLOCK: usize = 64;
+const BLOCK_LEN: usize = 64;
 
 /// Returns a storage in the type that its arithmetic is done in.
 ///
@@ -52,7 +52,12 @@ impl<'a> View<'a> {
     }
 
     /// Returns `len` rows of a head, as a matrix.
-    fn rows<R: Real>(&self, head: usize, start: usize, len: usize) -> Result<Matrix<'_, R>> {
+    fn matrix_of_rows<R: Real>(
+        &self,
+        head: usize,
+        start: usize,
+        len: usize,
+    ) -> Result<Matrix<'_, R>> {
         let strides = self.layout.stride();
         let offset = self.layout.start_offset()
             + head / self.dim(1) * strides[0]
@@ -119,8 +124,8 @@ impl<'a> Heads<'a> {
     /// last row.
     fn blocks(&self, head: usize) -> impl Iterator<Item = Block> {
         let all_rows = self.query.dim(2);
-        (0..all_rows).step_by(BLOCK).map(move |start| {
-            let rows = BLOCK.min(all_rows - start);
+        (0..all_rows).step_by(BLOCK_LEN).map(move |start| {
+            let rows = BLOCK_LEN.min(all_rows - start);
             Block {
                 head,
                 start,
@@ -155,7 +160,7 @@ impl<'a> Heads<'a> {
         // One block's scores fit into the cache, and are forgotten before the next block.
         for block in self.blocks(head) {
             let weights = self.weights::<R>(block)?;
-            let value = self.value.rows(head, 0, block.columns)?;
+            let value = self.value.matrix_of_rows(head, 0, block.columns)?;
             output.extend(product(
                 block.matrix(&weights),
                 value,
@@ -191,8 +196,8 @@ impl<'a> Heads<'a> {
             // The weights were not kept from the forward, because they are large: compute them
             // again.
             let weights = self.weights::<R>(block)?;
-            let grad = grad.rows(head, block.start, block.rows)?;
-            let value = self.value.rows(head, 0, block.columns)?;
+            let grad = grad.matrix_of_rows(head, block.start, block.rows)?;
+            let value = self.value.matrix_of_rows(head, 0, block.columns)?;
             // The gradient of the weights, which becomes that of the scores in place.
             let mut gradients = product(grad, value.transposed(), None, self.threads())?;
             let scale = R::nearest(self.attention.scale);
@@ -215,17 +220,17 @@ impl<'a> Heads<'a> {
             // Each block adds to the gradients of all keys and values that it has used. Only it has
             // these queries.
             let across_rows = block.matrix(&weights).transposed();
-            add(
+            add_values(
                 &mut dvalue,
                 &product(across_rows, grad, None, self.threads())?,
             );
             let dscores = block.matrix(&gradients);
-            let query = self.query.rows(head, block.start, block.rows)?;
-            add(
+            let query = self.query.matrix_of_rows(head, block.start, block.rows)?;
+            add_values(
                 &mut dkey,
                 &product(dscores.transposed(), query, None, self.threads())?,
             );
-            let key = self.key.rows(head, 0, block.columns)?;
+            let key = self.key.matrix_of_rows(head, 0, block.columns)?;
             dquery.extend(product(dscores, key, None, self.threads())?);
         }
         Ok([dquery, dkey, dvalue])
@@ -234,8 +239,10 @@ impl<'a> Heads<'a> {
     /// Computes the softmax of the scores of a block, row by row; 0 where a row does not see a
     /// column.
     fn weights<R: Real>(&self, block: Block) -> Result<Vec<R>> {
-        let query = self.query.rows(block.head, block.start, block.rows)?;
-        let key = self.key.rows(block.head, 0, block.columns)?;
+        let query = self
+            .query
+            .matrix_of_rows(block.head, block.start, block.rows)?;
+        let key = self.key.matrix_of_rows(block.head, 0, block.columns)?;
         let mut weights = product(query, key.transposed(), None, self.threads())?;
         let scale = R::nearest(self.attention.scale);
         vectorized(
@@ -262,7 +269,7 @@ impl Block {
 }
 
 /// Adds values to the first ones of a sum.
-fn add<R: Real>(sum: &mut [R], values: &[R]) {
+fn add_values<R: Real>(sum: &mut [R], values: &[R]) {
     sum.iter_mut()
         .zip(values)
         .for_each(|(sum, &value)| *sum += value);

@@ -12,7 +12,7 @@ use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
 use self::head::{Attention, Heads, NAME, View, wide};
 use crate::element::Element;
 use crate::operation::{Input, OnCpu, Operation, mismatched};
-use crate::parts::in_parts;
+use crate::parts::compute_in_chunks;
 use crate::real::Real;
 use crate::softmax;
 use crate::values::{contiguous, cpu, tensor};
@@ -240,7 +240,7 @@ fn interleaved<T: Element>(
     // The number of values of one position in time.
     let stride = parts.len() * heads * width;
     let zero = T::narrow(T::Real::ZERO);
-    let (values, _) = in_parts(batches * time * stride, stride, zero, |number, output| {
+    let (values, _) = compute_in_chunks(batches * time * stride, stride, zero, |number, output| {
         // A part is one position in time: of each head in turn, the values of that position.
         let batch = number / time;
         let position = number % time;

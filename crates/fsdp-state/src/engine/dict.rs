@@ -18,7 +18,7 @@ use crate::lend::{Lend, Memory};
 use crate::memory::scalar_to_value;
 use crate::schema::Schema;
 use crate::state_dict::{StateDict, StateValue};
-use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank, by_value, incomplete};
+use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank, by_value, incomplete_error};
 
 /// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one
 /// rank has it.
@@ -339,7 +339,7 @@ impl Source for DictSource<'_> {
 fn layout_of(wanted: &Wanted, have: PerRank, want: PerRank) -> Layout {
     Layout {
         shape: wanted.shape.clone(),
-        element: wanted.dtype.size_in_bytes() as usize,
+        element_size: wanted.dtype.size_in_bytes() as usize,
         have,
         want,
     }
@@ -357,7 +357,7 @@ fn values_of_others(
     for (position, (_, leaf)) in schema.iter().enumerate() {
         values.push(if schema.is_small(position) {
             let value = small.next();
-            scalar_to_value(leaf, value.ok_or_else(|| incomplete(root))?)?
+            scalar_to_value(leaf, value.ok_or_else(|| incomplete_error(root))?)?
         } else {
             PlainValue::None.into()
         });

@@ -7,7 +7,7 @@ use fsdp_layout::TensorBox;
 use fsdp_layout::boxes::copy_runs;
 
 use super::packing::{BoxBytes, Outgoing, copy_elements, read_box, with_packed};
-use super::route::{Layout, Piece, Route, windows};
+use super::route::{Layout, Piece, Route, cut_into_windows};
 use super::slots::{SlotPart, carve};
 use crate::error::StateError;
 use crate::lend::{Lend, Memory, lent_bytes};
@@ -93,7 +93,7 @@ impl<'g> Exchange<'g> {
 
     /// Returns a buffer for a collective. A rank without memory for it ends the operation on all
     /// ranks.
-    fn buffer(&self, bytes: usize) -> Result<Vec<u8>, CommError> {
+    fn allocate_buffer(&self, bytes: usize) -> Result<Vec<u8>, CommError> {
         zeroed_vec(bytes).map_err(|error| self.abort(&error))
     }
 
@@ -289,9 +289,9 @@ impl<'g> Exchange<'g> {
         if transfer.layout.bytes() <= BUCKET_BYTES {
             return run(self, transfers);
         }
-        for window in windows(
+        for window in cut_into_windows(
             &transfer.layout.shape,
-            transfer.layout.element,
+            transfer.layout.element_size,
             BUCKET_BYTES,
         ) {
             let layout = transfer.layout.window(&window);
@@ -319,11 +319,11 @@ impl<'g> Exchange<'g> {
         // how much each rank sends.
         let group = self.group;
         let rank = group.rank();
-        let pieces = in_sender_order(transfers, |transfer| match root {
+        let pieces = pieces_in_sender_order(transfers, |transfer| match root {
             Some(root) => transfer.layout.pieces_for(root),
             None => transfer.layout.pieces_of_whole(),
         });
-        let counts = counts(transfers, &pieces, group.world_size());
+        let counts = bytes_from_ranks(transfers, &pieces, group.world_size());
         // Pack what this rank sends, and receive where the pieces belong.
         let own: Vec<Outgoing<'_>> = pieces
             .iter()
@@ -361,7 +361,7 @@ impl<'g> Exchange<'g> {
             .iter()
             .map(|transfer| transfer.layout.bytes())
             .sum();
-        let mut packed = self.buffer(bytes)?;
+        let mut packed = self.allocate_buffer(bytes)?;
         if is_root {
             let mut rest = &mut packed[..];
             for Transfer {
@@ -372,7 +372,7 @@ impl<'g> Exchange<'g> {
                     .split_off_mut(..layout.bytes())
                     .expect("the buffer has the bytes of all tensors");
                 let whole = TensorBox::whole(&layout.shape);
-                self.record(read_box(sources, &whole, &whole, layout.element, to));
+                self.record(read_box(sources, &whole, &whole, layout.element_size, to));
             }
         }
         self.group.broadcast(&mut packed, root)?;
@@ -423,7 +423,7 @@ impl<'g> Exchange<'g> {
             }
             // The pieces of a rank that gets nothing in this round come in another one.
             let arrives = if counts[rank] > 0 {
-                incoming(transfers, rank)
+                incoming_pieces(transfers, rank)
             } else {
                 Vec::new()
             };
@@ -452,8 +452,8 @@ impl<'g> Exchange<'g> {
             self.pack_for(transfers, to, &mut send);
             send_counts[to] = send.len() - before;
         }
-        let arrives = incoming(transfers, rank);
-        let receive_counts = counts(transfers, &arrives, ranks);
+        let arrives = incoming_pieces(transfers, rank);
+        let receive_counts = bytes_from_ranks(transfers, &arrives, ranks);
         self.receive(transfers, &arrives, |outputs| {
             group.all_to_all_uneven_into_slices(outputs, &receive_counts, &send, &send_counts)
         })
@@ -464,7 +464,7 @@ impl<'g> Exchange<'g> {
         let rank = self.group.rank();
         for transfer in transfers {
             // Most ranks of a large group have nothing for each other.
-            if !transfer.layout.concerns(rank, to) {
+            if !transfer.layout.moves_between(rank, to) {
                 continue;
             }
             for piece in transfer.layout.pieces_for(to) {
@@ -472,7 +472,7 @@ impl<'g> Exchange<'g> {
                     continue;
                 }
                 let outgoing = transfer.outgoing(&piece.bounds);
-                let end = send.len() + outgoing.bytes();
+                let end = send.len() + outgoing.byte_len();
                 self.record(outgoing.pack(send));
                 // The receiver expects these bytes, even if they could not be read here.
                 send.resize(end, 0);
@@ -488,7 +488,7 @@ impl<'g> Exchange<'g> {
         pieces: &[(usize, Piece)],
         run: impl FnOnce(&mut [&mut [u8]]) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        if let Some(parts) = parts(transfers, pieces) {
+        if let Some(parts) = slot_parts(transfers, pieces) {
             let slots = transfers
                 .iter_mut()
                 .flat_map(|transfer| transfer.slots.iter_mut().map(|slot| &mut **slot));
@@ -500,12 +500,12 @@ impl<'g> Exchange<'g> {
             .iter()
             .map(|(transfer, piece)| transfers[*transfer].bytes_of(&piece.bounds))
             .sum();
-        let mut received = self.buffer(bytes)?;
+        let mut received = self.allocate_buffer(bytes)?;
         run(&mut [&mut received])?;
         let mut rest = &received[..];
         for (transfer, piece) in pieces {
             let (bytes, after) = rest.split_at(transfers[*transfer].bytes_of(&piece.bounds));
-            transfers[*transfer].place(piece, bytes);
+            transfers[*transfer].copy_piece_to_slot(piece, bytes);
             rest = after;
         }
         Ok(())
@@ -533,7 +533,7 @@ impl<'a> Transfer<'a> {
         Outgoing {
             sources: self.sources,
             bounds,
-            element: self.layout.element,
+            element_size: self.layout.element_size,
         }
     }
 
@@ -549,7 +549,7 @@ impl<'a> Transfer<'a> {
 
     /// Returns the number of bytes of a box.
     fn bytes_of(&self, bounds: &TensorBox) -> usize {
-        bounds.numel() * self.layout.element
+        bounds.numel() * self.layout.element_size
     }
 
     /// Copies the pieces that this rank both has and wants. They are not sent.
@@ -561,25 +561,31 @@ impl<'a> Transfer<'a> {
             if piece.source == rank {
                 let want = &self.want[piece.target];
                 let to = &mut *self.slots[piece.target];
-                read_box(self.sources, &piece.bounds, want, self.layout.element, to)?;
+                read_box(
+                    self.sources,
+                    &piece.bounds,
+                    want,
+                    self.layout.element_size,
+                    to,
+                )?;
             }
         }
         Ok(())
     }
 
     /// Copies the bytes of a piece into the slot of the box that wants it.
-    fn place(&mut self, piece: &Piece, bytes: &[u8]) {
+    fn copy_piece_to_slot(&mut self, piece: &Piece, bytes: &[u8]) {
         // After a failure there are no slots.
         if let Some(slot) = self.slots.get_mut(piece.target) {
             let runs = copy_runs(&piece.bounds, &piece.bounds, &self.want[piece.target]);
-            copy_elements(runs, self.layout.element, bytes, slot);
+            copy_elements(runs, self.layout.element_size, bytes, slot);
         }
     }
 }
 
 /// Returns the pieces of several tensors in the order in which senders pack them: by rank, then by
 /// tensor.
-fn in_sender_order(
+fn pieces_in_sender_order(
     transfers: &[Transfer<'_>],
     pieces_of: impl Fn(&Transfer<'_>) -> Vec<Piece>,
 ) -> Vec<(usize, Piece)> {
@@ -593,14 +599,18 @@ fn in_sender_order(
 }
 
 /// Returns the pieces that a rank receives from others, in the order in which they arrive.
-fn incoming(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece)> {
-    let mut pieces = in_sender_order(transfers, |transfer| transfer.layout.pieces_for(rank));
+fn incoming_pieces(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece)> {
+    let mut pieces = pieces_in_sender_order(transfers, |transfer| transfer.layout.pieces_for(rank));
     pieces.retain(|(_, piece)| piece.source != rank);
     pieces
 }
 
 /// Returns how many bytes these pieces bring from each rank.
-fn counts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)], ranks: usize) -> Vec<usize> {
+fn bytes_from_ranks(
+    transfers: &[Transfer<'_>],
+    pieces: &[(usize, Piece)],
+    ranks: usize,
+) -> Vec<usize> {
     let mut counts = vec![0; ranks];
     for (transfer, piece) in pieces {
         counts[piece.source] += transfers[*transfer].bytes_of(&piece.bounds);
@@ -610,7 +620,7 @@ fn counts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)], ranks: usize) -
 
 /// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too
 /// many parts.
-fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<SlotPart>> {
+fn slot_parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<SlotPart>> {
     let mut first = Vec::with_capacity(transfers.len());
     let mut slots = 0;
     for transfer in transfers {
@@ -620,14 +630,14 @@ fn parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<Sl
     let mut parts = Vec::with_capacity(pieces.len());
     for (index, piece) in pieces {
         let transfer = &transfers[*index];
-        let element = transfer.layout.element;
+        let element_size = transfer.layout.element_size;
         if piece.target >= transfer.slots.len() {
             return None;
         }
         for run in copy_runs(&piece.bounds, &piece.bounds, &transfer.want[piece.target]) {
             parts.push((
                 first[*index] + piece.target,
-                run.dst * element..(run.dst + run.len) * element,
+                run.dst * element_size..(run.dst + run.len) * element_size,
             ));
             if parts.len() > MAX_RUNS {
                 return None;

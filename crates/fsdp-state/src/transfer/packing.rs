@@ -79,13 +79,13 @@ pub(crate) fn read_box(
     sources: &[BoxBytes],
     bounds: &TensorBox,
     target: &TensorBox,
-    element: usize,
+    element_size: usize,
     to: &mut [u8],
 ) -> Result<(), StateError> {
     for source in sources {
         if let Some(overlap) = source.bounds.intersect(bounds) {
             let runs = copy_runs(&overlap, &source.bounds, target);
-            source.read(|from| copy_elements(runs, element, from, to))?;
+            source.read(|from| copy_elements(runs, element_size, from, to))?;
         }
     }
     Ok(())
@@ -94,13 +94,16 @@ pub(crate) fn read_box(
 /// Copies runs of elements from one buffer to another.
 pub(super) fn copy_elements(
     runs: impl IntoIterator<Item = CopyRun>,
-    element: usize,
+    element_size: usize,
     from: &[u8],
     to: &mut [u8],
 ) {
     for CopyRun { src, dst, len } in runs {
-        let source = &from[src * element..(src + len) * element];
-        non_temporal_copy(&mut to[dst * element..(dst + len) * element], source);
+        let source = &from[src * element_size..(src + len) * element_size];
+        non_temporal_copy(
+            &mut to[dst * element_size..(dst + len) * element_size],
+            source,
+        );
     }
 }
 
@@ -110,12 +113,12 @@ pub(super) struct Outgoing<'a> {
     pub(super) sources: &'a [BoxBytes],
     pub(super) bounds: &'a TensorBox,
     /// Bytes of an element.
-    pub(super) element: usize,
+    pub(super) element_size: usize,
 }
 
 impl<'a> Outgoing<'a> {
-    pub(super) fn bytes(&self) -> usize {
-        self.bounds.numel() * self.element
+    pub(super) fn byte_len(&self) -> usize {
+        self.bounds.numel() * self.element_size
     }
 
     /// Returns the candle tensor that has exactly the elements of the box, if there is one.
@@ -131,10 +134,16 @@ impl<'a> Outgoing<'a> {
     pub(super) fn pack(&self, packed: &mut Vec<u8>) -> Result<(), StateError> {
         let start = packed.len();
         // What other ranks want decides how much this is, so a lack of memory is an error.
-        try_reserve(packed, self.bytes())?;
-        packed.resize(start + self.bytes(), 0);
+        try_reserve(packed, self.byte_len())?;
+        packed.resize(start + self.byte_len(), 0);
         let to = &mut packed[start..];
-        read_box(self.sources, self.bounds, self.bounds, self.element, to)
+        read_box(
+            self.sources,
+            self.bounds,
+            self.bounds,
+            self.element_size,
+            to,
+        )
     }
 }
 
@@ -157,7 +166,7 @@ pub(super) fn with_packed<R>(
                 .iter()
                 .try_for_each(|outgoing| outgoing.pack(&mut packed));
             // The other ranks expect this many bytes, also if some could not be read.
-            packed.resize(boxes.iter().map(Outgoing::bytes).sum(), 0);
+            packed.resize(boxes.iter().map(Outgoing::byte_len).sum(), 0);
             (f(&packed), read)
         }
     }

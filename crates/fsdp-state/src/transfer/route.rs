@@ -14,7 +14,7 @@ pub(crate) struct Layout {
     /// The global shape.
     pub(crate) shape: Vec<usize>,
     /// Bytes of an element.
-    pub(crate) element: usize,
+    pub(crate) element_size: usize,
     /// Each rank's boxes; several ranks may have one element.
     pub(crate) have: PerRank,
     /// The boxes that each rank wants; those of one rank do not overlap.
@@ -39,7 +39,7 @@ pub(crate) fn by_value<T>(sent: Vec<Vec<T>>, count: usize) -> Result<Vec<Vec<T>>
     values.resize_with(count, || Vec::with_capacity(sent.len()));
     for (rank, items) in sent.into_iter().enumerate() {
         if items.len() < count {
-            return Err(incomplete(rank));
+            return Err(incomplete_error(rank));
         }
         for (value, item) in values.iter_mut().zip(items) {
             value.push(item);
@@ -50,7 +50,7 @@ pub(crate) fn by_value<T>(sent: Vec<Vec<T>>, count: usize) -> Result<Vec<Vec<T>>
 
 /// Returns the error for a rank of the group that did not send all that the others expect of it.
 /// It happens only if the ranks run different versions of this crate.
-pub(crate) fn incomplete(rank: usize) -> StateError {
+pub(crate) fn incomplete_error(rank: usize) -> StateError {
     StateError::Other {
         message: format!("rank {rank} of the group sent fewer values than the others expect"),
         kind: ErrorKind::Other,
@@ -137,16 +137,16 @@ impl Layout {
     pub(crate) fn bytes(&self) -> usize {
         // Several dimensions may be large if one is 0, so this is no plain product.
         let numel = checked_numel(&self.shape).expect("a schema has no tensor that is too large");
-        numel * self.element
+        numel * self.element_size
     }
 
     /// Returns the number of bytes that a rank wants.
     pub(crate) fn bytes_wanted(&self, rank: usize) -> usize {
-        self.want[rank].iter().map(TensorBox::numel).sum::<usize>() * self.element
+        self.want[rank].iter().map(TensorBox::numel).sum::<usize>() * self.element_size
     }
 
     /// Returns the first rank that wants elements that no rank has, and the first box of them.
-    fn hole(&self) -> Option<(usize, TensorBox)> {
+    fn find_hole(&self) -> Option<(usize, TensorBox)> {
         // Elements that nobody has matter only where somebody wants them.
         let holes = uncovered(
             &TensorBox::whole(&self.shape),
@@ -174,7 +174,7 @@ impl Layout {
         operation: &'static str,
         key: &str,
     ) -> Result<(), StateError> {
-        match self.hole() {
+        match self.find_hole() {
             None => Ok(()),
             Some((rank, missing)) => Err(StateError::NotCovered {
                 operation,
@@ -233,7 +233,7 @@ impl Layout {
     }
 
     /// Returns `true` if one rank has elements that another wants.
-    pub(crate) fn concerns(&self, source: usize, receiver: usize) -> bool {
+    pub(crate) fn moves_between(&self, source: usize, receiver: usize) -> bool {
         self.have[source].iter().any(|have| {
             self.want[receiver]
                 .iter()
@@ -249,7 +249,7 @@ impl Layout {
         let nothing = TensorBox::new(vec![0; self.shape.len()], vec![0; self.shape.len()]);
         Layout {
             shape: self.shape.clone(),
-            element: self.element,
+            element_size: self.element_size,
             have: self.have.map(|bounds| bounds.intersect(window)),
             want: self
                 .want
@@ -260,7 +260,7 @@ impl Layout {
     /// Finds the wanted boxes in the boxes of the sources, asked one after the other. What no
     /// source has is left out.
     fn pieces(&self, wanted: &[TensorBox], sources: impl Iterator<Item = usize>) -> Vec<Piece> {
-        let mut left: Vec<(usize, TensorBox)> = wanted
+        let mut unassigned: Vec<(usize, TensorBox)> = wanted
             .iter()
             .cloned()
             .enumerate()
@@ -269,16 +269,16 @@ impl Layout {
         let mut pieces = Vec::new();
         for source in sources {
             for have in &self.have[source] {
-                if left.is_empty() {
+                if unassigned.is_empty() {
                     return pieces;
                 }
                 // What this box has of the wanted ones is a piece. What is left around it is asked
                 // of the next.
-                let mut rest = Vec::with_capacity(left.len());
-                for (target, want) in left {
+                let mut still_unassigned = Vec::with_capacity(unassigned.len());
+                for (target, want) in unassigned {
                     match want.intersect(have) {
                         Some(bounds) => {
-                            rest.extend(
+                            still_unassigned.extend(
                                 subtract(&want, &bounds)
                                     .into_iter()
                                     .map(|part| (target, part)),
@@ -289,10 +289,10 @@ impl Layout {
                                 bounds,
                             });
                         }
-                        None => rest.push((target, want)),
+                        None => still_unassigned.push((target, want)),
                     }
                 }
-                left = rest;
+                unassigned = still_unassigned;
             }
         }
         pieces
@@ -300,12 +300,16 @@ impl Layout {
 }
 
 /// Cuts a tensor into boxes of at most `limit` bytes each (or one element), row-major.
-pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<TensorBox> {
+pub(crate) fn cut_into_windows(
+    shape: &[usize],
+    element_size: usize,
+    limit: usize,
+) -> Vec<TensorBox> {
     let mut windows = vec![TensorBox::whole(shape)];
     for dimension in 0..shape.len() {
         let largest = windows.iter().map(TensorBox::numel).max();
         // There is no window if a dimension before this one is 0.
-        if largest.is_none_or(|numel| numel.saturating_mul(element) <= limit) {
+        if largest.is_none_or(|numel| numel.saturating_mul(element_size) <= limit) {
             break;
         }
         // The windows are too large, so cut them along this dimension: each gets as many rows as
@@ -313,7 +317,7 @@ pub(crate) fn windows(shape: &[usize], element: usize, limit: usize) -> Vec<Tens
         let row = shape[dimension + 1..]
             .iter()
             .product::<usize>()
-            .saturating_mul(element)
+            .saturating_mul(element_size)
             .max(1);
         let rows = (limit / row).max(1);
         let mut parts = Vec::new();
@@ -352,7 +356,7 @@ mod tests {
         let lists = |lists: &[&[TensorBox]]| lists.iter().map(|boxes| boxes.to_vec()).collect();
         Layout {
             shape: vec![4, 3],
-            element: 4,
+            element_size: 4,
             have: PerRank::all(lists(have)),
             want: PerRank::all(lists(want)),
         }
@@ -406,9 +410,9 @@ mod tests {
             &[&[rows(0, 1)], &[rows(2, 1)]],
             &[&[rows(0, 1)], &[rows(0, 3)]],
         );
-        assert_eq!(holes.hole(), Some((1, rows(1, 1))));
+        assert_eq!(holes.find_hole(), Some((1, rows(1, 1))));
         assert_eq!(
-            layout(&[&[rows(0, 1)], &[]], &[&[rows(0, 1)], &[]]).hole(),
+            layout(&[&[rows(0, 1)], &[]], &[&[rows(0, 1)], &[]]).find_hole(),
             None
         );
         let (have, want) = (
@@ -417,11 +421,11 @@ mod tests {
         );
         let empty = Layout {
             shape: vec![0, 3],
-            element: 4,
+            element_size: 4,
             have,
             want,
         };
-        assert_eq!(empty.hole(), None);
+        assert_eq!(empty.find_hole(), None);
     }
 
     #[test]
@@ -445,7 +449,7 @@ mod tests {
             (vec![], 1),
             (vec![3, 0], 1),
         ] {
-            let cut = windows(&shape, 4, limit);
+            let cut = cut_into_windows(&shape, 4, limit);
             let whole = TensorBox::whole(&shape);
             assert_eq!(
                 cut.iter().map(TensorBox::numel).sum::<usize>(),

@@ -10,7 +10,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use super::super::frame::{Frame, Kind};
-use super::super::inbox::{InboxState, ranks_body};
+use super::super::inbox::{InboxState, encode_ranks};
 use super::super::schedule::Schedule;
 use super::{FIRST_RECEIVER_PAUSE, Next};
 use crate::backend::Round;
@@ -120,7 +120,7 @@ struct Rank {
     condition: Condition,
     fault: Option<RankFault>,
     /// The end of the round that it is in.
-    until: Option<Instant>,
+    deadline: Option<Instant>,
     /// The number of rounds that it has completed.
     completed: u64,
     wake: Option<Instant>,
@@ -185,7 +185,7 @@ impl World {
                 state,
                 condition: Condition::Running,
                 fault,
-                until: None,
+                deadline: None,
                 completed: 0,
                 wake: None,
                 heard: start,
@@ -375,13 +375,13 @@ impl World {
                     continue;
                 }
                 Condition::Stopped(_, None) => continue,
-                Condition::Stopped(_, Some(until)) if at < until => {
-                    self.plan(until, event);
+                Condition::Stopped(_, Some(deadline)) if at < deadline => {
+                    self.plan(deadline, event);
                     continue;
                 }
                 Condition::Stopped(..) => {
                     self.ranks[rank].condition = Condition::Running;
-                    self.ranks[rank].state.beat(at);
+                    self.ranks[rank].state.record_heartbeat_thread_ran(at);
                 }
                 Condition::Running => {}
             }
@@ -451,22 +451,22 @@ impl World {
     fn enter(&mut self, rank: usize) {
         let now = self.now;
         let rank = &mut self.ranks[rank];
-        rank.until = Some(now + DEADLINE);
+        rank.deadline = Some(now + DEADLINE);
         rank.entered = now;
-        let record = ranks_body(&[rank.state.rank ^ rank.completed as usize]);
+        let record = encode_ranks(&[rank.state.rank ^ rank.completed as usize]);
         rank.state.enter(GROUP, rank.completed, &record, now);
     }
 
     /// Lets a rank do what it can do now.
     fn go_on(&mut self, rank: usize) {
-        while let Some(until) = self.ranks[rank].until {
+        while let Some(deadline) = self.ranks[rank].deadline {
             let number = self.ranks[rank].completed;
             let round = Round {
                 number,
                 sequence: number,
                 operation: "barrier",
-                deadline: DEADLINE,
-                until,
+                timeout: DEADLINE,
+                deadline,
             };
             match self.ranks[rank].state.next(GROUP, &round, self.now) {
                 Ok(Next::Send { to, bundles }) => {
@@ -476,20 +476,20 @@ impl World {
                 }
                 Ok(Next::Ask(questions)) => {
                     for (of, about) in questions {
-                        self.send(rank, of, Kind::Question, number, ranks_body(&about));
+                        self.send(rank, of, Kind::Question, number, encode_ranks(&about));
                     }
                 }
-                Ok(Next::Wait(until)) => {
-                    assert!(until > self.now, "a wait that ends at once");
-                    self.ranks[rank].wake = Some(until);
-                    self.plan(until, Event::Wake(rank));
+                Ok(Next::Wait(deadline)) => {
+                    assert!(deadline > self.now, "a wait that ends at once");
+                    self.ranks[rank].wake = Some(deadline);
+                    self.plan(deadline, Event::Wake(rank));
                     break;
                 }
                 Ok(Next::Done(records)) => {
                     let expected =
-                        (0..self.ranks.len()).map(|of| ranks_body(&[of ^ number as usize]));
+                        (0..self.ranks.len()).map(|of| encode_ranks(&[of ^ number as usize]));
                     assert!(records.iter().map(|record| record.to_vec()).eq(expected));
-                    self.ranks[rank].until = None;
+                    self.ranks[rank].deadline = None;
                     self.ranks[rank].completed += 1;
                     self.plan_round(rank);
                 }
@@ -505,7 +505,7 @@ impl World {
     }
 
     fn fail(&mut self, rank: usize, error: CommError) {
-        self.ranks[rank].until = None;
+        self.ranks[rank].deadline = None;
         self.ranks[rank].error = Some((self.now, error.clone()));
         let round = self.ranks[rank].completed;
         for to in self.ranks[rank].state.fail(GROUP, round, &error) {
