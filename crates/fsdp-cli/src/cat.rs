@@ -238,7 +238,7 @@ impl NamedTensor<'_> {
 
     /// Prints the elements, with a line for each innermost row.
     fn print(&self) -> Result<()> {
-        let row = self.entry.shape.last().map_or(1, |&size| size.max(1));
+        let row_len = self.entry.shape.last().map_or(1, |&size| size.max(1));
         // A piece may end within a row, so the column is kept from one piece to the next.
         let mut column = 0;
         self.each_piece(&mut |bytes| {
@@ -250,7 +250,7 @@ impl NamedTensor<'_> {
                     Value::String(value) => text.push_str(&value),
                     value => text.push_str(&value.to_string()),
                 }
-                column = (column + 1) % row;
+                column = (column + 1) % row_len;
                 text.push(if column == 0 { '\n' } else { ' ' });
             }
             output::raw(text.as_bytes())
@@ -263,12 +263,12 @@ impl NamedTensor<'_> {
         // The staged file is created beside it and renamed, so nothing that reads it sees a half.
         check_free(path, false)?;
         let staging = Durable::new().prepare(path, false)?;
-        let mut at = header.len() as u64;
-        let file = staging.create_single(at + inspect::bytes(self.entry))?;
+        let mut offset = header.len() as u64;
+        let file = staging.create_single(offset + inspect::bytes(self.entry))?;
         file.write_at(0, &header)?;
         self.each_piece(&mut |bytes| {
-            file.write_at(at, bytes)?;
-            at += bytes.len() as u64;
+            file.write_at(offset, bytes)?;
+            offset += bytes.len() as u64;
             Ok(())
         })?;
         file.finish()?;

@@ -12,14 +12,14 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom as _;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::job::{HANG, Job, Work, done, is_alive, newest, starts};
+use crate::job::{HANG_TIMEOUT, Job, Work, done, is_alive, newest, starts};
 use crate::shell::say;
 
 /// The longest time for which a launcher is stopped.
 const LONGEST_STOP: Duration = Duration::from_secs(2);
 /// The time that a rank may take to end once it knows of a failure, on a machine that has fewer
 /// cores than ranks.
-const END: Duration = Duration::from_secs(2);
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The moments of the failures of a run.
 #[derive(Debug, Clone, Copy)]
@@ -125,7 +125,10 @@ impl DisturbedRun<'_> {
                     // launcher waits for it.
                     signal(&ranks, Signal::CONT);
                 }
-                ensure!(hit.elapsed() < HANG, "no step within {HANG:?} of a failure");
+                ensure!(
+                    hit.elapsed() < HANG_TIMEOUT,
+                    "no step within {HANG_TIMEOUT:?} of a failure"
+                );
             }
             counts.slowest = counts.slowest.max(hit.elapsed());
             // A kill in the last moment of a save may find the new checkpoint there: then the run
@@ -146,7 +149,7 @@ impl DisturbedRun<'_> {
                 ));
             }
         }
-        ensure!(job.wait(HANG)?, "the run does not end");
+        ensure!(job.wait(HANG_TIMEOUT)?, "the run does not end");
         Ok(())
     }
 
@@ -231,7 +234,7 @@ impl DisturbedRun<'_> {
         counts: &mut DisturbanceCounts,
     ) -> Result<()> {
         let timeout = Duration::from_secs(self.work.timeout);
-        let limit = self.longest_step + timeout + END;
+        let limit = self.longest_step + timeout + END_TIMEOUT;
         while survivors.iter().any(|rank| is_alive(*rank)) {
             let waited = hit.elapsed();
             ensure!(

@@ -21,7 +21,7 @@ use rand::rngs::StdRng;
 use self::disturb::{DisturbanceCounts, DisturbedRun, Pace};
 use self::effective::effective;
 use crate::files::remove_directory;
-use crate::job::{ENDLESS, HANG, Work, last_lines, newest, program, step_seconds};
+use crate::job::{ENDLESS, HANG_TIMEOUT, Work, last_lines, newest, program, step_seconds};
 use crate::shell::say;
 
 /// The options of `cargo xtask kills`.
@@ -96,8 +96,8 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
     let said = dir.join("said");
     let start = Instant::now();
     ensure!(
-        work.start(&quiet, &said)?.wait(HANG)?,
-        "the run that nobody disturbs takes more than {HANG:?}"
+        work.start(&quiet, &said)?.wait(HANG_TIMEOUT)?,
+        "the run that nobody disturbs takes more than {HANG_TIMEOUT:?}"
     );
     let undisturbed = start.elapsed();
     say(&format!(

@@ -30,7 +30,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The time that it has to answer.
 const READ_TIMEOUT: Duration = Duration::from_millis(20);
 /// The pause after a port had closed, and while none is open.
-const PAUSE: Duration = Duration::from_millis(10);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A use that a stranger makes of a connection.
 #[derive(Debug, Clone, Copy)]
@@ -162,7 +162,7 @@ pub(super) fn bother(field: &Field, recording: &Recording, seed: u64) {
     };
     while !field.has_ended() {
         let Some(target) = field.target(&mut stranger.random) else {
-            thread::sleep(PAUSE);
+            thread::sleep(RETRY_INTERVAL);
             continue;
         };
         // The other side may end a connection at any time. The port may also have closed.
@@ -170,7 +170,7 @@ pub(super) fn bother(field: &Field, recording: &Recording, seed: u64) {
             .visit(target)
             .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
         {
-            thread::sleep(PAUSE);
+            thread::sleep(RETRY_INTERVAL);
         }
         stranger.send_slowly();
     }

@@ -2,7 +2,7 @@
 
 use fsdp_formats::metadata::TensorEntry;
 
-use super::holders::Holdings;
+use super::files::CheckpointFiles;
 use super::raster::{Cell, Size};
 use super::terminal::cut;
 use crate::markup::{escape, shortened};
@@ -28,67 +28,77 @@ const LINE: f64 = 20.0;
 const NAME: usize = 50;
 
 /// Returns the picture as a file of its own.
-pub(super) fn file(title: &str, holdings: &Holdings<'_>, limit: usize) -> String {
+pub(super) fn file(title: &str, checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
     let mut picture = Picture::default();
-    picture.text((12.0, 26.0), "font-size=\"16\"", &summary(holdings), "");
-    let height = draw(&mut picture, holdings, limit, 40.0);
+    picture.text(
+        (12.0, 26.0),
+        "font-size=\"16\"",
+        &summary(checkpoint_files),
+        "",
+    );
+    let height = draw(&mut picture, checkpoint_files, limit, 40.0);
     picture.into_file(title, WIDTH, height)
 }
 
 /// Returns the body of a page with the picture.
-pub(super) fn body(holdings: &Holdings<'_>, limit: usize) -> String {
+pub(super) fn body(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
     let mut picture = Picture::default();
-    let height = draw(&mut picture, holdings, limit, 0.0);
+    let height = draw(&mut picture, checkpoint_files, limit, 0.0);
     format!(
         "<h1>{}</h1>\n<p>{}. Each file has a colour; a tensor is shown along the dimensions in \
          which it is cut. Point at a part to see who holds it.</p>\n<div class=\"wide\">{}</div>\n",
-        escape(&holdings.path),
-        escape(&summary(holdings)),
+        escape(&checkpoint_files.path),
+        escape(&summary(checkpoint_files)),
         picture.for_page("Who holds what", WIDTH, height)
     )
 }
 
 /// Returns the line of text above the picture.
-fn summary(holdings: &Holdings<'_>) -> String {
+fn summary(checkpoint_files: &CheckpointFiles<'_>) -> String {
     format!(
         "{} ({}): {}, {} in {}",
-        holdings.path,
-        holdings.format,
-        count(holdings.tensors().len(), "tensor", "tensors"),
-        iec(holdings.bytes()),
-        count(holdings.holders.len(), "file", "files")
+        checkpoint_files.path,
+        checkpoint_files.format,
+        count(checkpoint_files.tensors().len(), "tensor", "tensors"),
+        iec(checkpoint_files.bytes()),
+        count(checkpoint_files.files.len(), "file", "files")
     )
 }
 
 /// Draws files and tensors below `top`. Returns the position of the drawing's bottom.
-fn draw(picture: &mut Picture, holdings: &Holdings<'_>, limit: usize, top: f64) -> f64 {
+fn draw(
+    picture: &mut Picture,
+    checkpoint_files: &CheckpointFiles<'_>,
+    limit: usize,
+    top: f64,
+) -> f64 {
     let mut y = top + LINE;
     // First the files, each with a bar for its bytes.
-    for (position, holder) in holdings.holders.iter().take(FILES).enumerate() {
-        let name = format!("rank {}  {}", holder.rank_text(), holder.file);
+    for (position, file) in checkpoint_files.files.iter().take(FILES).enumerate() {
+        let name = format!("rank {}  {}", file.rank_text(), file.file);
         label(picture, &name, y);
         let bar = Area {
             x: LEFT,
             y: y - 12.0,
-            width: ACROSS * holder.bytes as f64 / holdings.largest() as f64,
+            width: ACROSS * file.bytes as f64 / checkpoint_files.max_file_bytes() as f64,
             height: 14.0,
         };
         picture.rectangle(bar, &fill(position as u32), "");
-        let what = format!("{}, {} boxes", iec(holder.bytes), holder.boxes);
+        let what = format!("{}, {} boxes", iec(file.bytes), file.boxes);
         picture.text((NOTES, y), "class=\"soft\"", &what, "");
         y += LINE;
     }
-    if holdings.holders.len() > FILES {
-        let more_files = holdings.holders.len() - FILES;
+    if checkpoint_files.files.len() > FILES {
+        let more_files = checkpoint_files.files.len() - FILES;
         label(picture, &format!("… and {more_files} more files"), y);
         y += LINE;
     }
     // Then the tensors, each as a grid of cells in the colours of their files.
     y += LINE;
-    let tensors = holdings.tensors();
+    let tensors = checkpoint_files.tensors();
     for (name, entry) in tensors.iter().take(limit) {
         label(picture, name, y);
-        y += draw_tensor(picture, holdings, entry, y);
+        y += draw_tensor(picture, checkpoint_files, entry, y);
     }
     if tensors.len() > limit {
         let more = tensors.len() - limit;
@@ -99,8 +109,13 @@ fn draw(picture: &mut Picture, holdings: &Holdings<'_>, limit: usize, top: f64) 
 }
 
 /// Draws a tensor on the line at `y`, and returns the height that it takes.
-fn draw_tensor(picture: &mut Picture, holdings: &Holdings<'_>, entry: &TensorEntry, y: f64) -> f64 {
-    let raster = holdings.raster(entry, SIZE);
+fn draw_tensor(
+    picture: &mut Picture,
+    checkpoint_files: &CheckpointFiles<'_>,
+    entry: &TensorEntry,
+    y: f64,
+) -> f64 {
+    let raster = checkpoint_files.raster(entry, SIZE);
     let dtype = entry.properties.dtype;
     let what = format!("{dtype} {:?}{}", entry.shape, cut(&raster.dimensions));
     picture.text((NOTES, y), "class=\"soft\"", &shortened(&what, 44), "");
@@ -117,10 +132,10 @@ fn draw_tensor(picture: &mut Picture, holdings: &Holdings<'_>, entry: &TensorEnt
             match cell {
                 Cell::Nobody => picture.rectangle(area, "class=\"none\"", "nobody"),
                 Cell::Several => picture.rectangle(area, "class=\"several\"", "several boxes"),
-                Cell::Holder(position) => {
-                    let holder = &holdings.holders[position as usize];
-                    let file = shortened(&holder.file, NAME);
-                    let who = format!("rank {}, {file}", holder.rank_text());
+                Cell::File(position) => {
+                    let file = &checkpoint_files.files[position as usize];
+                    let name = shortened(&file.file, NAME);
+                    let who = format!("rank {}, {name}", file.rank_text());
                     picture.rectangle(area, &fill(position), &who);
                 }
             }

@@ -1,4 +1,4 @@
-//! A tensor as a grid of cells, each with the holder of the elements there.
+//! A tensor as a grid of cells, each with the file of the elements there.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ pub(super) enum Cell {
     /// No box holds it.
     Nobody,
     /// The file at this position holds it.
-    Holder(u32),
+    File(u32),
     /// Several boxes hold it.
     Several,
 }
@@ -70,7 +70,7 @@ fn range_of(bounds: &TensorBox, dimension: usize) -> Range<usize> {
 }
 
 impl Raster {
-    /// Draws the boxes of a tensor, each with the number of its holder.
+    /// Draws the boxes of a tensor, each with the position of its file.
     pub(super) fn new(shape: &[usize], mut boxes: Vec<(&TensorBox, u32)>, size: Size) -> Self {
         // A box of another number of dimensions is damage, which `verify` tells.
         boxes.retain(|(bounds, _)| {
@@ -95,7 +95,7 @@ impl Raster {
         let down = Axis::new(down, shape, rows);
         let across = Axis::new(across, shape, size.columns);
         let mut cells = vec![Cell::Nobody; rows * size.columns];
-        for (bounds, holder) in boxes {
+        for (bounds, file) in boxes {
             let is_shown = hidden
                 .iter()
                 .all(|&dimension| range_of(bounds, dimension).contains(&(shape[dimension] / 2)));
@@ -105,9 +105,9 @@ impl Raster {
             for row in down.covered(bounds) {
                 for cell in &mut cells[row * size.columns..][across.covered(bounds)] {
                     *cell = match *cell {
-                        Cell::Nobody => Cell::Holder(holder),
-                        Cell::Holder(other) if other == holder => Cell::Holder(holder),
-                        Cell::Holder(_) | Cell::Several => Cell::Several,
+                        Cell::Nobody => Cell::File(file),
+                        Cell::File(other) if other == file => Cell::File(file),
+                        Cell::File(_) | Cell::Several => Cell::Several,
                     };
                 }
             }
@@ -159,11 +159,11 @@ mod tests {
         let held = boxes
             .iter()
             .enumerate()
-            .map(|(holder, bounds)| (bounds, holder as u32));
+            .map(|(file, bounds)| (bounds, file as u32));
         let raster = Raster::new(shape, held.collect(), SIZE);
         let show = |cell: &Cell| match cell {
             Cell::Nobody => '.',
-            Cell::Holder(holder) => char::from_digit(*holder, 36).unwrap(),
+            Cell::File(file) => char::from_digit(*file, 36).unwrap(),
             Cell::Several => '+',
         };
         (0..raster.rows)

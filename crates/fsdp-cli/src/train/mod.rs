@@ -276,7 +276,7 @@ fn prepare<'a>(
     let mut from = None;
     let mut is_saved = false;
     if let Some(resume) = &resume {
-        rows = resume.rows(settings.batch)?;
+        rows = resume.rows_read(settings.batch)?;
         let is_in_memory = matches!(&candidates.memory, Some(memory) if memory.path == resume.path);
         is_saved = !begins && !is_in_memory;
         from = Some(StepCheckpoint {

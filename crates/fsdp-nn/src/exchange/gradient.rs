@@ -39,7 +39,7 @@ pub(crate) fn copy_gradient<T: Scalar>(
     let grad = grad.contiguous()?;
     let from = HostSlice::<T>::read(&grad)?;
     if accumulate {
-        tasks::for_each_pair(to, &from, add);
+        tasks::for_each_pair(to, &from, add_assign);
     } else {
         tasks::for_each_pair(to, &from, <[T]>::copy_from_slice);
     }
@@ -79,8 +79,8 @@ pub(crate) fn flat_gradient<T: Scalar>(
     Ok(flat)
 }
 
-/// Adds values to those before, element by element.
-pub(crate) fn add<T: Scalar>(to: &mut [T], from: &[T]) {
+/// Adds `from` to `to`, element by element. They have equal lengths.
+pub(crate) fn add_assign<T: Scalar>(to: &mut [T], from: &[T]) {
     to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
 }
 

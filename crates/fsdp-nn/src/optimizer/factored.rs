@@ -212,13 +212,13 @@ fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) 
     // The sizes follow from the shapes, so no rank has to send its own.
     let mut counts = vec![0; group.world_size()];
     for one in all {
-        counts[one.owner] += Squares::zeros(&one.shape).values().len();
+        counts[one.owner] += Squares::zeros(&one.shape).to_flat().len();
     }
     let owned = all
         .iter()
         .zip(&*squares)
         .filter(|(one, _)| one.owner == group.rank());
-    let own: Vec<f64> = owned.flat_map(|(_, squares)| squares.values()).collect();
+    let own: Vec<f64> = owned.flat_map(|(_, squares)| squares.to_flat()).collect();
     let mut received = vec![0.0; counts.iter().sum()];
     group.all_gather_uneven_into(&mut received, &counts, &own)?;
     let mut rest = received.as_slice();
@@ -229,8 +229,8 @@ fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) 
             .filter(|(one, _)| one.owner == owner)
         {
             let values;
-            (values, rest) = rest.split_at(Squares::zeros(&one.shape).values().len());
-            squares.set(values);
+            (values, rest) = rest.split_at(Squares::zeros(&one.shape).to_flat().len());
+            squares.copy_from_flat(values);
         }
     }
     Ok(())
