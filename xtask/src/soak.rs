@@ -144,7 +144,7 @@ fn run_once(work: &Work, seed: u64) -> Result<Outcome> {
     let script = ["sh", "-c", RANK, "rank", path, &victim.to_string()];
     let mut job = work.start_with_script(&script, &out, &said)?;
     let what = format!("rank {victim} gets {signal:?} after {life:?}");
-    let slowest = hit(&mut job, directory, victim, signal, life)
+    let slowest = fail_ranks(&mut job, directory, victim, signal, life)
         .with_context(|| format!("{what}\n{}", last_lines(&said)))?;
     let newest = newest(&out)?;
     if newest > 0 {
@@ -158,7 +158,7 @@ fn run_once(work: &Work, seed: u64) -> Result<Outcome> {
 
 /// Kills or stops a rank some time after the start. The other ranks must end in time, and as ranks
 /// that have lost one, and no process may be left behind. Returns the time until they had ended.
-fn hit(
+fn fail_ranks(
     job: &mut Job,
     directory: &Path,
     victim: usize,
@@ -168,7 +168,7 @@ fn hit(
     // The life of a run begins when all its ranks do, because a slow start is no test.
     let ranks = started_ranks(directory)?;
     thread::sleep(life);
-    let hit = Instant::now();
+    let failed_at = Instant::now();
     if kill_process(ranks[victim], signal).is_err() {
         bail!("rank {victim} had ended before");
     }
@@ -177,14 +177,14 @@ fn hit(
             &directory.join(format!("code-{rank}")),
             JOB_TIMEOUT + LATE_TIMEOUT,
         )
-        .with_context(|| format!("rank {rank} still runs {:?} later", hit.elapsed()))?;
+        .with_context(|| format!("rank {rank} still runs {:?} later", failed_at.elapsed()))?;
         ensure!(
             code.trim() == LOST_A_RANK,
             "rank {rank} ended with code {}, not {LOST_A_RANK}",
             code.trim()
         );
     }
-    let slowest = hit.elapsed();
+    let slowest = failed_at.elapsed();
     ensure!(
         slowest < JOB_TIMEOUT + LATE_TIMEOUT,
         "the last rank ended {slowest:?} later"

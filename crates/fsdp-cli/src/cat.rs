@@ -485,12 +485,12 @@ fn numpy_type(dtype: DType) -> Option<&'static str> {
 /// NumPy has no such dtype, or the shape has too many dimensions.
 fn npy_header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>> {
     /// The bytes before the dict, and the newline after it.
-    const AROUND: usize = 10 + 1;
+    const FRAME_BYTES: usize = 10 + 1;
     let descr = numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?;
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
     let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
     // NumPy maps files into memory, and aligns the elements to 64 bytes for that.
-    let width = (dict.len() + AROUND).next_multiple_of(64) - AROUND;
+    let width = (dict.len() + FRAME_BYTES).next_multiple_of(64) - FRAME_BYTES;
     let length = u16::try_from(width + 1).context("a shape of too many dimensions")?;
     let mut header = b"\x93NUMPY\x01\x00".to_vec();
     header.extend(length.to_le_bytes());

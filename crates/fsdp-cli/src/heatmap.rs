@@ -12,7 +12,7 @@ const ROWS: usize = 8;
 /// The cells across: along the last dimension.
 const COLUMNS: usize = 64;
 /// The elements that are read at once.
-const PIECE: usize = 1 << 20;
+const PIECE_LEN: usize = 1 << 20;
 
 /// The explanation of the characters in a heat map.
 pub(crate) const LEGEND: &str = "\
@@ -75,7 +75,7 @@ impl Heat {
         let mut at = 0;
         // Tensors may be larger than memory.
         while at < numel {
-            let end = numel.min(at + PIECE);
+            let end = numel.min(at + PIECE_LEN);
             let first_values = values(first, name, entry, at..end)?;
             let second_values = values(second, name, entry, at..end)?;
             for (offset, (a, b)) in first_values.iter().zip(&second_values).enumerate() {

@@ -128,7 +128,7 @@ pub(crate) fn run(root: &Path, arguments: &StrangersArguments) -> Result<()> {
     };
     task.run(arguments, seed).with_context(|| {
         let said = ["running", "meeting"]
-            .map(|job| format!("the {job} job:\n{}", last_lines(&task.said(job))));
+            .map(|job| format!("the {job} job:\n{}", last_lines(&task.output_path(job))));
         format!("seed {seed}\n{}", said.join("\n"))
     })
 }
@@ -139,7 +139,7 @@ impl Strangers<'_> {
         let quiet = self.dir.join("quiet");
         ensure!(
             self.work
-                .start(&quiet, &self.said("meeting"))?
+                .start(&quiet, &self.output_path("meeting"))?
                 .wait(HANG_TIMEOUT)?,
             "a job takes more than {HANG_TIMEOUT:?}"
         );
@@ -192,7 +192,7 @@ impl Strangers<'_> {
         let limit = 3 * seconds + HANG_TIMEOUT;
         ensure!(
             undisturbed
-                .start(&alone, &self.said("running"))?
+                .start(&alone, &self.output_path("running"))?
                 .wait(limit)?,
             "{steps} steps take more than {limit:?}"
         );
@@ -200,14 +200,14 @@ impl Strangers<'_> {
         say(&format!(
             "strangers: {}; no rank ended, none grew by more than {:.1} MiB, \
              {steps} steps and {meetings} meetings have the bits of undisturbed ones",
-            self.told(),
+            self.summary_text(),
             mebibytes(grown)
         ));
         Ok(())
     }
 
     /// Returns the file to which a job writes what it says.
-    fn said(&self, job: &str) -> PathBuf {
+    fn output_path(&self, job: &str) -> PathBuf {
         self.dir.join(format!("said-{job}"))
     }
 
@@ -217,7 +217,7 @@ impl Strangers<'_> {
         let recorder = Recorder::open()?;
         let come = self.dir.join("come");
         write(&come, &recorder.port()?.to_string())?;
-        let mut job = start_with_late_rank(work, &come, out, &self.said("running"))?;
+        let mut job = start_with_late_rank(work, &come, out, &self.output_path("running"))?;
         let deadline = Instant::now() + HANG_TIMEOUT;
         let mut leads = false;
         while newest(out)? == 0 {
@@ -274,7 +274,7 @@ impl Strangers<'_> {
                 say(&format!(
                     "strangers: {} s; {}; the most growth is {:.1} MiB",
                     begin.elapsed().as_secs(),
-                    self.told(),
+                    self.summary_text(),
                     mebibytes(grown)
                 ));
             }
@@ -310,7 +310,7 @@ impl Strangers<'_> {
 
     /// Runs a job whose last rank is late. Until it comes, the ports of the others are open.
     fn meet_once(&self, out: &Path, come: &Path) -> Result<()> {
-        let mut job = start_with_late_rank(&self.work, come, out, &self.said("meeting"))?;
+        let mut job = start_with_late_rank(&self.work, come, out, &self.output_path("meeting"))?;
         // The late rank has no port yet, and its memory says nothing: it is still a shell.
         let mut waiting = self.wait_for_ports(&mut job)?;
         waiting.retain(|&rank| !targets(&[rank]).is_empty());
@@ -354,11 +354,11 @@ impl Strangers<'_> {
     }
 
     /// Returns what strangers did so far, as a text.
-    fn told(&self) -> String {
+    fn summary_text(&self) -> String {
         format!(
             "{} to stores, {} to ranks",
-            self.field.store.told(),
-            self.field.rank.told()
+            self.field.store.summary_text(),
+            self.field.rank.summary_text()
         )
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Result;
 
 /// The most bytes that are kept.
-const KEPT: usize = 64 << 10;
+const MAX_RECORDED_BYTES: usize = 64 << 10;
 
 /// The pause before another attempt to reach the store.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -87,7 +87,7 @@ fn pass_on(mut rank: TcpStream, store: u16, heard: &Mutex<Recording>) {
         if heard.all.is_empty() {
             heard.greeting = said.to_vec();
         }
-        if heard.all.len() + count <= KEPT {
+        if heard.all.len() + count <= MAX_RECORDED_BYTES {
             heard.all.extend_from_slice(said);
         }
         drop(heard);

@@ -339,7 +339,7 @@ fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptO
     if exits.len() > 1 {
         output::talk(&format!("all exits: {}", exits::list(exits)));
     }
-    let lost = exits::lost(exits, &cause, notes);
+    let lost = exits::count_lost_ranks(exits, &cause, notes);
     let rank = exit.rank;
     let mut how = exit.describe();
     if let Some(signal) = end.first_signal {
@@ -390,7 +390,7 @@ fn command(arguments: &LaunchArguments, nproc: usize) -> Command {
     command.env_remove("FSDP_NPROC");
     // A group of its own, so that signals reach the processes that it starts too.
     command.process_group(0);
-    if cpu_threads::asked().is_none() {
+    if cpu_threads::requested_threads().is_none() {
         // Programs that use candle get their share of the cores too.
         command.env(cpu_threads::VARIABLE, cpu_threads::share(nproc).to_string());
     }

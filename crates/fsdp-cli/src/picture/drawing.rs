@@ -14,7 +14,7 @@ const SIZE: Size = Size {
     columns: 96,
 };
 /// The files that are drawn one by one.
-const FILES: usize = 256;
+const MAX_FILES: usize = 256;
 const WIDTH: f64 = 960.0;
 /// The left edge of bars and tensors.
 const LEFT: f64 = 330.0;
@@ -23,9 +23,9 @@ const ACROSS: f64 = 380.0;
 /// The left edge of what is told about a file or a tensor.
 const NOTES: f64 = LEFT + ACROSS + 10.0;
 /// The height of a line.
-const LINE: f64 = 20.0;
+const LINE_HEIGHT: f64 = 20.0;
 /// The longest name that is shown whole.
-const NAME: usize = 50;
+const MAX_NAME_LEN: usize = 50;
 
 /// Returns the picture as a file of its own.
 pub(super) fn file(title: &str, checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
@@ -72,9 +72,9 @@ fn draw(
     limit: usize,
     top: f64,
 ) -> f64 {
-    let mut y = top + LINE;
+    let mut y = top + LINE_HEIGHT;
     // First the files, each with a bar for its bytes.
-    for (position, file) in checkpoint_files.files.iter().take(FILES).enumerate() {
+    for (position, file) in checkpoint_files.files.iter().take(MAX_FILES).enumerate() {
         let name = format!("rank {}  {}", file.rank_text(), file.file);
         label(picture, &name, y);
         let bar = Area {
@@ -86,15 +86,15 @@ fn draw(
         picture.rectangle(bar, &fill(position as u32), "");
         let what = format!("{}, {} boxes", iec(file.bytes), file.boxes);
         picture.text((NOTES, y), "class=\"soft\"", &what, "");
-        y += LINE;
+        y += LINE_HEIGHT;
     }
-    if checkpoint_files.files.len() > FILES {
-        let more_files = checkpoint_files.files.len() - FILES;
+    if checkpoint_files.files.len() > MAX_FILES {
+        let more_files = checkpoint_files.files.len() - MAX_FILES;
         label(picture, &format!("… and {more_files} more files"), y);
-        y += LINE;
+        y += LINE_HEIGHT;
     }
     // Then the tensors, each as a grid of cells in the colours of their files.
-    y += LINE;
+    y += LINE_HEIGHT;
     let tensors = checkpoint_files.tensors();
     for (name, entry) in tensors.iter().take(limit) {
         label(picture, name, y);
@@ -103,7 +103,7 @@ fn draw(
     if tensors.len() > limit {
         let more = tensors.len() - limit;
         label(picture, &format!("… and {more} more tensors"), y);
-        y += LINE;
+        y += LINE_HEIGHT;
     }
     y
 }
@@ -134,14 +134,14 @@ fn draw_tensor(
                 Cell::Several => picture.rectangle(area, "class=\"several\"", "several boxes"),
                 Cell::File(position) => {
                     let file = &checkpoint_files.files[position as usize];
-                    let name = shortened(&file.file, NAME);
+                    let name = shortened(&file.file, MAX_NAME_LEN);
                     let who = format!("rank {}, {name}", file.rank_text());
                     picture.rectangle(area, &fill(position), &who);
                 }
             }
         }
     }
-    LINE.max(raster.rows as f64 * height + 6.0)
+    LINE_HEIGHT.max(raster.rows as f64 * height + 6.0)
 }
 
 /// Returns the width of some cells of a grid.
@@ -151,7 +151,7 @@ fn width_of(cells: usize) -> f64 {
 
 /// Writes a name at the left of a line, shortened to fit. A tooltip shows more of it.
 fn label(picture: &mut Picture, name: &str, y: f64) {
-    let short = shortened(name, NAME);
+    let short = shortened(name, MAX_NAME_LEN);
     picture.text((12.0, y), "", &short, &shortened(name, 1000));
 }
 

@@ -39,32 +39,32 @@ struct Axis {
     /// The dimension of the tensor that runs along it; `None` for a single row or column.
     dimension: Option<usize>,
     /// For each row or column, the index in the dimension that it stands for, in rising order.
-    places: Vec<usize>,
+    indices: Vec<usize>,
 }
 
 impl Axis {
     fn new(dimension: Option<usize>, shape: &[usize], cells: usize) -> Self {
         let length = dimension.map_or(1, |dimension| shape[dimension]);
         // Each cell stands for the element in its middle. In 128 bits no product is too large.
-        let places = (0..cells)
+        let indices = (0..cells)
             .map(|cell| ((2 * cell + 1) as u128 * length as u128 / (2 * cells) as u128) as usize)
             .collect();
-        Axis { dimension, places }
+        Axis { dimension, indices }
     }
 
     /// Returns the cells whose elements a box holds.
-    fn covered(&self, bounds: &TensorBox) -> Range<usize> {
+    fn cell_range(&self, bounds: &TensorBox) -> Range<usize> {
         let Some(dimension) = self.dimension else {
-            return 0..self.places.len();
+            return 0..self.indices.len();
         };
-        let Range { start, end } = range_of(bounds, dimension);
-        let first = self.places.partition_point(|&place| place < start);
-        first..self.places.partition_point(|&place| place < end)
+        let Range { start, end } = index_range(bounds, dimension);
+        let first = self.indices.partition_point(|&index| index < start);
+        first..self.indices.partition_point(|&index| index < end)
     }
 }
 
 /// Returns the indices of a dimension that a box holds. The box may come from a damaged file.
-fn range_of(bounds: &TensorBox, dimension: usize) -> Range<usize> {
+fn index_range(bounds: &TensorBox, dimension: usize) -> Range<usize> {
     let start = bounds.offsets[dimension];
     start..start.saturating_add(bounds.sizes[dimension])
 }
@@ -98,12 +98,12 @@ impl Raster {
         for (bounds, file) in boxes {
             let is_shown = hidden
                 .iter()
-                .all(|&dimension| range_of(bounds, dimension).contains(&(shape[dimension] / 2)));
+                .all(|&dimension| index_range(bounds, dimension).contains(&(shape[dimension] / 2)));
             if !is_shown {
                 continue;
             }
-            for row in down.covered(bounds) {
-                for cell in &mut cells[row * size.columns..][across.covered(bounds)] {
+            for row in down.cell_range(bounds) {
+                for cell in &mut cells[row * size.columns..][across.cell_range(bounds)] {
                     *cell = match *cell {
                         Cell::Nobody => Cell::File(file),
                         Cell::File(other) if other == file => Cell::File(file),

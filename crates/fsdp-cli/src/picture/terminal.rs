@@ -13,9 +13,9 @@ const SIZE: Size = Size {
     columns: 40,
 };
 /// The files that are listed one by one.
-const FILES: usize = 36;
+const MAX_FILES: usize = 36;
 /// The longest name that is shown whole.
-const NAME: usize = 48;
+const MAX_NAME_LEN: usize = 48;
 /// The width of the bar of the largest file.
 const BAR: u64 = 24;
 
@@ -53,13 +53,13 @@ pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize
 fn add_files(checkpoint_files: &CheckpointFiles<'_>, lines: &mut Vec<String>) {
     let mut rows = vec![["", "rank", "file", "boxes", "bytes"].map(str::to_owned)];
     // There are only 36 digits and letters, and a table that fills the screen hides the tensors.
-    let listed = &checkpoint_files.files[..checkpoint_files.files.len().min(FILES)];
+    let listed = &checkpoint_files.files[..checkpoint_files.files.len().min(MAX_FILES)];
     let mut bars = vec![String::new()];
     for (position, file) in listed.iter().enumerate() {
         rows.push([
             symbol(position as u32).to_string(),
             file.rank_text(),
-            shortened(&escaped(&file.file), NAME),
+            shortened(&escaped(&file.file), MAX_NAME_LEN),
             file.boxes.to_string(),
             iec(file.bytes),
         ]);
@@ -71,10 +71,10 @@ fn add_files(checkpoint_files: &CheckpointFiles<'_>, lines: &mut Vec<String>) {
             format!("{symbol:1}  {rank:>w1$}  {file:w2$}  {boxes:>w3$}  {bytes:>w4$}  {bar}");
         lines.push(line.trim_end().to_owned());
     }
-    if checkpoint_files.files.len() > FILES {
+    if checkpoint_files.files.len() > MAX_FILES {
         lines.push(format!(
-            "… and {} more; letters repeat after {FILES} files",
-            checkpoint_files.files.len() - FILES
+            "… and {} more; letters repeat after {MAX_FILES} files",
+            checkpoint_files.files.len() - MAX_FILES
         ));
     }
 }
@@ -87,7 +87,7 @@ fn add_rasters(
 ) {
     let names: Vec<[String; 1]> = shown
         .iter()
-        .map(|(name, _)| [shortened(&escaped(name), NAME)])
+        .map(|(name, _)| [shortened(&escaped(name), MAX_NAME_LEN)])
         .collect();
     let [width] = column_widths(&names);
     for ([name], (_, entry)) in names.iter().zip(shown) {

@@ -82,7 +82,7 @@ fn find_launcher(arguments: &TrainArguments) -> Option<Launched> {
 fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
     Ranks {
         count: launched.map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
-        threads: arguments.threads.or_else(cpu_threads::asked),
+        threads: arguments.threads.or_else(cpu_threads::requested_threads),
         deadline: Duration::from_secs(arguments.timeout.get()),
     }
 }

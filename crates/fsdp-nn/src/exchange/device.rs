@@ -41,10 +41,10 @@ pub(crate) fn copy_gradient(
 /// Cuts elements into ranges of bounded length, because candle's kernels count elements in 32 bits,
 /// and each intermediate result takes memory.
 fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
-    const PIECE: usize = 1 << 24;
+    const PIECE_LEN: usize = 1 << 24;
     (0..numel)
-        .step_by(PIECE)
-        .map(move |start| start..numel.min(start + PIECE))
+        .step_by(PIECE_LEN)
+        .map(move |start| start..numel.min(start + PIECE_LEN))
 }
 
 /// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute

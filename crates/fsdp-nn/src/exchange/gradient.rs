@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::tasks;
 
 /// Rows and columns that are transposed at a time, so that both sides stay in cache.
-const TILE: usize = 32;
+const TILE_LEN: usize = 32;
 
 /// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
 pub(crate) fn copy_gradient<T: Scalar>(
@@ -86,11 +86,11 @@ pub(crate) fn add_assign<T: Scalar>(to: &mut [T], from: &[T]) {
 
 /// Computes `to[row][column] = from[column][row]`, or `+=`.
 fn transpose<T: Scalar>(from: &[T], to: &mut [T], rows: usize, columns: usize, accumulate: bool) {
-    for row_tile in (0..rows).step_by(TILE) {
-        for column_tile in (0..columns).step_by(TILE) {
-            for row in row_tile..(row_tile + TILE).min(rows) {
+    for row_tile in (0..rows).step_by(TILE_LEN) {
+        for column_tile in (0..columns).step_by(TILE_LEN) {
+            for row in row_tile..(row_tile + TILE_LEN).min(rows) {
                 let target = &mut to[row * columns..(row + 1) * columns];
-                for column in column_tile..(column_tile + TILE).min(columns) {
+                for column in column_tile..(column_tile + TILE_LEN).min(columns) {
                     let value = from[column * rows + row];
                     if accumulate {
                         target[column] += value;
