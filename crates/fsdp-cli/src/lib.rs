@@ -222,7 +222,7 @@ fn without_json_variable(command: clap::Command) -> clap::Command {
 }
 
 /// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step
-/// frees for the next one. Only for the start of [`main`].
+/// frees for the next one. Only for the start of the process.
 #[cfg(feature = "train")]
 #[expect(
     unsafe_code,
