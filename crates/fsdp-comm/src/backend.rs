@@ -287,7 +287,7 @@ pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&
 impl Plan<'_> {
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
-    pub(crate) fn moved(&self, rank: usize) -> (usize, usize) {
+    pub(crate) fn moved_bytes(&self, rank: usize) -> (usize, usize) {
         (
             bytes_of_others(&self.to, rank),
             bytes_of_others(&self.from, rank),
@@ -305,11 +305,12 @@ impl Plan<'_> {
             Destination::Copy(mut fillers) => {
                 let ranks = fillers.len();
                 for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    fillers[rank].fill(wanted(&self.from, sources, rank)?);
+                    fillers[rank].fill(published_bytes(&self.from, sources, rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
-                let pieces = (0..sources.len()).map(|rank| wanted(&self.from, sources, rank));
+                let pieces =
+                    (0..sources.len()).map(|rank| published_bytes(&self.from, sources, rank));
                 reduce_blocks(&mut reduce, 0, &pieces.collect::<Result<Vec<&[u8]>, _>>()?);
             }
         }
@@ -331,7 +332,7 @@ fn bytes_of_others(ranges: &[Range<usize>], rank: usize) -> usize {
 ///
 /// # Errors
 /// It has published fewer: that rank, and the number of bytes.
-fn wanted<'s>(
+fn published_bytes<'s>(
     from: &[Range<usize>],
     sources: &[&'s [u8]],
     rank: usize,

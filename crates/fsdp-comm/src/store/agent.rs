@@ -41,7 +41,7 @@ const MAX_ADDRESS_BYTES: u64 = 160;
 
 /// The time that a refused rank waits before it reads the key again. It is long because all ranks
 /// ask one agent.
-const ASK_AGAIN: Duration = Duration::from_millis(100);
+const ASK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The number of addresses that a rank can try within the deadline. An address without a greeting
 /// may be an old one, at which another program listens now, or that of a process that is stopped.
@@ -190,7 +190,7 @@ impl Agent {
             };
             match joined {
                 // Another attempt would not end in time.
-                Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.deadline => {
+                Err(reason) if Instant::now() + 2 * ASK_INTERVAL >= self.deadline => {
                     return Err(format!(
                         "{}{}",
                         reason.message(&address.to_string(), options),
@@ -199,7 +199,7 @@ impl Agent {
                 }
                 Err(reason) => {
                     tracing::debug!(%address, ?reason, "not let in; rank 0 may have a new address soon");
-                    thread::sleep(ASK_AGAIN);
+                    thread::sleep(ASK_INTERVAL);
                 }
                 Ok(store) => return Ok(store),
             }

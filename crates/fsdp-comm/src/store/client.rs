@@ -11,7 +11,7 @@ use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
 use super::server;
 use crate::access::{Hello, Key, Port, Refusal, VERSION, handshake_as_client};
 use crate::blocking::write_all;
-use crate::deadline::{MAX_DEADLINE, deadline_after};
+use crate::deadline::{MAX_TIMEOUT, deadline_after};
 use crate::error::CommError;
 use crate::open_files;
 use crate::sync::lock;
@@ -51,21 +51,23 @@ pub(crate) enum RankValues {
 }
 
 /// The time that a client waits for the store's answer after the store's own deadline.
-const GRACE: Duration = Duration::from_secs(2);
+const GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 /// The shortest time between two attempts of a rank to join, in milliseconds.
-const SHORTEST_RETRY: usize = 20;
+const MIN_RETRY_MILLISECONDS: usize = 20;
 
 /// The longest time between two attempts of a rank to join, in milliseconds.
-const LONGEST_RETRY: usize = 1000;
+const MAX_RETRY_MILLISECONDS: usize = 1000;
 
 /// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so
 /// that a store which is not open yet, or its name server, gets about a thousand requests in a
 /// second at most.
 pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
     // Ranks that were started together do not try together for ever.
-    let own = options.rank % SHORTEST_RETRY;
-    let shared = options.world_size.clamp(SHORTEST_RETRY, LONGEST_RETRY);
+    let own = options.rank % MIN_RETRY_MILLISECONDS;
+    let shared = options
+        .world_size
+        .clamp(MIN_RETRY_MILLISECONDS, MAX_RETRY_MILLISECONDS);
     Duration::from_millis((shared + own) as u64)
 }
 
@@ -359,7 +361,7 @@ impl TcpStore {
             return Err(self.error(name, "the connection was lost in an earlier request"));
         };
         // The store itself answers at the deadline, and its answer may take a moment.
-        let deadline = deadline_after(timeout.saturating_add(GRACE));
+        let deadline = deadline_after(timeout.saturating_add(GRACE_PERIOD));
         let reply = write_all(&stream, &request, deadline)
             .and_then(|()| read_blocking(&mut stream, deadline))
             .map_err(|error| self.error(name, error.to_string()))?;
@@ -394,7 +396,7 @@ pub(super) fn rendezvous(address: &str, message: String) -> CommError {
 
 /// Returns a timeout as it is sent to the store.
 fn milliseconds(timeout: Duration) -> u64 {
-    timeout.min(MAX_DEADLINE).as_millis() as u64
+    timeout.min(MAX_TIMEOUT).as_millis() as u64
 }
 
 /// Returns the error of a rank that could not join. One that reaches no store misses rank 0.
@@ -492,7 +494,7 @@ pub(super) fn connect_once(
     for address in address.to_socket_addrs()? {
         let remaining = deadline
             .saturating_duration_since(Instant::now())
-            .clamp(Duration::from_millis(1), GRACE);
+            .clamp(Duration::from_millis(1), GRACE_PERIOD);
         match TcpStream::connect_timeout(&address, remaining) {
             // A client that connects to a free port of its own host can be given that port itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {

@@ -72,13 +72,13 @@ const FAILURE: &str = "tcp/failure";
 
 /// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read
 /// the outcome. It is longer than the others need for two checks of the store.
-const LINGER: Duration = Duration::from_millis(500);
+const LINGER_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The time between two checks whether a rank has ended, while this one waits for connections.
-const CHECK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The time between two attempts to connect to a rank.
-const RETRY: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A process that takes part in a rendezvous.
 #[derive(Debug)]
@@ -305,13 +305,13 @@ impl Participant {
         let told = wire::encode(&own).ok();
         let first = told.and_then(|own| {
             store
-                .compare_and_set_within(CHECK, FAILURE, None, &own)
+                .compare_and_set_within(CHECK_INTERVAL, FAILURE, None, &own)
                 .ok()
         });
         store.leave();
         if self.rank == 0 {
             // The store ends with this rank, and the others have yet to read the error there.
-            thread::sleep(LINGER);
+            thread::sleep(LINGER_INTERVAL);
         }
         first
             .and_then(|first| wire::decode(&first).ok())
@@ -328,7 +328,7 @@ impl Participant {
     ) -> CommError {
         // The other rank may have ended because a third one had ended before: then blame the first
         // that ended.
-        if let Ok(departed) = store.departed(CHECK)
+        if let Ok(departed) = store.departed(CHECK_INTERVAL)
             && let Some(&first) = departed.first()
         {
             return self.departed_error(first);
@@ -431,7 +431,8 @@ fn accept_all(
         if awaited.is_empty() {
             return Ok(());
         }
-        let Some((stream, hello)) = acceptor.next(deadline.min(Instant::now() + CHECK)) else {
+        let Some((stream, hello)) = acceptor.next(deadline.min(Instant::now() + CHECK_INTERVAL))
+        else {
             if Instant::now() >= deadline {
                 let message = format!("not all ranks connected to rank {rank} within {timeout:?}");
                 return Err(participant.incomplete_error(|other| awaited.contains(&other), message));
@@ -478,14 +479,14 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
         .collect();
     while participant.rank == 0 && Instant::now() < participant.deadline {
         let Err(missing) = store
-            .wait(&unknowing, CHECK)
+            .wait(&unknowing, CHECK_INTERVAL)
             .map_err(|error| participant.store_lost_error(&error))?
         else {
             break;
         };
         // Nobody needs to wait for a rank that has ended.
         let departed = store
-            .departed(CHECK)
+            .departed(CHECK_INTERVAL)
             .map_err(|error| participant.store_lost_error(&error))?;
         unknowing = missing
             .into_iter()
@@ -504,7 +505,7 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
         let remaining = participant
             .deadline
             .saturating_duration_since(Instant::now())
-            .max(RETRY);
+            .max(RETRY_INTERVAL);
         let connected = TcpStream::connect_timeout(&address, remaining)
             .map_err(Refusal::Io)
             .and_then(|stream| {
@@ -517,9 +518,9 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 return Err(error);
             }
-            Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.deadline => {
+            Err(Refusal::Io(error)) if Instant::now() + RETRY_INTERVAL < participant.deadline => {
                 tracing::debug!(%error, %address, "not connected; trying again");
-                thread::sleep(RETRY);
+                thread::sleep(RETRY_INTERVAL);
             }
             Err(Refusal::Io(error)) => return Err(error),
             Err(Refusal::OtherJob) => {

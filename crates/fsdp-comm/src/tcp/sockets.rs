@@ -65,7 +65,12 @@ impl Member<'_> {
         node.wait(group, round, |state| {
             let missing: Vec<usize> = self
                 .others()
-                .filter(|&from| state.received(group, from, round.number).record.is_none())
+                .filter(|&from| {
+                    state
+                        .received_frames(group, from, round.number)
+                        .record
+                        .is_none()
+                })
                 .collect();
             if !missing.is_empty() {
                 return Err(missing);
@@ -76,7 +81,10 @@ impl Member<'_> {
                     records.push(Bytes::copy_from_slice(record));
                     continue;
                 }
-                let received = state.received(group, from, round.number).record.take();
+                let received = state
+                    .received_frames(group, from, round.number)
+                    .record
+                    .take();
                 records.push(received.expect("no record is missing").into());
             }
             Ok(records)
@@ -84,8 +92,8 @@ impl Member<'_> {
     }
 
     /// Drops what has been received in a round that is over.
-    pub(super) fn forget(&self, round: u64) {
-        self.node.inbox().lock().forget(self.group, round);
+    pub(super) fn discard_round(&self, round: u64) {
+        self.node.inbox().lock().discard_round(self.group, round);
     }
 }
 
@@ -106,7 +114,7 @@ pub(super) fn round(
         Ok(None) => Ok(()),
         Err(error) => Err(error),
     };
-    member.forget(round.number);
+    member.discard_round(round.number);
     outcome
 }
 
@@ -198,7 +206,7 @@ fn receive_chunks(
         }
         let from = member.ranks[other];
         let chunk = member.node.wait(member.group, round, |state| {
-            let frames = state.received(member.group, from, round.number);
+            let frames = state.received_frames(member.group, from, round.number);
             frames.chunks.pop_front().ok_or_else(|| vec![from])
         })?;
         if chunk.len() != due {

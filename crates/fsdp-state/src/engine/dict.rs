@@ -18,7 +18,9 @@ use crate::lend::{Lend, Memory};
 use crate::memory::scalar_to_value;
 use crate::schema::Schema;
 use crate::state_dict::{StateDict, StateValue};
-use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank, by_value, incomplete_error};
+use crate::transfer::{
+    BoxBytes, Exchange, Item, Layout, PerRank, group_by_value, incomplete_error,
+};
 
 /// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one
 /// rank has it.
@@ -235,7 +237,7 @@ impl<'a> DictSource<'a> {
         }
         let sent = group.all_gather_object(&have_and_want_here)?;
         let mut layouts = HashMap::with_capacity(moving.len());
-        for (of_ranks, &index) in by_value(sent, moving.len())?.into_iter().zip(&moving) {
+        for (of_ranks, &index) in group_by_value(sent, moving.len())?.into_iter().zip(&moving) {
             let (have, want) = of_ranks.into_iter().unzip();
             let layout = layout_of(&wanted[index], PerRank::all(have), PerRank::all(want));
             layouts.insert(index, layout);

@@ -200,7 +200,7 @@ impl<'g> Exchange<'g> {
                 continue;
             };
             // Unfilled memory becomes a copy of this rank's own value, if that has the same boxes.
-            let is_filled = self.attempt(|| memory.filled_with(item.source)) == Some(true);
+            let is_filled = self.attempt(|| memory.try_fill_with(item.source)) == Some(true);
             // Values that are already in place are left alone, because others may be reading them.
             let is_in_place = is_filled || memory.is_same_view(item.source);
             lent.push((!is_in_place).then_some(memory));
@@ -257,10 +257,10 @@ impl<'g> Exchange<'g> {
                 .iter()
                 .try_for_each(|&root| self.gather(transfers, Some(root))),
             Route::Broadcast { root } => self.broadcast(transfers, *root),
-            Route::Scatter { root } => self.in_windows(transfers, |exchange, transfers| {
+            Route::Scatter { root } => self.run_in_windows(transfers, |exchange, transfers| {
                 exchange.scatter(transfers, *root)
             }),
-            Route::AllToAll => self.in_windows(transfers, Exchange::all_to_all),
+            Route::AllToAll => self.run_in_windows(transfers, Exchange::all_to_all),
         }
     }
 
@@ -276,7 +276,7 @@ impl<'g> Exchange<'g> {
     /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a
     /// bucket's size, so that no rank packs all of it at once. Before that, each rank copies the
     /// elements that it has itself.
-    fn in_windows(
+    fn run_in_windows(
         &mut self,
         transfers: &mut [Transfer<'_>],
         mut run: impl FnMut(&mut Self, &mut [Transfer<'_>]) -> Result<(), CommError>,

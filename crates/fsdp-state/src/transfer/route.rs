@@ -34,7 +34,10 @@ pub(crate) struct PerRank {
 ///
 /// # Errors
 /// A rank that sent fewer items.
-pub(crate) fn by_value<T>(sent: Vec<Vec<T>>, count: usize) -> Result<Vec<Vec<T>>, StateError> {
+pub(crate) fn group_by_value<T>(
+    sent: Vec<Vec<T>>,
+    count: usize,
+) -> Result<Vec<Vec<T>>, StateError> {
     let mut values: Vec<Vec<T>> = Vec::with_capacity(count);
     values.resize_with(count, || Vec::with_capacity(sent.len()));
     for (rank, items) in sent.into_iter().enumerate() {
@@ -364,9 +367,9 @@ mod tests {
 
     #[test]
     fn a_rank_that_sends_too_little_is_named() {
-        let sent = by_value(vec![vec![1, 2], vec![3, 4]], 2).unwrap();
+        let sent = group_by_value(vec![vec![1, 2], vec![3, 4]], 2).unwrap();
         assert_eq!(sent, [[1, 3], [2, 4]]);
-        let error = by_value(vec![vec![1, 2], vec![3]], 2).unwrap_err();
+        let error = group_by_value(vec![vec![1, 2], vec![3]], 2).unwrap_err();
         assert!(
             error.to_string().starts_with("rank 1 of the group"),
             "{error}"
