@@ -125,7 +125,8 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Returns the error of this round if its deadline is over while these ranks are missing.
+    /// Returns the error of this round if its deadline is over while the `missing` ranks have not
+    /// come.
     pub(crate) fn timeout_error(&self, missing: Vec<usize>) -> CommError {
         CommError::Timeout {
             operation: self.operation.to_owned(),
@@ -255,7 +256,7 @@ impl<'p> Destination<'p> {
         Destination::Copy(slices.into_iter().map(Filler::new).collect())
     }
 
-    /// Takes the next piece of each rank. The pieces begin at this offset of the bytes of each.
+    /// Takes the next piece of each rank. The pieces begin at `offset` of the bytes of each.
     pub(crate) fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
         match self {
             Destination::Copy(fillers) => {

@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// Returns `true` if a read or write failed with this error because the other side has closed the
+/// Returns `true` if a read or write failed with `error` because the other side has closed the
 /// connection.
 pub(crate) fn is_end(error: &io::Error) -> bool {
     matches!(

@@ -616,7 +616,7 @@ fn total_len<T>(outputs: &[&mut [T]]) -> usize {
     outputs.iter().map(|output| output.len()).sum()
 }
 
-/// Returns the number of bytes of the largest of these counts.
+/// Returns the number of bytes of the largest of `counts`.
 fn longest<T>(counts: &[usize]) -> usize {
     let largest = counts.iter().max().expect("there is a count of each rank");
     largest.saturating_mul(size_of::<T>())

@@ -475,7 +475,7 @@ fn bytes_of_others(pieces: &[(CUdeviceptr, usize)], rank: usize) -> usize {
         .sum()
 }
 
-/// Returns the addresses of consecutive pieces with these numbers of bytes.
+/// Returns the addresses of consecutive pieces of `bytes` bytes each, from `start` on.
 fn pieces(start: CUdeviceptr, bytes: &[usize]) -> Vec<(CUdeviceptr, usize)> {
     let mut next = start;
     let mut pieces = Vec::with_capacity(bytes.len());

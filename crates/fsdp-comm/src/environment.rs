@@ -367,7 +367,7 @@ impl Variables<'_> {
         }
     }
 
-    /// Reads the first of these variables that is set.
+    /// Reads the first of the variables `names` that is set.
     fn first_number(&self, names: &[&str]) -> Result<Option<usize>, CommError> {
         match names.iter().find(|name| self.has(name)) {
             Some(name) => self.number(name),
@@ -436,8 +436,8 @@ impl Variables<'_> {
         }
     }
 
-    /// Returns the name of the job: `FSDP_JOB_ID`, or the values of these variables, joined by
-    /// dots.
+    /// Returns the name of the job: `FSDP_JOB_ID`, or the values of the variables `names`,
+    /// joined by dots.
     fn job(&self, names: &[&str]) -> String {
         self.get("FSDP_JOB_ID").unwrap_or_else(|| {
             names

@@ -39,7 +39,7 @@ pub trait Reduce: bytemuck::Pod {
     fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]);
 }
 
-/// Calls `with` on the elements in these bytes, which need not be aligned.
+/// Calls `with` on the elements in `bytes`, which need not be aligned.
 fn with_elements<T: bytemuck::Pod>(bytes: &[u8], with: impl FnOnce(&[T])) {
     match bytemuck::try_cast_slice(bytes) {
         Ok(elements) => with(elements),

@@ -21,7 +21,7 @@ pub struct BoxPlace {
 }
 
 impl BoxPlace {
-    /// Returns the place of a box in a tensor of this shape, whose elements have
+    /// Returns the place of a box in a tensor of `shape`, whose elements have
     /// `element_size` bytes each.
     ///
     /// # Errors

@@ -35,7 +35,7 @@ impl Sum {
     /// Adds the elements of a box, row-major, little-endian, of `element_size` bytes each.
     ///
     /// # Errors
-    /// A box that is not inside of a tensor of this shape; another number of bytes than the box
+    /// A box that is not inside of a tensor of `shape`; another number of bytes than the box
     /// has.
     pub fn add_box(
         &mut self,

@@ -91,7 +91,7 @@ impl PythonType {
         }
     }
 
-    /// Returns the type with this name in Python, if it is one of these.
+    /// Returns the type that is called `name` in Python; `None` for other types than the ones here.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|ty| ty.name() == name)

@@ -167,7 +167,7 @@ fn load() -> Result<Functions, String> {
     Ok(functions)
 }
 
-/// Opens the first of these libraries that exists.
+/// Opens the first of the libraries `names` that exists.
 fn open(names: &[&str]) -> Result<Library, String> {
     let mut reason = String::new();
     for name in names {

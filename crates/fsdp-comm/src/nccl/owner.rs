@@ -164,7 +164,7 @@ struct Owned {
 }
 
 impl Owned {
-    /// Joins the communicator that `id` names, on the GPU with this ordinal. An error is reported
+    /// Joins the communicator that `id` names, on the GPU `ordinal`. An error is reported
     /// to the other ranks.
     fn join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))

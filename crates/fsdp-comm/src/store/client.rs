@@ -243,8 +243,8 @@ impl TcpStore {
         }
     }
 
-    /// Waits until all these keys have been set, and returns their values. At the deadline it
-    /// returns `Err` with the keys that have not been set.
+    /// Waits until all `keys` have been set, for `timeout` at most, and returns their values. After
+    /// that it returns `Err` with the keys that have not been set.
     ///
     /// # Errors
     /// [`CommError::Store`]: the store is gone.

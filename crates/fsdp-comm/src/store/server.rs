@@ -44,7 +44,7 @@ struct StoreState {
     has_failed: bool,
 }
 
-/// Opens a store at the first of these addresses that is one of this host. It ends when the port is
+/// Opens a store at the first of `addresses` that is one of this host. It ends when the port is
 /// dropped.
 pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Port> {
     let store = Arc::new(Store {

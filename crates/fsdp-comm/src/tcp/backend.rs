@@ -142,7 +142,7 @@ impl TcpBackend {
         Ok(backend)
     }
 
-    /// Creates a group of some of these ranks: see [`Backend::subgroup`].
+    /// Creates the group of `members`, which are ranks of this one: see [`Backend::subgroup`].
     pub(crate) fn create_subgroup(
         &self,
         round: &Round<'_>,

@@ -310,7 +310,7 @@ impl InboxState {
         self.ranks[rank].last_frame_received.get_or_insert(now);
     }
 
-    /// Records that a connection to a rank ended with this error. The rank is lost with its last
+    /// Records that a connection to the rank `from` ended with `error`. The rank is lost with its last
     /// connection: its frames come on only one of them, and this rank does not know on which.
     pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
         // A rank that leaves registers no connections any more, but may still read from one.
@@ -328,7 +328,7 @@ impl InboxState {
         }
     }
 
-    /// Records that there can be no connection to a rank any more, because of this error.
+    /// Records that there can be no connection to the rank `from` any more, because of `error`.
     pub(super) fn record_loss(&mut self, from: usize, error: &io::Error) {
         let reason = if is_end(error) {
             EXITED.to_owned()

@@ -347,20 +347,20 @@ impl Links {
         self.inbox.change(|_| ());
     }
 
-    /// Gives up a rank to which a frame could not be written as a whole, because of this error:
+    /// Gives up `rank`, to which a frame could not be written as a whole, because of `error`:
     /// ends the connections to it, and sees to it that the rank counts as lost.
-    pub(super) fn give_up(&self, on: usize, error: &io::Error) {
+    pub(super) fn give_up(&self, rank: usize, error: &io::Error) {
         let how = if is_end(error) {
             // The rank has ended, maybe as it should. Its last frames may not have been read yet,
             // and this rank may still need them. The thread that reads them records the end of the
             // rank after the last one.
             Shutdown::Write
         } else {
-            self.inbox.change(|state| state.record_loss(on, error));
+            self.inbox.change(|state| state.record_loss(rank, error));
             Shutdown::Both
         };
         for connection in lock(&self.open).iter().flatten() {
-            if connection.rank == on {
+            if connection.rank == rank {
                 connection.stream.shutdown(how).ok();
             }
         }

@@ -390,8 +390,8 @@ impl Node {
         }
     }
 
-    /// Returns the reason that a round which still waits for these ranks cannot end, if there is
-    /// one.
+    /// Returns the reason that a round which still waits for the `missing` ranks cannot end, if
+    /// there is one.
     pub(super) fn failure(
         &self,
         group: u64,

@@ -234,7 +234,7 @@ impl Participant {
         Schedule::new(self.world_size, self.rank).neighbours()
     }
 
-    /// Returns the error of a rendezvous that misses these ranks.
+    /// Returns the error of a rendezvous that lacks the `missing` ranks.
     fn missing_error(&self, missing: Vec<usize>, message: String) -> CommError {
         CommError::Rendezvous {
             address: self.address.clone(),
@@ -260,7 +260,7 @@ impl Participant {
         self.missing_error(vec![self.rank], message)
     }
 
-    /// Returns the error of a rank that failed by itself because of the system.
+    /// Returns the error of a rank that failed by itself because the system refused `what`.
     fn io_error(&self, what: &str, error: &io::Error) -> CommError {
         self.own_error(format!("rank {} could not {what}: {error}", self.rank))
     }
@@ -270,8 +270,8 @@ impl Participant {
         self.missing_error(vec![0], format!("rank 0 is gone: {error}"))
     }
 
-    /// Returns the error because of the first rank that has ended its connection to the store. It
-    /// is probably the reason why others have.
+    /// Returns the error because of `first`, the first rank that has ended its connection to the
+    /// store. It is probably the reason why others have.
     fn departed_error(&self, first: usize) -> CommError {
         self.missing_error(
             vec![first],

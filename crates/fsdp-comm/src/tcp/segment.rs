@@ -95,7 +95,7 @@ impl Segment {
         Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
     }
 
-    /// Creates zeroed memory for a group of this many ranks, and the file through which others map
+    /// Creates zeroed memory for a group of `ranks` ranks, and the file through which others map
     /// it.
     pub(super) fn create(ranks: usize) -> io::Result<(Segment, File)> {
         let file = File::from(memfd_create(
@@ -138,7 +138,7 @@ impl Segment {
         })
     }
 
-    /// Returns the word at this offset of the header.
+    /// Returns the word at `offset` of the header.
     fn word_at(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= Self::header_bytes(self.ranks));
         // SAFETY: inside the mapping, which lives as long as `self`, and aligned as the mapping
@@ -232,7 +232,7 @@ impl Segment {
         Self::header_bytes(self.ranks) + 2 * RECORD_BYTES + window % 2 * WINDOW_BYTES + offset
     }
 
-    /// Copies bytes to this offset of the mapping.
+    /// Copies `bytes` to `offset` of the mapping.
     fn write(&self, offset: usize, bytes: &[u8]) {
         let area = self.pointer_to(offset, bytes.len());
         // SAFETY: `area` has room for them, and nobody reads there now (the protocol). The caller's
@@ -241,7 +241,7 @@ impl Segment {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), area, bytes.len()) }
     }
 
-    /// Returns the bytes at this offset of the mapping.
+    /// Returns the `len` bytes at `offset` of the mapping.
     fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         let area = self.pointer_to(offset, len);
         // SAFETY: inside the mapping, and not written to until this reader says that it has

@@ -226,7 +226,7 @@ fn is_answered(range: &Range<usize>, index: usize) -> bool {
     range.len() > (index + 2) * CHUNK_BYTES
 }
 
-/// Returns the largest number of chunks of any of these ranges.
+/// Returns the largest number of chunks of any of `ranges`.
 fn max_chunks(ranges: &[Range<usize>]) -> usize {
     ranges
         .iter()

@@ -94,7 +94,7 @@ struct Block {
 }
 
 impl<'a> Heads<'a> {
-    /// Returns the heads of these queries, keys and values.
+    /// Returns the heads of `query`, `key` and `value`.
     ///
     /// # Errors
     /// Another dtype than `T`'s.

@@ -214,7 +214,7 @@ where
     Ok(plan)
 }
 
-/// Returns the small values of a source among those at these positions.
+/// Returns the small values of a source among those at `positions`.
 fn small_values<S: Source, E: From<S::Error>>(
     source: &S,
     positions: &[usize],

@@ -605,7 +605,7 @@ fn incoming_pieces(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece
     pieces
 }
 
-/// Returns how many bytes these pieces bring from each rank.
+/// Returns how many bytes `pieces` bring from each rank.
 fn bytes_from_ranks(
     transfers: &[Transfer<'_>],
     pieces: &[(usize, Piece)],
