@@ -148,8 +148,8 @@ fn part_of(
     let layout = Layout {
         shape: shape.to_vec(),
         element_size,
-        have: PerRank::all(boxes),
-        want: PerRank::all(vec![vec![TensorBox::whole(shape)]]),
+        have: PerRank::from_lists(boxes),
+        want: PerRank::from_lists(vec![vec![TensorBox::whole(shape)]]),
     };
     layout.check_covered(group, OPERATION, key)?;
     let sources = BoxBytes::from_value(value)?;

@@ -310,8 +310,8 @@ impl InboxState {
         self.ranks[rank].last_frame_received.get_or_insert(now);
     }
 
-    /// Records that a connection to the rank `from` ended with `error`. The rank is lost with its last
-    /// connection: its frames come on only one of them, and this rank does not know on which.
+    /// Records that a connection to the rank `from` ended with `error`. The rank is lost with its
+    /// last connection: its frames come on only one of them, and this rank does not know on which.
     pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
         // A rank that leaves registers no connections any more, but may still read from one.
         let connections = &mut self.ranks[from].connections;

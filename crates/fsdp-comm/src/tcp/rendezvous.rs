@@ -287,7 +287,7 @@ impl Participant {
         is_awaited: impl Fn(usize) -> bool,
     ) -> Option<CommError> {
         let remaining = self.deadline.saturating_duration_since(Instant::now());
-        let departed = match store.departed(remaining) {
+        let departed = match store.departed_ranks(remaining) {
             Ok(departed) => departed,
             Err(error) => return Some(self.store_lost_error(&error)),
         };
@@ -328,7 +328,7 @@ impl Participant {
     ) -> CommError {
         // The other rank may have ended because a third one had ended before: then blame the first
         // that ended.
-        if let Ok(departed) = store.departed(CHECK_INTERVAL)
+        if let Ok(departed) = store.departed_ranks(CHECK_INTERVAL)
             && let Some(&first) = departed.first()
         {
             return self.departed_error(first);
@@ -486,7 +486,7 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
         };
         // Nobody needs to wait for a rank that has ended.
         let departed = store
-            .departed(CHECK_INTERVAL)
+            .departed_ranks(CHECK_INTERVAL)
             .map_err(|error| participant.store_lost_error(&error))?;
         unknowing = missing
             .into_iter()

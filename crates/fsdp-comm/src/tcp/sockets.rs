@@ -169,8 +169,8 @@ fn transfer(
     Ok(())
 }
 
-/// Sends the chunk of this number to each rank that gets so many, and an empty one to each other
-/// rank whose chunk of this number is answered. Each rank begins with the rank after it, so that
+/// Sends the chunk number `index` to each rank that gets so many, and an empty one to each other
+/// rank whose chunk of that number is answered. Each rank begins with the rank after it, so that
 /// not all send to the same one at once.
 fn send_chunks(
     member: Member<'_>,
@@ -190,7 +190,7 @@ fn send_chunks(
     Ok(())
 }
 
-/// Waits for the chunk of this number from each rank. It is empty for this rank, and for ranks that
+/// Waits for the chunk number `index` from each rank. It is empty for this rank, and for ranks that
 /// send fewer chunks.
 fn receive_chunks(
     member: Member<'_>,
@@ -218,7 +218,7 @@ fn receive_chunks(
     Ok(received)
 }
 
-/// Returns `true` if the receiver of a range answers its chunk of this number with a chunk of the
+/// Returns `true` if the receiver of a range answers its chunk number `index` with a chunk of the
 /// same number, which is empty if it has nothing else to send. The sender waits for the answer two
 /// chunks later. So the last two chunks, and with them everything that is short, need no answer,
 /// and about three chunks are under way at a time.
@@ -235,7 +235,7 @@ fn max_chunks(ranges: &[Range<usize>]) -> usize {
         .expect("there is a range for each rank")
 }
 
-/// Returns the range of the chunk of this number in so many bytes. It is empty if there are not so
+/// Returns the range of the chunk number `index` in `len` bytes. It is empty if there are not so
 /// many chunks.
 fn chunk_range(len: usize, index: usize) -> Range<usize> {
     let start = len.min(index * CHUNK_BYTES);

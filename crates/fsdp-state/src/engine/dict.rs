@@ -150,8 +150,8 @@ impl<'a> DictSource<'a> {
         let want = wanted.boxes.clone();
         layout_of(
             wanted,
-            PerRank::only(group, have),
-            PerRank::only(group, want),
+            PerRank::for_own_rank(group, have),
+            PerRank::for_own_rank(group, want),
         )
     }
 
@@ -178,7 +178,11 @@ impl<'a> DictSource<'a> {
             });
             want.push(wanted_on(wanted, rank)?);
         }
-        Some(layout_of(wanted, PerRank::all(have), PerRank::all(want)))
+        Some(layout_of(
+            wanted,
+            PerRank::from_lists(have),
+            PerRank::from_lists(want),
+        ))
     }
 
     /// Returns the layouts of the tensors that may have to move, because some rank may want
@@ -239,7 +243,11 @@ impl<'a> DictSource<'a> {
         let mut layouts = HashMap::with_capacity(moving.len());
         for (of_ranks, &index) in group_by_value(sent, moving.len())?.into_iter().zip(&moving) {
             let (have, want) = of_ranks.into_iter().unzip();
-            let layout = layout_of(&wanted[index], PerRank::all(have), PerRank::all(want));
+            let layout = layout_of(
+                &wanted[index],
+                PerRank::from_lists(have),
+                PerRank::from_lists(want),
+            );
             layouts.insert(index, layout);
         }
         Ok(layouts)
