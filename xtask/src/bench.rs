@@ -136,7 +136,7 @@ pub(crate) fn run(root: &Path, arguments: &BenchArguments) -> Result<()> {
     if arguments.add && json.exists() {
         let before: Results = serde_json::from_str(&read(&json)?)
             .with_context(|| format!("`{}` has no figures of this bench", json.display()))?;
-        results = results.after(before)?;
+        results = results.merge_into(before)?;
     }
     write(&json, &serde_json::to_string_pretty(&results)?)?;
     let text = table::markdown(&results);

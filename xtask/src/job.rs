@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::shell::cargo;
 
 /// The time after which whatever a task waits for counts as hanging.
-pub(crate) const HANG: Duration = Duration::from_secs(180);
+pub(crate) const HANG_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// The steps of a job that is ended by a signal.
 pub(crate) const ENDLESS: u64 = 1_000_000_000;
@@ -153,21 +153,21 @@ impl Job {
         Pid::from_child(&self.0)
     }
 
-    /// Waits for the launcher to end, or for some time. Returns its status if it has ended.
-    pub(crate) fn wait_for_end(&mut self, time: Duration) -> Result<Option<ExitStatus>> {
-        let until = Instant::now() + time;
+    /// Waits for the launcher to end, at most for `timeout`. Returns its status if it has ended.
+    pub(crate) fn wait_for_end(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
+        let deadline = Instant::now() + timeout;
         loop {
             let status = self.0.try_wait()?;
-            if status.is_some() || Instant::now() >= until {
+            if status.is_some() || Instant::now() >= deadline {
                 return Ok(status);
             }
             thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// Waits for the launcher to end well, or for some time. Returns `true` if it has ended.
-    pub(crate) fn wait(&mut self, time: Duration) -> Result<bool> {
-        match self.wait_for_end(time)? {
+    /// Waits for the launcher to end well, at most for `timeout`. Returns `true` if it has ended.
+    pub(crate) fn wait(&mut self, timeout: Duration) -> Result<bool> {
+        match self.wait_for_end(timeout)? {
             Some(status) if status.success() => Ok(true),
             Some(status) => bail!("the launcher gave up: {status}"),
             None => Ok(false),
@@ -181,7 +181,7 @@ impl Job {
             "the job had ended before it was asked to stop"
         );
         kill_process(self.launcher(), Signal::TERM)?;
-        match self.wait_for_end(HANG)? {
+        match self.wait_for_end(HANG_TIMEOUT)? {
             Some(status) if status.code() == Some(STOPPED) => Ok(()),
             Some(status) => bail!("the job was asked to stop: {status}"),
             None => bail!("the job does not stop"),

@@ -17,7 +17,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::job::{self, ENDLESS, HANG, Job, Work, is_alive, last_lines, newest};
+use crate::job::{self, ENDLESS, HANG_TIMEOUT, Job, Work, is_alive, last_lines, newest};
 use crate::shell::{output, say};
 
 /// Options of `cargo xtask soak`.
@@ -39,11 +39,11 @@ const RANKS: usize = 3;
 /// The number of ranks that resume it.
 const RESUMED: usize = 2;
 /// The deadline of the ranks.
-const DEADLINE: Duration = Duration::from_secs(4);
+const JOB_TIMEOUT: Duration = Duration::from_secs(4);
 /// The time after the deadline within which they must have ended.
-const LATE: Duration = Duration::from_secs(2);
+const LATE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time between two looks at a run.
-const PAUSE: Duration = Duration::from_millis(2);
+const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 /// The latest time after their start at which ranks are hit.
 const LONGEST_LIFE: Duration = Duration::from_millis(2500);
 /// The exit code of a rank that has lost another one.
@@ -82,14 +82,14 @@ pub(crate) fn run(root: &Path, arguments: &SoakArguments) -> Result<()> {
         steps: ENDLESS,
         save_every: 1,
         keep_last: None,
-        timeout: DEADLINE.as_secs(),
+        timeout: JOB_TIMEOUT.as_secs(),
         max_restarts: 0,
         grace: 1,
     };
     let runs = arguments.runs;
     let first_seed = arguments.seed.unwrap_or_else(rand::random);
     say(&format!(
-        "soak: {runs} runs of {RANKS} ranks, deadline {DEADLINE:?}; \
+        "soak: {runs} runs of {RANKS} ranks, deadline {JOB_TIMEOUT:?}; \
          the first has `--seed {first_seed}`"
     ));
     let mut slowest = Duration::ZERO;
@@ -144,7 +144,7 @@ fn run_once(work: &Work, seed: u64) -> Result<Outcome> {
     let script = ["sh", "-c", RANK, "rank", path, &victim.to_string()];
     let mut job = work.start_with_script(&script, &out, &said)?;
     let what = format!("rank {victim} gets {signal:?} after {life:?}");
-    let slowest = hit(&mut job, directory, victim, signal, life)
+    let slowest = fail_ranks(&mut job, directory, victim, signal, life)
         .with_context(|| format!("{what}\n{}", last_lines(&said)))?;
     let newest = newest(&out)?;
     if newest > 0 {
@@ -158,7 +158,7 @@ fn run_once(work: &Work, seed: u64) -> Result<Outcome> {
 
 /// Kills or stops a rank some time after the start. The other ranks must end in time, and as ranks
 /// that have lost one, and no process may be left behind. Returns the time until they had ended.
-fn hit(
+fn fail_ranks(
     job: &mut Job,
     directory: &Path,
     victim: usize,
@@ -168,31 +168,37 @@ fn hit(
     // The life of a run begins when all its ranks do, because a slow start is no test.
     let ranks = started_ranks(directory)?;
     thread::sleep(life);
-    let hit = Instant::now();
+    let failed_at = Instant::now();
     if kill_process(ranks[victim], signal).is_err() {
         bail!("rank {victim} had ended before");
     }
     for rank in (0..RANKS).filter(|&rank| rank != victim) {
-        let code = wait_for_file(&directory.join(format!("code-{rank}")), DEADLINE + LATE)
-            .with_context(|| format!("rank {rank} still runs {:?} later", hit.elapsed()))?;
+        let code = wait_for_file(
+            &directory.join(format!("code-{rank}")),
+            JOB_TIMEOUT + LATE_TIMEOUT,
+        )
+        .with_context(|| format!("rank {rank} still runs {:?} later", failed_at.elapsed()))?;
         ensure!(
             code.trim() == LOST_A_RANK,
             "rank {rank} ended with code {}, not {LOST_A_RANK}",
             code.trim()
         );
     }
-    let slowest = hit.elapsed();
+    let slowest = failed_at.elapsed();
     ensure!(
-        slowest < DEADLINE + LATE,
+        slowest < JOB_TIMEOUT + LATE_TIMEOUT,
         "the last rank ended {slowest:?} later"
     );
     // The scripts have ended with their ranks by now, but a stopped rank is the launcher's to kill.
-    ensure!(job.wait_for_end(HANG)?.is_some(), "the launcher hangs");
+    ensure!(
+        job.wait_for_end(HANG_TIMEOUT)?.is_some(),
+        "the launcher hangs"
+    );
     for (rank, &process) in ranks.iter().enumerate() {
-        let until = Instant::now() + LATE;
+        let deadline = Instant::now() + LATE_TIMEOUT;
         while is_alive(process) {
-            ensure!(Instant::now() < until, "rank {rank} was left behind");
-            thread::sleep(PAUSE);
+            ensure!(Instant::now() < deadline, "rank {rank} was left behind");
+            thread::sleep(RETRY_INTERVAL);
         }
     }
     Ok(slowest)
@@ -202,7 +208,7 @@ fn hit(
 fn started_ranks(directory: &Path) -> Result<Vec<Pid>> {
     let mut ranks = Vec::new();
     for rank in 0..RANKS {
-        let text = wait_for_file(&directory.join(format!("pid-{rank}")), HANG)
+        let text = wait_for_file(&directory.join(format!("pid-{rank}")), HANG_TIMEOUT)
             .with_context(|| format!("rank {rank} did not start"))?;
         ranks.push(Pid::from_raw(text.trim().parse()?).context("a process has no number")?);
     }
@@ -210,11 +216,11 @@ fn started_ranks(directory: &Path) -> Result<Vec<Pid>> {
 }
 
 /// Waits until a rank's script has written a file, and returns its text.
-fn wait_for_file(path: &Path, time: Duration) -> Result<String> {
-    let until = Instant::now() + time;
+fn wait_for_file(path: &Path, timeout: Duration) -> Result<String> {
+    let deadline = Instant::now() + timeout;
     while !path.exists() {
-        ensure!(Instant::now() < until, "it took more than {time:?}");
-        thread::sleep(PAUSE);
+        ensure!(Instant::now() < deadline, "it took more than {timeout:?}");
+        thread::sleep(RETRY_INTERVAL);
     }
     Ok(fs::read_to_string(path)?)
 }

@@ -262,13 +262,13 @@ impl Checkpointer {
     pub fn save(
         &mut self,
         name: impl Into<CheckpointName>,
-        run: &impl Stateful,
+        stateful: &impl Stateful,
     ) -> Result<SaveReport, CheckpointError> {
         self.wait()?;
         let name = name.into();
         let step = name.step();
         let request = self.request(name);
-        let report = match run.state_to_save() {
+        let report = match stateful.state_to_save() {
             Ok((state, _guard)) => self.saver.save(&request, Ok(&state)),
             Err(error) => self.saver.save(&request, Err(error)),
         }?;
@@ -291,24 +291,24 @@ impl Checkpointer {
     pub fn save_async(
         &mut self,
         name: impl Into<CheckpointName>,
-        run: &impl Stateful,
+        stateful: &impl Stateful,
     ) -> Result<Duration, CheckpointError> {
         let start = Instant::now();
         self.wait()?;
         let name = name.into();
         let step = name.step();
         // From here on, nothing that the guard covers changes until it has been copied.
-        let state = run.state_to_save();
+        let state = stateful.state_to_save();
         self.saver.start(self.request(name), state)?;
         self.saving = step;
         Ok(start.elapsed())
     }
 
-    /// Saves the state of a run to the memory tier ([`CheckpointerOptions::memory_tier`]), like the
+    /// Saves the state of the run `stateful` at `step` to the memory tier ([`CheckpointerOptions::memory_tier`]), like the
     /// local checkpoints of Orbax's emergency checkpointing. This is faster than a checkpoint and
     /// needs none of its storage. Each rank writes what it holds to its own host, and another rank
-    /// keeps a copy, on another host if there is one. This step and the newest whole one before it
-    /// are kept. Steps after it, from which the run has gone back, are removed.
+    /// keeps a copy, on another host if there is one. This step and the newest complete one
+    /// before it are kept. Steps after it, from which the run has gone back, are removed.
     ///
     /// The tier survives the end of the processes, and the loss of any one rank's files or of any
     /// one host, but not the loss of all hosts. So save checkpoints too, though less often.
@@ -317,18 +317,20 @@ impl Checkpointer {
     ///
     /// # Errors
     /// The same on every rank: state that [`Checkpointer::save`] would not save either, no memory
-    /// tier, a full one. The newest whole step before this one is kept.
+    /// tier, a full one. The newest complete step before this one is kept.
     pub fn save_to_memory(
         &mut self,
         step: u64,
-        run: &impl Stateful,
+        stateful: &impl Stateful,
     ) -> Result<SaveReport, CheckpointError> {
-        let state = run.state_to_save().map(|(state, _)| state);
+        // A rank that has no state takes part too, as `save` makes its error every rank's. The guard
+        // of the values is for saves in the background: this one returns when all is written.
+        let state = stateful.state_to_save().map(|(state, _)| state);
         let tier = self.memory.as_mut().ok_or(CheckpointError::NoMemoryTier)?;
         tier.save(step, state, &self.options.save)
     }
 
-    /// Returns the newest whole step of the memory tier; `None` if it is not newer than `after`,
+    /// Returns the newest complete step of the memory tier; `None` if it is not newer than `after`,
     /// the step of the newest checkpoint that can be used. What rank 0 passes counts. The step is
     /// an ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`]
     /// calls this.
@@ -404,7 +406,7 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Loads a checkpoint of any format into a run: by its step, or from a path or a URL. Every
+    /// Loads a checkpoint of any format into the run `stateful`: by its step, or from a path or a URL. Every
     /// rank reads only what it needs, directly into the live tensors. The checkpoint may have been
     /// saved on any number of ranks. A save in the background is waited for first. Collectives: one
     /// agreement, those of the run's [`Stateful::load_state_dict`], and for a step of the memory
@@ -419,7 +421,7 @@ impl Checkpointer {
     pub fn load(
         &mut self,
         name: impl Into<CheckpointName>,
-        run: &mut impl Stateful,
+        stateful: &mut impl Stateful,
     ) -> Result<LoadReport, CheckpointError> {
         // Finish the save in the background first. At its end it makes its checkpoint the parent of
         // the next one, which it must not do after this load has set another parent.
@@ -429,7 +431,7 @@ impl Checkpointer {
         let path = self.location(name);
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
-        let report = run.load_state_dict(&*checkpoint, &group, &self.options.load)?;
+        let report = stateful.load_state_dict(&*checkpoint, &group, &self.options.load)?;
         let in_memory = self.step_of_memory(&path);
         let recorded = checkpoint.lineage().map(|lineage| lineage.step);
         (self.parent, self.loaded) = match in_memory {
@@ -470,7 +472,7 @@ impl Checkpointer {
     /// The same as [`Checkpointer::load`]; a directory that cannot be read.
     pub fn load_latest(
         &mut self,
-        run: &mut impl Stateful,
+        stateful: &mut impl Stateful,
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
         self.wait()?;
         let latest = self.latest()?;
@@ -491,7 +493,7 @@ impl Checkpointer {
         let Some(latest) = newer.or(latest) else {
             return Ok(None);
         };
-        let report = self.load(&latest.path, run)?;
+        let report = self.load(&latest.path, stateful)?;
         Ok(Some((latest, report)))
     }
 

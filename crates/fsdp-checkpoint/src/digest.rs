@@ -17,10 +17,11 @@ use crate::stateful::Stateful;
 /// # Errors
 /// The same on every rank: as [`Stateful::state_dict`] and [`digest_state_dict`].
 pub fn state_digest(
-    run: &impl Stateful,
+    stateful: &impl Stateful,
     group: &ProcessGroup,
 ) -> Result<StateDigest, CheckpointError> {
-    let (state, _guard) = CheckpointError::agree(group, "state_digest", None, run.state_to_save())?;
+    let (state, _guard) =
+        CheckpointError::agree(group, "state_digest", None, stateful.state_to_save())?;
     Ok(digest_state_dict(&state, group)?)
 }
 
@@ -39,8 +40,11 @@ pub fn state_digest(
 /// [`NoShard`]: fsdp_nn::ShardingStrategy::NoShard
 /// [`HybridShard`]: fsdp_nn::ShardingStrategy::HybridShard
 /// [`StateError::ReplicasDiffer`]: fsdp_state::StateError::ReplicasDiffer
-pub fn check_replicas(run: &impl Stateful, group: &ProcessGroup) -> Result<(), CheckpointError> {
+pub fn check_replicas(
+    stateful: &impl Stateful,
+    group: &ProcessGroup,
+) -> Result<(), CheckpointError> {
     let (state, _guard) =
-        CheckpointError::agree(group, "check_replicas", None, run.state_to_save())?;
+        CheckpointError::agree(group, "check_replicas", None, stateful.state_to_save())?;
     Ok(fsdp_state::check_replicas(&state, group)?)
 }

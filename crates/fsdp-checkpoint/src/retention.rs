@@ -94,8 +94,11 @@ pub(crate) fn prune_up_to(
         clean_stale(dir.join(step_name(*step)))?;
     }
     // In an object store it lies where the checkpoint would be.
-    for left in uncommitted.iter().filter(|left| left.step < newest.step) {
-        Durable::new().remove_uncommitted(&left.path)?;
+    for checkpoint in uncommitted
+        .iter()
+        .filter(|checkpoint| checkpoint.step < newest.step)
+    {
+        Durable::new().remove_uncommitted(&checkpoint.path)?;
     }
     let expired = retention.expired(&all);
     let Some(first) = expired.first() else {

@@ -13,31 +13,31 @@ pub(crate) const ROUND_BYTES: u64 = 64 << 20;
 /// ranks. Collectives: one object all-gather of sizes, and an object gather for each
 /// [`ROUND_BYTES`].
 ///
-/// `bytes` estimates the encoded size of a piece.
+/// `piece_bytes` estimates the encoded size of a piece.
 pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     pieces: Vec<T>,
-    bytes: impl Fn(&T) -> u64,
+    piece_bytes: impl Fn(&T) -> u64,
     root: usize,
 ) -> Result<Option<Vec<Vec<T>>>, CommError> {
-    gather_in_rounds_of(ROUND_BYTES, group, pieces, bytes, root)
+    gather_in_rounds_with_size(ROUND_BYTES, group, pieces, piece_bytes, root)
 }
 
 /// Gathers all ranks' pieces on the root, as [`gather_in_rounds`] does, but about `round_bytes`
-/// bytes at a time.
-fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
+/// at a time.
+fn gather_in_rounds_with_size<T: Serialize + DeserializeOwned>(
     round_bytes: u64,
     group: &ProcessGroup,
     pieces: Vec<T>,
-    bytes: impl Fn(&T) -> u64,
+    piece_bytes: impl Fn(&T) -> u64,
     root: usize,
 ) -> Result<Option<Vec<Vec<T>>>, CommError> {
-    let sizes = group.all_gather_object(&pieces.iter().map(&bytes).sum::<u64>())?;
+    let sizes = group.all_gather_object(&pieces.iter().map(&piece_bytes).sum::<u64>())?;
     // The pieces of all ranks are numbered by bytes, rank after rank. A piece is sent in the round
     // in which its first byte falls, so every rank knows the number of rounds without further
     // communication.
     let rounds = sizes.iter().sum::<u64>().div_ceil(round_bytes).max(1);
-    let mut at: u64 = sizes[..group.rank()].iter().sum();
+    let mut offset: u64 = sizes[..group.rank()].iter().sum();
     let mut pieces = pieces.into_iter().peekable();
     let mut gathered: Vec<Vec<T>> = Vec::new();
     for round in 1..=rounds {
@@ -48,8 +48,8 @@ fn gather_in_rounds_of<T: Serialize + DeserializeOwned>(
             round * round_bytes
         };
         let mut part = Vec::new();
-        while let Some(piece) = pieces.next_if(|_| at < end) {
-            at += bytes(&piece);
+        while let Some(piece) = pieces.next_if(|_| offset < end) {
+            offset += piece_bytes(&piece);
             part.push(piece);
         }
         // Only the root gets the parts of the round.
@@ -82,7 +82,7 @@ mod tests {
                     let before = group.traffic();
                     let bytes = |piece: &(usize, u64)| piece.1;
                     let gathered =
-                        gather_in_rounds_of(round_bytes, &group, pieces, bytes, 0).unwrap();
+                        gather_in_rounds_with_size(round_bytes, &group, pieces, bytes, 0).unwrap();
                     let total = (0..20).sum::<u64>() * if world == 1 { 1 } else { 2 };
                     let rounds = group
                         .traffic()

@@ -158,10 +158,10 @@ impl SaveRequest {
     }
 
     /// Waits until the staging directory that the planner has prepared is visible on this host, for
-    /// [`VISIBLE_WITHIN`] at most. Whoever uses it afterwards gets the error if it is not.
+    /// [`VISIBLE_TIMEOUT`] at most. Whoever uses it afterwards gets the error if it is not.
     fn wait_until_visible(&self, name: &str) {
-        let until = Instant::now() + VISIBLE_WITHIN;
-        while self.durable.join(&self.path, name).is_err() && Instant::now() < until {
+        let deadline = Instant::now() + VISIBLE_TIMEOUT;
+        while self.durable.join(&self.path, name).is_err() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(200));
         }
     }
@@ -219,7 +219,7 @@ impl SaveRequest {
 
 /// The time after which a host that has looked for a directory before sees that another host has
 /// made it. NFS remembers for 30 seconds that a name is missing.
-const VISIBLE_WITHIN: Duration = Duration::from_secs(40);
+const VISIBLE_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// Returns the group with the deadline of an operation on storage, which is longer than the group's
 /// own: ranks wait for each other while they read or write files.

@@ -13,7 +13,7 @@ use twox_hash::XxHash3_64;
 
 /// The number of bytes that the replicas exchange at once. Each rank needs additional memory for
 /// its share of them.
-const PIECE: usize = 64 << 20;
+const PIECE_BYTES: usize = 64 << 20;
 
 /// Returns the group of the ranks that load the same data as this one. Returns `None` if the ranks
 /// do not form a mesh of replicas and shards, in which rank `r` loads the same as rank `r %
@@ -57,7 +57,7 @@ fn shards(wants: &[u64]) -> Option<usize> {
 /// a share of it.
 pub(crate) struct JoinedBoxes {
     boxes: Vec<JoinedBox>,
-    bytes: usize,
+    byte_len: usize,
 }
 
 /// A box in the sequence.
@@ -67,11 +67,11 @@ struct JoinedBox {
     /// The index of the box among the boxes of that tensor.
     index: usize,
     /// The position of the box's first byte in the sequence.
-    start: usize,
+    offset: usize,
     /// The number of bytes of the box.
-    bytes: usize,
+    byte_len: usize,
     /// The number of bytes of an element.
-    element: usize,
+    element_size: usize,
 }
 
 /// A range of the bytes of a box.
@@ -90,56 +90,56 @@ impl JoinedBoxes {
     pub(crate) fn new(wanted: &[Wanted]) -> Self {
         let mut joined = JoinedBoxes {
             boxes: Vec::new(),
-            bytes: 0,
+            byte_len: 0,
         };
         for (tensor, wanted) in wanted.iter().enumerate() {
-            let element = wanted.dtype.size_in_bytes() as usize;
+            let element_size = wanted.dtype.size_in_bytes() as usize;
             for (index, bounds) in wanted.boxes.iter().enumerate() {
-                let bytes = bounds.numel() * element;
+                let byte_len = bounds.numel() * element_size;
                 joined.boxes.push(JoinedBox {
                     wanted: tensor,
                     index,
-                    start: joined.bytes,
-                    bytes,
-                    element,
+                    offset: joined.byte_len,
+                    byte_len,
+                    element_size,
                 });
-                joined.bytes += bytes;
+                joined.byte_len += byte_len;
             }
         }
         joined
     }
 
-    /// Cuts the sequence into pieces of [`PIECE`] bytes, and each piece into one share for each
+    /// Cuts the sequence into pieces of [`PIECE_BYTES`], and each piece into one share for each
     /// replica. Returns the shares of each piece, in the order of the replicas, as ranges of the
     /// sequence. No element is cut.
     pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
-        self.shares_of_pieces(PIECE, replicas)
+        self.shares_of_pieces(PIECE_BYTES, replicas)
     }
 
-    /// Returns the shares as [`Self::shares`] does, with pieces of `piece` bytes.
-    fn shares_of_pieces(&self, piece: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
+    /// Returns the shares as [`Self::shares`] does, with pieces of `piece_bytes`.
+    fn shares_of_pieces(&self, piece_bytes: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
         let mut all = Vec::new();
-        for start in (0..self.bytes).step_by(piece) {
-            let length = piece.min(self.bytes - start);
+        for start in (0..self.byte_len).step_by(piece_bytes) {
+            let piece_len = piece_bytes.min(self.byte_len - start);
             // Shares are equally long, except that a cut inside an element is moved to the start of
             // that element. The end of the piece is moved like this too, and the next piece then
             // begins there.
             let cuts: Vec<usize> = (0..=replicas)
-                .map(|replica| self.before_element(start + length * replica / replicas))
+                .map(|replica| self.element_offset(start + piece_len * replica / replicas))
                 .collect();
             all.push(cuts.windows(2).map(|pair| pair[0]..pair[1]).collect());
         }
         all
     }
 
-    /// Returns the position of the first byte of the element that the byte at `at` belongs to.
-    fn before_element(&self, at: usize) -> usize {
-        let after = self.boxes.partition_point(|entry| entry.start <= at);
+    /// Returns the position of the first byte of the element that the byte at `offset` belongs to.
+    fn element_offset(&self, offset: usize) -> usize {
+        let after = self.boxes.partition_point(|entry| entry.offset <= offset);
         match self.boxes[..after].last() {
-            Some(entry) if at < entry.start + entry.bytes => {
-                at - (at - entry.start) % entry.element
+            Some(entry) if offset < entry.offset + entry.byte_len => {
+                offset - (offset - entry.offset) % entry.element_size
             }
-            _ => at,
+            _ => offset,
         }
     }
 
@@ -147,19 +147,19 @@ impl JoinedBoxes {
     pub(crate) fn boxes_in(&self, range: &Range<usize>) -> Vec<BoxPart> {
         let first = self
             .boxes
-            .partition_point(|entry| entry.start + entry.bytes <= range.start);
+            .partition_point(|entry| entry.offset + entry.byte_len <= range.start);
         let mut parts = Vec::new();
         for (index, entry) in self.boxes.iter().enumerate().skip(first) {
-            if entry.start >= range.end {
+            if entry.offset >= range.end {
                 break;
             }
-            let from = range.start.max(entry.start);
-            let to = range.end.min(entry.start + entry.bytes);
+            let from = range.start.max(entry.offset);
+            let to = range.end.min(entry.offset + entry.byte_len);
             if from < to {
                 parts.push(BoxPart {
                     index,
                     wanted: entry.wanted,
-                    bytes: from - entry.start..to - entry.start,
+                    bytes: from - entry.offset..to - entry.offset,
                 });
             }
         }
@@ -177,9 +177,13 @@ impl JoinedBoxes {
     ) -> Vec<LoadRequest> {
         let mut requests: Vec<(usize, Vec<TensorBox>)> = Vec::new();
         for part in self.boxes_in(range) {
-            let JoinedBox { index, element, .. } = self.boxes[part.index];
+            let JoinedBox {
+                index,
+                element_size,
+                ..
+            } = self.boxes[part.index];
             let bounds = &wanted[part.wanted].boxes[index];
-            let elements = part.bytes.start / element..part.bytes.end / element;
+            let elements = part.bytes.start / element_size..part.bytes.end / element_size;
             let mut boxes = boxes_of_flat_range(&bounds.sizes, elements);
             for inner in &mut boxes {
                 for (inner, outer) in inner.offsets.iter_mut().zip(&bounds.offsets) {
@@ -248,7 +252,7 @@ mod tests {
             wanted(DType::U8, &[], vec![TensorBox::whole(&[])]),
         ];
         let joined = JoinedBoxes::new(&wanted);
-        assert_eq!(joined.bytes, 5 + 24 + 4 + 1);
+        assert_eq!(joined.byte_len, 5 + 24 + 4 + 1);
         for piece in [1, 7, 16, 100] {
             for replicas in [1, 2, 3, 5] {
                 let shares: Vec<Range<usize>> = joined
@@ -277,7 +281,7 @@ mod tests {
                 }
                 assert_eq!(
                     (at, elements),
-                    (joined.bytes, 5 + 6 + 1 + 1),
+                    (joined.byte_len, 5 + 6 + 1 + 1),
                     "pieces of {piece}, {replicas} replicas"
                 );
             }

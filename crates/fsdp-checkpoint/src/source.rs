@@ -22,7 +22,7 @@ use crate::threads::{Access, threads};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it
 /// bounds the memory that values pass through on their way to a device or to another dtype.
-const WINDOW: usize = 512 << 20;
+const WINDOW_BYTES: usize = 512 << 20;
 
 /// An open checkpoint of any format, as the source of a load.
 ///
@@ -508,7 +508,7 @@ fn window(wanted: &[Wanted]) -> usize {
         bytes =
             bytes.saturating_add(elements.saturating_mul(wanted.dtype.size_in_bytes() as usize));
         // A tensor that is larger than the window is read by itself.
-        if index > 0 && bytes > WINDOW {
+        if index > 0 && bytes > WINDOW_BYTES {
             return index;
         }
     }

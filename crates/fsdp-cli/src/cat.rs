@@ -238,7 +238,7 @@ impl NamedTensor<'_> {
 
     /// Prints the elements, with a line for each innermost row.
     fn print(&self) -> Result<()> {
-        let row = self.entry.shape.last().map_or(1, |&size| size.max(1));
+        let row_len = self.entry.shape.last().map_or(1, |&size| size.max(1));
         // A piece may end within a row, so the column is kept from one piece to the next.
         let mut column = 0;
         self.each_piece(&mut |bytes| {
@@ -250,7 +250,7 @@ impl NamedTensor<'_> {
                     Value::String(value) => text.push_str(&value),
                     value => text.push_str(&value.to_string()),
                 }
-                column = (column + 1) % row;
+                column = (column + 1) % row_len;
                 text.push(if column == 0 { '\n' } else { ' ' });
             }
             output::raw(text.as_bytes())
@@ -263,12 +263,12 @@ impl NamedTensor<'_> {
         // The staged file is created beside it and renamed, so nothing that reads it sees a half.
         check_free(path, false)?;
         let staging = Durable::new().prepare(path, false)?;
-        let mut at = header.len() as u64;
-        let file = staging.create_single(at + inspect::bytes(self.entry))?;
+        let mut offset = header.len() as u64;
+        let file = staging.create_single(offset + inspect::bytes(self.entry))?;
         file.write_at(0, &header)?;
         self.each_piece(&mut |bytes| {
-            file.write_at(at, bytes)?;
-            at += bytes.len() as u64;
+            file.write_at(offset, bytes)?;
+            offset += bytes.len() as u64;
             Ok(())
         })?;
         file.finish()?;
@@ -485,12 +485,12 @@ fn numpy_type(dtype: DType) -> Option<&'static str> {
 /// NumPy has no such dtype, or the shape has too many dimensions.
 fn npy_header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>> {
     /// The bytes before the dict, and the newline after it.
-    const AROUND: usize = 10 + 1;
+    const FRAME_BYTES: usize = 10 + 1;
     let descr = numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?;
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
     let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
     // NumPy maps files into memory, and aligns the elements to 64 bytes for that.
-    let width = (dict.len() + AROUND).next_multiple_of(64) - AROUND;
+    let width = (dict.len() + FRAME_BYTES).next_multiple_of(64) - FRAME_BYTES;
     let length = u16::try_from(width + 1).context("a shape of too many dimensions")?;
     let mut header = b"\x93NUMPY\x01\x00".to_vec();
     header.extend(length.to_le_bytes());

@@ -19,7 +19,7 @@ pub(crate) const SPIN_VARIABLE: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
 pub(crate) const SPINS: u32 = 500;
 
 /// Returns the number of threads that the environment variable of this process sets.
-pub(crate) fn asked() -> Option<NonZeroUsize> {
+pub(crate) fn requested_threads() -> Option<NonZeroUsize> {
     std::env::var(VARIABLE).ok()?.parse().ok()
 }
 

@@ -184,8 +184,8 @@ impl Batches {
         Ok(())
     }
 
-    /// Returns the rows of the global batch that one backward of a rank has.
-    fn rows(&self, rank: usize, part: usize) -> Range<usize> {
+    /// Returns the range of rows of the global batch that the backward `part` of `rank` has.
+    fn row_range(&self, rank: usize, part: usize) -> Range<usize> {
         let part = rank * self.accumulation + part;
         self.first_row(part)..self.first_row(part + 1)
     }
@@ -201,7 +201,7 @@ impl Batches {
     /// mean of all ranks' losses is then the mean over the rows of the global batch.
     #[must_use]
     pub fn weight(&self, rank: usize, part: usize) -> f64 {
-        (self.rows(rank, part).len() * self.ranks) as f64 / self.batch as f64
+        (self.row_range(rank, part).len() * self.ranks) as f64 / self.batch as f64
     }
 
     /// Returns the number of rows of these batches that some steps take together.
@@ -221,7 +221,7 @@ impl Batches {
         part: usize,
     ) -> impl Iterator<Item = usize> {
         let seq = self.seq;
-        self.rows(rank, part).map(move |row| {
+        self.row_range(rank, part).map(move |row| {
             let start = (first + row as u128) * seq as u128;
             // After the last row that fits, the text begins again.
             (start % (len - seq - 1) as u128) as usize
@@ -250,7 +250,7 @@ impl Batches {
             tokens.extend(row[..self.seq].iter().map(|&byte| u32::from(byte)));
             targets.extend(row[1..].iter().map(|&byte| u32::from(byte)));
         }
-        let shape = (self.rows(rank, part).len(), self.seq);
+        let shape = (self.row_range(rank, part).len(), self.seq);
         Ok((
             Tensor::from_vec(tokens, shape, device)?,
             Tensor::from_vec(targets, shape, device)?,
@@ -308,7 +308,7 @@ mod tests {
             let parts =
                 || (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
             let rows: Vec<usize> = parts()
-                .map(|(rank, part)| batches.rows(rank, part).len())
+                .map(|(rank, part)| batches.row_range(rank, part).len())
                 .collect();
             assert!(
                 rows.iter().min().unwrap() + 1 >= *rows.iter().max().unwrap(),

@@ -12,7 +12,7 @@ const ROWS: usize = 8;
 /// The cells across: along the last dimension.
 const COLUMNS: usize = 64;
 /// The elements that are read at once.
-const PIECE: usize = 1 << 20;
+const PIECE_LEN: usize = 1 << 20;
 
 /// The explanation of the characters in a heat map.
 pub(crate) const LEGEND: &str = "\
@@ -75,26 +75,26 @@ impl Heat {
         let mut at = 0;
         // Tensors may be larger than memory.
         while at < numel {
-            let end = numel.min(at + PIECE);
+            let end = numel.min(at + PIECE_LEN);
             let first_values = values(first, name, entry, at..end)?;
             let second_values = values(second, name, entry, at..end)?;
             for (offset, (a, b)) in first_values.iter().zip(&second_values).enumerate() {
                 let index = at + offset;
                 let row = index / in_row * rows / down;
                 let column = index % across * columns / across;
-                heat.add(row, column, difference(*a, *b));
+                heat.record_max(row, column, difference_between(*a, *b));
             }
             at = end;
         }
         Ok(heat)
     }
 
-    /// Records a difference in a cell.
-    fn add(&mut self, row: usize, column: usize, by: f64) {
+    /// Raises the cell at `row` and `column` to `difference`, if that is larger than what it has.
+    fn record_max(&mut self, row: usize, column: usize, difference: f64) {
         let cell = &mut self.cells[row * self.columns + column];
         // NaN stays once it is there: no number is larger.
-        if by.is_nan() || by > *cell {
-            *cell = by;
+        if difference.is_nan() || difference > *cell {
+            *cell = difference;
         }
     }
 
@@ -104,29 +104,33 @@ impl Heat {
             .cells
             .iter()
             .copied()
-            .filter(|by| by.is_finite())
+            .filter(|difference| difference.is_finite())
             .fold(0.0, f64::max);
         let rows = self.cells.chunks(self.columns).take(self.rows);
-        rows.map(|row| row.iter().map(|&by| character_of(by, largest)).collect())
-            .collect()
+        rows.map(|row| {
+            row.iter()
+                .map(|&difference| character_of(difference, largest))
+                .collect()
+        })
+        .collect()
     }
 }
 
-/// Returns the character of a cell whose largest difference is `by`, where `largest` is the largest
-/// finite one of the tensor. [`LEGEND`] explains the characters.
-fn character_of(by: f64, largest: f64) -> char {
-    match by {
-        by if !by.is_finite() => '!',
+/// Returns the character of a cell whose largest difference is `difference`, where `largest` is the
+/// largest finite one of the tensor. [`LEGEND`] explains the characters.
+fn character_of(difference: f64, largest: f64) -> char {
+    match difference {
+        difference if !difference.is_finite() => '!',
         0.0 => '·',
-        by if by > largest / 10.0 => '█',
-        by if by > largest / 100.0 => '▓',
-        by if by > largest / 1000.0 => '▒',
+        difference if difference > largest / 10.0 => '█',
+        difference if difference > largest / 100.0 => '▓',
+        difference if difference > largest / 1000.0 => '▒',
         _ => '░',
     }
 }
 
 /// Returns how far two numbers are apart: 0 for two NaN or equal infinities.
-fn difference(a: f64, b: f64) -> f64 {
+fn difference_between(a: f64, b: f64) -> f64 {
     if a == b || (a.is_nan() && b.is_nan()) {
         0.0
     } else {
@@ -142,10 +146,10 @@ fn values(
     range: std::ops::Range<usize>,
 ) -> Result<Vec<f64>, FileError> {
     let dtype = entry.properties.dtype;
-    let size = dtype.size_in_bytes() as usize;
+    let element_size = dtype.size_in_bytes() as usize;
     let mut values = Vec::with_capacity(range.len());
     for part in boxes_of_flat_range(&entry.shape, range) {
-        let mut bytes = vec![0; part.numel() * size];
+        let mut bytes = vec![0; part.numel() * element_size];
         source.read_box(name, &part, &mut bytes)?;
         for_each(dtype, &bytes, &mut |value| values.push(value));
     }
@@ -163,7 +167,7 @@ mod tests {
             columns: 4,
             cells: vec![0.0; 8],
         };
-        for (row, column, by) in [
+        for (row, column, difference) in [
             (0, 0, 5.0),
             (0, 1, 0.2),
             (0, 1, 0.1),
@@ -172,16 +176,16 @@ mod tests {
             (1, 3, f64::NAN),
             (1, 3, 9.0),
         ] {
-            heat.add(row, column, by);
+            heat.record_max(row, column, difference);
         }
         assert_eq!(heat.lines(), ["█▓▒·", "░··!"]);
     }
 
     #[test]
     fn nan_and_infinities_differ_from_other_values_but_not_from_themselves() {
-        assert_eq!(difference(f64::NAN, f64::NAN), 0.0);
-        assert_eq!(difference(f64::INFINITY, f64::INFINITY), 0.0);
-        assert!(difference(f64::NAN, 1.0).is_nan());
-        assert!(difference(f64::INFINITY, f64::NEG_INFINITY).is_infinite());
+        assert_eq!(difference_between(f64::NAN, f64::NAN), 0.0);
+        assert_eq!(difference_between(f64::INFINITY, f64::INFINITY), 0.0);
+        assert!(difference_between(f64::NAN, 1.0).is_nan());
+        assert!(difference_between(f64::INFINITY, f64::NEG_INFINITY).is_infinite());
     }
 }

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::natural;
 use crate::output;
 use crate::text::{column_widths, count, escaped, iec, or_word};
-use crate::tree::tree;
+use crate::tree::{TreeEntry, tree_lines};
 
 /// Options of `fsdp inspect`.
 #[derive(Debug, Args)]
@@ -123,11 +123,19 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     }
     if arguments.tree {
         let tensors = summary.tensors.iter().map(|tensor| {
-            let leaf = format!("{} {:?}", tensor.dtype, tensor.shape);
-            (tensor.name.as_str(), Some(leaf), tensor.bytes)
+            let description = format!("{} {:?}", tensor.dtype, tensor.shape);
+            TreeEntry {
+                key: &tensor.name,
+                tensor: Some(description),
+                bytes: tensor.bytes,
+            }
         });
-        let values = summary.values.iter().map(|name| (name.as_str(), None, 0));
-        return output::lines(&tree(tensors.chain(values)));
+        let values = summary.values.iter().map(|name| TreeEntry {
+            key: name,
+            tensor: None,
+            bytes: 0,
+        });
+        return output::lines(&tree_lines(tensors.chain(values)));
     }
     output::lines(&summary.lines())
 }

@@ -81,7 +81,7 @@ impl<'a> Keys<'a> {
             return Rename::Drop;
         }
         // Only the first rule counts, so a special rule can stand before a general one.
-        let renamed = self.rules.iter().find_map(|rule| apply(rule, key));
+        let renamed = self.rules.iter().find_map(|rule| apply_rename(rule, key));
         match (renamed, self.prefix) {
             (None, None) => Rename::Keep,
             (Some(name), None) => Rename::To(name),
@@ -98,7 +98,7 @@ impl<'a> Keys<'a> {
     pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
         // Only the first is told: the others are likely to have the same slip.
         if let Some(include) = &self.include
-            && let Some(glob) = include.unused(keys).first()
+            && let Some(glob) = include.list_unused(keys).first()
         {
             let glob = (*glob).to_owned();
             bail!(UsageError::UnusedGlob { glob });
@@ -120,11 +120,11 @@ impl<'a> Keys<'a> {
         }
         // The globs are checked against all keys, and not against those that other globs leave.
         self.check_include(keys.clone())?;
-        for glob in self.exclude.unused(keys) {
+        for glob in self.exclude.list_unused(keys) {
             output::talk(&format!("`--exclude {}` matches no key", escaped(glob)));
         }
         for rule in self.rules {
-            if !selected.iter().any(|key| apply(rule, key).is_some()) {
+            if !selected.iter().any(|key| apply_rename(rule, key).is_some()) {
                 let rule = format!("{}={}", rule.0, rule.1);
                 bail!(UsageError::UnusedRule { rule });
             }
@@ -162,8 +162,8 @@ impl<'a> Globs<'a> {
         })
     }
 
-    /// Returns the globs that match none of these keys.
-    fn unused<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Vec<&'a str> {
+    /// Lists the globs that match none of `keys`.
+    fn list_unused<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Vec<&'a str> {
         let mut is_used = vec![false; self.globs.len()];
         for key in keys {
             // One pass over the keys finds all unused globs, however many there are.
@@ -182,26 +182,26 @@ impl<'a> Globs<'a> {
 }
 
 /// The number of near keys that a message lists.
-const NEAREST: usize = 3;
+const MAX_NEAREST: usize = 3;
 
 /// The most keys that are compared.
-const MOST_COMPARED: usize = 20_000;
+const MAX_COMPARED_KEYS: usize = 20_000;
 
 /// The longest key that is compared letter by letter.
-const LONGEST_COMPARED: usize = 256;
+const MAX_COMPARED_LEN: usize = 256;
 
 /// The similarity from which a key may be the one that was meant. It is the one that clap uses for
 /// names of options.
-const LEAST_SIMILAR: f64 = 0.7;
+const MIN_SIMILARITY: f64 = 0.7;
 
 /// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first;
 /// `None` if no key is like it.
 pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
     let mut like = Vec::new();
     // A checkpoint may have millions of keys, and this only helps with a slip.
-    for other in metadata.entries.keys().take(MOST_COMPARED) {
-        let similarity = similarity(key, other);
-        if similarity > LEAST_SIMILAR {
+    for other in metadata.entries.keys().take(MAX_COMPARED_KEYS) {
+        let similarity = similarity_between(key, other);
+        if similarity > MIN_SIMILARITY {
             like.push((similarity, other));
         }
     }
@@ -209,7 +209,7 @@ pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
         return None;
     }
     like.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
-    let nearest = like.iter().take(NEAREST);
+    let nearest = like.iter().take(MAX_NEAREST);
     let quoted: Vec<String> = nearest
         .map(|(_, key)| format!("`{}`", escaped(key)))
         .collect();
@@ -217,11 +217,11 @@ pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
 }
 
 /// Returns how alike two keys are: from 0 to 1, and 1 also where one ends or begins with the other.
-fn similarity(a: &str, b: &str) -> f64 {
+fn similarity_between(a: &str, b: &str) -> f64 {
     if is_end_of(a, b) || is_end_of(b, a) {
         return 1.0;
     }
-    if a.len().max(b.len()) > LONGEST_COMPARED {
+    if a.len().max(b.len()) > MAX_COMPARED_LEN {
         return 0.0;
     }
     strsim::jaro_winkler(a, b)
@@ -233,7 +233,7 @@ fn is_end_of(part: &str, whole: &str) -> bool {
 }
 
 /// Returns the new key, if the rule fits.
-fn apply((old, new): &(String, String), key: &str) -> Option<String> {
+fn apply_rename((old, new): &(String, String), key: &str) -> Option<String> {
     let rest = key.strip_prefix(old.as_str())?;
     // `model` must not rename `models`: a rule fits a key only at the end of a part.
     let whole = rest.is_empty() || rest.starts_with('.') || old.ends_with('.');
@@ -251,15 +251,18 @@ mod tests {
     #[test]
     fn rules_fit_whole_parts_of_keys() {
         assert_eq!(
-            apply(&rule("model", "m"), "model.h.0"),
+            apply_rename(&rule("model", "m"), "model.h.0"),
             Some("m.h.0".to_owned())
         );
-        assert_eq!(apply(&rule("model", "m"), "model"), Some("m".to_owned()));
         assert_eq!(
-            apply(&rule("model.", ""), "model.h.0"),
+            apply_rename(&rule("model", "m"), "model"),
+            Some("m".to_owned())
+        );
+        assert_eq!(
+            apply_rename(&rule("model.", ""), "model.h.0"),
             Some("h.0".to_owned())
         );
-        assert_eq!(apply(&rule("model", "m"), "models.h.0"), None);
+        assert_eq!(apply_rename(&rule("model", "m"), "models.h.0"), None);
     }
 
     #[test]

@@ -80,7 +80,7 @@ struct TraceFile {
     /// `true` if there was no such file before.
     is_new: bool,
     /// The start of the trace; `None` once it is in the file.
-    early: Option<Vec<u8>>,
+    buffered: Option<Vec<u8>>,
 }
 
 impl TraceFile {
@@ -97,35 +97,36 @@ impl TraceFile {
             file,
             path: path.to_owned(),
             is_new,
-            early: Some(Vec::new()),
+            buffered: Some(Vec::new()),
         })
     }
 
-    /// Puts the start of the trace into the file.
-    fn begin(&mut self) -> io::Result<()> {
-        let Some(early) = self.early.take() else {
+    /// Replaces the earlier content of the file by the buffered start of the trace. Does nothing
+    /// once that is done.
+    fn write_buffered(&mut self) -> io::Result<()> {
+        let Some(buffered) = self.buffered.take() else {
             return Ok(());
         };
         // A pipe or a device has no length.
         self.file.set_len(0).ok();
-        self.file.write_all(&early)
+        self.file.write_all(&buffered)
     }
 }
 
 impl Write for TraceFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if KEEPS_TRACE.load(Ordering::Relaxed) {
-            self.begin()?;
+            self.write_buffered()?;
         }
-        match &mut self.early {
-            Some(early) => early.write(bytes),
+        match &mut self.buffered {
+            Some(buffered) => buffered.write(bytes),
             None => self.file.write(bytes),
         }
     }
 
     fn flush(&mut self) -> io::Result<()> {
         if KEEPS_TRACE.load(Ordering::Relaxed) {
-            self.begin()?;
+            self.write_buffered()?;
         }
         self.file.flush()
     }
@@ -133,7 +134,7 @@ impl Write for TraceFile {
 
 impl Drop for TraceFile {
     fn drop(&mut self) {
-        if self.early.is_some() && self.is_new {
+        if self.buffered.is_some() && self.is_new {
             // A run that was refused leaves nothing.
             std::fs::remove_file(&self.path).ok();
         }

@@ -50,14 +50,14 @@ pub(crate) fn page(title: &str, body: &str) -> String {
     )
 }
 
-/// Shortens text in its middle to this many characters.
-pub(crate) fn shortened(text: &str, most: usize) -> String {
+/// Shortens text in its middle to `max_len` characters.
+pub(crate) fn shortened(text: &str, max_len: usize) -> String {
     let count = text.chars().count();
-    if count <= most {
+    if count <= max_len {
         return text.to_owned();
     }
-    let front: String = text.chars().take((most - 1) / 2).collect();
-    let back: String = text.chars().skip(count - most / 2).collect();
+    let front: String = text.chars().take((max_len - 1) / 2).collect();
+    let back: String = text.chars().skip(count - max_len / 2).collect();
     format!("{front}…{back}")
 }
 

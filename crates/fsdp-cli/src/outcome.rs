@@ -36,7 +36,7 @@ pub(crate) fn hint(error: &Error) -> Option<&'static str> {
     error
         .chain()
         .find_map(hint_of)
-        .or_else(|| hint_of_code(exit_code(error)))
+        .or_else(|| hint_for_exit_code(exit_code(error)))
 }
 
 /// Returns the exit code for one cause of an error; `None` if it tells none.
@@ -95,10 +95,10 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
         );
     }
     if let Some(error) = cause.downcast_ref::<TensorParallelError>() {
-        return Some(hint_of_cut(error));
+        return Some(hint_for_tensor_parallel_error(error));
     }
     if let Some(error) = cause.downcast_ref::<SignError>() {
-        return hint_of_signature(error);
+        return hint_for_sign_error(error);
     }
     if let Some(FormatError::Corrupt { file, .. }) = cause.downcast_ref()
         && file == ".metadata"
@@ -122,7 +122,7 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
 }
 
 /// Returns the hint for an error of `--tp`.
-const fn hint_of_cut(error: &TensorParallelError) -> &'static str {
+const fn hint_for_tensor_parallel_error(error: &TensorParallelError) -> &'static str {
     match error {
         TensorParallelError::Unknown { .. } => {
             "`--tp-rule 'PATTERN=colwise'` says how (or rowwise, vocab, replicate); `--include` and `--exclude` leave keys out"
@@ -138,7 +138,7 @@ const fn hint_of_cut(error: &TensorParallelError) -> &'static str {
 }
 
 /// Returns the hint for an error of signatures.
-fn hint_of_signature(error: &SignError) -> Option<&'static str> {
+fn hint_for_sign_error(error: &SignError) -> Option<&'static str> {
     match error {
         SignError::Key { .. } => Some(
             "`openssl ecparam -name prime256v1 -genkey -noout -out KEY` makes one, `openssl ec -in KEY -pubout` its public key",
@@ -155,7 +155,7 @@ fn hint_of_signature(error: &SignError) -> Option<&'static str> {
 }
 
 /// Returns the hint for an exit code, where the error itself has none.
-const fn hint_of_code(code: u8) -> Option<&'static str> {
+const fn hint_for_exit_code(code: u8) -> Option<&'static str> {
     match code {
         exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),
         exit_codes::NO_SPACE => {

@@ -15,7 +15,7 @@ use crate::text::iec;
 const HZ: u8 = 10;
 
 /// The time from one line to the next, where there is no terminal.
-const BETWEEN_LINES: Duration = Duration::from_secs(10);
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The progress of a command that reads or writes many bytes.
 pub(crate) enum Progress {
@@ -91,7 +91,7 @@ impl ProgressLines {
         let Ok(mut last) = self.last.try_lock() else {
             return;
         };
-        if last.elapsed() >= BETWEEN_LINES {
+        if last.elapsed() >= LINE_INTERVAL {
             *last = Instant::now();
             output::talk(&self.line(done, self.started.elapsed()));
         }
@@ -101,9 +101,9 @@ impl ProgressLines {
     fn line(&self, done: u64, elapsed: Duration) -> String {
         // The mean over all time is steadier than that of the last seconds, which depend on caches.
         let rate = done as f64 / elapsed.as_secs_f64().max(1e-9);
-        let left = self.total.saturating_sub(done) as f64 / rate.max(1.0);
+        let remaining = self.total.saturating_sub(done) as f64 / rate.max(1.0);
         format!(
-            "{} of {}, {}/s, {left:.0} s left",
+            "{} of {}, {}/s, {remaining:.0} s left",
             iec(done),
             iec(self.total),
             iec(rate as u64)

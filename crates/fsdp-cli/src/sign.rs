@@ -22,7 +22,7 @@ use crate::work::Work;
 const SIGNATURE_FILE: &str = "model.sig";
 
 /// The most bytes of a key's file; a longer file holds no key.
-const MAX_KEY_FILE: u64 = 1 << 20;
+const MAX_KEY_FILE_BYTES: u64 = 1 << 20;
 
 /// Options of `fsdp sign`.
 #[derive(Debug, Args)]
@@ -85,7 +85,7 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         .with_context(|| format!("failed to use `{}`", arguments.key.display()))?;
     let signature = match &arguments.signature {
         Some(signature) => signature.clone(),
-        None if path.is_file()? => beside(path),
+        None if path.is_file()? => signature_location_for(path),
         None => path.join(SIGNATURE_FILE),
     };
     if !arguments.overwrite && signature.exists()? {
@@ -95,7 +95,7 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     }
     let bar = progress_over(path, &arguments.work);
     // A signature inside the checkpoint is not one of the files that it vouches for.
-    let inside = below(path, &signature);
+    let inside = path_inside(path, &signature);
     let options = SignOptions {
         signature: inside.as_deref(),
         threads: arguments.work.threads.count(),
@@ -120,9 +120,9 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     ))
 }
 
-/// Returns the place of the signature of a checkpoint that is one file: beside it, with `.sig`
-/// after its name.
-fn beside(checkpoint: &Location) -> Location {
+/// Returns the default location of the signature of a `checkpoint` that is one file: in the same
+/// directory, with `.sig` after its name.
+fn signature_location_for(checkpoint: &Location) -> Location {
     const ENDING: &str = ".sig";
     match checkpoint.local() {
         // The text of a path may be another path: what is not UTF-8 is replaced in it.
@@ -149,7 +149,7 @@ pub(crate) fn check(
         .with_context(|| format!("failed to use `{}`", key.display()))?;
     let content = sign::read_signature(signature)?;
     let bar = progress_over(path, work);
-    let inside = below(path, signature);
+    let inside = path_inside(path, signature);
     let options = SignOptions {
         signature: inside.as_deref(),
         threads: work.threads.count(),
@@ -184,16 +184,17 @@ pub(crate) fn line(signed: &Signed) -> String {
 /// Reads the file of a key.
 fn read_key(path: &Path) -> Result<Vec<u8>> {
     let mut pem = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(MAX_KEY_FILE).read_to_end(&mut pem));
+    let read =
+        File::open(path).and_then(|file| file.take(MAX_KEY_FILE_BYTES).read_to_end(&mut pem));
     read.with_context(|| format!("failed to read the key `{}`", path.display()))?;
     Ok(pem)
 }
 
-/// Returns the path of a signature below a checkpoint's directory, if it lies there.
-fn below(checkpoint: &Location, signature: &Location) -> Option<String> {
+/// Returns the path of `signature` relative to the directory of `checkpoint`, if it lies there.
+fn path_inside(checkpoint: &Location, signature: &Location) -> Option<String> {
     let (Some(directory), Some(file)) = (checkpoint.local(), signature.local()) else {
-        let below = signature.name().strip_prefix(checkpoint.name()).ok()?;
-        return below.to_str().map(str::to_owned);
+        let relative = signature.name().strip_prefix(checkpoint.name()).ok()?;
+        return relative.to_str().map(str::to_owned);
     };
     // Compare the real paths, because one may be given relatively, or through a link. The signature
     // itself may not be there yet.
@@ -202,8 +203,8 @@ fn below(checkpoint: &Location, signature: &Location) -> Option<String> {
         parent => parent,
     };
     let real_file = parent.canonicalize().ok()?.join(file.file_name()?);
-    let below = real_file
+    let relative = real_file
         .strip_prefix(directory.canonicalize().ok()?)
         .ok()?;
-    below.to_str().map(str::to_owned)
+    relative.to_str().map(str::to_owned)
 }

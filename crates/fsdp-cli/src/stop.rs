@@ -19,7 +19,7 @@ use super::capture;
 /// The time after the first signal in which further ones are the same request. Schedulers signal
 /// every process of a job, and a launcher passes its own signal on, so one request may arrive
 /// several times.
-const SAME_REQUEST: Duration = Duration::from_secs(1);
+const SAME_REQUEST_WINDOW: Duration = Duration::from_secs(1);
 
 /// The signals by which terminals, schedulers and clusters ask a program to end.
 pub(crate) const REQUESTS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
@@ -116,7 +116,7 @@ impl StopRequest {
                 self.signal.store(number, Ordering::Relaxed);
                 continue;
             };
-            if first_came.elapsed() >= SAME_REQUEST {
+            if first_came.elapsed() >= SAME_REQUEST_WINDOW {
                 end_by(signal);
             }
         }

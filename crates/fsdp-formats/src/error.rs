@@ -384,10 +384,10 @@ fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
     // A checkpoint may have a million keys, of which a message can only give an impression.
     const LISTED: usize = 4;
     let names: Vec<String> = items.iter().take(LISTED).map(show).collect();
-    let names = names.join(", ");
+    let first = names.join(", ");
     match items.len().saturating_sub(LISTED) {
-        0 => names,
-        more => format!("{names} and {more} more{kind}"),
+        0 => first,
+        more => format!("{first} and {more} more{kind}"),
     }
 }
 

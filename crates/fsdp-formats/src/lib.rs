@@ -93,14 +93,15 @@ pub mod reader {
 /// public interface, and change without notice.
 #[doc(hidden)]
 pub mod internals {
-    // Items and archives of torch.
+    // Items and archives of torch: the converters write them, and the tests craft damaged ones.
     pub use crate::dcp::item::{StoredTensor, TensorItem};
     pub use crate::pickle::{parse, write as pickle_write};
     pub use crate::torch::tensor_ref::{check_writable, write_tensor};
     pub use crate::torch::value::{decode_value, encode_value, value_of, write_value};
     pub use crate::torch::zip::{ArchiveLayout, Directory, ROOT, check_records};
 
-    // The texts in the headers of safetensors files, and the files beside them.
+    // The texts in the headers of safetensors files, and the names of the files that belong to
+    // them: reading and writing must agree on each.
     pub use crate::safetensors::header::{Header, charge_text};
     pub use crate::safetensors::paths::{PATHS, encode_paths};
     pub use crate::safetensors::sidecar::{
@@ -111,14 +112,14 @@ pub mod internals {
     pub use crate::safetensors::values::encode_values;
     pub use crate::safetensors::values_read::decode_values;
 
-    // Views of checkpoints.
+    // Views of checkpoints: a conversion, a map and a merge each show their sources through one.
     pub use crate::formats::build::KeyChange;
     pub use crate::formats::key_move::KeyMove;
     pub use crate::formats::layer::{Layer, LayerSource, LayerView, Origin};
-    pub use crate::formats::lookup::{no_value, quantizer_key, tensor_of};
+    pub use crate::formats::lookup::{quantizer_key, tensor_of};
     pub use crate::formats::structure::Place;
 
-    // Reading and comparing.
+    // Reading and comparing whole checkpoints, in pieces of bounded size.
     pub use crate::dcp::sidecars::SIDECAR_FILES;
     pub use crate::digest::{check_copy, digest_of_quantizer};
     pub use crate::formats::opaque::{digest_of_opaque, opaque_entries, stream_stored};
@@ -129,7 +130,8 @@ pub mod internals {
     pub use crate::shown::shown;
     pub use crate::threads::{default_threads, on_each};
 
-    // Writing, and the files of hashes.
+    // Writing the files of other formats, and of hashes, with the same guarantees as those of a
+    // DCP directory.
     pub use crate::dcp::writer::finish_copy;
     pub use crate::error::wrong_box;
     pub use crate::limits::{MAX_DEPTH, MAX_INDEX_BYTES, is_sane_shape};

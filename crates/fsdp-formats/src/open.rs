@@ -204,9 +204,9 @@ fn megatron(
     const CONFIG: &str = "metadata.json";
     const MAX_CONFIG_BYTES: u64 = 1 << 20;
     if names.iter().any(|name| name == CONFIG) {
-        let config = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
         // Other programs have a file of this name too, in which anything may be.
-        let config: serde_json::Value = serde_json::from_slice(&config).unwrap_or_default();
+        let config: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
         if config["sharded_backend"] == "zarr" {
             return Ok(Some(
                 "Megatron-core's format `zarr` (Megatron-core saves `torch_dist` by default)",

@@ -10,7 +10,7 @@ use rayon::slice::{ParallelSlice as _, ParallelSliceMut as _};
 
 /// The number of elements of a task. With so many, handing a task to a thread costs little compared
 /// with the task itself.
-const TASK: usize = 32 << 10;
+const TASK_LEN: usize = 32 << 10;
 
 /// The partial sums of a task, so that the compiler can add several numbers at once.
 const LANES: usize = 8;
@@ -34,7 +34,7 @@ pub(crate) fn is_alone() -> bool {
 /// Returns `true` if so many elements are shared by threads. For fewer, another thread would only
 /// add its latency.
 fn is_shared(len: usize) -> bool {
-    len > TASK && !IS_ALONE.get()
+    len > TASK_LEN && !IS_ALONE.get()
 }
 
 /// Calls `f` with each task of two slices of equal length.
@@ -46,8 +46,8 @@ pub(crate) fn for_each_pair<T: Send, U: Sync>(
     if !is_shared(to.len()) {
         return f(to, from);
     }
-    to.par_chunks_mut(TASK)
-        .zip(from.par_chunks(TASK))
+    to.par_chunks_mut(TASK_LEN)
+        .zip(from.par_chunks(TASK_LEN))
         .for_each(|(to, from)| f(to, from));
 }
 
@@ -55,11 +55,11 @@ pub(crate) fn for_each_pair<T: Send, U: Sync>(
 pub(crate) fn sum<T: Copy + Sync>(values: &[T], term: impl Fn(T) -> f64 + Sync) -> f64 {
     if !is_shared(values.len()) {
         return values
-            .chunks(TASK)
+            .chunks(TASK_LEN)
             .fold(0.0, |sum, task| sum + sum_of_task(task, &term));
     }
     let sums: Vec<f64> = values
-        .par_chunks(TASK)
+        .par_chunks(TASK_LEN)
         .map(|task| sum_of_task(task, &term))
         .collect();
     sums.into_iter().sum()
@@ -98,11 +98,11 @@ pub(crate) fn update<T: Send + Sync, E: Send>(
     // Cut all slices at the same places, so that each task has what belongs together.
     let mut states: Vec<_> = states
         .iter_mut()
-        .map(|state| state.chunks_mut(TASK))
+        .map(|state| state.chunks_mut(TASK_LEN))
         .collect();
     let tasks: Vec<Update<'_, T>> = param
-        .chunks_mut(TASK)
-        .zip(grad.chunks(TASK))
+        .chunks_mut(TASK_LEN)
+        .zip(grad.chunks(TASK_LEN))
         .map(|(param, grad)| {
             (
                 param,
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn every_element_of_short_and_long_slices_is_in_one_task() {
-        for len in [0, 1, TASK, TASK + 1, 3 * TASK + 5] {
+        for len in [0, 1, TASK_LEN, TASK_LEN + 1, 3 * TASK_LEN + 5] {
             let from: Vec<f64> = (0..len).map(|index| index as f64).collect();
             let mut to = vec![1f64; len];
             for_each_pair(&mut to, &from, |to, from| {
@@ -168,7 +168,9 @@ mod tests {
 
     #[test]
     fn a_thread_that_is_alone_does_all_itself_with_the_same_bits() {
-        let values: Vec<f64> = (0..5 * TASK).map(|index| (index as f64).sin()).collect();
+        let values: Vec<f64> = (0..5 * TASK_LEN)
+            .map(|index| (index as f64).sin())
+            .collect();
         let shared = sum(&values, |value| value);
         let thread = std::thread::spawn(move || {
             stay_on_this_thread();
@@ -186,8 +188,8 @@ mod tests {
 
     #[test]
     fn an_error_of_a_task_is_returned() {
-        let (mut param, grad) = (vec![0f64; 4 * TASK], vec![0f64; 4 * TASK]);
-        param[3 * TASK] = 1.0;
+        let (mut param, grad) = (vec![0f64; 4 * TASK_LEN], vec![0f64; 4 * TASK_LEN]);
+        param[3 * TASK_LEN] = 1.0;
         let updated = update(&mut param, &grad, &mut [], |param, _, _| {
             if param[0] == 1.0 { Err(7) } else { Ok(()) }
         });

@@ -16,7 +16,7 @@ use crate::error::exception;
 const SIGINT: usize = 2;
 
 /// The time between two looks for signals.
-const SIGNAL_CHECK: Duration = Duration::from_millis(20);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Runs the command line `arguments`, whose first is the program's name, and returns its exit code.
 #[pyfunction]
@@ -53,7 +53,7 @@ pub(crate) fn report(
             finished
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
-                .recv_timeout(SIGNAL_CHECK)
+                .recv_timeout(SIGNAL_CHECK_INTERVAL)
         });
         match waited {
             Ok(()) | Err(RecvTimeoutError::Disconnected) => break,

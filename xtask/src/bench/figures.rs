@@ -68,26 +68,26 @@ impl Case {
 impl Results {
     /// Adds these results to those of an earlier part of the run. If both have a case, these
     /// replace it.
-    pub(super) fn after(self, mut before: Results) -> Result<Results> {
+    pub(super) fn merge_into(self, mut earlier: Results) -> Result<Results> {
         ensure!(
-            before.schema == SCHEMA,
+            earlier.schema == SCHEMA,
             "the figures to add to have schema {}, not {SCHEMA}",
-            before.schema
+            earlier.schema
         );
         ensure!(
-            before.machine == self.machine,
+            earlier.machine == self.machine,
             "the figures to add to are of another machine: {}, this is {}",
-            before.machine,
+            earlier.machine,
             self.machine
         );
-        before
+        earlier
             .cases
             .retain(|old| !self.cases.iter().any(|new| new.replaces(old)));
-        before
+        earlier
             .others
             .retain(|old| self.others.iter().all(|new| new.name != old.name));
-        before.cases.extend(self.cases);
-        before.others.extend(self.others);
-        Ok(before)
+        earlier.cases.extend(self.cases);
+        earlier.others.extend(self.others);
+        Ok(earlier)
     }
 }

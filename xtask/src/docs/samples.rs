@@ -34,7 +34,7 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
             .arg("-r")
             .arg(root.join(CHECKPOINT))
             .arg(place.path().join("pytorch")))?;
-        let (text, ran) = again(&page.text, |line| shell(line, place.path(), program))?;
+        let (text, ran) = rerun_samples(&page.text, |line| shell(line, place.path(), program))?;
         commands += ran;
         if text == page.text {
             continue;
@@ -68,7 +68,10 @@ pub(super) fn check(pages: &[Page], root: &Path, program: &Path, bless: bool) ->
 
 /// Returns the text of a page with its samples as `run` prints them now, and the number of
 /// commands. A part that `…` leaves out stays left out if the rest fits.
-fn again(text: &str, mut run: impl FnMut(&str) -> Result<String>) -> Result<(String, usize)> {
+fn rerun_samples(
+    text: &str,
+    mut run: impl FnMut(&str) -> Result<String>,
+) -> Result<(String, usize)> {
     let mut now = String::new();
     let mut ran = 0;
     let mut lines = text.lines().peekable();
@@ -156,12 +159,12 @@ mod tests {
                 "a\nb\nc\nz\n".to_owned()
             })
         };
-        assert_eq!(again(PAGE, printed).unwrap(), (PAGE.to_owned(), 2));
+        assert_eq!(rerun_samples(PAGE, printed).unwrap(), (PAGE.to_owned(), 2));
     }
 
     #[test]
     fn a_sample_that_prints_something_else_is_changed() {
-        let (text, _) = again(PAGE, |_| Ok("2\n".to_owned())).unwrap();
+        let (text, _) = rerun_samples(PAGE, |_| Ok("2\n".to_owned())).unwrap();
         assert_eq!(text, "# A\n```console,run\n$ one\n2\n$ two\n2\n```\nend\n");
     }
 }

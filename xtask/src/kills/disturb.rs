@@ -12,14 +12,14 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom as _;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::job::{HANG, Job, Work, done, is_alive, newest, starts};
+use crate::job::{HANG_TIMEOUT, Job, Work, done, is_alive, newest, starts};
 use crate::shell::say;
 
 /// The longest time for which a launcher is stopped.
 const LONGEST_STOP: Duration = Duration::from_secs(2);
 /// The time that a rank may take to end once it knows of a failure, on a machine that has fewer
 /// cores than ranks.
-const END: Duration = Duration::from_secs(2);
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The moments of the failures of a run.
 #[derive(Debug, Clone, Copy)]
@@ -96,7 +96,7 @@ impl DisturbedRun<'_> {
         let before = counts.all();
         let begin = Instant::now();
         let mut job = self.work.start(self.out, self.said)?;
-        while let Some(pause) = self.pause(counts, before, begin, random) {
+        while let Some(pause) = self.time_until_next(counts, before, begin, random) {
             if job.wait(pause)? {
                 return Ok(());
             }
@@ -109,12 +109,12 @@ impl DisturbedRun<'_> {
             // What there is before the failure, to compare with afterwards.
             let saved = newest(self.out)?;
             let begun = starts(self.out)?.len();
-            let hit = Instant::now();
-            let Some(survivors) = self.hit(&mut job, &ranks, random, counts)? else {
+            let failed_at = Instant::now();
+            let Some(survivors) = self.disturb_once(&mut job, &ranks, random, counts)? else {
                 continue;
             };
             let steps = done(self.out)?;
-            self.check_survivors(&survivors, hit, counts)?;
+            self.check_survivors(&survivors, failed_at, counts)?;
             // The run goes on: it resumes from the newest checkpoint, and saves another one.
             while newest(self.out)? <= saved {
                 if job.wait(Duration::from_millis(50))? {
@@ -125,9 +125,12 @@ impl DisturbedRun<'_> {
                     // launcher waits for it.
                     signal(&ranks, Signal::CONT);
                 }
-                ensure!(hit.elapsed() < HANG, "no step within {HANG:?} of a failure");
+                ensure!(
+                    failed_at.elapsed() < HANG_TIMEOUT,
+                    "no step within {HANG_TIMEOUT:?} of a failure"
+                );
             }
-            counts.slowest = counts.slowest.max(hit.elapsed());
+            counts.slowest = counts.slowest.max(failed_at.elapsed());
             // A kill in the last moment of a save may find the new checkpoint there: then the run
             // is yet to start again.
             if let Some(start) = starts(self.out)?.get(begun) {
@@ -146,12 +149,12 @@ impl DisturbedRun<'_> {
                 ));
             }
         }
-        ensure!(job.wait(HANG)?, "the run does not end");
+        ensure!(job.wait(HANG_TIMEOUT)?, "the run does not end");
         Ok(())
     }
 
     /// Returns the time until the next failure; `None` if there were enough.
-    fn pause(
+    fn time_until_next(
         &self,
         counts: &DisturbanceCounts,
         before: u64,
@@ -176,7 +179,7 @@ impl DisturbedRun<'_> {
 
     /// Disturbs the run in a random way. Returns the ranks that it has left, which cannot go on;
     /// `None` if nothing is lost.
-    fn hit(
+    fn disturb_once(
         &self,
         job: &mut Job,
         ranks: &[Pid],
@@ -205,10 +208,10 @@ impl DisturbedRun<'_> {
                 return Ok(None);
             }
             Disturbance::KillLauncher => {
-                let hit = Instant::now();
+                let failed_at = Instant::now();
                 job.kill()?;
                 // Its ranks end with it: those that are left would write beside the new ones.
-                self.check_survivors(ranks, hit, counts)?;
+                self.check_survivors(ranks, failed_at, counts)?;
                 *job = self.work.start(self.out, self.said)?;
                 return Ok(Some(Vec::new()));
             }
@@ -227,13 +230,13 @@ impl DisturbedRun<'_> {
     fn check_survivors(
         &self,
         survivors: &[Pid],
-        hit: Instant,
+        failed_at: Instant,
         counts: &mut DisturbanceCounts,
     ) -> Result<()> {
         let timeout = Duration::from_secs(self.work.timeout);
-        let limit = self.longest_step + timeout + END;
+        let limit = self.longest_step + timeout + END_TIMEOUT;
         while survivors.iter().any(|rank| is_alive(*rank)) {
-            let waited = hit.elapsed();
+            let waited = failed_at.elapsed();
             ensure!(
                 waited < limit,
                 "a rank still runs {waited:.1?} after a failure: \
@@ -242,7 +245,7 @@ impl DisturbedRun<'_> {
             );
             thread::sleep(Duration::from_millis(10));
         }
-        counts.waited = counts.waited.max(hit.elapsed());
+        counts.waited = counts.waited.max(failed_at.elapsed());
         Ok(())
     }
 }

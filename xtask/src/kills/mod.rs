@@ -2,7 +2,7 @@
 //! end with the bits of one that nobody disturbed.
 //!
 //! Without `--every` these are many short runs, hit at random moments. With it, it is one long run
-//! with a failure after each such time, and its [effective time](effective::effective) is told. In
+//! with a failure after each such time, and its [effective time](effective_share) is told. In
 //! both, each failure may lose the steps since the last save at most, and the ranks that it leaves
 //! must end within a step and the timeout.
 
@@ -19,9 +19,9 @@ use rand::SeedableRng as _;
 use rand::rngs::StdRng;
 
 use self::disturb::{DisturbanceCounts, DisturbedRun, Pace};
-use self::effective::effective;
+use self::effective::effective_share;
 use crate::files::remove_directory;
-use crate::job::{ENDLESS, HANG, Work, last_lines, newest, program, step_seconds};
+use crate::job::{ENDLESS, HANG_TIMEOUT, Work, last_lines, newest, program, step_seconds};
 use crate::shell::say;
 
 /// The options of `cargo xtask kills`.
@@ -96,15 +96,15 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
     let said = dir.join("said");
     let start = Instant::now();
     ensure!(
-        work.start(&quiet, &said)?.wait(HANG)?,
-        "the run that nobody disturbs takes more than {HANG:?}"
+        work.start(&quiet, &said)?.wait(HANG_TIMEOUT)?,
+        "the run that nobody disturbs takes more than {HANG_TIMEOUT:?}"
     );
     let undisturbed = start.elapsed();
     say(&format!(
         "kills: a run of {STEPS} steps on {} ranks takes {undisturbed:.1?}",
         work.ranks
     ));
-    let longest_step = longest(&step_seconds(&quiet)?);
+    let longest_step = longest_duration(&step_seconds(&quiet)?);
     let mut counts = DisturbanceCounts::default();
     let mut runs = 0;
     let mut disturbed = Duration::ZERO;
@@ -174,7 +174,7 @@ fn one_long_run(
     let undisturbed = start.elapsed();
     let steps = newest(&quiet)?;
     let seconds = step_seconds(&quiet)?;
-    let alone = effective(&seconds, undisturbed)
+    let alone = effective_share(&seconds, undisturbed)
         .context("the run that nobody disturbs has done no step")?;
     say(&format!(
         "kills: {steps} steps of {:.1} ms on {} ranks; \
@@ -191,13 +191,13 @@ fn one_long_run(
         out: &out,
         said: &said,
         pace: Pace::Every(every),
-        longest_step: longest(&seconds),
+        longest_step: longest_duration(&seconds),
     };
     run.disturb(random, &mut counts)?;
     let disturbed = start.elapsed();
     // Step 3: compare.
     work.check_same(&quiet, &out, steps)?;
-    let share = effective(&seconds, disturbed).context("the run took no time")?;
+    let share = effective_share(&seconds, disturbed).context("the run took no time")?;
     say(&format!(
         "kills: {} failures, one every {every:?}, no wrong bit; {counts:?}; \
          {steps} steps took {disturbed:.1?}: effective time {share:.3}",
@@ -212,6 +212,6 @@ fn one_long_run(
 }
 
 /// Returns the longest of some steps.
-fn longest(seconds: &[f64]) -> Duration {
+fn longest_duration(seconds: &[f64]) -> Duration {
     Duration::from_secs_f64(seconds.iter().copied().fold(0.0, f64::max))
 }

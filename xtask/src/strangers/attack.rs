@@ -20,7 +20,7 @@ const MAX_OPEN: usize = 100;
 /// The connections of a burst.
 const BURST: usize = 200;
 /// The most bytes of noise.
-const NOISE: usize = 64 << 10;
+const NOISE_BYTES: usize = 64 << 10;
 /// The most bits that are flipped in a recording.
 const FLIPS: usize = 8;
 /// The time that the other side has to let a connection in.
@@ -30,7 +30,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The time that it has to answer.
 const READ_TIMEOUT: Duration = Duration::from_millis(20);
 /// The pause after a port had closed, and while none is open.
-const PAUSE: Duration = Duration::from_millis(10);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A use that a stranger makes of a connection.
 #[derive(Debug, Clone, Copy)]
@@ -86,7 +86,7 @@ pub(super) struct Visits {
 
 impl Visits {
     /// Returns the counts as a text.
-    pub(super) fn told(&self) -> String {
+    pub(super) fn summary_text(&self) -> String {
         format!(
             "{} connections ({} refused, {} answered)",
             self.connections.load(Ordering::Relaxed),
@@ -162,7 +162,7 @@ pub(super) fn bother(field: &Field, recording: &Recording, seed: u64) {
     };
     while !field.has_ended() {
         let Some(target) = field.target(&mut stranger.random) else {
-            thread::sleep(PAUSE);
+            thread::sleep(RETRY_INTERVAL);
             continue;
         };
         // The other side may end a connection at any time. The port may also have closed.
@@ -170,7 +170,7 @@ pub(super) fn bother(field: &Field, recording: &Recording, seed: u64) {
             .visit(target)
             .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
         {
-            thread::sleep(PAUSE);
+            thread::sleep(RETRY_INTERVAL);
         }
         stranger.send_slowly();
     }
@@ -217,7 +217,7 @@ impl Stranger<'_> {
                 } else {
                     i64::MAX.to_le_bytes().repeat(32)
                 };
-                stream.write_all(&[greeting, &claim[..], &vec![0; NOISE]].concat())?;
+                stream.write_all(&[greeting, &claim[..], &vec![0; NOISE_BYTES]].concat())?;
             }
             Trick::Reflected => {
                 stream.write_all(greeting)?;
@@ -267,7 +267,7 @@ impl Stranger<'_> {
     }
 
     fn noise(&mut self) -> Vec<u8> {
-        let mut noise = vec![0; self.random.random_range(0..NOISE)];
+        let mut noise = vec![0; self.random.random_range(0..NOISE_BYTES)];
         self.random.fill_bytes(&mut noise);
         noise
     }

@@ -41,7 +41,7 @@ use self::memory::Levels;
 use self::ports::{PortKind, store_of, targets};
 use self::recorder::{Recorder, Recording};
 use crate::files::{remove_directory, write};
-use crate::job::{ENDLESS, HANG, Job, Work, done, last_lines, newest, program};
+use crate::job::{ENDLESS, HANG_TIMEOUT, Job, Work, done, last_lines, newest, program};
 use crate::shell::say;
 
 /// The options of `cargo xtask strangers`.
@@ -75,11 +75,11 @@ const SAVE_EVERY: u64 = 20;
 /// The checkpoints of the running job before its level of memory is taken.
 const WARM: u64 = 5;
 /// The time for which a rank is late.
-const LATE: Duration = Duration::from_secs(10);
+const LATE_DELAY: Duration = Duration::from_secs(10);
 /// The time between two looks at the jobs.
-const LOOK: Duration = Duration::from_millis(200);
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// The time between two reports.
-const REPORT: Duration = Duration::from_secs(30);
+const REPORT_INTERVAL: Duration = Duration::from_secs(30);
 
 // The places of the jobs' ports in the field.
 const RUNNING: usize = 0;
@@ -128,7 +128,7 @@ pub(crate) fn run(root: &Path, arguments: &StrangersArguments) -> Result<()> {
     };
     task.run(arguments, seed).with_context(|| {
         let said = ["running", "meeting"]
-            .map(|job| format!("the {job} job:\n{}", last_lines(&task.said(job))));
+            .map(|job| format!("the {job} job:\n{}", last_lines(&task.output_path(job))));
         format!("seed {seed}\n{}", said.join("\n"))
     })
 }
@@ -138,8 +138,10 @@ impl Strangers<'_> {
         // Step 1: the bits of the jobs that meet.
         let quiet = self.dir.join("quiet");
         ensure!(
-            self.work.start(&quiet, &self.said("meeting"))?.wait(HANG)?,
-            "a job takes more than {HANG:?}"
+            self.work
+                .start(&quiet, &self.output_path("meeting"))?
+                .wait(HANG_TIMEOUT)?,
+            "a job takes more than {HANG_TIMEOUT:?}"
         );
         // Step 2: a job that runs, and whose last rank is overheard while it joins.
         let out = self.dir.join("running");
@@ -187,10 +189,10 @@ impl Strangers<'_> {
             steps,
             ..self.work.clone()
         };
-        let limit = 3 * seconds + HANG;
+        let limit = 3 * seconds + HANG_TIMEOUT;
         ensure!(
             undisturbed
-                .start(&alone, &self.said("running"))?
+                .start(&alone, &self.output_path("running"))?
                 .wait(limit)?,
             "{steps} steps take more than {limit:?}"
         );
@@ -198,14 +200,14 @@ impl Strangers<'_> {
         say(&format!(
             "strangers: {}; no rank ended, none grew by more than {:.1} MiB, \
              {steps} steps and {meetings} meetings have the bits of undisturbed ones",
-            self.told(),
+            self.summary_text(),
             mebibytes(grown)
         ));
         Ok(())
     }
 
     /// Returns the file to which a job writes what it says.
-    fn said(&self, job: &str) -> PathBuf {
+    fn output_path(&self, job: &str) -> PathBuf {
         self.dir.join(format!("said-{job}"))
     }
 
@@ -215,8 +217,8 @@ impl Strangers<'_> {
         let recorder = Recorder::open()?;
         let come = self.dir.join("come");
         write(&come, &recorder.port()?.to_string())?;
-        let mut job = start_with_late_rank(work, &come, out, &self.said("running"))?;
-        let until = Instant::now() + HANG;
+        let mut job = start_with_late_rank(work, &come, out, &self.output_path("running"))?;
+        let deadline = Instant::now() + HANG_TIMEOUT;
         let mut leads = false;
         while newest(out)? == 0 {
             if !leads && let Some(rank) = job.ranks()?.first() {
@@ -227,7 +229,7 @@ impl Strangers<'_> {
                 }
             }
             ensure!(!job.wait(Duration::from_millis(20))?, "the job has ended");
-            ensure!(Instant::now() < until, "the job does not begin");
+            ensure!(Instant::now() < deadline, "the job does not begin");
         }
         // Strangers who have nothing to replay would test nothing.
         let recording = recorder.recording();
@@ -246,16 +248,16 @@ impl Strangers<'_> {
 
     /// Waits until the running job's memory has reached its level.
     fn warm_up(&self, job: &mut Job, out: &Path) -> Result<()> {
-        let until = Instant::now() + HANG;
+        let deadline = Instant::now() + HANG_TIMEOUT;
         while newest(out)? < WARM * SAVE_EVERY {
-            ensure!(!job.wait(LOOK)?, "the job has ended");
-            ensure!(Instant::now() < until, "the job does not begin");
+            ensure!(!job.wait(CHECK_INTERVAL)?, "the job has ended");
+            ensure!(Instant::now() < deadline, "the job does not begin");
         }
         Ok(())
     }
 
     /// Watches the running job for some time, and returns the largest growth of a rank.
-    fn watch(&self, job: &mut Job, out: &Path, time: Duration) -> Result<u64> {
+    fn watch(&self, job: &mut Job, out: &Path, duration: Duration) -> Result<u64> {
         let ranks = job.ranks()?;
         let levels = Levels::measure(&ranks)?;
         let begin = Instant::now();
@@ -263,16 +265,16 @@ impl Strangers<'_> {
         let mut grown = 0;
         let before = done(out)?;
         self.field.set_targets(RUNNING, targets(&ranks));
-        while begin.elapsed() < time && !self.field.has_ended() {
-            ensure!(!job.wait(LOOK)?, "the running job has ended");
+        while begin.elapsed() < duration && !self.field.has_ended() {
+            ensure!(!job.wait(CHECK_INTERVAL)?, "the running job has ended");
             ensure!(job.ranks()? == ranks, "a rank of the running job has ended");
             grown = grown.max(levels.check(self.growth)?);
-            if reported.elapsed() > REPORT {
+            if reported.elapsed() > REPORT_INTERVAL {
                 reported = Instant::now();
                 say(&format!(
                     "strangers: {} s; {}; the most growth is {:.1} MiB",
                     begin.elapsed().as_secs(),
-                    self.told(),
+                    self.summary_text(),
                     mebibytes(grown)
                 ));
             }
@@ -286,7 +288,7 @@ impl Strangers<'_> {
         ));
         ensure!(
             steps > 0 || self.field.has_ended(),
-            "the running job did no step in {time:?}"
+            "the running job did no step in {duration:?}"
         );
         Ok(grown)
     }
@@ -308,21 +310,24 @@ impl Strangers<'_> {
 
     /// Runs a job whose last rank is late. Until it comes, the ports of the others are open.
     fn meet_once(&self, out: &Path, come: &Path) -> Result<()> {
-        let mut job = start_with_late_rank(&self.work, come, out, &self.said("meeting"))?;
+        let mut job = start_with_late_rank(&self.work, come, out, &self.output_path("meeting"))?;
         // The late rank has no port yet, and its memory says nothing: it is still a shell.
         let mut waiting = self.wait_for_ports(&mut job)?;
         waiting.retain(|&rank| !targets(&[rank]).is_empty());
         let levels = Levels::measure(&waiting)?;
         let begin = Instant::now();
-        while begin.elapsed() < LATE && !self.field.has_ended() {
-            ensure!(!job.wait(LOOK)?, "it has ended before its last rank came");
+        while begin.elapsed() < LATE_DELAY && !self.field.has_ended() {
+            ensure!(
+                !job.wait(CHECK_INTERVAL)?,
+                "it has ended before its last rank came"
+            );
             levels.check(self.growth)?;
         }
         write(come, "")?;
         // Strangers come to each port for as long as it is open.
-        while !job.wait(LOOK)? {
+        while !job.wait(CHECK_INTERVAL)? {
             self.field.set_targets(MEETING, targets(&job.ranks()?));
-            ensure!(begin.elapsed() < HANG, "it does not end");
+            ensure!(begin.elapsed() < HANG_TIMEOUT, "it does not end");
         }
         self.field.set_targets(MEETING, Vec::new());
         Ok(())
@@ -331,7 +336,7 @@ impl Strangers<'_> {
     /// Waits until the ports of the store and of all ranks but the last are open, and lets
     /// strangers come to them. Returns the processes of the ranks.
     fn wait_for_ports(&self, job: &mut Job) -> Result<Vec<Pid>> {
-        let until = Instant::now() + HANG;
+        let deadline = Instant::now() + HANG_TIMEOUT;
         loop {
             let ranks = job.ranks()?;
             let open = targets(&ranks);
@@ -343,17 +348,17 @@ impl Strangers<'_> {
                 self.field.set_targets(MEETING, open);
                 return Ok(ranks);
             }
-            ensure!(!job.wait(LOOK)?, "the job has ended");
-            ensure!(Instant::now() < until, "its ports do not open: {open:?}");
+            ensure!(!job.wait(CHECK_INTERVAL)?, "the job has ended");
+            ensure!(Instant::now() < deadline, "its ports do not open: {open:?}");
         }
     }
 
     /// Returns what strangers did so far, as a text.
-    fn told(&self) -> String {
+    fn summary_text(&self) -> String {
         format!(
             "{} to stores, {} to ranks",
-            self.field.store.told(),
-            self.field.rank.told()
+            self.field.store.summary_text(),
+            self.field.rank.summary_text()
         )
     }
 }

@@ -10,10 +10,10 @@ use std::time::Duration;
 use anyhow::Result;
 
 /// The most bytes that are kept.
-const KEPT: usize = 64 << 10;
+const MAX_RECORDED_BYTES: usize = 64 << 10;
 
 /// The pause before another attempt to reach the store.
-const PAUSE: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The bytes that a rank has said to the store.
 #[derive(Debug, Clone, Default)]
@@ -70,7 +70,7 @@ fn lock(heard: &Mutex<Recording>) -> MutexGuard<'_, Recording> {
 /// there is no store yet.
 fn pass_on(mut rank: TcpStream, store: u16, heard: &Mutex<Recording>) {
     let Ok(mut store) = TcpStream::connect((Ipv4Addr::LOCALHOST, store)) else {
-        return thread::sleep(PAUSE);
+        return thread::sleep(RETRY_INTERVAL);
     };
     let (Ok(mut answers), Ok(mut to_rank)) = (store.try_clone(), rank.try_clone()) else {
         return;
@@ -87,7 +87,7 @@ fn pass_on(mut rank: TcpStream, store: u16, heard: &Mutex<Recording>) {
         if heard.all.is_empty() {
             heard.greeting = said.to_vec();
         }
-        if heard.all.len() + count <= KEPT {
+        if heard.all.len() + count <= MAX_RECORDED_BYTES {
             heard.all.extend_from_slice(said);
         }
         drop(heard);

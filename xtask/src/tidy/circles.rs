@@ -20,12 +20,12 @@ pub(super) fn check(uses: &Uses) -> Vec<String> {
         .iter()
         .map(|&(from, to)| (from.to_owned(), to.to_owned()))
         .collect();
-    breaches(uses, &known)
+    list_breaches(uses, &known)
 }
 
 /// Returns a message for each entry of [`KNOWN`] that is not among `uses`, the uses of all crates,
 /// any more.
-pub(super) fn stale(uses: &Uses) -> Vec<String> {
+pub(super) fn list_stale(uses: &Uses) -> Vec<String> {
     let folders = folders(uses);
     let mut stale = Vec::new();
     for (from, to) in KNOWN {
@@ -40,10 +40,10 @@ pub(super) fn stale(uses: &Uses) -> Vec<String> {
 }
 
 /// Returns a message for each circle that remains without the `known` uses.
-fn breaches(uses: &Uses, known: &Uses) -> Vec<String> {
+fn list_breaches(uses: &Uses, known: &Uses) -> Vec<String> {
     let mut breaches = Vec::new();
     for (what, uses) in [("files", uses), ("folders", &folders(uses))] {
-        for circle in circles(&uses.difference(known).cloned().collect()) {
+        for circle in find_circles(&uses.difference(known).cloned().collect()) {
             breaches.push(format!("{what} use each other in a circle: {circle}"));
         }
     }
@@ -79,7 +79,7 @@ fn folder(file: &str, uses: &Uses) -> Option<String> {
 }
 
 /// Returns one shortest circle through each group of nodes that reach each other.
-fn circles(uses: &Uses) -> Vec<String> {
+fn find_circles(uses: &Uses) -> Vec<String> {
     let mut next: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for (from, to) in uses {
         next.entry(from).or_default().push(to);
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     fn circles_of(uses: &[(&str, &str)]) -> Vec<String> {
-        breaches(&in_a_crate(uses), &Uses::new())
+        list_breaches(&in_a_crate(uses), &Uses::new())
     }
 
     fn in_a_crate(pairs: &[(&str, &str)]) -> Uses {
@@ -185,10 +185,10 @@ mod tests {
             ("d.rs", "c.rs"),
         ];
         let known = in_a_crate(&uses[1..2]);
-        let found = breaches(&in_a_crate(&uses), &known);
+        let found = list_breaches(&in_a_crate(&uses), &known);
         assert_eq!(found.len(), 1);
         assert!(found[0].contains("c.rs"), "{found:?}");
         let uses = [("a/one.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")];
-        assert!(breaches(&in_a_crate(&uses), &in_a_crate(&[("b", "a")])).is_empty());
+        assert!(list_breaches(&in_a_crate(&uses), &in_a_crate(&[("b", "a")])).is_empty());
     }
 }

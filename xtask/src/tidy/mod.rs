@@ -84,7 +84,7 @@ fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
         }
     }
     // These two rules need all crates together.
-    breaches.extend(circles::stale(&all_uses));
+    breaches.extend(circles::list_stale(&all_uses));
     breaches.extend(names::check(&public_types));
     Ok(breaches)
 }

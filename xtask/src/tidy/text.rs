@@ -94,7 +94,7 @@ pub(super) fn check(name: &str, text: &str) -> Vec<String> {
             "{name}: its first line should say what it is for (`//! ...`)"
         ));
     }
-    for (number, word) in riddles(text) {
+    for (number, word) in unclear_doc_starts(text) {
         breaches.push(format!(
             "{name}:{number}: a doc comment should not start with \"{word}\""
         ));
@@ -128,7 +128,7 @@ pub(super) fn check(name: &str, text: &str) -> Vec<String> {
 
 /// Lists the doc comments that start with one of [`FIRST_WORDS`], as pairs of a line's number and
 /// that word.
-fn riddles(text: &str) -> Vec<(usize, &'static str)> {
+fn unclear_doc_starts(text: &str) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     let mut before = "";
     for (number, line) in text.lines().enumerate() {
@@ -226,7 +226,10 @@ mod tests {
             "    let text = \"Those\";",
             "}",
         ];
-        assert_eq!(riddles(&text.join("\n")), [(1, "What"), (8, "As")]);
+        assert_eq!(
+            unclear_doc_starts(&text.join("\n")),
+            [(1, "What"), (8, "As")]
+        );
         let breaches = check(
             "crates/x/src/a.rs",
             "//! About.\n\n/// Whether: no.\nfn f() {}\n",

@@ -74,7 +74,7 @@ pub(super) struct PartCopy {
 
 impl PartCopy {
     /// Returns the path of the copy in the run's directory on its host.
-    pub(super) fn place(&self, root: &Location) -> Location {
+    pub(super) fn path(&self, root: &Location) -> Location {
         root.join(&self.holder).join(self.part.to_string())
     }
 }

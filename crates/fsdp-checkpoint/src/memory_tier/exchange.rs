@@ -5,7 +5,7 @@ use fsdp_formats::parts::{NewPart, PartFiles, PartList};
 use fsdp_formats::{FileError, Location};
 
 /// The number of bytes that a rank sends at once.
-const WINDOW: u64 = 8 << 20;
+const WINDOW_BYTES: u64 = 8 << 20;
 
 /// Copies parts from rank to rank. Each rank sends at most one part and receives at most one:
 /// `outgoing` has its path and the rank that it goes to, and `incoming` the path for a part and the
@@ -42,22 +42,22 @@ pub(super) fn exchange(
     let mut incoming = group.agree(operation, prepared)?;
     // Step 3: the bytes are sent in windows. A rank that fails goes on sending zeros, because the
     // others would wait for it.
-    let lengths: Vec<u64> = lists.iter().map(length).collect();
+    let part_lens: Vec<u64> = lists.iter().map(byte_len).collect();
     let mut failure: Option<FileError> = None;
-    let mut at = 0;
-    while lengths.iter().any(|&length| at < length) {
-        let mut to_each = vec![0; lengths.len()];
-        let mut from_each = vec![0; lengths.len()];
-        let mut sent = vec![0u8; window_at(at, lengths[rank])];
+    let mut offset = 0;
+    while part_lens.iter().any(|&part_len| offset < part_len) {
+        let mut to_each = vec![0; part_lens.len()];
+        let mut from_each = vec![0; part_lens.len()];
+        let mut sent = vec![0u8; window_len(offset, part_lens[rank])];
         if let Some((part, to)) = &outgoing {
             to_each[*to] = sent.len();
             if failure.is_none() {
-                failure = part.read(at, &mut sent).err();
+                failure = part.read(offset, &mut sent).err();
             }
         }
         let mut received = Vec::new();
         if let Some((_, from)) = &incoming {
-            received.resize(window_at(at, lengths[*from]), 0);
+            received.resize(window_len(offset, part_lens[*from]), 0);
             from_each[*from] = received.len();
         }
         group.all_to_all_uneven(&mut received, &from_each, &sent, &to_each)?;
@@ -66,7 +66,7 @@ pub(super) fn exchange(
         {
             failure = new.write(&received).err();
         }
-        at += WINDOW;
+        offset += WINDOW_BYTES;
     }
     // Step 4: if any rank failed, none commits the part that it received.
     group.agree(operation, failure.map_or(Ok(()), Err))?;
@@ -75,12 +75,12 @@ pub(super) fn exchange(
 }
 
 /// Returns the number of bytes of a part with these files.
-fn length(list: &PartList) -> u64 {
+fn byte_len(list: &PartList) -> u64 {
     list.iter()
         .fold(0, |sum, (_, length)| sum.saturating_add(*length))
 }
 
-/// Returns the number of bytes of a part of this length in the window that begins at `at`.
-fn window_at(at: u64, length: u64) -> usize {
-    length.saturating_sub(at).min(WINDOW) as usize
+/// Returns the number of bytes of a part of `part_len` bytes in the window that begins at `offset`.
+fn window_len(offset: u64, part_len: u64) -> usize {
+    part_len.saturating_sub(offset).min(WINDOW_BYTES) as usize
 }

@@ -95,19 +95,19 @@ impl MemoryTier {
         Ok(self.run_directory.clone())
     }
 
-    /// Saves the state of a step. Afterwards the tier holds this step and the newest whole one
-    /// before it.
+    /// Saves the state of a step. Afterwards the tier holds this step and the newest complete
+    /// one before it.
     ///
     /// # Errors
     /// The same on every rank: state that a checkpoint could not hold either, errors of the
-    /// storage. The newest whole step before this one is kept.
+    /// storage. The newest complete step before this one is kept.
     pub(crate) fn save(
         &mut self,
         step: u64,
         state: Result<StateDict, CheckpointError>,
         options: &SaveOptions,
     ) -> Result<SaveReport, CheckpointError> {
-        let clock = Instant::now();
+        let start = Instant::now();
         let group = with_storage_deadline(&self.group, options.deadline);
         let rank = group.rank();
         let _span = info_span!("save to memory", rank, step).entered();
@@ -139,15 +139,15 @@ impl MemoryTier {
         tier.on_each_host(|root| remove_all_but(root, kept))?;
         // Step 3: write this rank's own part. The run's directory may have been removed since the
         // last save.
-        let place = tier.place(Part {
+        let path = tier.path_of(Part {
             of: this_step,
             rank,
         });
-        let is_object_store = place.local().is_none();
+        let is_object_store = path.local().is_none();
         let asked = options.write.threads;
         let threads = threads(Access::Write, asked, &group, is_object_store);
         let written =
-            make_private(&tier.root).and_then(|()| save_part(&place, &local, rank, threads));
+            make_private(&tier.root).and_then(|()| save_part(&path, &local, rank, threads));
         let rank_bytes = tier.agree(written)?;
         // Step 4: copy each part to the buddy of its rank. From then on the step survives the loss
         // of any one rank's files, or of any one host.
@@ -170,7 +170,7 @@ impl MemoryTier {
             total_bytes: group.all_gather_object(&rank_bytes)?.into_iter().sum(),
             linked_bytes: 0,
             digest: None,
-            duration: clock.elapsed(),
+            duration: start.elapsed(),
             waited: Duration::ZERO,
         })
     }
@@ -196,8 +196,8 @@ impl MemoryTier {
         let time = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-        let next = newest.map_or(0, |newest| newest.start.saturating_add(1));
-        let start = group.broadcast_object(Some(&time.max(next)), 0)?;
+        let next_number = newest.map_or(0, |newest| newest.start.saturating_add(1));
+        let start = group.broadcast_object(Some(&time.max(next_number)), 0)?;
         self.start = Some(start);
         Ok(start)
     }
@@ -290,7 +290,7 @@ impl RunDirectory {
     }
 
     /// Returns the path of a part in the directory of this rank.
-    fn place(&self, part: Part) -> Location {
+    fn path_of(&self, part: Part) -> Location {
         self.root
             .join(format!("rank-{}", self.group.rank()))
             .join(part.to_string())
@@ -298,14 +298,14 @@ impl RunDirectory {
 
     /// Returns the path of a part on this host: that of one of these copies, or else in the
     /// directory of this rank.
-    fn place_on_host(&self, part: Part, copies: &[PartCopy]) -> Location {
+    fn path_on_host(&self, part: Part, copies: &[PartCopy]) -> Location {
         let rank = self.group.rank();
         match copies
             .iter()
             .find(|copy| copy.host == rank && copy.part == part)
         {
-            Some(copy) => copy.place(&self.root),
-            None => self.place(part),
+            Some(copy) => copy.path(&self.root),
+            None => self.path_of(part),
         }
     }
 
@@ -319,8 +319,8 @@ impl RunDirectory {
         exchange(
             &self.group,
             self.operation,
-            outgoing.map(|transfer| (self.place_on_host(transfer.part, copies), transfer.to)),
-            incoming.map(|transfer| (self.place(transfer.part), transfer.from)),
+            outgoing.map(|transfer| (self.path_on_host(transfer.part, copies), transfer.to)),
+            incoming.map(|transfer| (self.path_of(transfer.part), transfer.from)),
         )?;
         Ok(())
     }
@@ -397,12 +397,17 @@ impl RunDirectory {
             share(copies, &self.hosts, rank)
                 .into_iter()
                 .map(|copy| {
-                    let damage = damage_of(copy.place(&self.root))?;
+                    let damage = damage_of(copy.path(&self.root))?;
                     Ok(damage.map(|damage| (copy.clone(), damage)))
                 })
                 .collect();
-        let own: Vec<Damaged> = self.agree(damaged)?.into_iter().flatten().collect();
-        for (damaged, problem) in self.group.all_gather_object(&own)?.into_iter().flatten() {
+        let damaged_here: Vec<Damaged> = self.agree(damaged)?.into_iter().flatten().collect();
+        for (damaged, problem) in self
+            .group
+            .all_gather_object(&damaged_here)?
+            .into_iter()
+            .flatten()
+        {
             if rank == 0 {
                 warn!(
                     step = damaged.part.of.step,
@@ -428,7 +433,7 @@ impl RunDirectory {
         for round in rounds(transfers(copies, &self.hosts)) {
             // A damaged copy may have the same path as the sound one that replaces it.
             let removed = match round.iter().find(|transfer| transfer.to == rank) {
-                Some(transfer) => remove(&self.place(transfer.part)),
+                Some(transfer) => remove(&self.path_of(transfer.part)),
                 None => Ok(()),
             };
             self.agree(removed)?;
@@ -436,10 +441,10 @@ impl RunDirectory {
         }
         let path = self.root.join(step_name(step.step));
         self.on_each_host(|_| {
-            let places: Vec<Location> = (0..step.ranks)
-                .map(|rank| self.place_on_host(Part { of: step, rank }, copies))
+            let part_paths: Vec<Location> = (0..step.ranks)
+                .map(|rank| self.path_on_host(Part { of: step, rank }, copies))
                 .collect();
-            Ok(parts::join(&path, &places)?)
+            Ok(parts::join(&path, &part_paths)?)
         })?;
         Ok(StepCheckpoint {
             step: step.step,
@@ -451,11 +456,11 @@ impl RunDirectory {
     /// failure is only logged.
     fn remove_received(&self, copies: &[PartCopy]) {
         for transfer in transfers(copies, &self.hosts) {
-            let place = self.place(transfer.part);
+            let path = self.path_of(transfer.part);
             if transfer.to == self.group.rank()
-                && let Err(error) = remove(&place)
+                && let Err(error) = remove(&path)
             {
-                warn!(path = %place, %error, "failed to remove a part that was received");
+                warn!(%path, %error, "failed to remove a part that was received");
             }
         }
     }
@@ -533,9 +538,9 @@ fn remove_parts(root: &Location, is_old: impl Fn(Part) -> bool) -> Result<(), Ch
 
 /// Removes a directory of the tier if it exists. One that a process reads is left with a warning:
 /// if it is of an abandoned step, saves of later starts are preferred to it.
-fn remove(place: &Location) -> Result<(), CheckpointError> {
-    if place.exists()? && !Durable::new().remove_checkpoint(place)? {
-        warn!(path = %place, "not removed, because a process reads it");
+fn remove(path: &Location) -> Result<(), CheckpointError> {
+    if path.exists()? && !Durable::new().remove_checkpoint(path)? {
+        warn!(%path, "not removed, because a process reads it");
     }
     Ok(())
 }

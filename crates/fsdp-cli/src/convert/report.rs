@@ -17,9 +17,9 @@ const SCHEMA: u32 = 1;
 
 /// The largest piece of a tensor that a thread reads at a time. A thread holds two pieces: one as
 /// it was read, and one as it will be written.
-const PIECE: u64 = 16 << 20;
+const PIECE_BYTES: u64 = 16 << 20;
 /// The memory that reading and writing take besides the pieces.
-const AROUND: u64 = 2 << 20;
+const OVERHEAD_BYTES: u64 = 2 << 20;
 
 /// The report of what was, or would be, written.
 #[derive(Debug, Serialize)]
@@ -112,7 +112,7 @@ impl WriteReport {
             values,
             bytes,
             // Each thread holds a piece as it was read, and the same piece as it will be written.
-            memory: threads.saturating_mul(2 * largest.min(PIECE) + AROUND),
+            memory: threads.saturating_mul(2 * largest.min(PIECE_BYTES) + OVERHEAD_BYTES),
             aside,
             aside_file,
             quantized: Vec::new(),

@@ -72,7 +72,7 @@ pub(super) fn cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
     let bad = exits.iter().filter(|exit| !exit.status.success());
     let causes = bad.map(|&exit| Cause {
         exit,
-        because_of: blamed(exit.rank, blame_dir),
+        because_of: read_blamed_ranks(exit.rank, blame_dir),
     });
     // The best candidate is a rank that failed, that was not asked to end, and that named no other
     // rank. It failed first, even if others noticed its failure and ended before it did. Among
@@ -89,12 +89,12 @@ pub(super) fn cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
 /// Returns the number of ranks that a job has lost, which is at least 1. These are the ranks that
 /// failed without being asked to end, and that named no other rank. There may be none, for example
 /// if a rank only stopped answering. Then the ranks that `cause` names are counted.
-pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: Option<&Path>) -> usize {
+pub(super) fn count_lost_ranks(exits: &[Exit], cause: &Cause, blame_dir: Option<&Path>) -> usize {
     let failed = exits
         .iter()
         .filter(|exit| exit.is_failure() && !exit.was_asked);
     let unprovoked = failed
-        .filter(|exit| blamed(exit.rank, blame_dir).is_empty())
+        .filter(|exit| read_blamed_ranks(exit.rank, blame_dir).is_empty())
         .count();
     if unprovoked > 0 {
         unprovoked
@@ -104,7 +104,7 @@ pub(super) fn lost(exits: &[Exit], cause: &Cause, blame_dir: Option<&Path>) -> u
 }
 
 /// Returns the ranks that a rank has named in its note; none if it has left no note.
-fn blamed(rank: usize, blame_dir: Option<&Path>) -> Vec<usize> {
+fn read_blamed_ranks(rank: usize, blame_dir: Option<&Path>) -> Vec<usize> {
     let Some(directory) = blame_dir else {
         return Vec::new();
     };
@@ -193,7 +193,7 @@ mod tests {
             [killed, exit(1, 7), exit(2, 16), exit(0, 16)],
         ] {
             let cause = cause(&exits, Some(notes.path())).unwrap();
-            assert_eq!(lost(&exits, &cause, Some(notes.path())), 1);
+            assert_eq!(count_lost_ranks(&exits, &cause, Some(notes.path())), 1);
             assert_eq!(
                 (cause.exit.rank, cause.exit.code(), cause.because_of),
                 (1, 7, vec![])
@@ -201,7 +201,7 @@ mod tests {
         }
         let two = [exit(1, 7), exit(3, 9), exit(0, 16), exit(2, 16)];
         assert_eq!(
-            lost(
+            count_lost_ranks(
                 &two,
                 &cause(&two, Some(notes.path())).unwrap(),
                 Some(notes.path())
@@ -211,7 +211,7 @@ mod tests {
         // The rank that caused the failure is on another node, or hangs.
         let exits = [exit(4, 0), exit(0, 16), killed];
         let cause = cause(&exits, Some(notes.path())).unwrap();
-        assert_eq!(lost(&exits, &cause, Some(notes.path())), 1);
+        assert_eq!(count_lost_ranks(&exits, &cause, Some(notes.path())), 1);
         assert_eq!((cause.exit.rank, cause.because_of), (0, vec![1]));
     }
 

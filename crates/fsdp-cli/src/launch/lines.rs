@@ -18,10 +18,10 @@ const MAX_LINE_BYTES: u64 = 64 << 10;
 
 /// The time without output after which it counts as finished, although a process still holds a
 /// pipe.
-const QUIET: Duration = Duration::from_secs(1);
+const QUIET_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The time between two looks for a signal while output is being written.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 const STACK_BYTES: usize = 256 << 10;
 
@@ -105,13 +105,13 @@ impl RankOutput {
         drop(self.running);
         let mut quiet_since = Instant::now();
         let mut written_before = 0;
-        while self.ended.recv_timeout(LOOK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        while self.ended.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let is_asked = is_asked_to_end();
             let written = self.copied.written.load(Ordering::Acquire);
             let is_blocked = self.copied.writing.load(Ordering::Acquire) > 0;
             if written != written_before || is_blocked && !is_asked {
                 quiet_since = Instant::now();
-            } else if quiet_since.elapsed() >= QUIET {
+            } else if quiet_since.elapsed() >= QUIET_TIMEOUT {
                 break;
             }
             written_before = written;

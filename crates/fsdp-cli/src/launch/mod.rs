@@ -33,14 +33,14 @@ use crate::text::or_word;
 
 /// The longest duration that is used in computations with time. Longer ones are cut to it, so that
 /// no point in time overflows.
-const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+const MAX_DURATION: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// An attempt that fails within this time has hardly begun to work: what made it fail may well
 /// still be there.
-const EARLY: Duration = Duration::from_secs(5);
+const EARLY_FAILURE_WINDOW: Duration = Duration::from_secs(5);
 
 /// The longest pause before an attempt.
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const MAX_PAUSE: Duration = Duration::from_secs(30);
 
 /// Starts the processes of a job on this node, and waits for them: `fsdp launch`. If one fails, all
 /// are started again, at most `--max-restarts` times. If the number of processes may shrink, the
@@ -71,7 +71,7 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
             } => attempts.restart(failure, may_restart, lost, start.elapsed())?,
         };
         output::talk(&attempts.announcement(&next, before));
-        if events.requested_within(next.pause) {
+        if events.was_asked_to_end_within(next.pause) {
             // A signal has asked this launcher to end while no process ran.
             match next.failure {
                 Some(failure) => bail!(failure),
@@ -112,7 +112,7 @@ impl<'a> Attempts<'a> {
             nproc: arguments.nproc.most,
             restarts: 0,
             early: 0,
-            regrow_after: regrow_after.map(|seconds| duration(seconds.get())),
+            regrow_after: regrow_after.map(|seconds| capped_duration(seconds.get())),
             has_regrown: false,
         }
     }
@@ -123,7 +123,7 @@ impl<'a> Attempts<'a> {
 
     /// Returns the time at which the next attempt should stop, to be followed by one with all
     /// processes.
-    fn stop_at(&self) -> Option<Instant> {
+    fn stop_deadline(&self) -> Option<Instant> {
         match self.regrow_after {
             Some(after) if self.has_shrunk() => Some(Instant::now() + after),
             _ => None,
@@ -162,7 +162,7 @@ impl<'a> Attempts<'a> {
         failure: RankEnded,
         may_restart: bool,
         lost: usize,
-        lasted: Duration,
+        elapsed: Duration,
     ) -> Result<Next> {
         let least = self.arguments.nproc.least;
         let is_refused = failure.code == exit_codes::USAGE;
@@ -181,15 +181,19 @@ impl<'a> Attempts<'a> {
         self.count_restart(&failure)?;
         if let Some(after) = &mut self.regrow_after
             && self.has_regrown
-            && lasted < *after
+            && elapsed < *after
         {
             // The attempt with all processes failed early: the machine still lacks something that
             // they need. Each such attempt costs a restart, so wait twice as long before the next
             // one.
-            *after = after.saturating_mul(2).min(LONGEST);
+            *after = after.saturating_mul(2).min(MAX_DURATION);
         }
         self.has_regrown = false;
-        self.early = if lasted < EARLY { self.early + 1 } else { 0 };
+        self.early = if elapsed < EARLY_FAILURE_WINDOW {
+            self.early + 1
+        } else {
+            0
+        };
         self.nproc = self.nproc.saturating_sub(lost).max(least);
         Ok(Next {
             failure: Some(failure),
@@ -222,16 +226,16 @@ impl<'a> Attempts<'a> {
             line.push_str(&format!(" in {:?}", next.pause));
         }
         if next.is_restart {
-            let most = self.arguments.max_restarts;
-            line.push_str(&format!(" (restart {} of {most})", self.restarts));
+            let max_restarts = self.arguments.max_restarts;
+            line.push_str(&format!(" (restart {} of {max_restarts})", self.restarts));
         }
         line
     }
 }
 
 /// Returns a duration that was given in seconds, cut to the longest.
-fn duration(seconds: u64) -> Duration {
-    Duration::from_secs(seconds).min(LONGEST)
+fn capped_duration(seconds: u64) -> Duration {
+    Duration::from_secs(seconds).min(MAX_DURATION)
 }
 
 /// Returns the pause after this many attempts in a row that have failed early: none after the
@@ -240,7 +244,7 @@ fn pause_after(early: u32) -> Duration {
     let Some(doubled) = early.checked_sub(2) else {
         return Duration::ZERO;
     };
-    Duration::from_secs(2u64.saturating_pow(doubled)).min(LONGEST_PAUSE)
+    Duration::from_secs(2u64.saturating_pow(doubled)).min(MAX_PAUSE)
 }
 
 /// The outcome of one attempt at a job.
@@ -280,8 +284,8 @@ fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
     if let Some(notes) = &notes {
         guard.remove(notes.path());
     }
-    let grace = duration(arguments.grace);
-    let mut ranks = RunningProcesses::new(events, grace, attempts.stop_at(), guard);
+    let grace = capped_duration(arguments.grace);
+    let mut ranks = RunningProcesses::new(events, grace, attempts.stop_deadline(), guard);
     let output = RankOutput::new();
     for local_rank in 0..nproc {
         let rank = rendezvous.rank(local_rank);
@@ -305,7 +309,7 @@ fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
     let waited = ranks.wait();
     let mut got_signal = waited.as_ref().is_ok_and(|end| end.got_signal);
     let last_lines = output.finish(|| {
-        got_signal |= events.requested_within(Duration::ZERO);
+        got_signal |= events.was_asked_to_end_within(Duration::ZERO);
         got_signal
     });
     let mut end = waited?;
@@ -335,7 +339,7 @@ fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptO
     if exits.len() > 1 {
         output::talk(&format!("all exits: {}", exits::list(exits)));
     }
-    let lost = exits::lost(exits, &cause, notes);
+    let lost = exits::count_lost_ranks(exits, &cause, notes);
     let rank = exit.rank;
     let mut how = exit.describe();
     if let Some(signal) = end.first_signal {
@@ -386,7 +390,7 @@ fn command(arguments: &LaunchArguments, nproc: usize) -> Command {
     command.env_remove("FSDP_NPROC");
     // A group of its own, so that signals reach the processes that it starts too.
     command.process_group(0);
-    if cpu_threads::asked().is_none() {
+    if cpu_threads::requested_threads().is_none() {
         // Programs that use candle get their share of the cores too.
         command.env(cpu_threads::VARIABLE, cpu_threads::share(nproc).to_string());
     }

@@ -21,10 +21,10 @@ use crate::stop::REQUESTS;
 /// The time for the other processes to end by themselves after one has failed. They usually fail
 /// because of it, and their messages say more than a signal. The process that really failed first
 /// may be among them.
-const SETTLE: Duration = Duration::from_secs(2);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The time between two looks at the processes that ranks have started.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// The interval between two checks of the processes that ranks have started.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The processes of this node. The system does not reuse the id of a process until its status has
 /// been read, so a signal cannot reach another process.
@@ -35,15 +35,15 @@ pub(super) struct RunningProcesses<'e> {
     outlived: BTreeSet<usize>,
     /// The status of the process that ended last of those that a rank's process has left behind.
     last: BTreeMap<usize, ExitStatus>,
-    /// The time of the next look at the processes that ranks have started, if there is a reason for
+    /// The time of the next check of the processes that ranks have started, if there is a reason for
     /// one.
-    look_at: Option<Instant>,
+    check_deadline: Option<Instant>,
     events: &'e Events,
-    grace: Duration,
+    grace_timeout: Duration,
     guard: Guard,
     stage: Stage,
     /// The time at which the processes are asked to stop, to be started again in another number.
-    stop_at: Option<Instant>,
+    stop_deadline: Option<Instant>,
     /// The exits and signals so far.
     end: JobEnd,
 }
@@ -76,24 +76,24 @@ pub(super) struct JobEnd {
 }
 
 impl<'e> RunningProcesses<'e> {
-    /// Returns a node without processes. At `stop_at` they are asked to stop, with `grace` to do
+    /// Returns a node without processes. At `stop_deadline` they are asked to stop, with `grace_timeout` to do
     /// so.
     pub(super) fn new(
         events: &'e Events,
-        grace: Duration,
-        stop_at: Option<Instant>,
+        grace_timeout: Duration,
+        stop_deadline: Option<Instant>,
         guard: Guard,
     ) -> Self {
         RunningProcesses {
             running: BTreeMap::new(),
             outlived: BTreeSet::new(),
             last: BTreeMap::new(),
-            look_at: None,
+            check_deadline: None,
             events,
-            grace,
+            grace_timeout,
             guard,
             stage: Stage::Running,
-            stop_at,
+            stop_deadline,
             end: JobEnd::default(),
         }
     }
@@ -121,35 +121,35 @@ impl<'e> RunningProcesses<'e> {
     /// The status of a process cannot be read.
     pub(super) fn wait(mut self) -> Result<JobEnd> {
         while !self.running.is_empty() {
-            let times = [self.stage_ends(), self.look_at];
-            let next = times.into_iter().flatten().min();
-            match self.events.next(next) {
-                Ok(Event::Ended(rank)) => self.ended(rank)?,
-                Ok(Event::ChildEnded) => self.look_soon(),
+            let deadlines = [self.stage_deadline(), self.check_deadline];
+            let next_deadline = deadlines.into_iter().flatten().min();
+            match self.events.next(next_deadline) {
+                Ok(Event::Ended(rank)) => self.handle_end(rank)?,
+                Ok(Event::ChildEnded) => self.check_descendants_soon(),
                 Ok(Event::Signal(number)) => self.pass_on(number),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             // This is checked after events too, so that many of them cannot keep the next stage
             // from coming.
-            self.time_has_come()?;
+            self.act_on_deadlines()?;
         }
         Ok(std::mem::take(&mut self.end))
     }
 
     /// Returns the time at which this stage ends by itself.
-    fn stage_ends(&self) -> Option<Instant> {
+    fn stage_deadline(&self) -> Option<Instant> {
         match self.stage {
-            Stage::Running => self.stop_at,
-            Stage::Settling(until) | Stage::Ending(until) => Some(until),
+            Stage::Running => self.stop_deadline,
+            Stage::Settling(deadline) | Stage::Ending(deadline) => Some(deadline),
             Stage::Killed => None,
         }
     }
 
-    /// Asks for a look at the processes that ranks have started.
-    fn look_soon(&mut self) {
-        self.look_at
-            .get_or_insert_with(|| Instant::now() + LOOK_INTERVAL);
+    /// Asks for a check of the processes that ranks have started.
+    fn check_descendants_soon(&mut self) {
+        self.check_deadline
+            .get_or_insert_with(|| Instant::now() + CHECK_INTERVAL);
     }
 
     /// Passes a signal to the launcher on to all processes. Those by which schedulers and terminals
@@ -166,29 +166,32 @@ impl<'e> RunningProcesses<'e> {
             self.end.first_signal = Some(number);
         }
         if matches!(self.stage, Stage::Running | Stage::Settling(_)) {
-            self.stage = Stage::Ending(Instant::now() + self.grace);
+            self.stage = Stage::Ending(Instant::now() + self.grace_timeout);
         }
     }
 
-    /// Begins the next stage if that is due now, and looks at the processes that ranks have started
+    /// Begins the next stage if that is due now, and checks the processes that ranks have started
     /// if that is due.
-    fn time_has_come(&mut self) -> Result<()> {
+    fn act_on_deadlines(&mut self) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());
         }
         let now = Instant::now();
-        if self.stage_ends().is_some_and(|end| end <= now) {
-            self.next_stage();
+        if self
+            .stage_deadline()
+            .is_some_and(|deadline| deadline <= now)
+        {
+            self.begin_next_stage();
         }
-        if self.look_at.is_some_and(|at| at <= now) {
-            self.look_at = None;
-            self.look()?;
+        if self.check_deadline.is_some_and(|deadline| deadline <= now) {
+            self.check_deadline = None;
+            self.check_descendants()?;
         }
         Ok(())
     }
 
     /// Moves to the next stage, because the time of this one is over.
-    fn next_stage(&mut self) {
+    fn begin_next_stage(&mut self) {
         let still_running = ranks_text(self.running.keys().copied().collect());
         let are = if self.running.len() == 1 { "is" } else { "are" };
         match self.stage {
@@ -197,28 +200,28 @@ impl<'e> RunningProcesses<'e> {
                     "{still_running} {are} still running: sending SIGTERM"
                 ));
                 self.signal(Signal::TERM);
-                self.stage = Stage::Ending(Instant::now() + self.grace);
+                self.stage = Stage::Ending(Instant::now() + self.grace_timeout);
             }
             Stage::Ending(_) => {
-                let grace = self.grace;
+                let grace = self.grace_timeout;
                 output::talk(&format!(
                     "{still_running} {are} still running after {grace:?}: sending SIGKILL"
                 ));
                 self.signal(Signal::KILL);
                 self.stage = Stage::Killed;
-                self.look_soon();
+                self.check_descendants_soon();
             }
             Stage::Running => {
                 self.end.was_stopped = true;
                 self.signal(Signal::TERM);
-                self.stage = Stage::Ending(Instant::now() + self.grace);
+                self.stage = Stage::Ending(Instant::now() + self.grace_timeout);
             }
             Stage::Killed => {}
         }
     }
 
     /// Handles the end of a rank's own process.
-    fn ended(&mut self, rank: usize) -> Result<()> {
+    fn handle_end(&mut self, rank: usize) -> Result<()> {
         let Some(child) = self.running.get(&rank) else {
             return Ok(());
         };
@@ -228,13 +231,13 @@ impl<'e> RunningProcesses<'e> {
         match self.stage {
             Stage::Ending(_) => {
                 self.outlived.insert(rank);
-                self.look_soon();
+                self.check_descendants_soon();
             }
             Stage::Running | Stage::Settling(_) if died_of_request(Pid::from_child(child)) => {
                 self.outlived.insert(rank);
-                self.look()?;
+                self.check_descendants()?;
                 if matches!(self.stage, Stage::Running) && self.outlived.contains(&rank) {
-                    self.stage = Stage::Settling(Instant::now() + SETTLE);
+                    self.stage = Stage::Settling(Instant::now() + SETTLE_TIMEOUT);
                 }
             }
             Stage::Running | Stage::Settling(_) | Stage::Killed => self.finish(rank)?,
@@ -242,9 +245,9 @@ impl<'e> RunningProcesses<'e> {
         Ok(())
     }
 
-    /// Looks at the processes that ranks have started: takes the status of those that have ended,
+    /// Checks the processes that ranks have started: takes the status of those that have ended,
     /// and finishes each rank of which no process runs any more.
-    fn look(&mut self) -> Result<()> {
+    fn check_descendants(&mut self) -> Result<()> {
         let mut processes = Processes::list();
         let ranks: Vec<(usize, Pid)> = self
             .running
@@ -269,7 +272,7 @@ impl<'e> RunningProcesses<'e> {
             }
         }
         if !self.outlived.is_empty() {
-            self.look_soon();
+            self.check_descendants_soon();
         }
         Ok(())
     }
@@ -305,7 +308,7 @@ impl<'e> RunningProcesses<'e> {
                     exit.describe()
                 ));
             }
-            self.stage = Stage::Settling(Instant::now() + SETTLE);
+            self.stage = Stage::Settling(Instant::now() + SETTLE_TIMEOUT);
         }
         Ok(())
     }

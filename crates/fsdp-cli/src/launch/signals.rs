@@ -69,25 +69,25 @@ impl Events {
         })
     }
 
-    /// Waits for the next event, until a time if there is one.
+    /// Waits for the next event, until `deadline` if there is one.
     ///
     /// # Errors
-    /// The time has come.
-    pub(super) fn next(&self, until: Option<Instant>) -> Result<Event, RecvTimeoutError> {
-        match until {
-            Some(until) => {
-                let time = until.saturating_duration_since(Instant::now());
-                self.receiver.recv_timeout(time)
+    /// The deadline has passed.
+    pub(super) fn next(&self, deadline: Option<Instant>) -> Result<Event, RecvTimeoutError> {
+        match deadline {
+            Some(deadline) => {
+                let remaining = deadline.saturating_duration_since(Instant::now());
+                self.receiver.recv_timeout(remaining)
             }
             None => self.receiver.recv().map_err(RecvTimeoutError::from),
         }
     }
 
-    /// Returns `true` if this process has been asked to end, or is asked to within this time. Only
-    /// for times in which no process runs: all other events are dropped.
-    pub(super) fn requested_within(&self, time: Duration) -> bool {
-        let until = Instant::now() + time;
-        while let Ok(event) = self.next(Some(until)) {
+    /// Returns `true` if this process has been asked to end, or is asked to within `timeout`.
+    /// Only for times in which no process runs: all other events are dropped.
+    pub(super) fn was_asked_to_end_within(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        while let Ok(event) = self.next(Some(deadline)) {
             if matches!(event, Event::Signal(signal) if REQUESTS.contains(&signal)) {
                 return true;
             }

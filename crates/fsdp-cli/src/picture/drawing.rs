@@ -2,7 +2,7 @@
 
 use fsdp_formats::metadata::TensorEntry;
 
-use super::holders::Holdings;
+use super::files::CheckpointFiles;
 use super::raster::{Cell, Size};
 use super::terminal::cut;
 use crate::markup::{escape, shortened};
@@ -14,7 +14,7 @@ const SIZE: Size = Size {
     columns: 96,
 };
 /// The files that are drawn one by one.
-const FILES: usize = 256;
+const MAX_FILES: usize = 256;
 const WIDTH: f64 = 960.0;
 /// The left edge of bars and tensors.
 const LEFT: f64 = 330.0;
@@ -23,84 +23,99 @@ const ACROSS: f64 = 380.0;
 /// The left edge of what is told about a file or a tensor.
 const NOTES: f64 = LEFT + ACROSS + 10.0;
 /// The height of a line.
-const LINE: f64 = 20.0;
+const LINE_HEIGHT: f64 = 20.0;
 /// The longest name that is shown whole.
-const NAME: usize = 50;
+const MAX_NAME_LEN: usize = 50;
 
 /// Returns the picture as a file of its own.
-pub(super) fn file(title: &str, holdings: &Holdings<'_>, limit: usize) -> String {
+pub(super) fn file(title: &str, checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
     let mut picture = Picture::default();
-    picture.text((12.0, 26.0), "font-size=\"16\"", &summary(holdings), "");
-    let height = draw(&mut picture, holdings, limit, 40.0);
+    picture.text(
+        (12.0, 26.0),
+        "font-size=\"16\"",
+        &summary(checkpoint_files),
+        "",
+    );
+    let height = draw(&mut picture, checkpoint_files, limit, 40.0);
     picture.into_file(title, WIDTH, height)
 }
 
 /// Returns the body of a page with the picture.
-pub(super) fn body(holdings: &Holdings<'_>, limit: usize) -> String {
+pub(super) fn body(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
     let mut picture = Picture::default();
-    let height = draw(&mut picture, holdings, limit, 0.0);
+    let height = draw(&mut picture, checkpoint_files, limit, 0.0);
     format!(
         "<h1>{}</h1>\n<p>{}. Each file has a colour; a tensor is shown along the dimensions in \
          which it is cut. Point at a part to see who holds it.</p>\n<div class=\"wide\">{}</div>\n",
-        escape(&holdings.path),
-        escape(&summary(holdings)),
+        escape(&checkpoint_files.path),
+        escape(&summary(checkpoint_files)),
         picture.for_page("Who holds what", WIDTH, height)
     )
 }
 
 /// Returns the line of text above the picture.
-fn summary(holdings: &Holdings<'_>) -> String {
+fn summary(checkpoint_files: &CheckpointFiles<'_>) -> String {
     format!(
         "{} ({}): {}, {} in {}",
-        holdings.path,
-        holdings.format,
-        count(holdings.tensors().len(), "tensor", "tensors"),
-        iec(holdings.bytes()),
-        count(holdings.holders.len(), "file", "files")
+        checkpoint_files.path,
+        checkpoint_files.format,
+        count(checkpoint_files.tensors().len(), "tensor", "tensors"),
+        iec(checkpoint_files.bytes()),
+        count(checkpoint_files.files.len(), "file", "files")
     )
 }
 
 /// Draws files and tensors below `top`. Returns the position of the drawing's bottom.
-fn draw(picture: &mut Picture, holdings: &Holdings<'_>, limit: usize, top: f64) -> f64 {
-    let mut y = top + LINE;
+fn draw(
+    picture: &mut Picture,
+    checkpoint_files: &CheckpointFiles<'_>,
+    limit: usize,
+    top: f64,
+) -> f64 {
+    let mut y = top + LINE_HEIGHT;
     // First the files, each with a bar for its bytes.
-    for (position, holder) in holdings.holders.iter().take(FILES).enumerate() {
-        let name = format!("rank {}  {}", holder.rank_text(), holder.file);
+    for (position, file) in checkpoint_files.files.iter().take(MAX_FILES).enumerate() {
+        let name = format!("rank {}  {}", file.rank_text(), file.file);
         label(picture, &name, y);
         let bar = Area {
             x: LEFT,
             y: y - 12.0,
-            width: ACROSS * holder.bytes as f64 / holdings.largest() as f64,
+            width: ACROSS * file.bytes as f64 / checkpoint_files.max_file_bytes() as f64,
             height: 14.0,
         };
         picture.rectangle(bar, &fill(position as u32), "");
-        let what = format!("{}, {} boxes", iec(holder.bytes), holder.boxes);
+        let what = format!("{}, {} boxes", iec(file.bytes), file.boxes);
         picture.text((NOTES, y), "class=\"soft\"", &what, "");
-        y += LINE;
+        y += LINE_HEIGHT;
     }
-    if holdings.holders.len() > FILES {
-        let more_files = holdings.holders.len() - FILES;
+    if checkpoint_files.files.len() > MAX_FILES {
+        let more_files = checkpoint_files.files.len() - MAX_FILES;
         label(picture, &format!("… and {more_files} more files"), y);
-        y += LINE;
+        y += LINE_HEIGHT;
     }
     // Then the tensors, each as a grid of cells in the colours of their files.
-    y += LINE;
-    let tensors = holdings.tensors();
+    y += LINE_HEIGHT;
+    let tensors = checkpoint_files.tensors();
     for (name, entry) in tensors.iter().take(limit) {
         label(picture, name, y);
-        y += draw_tensor(picture, holdings, entry, y);
+        y += draw_tensor(picture, checkpoint_files, entry, y);
     }
     if tensors.len() > limit {
         let more = tensors.len() - limit;
         label(picture, &format!("… and {more} more tensors"), y);
-        y += LINE;
+        y += LINE_HEIGHT;
     }
     y
 }
 
 /// Draws a tensor on the line at `y`, and returns the height that it takes.
-fn draw_tensor(picture: &mut Picture, holdings: &Holdings<'_>, entry: &TensorEntry, y: f64) -> f64 {
-    let raster = holdings.raster(entry, SIZE);
+fn draw_tensor(
+    picture: &mut Picture,
+    checkpoint_files: &CheckpointFiles<'_>,
+    entry: &TensorEntry,
+    y: f64,
+) -> f64 {
+    let raster = checkpoint_files.raster(entry, SIZE);
     let dtype = entry.properties.dtype;
     let what = format!("{dtype} {:?}{}", entry.shape, cut(&raster.dimensions));
     picture.text((NOTES, y), "class=\"soft\"", &shortened(&what, 44), "");
@@ -117,16 +132,16 @@ fn draw_tensor(picture: &mut Picture, holdings: &Holdings<'_>, entry: &TensorEnt
             match cell {
                 Cell::Nobody => picture.rectangle(area, "class=\"none\"", "nobody"),
                 Cell::Several => picture.rectangle(area, "class=\"several\"", "several boxes"),
-                Cell::Holder(position) => {
-                    let holder = &holdings.holders[position as usize];
-                    let file = shortened(&holder.file, NAME);
-                    let who = format!("rank {}, {file}", holder.rank_text());
+                Cell::File(position) => {
+                    let file = &checkpoint_files.files[position as usize];
+                    let name = shortened(&file.file, MAX_NAME_LEN);
+                    let who = format!("rank {}, {name}", file.rank_text());
                     picture.rectangle(area, &fill(position), &who);
                 }
             }
         }
     }
-    LINE.max(raster.rows as f64 * height + 6.0)
+    LINE_HEIGHT.max(raster.rows as f64 * height + 6.0)
 }
 
 /// Returns the width of some cells of a grid.
@@ -136,7 +151,7 @@ fn width_of(cells: usize) -> f64 {
 
 /// Writes a name at the left of a line, shortened to fit. A tooltip shows more of it.
 fn label(picture: &mut Picture, name: &str, y: f64) {
-    let short = shortened(name, NAME);
+    let short = shortened(name, MAX_NAME_LEN);
     picture.text((12.0, y), "", &short, &shortened(name, 1000));
 }
 

@@ -1,7 +1,7 @@
 //! `fsdp map`: which rank and file holds which part of which tensor, as a picture.
 
 mod drawing;
-mod holders;
+mod files;
 mod raster;
 mod terminal;
 
@@ -14,7 +14,7 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint;
 use fsdp_formats::reader::OpenOptions;
 
-use self::holders::Holdings;
+use self::files::CheckpointFiles;
 use crate::failure::UsageError;
 use crate::keys::KeyFilter;
 use crate::markup::page;
@@ -70,24 +70,24 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     }
     let source = checkpoint::open(&arguments.path, OpenOptions::default())?;
     let keys = arguments.filter.keys(&[], None)?;
-    let holdings = Holdings::new(arguments.path.to_string(), &*source, &keys);
-    if holdings.is_empty() && !source.metadata().entries.is_empty() {
+    let checkpoint_files = CheckpointFiles::new(arguments.path.to_string(), &*source, &keys);
+    if checkpoint_files.is_empty() && !source.metadata().entries.is_empty() {
         bail!(UsageError::NothingSelected);
     }
     let Some(file) = file else {
         if arguments.json {
-            return output::json(&holdings.json());
+            return output::json(&checkpoint_files.json());
         }
         let limit = arguments.limit.unwrap_or(IN_TERMINAL);
-        return output::lines(&terminal::lines(&holdings, limit));
+        return output::lines(&terminal::picture_lines(&checkpoint_files, limit));
     };
     // A file can be scrolled, so it shows more than a terminal does.
     let limit = arguments.limit.unwrap_or(IN_FILE);
-    let title = format!("Map of {}", holdings.path);
+    let title = format!("Map of {}", checkpoint_files.path);
     // Both are one file that loads nothing, so they can be sent as they are.
     let text = match &arguments.html {
-        Some(_) => page(&title, &drawing::body(&holdings, limit)),
-        None => drawing::file(&title, &holdings, limit),
+        Some(_) => page(&title, &drawing::body(&checkpoint_files, limit)),
+        None => drawing::file(&title, &checkpoint_files, limit),
     };
     write(file, text.as_bytes(), arguments.overwrite)?;
     output::talk(&format!("wrote `{}`", file.display()));

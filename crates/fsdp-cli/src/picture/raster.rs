@@ -1,4 +1,4 @@
-//! A tensor as a grid of cells, each with the holder of the elements there.
+//! A tensor as a grid of cells, each with the file of the elements there.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ pub(super) enum Cell {
     /// No box holds it.
     Nobody,
     /// The file at this position holds it.
-    Holder(u32),
+    File(u32),
     /// Several boxes hold it.
     Several,
 }
@@ -39,38 +39,38 @@ struct Axis {
     /// The dimension of the tensor that runs along it; `None` for a single row or column.
     dimension: Option<usize>,
     /// For each row or column, the index in the dimension that it stands for, in rising order.
-    places: Vec<usize>,
+    indices: Vec<usize>,
 }
 
 impl Axis {
     fn new(dimension: Option<usize>, shape: &[usize], cells: usize) -> Self {
         let length = dimension.map_or(1, |dimension| shape[dimension]);
         // Each cell stands for the element in its middle. In 128 bits no product is too large.
-        let places = (0..cells)
+        let indices = (0..cells)
             .map(|cell| ((2 * cell + 1) as u128 * length as u128 / (2 * cells) as u128) as usize)
             .collect();
-        Axis { dimension, places }
+        Axis { dimension, indices }
     }
 
     /// Returns the cells whose elements a box holds.
-    fn covered(&self, bounds: &TensorBox) -> Range<usize> {
+    fn cell_range(&self, bounds: &TensorBox) -> Range<usize> {
         let Some(dimension) = self.dimension else {
-            return 0..self.places.len();
+            return 0..self.indices.len();
         };
-        let Range { start, end } = range_of(bounds, dimension);
-        let first = self.places.partition_point(|&place| place < start);
-        first..self.places.partition_point(|&place| place < end)
+        let Range { start, end } = index_range(bounds, dimension);
+        let first = self.indices.partition_point(|&index| index < start);
+        first..self.indices.partition_point(|&index| index < end)
     }
 }
 
 /// Returns the indices of a dimension that a box holds. The box may come from a damaged file.
-fn range_of(bounds: &TensorBox, dimension: usize) -> Range<usize> {
+fn index_range(bounds: &TensorBox, dimension: usize) -> Range<usize> {
     let start = bounds.offsets[dimension];
     start..start.saturating_add(bounds.sizes[dimension])
 }
 
 impl Raster {
-    /// Draws the boxes of a tensor, each with the number of its holder.
+    /// Draws the boxes of a tensor, each with the position of its file.
     pub(super) fn new(shape: &[usize], mut boxes: Vec<(&TensorBox, u32)>, size: Size) -> Self {
         // A box of another number of dimensions is damage, which `verify` tells.
         boxes.retain(|(bounds, _)| {
@@ -95,19 +95,19 @@ impl Raster {
         let down = Axis::new(down, shape, rows);
         let across = Axis::new(across, shape, size.columns);
         let mut cells = vec![Cell::Nobody; rows * size.columns];
-        for (bounds, holder) in boxes {
+        for (bounds, file) in boxes {
             let is_shown = hidden
                 .iter()
-                .all(|&dimension| range_of(bounds, dimension).contains(&(shape[dimension] / 2)));
+                .all(|&dimension| index_range(bounds, dimension).contains(&(shape[dimension] / 2)));
             if !is_shown {
                 continue;
             }
-            for row in down.covered(bounds) {
-                for cell in &mut cells[row * size.columns..][across.covered(bounds)] {
+            for row in down.cell_range(bounds) {
+                for cell in &mut cells[row * size.columns..][across.cell_range(bounds)] {
                     *cell = match *cell {
-                        Cell::Nobody => Cell::Holder(holder),
-                        Cell::Holder(other) if other == holder => Cell::Holder(holder),
-                        Cell::Holder(_) | Cell::Several => Cell::Several,
+                        Cell::Nobody => Cell::File(file),
+                        Cell::File(other) if other == file => Cell::File(file),
+                        Cell::File(_) | Cell::Several => Cell::Several,
                     };
                 }
             }
@@ -159,11 +159,11 @@ mod tests {
         let held = boxes
             .iter()
             .enumerate()
-            .map(|(holder, bounds)| (bounds, holder as u32));
+            .map(|(file, bounds)| (bounds, file as u32));
         let raster = Raster::new(shape, held.collect(), SIZE);
         let show = |cell: &Cell| match cell {
             Cell::Nobody => '.',
-            Cell::Holder(holder) => char::from_digit(*holder, 36).unwrap(),
+            Cell::File(file) => char::from_digit(*file, 36).unwrap(),
             Cell::Several => '+',
         };
         (0..raster.rows)

@@ -2,7 +2,7 @@
 
 use fsdp_formats::metadata::TensorEntry;
 
-use super::holders::Holdings;
+use super::files::CheckpointFiles;
 use super::raster::{Cell, Size};
 use crate::markup::shortened;
 use crate::text::{column_widths, count, escaped, iec};
@@ -13,33 +13,33 @@ const SIZE: Size = Size {
     columns: 40,
 };
 /// The files that are listed one by one.
-const FILES: usize = 36;
+const MAX_FILES: usize = 36;
 /// The longest name that is shown whole.
-const NAME: usize = 48;
+const MAX_NAME_LEN: usize = 48;
 /// The width of the bar of the largest file.
 const BAR: u64 = 24;
 
-/// Returns the lines of the picture, with at most `limit` tensors.
-pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
-    let tensors = holdings.tensors();
-    let files = count(holdings.holders.len(), "file", "files");
+/// Returns the lines of the layout picture of `checkpoint_files`, with at most `limit` tensors.
+pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> Vec<String> {
+    let tensors = checkpoint_files.tensors();
+    let files = count(checkpoint_files.files.len(), "file", "files");
     let mut lines = vec![
         format!(
             "checkpoint  {} ({})",
-            escaped(&holdings.path),
-            holdings.format
+            escaped(&checkpoint_files.path),
+            checkpoint_files.format
         ),
         format!(
             "tensors     {}, {} in {files}",
             tensors.len(),
-            iec(holdings.bytes())
+            iec(checkpoint_files.bytes())
         ),
         String::new(),
     ];
-    add_files(holdings, &mut lines);
+    add_files(checkpoint_files, &mut lines);
     lines.push(String::new());
     let shown = &tensors[..tensors.len().min(limit)];
-    add_rasters(holdings, shown, &mut lines);
+    add_rasters(checkpoint_files, shown, &mut lines);
     if tensors.len() > shown.len() {
         let more = tensors.len() - shown.len();
         lines.push(format!(
@@ -50,20 +50,20 @@ pub(super) fn lines(holdings: &Holdings<'_>, limit: usize) -> Vec<String> {
 }
 
 /// Adds a table of the files, with a bar for the bytes of each.
-fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
+fn add_files(checkpoint_files: &CheckpointFiles<'_>, lines: &mut Vec<String>) {
     let mut rows = vec![["", "rank", "file", "boxes", "bytes"].map(str::to_owned)];
     // There are only 36 digits and letters, and a table that fills the screen hides the tensors.
-    let listed = &holdings.holders[..holdings.holders.len().min(FILES)];
+    let listed = &checkpoint_files.files[..checkpoint_files.files.len().min(MAX_FILES)];
     let mut bars = vec![String::new()];
-    for (position, holder) in listed.iter().enumerate() {
+    for (position, file) in listed.iter().enumerate() {
         rows.push([
             symbol(position as u32).to_string(),
-            holder.rank_text(),
-            shortened(&escaped(&holder.file), NAME),
-            holder.boxes.to_string(),
-            iec(holder.bytes),
+            file.rank_text(),
+            shortened(&escaped(&file.file), MAX_NAME_LEN),
+            file.boxes.to_string(),
+            iec(file.bytes),
         ]);
-        bars.push(bar(holder.bytes, holdings.largest()));
+        bars.push(bar(file.bytes, checkpoint_files.max_file_bytes()));
     }
     let [_, w1, w2, w3, w4] = column_widths(&rows);
     for ([symbol, rank, file, boxes, bytes], bar) in rows.iter().zip(bars) {
@@ -71,23 +71,27 @@ fn add_files(holdings: &Holdings<'_>, lines: &mut Vec<String>) {
             format!("{symbol:1}  {rank:>w1$}  {file:w2$}  {boxes:>w3$}  {bytes:>w4$}  {bar}");
         lines.push(line.trim_end().to_owned());
     }
-    if holdings.holders.len() > FILES {
+    if checkpoint_files.files.len() > MAX_FILES {
         lines.push(format!(
-            "… and {} more; letters repeat after {FILES} files",
-            holdings.holders.len() - FILES
+            "… and {} more; letters repeat after {MAX_FILES} files",
+            checkpoint_files.files.len() - MAX_FILES
         ));
     }
 }
 
 /// Adds a picture of each tensor, with a symbol for the file that holds each of its parts.
-fn add_rasters(holdings: &Holdings<'_>, shown: &[(&str, &TensorEntry)], lines: &mut Vec<String>) {
+fn add_rasters(
+    checkpoint_files: &CheckpointFiles<'_>,
+    shown: &[(&str, &TensorEntry)],
+    lines: &mut Vec<String>,
+) {
     let names: Vec<[String; 1]> = shown
         .iter()
-        .map(|(name, _)| [shortened(&escaped(name), NAME)])
+        .map(|(name, _)| [shortened(&escaped(name), MAX_NAME_LEN)])
         .collect();
     let [width] = column_widths(&names);
     for ([name], (_, entry)) in names.iter().zip(shown) {
-        let raster = holdings.raster(entry, SIZE);
+        let raster = checkpoint_files.raster(entry, SIZE);
         for row in 0..raster.rows {
             let cells: String = raster.row(row).iter().copied().map(cell_symbol).collect();
             // The name and the description are beside the first row.
@@ -123,7 +127,7 @@ fn symbol(position: u32) -> char {
 fn cell_symbol(cell: Cell) -> char {
     match cell {
         Cell::Nobody => '·',
-        Cell::Holder(position) => symbol(position),
+        Cell::File(position) => symbol(position),
         Cell::Several => '+',
     }
 }

@@ -33,7 +33,7 @@ pub(super) fn daly(times: &JobTimes) -> f64 {
 
 /// Returns the interval of training time between saves: Daly's, but not shorter than a save takes,
 /// as saves follow each other.
-pub(super) fn best(times: &JobTimes) -> f64 {
+pub(super) fn best_interval(times: &JobTimes) -> f64 {
     daly(times).max(times.stall + times.tail)
 }
 
@@ -43,7 +43,7 @@ pub(super) fn best(times: &JobTimes) -> f64 {
 /// This is Daly's complete model: failures come at any time, also in a save or a restart. A failure
 /// costs the restart, the training since the last save began, and the training during the tail of
 /// that save.
-pub(super) fn effective(times: &JobTimes, interval: f64) -> f64 {
+pub(super) fn effective_fraction(times: &JobTimes, interval: f64) -> f64 {
     let segment = ((interval + times.stall) / times.mtbf).exp_m1();
     // Where both are 0, nothing but the restarts is lost.
     let kept = if segment > 0.0 {
@@ -73,7 +73,7 @@ mod tests {
     fn best_of_many(job: &JobTimes) -> f64 {
         let tried = (1..200_000).map(|step| job.mtbf * f64::from(step) / 50_000.0);
         tried
-            .max_by(|a, b| effective(job, *a).total_cmp(&effective(job, *b)))
+            .max_by(|a, b| effective_fraction(job, *a).total_cmp(&effective_fraction(job, *b)))
             .unwrap()
     }
 
@@ -100,14 +100,14 @@ mod tests {
 
     #[test]
     fn without_saves_and_restarts_nothing_is_lost_and_without_failures_only_the_stall() {
-        assert_eq!(effective(&job(HOUR, 0.0), 0.0), 1.0);
+        assert_eq!(effective_fraction(&job(HOUR, 0.0), 0.0), 1.0);
         let rare = job(1e12, 10.0);
-        assert!((effective(&rare, 90.0) - 0.9).abs() < 1e-6);
+        assert!((effective_fraction(&rare, 90.0) - 0.9).abs() < 1e-6);
         let restarting = JobTimes {
             restart: 600.0,
             ..job(HOUR, 0.0)
         };
-        assert!((effective(&restarting, 0.0) - (-1f64 / 6.0).exp()).abs() < 1e-12);
+        assert!((effective_fraction(&restarting, 0.0) - (-1f64 / 6.0).exp()).abs() < 1e-12);
     }
 
     #[test]
@@ -116,7 +116,7 @@ mod tests {
             tail: 2.0 * HOUR,
             ..job(HOUR, 1.0)
         };
-        assert_eq!(best(&slow), 2.0 * HOUR + 1.0);
+        assert_eq!(best_interval(&slow), 2.0 * HOUR + 1.0);
     }
 
     /// Meta's figures: 419 unexpected of 466 interruptions in 54 days on 16,384 GPUs, over 90 %
@@ -138,7 +138,7 @@ mod tests {
             tail: 5.0,
             restart: 600.0,
         };
-        assert!((0.90..0.97).contains(&effective(&job, best(&job))));
+        assert!((0.90..0.97).contains(&effective_fraction(&job, best_interval(&job))));
     }
 
     /// FT-HSDP: recovery in 3 minutes in place of 10 raised the effective time from 44 % to 80 %.
@@ -151,9 +151,9 @@ mod tests {
             ..job(mtbf, 0.0)
         };
         assert!(
-            (effective(&after, 0.0) - 0.80).abs() < 0.05,
+            (effective_fraction(&after, 0.0) - 0.80).abs() < 0.05,
             "{}",
-            effective(&after, 0.0)
+            effective_fraction(&after, 0.0)
         );
     }
 }

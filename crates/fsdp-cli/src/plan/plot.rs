@@ -1,6 +1,6 @@
 //! A picture of the effective time against the interval between saves.
 
-use super::interval::{JobTimes, best, effective};
+use super::interval::{JobTimes, best_interval, effective_fraction};
 use super::report::{PlanReport, duration};
 use crate::svg::{Area, Picture};
 
@@ -20,7 +20,7 @@ const POINTS: u32 = 200;
 pub(super) fn svg(report: &PlanReport) -> String {
     let times = report.times();
     // An interval of 0, where a save takes no time, has no place on a logarithmic axis.
-    let best = best(&times).max(1e-3);
+    let best = best_interval(&times).max(1e-3);
     let mut picture = Picture::default();
     let background = Area {
         x: 0.0,
@@ -60,7 +60,7 @@ pub(super) fn svg(report: &PlanReport) -> String {
     let label = format!(
         "{}: {:.1} %",
         duration(best),
-        100.0 * effective(&times, best)
+        100.0 * effective_fraction(&times, best)
     );
     picture.text((x, y - 12.0), "text-anchor=\"middle\"", &label, "");
     let below = (CHART.x_at(0.5), HEIGHT - 12.0);
@@ -77,6 +77,6 @@ fn x_of(interval: f64, best: f64) -> f64 {
 
 /// Returns the point of the curve at an interval.
 fn point_of(interval: f64, best: f64, times: &JobTimes) -> (f64, f64) {
-    let up = effective(times, interval);
+    let up = effective_fraction(times, interval);
     (x_of(interval, best), CHART.y_at(up))
 }

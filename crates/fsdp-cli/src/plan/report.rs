@@ -107,7 +107,7 @@ impl PlanReport {
             tail: links.transfer(&written),
             restart: machines.restart + load,
         };
-        let best = interval::best(&times);
+        let best = interval::best_interval(&times);
         PlanReport {
             schema: SCHEMA,
             model,
@@ -142,7 +142,7 @@ impl PlanReport {
                 restart_seconds: times.restart,
                 young_seconds: interval::young(&times),
                 interval_seconds: best,
-                effective: interval::effective(&times, best),
+                effective: interval::effective_fraction(&times, best),
             },
         }
     }

@@ -68,12 +68,12 @@ impl History {
     /// The file cannot be read.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let mut history = History::default();
-        lines::read(path, |line| history.add(line))?;
+        lines::read(path, |line| history.record(line))?;
         Ok(history)
     }
 
     /// Adds an event. Of long lists the oldest entries are dropped and counted.
-    fn add(&mut self, line: EventLine) {
+    fn record(&mut self, line: EventLine) {
         match line {
             EventLine::Start(start) => {
                 self.earlier_starts += make_room(&mut self.starts);

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use serde::de::DeserializeOwned;
 
 /// The longest line that is read.
-const LONGEST: u64 = 1 << 20;
+const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// A line of a file.
 #[cfg_attr(
@@ -62,7 +62,7 @@ pub(crate) fn visit<T: DeserializeOwned>(
         bytes.clear();
         let read = reader
             .by_ref()
-            .take(LONGEST)
+            .take(MAX_LINE_BYTES)
             .read_until(b'\n', &mut bytes)?;
         if read == 0 {
             return Ok(());
@@ -72,7 +72,7 @@ pub(crate) fn visit<T: DeserializeOwned>(
         let mut is_whole = bytes.ends_with(b"\n");
         let object = serde_json::from_slice(&bytes).ok();
         // Skip the rest of a line that is too long, which would be read as another line.
-        if bytes.len() as u64 == LONGEST && !is_whole {
+        if bytes.len() as u64 == MAX_LINE_BYTES && !is_whole {
             is_whole = skip_line(&mut reader, &mut end)?;
         }
         take(JsonLine {
@@ -110,7 +110,7 @@ mod tests {
     #[test]
     fn what_is_no_object_is_counted_and_takes_no_memory() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
-        let long = "x".repeat(3 * LONGEST as usize);
+        let long = "x".repeat(3 * MAX_LINE_BYTES as usize);
         write!(file, "1\n{long}\nno\n2\n3").unwrap();
         let mut taken: Vec<u64> = Vec::new();
         assert_eq!(read(file.path(), |number| taken.push(number)).unwrap(), 2);

@@ -47,12 +47,12 @@ impl Metrics {
     /// The file cannot be read.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let mut metrics = Metrics::default();
-        metrics.unreadable = lines::read(path, |line| metrics.add(&line))?;
+        metrics.unreadable = lines::read(path, |line| metrics.record(&line))?;
         Ok(metrics)
     }
 
     /// Adds the metrics of one step.
-    fn add(&mut self, line: &MetricsLine) {
+    fn record(&mut self, line: &MetricsLine) {
         // A line has the number of steps before it; people count those that are done.
         let step = line.step.saturating_add(1);
         self.lines += 1;

@@ -162,7 +162,7 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
     for link in checkpoints.iter().rev().take(CHECKPOINTS) {
         let lineage = link.lineage.as_ref();
         let parent = lineage.and_then(|lineage| lineage.parent);
-        let notes: Vec<String> = link.notes.iter().map(note).collect();
+        let notes: Vec<String> = link.notes.iter().map(note_html).collect();
         row(
             body,
             &[
@@ -178,7 +178,7 @@ fn lineage(body: &mut String, checkpoints: &[Link]) {
 }
 
 /// Returns a note about a checkpoint as HTML, marked if the chain of checkpoints is broken there.
-fn note(note: &Note) -> String {
+fn note_html(note: &Note) -> String {
     let class = if note.is_break() { "bad" } else { "soft" };
     let text = escape(&note.to_string());
     format!("<span class=\"{class}\">{text}</span>")

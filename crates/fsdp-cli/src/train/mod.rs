@@ -82,7 +82,7 @@ fn find_launcher(arguments: &TrainArguments) -> Option<Launched> {
 fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
     Ranks {
         count: launched.map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
-        threads: arguments.threads.or_else(cpu_threads::asked),
+        threads: arguments.threads.or_else(cpu_threads::requested_threads),
         deadline: Duration::from_secs(arguments.timeout.get()),
     }
 }
@@ -276,7 +276,7 @@ fn prepare<'a>(
     let mut from = None;
     let mut is_saved = false;
     if let Some(resume) = &resume {
-        rows = resume.rows(settings.batch)?;
+        rows = resume.rows_read(settings.batch)?;
         let is_in_memory = matches!(&candidates.memory, Some(memory) if memory.path == resume.path);
         is_saved = !begins && !is_in_memory;
         from = Some(StepCheckpoint {

@@ -25,7 +25,7 @@ use super::fallback::named_if_damaged;
 use super::report::{Reporter, RunEvent, SCHEMA, StepMetrics, now};
 use super::sample::sample;
 use super::settings::{Resume, Settings};
-use super::state::{parts, restore};
+use super::state::{parts_to_load, restore};
 use crate::output;
 use crate::stop::StopRequest;
 
@@ -140,7 +140,9 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
     // Only f16 has so small a range that the loss needs a scale.
     let has_scaler = job.arguments.mixed_precision == Some(HalfPrecision::F16);
     let resume = job.lock_resume().clone();
-    let only = resume.as_ref().map(|resume| parts(resume, has_scaler));
+    let only = resume
+        .as_ref()
+        .map(|resume| parts_to_load(resume, has_scaler));
     let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged, only)?;
     let mut run = TrainState::new(model, vec![optimizer]);
     if has_scaler {

@@ -139,8 +139,8 @@ impl Reporter {
         // when power fails.
         Durable::new().create_directories(out)?;
         let events = LineFile::open(out.join(EVENTS_FILE))?;
-        lock(&events.file, out.display(), MOMENT)?;
-        let checkpoints = lock_checkpoints(arguments, MOMENT)?;
+        lock(&events.file, out.display(), PROBE_TIMEOUT)?;
+        let checkpoints = lock_checkpoints(arguments, PROBE_TIMEOUT)?;
         // Nothing is changed before both locks are held.
         if start == 0 {
             // Older events are of a run that ended before its first checkpoint.
@@ -361,10 +361,10 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
     // host that has died are still there. The other ranks wait for this one at the rendezvous until
     // the timeout.
     let is_restarted = elastic_job().is_some() || restarts() > 0;
-    let patience = if is_restarted {
+    let timeout = if is_restarted {
         Duration::from_secs(arguments.timeout.get() / 2)
     } else {
-        MOMENT
+        PROBE_TIMEOUT
     };
     // If the file is missing, no run has been here. If it cannot be opened, `Reporter::open`
     // returns that error.
@@ -372,14 +372,15 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
         .append(true)
         .open(arguments.out.join(EVENTS_FILE))
     {
-        lock(&events, arguments.out.display(), patience)?;
+        lock(&events, arguments.out.display(), timeout)?;
     }
-    lock_checkpoints(arguments, patience)?;
+    lock_checkpoints(arguments, timeout)?;
     Ok(())
 }
 
-/// The time for which another run holds a lock that only looks whether it is free.
-const MOMENT: Duration = Duration::from_secs(1);
+/// The timeout of a lock that only another run can hold which looks whether it is free: it lets go
+/// of the lock at once.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Locks the directory of the checkpoints, which may be another than that of the run, and returns
 /// what holds the lock. There is none in an object store, and none where only files can be locked
@@ -387,12 +388,12 @@ const MOMENT: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// Another run holds the lock.
-fn lock_checkpoints(arguments: &TrainArguments, patience: Duration) -> Result<Option<File>> {
+fn lock_checkpoints(arguments: &TrainArguments, timeout: Duration) -> Result<Option<File>> {
     let place = arguments.checkpoints();
     let Some(directory) = place.local().and_then(|path| File::open(path).ok()) else {
         return Ok(None);
     };
-    lock(&directory, &place, patience)?;
+    lock(&directory, &place, timeout)?;
     Ok(Some(directory))
 }
 
@@ -401,13 +402,13 @@ fn lock_checkpoints(arguments: &TrainArguments, patience: Duration) -> Result<Op
 /// seen.
 ///
 /// # Errors
-/// Another run still holds the lock when the time of `patience` is over.
-fn lock(file: &File, directory: impl Display, patience: Duration) -> Result<()> {
-    let until = Instant::now() + patience;
+/// Another run still holds the lock after `timeout`.
+fn lock(file: &File, directory: impl Display, timeout: Duration) -> Result<()> {
+    let deadline = Instant::now() + timeout;
     loop {
         match file.try_lock() {
             Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
-            Err(TryLockError::WouldBlock) if Instant::now() >= until => {
+            Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
                 let directory = directory.to_string();
                 bail!(JobError::OutInUse { directory });
             }

@@ -46,10 +46,11 @@ fn draw(logits: &[f32], quantile: f64) -> u32 {
         .iter()
         .map(|&score| (f64::from(score - highest) / TEMPERATURE).exp())
         .collect();
-    let mut left = quantile * weights.iter().sum::<f64>();
+    let mut remaining = quantile * weights.iter().sum::<f64>();
+    // The token in whose weight the quantile falls is the first that leaves nothing of it.
     for (token, weight) in weights.iter().enumerate() {
-        left -= weight;
-        if left <= 0.0 {
+        remaining -= weight;
+        if remaining <= 0.0 {
             return token as u32;
         }
     }

@@ -118,14 +118,14 @@ impl Resume {
     ///
     /// # Errors
     /// Values that cannot be read.
-    pub(super) fn rows(&self, batch: usize) -> Result<u64> {
+    pub(super) fn rows_read(&self, batch_size: usize) -> Result<u64> {
         if let Some(rows) = self.read("train.rows", natural)? {
             return Ok(rows);
         }
         // Without a count of rows, all steps had batches of one size: the stored one, or else the
         // one of this run.
         let saved = self.read("train.config.batch", natural)?;
-        Ok(self.step.saturating_mul(saved.unwrap_or(batch as u64)))
+        Ok(self.step.saturating_mul(saved.unwrap_or(batch_size as u64)))
     }
 
     /// Returns the learning rate of the optimizer's first group, if it was saved.
@@ -282,7 +282,7 @@ impl Settings {
     }
 
     /// Returns the checkpoint's `train` part after this many steps, which have read `rows` rows of
-    /// the text. [`Settings::resolve`] and [`Resume::rows`] read it.
+    /// the text. [`Settings::resolve`] and [`Resume::rows_read`] read it.
     pub(super) fn state(&self, step: u64, rows: u64) -> StateDict {
         let mut config = StateDict::new();
         for (key, value) in [

@@ -17,7 +17,7 @@ const SCALE: &str = "scaler.scale";
 /// Returns the parts of a checkpoint that a run loads: the model, and the optimizer if it holds a
 /// usable one. If the run in it was in another precision, it holds no scaler. Then this run begins
 /// with its own scaler. The run's other values stay as they are.
-pub(super) fn parts(resume: &Resume, has_scaler: bool) -> Vec<String> {
+pub(super) fn parts_to_load(resume: &Resume, has_scaler: bool) -> Vec<String> {
     let mut parts = vec!["model".to_owned()];
     if resume.optimizer {
         parts.push("optim".to_owned());
@@ -28,8 +28,8 @@ pub(super) fn parts(resume: &Resume, has_scaler: bool) -> Vec<String> {
     parts
 }
 
-/// Loads the [`parts`] of a checkpoint, to which the checkpointer is limited: each rank reads the
-/// bytes that it needs, to where they belong. This is a collective.
+/// Loads the [`parts_to_load`] of a checkpoint, to which the checkpointer is limited: each rank
+/// reads the bytes that it needs, to where they belong. This is a collective.
 ///
 /// # Errors
 /// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.

@@ -146,6 +146,8 @@ impl Shards {
                 "it is of {world_size} ranks, and there are files of {count}"
             )));
         }
+        // Only ZeRO 3 keeps the flat parameters under its key, and has a file of model states for
+        // each rank.
         let mut groups_key = "single_partition_of_fp32_groups";
         if first
             .found
@@ -238,6 +240,7 @@ impl Shards {
                         skip -= skipped;
                         at += skipped;
                     }
+                    // The next rank's flat tensor continues this one's.
                     if at == *length {
                         rank += 1;
                         at = 0;
@@ -322,6 +325,7 @@ impl Shards {
                 }
                 done += now;
                 at += now;
+                // The rank's next flat tensor continues this one.
                 if at == *length {
                     group += 1;
                     at = 0;

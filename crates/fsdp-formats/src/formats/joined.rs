@@ -49,9 +49,9 @@ impl Part {
         if !self.has_other_keys() {
             return own;
         }
-        let own = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.to_owned())]));
+        let KeyPath(parts) = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.to_owned())]));
         let mut path = self.prefix.clone();
-        path.extend(own.0.into_iter().skip(self.skip));
+        path.extend(parts.into_iter().skip(self.skip));
         Some(KeyPath(path))
     }
 
@@ -91,7 +91,11 @@ impl Joined {
             directory,
             view: LayerView {
                 sources: Vec::new(),
-                metadata: without_keys(),
+                // The keys that are added have paths, unless no part has some.
+                metadata: Metadata {
+                    planner_data: Some(IndexMap::new()),
+                    ..Metadata::default()
+                },
                 structure: None,
             },
             structures: Vec::new(),
@@ -108,7 +112,7 @@ impl Joined {
     ) -> Result<(), FileError> {
         let own = checkpoint.metadata();
         let mut keys = HashMap::new();
-        let mut added = without_keys();
+        let mut added = Metadata::default();
         for (fqn, entry) in &own.entries {
             let path = part.path_in_whole(own, fqn);
             let key = match &path {
@@ -191,14 +195,6 @@ impl Joined {
     fn place_of(&self, key: &str) -> Option<&str> {
         let (index, _) = self.origins.get(key)?;
         Some(&self.parts.get(*index)?.part.place)
-    }
-}
-
-/// Returns metadata without any keys. Keys that are added have paths.
-fn without_keys() -> Metadata {
-    Metadata {
-        planner_data: Some(IndexMap::new()),
-        ..Metadata::default()
     }
 }
 

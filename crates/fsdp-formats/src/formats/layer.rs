@@ -84,11 +84,6 @@ pub trait Layer: Send + Sync {
         &*self.view().sources[index]
     }
 
-    /// Returns the names, types and shapes of the tensors and values that it holds.
-    fn metadata(&self) -> &Metadata {
-        &self.view().metadata
-    }
-
     /// Returns the origin of the content at a key, which must be in the metadata.
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o>;
 
@@ -152,8 +147,9 @@ pub trait Layer: Send + Sync {
 
 /// Returns the origin of a key, or the error that there is none.
 fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
-    if !layer.metadata().entries.contains_key(fqn) {
-        return Err(no_value(layer.metadata(), fqn));
+    let metadata = &layer.view().metadata;
+    if !metadata.entries.contains_key(fqn) {
+        return Err(no_value(metadata, fqn));
     }
     Ok(layer.origin(fqn))
 }
@@ -185,7 +181,8 @@ fn check_sources<L: Layer>(
 ) -> Result<(), FileError> {
     let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.view().sources.len()];
     let mut inputs = Vec::new();
-    for fqn in layer.metadata().entries.keys().filter(|fqn| keys(fqn)) {
+    let entries = &layer.view().metadata.entries;
+    for fqn in entries.keys().filter(|fqn| keys(fqn)) {
         match layer.origin(fqn) {
             Origin::Source(source, name) => drop(needed[source].insert(name.to_owned())),
             Origin::Value(_) => {}
@@ -211,7 +208,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn metadata(&self) -> &Metadata {
-        Layer::metadata(self)
+        &self.view().metadata
     }
 
     fn structure(&self) -> Option<&Structure> {
@@ -254,7 +251,7 @@ impl<L: Layer> Checkpoint for L {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_value(name),
             Origin::Value(value) => Ok(value.clone()),
-            Origin::Made => Err(no_value(Layer::metadata(self), fqn)),
+            Origin::Made => Err(no_value(&self.view().metadata, fqn)),
         }
     }
 

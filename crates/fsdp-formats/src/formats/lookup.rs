@@ -39,7 +39,7 @@ pub(crate) fn request_of(
 }
 
 /// Returns the error that a key is not a value.
-pub fn no_value(metadata: &Metadata, fqn: &str) -> FileError {
+pub(crate) fn no_value(metadata: &Metadata, fqn: &str) -> FileError {
     let fqn = fqn.to_owned();
     let error = match metadata.tensor(&fqn) {
         Some(_) => LoadPlanError::Kind {

@@ -236,11 +236,11 @@ pub(crate) fn read_in_parallel(
             }
         }
     }
-    let mut no_sums = Vec::with_capacity(wanted.len());
+    let mut sums = Vec::with_capacity(wanted.len());
     for wanted in &wanted {
-        no_sums.push(vec![Sum::default(); wanted.request.boxes.len()]);
+        sums.push(vec![Sum::default(); wanted.request.boxes.len()]);
     }
-    let sums: Mutex<Vec<Vec<Sum>>> = Mutex::new(no_sums);
+    let shared_sums = Mutex::new(sums);
     let threads = options
         .threads
         .saturating_mul(files.directory.threads_per_reader())
@@ -262,7 +262,7 @@ pub(crate) fn read_in_parallel(
                 let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.slots));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
-                let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut sums = shared_sums.lock().unwrap_or_else(PoisonError::into_inner);
                 for (&index, slot) in job.boxes.iter().zip(&job.slots) {
                     if let Some(digest) = &slot.digest {
                         sums[job.request][index].add(digest.sum());
@@ -272,15 +272,17 @@ pub(crate) fn read_in_parallel(
             Ok(())
         })
     })?;
-    let mut sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut summed = shared_sums
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner);
     if options.digest {
-        files.check_differing(&wanted, &sums)?;
+        files.check_differing(&wanted, &summed)?;
     } else {
-        sums.clear();
+        summed.clear();
     }
     Ok(ReadDone {
         plan,
-        sums,
+        sums: summed,
         requests: wanted.into_iter().map(|wanted| wanted.request).collect(),
     })
 }
@@ -292,8 +294,8 @@ fn sum_over(job: &mut FillJob<'_>, wanted: &RecordedRequest<'_>) -> Result<(), F
         .expect("a job is made only for a tensor that is there");
     for slot in &mut job.slots {
         let element = tensor.properties.dtype.size_in_bytes() as usize;
-        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element);
-        let place = place.map_err(|error| wrong_box(&wanted.request.fqn, &error))?;
+        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element)
+            .map_err(|error| wrong_box(&wanted.request.fqn, &error))?;
         slot.digest = Some(SlotDigest::new(place));
     }
     Ok(())

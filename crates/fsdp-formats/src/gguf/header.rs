@@ -238,6 +238,7 @@ impl GgufHeader {
                 offset: reader.u64()?,
             });
         }
+        // The data of the tensors begins at the next aligned position after the header.
         let data = reader
             .at
             .checked_next_multiple_of(alignment)

@@ -98,8 +98,11 @@ impl<'a> Machine<'a> {
                     let frame = self.unsigned::<8>()?;
                     self.check_remaining(frame)?;
                 }
+                // STOP
                 b'.' => return self.pop(),
+                // MARK
                 b'(' => self.marks.push(self.stack.len()),
+                // POP, which may also take away a mark that nothing lies above.
                 b'0' => match self.marks.last() {
                     Some(&mark) if mark == self.stack.len() => {
                         self.marks.pop();
@@ -108,16 +111,20 @@ impl<'a> Machine<'a> {
                         self.pop()?;
                     }
                 },
+                // POP_MARK
                 b'1' => {
                     self.pop_to_mark()?;
                 }
+                // DUP
                 b'2' => {
                     let top = self.top()?;
                     self.stack.push(top);
                 }
+                // NONE, NEWTRUE, NEWFALSE
                 b'N' => self.stack.push(NONE),
                 0x88 => self.stack.push(TRUE),
                 0x89 => self.stack.push(FALSE),
+                // BININT; BININT1, whose values are nodes that all pickles share; BININT2.
                 b'J' => {
                     let value = i32::from_le_bytes(self.array()?);
                     self.push(Node::Int(i64::from(value)))?;
@@ -134,6 +141,7 @@ impl<'a> Machine<'a> {
                 // limit.
                 0x8a => self.long::<1>()?,
                 0x8b => self.long::<4>()?,
+                // BINFLOAT, which is big-endian.
                 b'G' => {
                     let float = f64::from_be_bytes(self.array()?);
                     self.push(Node::Float(float))?;
@@ -149,6 +157,7 @@ impl<'a> Machine<'a> {
                 0x8e => self.raw::<8>(Node::Bytes)?,
                 // BYTEARRAY8
                 0x96 => self.raw::<8>(Node::ByteArray)?,
+                // EMPTY_TUPLE; TUPLE, of all above the mark; TUPLE1 to TUPLE3.
                 b')' => self.push_tuple(self.stack.len())?,
                 b't' => {
                     let start = self.pop_mark()?;
@@ -158,6 +167,7 @@ impl<'a> Machine<'a> {
                     let start = self.below_top(usize::from(opcode - 0x84))?;
                     self.push_tuple(start)?;
                 }
+                // EMPTY_LIST, APPEND, APPENDS; LIST, of all above the mark.
                 b']' => self.push(Node::List(Vec::new()))?,
                 b'a' => {
                     let start = self.below_top(1)?;
@@ -171,6 +181,7 @@ impl<'a> Machine<'a> {
                     let items = self.pop_to_mark()?;
                     self.push(Node::List(items))?;
                 }
+                // EMPTY_DICT, SETITEM, SETITEMS; DICT, of the pairs above the mark.
                 b'}' => self.push(Node::Dict(Vec::new()))?,
                 b's' => {
                     let start = self.below_top(2)?;
@@ -187,6 +198,7 @@ impl<'a> Machine<'a> {
                     self.stack[start..].rotate_right(1);
                     self.extend_dict(start + 1)?;
                 }
+                // EMPTY_SET, ADDITEMS; FROZENSET, of all above the mark.
                 0x8f => self.push(Node::Set(Vec::new()))?,
                 0x90 => {
                     let items = self.pop_to_mark()?;
@@ -200,6 +212,7 @@ impl<'a> Machine<'a> {
                     let items = self.pop_to_mark()?;
                     self.push(Node::FrozenSet(items))?;
                 }
+                // GLOBAL, whose names are lines; STACK_GLOBAL, whose names are on the stack.
                 b'c' => {
                     let module = self.line()?;
                     let name = self.line()?;
@@ -236,10 +249,12 @@ impl<'a> Machine<'a> {
                         self.build(keywords)?;
                     }
                 }
+                // BUILD
                 b'b' => {
                     let state = self.pop()?;
                     self.build(state)?;
                 }
+                // BINPERSID
                 b'Q' => {
                     let id = self.pop()?;
                     match self.class_of_module(id) {
@@ -247,6 +262,7 @@ impl<'a> Machine<'a> {
                         None => self.push(Node::PersistentId(id))?,
                     }
                 }
+                // BINGET, LONG_BINGET; BINPUT, LONG_BINPUT; MEMOIZE, into the next free entry.
                 b'h' => self.get::<1>()?,
                 b'j' => self.get::<4>()?,
                 b'q' => {

@@ -113,6 +113,7 @@ fn add_item(
         }
         _ => false,
     };
+    // Each file is read for itself. Parts of tensors become chunks, and copies are compared.
     let mut structures = Vec::new();
     let mut ranks = 0;
     for (rank, file) in files {

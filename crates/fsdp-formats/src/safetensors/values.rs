@@ -94,7 +94,7 @@ fn to_json<'v>(
             // The keys of a JSON object are texts that differ, and `$` begins a tag. Any other dict
             // becomes a list of pairs.
             let texts: HashSet<&str> = entries.iter().filter_map(|(key, _)| key.as_str()).collect();
-            let plain =
+            let is_plain =
                 texts.len() == entries.len() && !texts.iter().any(|text| text.starts_with('$'));
             let mut object = Map::new();
             let mut pairs = Vec::new();
@@ -104,14 +104,13 @@ fn to_json<'v>(
                     .as_str()
                     .map_or_else(|| json_key.to_string(), str::to_owned);
                 let value = to_json(value, &format!("{path}.{name}"), depth + 1, tensor)?;
-                match (plain, key.as_str()) {
-                    (true, Some(key)) => {
-                        object.insert(key.to_owned(), value);
-                    }
-                    _ => pairs.push(json!([json_key, value])),
+                if is_plain {
+                    object.insert(name, value);
+                } else {
+                    pairs.push(json!([json_key, value]));
                 }
             }
-            if plain {
+            if is_plain {
                 Value::Object(object)
             } else {
                 json!({ "$dict": pairs })

@@ -73,10 +73,6 @@ impl Context<'_> {
         self.error.get_or_insert(error);
         for_reader
     }
-
-    fn malformed<E: Error>(&mut self, reason: impl ToString) -> E {
-        self.fail(malformed(reason))
-    }
 }
 
 /// Reads the whole file.
@@ -116,11 +112,11 @@ impl<'de> Visitor<'de> for FileSeed<'_, '_> {
             }
         }
         if !(is_format && is_version) {
-            return Err(context.malformed("it is of another format or a later version"));
+            return Err(context.fail(malformed("it is of another format or a later version")));
         }
         match values {
             Some(values) => Ok(ValuesFile { values, paths }),
-            None => Err(context.malformed("it has no `values`")),
+            None => Err(context.fail(malformed("it has no `values`"))),
         }
     }
 }
@@ -236,7 +232,9 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
             let value = map.next_value_seed(ValueSeed(context))?;
             if entries.is_empty() && key.starts_with('$') {
                 if map.next_key::<IgnoredAny>()?.is_some() {
-                    return Err(context.malformed("an object with a tag holds more than that"));
+                    return Err(
+                        context.fail(malformed("an object with a tag holds more than that"))
+                    );
                 }
                 return tagged(context, &key, value).map_err(|error| context.fail(error));
             }

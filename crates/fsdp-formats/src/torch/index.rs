@@ -47,6 +47,7 @@ pub(crate) fn open(
             (None, without_keys.collect())
         }
     };
+    // All missing files are named at once.
     let mut missing = Vec::new();
     for file in files.keys() {
         if !directory.has(file)? {

@@ -41,6 +41,7 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages)> {
     let _magic = pickle_at(source, &mut at)?;
     let _version = pickle_at(source, &mut at)?;
     check_byte_order(&parse(&pickle_at(source, &mut at)?)?)?;
+    // The object names storages by their keys. Where they lie is known only from the keys' order.
     let object = pickle_at(source, &mut at)?;
     let key_list = pickle_at(source, &mut at)?;
     let keys = parse(&key_list)?;
@@ -50,6 +51,7 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages)> {
         let key = keys.str(key)?;
         let mut elements = [0; 8];
         source.read_exact_at(at, &mut elements)?;
+        // Its elements come after their number.
         let data = at + 8;
         let size = sizes.get(key).ok_or_else(|| FormatError::MissingRecord {
             name: key.to_owned(),

@@ -307,6 +307,7 @@ fn dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<
     }
     // Each placement may cut every block.
     walk.charge(state, "expanded size", (placements.len() * blocks) as u64)?;
+    // The place of this rank in the mesh, from which its part of the tensor follows.
     let mesh = attributes_of(walk, get(spec, "mesh")?)?;
     let mesh_shape = mesh_shape(walk, mesh)?;
     let coordinate = numbers(walk, get(mesh, "_coordinate_on_dim")?)?;
@@ -418,6 +419,7 @@ fn sharded_tensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> 
                 local.shape
             )));
         }
+        // A rank without a part of the tensor has an empty shard.
         if !bounds.is_empty() {
             let layout = StridedLayout {
                 bounds,

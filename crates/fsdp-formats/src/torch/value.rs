@@ -64,6 +64,7 @@ fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
     write::proto(&mut pickle, 2);
     write_value(&mut pickle, value, &mut tensors, 0, 0)?;
     pickle.push(write::STOP);
+    // The storages follow the pickle in the order in which it refers to them.
     let lengths: Vec<u64> = tensors
         .iter()
         .map(|tensor| tensor.data.len() as u64)
@@ -508,7 +509,11 @@ fn described(
         parts.push(("items".into(), PlainValue::List(items)));
     }
     if !object.entries.is_empty() {
-        let entries = convert_entries(walk, &object.entries, loader)?;
+        let mut entries = Vec::new();
+        for &(key, value) in &object.entries {
+            let key = convert(walk, key, loader)?;
+            entries.push((key, convert(walk, value, loader)?));
+        }
         parts.push(("entries".into(), PlainValue::Dict(entries)));
     }
     Ok(PlainValue::Dict(parts))
@@ -659,20 +664,6 @@ fn convert_all(
     Ok(values)
 }
 
-/// Turns pairs of nodes into pairs of values.
-fn convert_entries(
-    walk: &mut Walk<'_, '_>,
-    entries: &[(NodeId, NodeId)],
-    loader: &mut dyn LoadTensors,
-) -> Result<Vec<(PlainValue, PlainValue)>> {
-    let mut values = Vec::new();
-    for &(key, value) in entries {
-        let key = convert(walk, key, loader)?;
-        values.push((key, convert(walk, value, loader)?));
-    }
-    Ok(values)
-}
-
 /// Turns the entries of a dict into a value.
 fn convert_dict(
     walk: &mut Walk<'_, '_>,
@@ -680,15 +671,24 @@ fn convert_dict(
     entries: &[(NodeId, NodeId)],
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
-    let dict = convert_entries(walk, entries, loader)?;
+    let mut dict = Vec::new();
+    for &(key, value) in entries {
+        let key = convert(walk, key, loader)?;
+        dict.push((key, convert(walk, value, loader)?));
+    }
     // A dict of Python has each key once, and other formats would keep only one of the values.
-    let mut texts = HashSet::new();
-    for (key, _) in &dict {
-        if key.as_str().is_some_and(|text| !texts.insert(text)) {
-            return Err(walk.pickle.invalid(id, "a dict has a key twice").into());
-        }
+    if has_text_twice(&dict) {
+        return Err(walk.pickle.invalid(id, "a dict has a key twice").into());
     }
     Ok(PlainValue::Dict(dict))
+}
+
+/// Returns `true` if two keys of a dict are the same text.
+fn has_text_twice(dict: &[(PlainValue, PlainValue)]) -> bool {
+    let mut texts = HashSet::new();
+    dict.iter()
+        .filter_map(|(key, _)| key.as_str())
+        .any(|text| !texts.insert(text))
 }
 
 /// Turns an object of a known type into a value.

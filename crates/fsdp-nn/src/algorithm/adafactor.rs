@@ -97,37 +97,42 @@ impl Squares {
             .collect()
     }
 
-    /// Returns all values, to be sent to other ranks.
-    pub(crate) fn values(&self) -> Vec<f64> {
+    /// Returns all averages in one list, rows before columns, to be sent to other ranks.
+    pub(crate) fn to_flat(&self) -> Vec<f64> {
         match self {
             Squares::Factored { rows, columns } => [rows.as_slice(), columns].concat(),
             Squares::Whole(values) => values.clone(),
         }
     }
 
-    /// Takes the values of [`Self::values`].
-    pub(crate) fn set(&mut self, from: &[f64]) {
+    /// Overwrites the averages with `values`, in the order of [`Self::to_flat`].
+    ///
+    /// # Panics
+    /// `values` has another length than the averages.
+    pub(crate) fn copy_from_flat(&mut self, values: &[f64]) {
         match self {
             Squares::Factored { rows, columns } => {
-                let (of_rows, of_columns) = from.split_at(rows.len());
-                rows.copy_from_slice(of_rows);
-                columns.copy_from_slice(of_columns);
+                let (row_values, column_values) = values.split_at(rows.len());
+                rows.copy_from_slice(row_values);
+                columns.copy_from_slice(column_values);
             }
-            Squares::Whole(values) => values.copy_from_slice(from),
+            Squares::Whole(averages) => averages.copy_from_slice(values),
         }
     }
 
-    /// Takes the values of one entry, by its position among [`Self::entries`].
-    pub(crate) fn set_entry(&mut self, entry: usize, from: &[f64]) {
+    /// Overwrites the averages of one entry with `values`; `entry` is its position among
+    /// [`Self::entries`].
+    pub(crate) fn set_entry(&mut self, entry: usize, values: &[f64]) {
         match self {
-            Squares::Factored { rows, .. } if entry == 0 => rows.copy_from_slice(from),
-            Squares::Factored { columns, .. } => columns.copy_from_slice(from),
-            Squares::Whole(values) => values.copy_from_slice(from),
+            Squares::Factored { rows, .. } if entry == 0 => rows.copy_from_slice(values),
+            Squares::Factored { columns, .. } => columns.copy_from_slice(values),
+            Squares::Whole(averages) => averages.copy_from_slice(values),
         }
     }
 
-    /// Moves the running averages towards the squares of a gradient, by `weight` of the way.
-    fn average(&mut self, grad: &[f64], shape: &[usize], weight: f64) {
+    /// Moves the running averages towards the squares of the gradient `grad` of a parameter of this
+    /// `shape`, by `weight` of the way.
+    fn update_averages(&mut self, grad: &[f64], shape: &[usize], weight: f64) {
         match (self, shape) {
             (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
                 // A parameter of more dimensions is a row of matrices, each with averages of its
@@ -293,7 +298,7 @@ impl AdafactorOptions {
                 .iter_mut()
                 .for_each(|p| *p *= 1.0 - self.lr * self.weight_decay);
         }
-        squares.average(update.grad, update.shape, step.powf(self.beta2_decay));
+        squares.update_averages(update.grad, update.shape, step.powf(self.beta2_decay));
         let sign = if self.maximize { -1.0 } else { 1.0 };
         let estimate = squares.estimate(update.shape, eps1);
         let update: Vec<f64> = estimate

@@ -137,15 +137,16 @@ impl AdamOptions {
     /// Returns the factors of one step. With `decoupled` weight decay it is AdamW's.
     pub(super) fn scalars<T: Float>(&self, decoupled: bool, step: f32) -> Scalars<T> {
         let (beta1, beta2) = self.betas;
-        let keep = 1.0 - self.lr * self.weight_decay;
+        let decay_factor = 1.0 - self.lr * self.weight_decay;
         // Decoupled decay shrinks the parameter and leaves the gradient alone.
         let penalty = if decoupled { 0.0 } else { self.weight_decay };
         Scalars {
             gradient: Gradient::new(self.maximize, penalty),
-            keep: (decoupled && self.weight_decay != 0.0).then(|| scalar::<T>(keep)),
-            first_weight: Weight::new(1.0 - beta1),
+            decay_factor: (decoupled && self.weight_decay != 0.0)
+                .then(|| scalar::<T>(decay_factor)),
+            one_minus_beta1: Weight::new(1.0 - beta1),
             beta2: scalar::<T>(beta2),
-            second_weight: scalar::<T>(1.0 - beta2),
+            one_minus_beta2: scalar::<T>(1.0 - beta2),
             bias_correction2_sqrt: scalar::<T>(bias_correction(beta2, step).sqrt()),
             eps: Element::from_scalar(self.eps),
             // Computed in f64 and rounded once, as Python does.
@@ -158,10 +159,10 @@ impl AdamOptions {
 pub(super) struct Scalars<T: Float> {
     gradient: Gradient<T>,
     /// The factor that the parameter is multiplied with: decoupled weight decay.
-    keep: Option<T::Real>,
-    first_weight: Weight<T::Real>,
+    decay_factor: Option<T::Real>,
+    one_minus_beta1: Weight<T::Real>,
     beta2: T::Real,
-    second_weight: T::Real,
+    one_minus_beta2: T::Real,
     bias_correction2_sqrt: T::Real,
     eps: Element<T>,
     descent: T::Real,
@@ -183,7 +184,7 @@ impl<T: Float> Scalars<T> {
     ) {
         let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
         for (((param, &grad), exp_avg), exp_avg_sq) in elements {
-            let (p, m, v) = self.average(*param, grad, *exp_avg, *exp_avg_sq);
+            let (p, m, v) = self.decay_and_update_moments(*param, grad, *exp_avg, *exp_avg_sq);
             *exp_avg = m.store();
             *exp_avg_sq = v.store();
             *param = self.descend(p, m, v).store();
@@ -199,7 +200,7 @@ impl<T: Float> Scalars<T> {
     ) {
         let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
         for ((((param, &grad), exp_avg), exp_avg_sq), max) in elements.zip(max_exp_avg_sqs) {
-            let (p, m, v) = self.average(*param, grad, *exp_avg, *exp_avg_sq);
+            let (p, m, v) = self.decay_and_update_moments(*param, grad, *exp_avg, *exp_avg_sq);
             // Amsgrad divides by the largest average so far.
             let largest = Element::load(*max).maximum(v);
             *exp_avg = m.store();
@@ -209,9 +210,10 @@ impl<T: Float> Scalars<T> {
         }
     }
 
-    /// Returns the decayed parameter, and the running averages of the gradient and of its square.
+    /// Returns the decayed parameter, and the moments with this gradient: the running averages of
+    /// the gradient and of its square.
     #[inline(always)]
-    fn average(
+    fn decay_and_update_moments(
         &self,
         param: T,
         grad: T,
@@ -220,14 +222,16 @@ impl<T: Float> Scalars<T> {
     ) -> (Element<T>, Element<T>, Element<T>) {
         // The decay comes before the step, as in torch.
         let mut p = Element::load(param);
-        if let Some(keep) = self.keep {
-            p = p.mul(keep);
+        if let Some(decay_factor) = self.decay_factor {
+            p = p.mul(decay_factor);
         }
+        // The gradient needs the parameter too: weight decay that is not decoupled is a penalty that
+        // adds a multiple of it.
         let g = self.gradient.load(grad, p);
-        let m = Element::load(exp_avg).lerp(g, self.first_weight);
+        let m = Element::load(exp_avg).lerp(g, self.one_minus_beta1);
         let v = Element::load(exp_avg_sq)
             .mul(self.beta2)
-            .addcmul(g, g, self.second_weight);
+            .addcmul(g, g, self.one_minus_beta2);
         (p, m, v)
     }
 

@@ -155,7 +155,7 @@ impl MuonOptions {
                 "ns_coefficients",
                 self.ns_coefficients,
                 "a tuple of three floats",
-                triple,
+                read_triple,
             )?,
             eps: reader.float("eps", self.eps)?,
             ns_steps: reader.count("ns_steps", self.ns_steps)?,
@@ -163,7 +163,7 @@ impl MuonOptions {
                 "adjust_lr_fn",
                 self.adjust_lr_fn,
                 "None or the name of a function",
-                adjust,
+                read_adjust,
             )?,
         })
     }
@@ -179,16 +179,16 @@ impl MuonOptions {
 
     /// Updates the momentum of a piece of a parameter, and returns the direction that is to be made
     /// orthogonal; slices of equal length.
-    pub(crate) fn direction<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
+    pub(crate) fn update_momentum<T: Float>(&self, grads: &[T], buffers: &mut [T]) -> Vec<T> {
         // torch's Muon averages gradients, where SGD adds them up.
-        let fresh = Weight::new(1.0 - self.momentum);
-        let ahead = Weight::new(self.momentum);
+        let gradient_weight = Weight::new(1.0 - self.momentum);
+        let lookahead_weight = Weight::new(self.momentum);
         let elements = grads.iter().zip(buffers).map(|(&grad, buffer)| {
             let g = Element::load(grad);
-            let b = Element::load(*buffer).lerp(g, fresh);
+            let b = Element::load(*buffer).lerp(g, gradient_weight);
             *buffer = b.store();
             if self.nesterov {
-                g.lerp(b, ahead).store()
+                g.lerp(b, lookahead_weight).store()
             } else {
                 b.store()
             }
@@ -205,12 +205,12 @@ impl MuonOptions {
         direction: &[half::bf16],
     ) {
         // The decay does not follow the shape of the matrix, the step does.
-        let keep = scalar::<T>(1.0 - self.lr * self.weight_decay);
+        let decay_factor = scalar::<T>(1.0 - self.lr * self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.adjusted_lr(shape));
         for (param, &direction) in params.iter_mut().zip(direction) {
             let direction = Element::from_scalar(direction.to_f64());
             *param = Element::load(*param)
-                .mul(keep)
+                .mul(decay_factor)
                 .add_scaled(direction, descent)
                 .store();
         }
@@ -230,7 +230,7 @@ impl MuonOptions {
 }
 
 /// Reads a tuple of three floats.
-fn triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
+fn read_triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
     let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else {
         return None;
     };
@@ -241,7 +241,7 @@ fn triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
 }
 
 /// Reads `None`, or the name of a rule.
-fn adjust(value: &PlainValue) -> Option<Option<MuonAdjust>> {
+fn read_adjust(value: &PlainValue) -> Option<Option<MuonAdjust>> {
     if matches!(value, PlainValue::None) {
         return Some(None);
     }

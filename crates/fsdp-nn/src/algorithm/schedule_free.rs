@@ -167,7 +167,7 @@ impl ScheduleFreeOptions {
     }
 
     /// Returns the weight that the iterate of the current step has in the average.
-    fn weight(&self) -> f64 {
+    fn iterate_weight(&self) -> f64 {
         ((self.k + 1) as f64).powf(self.r) * self.lr_max.powf(self.weight_lr_power)
     }
 
@@ -189,7 +189,7 @@ impl ScheduleFreeOptions {
         self.scheduled_lr = self.lr * warmup;
         // Later iterates count more if their rate was larger.
         self.lr_max = self.lr_max.max(self.scheduled_lr);
-        self.weight_sum += self.weight();
+        self.weight_sum += self.iterate_weight();
         Ok(())
     }
 
@@ -204,7 +204,7 @@ impl ScheduleFreeOptions {
         if self.weight_sum == 0.0 {
             0.0
         } else {
-            self.weight() / self.weight_sum
+            self.iterate_weight() / self.weight_sum
         }
     }
 
@@ -223,7 +223,7 @@ impl ScheduleFreeOptions {
         exp_avg_sqs: &mut [T],
     ) {
         let beta2 = scalar::<T>(self.betas.1);
-        let second_weight = scalar::<T>(1.0 - self.betas.1);
+        let one_minus_beta2 = scalar::<T>(1.0 - self.betas.1);
         let bias_correction = scalar::<T>(self.bias_correction());
         let eps = Element::from_scalar(self.eps);
         let decay = (self.weight_decay != 0.0).then(|| Element::from_scalar(self.weight_decay));
@@ -238,7 +238,7 @@ impl ScheduleFreeOptions {
             // AdamW's step, without its average of gradients.
             let v = Element::load(*exp_avg_sq)
                 .mul(beta2)
-                .addcmul(g, g, second_weight);
+                .addcmul(g, g, one_minus_beta2);
             let mut normalized = g.div_by(v.div(bias_correction).sqrt().add(eps));
             if let Some(decay) = decay {
                 normalized = normalized.add_scaled(y, decay);

@@ -98,7 +98,7 @@ pub enum BuildError {
     /// Ties that lead to no parameter.
     #[error(
         "{} are tied to each other in a circle: tie each to a parameter",
-        quoted(names)
+        quote_names(names)
     )]
     TieCircle {
         /// The names in it.
@@ -115,7 +115,7 @@ pub enum BuildError {
     },
 }
 
-fn quoted(names: &[String]) -> String {
+fn quote_names(names: &[String]) -> String {
     names
         .iter()
         .map(|name| format!("`{name}`"))

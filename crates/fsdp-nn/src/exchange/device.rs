@@ -41,10 +41,10 @@ pub(crate) fn copy_gradient(
 /// Cuts elements into ranges of bounded length, because candle's kernels count elements in 32 bits,
 /// and each intermediate result takes memory.
 fn pieces(numel: usize) -> impl Iterator<Item = Range<usize>> {
-    const PIECE: usize = 1 << 24;
+    const PIECE_LEN: usize = 1 << 24;
     (0..numel)
-        .step_by(PIECE)
-        .map(move |start| start..numel.min(start + PIECE))
+        .step_by(PIECE_LEN)
+        .map(move |start| start..numel.min(start + PIECE_LEN))
 }
 
 /// Returns the sum of the squares of all elements or, with `is_infinity`, their largest absolute
@@ -121,17 +121,17 @@ mod nccl {
 
     /// Returns all ranks' shards, one after the other.
     pub(crate) fn all_gather(group: &ProcessGroup, shard: &Tensor) -> Result<Option<Tensor>> {
-        fn gather<T: Scalar + Element + CudaDType + DeviceRepr>(
+        fn all_gather_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             whole: &Tensor,
             shard: &Tensor,
         ) -> Result<()> {
-            with_device_slice::<T, _>(shard, |input, stream| {
-                with_device_slice_mut::<T, _>(whole, |output, own| {
-                    let mut output = DeviceSliceMut::new(output, own);
-                    group.all_gather_into(&mut output, &DeviceSlice::new(input, stream))
+            with_device_slice::<T, _>(shard, |input, input_stream| {
+                with_device_slice_mut::<T, _>(whole, |output, output_stream| {
+                    let mut output = DeviceSliceMut::new(output, output_stream);
+                    group.all_gather_into(&mut output, &DeviceSlice::new(input, input_stream))
                 })
-            })???;
+            })???; // Errors of the borrow of the input, of that of the output, and of the collective.
             Ok(())
         }
         let Some(on_device) = on_device(group, shard) else {
@@ -142,7 +142,7 @@ mod nccl {
             shard.dtype(),
             shard.device(),
         )?;
-        with_float!(shard.dtype(), T => gather::<T>(on_device, &whole, shard)?);
+        with_float!(shard.dtype(), T => all_gather_typed::<T>(on_device, &whole, shard)?);
         Ok(Some(whole))
     }
 
@@ -153,45 +153,45 @@ mod nccl {
         reduced: &Tensor,
         whole: &Tensor,
     ) -> Result<bool> {
-        fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(
+        fn reduce_scatter_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             reduced: &Tensor,
             whole: &Tensor,
         ) -> Result<()> {
-            with_device_slice::<T, _>(whole, |input, stream| {
-                with_device_slice_mut::<T, _>(reduced, |output, own| {
-                    let mut output = DeviceSliceMut::new(output, own);
+            with_device_slice::<T, _>(whole, |input, input_stream| {
+                with_device_slice_mut::<T, _>(reduced, |output, output_stream| {
+                    let mut output = DeviceSliceMut::new(output, output_stream);
                     group.reduce_scatter(
                         &mut output,
-                        &DeviceSlice::new(input, stream),
+                        &DeviceSlice::new(input, input_stream),
                         ReduceOp::Avg,
                     )
                 })
-            })???;
+            })???; // Errors of the borrow of the input, of that of the output, and of the collective.
             Ok(())
         }
         let Some(on_device) = on_device(group, whole) else {
             return Ok(false);
         };
-        with_float!(whole.dtype(), T => reduce::<T>(on_device, reduced, whole)?);
+        with_float!(whole.dtype(), T => reduce_scatter_typed::<T>(on_device, reduced, whole)?);
         Ok(true)
     }
 
     /// Replaces a tensor by the mean of all ranks' tensors.
     pub(crate) fn all_reduce(group: &ProcessGroup, buffer: &Tensor) -> Result<bool> {
-        fn reduce<T: Scalar + Element + CudaDType + DeviceRepr>(
+        fn all_reduce_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             buffer: &Tensor,
         ) -> Result<()> {
             with_device_slice_mut::<T, _>(buffer, |buffer, stream| {
                 group.all_reduce(&mut DeviceSliceMut::new(buffer, stream), ReduceOp::Avg)
-            })??;
+            })??; // Errors of the borrow, and of the collective.
             Ok(())
         }
         let Some(on_device) = on_device(group, buffer) else {
             return Ok(false);
         };
-        with_float!(buffer.dtype(), T => reduce::<T>(on_device, buffer)?);
+        with_float!(buffer.dtype(), T => all_reduce_typed::<T>(on_device, buffer)?);
         Ok(true)
     }
 }

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::tasks;
 
 /// Rows and columns that are transposed at a time, so that both sides stay in cache.
-const TILE: usize = 32;
+const TILE_LEN: usize = 32;
 
 /// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
 pub(crate) fn copy_gradient<T: Scalar>(
@@ -39,7 +39,7 @@ pub(crate) fn copy_gradient<T: Scalar>(
     let grad = grad.contiguous()?;
     let from = HostSlice::<T>::read(&grad)?;
     if accumulate {
-        tasks::for_each_pair(to, &from, add);
+        tasks::for_each_pair(to, &from, add_assign);
     } else {
         tasks::for_each_pair(to, &from, <[T]>::copy_from_slice);
     }
@@ -79,18 +79,18 @@ pub(crate) fn flat_gradient<T: Scalar>(
     Ok(flat)
 }
 
-/// Adds values to those before, element by element.
-pub(crate) fn add<T: Scalar>(to: &mut [T], from: &[T]) {
+/// Adds `from` to `to`, element by element. They have equal lengths.
+pub(crate) fn add_assign<T: Scalar>(to: &mut [T], from: &[T]) {
     to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
 }
 
 /// Computes `to[row][column] = from[column][row]`, or `+=`.
 fn transpose<T: Scalar>(from: &[T], to: &mut [T], rows: usize, columns: usize, accumulate: bool) {
-    for row_tile in (0..rows).step_by(TILE) {
-        for column_tile in (0..columns).step_by(TILE) {
-            for row in row_tile..(row_tile + TILE).min(rows) {
+    for row_tile in (0..rows).step_by(TILE_LEN) {
+        for column_tile in (0..columns).step_by(TILE_LEN) {
+            for row in row_tile..(row_tile + TILE_LEN).min(rows) {
                 let target = &mut to[row * columns..(row + 1) * columns];
-                for column in column_tile..(column_tile + TILE).min(columns) {
+                for column in column_tile..(column_tile + TILE_LEN).min(columns) {
                     let value = from[column * rows + row];
                     if accumulate {
                         target[column] += value;

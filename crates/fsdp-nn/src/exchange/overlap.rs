@@ -21,7 +21,7 @@ use crate::error::{NnError, Result};
 
 /// The largest number of prefetched units, unless [`FsdpConfig::limit_all_gathers`] limits it to
 /// one.
-const UNITS_AHEAD: usize = 3;
+const MAX_PREFETCHED: usize = 3;
 
 /// A phase of a step. In each phase a model uses its units in a certain order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,12 +30,21 @@ pub(crate) enum Phase {
     Backward,
 }
 
+/// A point of the computation at which units may be prefetched, in a forward or in a backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PrefetchPoint {
+    /// A unit has been unsharded, and is about to be computed.
+    BeforeCompute,
+    /// The backward of a unit has ended, and its parameters have been resharded.
+    AfterReshard,
+}
+
 /// The collectives of a model that overlap with its computation.
 pub(crate) struct Overlap {
     forward_prefetch: bool,
     backward_prefetch: Option<BackwardPrefetch>,
     /// The largest number of prefetched units.
-    limit: usize,
+    max_prefetched: usize,
     worker: Worker,
     /// The ranks that gather together.
     shard: Option<ProcessGroup>,
@@ -49,7 +58,7 @@ struct State {
     forward: Order,
     backward: Order,
     /// The units that are being prefetched: the next ones of the order, in that order.
-    gathers: VecDeque<(Arc<UnitExchange>, Ticket<Gathered>)>,
+    prefetched: VecDeque<(Arc<UnitExchange>, Ticket<Gathered>)>,
     /// The reductions whose results have not been taken yet. Only the last one may still be
     /// running.
     reductions: Vec<(usize, Ticket<Reduction>)>,
@@ -77,7 +86,7 @@ impl fmt::Debug for Overlap {
         f.debug_struct("Overlap")
             .field("forward_prefetch", &self.forward_prefetch)
             .field("backward_prefetch", &self.backward_prefetch)
-            .field("limit", &self.limit)
+            .field("max_prefetched", &self.max_prefetched)
             .finish_non_exhaustive()
     }
 }
@@ -94,10 +103,10 @@ impl Overlap {
         Ok(Overlap {
             forward_prefetch: config.forward_prefetch,
             backward_prefetch: config.backward_prefetch,
-            limit: if config.limit_all_gathers {
+            max_prefetched: if config.limit_all_gathers {
                 1
             } else {
-                UNITS_AHEAD
+                MAX_PREFETCHED
             },
             worker,
             shard,
@@ -115,11 +124,11 @@ impl Overlap {
     pub(crate) fn begin(&self, phase: Phase) -> Result<PhaseGuard<'_>> {
         let mut state = self.state();
         // Units that were gathered ahead followed the order of another phase.
-        self.discard_gathers(&mut state)?;
+        self.discard_prefetched(&mut state)?;
         // Compare the order between ranks before following it: collectives in different orders
         // would be an error.
         if let Some(order) = state.order_of(phase).to_compare() {
-            let is_same = self.compare(order)?;
+            let is_same = self.is_same_on_all_ranks(order)?;
             state.order_of(phase).set_compared(is_same);
             if !is_same {
                 warn!(
@@ -137,8 +146,8 @@ impl Overlap {
         })
     }
 
-    /// Returns `true` if all ranks know the same order.
-    fn compare(&self, order: &[usize]) -> Result<bool> {
+    /// Returns `true` if all ranks know the same `order`.
+    fn is_same_on_all_ranks(&self, order: &[usize]) -> Result<bool> {
         let Some(group) = &self.shard else {
             return Ok(true);
         };
@@ -154,21 +163,21 @@ impl Overlap {
 
     /// Gathers a unit, or takes its prefetched parameters, and records that the phase uses it now.
     /// Collectives: one all-gather over the shard group, unless the unit was prefetched.
-    pub(crate) fn gather(&self, unit: &Arc<UnitExchange>) -> Result<Gathered> {
+    pub(crate) fn all_gather(&self, unit: &Arc<UnitExchange>) -> Result<Gathered> {
         let mut state = self.state();
         if let Some(order) = state.order() {
             order.record_use(unit.number);
         }
         if let Some((_, ticket)) = state
-            .gathers
+            .prefetched
             .pop_front_if(|(next, _)| next.number == unit.number)
         {
             return self.take_gathered(unit, ticket);
         }
         // The phase has left the known order, on all ranks. Discard the prefetched units.
-        self.discard_gathers(&mut state)?;
+        self.discard_prefetched(&mut state)?;
         let unit = Arc::clone(unit);
-        self.worker.submit(move || unit.gather()).wait()
+        self.worker.submit(move || unit.all_gather()).wait()
     }
 
     /// Waits for a gather that runs in the background, and returns what it has gathered.
@@ -178,22 +187,30 @@ impl Overlap {
         gathered.map_err(|error| in_background(unit, "all-gather", error))
     }
 
-    /// Starts to prefetch the units that the model uses next, if the options allow it at this
-    /// moment: before or after a unit is computed.
-    pub(crate) fn gather_next(&self, moment: BackwardPrefetch) {
+    /// Starts to prefetch the units that the model uses next, if the options ask for it at `point`.
+    pub(crate) fn prefetch_next(&self, point: PrefetchPoint) {
         let mut state = self.state();
         let is_wanted = match state.phase {
-            Some(Phase::Forward) => self.forward_prefetch && moment == BackwardPrefetch::Pre,
-            Some(Phase::Backward) => self.backward_prefetch == Some(moment),
+            Some(Phase::Forward) => self.forward_prefetch && point == PrefetchPoint::BeforeCompute,
+            Some(Phase::Backward) => match self.backward_prefetch {
+                Some(BackwardPrefetch::Pre) => point == PrefetchPoint::BeforeCompute,
+                Some(BackwardPrefetch::Post) => point == PrefetchPoint::AfterReshard,
+                None => false,
+            },
             None => false,
         };
         if !is_wanted {
             return;
         }
-        let begun = state.gathers.len();
+        let begun = state.prefetched.len();
         let next = state.order().map_or(&[][..], |order| order.next());
-        let ahead: Vec<usize> = next.iter().take(self.limit).skip(begun).copied().collect();
-        for number in ahead {
+        let to_prefetch: Vec<usize> = next
+            .iter()
+            .take(self.max_prefetched)
+            .skip(begun)
+            .copied()
+            .collect();
+        for number in to_prefetch {
             let unit = Arc::clone(&self.shared.units()[number]);
             // The unit is still gathered from an earlier use. If it is released before the model
             // uses it again, it is gathered on demand then.
@@ -202,23 +219,23 @@ impl Overlap {
             }
             trace!(unit = %unit.name, "gather ahead");
             self.shared.memory.count_held(unit.unsharded_bytes());
-            let gathered = Arc::clone(&unit);
-            let ticket = self.worker.submit(move || gathered.gather());
-            state.gathers.push_back((unit, ticket));
+            let prefetched = Arc::clone(&unit);
+            let ticket = self.worker.submit(move || prefetched.all_gather());
+            state.prefetched.push_back((unit, ticket));
         }
     }
 
     /// Waits for the units that are being prefetched, and discards them, because their values are
     /// about to change or the model does not use them.
     pub(crate) fn discard(&self) -> Result<()> {
-        self.discard_gathers(&mut self.state())
+        self.discard_prefetched(&mut self.state())
     }
 
-    /// Takes all gathers that were begun and not used, and drops what they have brought. Returns
-    /// the first error of any.
-    fn discard_gathers(&self, state: &mut State) -> Result<()> {
+    /// Waits for all prefetched units that were not used, and drops their values. Returns the first
+    /// error of any.
+    fn discard_prefetched(&self, state: &mut State) -> Result<()> {
         let mut discarded = Ok(());
-        while let Some((unit, ticket)) = state.gathers.pop_front() {
+        while let Some((unit, ticket)) = state.prefetched.pop_front() {
             discarded = discarded.and(self.take_gathered(&unit, ticket).map(drop));
         }
         discarded
@@ -303,7 +320,7 @@ impl PhaseGuard<'_> {
             order.learn();
         }
         state.phase = self.outer;
-        self.overlap.discard_gathers(&mut state)
+        self.overlap.discard_prefetched(&mut state)
     }
 }
 
@@ -313,7 +330,7 @@ impl Drop for PhaseGuard<'_> {
         state.phase = self.outer;
         // Only a failed phase leaves gathers and reductions behind. Its own error is being
         // returned, so theirs are ignored.
-        let _ = self.overlap.discard_gathers(&mut state);
+        let _ = self.overlap.discard_prefetched(&mut state);
         // A forward inside of a backward leaves the reductions of that backward alone.
         if self.phase == Phase::Backward {
             for (_, ticket) in state.reductions.drain(..) {

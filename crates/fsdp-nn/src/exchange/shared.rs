@@ -45,10 +45,10 @@ impl Shared {
         (parameters, units)
     }
 
-    /// Returns `true` if the shards may have been written since a forward gathered them. The same
-    /// on every rank.
-    pub(crate) fn may_be_stale(&self, gathered_in: u64) -> bool {
-        self.values.is_lent() && !self.forwards.is_running_as(gathered_in)
+    /// Returns `true` if the shards may have been written since the forward with the number
+    /// `gathered_in_forward` gathered them. The same on every rank.
+    pub(crate) fn may_be_stale(&self, gathered_in_forward: u64) -> bool {
+        self.values.is_lent() && !self.forwards.is_running_as(gathered_in_forward)
     }
 }
 
@@ -185,8 +185,8 @@ impl Forwards {
 /// The changes of the parameters' values, and the readers for whom they wait.
 #[derive(Debug, Default)]
 pub(crate) struct Values {
-    /// The changes so far.
-    changes: AtomicU64,
+    /// The version of the values: the number of changes so far, as in torch's `_version`.
+    version: AtomicU64,
     /// `true` once views of the shards have been lent to somebody who may write into them at any
     /// time.
     lent: AtomicBool,
@@ -194,14 +194,14 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    /// Counts a change of values, and returns its number: the number of changes so far.
-    pub(crate) fn change(&self) -> u64 {
-        self.changes.fetch_add(1, Ordering::Relaxed) + 1
+    /// Counts a change of values, and returns the new version.
+    pub(crate) fn next_version(&self) -> u64 {
+        self.version.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Returns the number of the last change of values.
-    pub(crate) fn last_change(&self) -> u64 {
-        self.changes.load(Ordering::Relaxed)
+    /// Returns the version of the values, which rises with each change.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Relaxed)
     }
 
     /// Records that views of the shards were lent to be written into.

@@ -13,7 +13,7 @@ use fsdp_layout::flat::FlatEntry;
 use tracing::trace;
 
 use super::device;
-use super::gradient::add;
+use super::gradient::add_assign;
 use super::groups::Groups;
 use crate::config::cast;
 use crate::error::Result;
@@ -81,7 +81,7 @@ impl UnitExchange {
 
     /// Gathers the parameters from all ranks' shards, without putting them into the model's
     /// tensors. Collectives: one all-gather over the shard group, none if nothing is sharded.
-    pub(crate) fn gather(&self) -> Result<Gathered> {
+    pub(crate) fn all_gather(&self) -> Result<Gathered> {
         let Some(flat) = &self.flat else {
             return Ok(Vec::new());
         };
@@ -89,20 +89,20 @@ impl UnitExchange {
         let computed = cast(flat.shard().clone(), Some(self.compute_dtype))?;
         let shard = to_device(&computed, &self.device)?;
         let Some(group) = &self.groups.shard else {
-            return self.parts(&shard);
+            return self.split_into_params(&shard);
         };
         trace!(unit = %self.name, "all-gather parameters");
         match device::all_gather(group, &shard)? {
-            Some(whole) => self.parts(&whole),
+            Some(unsharded) => self.split_into_params(&unsharded),
             None => {
-                with_float!(self.compute_dtype, T => self.gather_typed::<T>(&shard, group))
+                with_float!(self.compute_dtype, T => self.all_gather_typed::<T>(&shard, group))
             }
         }
     }
 
     /// Gathers the parameters on the host, from a shard of elements of type `T`. Each parameter
     /// gets a buffer of its own, and so does each padding, so that nothing is copied afterwards.
-    fn gather_typed<T: Scalar + Element>(
+    fn all_gather_typed<T: Scalar + Element>(
         &self,
         shard: &Tensor,
         group: &ProcessGroup,
@@ -125,30 +125,30 @@ impl UnitExchange {
     /// Returns the unsharded FlatParameter in the dtype of the shards; `None` if the parameters'
     /// own storages hold the authoritative values. Collectives: one all-gather over the shard
     /// group, none if nothing is sharded.
-    pub(crate) fn gather_flat(&self) -> Result<Option<Tensor>> {
+    pub(crate) fn all_gather_flat(&self) -> Result<Option<Tensor>> {
         let Some(flat) = &self.flat else {
             return Ok(None);
         };
         let Some(group) = &self.groups.shard else {
             return Ok(Some(flat.shard().clone()));
         };
-        if let Some(whole) = device::all_gather(group, flat.shard())? {
-            return Ok(Some(whole));
+        if let Some(unsharded) = device::all_gather(group, flat.shard())? {
+            return Ok(Some(unsharded));
         }
         with_float!(self.dtype, T => {
             let numel = self.layout.padded_unsharded_numel();
-            let mut whole = zeroed_vec::<T>(numel)?;
-            group.all_gather_into(&mut whole, &HostSlice::<T>::read(flat.shard())?)?;
-            Ok(Some(Tensor::from_vec(whole, numel, &self.device)?))
+            let mut unsharded = zeroed_vec::<T>(numel)?;
+            group.all_gather_into(&mut unsharded, &HostSlice::<T>::read(flat.shard())?)?;
+            Ok(Some(Tensor::from_vec(unsharded, numel, &self.device)?))
         })
     }
 
-    /// Cuts an unsharded FlatParameter into the values of each parameter.
-    pub(crate) fn parts(&self, whole: &Tensor) -> Result<Gathered> {
+    /// Splits `unsharded`, an unsharded FlatParameter, into the values of each parameter.
+    pub(crate) fn split_into_params(&self, unsharded: &Tensor) -> Result<Gathered> {
         (0..self.layout.fqns().len())
             .map(|param| {
                 let range = self.layout.param_range(param);
-                Ok(Contents::from_tensor(&whole.narrow(
+                Ok(Contents::from_tensor(&unsharded.narrow(
                     0,
                     range.start,
                     range.len(),
@@ -195,7 +195,7 @@ impl UnitExchange {
         Ok(reduction)
     }
 
-    /// Adds a gradient to a sum, in place. If there is no sum yet, the gradient becomes the sum.
+    /// Adds `grad` to `sum`, in place. If there is no sum yet, `grad` becomes the sum.
     pub(crate) fn add_to(&self, sum: &mut Option<Tensor>, grad: Tensor) -> Result<()> {
         match sum {
             Some(sum) if !sum.device().is_cpu() => {
@@ -204,7 +204,7 @@ impl UnitExchange {
             }
             Some(sum) => with_float!(sum.dtype(), T => {
                 let from = HostSlice::<T>::read(&grad)?;
-                tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &from, add);
+                tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &from, add_assign);
             }),
             None => *sum = Some(grad),
         }

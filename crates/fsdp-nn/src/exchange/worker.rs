@@ -74,19 +74,23 @@ impl<T> Ticket<T> {
     /// Waits until the job is done.
     pub(crate) fn finish(&mut self) {
         if self.result.is_none() {
-            self.result = Some(self.receiver.recv().unwrap_or_else(|_| Err(ended())));
+            self.result = Some(
+                self.receiver
+                    .recv()
+                    .unwrap_or_else(|_| Err(worker_ended_error())),
+            );
         }
     }
 
     /// Waits for the result.
     pub(crate) fn wait(mut self) -> Result<T> {
         self.finish();
-        self.result.unwrap_or_else(|| Err(ended()))
+        self.result.unwrap_or_else(|| Err(worker_ended_error()))
     }
 }
 
 /// Returns the error of a job that will never be done, since one before it has panicked.
-fn ended() -> NnError {
+fn worker_ended_error() -> NnError {
     candle_core::Error::Io(io::Error::other(
         "the thread of the model's collectives has ended",
     ))

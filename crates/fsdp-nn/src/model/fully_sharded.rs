@@ -154,7 +154,7 @@ impl<M> FullyShardedDataParallel<M> {
             .map(|overlap| overlap.begin(Phase::Forward))
             .transpose()?;
         let root = self.parameters.root();
-        let whole = root.map(|root| root.gather_for_forward()).transpose()?;
+        let whole = root.map(|root| root.unshard_for_forward()).transpose()?;
         let output = f(&self.module).map_err(|error| self.parameters.explain(error))?;
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
@@ -165,7 +165,7 @@ impl<M> FullyShardedDataParallel<M> {
         if root.is_none() && unchecked.is_empty() {
             return Ok(converted);
         }
-        let changes = self.parameters.shared.values.last_change();
+        let version_at_forward = self.parameters.shared.values.version();
         Ok(converted.map_tensors(&mut |tensor| {
             // The hook copies its tensor, so it is attached only where it is needed. A tensor
             // without a gradient has no backward. And a parameter that the model returns as its
@@ -173,7 +173,11 @@ impl<M> FullyShardedDataParallel<M> {
             if !tensor.track_op() || self.parameters.has_tensor(tensor.id()) {
                 return Ok(tensor);
             }
-            tensor.apply_op1(PreBackwardOp::of_model(root, &unchecked, changes))
+            tensor.apply_op1(PreBackwardOp::for_model(
+                root,
+                &unchecked,
+                version_at_forward,
+            ))
         })?)
     }
 
@@ -225,7 +229,7 @@ impl<M> FullyShardedDataParallel<M> {
             .transpose()?;
         // The root unit stays gathered until the backward has passed all units.
         if let Some(root) = self.parameters.root() {
-            root.gather()?;
+            root.unshard()?;
         }
         self.parameters.begin_backward(loss);
         let grads = loss

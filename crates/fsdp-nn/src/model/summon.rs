@@ -57,7 +57,7 @@ impl ShardedParameters {
         // Every rank gathers all units in the same order.
         let mut units: Vec<Vec<Tensor>> = Vec::with_capacity(self.handles.len());
         for handle in &self.handles {
-            units.push(handle.gather_whole()?);
+            units.push(handle.all_gather_params()?);
         }
         let mut whole = IndexMap::new();
         for fqn in self.fqns() {

@@ -15,7 +15,7 @@ const ENTRIES: usize = 2;
 
 /// The number of elements of whole parameters for which a step takes memory at a time, on each
 /// rank; more if one parameter has more.
-const BATCH: usize = 1 << 24;
+const BATCH_LEN: usize = 1 << 24;
 
 /// Updates the parameters of a group, unless `before`, what this rank has done in the step so far,
 /// has failed on some rank. Values travel, and are computed with, in `f64`: sums do not depend on
@@ -35,7 +35,7 @@ pub(super) fn step_factored(
     let (mut all, ()) = step.agree_on_parameters(prepared)?;
     // Each rank updates about as much of a batch as any other. All ranks cut the same batches,
     // because only shapes decide.
-    let largest = all.iter().map(Owned::numel).fold(BATCH, usize::max);
+    let largest = all.iter().map(Owned::numel).fold(BATCH_LEN, usize::max);
     let limit = largest.saturating_mul(group.map_or(1, ProcessGroup::world_size));
     let mut rest = all.as_mut_slice();
     loop {
@@ -212,13 +212,13 @@ fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) 
     // The sizes follow from the shapes, so no rank has to send its own.
     let mut counts = vec![0; group.world_size()];
     for one in all {
-        counts[one.owner] += Squares::zeros(&one.shape).values().len();
+        counts[one.owner] += Squares::zeros(&one.shape).to_flat().len();
     }
     let owned = all
         .iter()
         .zip(&*squares)
         .filter(|(one, _)| one.owner == group.rank());
-    let own: Vec<f64> = owned.flat_map(|(_, squares)| squares.values()).collect();
+    let own: Vec<f64> = owned.flat_map(|(_, squares)| squares.to_flat()).collect();
     let mut received = vec![0.0; counts.iter().sum()];
     group.all_gather_uneven_into(&mut received, &counts, &own)?;
     let mut rest = received.as_slice();
@@ -229,8 +229,8 @@ fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) 
             .filter(|(one, _)| one.owner == owner)
         {
             let values;
-            (values, rest) = rest.split_at(Squares::zeros(&one.shape).values().len());
-            squares.set(values);
+            (values, rest) = rest.split_at(Squares::zeros(&one.shape).to_flat().len());
+            squares.copy_from_flat(values);
         }
     }
     Ok(())

@@ -31,7 +31,7 @@ pub(super) fn step_matrices(
     let gathered = to_owners(group, &all, parts)?;
     let orthogonal = agree(
         group,
-        orthogonal_of(options, &matrices, gathered, step.rank()),
+        orthogonalize_owned(options, &matrices, gathered, step.rank()),
     )?;
     let parts = from_owners(group, &all, orthogonal)?;
     // Step 3: each rank updates its parts.
@@ -48,16 +48,20 @@ fn directions(
     step: &mut GroupStep<'_>,
 ) -> Result<(Vec<Owned>, Vec<Vec<bf16>>)> {
     let mut matrices = step.owned()?;
-    assign_owners(&mut matrices, cost);
+    assign_owners(&mut matrices, multiplication_cost);
     let mut directions = Vec::with_capacity(matrices.len());
     for matrix in &matrices {
-        directions.push(direction(options, matrix, &mut step.locals[matrix.local])?);
+        directions.push(update_momentum(
+            options,
+            matrix,
+            &mut step.locals[matrix.local],
+        )?);
     }
     Ok((matrices, directions))
 }
 
 /// Returns how long it takes to orthogonalize a matrix of this shape, in some unit.
-fn cost(shape: &[usize]) -> u128 {
+fn multiplication_cost(shape: &[usize]) -> u128 {
     let [rows, columns] = sizes(shape).map(|size| size as u128);
     rows * columns * rows.min(columns)
 }
@@ -71,7 +75,11 @@ fn sizes(shape: &[usize]) -> [usize; 2] {
 }
 
 /// Updates the momentum of this rank's part of a matrix, and returns the part's direction.
-fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> Result<Vec<bf16>> {
+fn update_momentum(
+    options: &MuonOptions,
+    matrix: &Owned,
+    local: &mut LocalParam,
+) -> Result<Vec<bf16>> {
     // The momentum changes before the parameter does, and a backward of an earlier forward must not
     // run in between.
     local.handle.begin_change()?;
@@ -101,7 +109,7 @@ fn direction(options: &MuonOptions, matrix: &Owned, local: &mut LocalParam) -> R
     with_float!(grad.dtype(), T => {
         let grad = HostSlice::<T>::read(&grad)?;
         let mut momentum = HostSliceMut::<T>::write(&momentum)?;
-        let direction = options.direction(&grad, &mut momentum);
+        let direction = options.update_momentum(&grad, &mut momentum);
         momentum.finish()?;
         Ok(direction.into_iter().map(to_bf16::<T>).collect())
     })
@@ -133,7 +141,7 @@ fn descend(
 }
 
 /// Orthogonalizes the matrices that this rank owns. The others are left as they are.
-fn orthogonal_of(
+fn orthogonalize_owned(
     options: &MuonOptions,
     matrices: &[Owned],
     whole: Vec<Vec<bf16>>,

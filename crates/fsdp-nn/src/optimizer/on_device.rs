@@ -10,7 +10,7 @@ use crate::algorithm::{
 };
 
 /// Elements that are updated at a time: each op makes a new tensor of them.
-const PIECE: usize = 1 << 24;
+const PIECE_LEN: usize = 1 << 24;
 
 /// An update of a parameter: the rule, and the step that it is of, as in [`Algorithm::update`].
 #[derive(Clone, Copy)]
@@ -26,14 +26,20 @@ impl Update<'_> {
     /// Updates a piece of a parameter once, in place. `state` is in the order of the schema, and
     /// has as many tensors; all are one-dimensional, contiguous and equally long.
     pub(super) fn apply(self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
-        self.apply_by(PIECE, param, grad, state)
+        self.apply_in_pieces(PIECE_LEN, param, grad, state)
     }
 
-    /// Updates as many elements at a time.
-    fn apply_by(self, piece: usize, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
+    /// Updates a parameter like [`Self::apply`], `piece_len` elements at a time.
+    fn apply_in_pieces(
+        self,
+        piece_len: usize,
+        param: &Tensor,
+        grad: &Tensor,
+        state: &[Tensor],
+    ) -> Result<()> {
         let numel = param.elem_count();
-        for start in (0..numel).step_by(piece) {
-            let len = piece.min(numel - start);
+        for start in (0..numel).step_by(piece_len) {
+            let len = piece_len.min(numel - start);
             let state: Vec<Tensor> = state
                 .iter()
                 .map(|tensor| tensor.narrow(0, start, len))
@@ -295,7 +301,7 @@ mod tests {
                     step: number,
                     first,
                 };
-                update.apply_by(2, &param, &grad, &state).unwrap();
+                update.apply_in_pieces(2, &param, &grad, &state).unwrap();
                 let mut slices: Vec<&mut [f64]> =
                     expected_state.iter_mut().map(Vec::as_mut_slice).collect();
                 algorithm

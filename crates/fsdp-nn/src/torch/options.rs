@@ -89,7 +89,7 @@ impl StateDictOptions {
         );
         // A name that is misspelt would give an empty state dict.
         for module in &self.submodules {
-            if !names.iter().any(|name| below(name, module).is_some()) {
+            if !names.iter().any(|name| name_below(name, module).is_some()) {
                 let module = module.clone();
                 return Err(StateDictError::UnknownSubmodule { module }.into());
             }
@@ -130,7 +130,7 @@ impl StateDictOptions {
             let (_, rest) = self
                 .submodules
                 .iter()
-                .find_map(|module| Some((module, below(fqn, module)?)))?;
+                .find_map(|module| Some((module, name_below(fqn, module)?)))?;
             if !self.keep_submodule_prefixes {
                 name = rest;
             }
@@ -170,7 +170,7 @@ impl StateDictOptions {
 
 /// Returns the part of a name that lies below a module: `b.weight` of `a.b.weight` below `a`; all
 /// of it if it is the module's.
-fn below<'a>(name: &'a str, module: &str) -> Option<&'a str> {
+fn name_below<'a>(name: &'a str, module: &str) -> Option<&'a str> {
     match name.strip_prefix(module)? {
         "" => Some(name),
         rest => rest.strip_prefix('.'),

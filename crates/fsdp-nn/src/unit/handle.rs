@@ -11,9 +11,9 @@ use fsdp_layout::FlatLayout;
 
 use super::gradients::Gradients;
 use super::parameter::Parameter;
-use crate::config::{BackwardPrefetch, MixedPrecision, ShardingStrategy, cast};
+use crate::config::{MixedPrecision, ShardingStrategy, cast};
 use crate::error::{NnError, Result};
-use crate::exchange::{Groups, Overlap, Shared, UnitExchange};
+use crate::exchange::{Groups, Overlap, PrefetchPoint, Shared, UnitExchange};
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -58,11 +58,12 @@ pub(crate) struct FlatParamHandle {
 #[derive(Debug)]
 pub(super) struct HandleState {
     /// The forward that gathered the parameters.
-    gathered_in: u64,
+    gathered_in_forward: u64,
     /// The number of guards that keep the parameters as they are now.
     pub(super) users: usize,
-    /// The last change of the unit's values.
-    changed_at: u64,
+    /// The version of the unit's values: that of the model ([`FlatParamHandle::version`]) at their
+    /// last change.
+    version: u64,
     pub(super) gradients: Gradients,
 }
 
@@ -150,16 +151,16 @@ impl FlatParamHandle {
             overlap,
             shared,
             state: Mutex::new(HandleState {
-                gathered_in: 0,
+                gathered_in_forward: 0,
                 users: 0,
-                changed_at: 0,
+                version: 0,
                 gradients: Gradients::new(unit.params.len()),
             }),
             params: unit.params,
         };
         // The model's tensors have been empty so far.
         if is_gathered {
-            handle.fill(handle.exchange.parts(&shard)?)?;
+            handle.fill_storages(handle.exchange.split_into_params(&shard)?)?;
         } else {
             handle.release_storages()?;
         }
@@ -250,7 +251,8 @@ impl FlatParamHandle {
         }
     }
 
-    /// Returns `true` if parameters are released after forward.
+    /// Returns `true` if parameters are released after forward. As in torch, those of the root are
+    /// not: the backward needs them first.
     pub(crate) fn reshards_after_forward(&self) -> bool {
         matches!(
             self.strategy,
@@ -350,51 +352,52 @@ impl FlatParamHandle {
         gradients.reduced.is_some() && agreed.is_none_or(|has_gradient| has_gradient[param])
     }
 
-    /// Gathers the parameters for a forward. They stay gathered while the returned guard lives.
+    /// Unshards the parameters for a forward. They stay gathered while the returned guard lives.
     /// Collectives: one all-gather over the shard group, none if they are gathered already.
-    pub(crate) fn gather_for_forward(self: &Arc<Self>) -> Result<InUse> {
+    pub(crate) fn unshard_for_forward(self: &Arc<Self>) -> Result<InUse> {
         let mut state = self.state();
         // An earlier forward may have gathered them, and somebody may have written into lent shards
         // since. Lending is the same on all ranks, so all of them gather again.
-        if state.users == 0 && self.shared.may_be_stale(state.gathered_in) {
+        if state.users == 0 && self.shared.may_be_stale(state.gathered_in_forward) {
             self.release()?;
         }
-        self.gather_locked(&mut state)?;
+        self.unshard_locked(&mut state)?;
         state.users += 1;
         Ok(InUse(Arc::clone(self)))
     }
 
-    /// Gathers the parameters for a backward.
+    /// Unshards the parameters for a backward.
     /// Collectives: one all-gather over the shard group, none if they are gathered already.
-    pub(crate) fn gather(&self) -> Result<()> {
-        self.gather_locked(&mut self.state())
+    pub(crate) fn unshard(&self) -> Result<()> {
+        self.unshard_locked(&mut self.state())
     }
 
-    /// Fills the parameters' storages from all ranks' shards, unless they are filled, and starts to
-    /// prefetch the units that are used next, if the options say so.
-    fn gather_locked(&self, state: &mut HandleState) -> Result<()> {
+    /// Fills the parameters' storages from all ranks' shards, unless they are filled. Records in
+    /// `state` the forward that did it, counts the memory, and starts to prefetch the units that are
+    /// used next, if the options say so.
+    fn unshard_locked(&self, state: &mut HandleState) -> Result<()> {
         if self.exchange.is_gathered() {
             return Ok(());
         }
         // If the unit has been prefetched, this takes the values from there.
         let gathered = match &self.overlap {
-            Some(overlap) => overlap.gather(&self.exchange)?,
-            None => self.exchange.gather()?,
+            Some(overlap) => overlap.all_gather(&self.exchange)?,
+            None => self.exchange.all_gather()?,
         };
-        self.fill(gathered)?;
+        self.fill_storages(gathered)?;
         self.exchange.set_gathered(true);
-        state.gathered_in = self.shared.forwards.number();
+        state.gathered_in_forward = self.shared.forwards.number();
         self.shared
             .memory
             .count_held(self.exchange.unsharded_bytes());
         if let Some(overlap) = &self.overlap {
-            overlap.gather_next(BackwardPrefetch::Pre);
+            overlap.prefetch_next(PrefetchPoint::BeforeCompute);
         }
         Ok(())
     }
 
     /// Puts gathered values into the parameters' storages.
-    fn fill(&self, gathered: Vec<Contents>) -> Result<()> {
+    fn fill_storages(&self, gathered: Vec<Contents>) -> Result<()> {
         for (param, contents) in self.params.iter().zip(gathered) {
             contents.move_into(&param.tensor)?;
         }
@@ -405,12 +408,12 @@ impl FlatParamHandle {
     pub(crate) fn reshard(&self) -> Result<()> {
         let state = self.state();
         self.check_unused(&state)?;
-        self.discard_ahead()?;
+        self.discard_prefetched()?;
         self.release()
     }
 
     /// Discards prefetched parameters, of this unit and of all others.
-    fn discard_ahead(&self) -> Result<()> {
+    fn discard_prefetched(&self) -> Result<()> {
         self.overlap
             .as_ref()
             .map_or(Ok(()), |overlap| overlap.discard())
@@ -457,22 +460,23 @@ impl FlatParamHandle {
         self.shared.values.wait_for_readers();
         let mut state = self.state();
         self.check_unused(&state)?;
-        self.discard_ahead()?;
+        self.discard_prefetched()?;
         self.release()?;
-        // A backward compares this with the change before its forward.
-        state.changed_at = self.shared.values.change();
+        // A backward compares this with the version at its forward.
+        state.version = self.shared.values.next_version();
         Ok(())
     }
 
-    /// Returns the number of the last change of values of any unit, for [`Self::check_unchanged`].
-    pub(crate) fn last_change(&self) -> u64 {
-        self.shared.values.last_change()
+    /// Returns the version of the values of all units, for [`Self::check_unchanged`]: it rises with
+    /// each change of any of them.
+    pub(crate) fn version(&self) -> u64 {
+        self.shared.values.version()
     }
 
-    /// Checks that the unit's values have not changed after the change with the number `since`,
-    /// which [`Self::last_change`] returned before.
-    pub(crate) fn check_unchanged(&self, since: u64) -> Result<()> {
-        if self.state().changed_at > since {
+    /// Checks that the unit's values have not changed since `version_at_forward`, which
+    /// [`Self::version`] returned then.
+    pub(crate) fn check_unchanged(&self, version_at_forward: u64) -> Result<()> {
+        if self.state().version > version_at_forward {
             return Err(NnError::ChangedSinceForward {
                 unit: self.name().to_owned(),
             });
@@ -486,15 +490,15 @@ impl FlatParamHandle {
         NnError::of_computation(error, || self.shared.sharded())
     }
 
-    /// Returns copies of the parameters, whole, in the dtype of the shards.
+    /// Returns copies of the unsharded parameters in the dtype of the shards.
     /// Collectives: one all-gather over the shard group, none if nothing is sharded.
-    pub(crate) fn gather_whole(&self) -> Result<Vec<Tensor>> {
+    pub(crate) fn all_gather_params(&self) -> Result<Vec<Tensor>> {
         let exchange = Arc::clone(&self.exchange);
         // Run the gather in the same queue as the units' other collectives, so that their order is
         // the same on all ranks.
         let whole = match &self.overlap {
-            Some(overlap) => overlap.run(move || exchange.gather_flat())?,
-            None => exchange.gather_flat()?,
+            Some(overlap) => overlap.run(move || exchange.all_gather_flat())?,
+            None => exchange.all_gather_flat()?,
         };
         let Some(whole) = whole else {
             return self

@@ -72,11 +72,12 @@ impl InnerBackward {
         })
     }
 
-    /// Keeps a gradient, and returns `true`, if such a backward runs.
-    fn keep(parameter: &Tensor, grad: &Tensor) -> bool {
+    /// Collects a gradient for the outer backward, and returns `true`, if an inner backward runs on
+    /// this thread. Otherwise does nothing.
+    fn collect(parameter: &Tensor, grad: &Tensor) -> bool {
         INNER.with_borrow_mut(|inner| match inner.last_mut() {
-            Some(kept) => {
-                kept.insert(parameter.id(), grad.detach());
+            Some(collected) => {
+                collected.insert(parameter.id(), grad.detach());
                 true
             }
             None => false,
@@ -139,16 +140,16 @@ impl ParameterSlot {
             .is_none_or(|(unit, param)| unit.params[param].is_trainable)
     }
 
-    /// Returns the number of the last change of values.
-    pub(crate) fn last_change(&self) -> u64 {
-        self.place().map_or(0, |(unit, _)| unit.last_change())
+    /// Returns the version of the model's values; 0 if the model has not been built, or is gone.
+    pub(crate) fn version(&self) -> u64 {
+        self.place().map_or(0, |(unit, _)| unit.version())
     }
 
-    /// Checks that the values of the parameter's unit have not changed since the change with this
-    /// number. It is called before the forward is computed again inside a backward.
-    pub(crate) fn check_unchanged(&self, changes: u64) -> Result<()> {
+    /// Checks that the values of the parameter's unit have not changed since `version_at_forward`.
+    /// It is called before the forward is computed again inside a backward.
+    pub(crate) fn check_unchanged(&self, version_at_forward: u64) -> Result<()> {
         match self.place() {
-            Some((unit, _)) => unit.check_unchanged(changes),
+            Some((unit, _)) => unit.check_unchanged(version_at_forward),
             None => Ok(()),
         }
     }
@@ -203,7 +204,7 @@ impl CustomOp1 for ParameterOp {
         grad: &Tensor,
     ) -> candle_core::Result<Option<Tensor>> {
         // A recomputed part passes the gradient on to the outer backward itself.
-        if InnerBackward::keep(parameter, grad) {
+        if InnerBackward::collect(parameter, grad) {
             return Ok(None);
         }
         // The model may be gone, while its loss is still there.
@@ -218,36 +219,37 @@ impl CustomOp1 for ParameterOp {
 /// The identity. Its backward gathers a unit's parameters, and checks that they have not changed
 /// since the forward.
 pub(crate) struct PreBackwardOp {
-    /// The unit that is gathered, and checked; `None` for a model without a root unit.
+    /// The unit that is unsharded, and checked; `None` for a model without a root unit. It is weak,
+    /// as the graph must not keep a model alive that has been dropped.
     handle: Option<Weak<FlatParamHandle>>,
-    /// The units that are only checked, since they are gathered one by one.
+    /// The units that are only checked, since they are unsharded one by one.
     checked: Vec<Weak<FlatParamHandle>>,
-    /// The last change of values before the forward.
-    changes: u64,
+    /// The version of the model's values at the forward.
+    version_at_forward: u64,
 }
 
 impl PreBackwardOp {
-    /// Makes the op for the output of a forward that has just been computed.
+    /// Makes the op for the output of a forward of the unit `handle` that has just been computed.
     pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
         PreBackwardOp {
             handle: Some(Arc::downgrade(handle)),
             checked: Vec::new(),
-            changes: handle.last_change(),
+            version_at_forward: handle.version(),
         }
     }
 
-    /// Makes the op for the output of the model: its root is gathered, and other units are checked.
-    pub(crate) fn of_model(
+    /// Makes the op for the output of the model: its `root` is unsharded, and `units` are checked
+    /// against `version_at_forward`.
+    pub(crate) fn for_model(
         root: Option<&Arc<FlatParamHandle>>,
         units: &[Arc<FlatParamHandle>],
-        changes: u64,
+        version_at_forward: u64,
     ) -> Self {
-        // The graph must not keep a model alive that has been dropped.
         let checked = units.iter().map(Arc::downgrade).collect();
         PreBackwardOp {
             handle: root.map(Arc::downgrade),
             checked,
-            changes,
+            version_at_forward,
         }
     }
 }
@@ -286,16 +288,16 @@ impl CustomOp1 for PreBackwardOp {
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         for handle in self.checked.iter().filter_map(Weak::upgrade) {
             handle
-                .check_unchanged(self.changes)
+                .check_unchanged(self.version_at_forward)
                 .map_err(NnError::into_candle)?;
         }
         if let Some(handle) = self.handle.as_ref().and_then(Weak::upgrade) {
             // The graph holds activations of the forward, which do not fit other values of the
             // parameters.
             handle
-                .check_unchanged(self.changes)
+                .check_unchanged(self.version_at_forward)
                 .map_err(NnError::into_candle)?;
-            handle.gather().map_err(NnError::into_candle)?;
+            handle.unshard().map_err(NnError::into_candle)?;
         }
         Ok(Some(grad.clone()))
     }

@@ -115,7 +115,7 @@ impl<M> Unit<M> {
         let Some(handle) = self.handle() else {
             return f(&self.module);
         };
-        let whole = handle.gather_for_forward().map_err(NnError::into_candle)?;
+        let whole = handle.unshard_for_forward().map_err(NnError::into_candle)?;
         let computed = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
         // Release the parameters before anything else takes memory.
         drop(whole);

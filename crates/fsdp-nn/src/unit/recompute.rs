@@ -215,7 +215,7 @@ enum Target {
     Parameter {
         tensor: Tensor,
         slot: Arc<ParameterSlot>,
-        changes: u64,
+        version_at_forward: u64,
     },
     /// A variable of candle's.
     Variable(Tensor),
@@ -251,11 +251,11 @@ fn target_of(node: &Tensor, stand_ins: &[Tensor]) -> Option<Target> {
         return Some(Target::Input(input));
     }
     if let Some(slot) = parameter_of(node) {
-        let changes = slot.last_change();
+        let version_at_forward = slot.version();
         return Some(Target::Parameter {
             tensor: node.clone(),
             slot,
-            changes,
+            version_at_forward,
         });
     }
     (node.is_variable() && !is_anchor(node)).then(|| Target::Variable(node.clone()))
@@ -287,8 +287,13 @@ impl Part {
     /// Computes the part again, and from the gradient of its output the gradients of all targets.
     fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<()> {
         for target in &self.targets {
-            if let Target::Parameter { slot, changes, .. } = target {
-                slot.check_unchanged(*changes)
+            if let Target::Parameter {
+                slot,
+                version_at_forward,
+                ..
+            } = target
+            {
+                slot.check_unchanged(*version_at_forward)
                     .map_err(NnError::into_candle)?;
             }
         }

@@ -54,6 +54,7 @@ fn crc(
     length: u64,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<u32, FormatError> {
+    // Read in pieces, because a record may be larger than the memory.
     let mut hasher = crc32fast::Hasher::new();
     let mut buffer = Vec::new();
     for at in (start..start + length).step_by(1 << 20) {

@@ -99,6 +99,8 @@ impl PlannedRecord {
             append_u16s(out, &[ZIP64_EXTRA, 16]);
             append_u64s(out, &[self.length, self.length]);
         }
+        // The padding is an extra field of its own: its number, its length, and bytes that nobody
+        // reads.
         let padding = extra as usize - zip64;
         if padding > 0 {
             append_u16s(out, &[PADDING_EXTRA, padding as u16 - 4]);
@@ -165,6 +167,7 @@ impl ArchiveLayout {
             at = record.data + length;
             records.push(record);
         }
+        // The storages come last, so that the small records before them can be read at once.
         for (index, &length) in storages.iter().enumerate() {
             let record = PlannedRecord::new(format!("{root}/data/{index}"), None, length, at);
             at = record.data + length;
@@ -243,6 +246,8 @@ impl ArchiveLayout {
             };
             record.write_entry(crc, &mut out);
         }
+        // The end record has 32 bits for a position and 16 for a count. Larger ones need a zip64
+        // record, and a locator that says where it lies.
         let directory_length = out.len() as u64;
         let count = self.records.len() as u64;
         let large = u64::from(IN_ZIP64);

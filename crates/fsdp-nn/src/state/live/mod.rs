@@ -214,7 +214,7 @@ impl<'a> LiveTarget<'a> {
                 &value,
                 load.options,
             );
-            self.add(wanted, value, TargetPart::Parameter(fqn.to_owned()), plan);
+            self.request_live(wanted, value, TargetPart::Parameter(fqn.to_owned()), plan);
         }
         for (name, value) in persistent_buffers(parameters) {
             match named.remove(name) {
@@ -227,7 +227,7 @@ impl<'a> LiveTarget<'a> {
                         &value,
                         load.options,
                     );
-                    self.add(wanted, value, TargetPart::Buffer, plan);
+                    self.request_live(wanted, value, TargetPart::Buffer, plan);
                 }
             }
         }
@@ -239,7 +239,7 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Asks for a tensor that fits a live value, and reports one that does not.
-    fn add(
+    fn request_live(
         &mut self,
         wanted: Result<Wanted, Mismatch>,
         value: StateValue,
@@ -340,7 +340,7 @@ impl<'a> LiveTarget<'a> {
                         here,
                         load.options,
                     );
-                    self.add(wanted, here.clone(), TargetPart::Value(path.clone()), plan);
+                    self.request_live(wanted, here.clone(), TargetPart::Value(path.clone()), plan);
                 }
                 (Some(here), _) => {
                     plan.report.mismatched.push(Mismatch {

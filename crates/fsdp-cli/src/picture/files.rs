@@ -16,9 +16,9 @@ use crate::text::or_word;
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
 
-/// A file that holds parts of tensors.
+/// A file of a checkpoint, and how much of the selected tensors it has.
 #[derive(Debug, Serialize)]
-pub(super) struct Holder {
+pub(super) struct FileContents {
     pub(super) file: String,
     /// The rank that wrote it, from its name.
     pub(super) rank: Option<u64>,
@@ -28,28 +28,28 @@ pub(super) struct Holder {
 }
 
 /// The selected tensors of a checkpoint, and the files that hold them.
-pub(super) struct Holdings<'a> {
+pub(super) struct CheckpointFiles<'a> {
     pub(super) path: String,
     pub(super) format: &'static str,
     /// By the natural order of files' names.
-    pub(super) holders: Vec<Holder>,
+    pub(super) files: Vec<FileContents>,
     /// By the natural order of tensors' names.
     tensors: Vec<(&'a str, &'a TensorEntry)>,
-    /// The position of each file among the holders.
+    /// The position of each file in `files`, by its name.
     positions: HashMap<&'a str, u32>,
 }
 
 #[derive(Debug, Serialize)]
-pub(super) struct HoldingsSummary<'a> {
+pub(super) struct CheckpointFilesSummary<'a> {
     schema: u32,
     path: &'a str,
     format: &'static str,
     tensors: usize,
     bytes: u64,
-    files: &'a [Holder],
+    files: &'a [FileContents],
 }
 
-impl<'a> Holdings<'a> {
+impl<'a> CheckpointFiles<'a> {
     /// Finds out which file holds how much of the selected tensors. Names are in natural order.
     pub(super) fn new(path: String, source: &'a dyn Checkpoint, keys: &Keys<'_>) -> Self {
         let selected = source
@@ -59,34 +59,34 @@ impl<'a> Holdings<'a> {
         let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
         tensors.sort_by(|a, b| natural::compare(a.0, b.0));
         // A file may hold parts of many tensors, and a tensor parts in many files.
-        let mut by_file: HashMap<&str, Holder> = HashMap::new();
+        let mut by_file: HashMap<&str, FileContents> = HashMap::new();
         for (_, entry) in &tensors {
             for chunk in &entry.chunks {
                 // A box that is stored nowhere is damage, which `verify` tells.
                 let Some(stored) = &chunk.stored else {
                     continue;
                 };
-                let holder = by_file
+                let file = by_file
                     .entry(&stored.relative_path)
-                    .or_insert_with(|| Holder::new(stored));
+                    .or_insert_with(|| FileContents::new(stored));
                 let bytes = inspect::bytes_of(entry.properties.dtype, &chunk.bounds.sizes);
-                holder.boxes += 1;
-                holder.bytes = holder.bytes.saturating_add(bytes);
+                file.boxes += 1;
+                file.bytes = file.bytes.saturating_add(bytes);
             }
         }
-        let mut named: Vec<(&str, Holder)> = by_file.into_iter().collect();
+        let mut named: Vec<(&str, FileContents)> = by_file.into_iter().collect();
         // `__10_0.distcp` comes after `__2_0.distcp`, as its rank does.
         named.sort_by(|a, b| natural::compare(a.0, b.0));
-        let mut holders = Vec::with_capacity(named.len());
+        let mut files = Vec::with_capacity(named.len());
         let mut positions = HashMap::with_capacity(named.len());
-        for (file, holder) in named {
-            positions.insert(file, holders.len() as u32);
-            holders.push(holder);
+        for (name, file) in named {
+            positions.insert(name, files.len() as u32);
+            files.push(file);
         }
-        Holdings {
+        CheckpointFiles {
             path,
             format: source.format().name(),
-            holders,
+            files,
             tensors,
             positions,
         }
@@ -108,41 +108,38 @@ impl<'a> Holdings<'a> {
     }
 
     /// Returns the most bytes of any file, at least 1.
-    pub(super) fn largest(&self) -> u64 {
-        self.holders
-            .iter()
-            .map(|holder| holder.bytes)
-            .fold(1, u64::max)
+    pub(super) fn max_file_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes).fold(1, u64::max)
     }
 
     /// Returns the object of `--json`.
-    pub(super) fn json(&self) -> HoldingsSummary<'_> {
-        HoldingsSummary {
+    pub(super) fn json(&self) -> CheckpointFilesSummary<'_> {
+        CheckpointFilesSummary {
             schema: SCHEMA,
             path: &self.path,
             format: self.format,
             tensors: self.tensors.len(),
             bytes: self.bytes(),
-            files: &self.holders,
+            files: &self.files,
         }
     }
 
-    /// Draws who holds which part of a tensor.
+    /// Draws which file holds which part of a tensor.
     pub(super) fn raster(&self, entry: &TensorEntry, size: Size) -> Raster {
         let mut boxes = Vec::with_capacity(entry.chunks.len());
         for chunk in &entry.chunks {
             if let Some(stored) = &chunk.stored {
-                let holder = self.positions[stored.relative_path.as_str()];
-                boxes.push((&chunk.bounds, holder));
+                let position = self.positions[stored.relative_path.as_str()];
+                boxes.push((&chunk.bounds, position));
             }
         }
         Raster::new(&entry.shape, boxes, size)
     }
 }
 
-impl Holder {
+impl FileContents {
     fn new(stored: &StorageInfo) -> Self {
-        Holder {
+        FileContents {
             file: stored.relative_path.clone(),
             rank: inspect::rank(stored),
             boxes: 0,
