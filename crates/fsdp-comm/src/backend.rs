@@ -125,7 +125,8 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Returns the error of this round if its deadline is over while these ranks are missing.
+    /// Returns the error of this round if its deadline is over while the `missing` ranks have not
+    /// come.
     pub(crate) fn timeout_error(&self, missing: Vec<usize>) -> CommError {
         CommError::Timeout {
             operation: self.operation.to_owned(),
@@ -255,7 +256,7 @@ impl<'p> Destination<'p> {
         Destination::Copy(slices.into_iter().map(Filler::new).collect())
     }
 
-    /// Takes the next piece of each rank. The pieces begin at this offset of the bytes of each.
+    /// Takes the next piece of each rank. The pieces begin at `offset` of the bytes of each.
     pub(crate) fn take(&mut self, offset: usize, pieces: &[&[u8]]) {
         match self {
             Destination::Copy(fillers) => {
@@ -287,7 +288,7 @@ pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&
 impl Plan<'_> {
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
-    pub(crate) fn moved(&self, rank: usize) -> (usize, usize) {
+    pub(crate) fn moved_bytes(&self, rank: usize) -> (usize, usize) {
         (
             bytes_of_others(&self.to, rank),
             bytes_of_others(&self.from, rank),
@@ -305,11 +306,12 @@ impl Plan<'_> {
             Destination::Copy(mut fillers) => {
                 let ranks = fillers.len();
                 for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    fillers[rank].fill(wanted(&self.from, sources, rank)?);
+                    fillers[rank].fill(published_bytes(&self.from, sources, rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
-                let pieces = (0..sources.len()).map(|rank| wanted(&self.from, sources, rank));
+                let pieces =
+                    (0..sources.len()).map(|rank| published_bytes(&self.from, sources, rank));
                 reduce_blocks(&mut reduce, 0, &pieces.collect::<Result<Vec<&[u8]>, _>>()?);
             }
         }
@@ -331,7 +333,7 @@ fn bytes_of_others(ranges: &[Range<usize>], rank: usize) -> usize {
 ///
 /// # Errors
 /// It has published fewer: that rank, and the number of bytes.
-fn wanted<'s>(
+fn published_bytes<'s>(
     from: &[Range<usize>],
     sources: &[&'s [u8]],
     rank: usize,

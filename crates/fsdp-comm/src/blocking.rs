@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// Returns `true` if a read or write failed with this error because the other side has closed the
+/// Returns `true` if a read or write failed with `error` because the other side has closed the
 /// connection.
 pub(crate) fn is_end(error: &io::Error) -> bool {
     matches!(
@@ -27,7 +27,7 @@ pub(crate) fn write_all(
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => bytes = &bytes[written..],
-            Err(error) => check(error, deadline)?,
+            Err(error) => check_may_retry(error, deadline)?,
         }
     }
     Ok(())
@@ -44,14 +44,14 @@ pub(crate) fn read_exact(
         match stream.read(buffer) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => buffer = &mut buffer[read..],
-            Err(error) => check(error, deadline)?,
+            Err(error) => check_may_retry(error, deadline)?,
         }
     }
     Ok(())
 }
 
 /// Fails unless the call may be made again.
-fn check(error: io::Error, deadline: Instant) -> io::Result<()> {
+fn check_may_retry(error: io::Error, deadline: Instant) -> io::Result<()> {
     match error.kind() {
         io::ErrorKind::Interrupted => Ok(()),
         _ if Instant::now() >= deadline => Err(io::ErrorKind::TimedOut.into()),

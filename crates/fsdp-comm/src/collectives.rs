@@ -93,7 +93,7 @@ impl ProcessGroup {
         let arguments = check(&call, || {
             self.check_counts("counts", counts)?;
             self.check_numel("the input", input.len(), counts[self.rank()])?;
-            self.check_numel("the output", given, sum(counts)?)
+            self.check_numel("the output", given, checked_sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
         let outputs = outputs
@@ -102,7 +102,7 @@ impl ProcessGroup {
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             Ok(Some(Plan {
                 pattern: Pattern::AllGather,
-                longest: longest::<T>(counts),
+                longest: max_byte_len::<T>(counts),
                 to: vec![0..size_of_val(input); counts.len()],
                 from: whole_inputs::<T>(counts),
                 destination: copy_into::<T>(outputs, counts),
@@ -128,7 +128,7 @@ impl ProcessGroup {
         };
         let counts = vec![output.len(); self.world_size()];
         let arguments = check(&call, || {
-            self.check_numel("the input", input.len(), sum(&counts)?)
+            self.check_numel("the input", input.len(), checked_sum(&counts)?)
         })
         .and_then(|()| check_reduction::<T>(&call, op));
         self.begin(call, arguments)?
@@ -182,7 +182,7 @@ impl ProcessGroup {
             turn.round(None, Vec::new(), bytemuck::cast_slice(reduced), |_| {
                 Ok(Some(Plan {
                     pattern: Pattern::AllGather,
-                    longest: longest::<T>(&counts),
+                    longest: max_byte_len::<T>(&counts),
                     to: vec![0..size_of_val(reduced); world_size],
                     from: whole_inputs::<T>(&counts),
                     destination: copy_into::<T>([bytemuck::cast_slice_mut(window)], &counts),
@@ -290,7 +290,7 @@ impl ProcessGroup {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
             self.check_numel("the input", input.len(), counts[self.rank()])?;
-            self.check_root_only("an output", root, given, sum(counts)?)
+            self.check_root_only("an output", root, given, checked_sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
         // Only the root has outputs, and only to the root does any rank send.
@@ -307,7 +307,7 @@ impl ProcessGroup {
                 .map(|output| bytemuck::cast_slice_mut(output));
             Ok(Some(Plan {
                 pattern: Pattern::Gather { root },
-                longest: longest::<T>(counts),
+                longest: max_byte_len::<T>(counts),
                 to,
                 from: whole_inputs::<T>(&received),
                 destination: copy_into::<T>(outputs, &received),
@@ -371,7 +371,12 @@ impl ProcessGroup {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
             self.check_numel("the output", given, counts[self.rank()])?;
-            self.check_root_only("an input", root, input.map(<[T]>::len), sum(counts)?)
+            self.check_root_only(
+                "an input",
+                root,
+                input.map(<[T]>::len),
+                checked_sum(counts)?,
+            )
         });
         let mut turn = self.begin(call, arguments)?;
         // Only the root sends.
@@ -392,7 +397,7 @@ impl ProcessGroup {
                 .map(|output| bytemuck::cast_slice_mut(output));
             Ok(Some(Plan {
                 pattern: Pattern::Scatter { root },
-                longest: longest::<T>(counts),
+                longest: max_byte_len::<T>(counts),
                 to,
                 from,
                 destination: copy_into::<T>(outputs, &received),
@@ -434,8 +439,8 @@ impl ProcessGroup {
         let arguments = check(&call, || {
             self.check_counts("the counts to receive", receive_counts)?;
             self.check_counts("the counts to send", send_counts)?;
-            self.check_numel("the output", given, sum(receive_counts)?)?;
-            self.check_numel("the input", input.len(), sum(send_counts)?)
+            self.check_numel("the output", given, checked_sum(receive_counts)?)?;
+            self.check_numel("the input", input.len(), checked_sum(send_counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
@@ -481,7 +486,7 @@ impl ProcessGroup {
                 .expect("there is a count for each rank");
             Ok(Some(Plan {
                 pattern: Pattern::AllToAll,
-                longest: longest::<T>(&[*largest as usize]),
+                longest: max_byte_len::<T>(&[*largest as usize]),
                 to: byte_ranges::<T>(send_counts),
                 from: from.collect(),
                 destination: copy_into::<T>(outputs, receive_counts),
@@ -505,7 +510,7 @@ impl Turn<'_> {
             let to = byte_ranges::<T>(counts);
             Ok(Some(Plan {
                 pattern: Pattern::AllToAll,
-                longest: longest::<T>(counts),
+                longest: max_byte_len::<T>(counts),
                 from: vec![to[rank].clone(); counts.len()],
                 to,
                 destination: reduce_into(output, op),
@@ -604,7 +609,7 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
 }
 
 /// Returns the sum of counts, or a message that it is too large.
-pub(crate) fn sum(counts: &[usize]) -> Result<usize, String> {
+pub(crate) fn checked_sum(counts: &[usize]) -> Result<usize, String> {
     let sum = counts
         .iter()
         .try_fold(0usize, |sum, &count| sum.checked_add(count));
@@ -616,8 +621,8 @@ fn total_len<T>(outputs: &[&mut [T]]) -> usize {
     outputs.iter().map(|output| output.len()).sum()
 }
 
-/// Returns the number of bytes of the largest of these counts.
-fn longest<T>(counts: &[usize]) -> usize {
+/// Returns the number of bytes of the largest of `counts`.
+fn max_byte_len<T>(counts: &[usize]) -> usize {
     let largest = counts.iter().max().expect("there is a count of each rank");
     largest.saturating_mul(size_of::<T>())
 }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The longest timeout. Longer ones are cut to it, so that no point in time overflows.
-pub(crate) const MAX_DEADLINE: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+pub(crate) const MAX_TIMEOUT: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// Returns the deadline of something that begins now and may take `timeout`.
 pub(crate) fn deadline_after(timeout: Duration) -> Instant {
-    Instant::now() + timeout.min(MAX_DEADLINE)
+    Instant::now() + timeout.min(MAX_TIMEOUT)
 }

@@ -15,7 +15,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
 use crate::backend::DeviceTransfer;
-use crate::collectives::{check, sum};
+use crate::collectives::{check, checked_sum};
 use crate::element::Element;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
@@ -132,7 +132,7 @@ impl DeviceGroup<'_> {
             // On one stream the call comes after the work that fills the input.
             self.check_devices_and_stream(&[input.stream, output.stream])?;
             self.group
-                .check_numel("the output", output.numel, times(numel, ranks)?)
+                .check_numel("the output", output.numel, checked_product(numel, ranks)?)
         });
         let turn = self.group.begin(call, arguments)?;
         // A gather copies bytes, so it works for types that NCCL does not know too.
@@ -171,7 +171,7 @@ impl DeviceGroup<'_> {
         let arguments = check(&call, || {
             self.check_devices_and_stream(&[input.stream, output.stream])?;
             self.group
-                .check_numel("the input", input.numel, times(numel, ranks)?)
+                .check_numel("the input", input.numel, checked_product(numel, ranks)?)
         })
         .and_then(|()| check_reduction::<T>(&call, op));
         let turn = self.group.begin(call, arguments)?;
@@ -274,8 +274,12 @@ impl DeviceGroup<'_> {
             let streams = [Some(input.stream), stream];
             self.check_devices_and_stream(&streams.into_iter().flatten().collect::<Vec<_>>())?;
             self.group.check_root(root)?;
-            self.group
-                .check_root_only("an output", root, given, times(input.numel, ranks)?)
+            self.group.check_root_only(
+                "an output",
+                root,
+                given,
+                checked_product(input.numel, ranks)?,
+            )
         });
         let turn = self.group.begin(call, arguments)?;
         // NCCL has no gather: every rank sends to the root, and receives nothing.
@@ -309,7 +313,7 @@ impl DeviceGroup<'_> {
                 "an input",
                 root,
                 input.map(|input| input.numel),
-                times(output.numel, ranks)?,
+                checked_product(output.numel, ranks)?,
             )
         });
         let turn = self.group.begin(call, arguments)?;
@@ -346,9 +350,9 @@ impl DeviceGroup<'_> {
             self.group
                 .check_counts("the counts to receive", receive_counts)?;
             self.group
-                .check_numel("the input", input.numel, sum(send_counts)?)?;
+                .check_numel("the input", input.numel, checked_sum(send_counts)?)?;
             self.group
-                .check_numel("the output", output.numel, sum(receive_counts)?)?;
+                .check_numel("the output", output.numel, checked_sum(receive_counts)?)?;
             for (from, (sent, _)) in all.iter().enumerate() {
                 if sent.get(rank) != receive_counts.get(from) {
                     return Err(format!(
@@ -451,7 +455,7 @@ fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommErro
 }
 
 /// Returns the number of elements of `numel` elements for each rank.
-fn times(numel: usize, ranks: usize) -> Result<usize, String> {
+fn checked_product(numel: usize, ranks: usize) -> Result<usize, String> {
     numel
         .checked_mul(ranks)
         .ok_or_else(|| format!("{numel} elements for each of {ranks} ranks are too many"))
@@ -475,7 +479,7 @@ fn bytes_of_others(pieces: &[(CUdeviceptr, usize)], rank: usize) -> usize {
         .sum()
 }
 
-/// Returns the addresses of consecutive pieces with these numbers of bytes.
+/// Returns the addresses of consecutive pieces of `bytes` bytes each, from `start` on.
 fn pieces(start: CUdeviceptr, bytes: &[usize]) -> Vec<(CUdeviceptr, usize)> {
     let mut next = start;
     let mut pieces = Vec::with_capacity(bytes.len());

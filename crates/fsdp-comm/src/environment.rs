@@ -193,7 +193,7 @@ impl Environment {
                 .ok()
         });
         match unreadable.into_inner() {
-            Some(name) => Err(error(&name, "is not UTF-8")),
+            Some(name) => Err(variable_error(&name, "is not UTF-8")),
             None => environment,
         }
     }
@@ -223,16 +223,16 @@ impl Environment {
         let Some(names) = names else {
             let message = "is not set, nor is any other launcher's rank variable: start the ranks with `fsdp launch`, \
                            torchrun, mpirun, srun or an indexed Kubernetes job";
-            return Err(error("RANK", message));
+            return Err(variable_error("RANK", message));
         };
         // The rank and the size come first: all other variables make sense only for a rank of a
         // job.
-        let (rank, world_size) = variables.place(names)?;
+        let (rank, world_size) = variables.read_place(names)?;
         let master_port = variables
             .number("MASTER_PORT")?
             .unwrap_or(DEFAULT_MASTER_PORT);
         if master_port == 0 && world_size > 1 {
-            return Err(error(
+            return Err(variable_error(
                 "MASTER_PORT",
                 "is `0`, which stands for any port: the ranks need the same one",
             ));
@@ -301,7 +301,7 @@ impl Environment {
         if has_name || self.secret.is_some() || self.agent_store.is_some() || self.world_size == 1 {
             return Ok(());
         }
-        Err(error(
+        Err(variable_error(
             "FSDP_JOB_ID",
             "is not set, nor is FSDP_SECRET: two jobs at one port could not be told apart",
         ))
@@ -313,9 +313,12 @@ impl Environment {
             return Ok("127.0.0.1".to_owned());
         }
         match variables.get("SLURM_STEP_NODELIST") {
-            Some(hosts) if self.launcher == Launcher::Slurm => first_host(&hosts)
-                .ok_or_else(|| error("SLURM_STEP_NODELIST", "names no host: set MASTER_ADDR")),
-            _ => Err(error(
+            Some(hosts) if self.launcher == Launcher::Slurm => {
+                first_host(&hosts).ok_or_else(|| {
+                    variable_error("SLURM_STEP_NODELIST", "names no host: set MASTER_ADDR")
+                })
+            }
+            _ => Err(variable_error(
                 "MASTER_ADDR",
                 "is not set: it must name the host of rank 0",
             )),
@@ -323,7 +326,7 @@ impl Environment {
     }
 }
 
-fn error(variable: &str, message: impl Into<String>) -> CommError {
+fn variable_error(variable: &str, message: impl Into<String>) -> CommError {
     CommError::Environment {
         variable: variable.to_owned(),
         message: message.into(),
@@ -334,7 +337,7 @@ fn error(variable: &str, message: impl Into<String>) -> CommError {
 fn checked_host(address: String) -> Result<String, CommError> {
     let ip = without_zone(without_brackets(&address));
     if address.contains(':') && ip.parse::<Ipv6Addr>().is_err() {
-        return Err(error(
+        return Err(variable_error(
             "MASTER_ADDR",
             format!("is `{address}`, no host: the port belongs in MASTER_PORT"),
         ));
@@ -363,11 +366,14 @@ impl Variables<'_> {
         };
         match value.parse() {
             Ok(number) => Ok(Some(number)),
-            Err(_) => Err(error(name, format!("is `{value}`, not a number in range"))),
+            Err(_) => Err(variable_error(
+                name,
+                format!("is `{value}`, not a number in range"),
+            )),
         }
     }
 
-    /// Reads the first of these variables that is set.
+    /// Reads the first of the variables `names` that is set.
     fn first_number(&self, names: &[&str]) -> Result<Option<usize>, CommError> {
         match names.iter().find(|name| self.has(name)) {
             Some(name) => self.number(name),
@@ -376,10 +382,10 @@ impl Variables<'_> {
     }
 
     /// Reads a variable that the launcher must have set, as it has set the rank.
-    fn required(&self, name: &str, names: &LauncherVariables) -> Result<usize, CommError> {
+    fn read_required(&self, name: &str, names: &LauncherVariables) -> Result<usize, CommError> {
         let LauncherVariables { launcher, rank, .. } = names;
         self.number(name)?.ok_or_else(|| {
-            error(
+            variable_error(
                 name,
                 format!("is not set, though {launcher} has set `{rank}`"),
             )
@@ -387,20 +393,20 @@ impl Variables<'_> {
     }
 
     /// Reads the rank and the world size.
-    fn place(&self, names: &LauncherVariables) -> Result<(usize, usize), CommError> {
+    fn read_place(&self, names: &LauncherVariables) -> Result<(usize, usize), CommError> {
         let rank = names.rank;
         let set_size = names.world_size.iter().find(|name| self.has(name));
         let size = set_size.unwrap_or(&names.world_size[0]);
-        let number = self.required(rank, names)?;
-        let world_size = self.required(size, names)?;
+        let number = self.read_required(rank, names)?;
+        let world_size = self.read_required(size, names)?;
         if world_size == 0 || world_size > MAX_WORLD_SIZE {
-            return Err(error(
+            return Err(variable_error(
                 size,
                 format!("is `{world_size}`, but a job has 1 to {MAX_WORLD_SIZE} ranks"),
             ));
         }
         if number >= world_size {
-            return Err(error(
+            return Err(variable_error(
                 rank,
                 format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0"),
             ));
@@ -420,7 +426,7 @@ impl Variables<'_> {
 
     fn secret(&self) -> Result<Option<Secret>, CommError> {
         self.get(SECRET)
-            .map(|text| Secret::new(text).map_err(|reason| error(SECRET, reason)))
+            .map(|text| Secret::new(text).map_err(|reason| variable_error(SECRET, reason)))
             .transpose()
     }
 
@@ -429,15 +435,15 @@ impl Variables<'_> {
         match self.get(INSECURE).as_deref() {
             None | Some("false" | "0") => Ok(false),
             Some("true" | "1") => Ok(true),
-            Some(other) => Err(error(
+            Some(other) => Err(variable_error(
                 INSECURE,
                 format!("is `{other}`, neither `true` nor `false`"),
             )),
         }
     }
 
-    /// Returns the name of the job: `FSDP_JOB_ID`, or the values of these variables, joined by
-    /// dots.
+    /// Returns the name of the job: `FSDP_JOB_ID`, or the values of the variables `names`,
+    /// joined by dots.
     fn job(&self, names: &[&str]) -> String {
         self.get("FSDP_JOB_ID").unwrap_or_else(|| {
             names

@@ -236,7 +236,8 @@ impl RankCall {
 }
 
 impl CommError {
-    /// Returns the error of an object that could not be written to bytes or read from them.
+    /// Returns the error of an object of `operation` that could not be written to bytes or read
+    /// from them. `action` is the verb for that, such as `encode` or `decode`.
     pub(crate) fn object(operation: &str, action: &str, message: String) -> CommError {
         CommError::Object {
             operation: operation.to_owned(),

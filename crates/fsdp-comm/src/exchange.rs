@@ -116,11 +116,11 @@ const WHOLE: Range<usize> = 0..MAX_OBJECT_BYTES;
 /// Returns the bytes of all objects in this window, one after the other.
 fn piece<'a>(objects: &'a [Vec<u8>], window: &Range<usize>) -> Cow<'a, [u8]> {
     match objects {
-        [only] => Cow::Borrowed(&only[cut(only.len(), window)]),
+        [only] => Cow::Borrowed(&only[cut_to_window(only.len(), window)]),
         objects => Cow::Owned(
             objects
                 .iter()
-                .flat_map(|bytes| &bytes[cut(bytes.len(), window)])
+                .flat_map(|bytes| &bytes[cut_to_window(bytes.len(), window)])
                 .copied()
                 .collect(),
         ),
@@ -128,7 +128,7 @@ fn piece<'a>(objects: &'a [Vec<u8>], window: &Range<usize>) -> Cow<'a, [u8]> {
 }
 
 /// Returns the part of an object of `len` bytes that is in this window.
-fn cut(len: usize, window: &Range<usize>) -> Range<usize> {
+fn cut_to_window(len: usize, window: &Range<usize>) -> Range<usize> {
     len.min(window.start)..len.min(window.end)
 }
 
@@ -203,14 +203,14 @@ impl Routes {
     }
 
     /// Returns the size of the largest object, 0 if there is none.
-    fn largest(&self) -> usize {
+    fn max_size(&self) -> usize {
         self.sizes.iter().flatten().max().copied().unwrap_or(0)
     }
 
     /// Returns the window of each round if objects move in pieces.
     fn windows(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let piece = (ROUND_BYTES / self.sizes.len()).max(MIN_PIECE_BYTES);
-        (0..self.largest())
+        (0..self.max_size())
             .step_by(piece)
             .map(move |start| start..start + piece)
     }
@@ -238,9 +238,9 @@ impl Routes {
         let sizes = &self.sizes[from];
         let start = sizes[..index]
             .iter()
-            .map(|&size| cut(size, window).len())
+            .map(|&size| cut_to_window(size, window).len())
             .sum();
-        start..start + cut(sizes[index], window).len()
+        start..start + cut_to_window(sizes[index], window).len()
     }
 
     /// Plans a rank's part of the round that moves this window of all objects.
@@ -262,7 +262,7 @@ impl Routes {
         });
         Plan {
             pattern: self.pattern,
-            longest: cut(self.largest(), window).len(),
+            longest: cut_to_window(self.max_size(), window).len(),
             to: ranks.map(|to| self.range(rank, to, window)).collect(),
             destination: Destination::copy(destinations.collect()),
             from,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, Members, Plan, Round};
 use crate::blame;
-use crate::deadline::{MAX_DEADLINE, deadline_after};
+use crate::deadline::{MAX_TIMEOUT, deadline_after};
 use crate::error::{CommError, RankCall, RankFailure, bounded};
 use crate::record::{Call, Fault, Header, Operation, Record};
 use crate::sync::lock;
@@ -217,7 +217,7 @@ impl ProcessGroup {
             .collectives
             .entry(call.operation)
             .or_default() += 1;
-        let timeout = self.timeout.min(MAX_DEADLINE);
+        let timeout = self.timeout.min(MAX_TIMEOUT);
         let mut turn = Turn {
             group: self,
             progress,
@@ -335,7 +335,7 @@ impl Turn<'_> {
             let Some(plan) = plan(&decoded)? else {
                 return Ok(None);
             };
-            let (sent, received) = plan.moved(*rank);
+            let (sent, received) = plan.moved_bytes(*rank);
             lock(&totals.traffic).record_payload(call.dtype.is_some(), sent, received);
             if !decoded.iter().all(|record| record.header.inline) {
                 return Ok(Some(plan));

@@ -37,7 +37,7 @@ pub struct SimulatedLink {
 
 impl SimulatedLink {
     /// Returns the time for which some bytes occupy the link.
-    fn taken_by(&self, bytes: usize) -> Duration {
+    fn transfer_time(&self, bytes: usize) -> Duration {
         if self.bytes_per_second == 0 {
             return Duration::ZERO;
         }
@@ -57,10 +57,10 @@ struct Link {
 
 impl Link {
     /// Waits until some bytes have crossed the link, behind the bytes that already occupy it.
-    fn cross(&self, bytes: usize) {
+    fn wait_for_transfer(&self, bytes: usize) {
         let arrival = {
             let mut free_at = lock(&self.free_at);
-            *free_at = (*free_at).max(Instant::now()) + self.options.taken_by(bytes);
+            *free_at = (*free_at).max(Instant::now()) + self.options.transfer_time(bytes);
             *free_at + self.options.latency
         };
         thread::sleep(arrival.saturating_duration_since(Instant::now()));
@@ -107,12 +107,12 @@ impl Backend for LinkedBackend {
         let measured = Box::new(|records: &[&[u8]]| {
             let plan = plan(records)?;
             if let Some(plan) = &plan {
-                received.set(plan.moved(self.members().rank).1);
+                received.set(plan.moved_bytes(self.members().rank).1);
             }
             Ok(plan)
         });
         self.inner.round(round, record, send, measured)?;
-        self.link.cross(received.get());
+        self.link.wait_for_transfer(received.get());
         Ok(())
     }
 

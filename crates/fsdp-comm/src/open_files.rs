@@ -9,7 +9,7 @@ const MIN_OTHER_FILES: u64 = 16;
 #[cfg(any(target_os = "linux", test))]
 const OTHER_FILES: u64 = 600;
 
-/// Raises the limit on open files if this many connections need it.
+/// Raises the limit on open files of this process if `connections` connections need it.
 ///
 /// # Errors
 /// The system does not allow so many: a message that says what to do.
@@ -38,7 +38,7 @@ pub(crate) fn raise_open_file_limit(_connections: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the new limit if the `current` one must be raised for this many connections. `None`
+/// Returns the new limit if the `current` one must be raised for `connections` connections. `None`
 /// stands for no limit.
 #[cfg(any(target_os = "linux", test))]
 fn raised_limit(

@@ -9,11 +9,11 @@ pub(crate) const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The time that a call may still take after another rank has left, as that rank may have done its
 /// part before.
-pub(crate) const GRACE: Duration = Duration::from_millis(250);
+pub(crate) const GRACE_PERIOD: Duration = Duration::from_millis(250);
 
 /// The time for which a wait does not sleep. After that it sleeps for [`POLL_INTERVAL`] between two
 /// checks.
-const SPIN_FOR: Duration = Duration::from_millis(2);
+const SPIN_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The time that a long wait sleeps between two checks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -28,11 +28,11 @@ pub(crate) struct Pause {
 impl Pause {
     pub(crate) fn new() -> Self {
         Pause {
-            spin_until: Instant::now() + SPIN_FOR,
+            spin_until: Instant::now() + SPIN_INTERVAL,
         }
     }
 
-    pub(crate) fn take(&mut self) {
+    pub(crate) fn wait(&mut self) {
         if Instant::now() < self.spin_until {
             thread::yield_now()
         } else {

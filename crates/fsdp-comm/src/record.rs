@@ -63,6 +63,8 @@ impl fmt::Display for Operation {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Call {
     pub(crate) operation: Operation,
+    /// The number of operations of the group before this one, which the group sets when the call
+    /// begins.
     pub(crate) sequence: u64,
     /// The name given to `agree` or `broadcast_result`, or to the handle of the group.
     pub(crate) label: Option<String>,

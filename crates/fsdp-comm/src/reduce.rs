@@ -39,7 +39,7 @@ pub trait Reduce: bytemuck::Pod {
     fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]);
 }
 
-/// Calls `with` on the elements in these bytes, which need not be aligned.
+/// Calls `with` on the elements in `bytes`, which need not be aligned.
 fn with_elements<T: bytemuck::Pod>(bytes: &[u8], with: impl FnOnce(&[T])) {
     match bytemuck::try_cast_slice(bytes) {
         Ok(elements) => with(elements),
@@ -112,7 +112,7 @@ macro_rules! reduce_integers {
 }
 
 /// The number of elements that are added up in `f32` at a time.
-const HALF_BLOCK: usize = 1024;
+const HALF_BLOCK_LEN: usize = 1024;
 
 macro_rules! reduce_halves {
     ($($element:ty),*) => {
@@ -122,10 +122,10 @@ macro_rules! reduce_halves {
             fn reduce(op: ReduceOp, pieces: &[&[u8]], output: &mut [Self]) {
                 // Sums are kept in f32, so that each element is rounded to the half type once, and
                 // block by block, so that they stay in the cache.
-                let mut results = [0f32; HALF_BLOCK];
-                let mut next = [0f32; HALF_BLOCK];
-                for (block, output) in output.chunks_mut(HALF_BLOCK).enumerate() {
-                    let start = block * HALF_BLOCK * size_of::<Self>();
+                let mut results = [0f32; HALF_BLOCK_LEN];
+                let mut next = [0f32; HALF_BLOCK_LEN];
+                for (block, output) in output.chunks_mut(HALF_BLOCK_LEN).enumerate() {
+                    let start = block * HALF_BLOCK_LEN * size_of::<Self>();
                     let bytes = start..start + size_of_val(output);
                     let results = &mut results[..output.len()];
                     let next = &mut next[..output.len()];

@@ -74,7 +74,7 @@ impl ProcessGroup {
 }
 
 impl Turn<'_> {
-    /// Creates the group of these ranks of the present group, in which this one need not be. All
+    /// Creates the group of `ranks` of the present group, in which this rank need not be. All
     /// ranks of the present group call this, with the same ranks or with ranks of groups that have
     /// no rank in common.
     fn create_group(&mut self, ranks: &[usize]) -> Result<Option<ProcessGroup>, CommError> {

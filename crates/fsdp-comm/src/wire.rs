@@ -23,7 +23,7 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
     })
 }
 
-/// Decodes a value that takes up all of these bytes.
+/// Decodes a value that takes up all of `bytes`.
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     match decode_prefix(bytes)? {
         (value, read) if read == bytes.len() => Ok(value),
@@ -34,7 +34,7 @@ pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     }
 }
 
-/// Decodes the value at the start of these bytes, and returns its length too.
+/// Decodes the value at the start of `bytes`, and returns its length too.
 pub(crate) fn decode_prefix<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, usize), String> {
     bincode::serde::decode_from_slice(bytes, CONFIGURATION).map_err(|error| match error {
         DecodeError::OtherString(message) => message,

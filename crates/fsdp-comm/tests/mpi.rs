@@ -115,9 +115,9 @@ fn until_it_fails(group: &ProcessGroup, len: usize, started: &Path) -> CommError
 }
 
 fn wait_until(limit: Duration, mut happens: impl FnMut() -> bool) -> bool {
-    let until = Instant::now() + limit;
+    let deadline = Instant::now() + limit;
     while !happens() {
-        if Instant::now() >= until {
+        if Instant::now() >= deadline {
             return false;
         }
         thread::sleep(Duration::from_millis(2));

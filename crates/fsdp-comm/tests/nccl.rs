@@ -161,7 +161,7 @@ fn lose_the_last_rank(signal: Signal) {
         "until a rank dies",
         &[("FSDP_TEST_LOG", log.path().to_str().unwrap())],
     );
-    ranks.until(|| std::fs::metadata(log.path()).unwrap().len() > 0);
+    ranks.wait_until(|| std::fs::metadata(log.path()).unwrap().len() > 0);
     ranks.signal(world_size - 1, signal);
     let survivors: Vec<usize> = (0..world_size - 1).collect();
     ranks.wait_for(

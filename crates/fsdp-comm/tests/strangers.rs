@@ -72,13 +72,13 @@ fn listening() -> Vec<u16> {
 
 /// Waits until this process listens on so many ports, and returns them.
 fn wait_for_ports(count: usize) -> Vec<u16> {
-    let until = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + DEADLINE;
     loop {
         let ports = listening();
         if ports.len() >= count {
             return ports;
         }
-        assert!(Instant::now() < until, "ports {ports:?} are open");
+        assert!(Instant::now() < deadline, "ports {ports:?} are open");
         thread::sleep(Duration::from_millis(10));
     }
 }

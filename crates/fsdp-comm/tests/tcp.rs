@@ -430,7 +430,7 @@ fn hit(signal: Signal, victim: usize, len: usize, memory: &str, reason: &str) {
     let started = log.path().metadata().unwrap().modified().unwrap();
     let mut ranks = Ranks::start(3, &format!("until it fails, of {len}"), &variables);
     // Under way, and then a little further.
-    ranks.until(|| log.path().metadata().unwrap().modified().unwrap() > started);
+    ranks.wait_until(|| log.path().metadata().unwrap().modified().unwrap() > started);
     std::thread::sleep(Duration::from_millis(30));
     ranks.signal(victim, signal);
     let survivors: Vec<usize> = (0..3).filter(|&rank| rank != victim).collect();

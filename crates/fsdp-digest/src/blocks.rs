@@ -18,7 +18,7 @@ const LOW: u64 = 0xffff_ffff;
         reason = "a function that is compiled for a set of instructions is called where the machine has it"
     )
 )]
-pub(crate) fn sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
+pub(crate) fn compute_sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") {
@@ -56,9 +56,9 @@ const SIDE_BY_SIDE: usize = 4;
 /// The number of bytes of [`SIDE_BY_SIDE`] blocks.
 const GROUP_BYTES: usize = SIDE_BY_SIDE * BLOCK_BYTES;
 
-/// Returns both lanes' sums, as [`sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at a time,
-/// which takes more registers than x86 has without AVX2. `PAIRS` is the number of pairs in a
-/// vector.
+/// Returns both lanes' sums, as [`compute_sums`] does. Whole blocks are summed [`SIDE_BY_SIDE`] at
+/// a time, which takes more registers than x86 has without AVX2. `PAIRS` is the number of pairs in
+/// a vector.
 #[inline(always)]
 fn sums_side_by_side<const PAIRS: usize>(offset: u64, bytes: &[u8]) -> [u64; 2] {
     // The bytes before the first whole block, and those after the last group of blocks, are summed
@@ -89,7 +89,7 @@ pub(crate) fn add(lanes: &mut [u64; 2], others: [u64; 2]) {
     }
 }
 
-/// Returns both lanes' sums, as [`sums`] does, one block after the other.
+/// Returns both lanes' sums, as [`compute_sums`] does, one block after the other.
 #[inline(always)]
 fn sums_one_by_one(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
     let mut rest = bytes;
@@ -219,7 +219,7 @@ mod tests {
             (4096, 32_768),
             (3, 70_000),
         ] {
-            let found = sums(offset, &bytes[..length]);
+            let found = compute_sums(offset, &bytes[..length]);
             assert_eq!(
                 found,
                 sums_one_by_one(offset, &bytes[..length]),

@@ -17,7 +17,8 @@ const BLOCK_SEEDS: [u64; 2] = [0x3131_98a2_e037_0734, 0xabf7_1588_09cf_4f3c];
 
 /// The factors of the words of a block for each lane, one entry for each pair of words. The factor
 /// of the even word is in the low half of the entry, and that of the odd word in the high half.
-pub(crate) static TABLES: [[u64; BLOCK_PAIRS]; 2] = [table(TABLE_SEEDS[0]), table(TABLE_SEEDS[1])];
+pub(crate) static TABLES: [[u64; BLOCK_PAIRS]; 2] =
+    [make_table(TABLE_SEEDS[0]), make_table(TABLE_SEEDS[1])];
 
 /// Returns the odd factor by which a lane multiplies the sum of a block. Without it, two blocks
 /// that change places would have the same sum.
@@ -26,7 +27,7 @@ pub(crate) const fn block_factor(lane: usize, block: u64) -> u64 {
 }
 
 /// Returns the factors of the words of a block for one lane, two 32-bit factors in each entry.
-const fn table(seed: u64) -> [u64; BLOCK_PAIRS] {
+const fn make_table(seed: u64) -> [u64; BLOCK_PAIRS] {
     let mut table = [0; BLOCK_PAIRS];
     let mut pair = 0;
     // A `for` loop is not possible in a constant.

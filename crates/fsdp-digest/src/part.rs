@@ -33,7 +33,7 @@ impl Part {
         }
     }
 
-    /// Returns the digest of the whole tensor of this dtype and shape, or of the value, once all
+    /// Returns the digest of the whole tensor of `dtype` and `shape`, or of the value, once all
     /// parts are added.
     #[must_use]
     pub fn finish(&self, dtype: DType, shape: &[usize]) -> Digest {

@@ -21,7 +21,7 @@ pub struct BoxPlace {
 }
 
 impl BoxPlace {
-    /// Returns the place of a box in a tensor of this shape, whose elements have
+    /// Returns the place of a box in a tensor of `shape`, whose elements have
     /// `element_size` bytes each.
     ///
     /// # Errors
@@ -73,8 +73,8 @@ impl BoxPlace {
 
     /// Returns the pieces of a range of the box's bytes that are contiguous in the tensor: where
     /// each begins there, and its length.
-    pub(crate) fn pieces(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
-        let end = offset + length;
+    pub(crate) fn pieces(&self, offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
+        let end = offset + len;
         let mut offset_in_box = offset;
         std::iter::from_fn(move || {
             if offset_in_box >= end {
@@ -82,10 +82,10 @@ impl BoxPlace {
             }
             // The range may begin and end within a run.
             let within = offset_in_box % self.run_len;
-            let length = (self.run_len - within).min(end - offset_in_box);
+            let len = (self.run_len - within).min(end - offset_in_box);
             let start = self.run_start_offset(offset_in_box / self.run_len) + within;
-            offset_in_box += length;
-            Some((start, length))
+            offset_in_box += len;
+            Some((start, len))
         })
     }
 

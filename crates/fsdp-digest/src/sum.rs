@@ -35,7 +35,7 @@ impl Sum {
     /// Adds the elements of a box, row-major, little-endian, of `element_size` bytes each.
     ///
     /// # Errors
-    /// A box that is not inside of a tensor of this shape; another number of bytes than the box
+    /// A box that is not inside of a tensor of `shape`; another number of bytes than the box
     /// has.
     pub fn add_box(
         &mut self,
@@ -72,7 +72,7 @@ impl Sum {
 
     /// Adds bytes that begin at an offset in the string of the whole tensor's bytes.
     pub fn add_bytes(&mut self, offset: u64, bytes: &[u8]) {
-        blocks::add(&mut self.lanes, blocks::sums(offset, bytes));
+        blocks::add(&mut self.lanes, blocks::compute_sums(offset, bytes));
     }
 
     /// Adds the sum of other elements of the same tensor.
@@ -83,7 +83,7 @@ impl Sum {
     /// Returns the digest of a tensor from the sum over all its elements.
     #[must_use]
     pub fn finish(&self, dtype: DType, shape: &[usize]) -> Digest {
-        let mut hashed = beginning(&dtype.to_string());
+        let mut hashed = hash_prefix(&dtype.to_string());
         hashed.extend((shape.len() as u64).to_le_bytes());
         let sizes = shape.iter().map(|&size| size as u64);
         hashed.extend(sizes.chain(self.lanes).flat_map(u64::to_le_bytes));
@@ -93,7 +93,7 @@ impl Sum {
 
 /// Returns the prefix of the bytes that a digest hashes: the version of the digest, and the kind of
 /// what follows.
-fn beginning(kind: &str) -> Vec<u8> {
+fn hash_prefix(kind: &str) -> Vec<u8> {
     [b"fsdp-digest-1\0", kind.as_bytes(), b"\0"].concat()
 }
 
@@ -107,7 +107,7 @@ impl Digest {
     /// Returns the digest of a plain value. Floats are compared by their bits.
     #[must_use]
     pub fn of_value(value: &PlainValue) -> Self {
-        let mut hashed = beginning("value");
+        let mut hashed = hash_prefix("value");
         encode(value, &mut hashed);
         Digest(XxHash3_128::oneshot(&hashed))
     }
@@ -164,9 +164,9 @@ fn encode(value: &PlainValue, to: &mut Vec<u8>) {
 }
 
 /// Appends the letter of a kind of value, and the number of bytes or values that follow.
-fn encode_header(kind: u8, length: usize, to: &mut Vec<u8>) {
+fn encode_header(kind: u8, len: usize, to: &mut Vec<u8>) {
     to.push(kind);
-    to.extend((length as u64).to_le_bytes());
+    to.extend((len as u64).to_le_bytes());
 }
 
 /// Appends the letter of a kind of value, the length of its bytes, and the bytes.

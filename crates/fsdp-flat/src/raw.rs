@@ -15,7 +15,7 @@ pub struct RawTensor {
 }
 
 impl RawTensor {
-    /// Makes a tensor of these bytes.
+    /// Makes a tensor of `bytes`.
     ///
     /// # Errors
     /// The number of bytes must be that of the shape.

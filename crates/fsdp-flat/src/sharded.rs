@@ -31,7 +31,7 @@ pub struct ShardedTensor {
 }
 
 impl ShardedTensor {
-    /// Makes a sharded tensor of these local boxes; there may be none.
+    /// Makes a sharded tensor of `shape` from the local boxes `shards`; there may be none.
     ///
     /// # Errors
     /// Boxes must lie inside the shape, must not overlap, and must have tensors of their size and
@@ -134,7 +134,7 @@ impl ShardedTensor {
         }
     }
 
-    /// Makes a sharded tensor with these boxes, filled with zeros, in new memory on the CPU.
+    /// Makes a sharded tensor with `boxes`, filled with zeros, in new memory on the CPU.
     ///
     /// # Errors
     /// A dtype that has no plain bytes, or boxes as in [`Self::new`].
@@ -146,7 +146,7 @@ impl ShardedTensor {
         Self::from_boxes(shape, boxes, dtype, zeros)
     }
 
-    /// Makes a sharded tensor with these boxes, which take no memory until they are filled: see
+    /// Makes a sharded tensor with `boxes`, which take no memory until they are filled: see
     /// [`storage::unfilled`].
     ///
     /// # Errors
@@ -159,7 +159,7 @@ impl ShardedTensor {
         Self::from_boxes(shape, boxes, dtype, storage::unfilled)
     }
 
-    /// Makes a sharded tensor with these boxes, whose tensors `make` makes from their shapes.
+    /// Makes a sharded tensor with `boxes`, whose tensors `make` makes from their shapes.
     fn from_boxes(
         shape: &[usize],
         boxes: &[TensorBox],

@@ -28,7 +28,7 @@ impl TensorBox {
         TensorBox { offsets, sizes }
     }
 
-    /// Returns the box that is all of a tensor of this shape.
+    /// Returns the box that is all of a tensor of `shape`.
     #[must_use]
     pub fn whole(shape: &[usize]) -> Self {
         TensorBox {
@@ -59,7 +59,7 @@ impl TensorBox {
         self.sizes.contains(&0)
     }
 
-    /// Returns `true` if the box is well formed and lies inside a tensor of this shape.
+    /// Returns `true` if the box is well formed and lies inside a tensor of `shape`.
     #[must_use]
     pub fn fits(&self, shape: &[usize]) -> bool {
         if self.offsets.len() != shape.len() || self.sizes.len() != shape.len() {
@@ -101,7 +101,7 @@ impl TensorBox {
         Some(TensorBox { offsets, sizes })
     }
 
-    /// Returns the flat range of the box's elements in a row-major tensor of this shape; `None` if
+    /// Returns the flat range of the box's elements in a row-major tensor of `shape`; `None` if
     /// they are not contiguous there.
     #[must_use]
     pub fn flat_range(&self, shape: &[usize]) -> Option<Range<usize>> {
@@ -151,7 +151,7 @@ pub fn row_major_strides(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// Returns the boxes that exactly cover elements `range` of a row-major tensor of this shape, in
+/// Returns the boxes that exactly cover elements `range` of a row-major tensor of `shape`, in
 /// flat order.
 ///
 /// There are at most `2 * (N - 1) + 1` of them for an N-d tensor. The elements of each box are

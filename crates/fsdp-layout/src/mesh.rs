@@ -46,7 +46,7 @@ pub struct DeviceMesh {
 }
 
 impl DeviceMesh {
-    /// Creates a mesh of this shape over all of `world_size` ranks.
+    /// Creates a mesh of `shape` over all of `world_size` ranks.
     ///
     /// # Errors
     /// The shape must multiply to `world_size`, and each dimension needs a name.

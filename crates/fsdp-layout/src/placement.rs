@@ -134,7 +134,7 @@ pub fn boxes_of_placements(
         for block in 0..split_factor.min(total) {
             let block = chunk_range(total, split_factor, block);
             let piece = chunk_range(block.len(), parts, index);
-            pieces.extend(take(
+            pieces.extend(select_within(
                 ranges,
                 block.start + piece.start..block.start + piece.end,
             ));
@@ -144,7 +144,7 @@ pub fn boxes_of_placements(
     // A box for each combination of one range in every dimension.
     let mut boxes = vec![TensorBox::whole(&[])];
     for ranges in owned {
-        boxes = with_dimension(&boxes, &merge(ranges));
+        boxes = with_dimension(&boxes, &merge_ranges(ranges));
     }
     boxes.retain(|b| !b.is_empty());
     Ok(boxes)
@@ -166,7 +166,7 @@ fn with_dimension(boxes: &[TensorBox], ranges: &[Range<usize>]) -> Vec<TensorBox
 
 /// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all
 /// ranges, one after the other.
-fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
+fn select_within(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
     let mut taken = Vec::new();
     let mut before = 0;
     for range in ranges {
@@ -183,7 +183,7 @@ fn take(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
 }
 
 /// Joins ranges that follow each other without a gap.
-fn merge(ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
+fn merge_ranges(ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     let mut merged: Vec<Range<usize>> = Vec::new();
     for range in ranges {
         match merged.last_mut() {

@@ -91,7 +91,7 @@ impl PythonType {
         }
     }
 
-    /// Returns the type with this name in Python, if it is one of these.
+    /// Returns the type that is called `name` in Python; `None` for other types than the ones here.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|ty| ty.name() == name)
@@ -126,9 +126,9 @@ impl PlainValue {
                 // Mostly both are in the same order, and then none has to be made.
                 all(a, b)
                     || a.len() == b.len()
-                        && in_one_order(a)
+                        && sort_items(a)
                             .iter()
-                            .zip(in_one_order(b))
+                            .zip(sort_items(b))
                             .all(|(a, b)| a.same_bits(b))
             }
             (PlainValue::Dict(a), PlainValue::Dict(b)) => {
@@ -216,7 +216,7 @@ impl PlainValue {
 }
 
 /// Returns the items of a set in an order that depends only on what they are.
-fn in_one_order(items: &[PlainValue]) -> Vec<&PlainValue> {
+fn sort_items(items: &[PlainValue]) -> Vec<&PlainValue> {
     let mut items: Vec<&PlainValue> = items.iter().collect();
     items.sort_by_cached_key(|item| order_text(item));
     items
@@ -226,7 +226,7 @@ fn in_one_order(items: &[PlainValue]) -> Vec<&PlainValue> {
 fn order_text(item: &PlainValue) -> String {
     match item {
         // Sets inside of the items have no order either, so their own items are ordered first.
-        PlainValue::Set(items) => in_one_order(items)
+        PlainValue::Set(items) => sort_items(items)
             .into_iter()
             .map(order_text)
             .collect::<Vec<_>>()

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatched, unsupported};
+use crate::operation::{Input, OnCpu, Operation, mismatch_error, unsupported_error};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::softmax::softmax_row;
@@ -20,26 +20,26 @@ const NAME: &str = "cross-entropy";
 pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, classes) = scores.dims2()?;
     if targets.dims() != [rows] {
-        return mismatched(scores, targets, NAME);
+        return mismatch_error(scores, targets, NAME);
     }
     if rows == 0 {
         candle_core::bail!("{NAME}: the mean of no rows");
     }
     // A float would be cut to an integer.
     if !targets.dtype().is_int() {
-        return unsupported(targets.dtype(), NAME);
+        return unsupported_error(targets.dtype(), NAME);
     }
     if !scores.device().is_cpu() {
-        return composed(scores, targets);
+        return compose(scores, targets);
     }
-    let targets = indices(targets, classes)?;
+    let targets = class_indices(targets, classes)?;
     scores
         .contiguous()?
         .apply_op1(OnCpu(CrossEntropy { targets }))
 }
 
 /// Computes [`cross_entropy()`] with candle's operations.
-pub(crate) fn composed(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
+pub(crate) fn compose(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     // The largest score is taken off so that no exponential overflows. It changes no result.
     let shifted = scores.broadcast_sub(&scores.detach().max_keepdim(1)?)?;
     let log_sum = shifted.exp()?.sum_keepdim(1)?.log()?;
@@ -50,7 +50,7 @@ pub(crate) fn composed(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// A target that is not the index of a class.
-fn indices(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
+fn class_indices(targets: &Tensor, classes: usize) -> Result<Vec<usize>> {
     let classes_of_rows = targets.to_dtype(DType::I64)?.to_vec1::<i64>()?;
     let mut indices = Vec::with_capacity(classes_of_rows.len());
     for (row, target) in classes_of_rows.into_iter().enumerate() {

@@ -6,11 +6,11 @@ use candle_core::{CpuStorage, D, Result, Shape, Tensor};
 
 use crate::element::Element;
 use crate::gelu::{erf_backward, erf_forward, gelu_erf};
-use crate::operation::{Input, OnCpu, Operation, mismatched};
+use crate::operation::{Input, OnCpu, Operation, mismatch_error};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
 use crate::values::{
-    Values, all_elements, contiguous_elements, cpu, elements, span, tensor, tensor_of_sums,
+    Values, all_elements, contiguous_elements, cpu_storage, elements, span, tensor, tensor_of_sums,
 };
 
 const NAME: &str = "linear";
@@ -26,10 +26,10 @@ const NAME: &str = "linear";
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
     if x.dim(D::Minus1)? != inputs || bias.is_some_and(|bias| bias.dims() != [outputs]) {
-        return mismatched(x, weight, NAME);
+        return mismatch_error(x, weight, NAME);
     }
     if !x.device().is_cpu() {
-        return composed(x, weight, bias);
+        return compose(x, weight, bias);
     }
     let x = x.contiguous()?;
     match bias {
@@ -54,7 +54,7 @@ pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Ten
 }
 
 /// Computes [`linear()`] with candle's operations.
-fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+fn compose(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
     let mut dims = x.dims().to_vec();
     dims[x.rank() - 1] = outputs;
@@ -180,7 +180,11 @@ fn backward<T: Element>(x: &Tensor, weight: &Tensor, grads: &[T]) -> Result<[Ten
     let rows = row_count(x.dims());
     let x_elements = Values::<T>::read(x, NAME)?;
     let (weight_storage, weight_layout) = weight.storage_and_layout();
-    let weight_elements = elements::<T>(cpu(&weight_storage, NAME)?, span(weight_layout), NAME)?;
+    let weight_elements = elements::<T>(
+        cpu_storage(&weight_storage, NAME)?,
+        span(weight_layout),
+        NAME,
+    )?;
     let x_values = T::reals(&x_elements);
     let weight_values = T::reals(weight_elements);
     let grad_values = T::reals(grads);

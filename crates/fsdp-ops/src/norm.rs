@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatched};
+use crate::operation::{Input, OnCpu, Operation, mismatch_error};
 use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::values::{Values, contiguous_elements, tensor, tensor_of_sums};
@@ -20,7 +20,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     check(LAYER_NORM, x, weight)?;
     check(LAYER_NORM, x, bias)?;
     if !x.device().is_cpu() {
-        return composed(x, weight, Some(bias), eps);
+        return compose(x, weight, Some(bias), eps);
     }
     let bias = bias.contiguous()?;
     x.contiguous()?
@@ -34,7 +34,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(RMS_NORM, x, weight)?;
     if !x.device().is_cpu() {
-        return composed(x, weight, None, eps);
+        return compose(x, weight, None, eps);
     }
     x.contiguous()?
         .apply_op2(&weight.contiguous()?, OnCpu(Norm { eps }))
@@ -43,13 +43,13 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// Checks that a weight has one element for each column of `x`.
 fn check(op: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
     if weight.dims() != [x.dim(D::Minus1)?] {
-        return mismatched(x, weight, op);
+        return mismatch_error(x, weight, op);
     }
     Ok(())
 }
 
 /// Computes [`rms_norm`], or with a bias [`layer_norm`], with candle's operations.
-pub(crate) fn composed(
+pub(crate) fn compose(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,

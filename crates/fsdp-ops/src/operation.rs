@@ -1,7 +1,7 @@
 //! The frame of all operations: what each of them computes, and how candle runs it.
 //!
 //! The file of an operation has its parts in this order: the public functions, which check their
-//! arguments; `composed`, the same made of candle's operations, for devices without kernels here;
+//! arguments; `compose`, the same made of candle's operations, for devices without kernels here;
 //! the operation with its forward and its backward; the kernels of both.
 
 use candle_core::backend::BackendStorage as _;
@@ -53,7 +53,7 @@ macro_rules! with_element {
                 type $type = half::f16;
                 $code
             }
-            dtype => unsupported(dtype, $operation),
+            dtype => unsupported_error(dtype, $operation),
         }
     };
 }
@@ -167,17 +167,17 @@ impl<O: Operation<3>> CustomOp3 for OnCpu<O> {
 pub(crate) fn check_float(dtype: DType, operation: &'static str) -> Result<()> {
     match dtype {
         DType::F32 | DType::F64 | DType::BF16 | DType::F16 => Ok(()),
-        dtype => unsupported(dtype, operation),
+        dtype => unsupported_error(dtype, operation),
     }
 }
 
 /// Returns the error of a dtype that an operation does not take.
-pub(crate) fn unsupported<T>(dtype: DType, operation: &'static str) -> Result<T> {
+pub(crate) fn unsupported_error<T>(dtype: DType, operation: &'static str) -> Result<T> {
     Err(Error::UnsupportedDTypeForOp(dtype, operation).bt())
 }
 
 /// Returns the error of tensors whose shapes do not go together.
-pub(crate) fn mismatched<T>(lhs: &Tensor, rhs: &Tensor, op: &'static str) -> Result<T> {
+pub(crate) fn mismatch_error<T>(lhs: &Tensor, rhs: &Tensor, op: &'static str) -> Result<T> {
     Err(Error::ShapeMismatchBinaryOp {
         lhs: lhs.shape().clone(),
         rhs: rhs.shape().clone(),

@@ -69,7 +69,7 @@ impl<'a, R: Real> Matrix<'a, R> {
     }
 }
 
-/// Computes `lhs * rhs`, row-major, on this many threads, with `bias` added to each row.
+/// Computes `lhs * rhs`, row-major, on `threads` threads, with `bias` added to each row.
 ///
 /// # Errors
 /// Sizes that do not go together.

@@ -3,7 +3,7 @@
 use candle_core::{D, Error, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatched};
+use crate::operation::{Input, OnCpu, Operation, mismatch_error};
 use crate::real::Real;
 use crate::rows::map_rows;
 use crate::values::{Values, contiguous_elements, tensor};
@@ -36,7 +36,7 @@ fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Re
     for angles in [cos, sin] {
         let fits = angles.dims() == shared || angles.dims() == of_batch;
         if !fits || !width.is_multiple_of(2) {
-            return mismatched(x, angles, op);
+            return mismatch_error(x, angles, op);
         }
         if angles.dtype() != x.dtype() {
             return Err(Error::DTypeMismatchBinaryOp {
@@ -48,13 +48,13 @@ fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Re
         }
     }
     if cos.dims() != sin.dims() {
-        return mismatched(cos, sin, op);
+        return mismatch_error(cos, sin, op);
     }
     // The angles get no gradient.
     let cos = cos.detach();
     let sin = sin.detach();
     if !x.device().is_cpu() {
-        return composed::<INTERLEAVED>(x, &cos, &sin);
+        return compose::<INTERLEAVED>(x, &cos, &sin);
     }
     x.contiguous()?.apply_op1(OnCpu(Rope::<INTERLEAVED> {
         cos: cos.contiguous()?,
@@ -65,7 +65,7 @@ fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Re
 }
 
 /// Computes [`rope()`] or [`rope_i`] with candle's operations.
-pub(crate) fn composed<const INTERLEAVED: bool>(
+pub(crate) fn compose<const INTERLEAVED: bool>(
     x: &Tensor,
     cos: &Tensor,
     sin: &Tensor,

@@ -26,13 +26,13 @@ const NAME: &str = "softmax-last-dim";
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     x.dim(D::Minus1)?;
     if !x.device().is_cpu() {
-        return composed(x);
+        return compose(x);
     }
     x.contiguous()?.apply_op1(OnCpu(Softmax))
 }
 
 /// Computes softmax with candle's operations.
-pub(crate) fn composed(x: &Tensor) -> Result<Tensor> {
+pub(crate) fn compose(x: &Tensor) -> Result<Tensor> {
     // The maximum is taken off so that no exponential overflows. It changes no result, so it needs
     // no gradient.
     let exp = x

@@ -27,7 +27,7 @@ impl<'a, T: Element> Values<'a, T> {
         let (storage, layout) = tensor.storage_and_layout();
         let range = contiguous(layout, operation)?;
         // Looked at once now, so that later looks cannot fail.
-        elements::<T>(cpu(&storage, operation)?, range.clone(), operation)?;
+        elements::<T>(cpu_storage(&storage, operation)?, range.clone(), operation)?;
         Ok(Values {
             storage,
             range,
@@ -87,7 +87,7 @@ pub(crate) fn span(layout: &Layout) -> Range<usize> {
 ///
 /// # Errors
 /// A tensor of another device.
-pub(crate) fn cpu<'a>(
+pub(crate) fn cpu_storage<'a>(
     storage: &'a StorageRef<'_>,
     operation: &'static str,
 ) -> Result<&'a CpuStorage> {

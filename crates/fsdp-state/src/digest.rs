@@ -14,7 +14,9 @@ use crate::error::StateError;
 use crate::flatten::flatten_state_dict;
 use crate::schema::Leaf;
 use crate::state_dict::{StateDict, StateValue};
-use crate::transfer::{BoxBytes, Layout, PerRank, Piece, by_value, incomplete_error, read_box};
+use crate::transfer::{
+    BoxBytes, Layout, PerRank, Piece, group_by_value, incomplete_error, read_box,
+};
 
 const OPERATION: &str = "digest_state_dict";
 
@@ -70,7 +72,7 @@ pub fn digest_state_dict(
         let tensor = value.as_sharded();
         boxes_here.push(tensor.map_or_else(Vec::new, ShardedTensor::boxes));
     }
-    let boxes = by_value(group.all_gather_object(&boxes_here)?, flat.len())?;
+    let boxes = group_by_value(group.all_gather_object(&boxes_here)?, flat.len())?;
     let counted = flat
         .iter()
         .zip(boxes)
@@ -78,7 +80,7 @@ pub fn digest_state_dict(
         .collect();
     let parts: Vec<Part> = StateError::agree(group, OPERATION, None, counted)?;
     // The parts of all ranks add up.
-    let all = by_value(group.all_gather_object(&parts)?, flat.len())?;
+    let all = group_by_value(group.all_gather_object(&parts)?, flat.len())?;
     let mut digests = StateDigest::default();
     for (FlatValue { key, leaf, .. }, parts) in flat.iter().zip(all) {
         let mut whole = Part::default();
@@ -146,8 +148,8 @@ fn part_of(
     let layout = Layout {
         shape: shape.to_vec(),
         element_size,
-        have: PerRank::all(boxes),
-        want: PerRank::all(vec![vec![TensorBox::whole(shape)]]),
+        have: PerRank::from_lists(boxes),
+        want: PerRank::from_lists(vec![vec![TensorBox::whole(shape)]]),
     };
     layout.check_covered(group, OPERATION, key)?;
     let sources = BoxBytes::from_value(value)?;

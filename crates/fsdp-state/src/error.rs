@@ -234,22 +234,26 @@ impl Failure for StateError {
 }
 
 /// Most names of each list of a report that a message shows.
-const SHOWN: usize = 8;
+const MAX_LISTED: usize = 8;
 
 /// Lists the first few tensors, and the ranks of each, for a message.
 fn format_tensors(tensors: &[(String, Vec<usize>)]) -> String {
     let mut items = Vec::new();
-    for (name, ranks) in tensors.iter().take(SHOWN) {
-        let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
-        let others = if ranks.len() > SHOWN {
+    for (name, ranks) in tensors.iter().take(MAX_LISTED) {
+        let shown: Vec<String> = ranks
+            .iter()
+            .take(MAX_LISTED)
+            .map(usize::to_string)
+            .collect();
+        let others = if ranks.len() > MAX_LISTED {
             " and others"
         } else {
             ""
         };
         items.push(format!("`{name}` on rank {}{others}", shown.join(", ")));
     }
-    if tensors.len() > SHOWN {
-        items.push(format!("and {} more", tensors.len() - SHOWN));
+    if tensors.len() > MAX_LISTED {
+        items.push(format!("and {} more", tensors.len() - MAX_LISTED));
     }
     items.join("; ")
 }
@@ -284,12 +288,12 @@ impl std::fmt::Display for Summary<'_> {
         for (name, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
             let shown: Vec<String> = list
                 .iter()
-                .take(SHOWN)
+                .take(MAX_LISTED)
                 .map(|name| format!("`{name}`"))
                 .collect();
             write!(f, "{separator}{name} {}", shown.join(", "))?;
-            if list.len() > SHOWN {
-                write!(f, " and {} more", list.len() - SHOWN)?;
+            if list.len() > MAX_LISTED {
+                write!(f, " and {} more", list.len() - MAX_LISTED)?;
             }
             separator = "; ";
         }

@@ -65,7 +65,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`FlatError::OutOfMemory`].
-    pub(crate) fn allocated(self) -> Result<Self, StateError> {
+    pub(crate) fn allocate(self) -> Result<Self, StateError> {
         let Memory::Unfilled(tensor) = self else {
             return Ok(self);
         };
@@ -82,7 +82,7 @@ impl Memory {
     /// Any other memory becomes memory for the caller to fill.
     ///
     /// This is faster than a copy into memory that was set to zero first.
-    pub(crate) fn filled_with(&mut self, value: &StateValue) -> Result<bool, StateError> {
+    pub(crate) fn try_fill_with(&mut self, value: &StateValue) -> Result<bool, StateError> {
         let Memory::Unfilled(tensor) = self else {
             return Ok(false);
         };
@@ -96,7 +96,7 @@ impl Memory {
             _ => false,
         };
         // Boxes that were not copied, or not all of them, get memory here.
-        *self = Memory::Unfilled(tensor).allocated()?;
+        *self = Memory::Unfilled(tensor).allocate()?;
         Ok(is_filled)
     }
 

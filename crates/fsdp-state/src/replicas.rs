@@ -50,7 +50,7 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     if all.iter().all(|summaries| *summaries == all[0]) {
         return Ok(());
     }
-    for part in [WHOLE, SHARDS] {
+    for part in [WHOLE_INDEX, SHARDS_INDEX] {
         if all.iter().all(|summaries| summaries[part] == all[0][part]) {
             digests[part] = StateDigest::default();
         }
@@ -135,9 +135,9 @@ fn short_hash(text: &str) -> u64 {
 }
 
 /// The position, among the digests of what a rank holds, of those of whole tensors and values.
-const WHOLE: usize = 0;
+const WHOLE_INDEX: usize = 0;
 /// The position of those of boxes of sharded tensors.
-const SHARDS: usize = 1;
+const SHARDS_INDEX: usize = 1;
 
 /// A summary of digests, which is equal on ranks that hold the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -165,7 +165,7 @@ fn compute_digests(state: &StateDict) -> Result<[StateDigest; 2], StateError> {
         if leaf.tensor().is_none()
             && let Some(object) = value.to_object()?
         {
-            digests[WHOLE].insert(name_of(&key, ""), Digest::of_value(&object));
+            digests[WHOLE_INDEX].insert(name_of(&key, ""), Digest::of_value(&object));
             continue;
         }
         // This is a tensor, or a tuple that holds sharded tensors: each of its values is compared.
@@ -173,7 +173,7 @@ fn compute_digests(state: &StateDict) -> Result<[StateDigest; 2], StateError> {
         for (inside, value) in leaves(&opened) {
             let place = inside.flat_key();
             if let Some(value) = value.as_plain() {
-                digests[WHOLE].insert(name_of(&key, &place), Digest::of_value(value));
+                digests[WHOLE_INDEX].insert(name_of(&key, &place), Digest::of_value(value));
             }
             let leaf = Leaf::from_value(&inside, value)?;
             let Some((dtype, shape)) = leaf.tensor() else {
@@ -186,9 +186,10 @@ fn compute_digests(state: &StateDict) -> Result<[StateDigest; 2], StateError> {
                 source.read(|bytes| sum.add_box(shape, bounds, element, bytes))??;
                 let digest = sum.finish(dtype, shape);
                 if leaf.is_sharded() {
-                    digests[SHARDS].insert(name_of(&key, &format!("{place} {bounds}")), digest);
+                    digests[SHARDS_INDEX]
+                        .insert(name_of(&key, &format!("{place} {bounds}")), digest);
                 } else {
-                    digests[WHOLE].insert(name_of(&key, &place), digest);
+                    digests[WHOLE_INDEX].insert(name_of(&key, &place), digest);
                 }
             }
         }

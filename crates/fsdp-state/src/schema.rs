@@ -161,7 +161,7 @@ fn deserialize_leaves<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<
 }
 
 impl Schema {
-    /// Returns a schema of these leaves.
+    /// Returns a schema of `leaves`.
     #[must_use]
     pub fn new(mut leaves: Vec<(KeyPath, Leaf)>) -> Self {
         leaves.sort_by(|(a, _), (b, _)| a.cmp(b));

@@ -96,7 +96,7 @@ impl StateDict {
         self.entries.shift_remove(key)
     }
 
-    /// Returns `true` if the dict has this key.
+    /// Returns `true` if the dict has `key`.
     #[must_use]
     pub fn contains_key(&self, key: &str) -> bool {
         self.entries.contains_key(key)

@@ -17,14 +17,14 @@ use super::key::Key;
 const MAX_PENDING_HANDSHAKES: usize = 64;
 
 /// The time that the handshake may take.
-const DEADLINE: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The time that a handshake may take while other connections wait for its place.
-const DEADLINE_WHEN_FULL: Duration = Duration::from_millis(250);
+const HANDSHAKE_TIMEOUT_WHEN_FULL: Duration = Duration::from_millis(250);
 
 /// The pause after the system could not accept a connection. There may be no file descriptor left
 /// until another connection closes.
-const PAUSE: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Accepts connections forever, and calls `on_authenticated` with each that has completed the
 /// handshake.
@@ -55,7 +55,7 @@ pub(super) async fn accept_authenticated(
                 Ok((stream, _)) => pending.start(stream, key.clone()),
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
-                    sleep(PAUSE).await;
+                    sleep(ACCEPT_RETRY_INTERVAL).await;
                 }
             },
             () = oldest_is_slow, if is_full => {
@@ -86,7 +86,7 @@ impl PendingHandshakes {
 /// Waits until a handshake that began then has taken so long that it may be dropped for another.
 async fn until_slow(began: Option<Instant>) {
     match began {
-        Some(began) => sleep_until(began + DEADLINE_WHEN_FULL).await,
+        Some(began) => sleep_until(began + HANDSHAKE_TIMEOUT_WHEN_FULL).await,
         None => std::future::pending().await,
     }
 }
@@ -94,6 +94,6 @@ async fn until_slow(began: Option<Instant>) {
 /// Completes the handshake of a connection, and returns the connection and who is at its other end.
 async fn authenticate(mut stream: TcpStream, key: Key) -> io::Result<(TcpStream, Hello)> {
     stream.set_nodelay(true)?;
-    let hello = timeout(DEADLINE, handshake_as_server(&mut stream, &key)).await??;
+    let hello = timeout(HANDSHAKE_TIMEOUT, handshake_as_server(&mut stream, &key)).await??;
     Ok((stream, hello))
 }

@@ -93,29 +93,29 @@ pub(crate) fn handshake_as_client(
     stream: &TcpStream,
     key: &Key,
     hello: Hello,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), Refusal> {
     // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an
     // earlier handshake proves nothing.
     let client = nonce()?;
-    write_all(stream, &[&MAGIC[..], &client].concat(), until)?;
+    write_all(stream, &[&MAGIC[..], &client].concat(), deadline)?;
     // Step 2: check the server's proof first, so that this process sends nothing about itself to a
     // stranger.
     let mut server = Nonce::default();
-    read_exact(stream, &mut server, until)?;
+    read_exact(stream, &mut server, deadline)?;
     let mut proof = [0; KEY_BYTES];
-    read_exact(stream, &mut proof, until)?;
+    read_exact(stream, &mut proof, deadline)?;
     if !key.accepts(SERVER, &[&client, &server], &proof) {
         return Err(Refusal::OtherJob);
     }
     // Step 3: say who this is. The proof covers the hello, so that nobody in between can change it.
     let hello = hello.to_bytes();
     let own_proof = key.prove(CLIENT, &[&client, &server, &hello]);
-    write_all(stream, &[&hello[..], &own_proof].concat(), until)?;
+    write_all(stream, &[&hello[..], &own_proof].concat(), deadline)?;
     // Step 4: wait for the server's welcome, because it may drop a connection if too many arrive at
     // once.
     let mut answer = [0];
-    read_exact(stream, &mut answer, until)?;
+    read_exact(stream, &mut answer, deadline)?;
     if answer != [WELCOME] {
         return Err(not_this_protocol().into());
     }

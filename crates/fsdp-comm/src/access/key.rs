@@ -49,12 +49,12 @@ impl Key {
         Key(self.mac(purpose, &[data]).finalize().into_bytes().into())
     }
 
-    /// Returns the proof that whoever sends these parts has the key.
+    /// Returns the proof, for `purpose`, that whoever sends `parts` has the key.
     pub(super) fn prove(&self, purpose: &str, parts: &[&[u8]]) -> [u8; KEY_BYTES] {
         self.mac(purpose, parts).finalize().into_bytes().into()
     }
 
-    /// Returns `true` if the proof was made with this key, for this purpose and these parts. The
+    /// Returns `true` if the proof was made with this key, for `purpose` and `parts`. The
     /// time that this takes does not depend on the proof.
     pub(super) fn accepts(&self, purpose: &str, parts: &[&[u8]], proof: &[u8; KEY_BYTES]) -> bool {
         self.mac(purpose, parts).verify(&(*proof).into()).is_ok()

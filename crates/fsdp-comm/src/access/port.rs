@@ -20,7 +20,7 @@ pub(crate) struct Port {
 }
 
 impl Port {
-    /// Listens at the first of these addresses that is one of this host. A thread of this `name`
+    /// Listens at the first of `addresses` that is one of this host. A thread of this `name`
     /// calls `on_authenticated` with each connection that has completed the handshake, inside of a
     /// tokio runtime.
     ///
@@ -73,7 +73,7 @@ impl Drop for Port {
     }
 }
 
-/// Listens at the first of these addresses that is one of this host. If somebody else has the port
+/// Listens at the first of `addresses` that is one of this host. If somebody else has the port
 /// there, the next address is of no use: those who look for this port would try the taken one
 /// first.
 async fn bind(addresses: &[SocketAddr]) -> io::Result<TcpListener> {

@@ -73,7 +73,7 @@ impl Board {
         lock(&self.state)
     }
 
-    /// Wakes these ranks, if they wait.
+    /// Wakes `ranks`, if they wait.
     fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
         // With turns, ranks do not wait on condition variables, but ask again in their next turn.
         match &self.turns {

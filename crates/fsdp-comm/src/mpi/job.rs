@@ -71,14 +71,16 @@ impl Owner {
         let thread = thread::Builder::new()
             .name("mpi".to_owned())
             .spawn(move || be_in_mpi(&leaves, &ready, &leaving));
-        thread.map_err(|error| unavailable(format!("its thread could not be started: {error}")))?;
+        thread.map_err(|error| {
+            unavailable_error(format!("its thread could not be started: {error}"))
+        })?;
         match is_ready.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Ok(())) => Ok(Owner {
                 leave: Mutex::new(Some(leave)),
                 departure: Mutex::new(departure),
             }),
-            Ok(Err(message)) => Err(unavailable(message)),
-            Err(_) => Err(rendezvous(
+            Ok(Err(message)) => Err(unavailable_error(message)),
+            Err(_) => Err(rendezvous_error(
                 "MPI did not start all processes in time".to_owned(),
             )),
         }
@@ -124,16 +126,16 @@ impl Job {
         static JOINED: OnceLock<()> = OnceLock::new();
         if LAUNCHED.iter().all(|name| std::env::var_os(name).is_none()) {
             let message = "no MPI launcher has started this process: start the ranks with `mpirun -n N` or `srun --mpi`";
-            return Err(unavailable(message.to_owned()));
+            return Err(unavailable_error(message.to_owned()));
         }
         if JOINED.set(()).is_err() {
-            return Err(unavailable(
+            return Err(unavailable_error(
                 "this process has already joined MPI, which it can do only once".to_owned(),
             ));
         }
         let deadline = deadline_after(timeout);
         let owner = Owner::start(deadline)?;
-        let world = Communicator::world().map_err(|error| failed("MPI_Comm_size", error))?;
+        let world = Communicator::world().map_err(|error| library_error("MPI_Comm_size", error))?;
         let (control, ranks_on_host) =
             blame::record(world.rank(), meet(&world, timeout, deadline))?;
         Ok(Arc::new(Job {
@@ -211,7 +213,7 @@ fn open_store(
     let rank = world.rank();
     let world_size = world.ranks();
     let name = ::mpi::environment::processor_name()
-        .map_err(|error| failed("MPI_Get_processor_name", error.to_string()))?;
+        .map_err(|error| library_error("MPI_Get_processor_name", error.to_string()))?;
     let mut own = name.clone().into_bytes();
     own.resize(NAME_BYTES, 0);
     let buffers = Buffers {
@@ -220,7 +222,7 @@ fn open_store(
     };
     let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
     let names = wait(
-        gathered.map_err(|error| failed("MPI_Iallgatherv", error))?,
+        gathered.map_err(|error| library_error("MPI_Iallgatherv", error))?,
         deadline,
     )?
     .receive;
@@ -256,7 +258,7 @@ fn open_store(
     // Step 3: rank 0 tells the others the address and the secret, or its error.
     let telling = world
         .broadcast(told, ADDRESS_BYTES, 0)
-        .map_err(|error| failed("MPI_Ibcast", error))?;
+        .map_err(|error| library_error("MPI_Ibcast", error))?;
     let received = wait(telling, deadline)?.receive;
     let store = match (
         hosted,
@@ -267,7 +269,7 @@ fn open_store(
             let secret = Some(Secret::new(secret).map_err(rendezvous)?);
             TcpStore::connect(&address, &StoreOptions { secret, ..options })
         }
-        (None, Ok((Err(message), _)) | Err(message)) => Err(rendezvous(message)),
+        (None, Ok((Err(message), _)) | Err(message)) => Err(rendezvous_error(message)),
     };
     Ok((store?, ranks_on_host))
 }
@@ -275,7 +277,7 @@ fn open_store(
 /// Opens a store with a secret of its own.
 fn host_store(address: &str, options: &StoreOptions) -> Result<(TcpStore, Secret), CommError> {
     let secret = Secret::random()
-        .map_err(|error| rendezvous(format!("there is no random number: {error}")))?;
+        .map_err(|error| rendezvous_error(format!("there is no random number: {error}")))?;
     let options = StoreOptions {
         secret: Some(secret.clone()),
         ..options.clone()
@@ -287,18 +289,21 @@ fn host_store(address: &str, options: &StoreOptions) -> Result<(TcpStore, Secret
 /// wait.
 fn wait(mut pending: Pending, deadline: Instant) -> Result<Buffers, CommError> {
     let mut pause = Pause::new();
-    while !pending.test().map_err(|error| failed("MPI_Test", error))? {
+    while !pending
+        .test()
+        .map_err(|error| library_error("MPI_Test", error))?
+    {
         if Instant::now() >= deadline {
-            return Err(rendezvous(
+            return Err(rendezvous_error(
                 "not all processes that MPI started came in time".to_owned(),
             ));
         }
-        pause.take();
+        pause.wait();
     }
     Ok(pending.finish().expect("the call is over"))
 }
 
-pub(super) fn failed(call: &str, message: String) -> CommError {
+pub(super) fn library_error(call: &str, message: String) -> CommError {
     CommError::Library {
         library: "MPI".to_owned(),
         call: call.to_owned(),
@@ -306,11 +311,11 @@ pub(super) fn failed(call: &str, message: String) -> CommError {
     }
 }
 
-fn unavailable(message: String) -> CommError {
+fn unavailable_error(message: String) -> CommError {
     BackendKind::Mpi.unavailable(message)
 }
 
-fn rendezvous(message: String) -> CommError {
+fn rendezvous_error(message: String) -> CommError {
     CommError::Rendezvous {
         address: "MPI".to_owned(),
         joined: Vec::new(),

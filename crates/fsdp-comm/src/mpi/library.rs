@@ -65,7 +65,7 @@ pub(super) struct Buffers {
 pub(super) struct Pending {
     request: ffi::MPI_Request,
     buffers: ManuallyDrop<Buffers>,
-    over: bool,
+    is_complete: bool,
 }
 
 // SAFETY: a request may be tested from any thread (MPI_THREAD_MULTIPLE); `&mut self` keeps it to
@@ -75,29 +75,29 @@ unsafe impl Send for Pending {}
 impl Pending {
     /// Lets MPI make progress, and returns `true` if the call is over.
     pub(super) fn test(&mut self) -> Result<bool> {
-        if !self.over {
+        if !self.is_complete {
             let mut flag = 0;
             // SAFETY: the request is that of the call under way, or null; no status is asked for.
             check(unsafe {
                 ffi::MPI_Test(&mut self.request, &mut flag, ffi::RSMPI_STATUS_IGNORE)
             })?;
-            self.over = flag != 0;
+            self.is_complete = flag != 0;
         }
-        Ok(self.over)
+        Ok(self.is_complete)
     }
 
     /// Returns the memory of a call that is over. A call that is not over keeps its memory for
     /// good.
     pub(super) fn finish(mut self) -> Option<Buffers> {
-        let over = std::mem::replace(&mut self.over, false);
-        // SAFETY: taken once, as nothing is taken on drop once `over` is false.
-        over.then(|| unsafe { ManuallyDrop::take(&mut self.buffers) })
+        let is_complete = std::mem::replace(&mut self.is_complete, false);
+        // SAFETY: taken once, as nothing is taken on drop once `is_complete` is false.
+        is_complete.then(|| unsafe { ManuallyDrop::take(&mut self.buffers) })
     }
 }
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        if self.over {
+        if self.is_complete {
             // SAFETY: MPI is done with the memory, and `finish` has not taken it.
             unsafe { ManuallyDrop::drop(&mut self.buffers) }
         }
@@ -432,7 +432,7 @@ impl Communicator {
         let pending = Pending {
             request,
             buffers: ManuallyDrop::new(buffers),
-            over: false,
+            is_complete: false,
         };
         // A call that failed may have begun all the same, so its memory is kept.
         check(code).map(|()| pending)

@@ -15,14 +15,14 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use self::job::{Job, failed};
+use self::job::{Job, library_error};
 use self::library::{Buffers, Communicator, Pending};
 use crate::backend::{Backend, Members, Plan, Planner, Round};
 use crate::blame;
 use crate::deadline::deadline_after;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
-use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
+use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
 use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
@@ -75,7 +75,7 @@ impl MpiBackend {
         let rank = self.control.members().rank;
         let Some(communicator) = &*slot else {
             return plan.deliver(&[send], rank).map_err(|(_, published)| {
-                failed(
+                library_error(
                     "a copy",
                     format!("{published} bytes are fewer than this rank wants of itself"),
                 )
@@ -150,13 +150,13 @@ fn create(
     thread::Builder::new()
         .name("mpi-group".to_owned())
         .spawn(move || drop(made.send(Communicator::create(&ranks, id))))
-        .map_err(|error| failed(CALL, error.to_string()))?;
+        .map_err(|error| library_error(CALL, error.to_string()))?;
     let mut grace = GracePeriod::default();
     loop {
         match is_made.recv_timeout(PEER_CHECK_INTERVAL) {
-            Ok(made) => return made.map_err(|error| failed(CALL, error)),
+            Ok(made) => return made.map_err(|error| library_error(CALL, error)),
             Err(mpsc::RecvTimeoutError::Disconnected) => {
-                return Err(failed(CALL, "its thread ended".to_owned()));
+                return Err(library_error(CALL, "its thread ended".to_owned()));
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
@@ -174,15 +174,15 @@ fn wait(
     round: &Round<'_>,
     call: library::Result<Pending>,
 ) -> Result<Buffers, CommError> {
-    let mut pending = call.map_err(|error| failed(round.operation, error))?;
+    let mut pending = call.map_err(|error| library_error(round.operation, error))?;
     let mut pause = Pause::new();
     let mut next_check = Instant::now() + PEER_CHECK_INTERVAL;
     let mut grace = GracePeriod::default();
     while !pending
         .test()
-        .map_err(|error| failed(round.operation, error))?
+        .map_err(|error| library_error(round.operation, error))?
     {
-        pause.take();
+        pause.wait();
         // To look for lost ranks takes longer than to ask MPI, so it is done less often.
         let now = Instant::now();
         if now < next_check {
@@ -194,7 +194,7 @@ fn wait(
         }
     }
     pending.finish().ok_or_else(|| {
-        failed(
+        library_error(
             round.operation,
             "MPI says that the call is over, but its buffers are not back".to_owned(),
         )
@@ -211,6 +211,6 @@ impl GracePeriod {
     /// Returns the reason to give up, if there has been one for long enough.
     fn expired_failure(&mut self, control: &TcpBackend, round: &Round<'_>) -> Option<CommError> {
         let failure = control.failure(round)?;
-        (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE).then_some(failure)
+        (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE_PERIOD).then_some(failure)
     }
 }

@@ -19,12 +19,12 @@ use libloading::Library;
 use crate::reduce::ReduceOp;
 
 /// The file names of the library.
-const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+const LIBRARY_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The file name of CUDA's driver, which NCCL needs.
-const DRIVER: &str = "libcuda.so.1";
+const DRIVER_NAME: &str = "libcuda.so.1";
 /// The first version whose configuration has all the fields that are set here, 2.18, as
 /// `ncclGetVersion` writes it.
-const OLDEST: c_int = 21_800;
+const MIN_VERSION: c_int = 21_800;
 
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
@@ -73,7 +73,7 @@ impl Config {
         Config {
             size: size_of::<Config>(),
             magic: 0xcafe_beef,
-            version: OLDEST.cast_unsigned(),
+            version: MIN_VERSION.cast_unsigned(),
             blocking: 0,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
@@ -142,32 +142,32 @@ fn functions() -> Result<&'static Functions, String> {
 /// Loads CUDA's driver and NCCL, and checks NCCL's version.
 fn load() -> Result<Functions, String> {
     // NCCL loads the driver by itself, and would not say clearly that it is not there.
-    open(&[DRIVER]).map_err(|error| {
+    open(&[DRIVER_NAME]).map_err(|error| {
         format!(
-            "CUDA's driver, `{DRIVER}`, cannot be loaded ({error}): it comes with NVIDIA's driver"
+            "CUDA's driver, `{DRIVER_NAME}`, cannot be loaded ({error}): it comes with NVIDIA's driver"
         )
     })?;
-    let library = open(&NAMES).map_err(|error| {
+    let library = open(&LIBRARY_NAMES).map_err(|error| {
         format!(
             "NCCL, `{}`, cannot be loaded ({error}): install NVIDIA's package `libnccl2`, or tell in `LD_LIBRARY_PATH` \
              where it is",
-            NAMES[0]
+            LIBRARY_NAMES[0]
         )
     })?;
     let functions = Functions::find(library)
-        .map_err(|error| format!("NCCL, `{}`, is of no use: {error}", NAMES[0]))?;
+        .map_err(|error| format!("NCCL, `{}`, is of no use: {error}", LIBRARY_NAMES[0]))?;
     let mut version = 0;
     // SAFETY: it writes a number.
     let code = unsafe { (functions.get_version)(&mut version) };
-    if code != SUCCESS || version < OLDEST {
+    if code != SUCCESS || version < MIN_VERSION {
         return Err(format!(
-            "NCCL is too old: its version is {version}, and must be at least {OLDEST} (2.18)"
+            "NCCL is too old: its version is {version}, and must be at least {MIN_VERSION} (2.18)"
         ));
     }
     Ok(functions)
 }
 
-/// Opens the first of these libraries that exists.
+/// Opens the first of the libraries `names` that exists.
 fn open(names: &[&str]) -> Result<Library, String> {
     let mut reason = String::new();
     for name in names {
@@ -203,13 +203,13 @@ pub(super) fn unique_id() -> Result<UniqueId, String> {
     let mut id = UniqueId([0; UniqueId::BYTES]);
     // SAFETY: it writes as many bytes as the type has.
     let code = unsafe { (functions.get_unique_id)(&mut id) };
-    functions.begun(code, ptr::null_mut())?;
+    functions.check_begun(code, ptr::null_mut())?;
     Ok(id)
 }
 
 impl Functions {
     /// Turns the code of a call into a result. A call that has only begun is not an error.
-    fn begun(&self, code: c_int, communicator: Raw) -> Result<(), String> {
+    fn check_begun(&self, code: c_int, communicator: Raw) -> Result<(), String> {
         if code == SUCCESS || code == IN_PROGRESS {
             Ok(())
         } else {
@@ -309,7 +309,7 @@ fn known_number(dtype: DType) -> Result<c_int, String> {
 const BYTE: c_int = 1;
 
 /// Returns NCCL's number of a reduction.
-const fn reduction(op: ReduceOp) -> c_int {
+const fn nccl_reduction(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum => 0,
         ReduceOp::Max => 2,
@@ -317,7 +317,7 @@ const fn reduction(op: ReduceOp) -> c_int {
     }
 }
 
-fn int(number: usize) -> Result<c_int, String> {
+fn to_c_int(number: usize) -> Result<c_int, String> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
 }
 
@@ -337,13 +337,13 @@ impl NcclCommunicator {
         ranks: usize,
     ) -> Result<NcclCommunicator, String> {
         let functions = functions()?;
-        let rank = int(rank)?;
-        let ranks = int(ranks)?;
+        let rank = to_c_int(rank)?;
+        let ranks = to_c_int(ranks)?;
         let mut raw = ptr::null_mut();
         let mut config = Config::non_blocking();
         // SAFETY: `raw` is written at once, and the configuration is read before the call returns.
         let code = unsafe { (functions.init)(&mut raw, ranks, id, rank, &mut config) };
-        functions.begun(code, ptr::null_mut())?;
+        functions.check_begun(code, ptr::null_mut())?;
         // A call that has only begun must have made the handle, with which it is watched.
         if raw.is_null() {
             return Err("it made no communicator".to_owned());
@@ -356,8 +356,8 @@ impl NcclCommunicator {
         let mut state = SUCCESS;
         // SAFETY: a live communicator; it writes a number.
         let code = unsafe { (self.functions.get_async_error)(self.raw, &mut state) };
-        self.functions.begun(code, self.raw)?;
-        self.functions.begun(state, self.raw)?;
+        self.functions.check_begun(code, self.raw)?;
+        self.functions.check_begun(state, self.raw)?;
         Ok(state == SUCCESS)
     }
 
@@ -377,8 +377,8 @@ impl NcclCommunicator {
                     count,
                     dtype,
                 } => (functions.all_gather)(
-                    read(send),
-                    write(receive),
+                    as_source(send),
+                    as_destination(receive),
                     count,
                     known_number(dtype)?,
                     raw,
@@ -391,11 +391,11 @@ impl NcclCommunicator {
                     dtype,
                     op,
                 } => (functions.reduce_scatter)(
-                    read(send),
-                    write(receive),
+                    as_source(send),
+                    as_destination(receive),
                     count,
                     known_number(dtype)?,
-                    reduction(op),
+                    nccl_reduction(op),
                     raw,
                     stream,
                 ),
@@ -405,11 +405,11 @@ impl NcclCommunicator {
                     dtype,
                     op,
                 } => (functions.all_reduce)(
-                    read(buffer),
-                    write(buffer),
+                    as_source(buffer),
+                    as_destination(buffer),
                     count,
                     known_number(dtype)?,
-                    reduction(op),
+                    nccl_reduction(op),
                     raw,
                     stream,
                 ),
@@ -418,11 +418,11 @@ impl NcclCommunicator {
                     bytes,
                     root,
                 } => (functions.broadcast)(
-                    read(buffer),
-                    write(buffer),
+                    as_source(buffer),
+                    as_destination(buffer),
                     bytes,
                     BYTE,
-                    int(root)?,
+                    to_c_int(root)?,
                     raw,
                     stream,
                 ),
@@ -430,15 +430,15 @@ impl NcclCommunicator {
                     ref send,
                     ref receive,
                 } => {
-                    functions.begun((functions.group_start)(), raw)?;
+                    functions.check_begun((functions.group_start)(), raw)?;
                     let begun = self.exchange(send, receive, stream);
                     // A group that was begun must be ended, whatever happened within.
-                    let ended = functions.begun((functions.group_end)(), raw);
+                    let ended = functions.check_begun((functions.group_end)(), raw);
                     return begun.and(ended);
                 }
             }
         };
-        functions.begun(code, raw)
+        functions.check_begun(code, raw)
     }
 
     /// Sends and receives, within a group.
@@ -451,18 +451,20 @@ impl NcclCommunicator {
         let functions = self.functions;
         let raw = self.raw;
         for (rank, (&(from, sent), &(to, received))) in send.iter().zip(receive).enumerate() {
-            let rank = int(rank)?;
+            let rank = to_c_int(rank)?;
             if sent > 0 {
                 // SAFETY: as in `call`.
-                functions.begun(
-                    unsafe { (functions.send)(read(from), sent, BYTE, rank, raw, stream) },
+                functions.check_begun(
+                    unsafe { (functions.send)(as_source(from), sent, BYTE, rank, raw, stream) },
                     raw,
                 )?;
             }
             if received > 0 {
                 // SAFETY: as in `call`.
-                functions.begun(
-                    unsafe { (functions.recv)(write(to), received, BYTE, rank, raw, stream) },
+                functions.check_begun(
+                    unsafe {
+                        (functions.recv)(as_destination(to), received, BYTE, rank, raw, stream)
+                    },
                     raw,
                 )?;
             }
@@ -474,14 +476,14 @@ impl NcclCommunicator {
     pub(super) fn finalize(&self) -> Result<(), String> {
         // SAFETY: a live communicator, on which nothing runs.
         self.functions
-            .begun(unsafe { (self.functions.finalize)(self.raw) }, self.raw)
+            .check_begun(unsafe { (self.functions.finalize)(self.raw) }, self.raw)
     }
 
     /// Frees a communicator that has left the other ranks.
     pub(super) fn destroy(self) {
         // SAFETY: it is finalized, and is used no more.
         let code = unsafe { (self.functions.destroy)(self.raw) };
-        if let Err(error) = self.functions.begun(code, ptr::null_mut()) {
+        if let Err(error) = self.functions.check_begun(code, ptr::null_mut()) {
             tracing::warn!(error, "an NCCL communicator could not be freed");
         }
         std::mem::forget(self);
@@ -493,17 +495,17 @@ impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         // SAFETY: a live communicator, which is used no more.
         let code = unsafe { (self.functions.abort)(self.raw) };
-        if let Err(error) = self.functions.begun(code, ptr::null_mut()) {
+        if let Err(error) = self.functions.check_begun(code, ptr::null_mut()) {
             tracing::warn!(error, "an NCCL communicator could not be aborted");
         }
     }
 }
 
-const fn read(address: CUdeviceptr) -> *const c_void {
+const fn as_source(address: CUdeviceptr) -> *const c_void {
     ptr::without_provenance(address as usize)
 }
 
-const fn write(address: CUdeviceptr) -> *mut c_void {
+const fn as_destination(address: CUdeviceptr) -> *mut c_void {
     ptr::without_provenance_mut(address as usize)
 }
 

@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 use super::library::{Movement, NcclCommunicator, UniqueId};
 use crate::backend::{Backend as _, Members, Round};
 use crate::error::CommError;
-use crate::polling::{GRACE, PEER_CHECK_INTERVAL, Pause};
+use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
 use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
@@ -84,7 +84,7 @@ impl OwnerThread {
     ) -> Result<(), CommError> {
         let ready = stream
             .record_event(None)
-            .map_err(|error| driver("cuEventRecord", error))?;
+            .map_err(|error| driver_error("cuEventRecord", error))?;
         let (reply, is_done) = mpsc::channel();
         let request = CallRequest {
             call,
@@ -117,7 +117,7 @@ fn wait_for_answer(
     round: &Round<'_>,
 ) -> Option<Result<(), CommError>> {
     let remaining = round.deadline.saturating_duration_since(Instant::now());
-    match answers.recv_timeout(remaining + GRACE + FINALIZE_TIMEOUT * 2) {
+    match answers.recv_timeout(remaining + GRACE_PERIOD + FINALIZE_TIMEOUT * 2) {
         Ok(answer) => Some(answer),
         Err(RecvTimeoutError::Disconnected) => Some(Err(ended_communicator_error(round))),
         Err(RecvTimeoutError::Timeout) => None,
@@ -149,7 +149,7 @@ fn library_error(call: &str, message: String) -> CommError {
     }
 }
 
-fn driver(call: &str, error: DriverError) -> CommError {
+fn driver_error(call: &str, error: DriverError) -> CommError {
     CommError::Library {
         library: "CUDA".to_owned(),
         call: call.to_owned(),
@@ -164,7 +164,7 @@ struct Owned {
 }
 
 impl Owned {
-    /// Joins the communicator that `id` names, on the GPU with this ordinal. An error is reported
+    /// Joins the communicator that `id` names, on the GPU `ordinal`. An error is reported
     /// to the other ranks.
     fn join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         Owned::try_join(ordinal, id, watch).inspect_err(|error| watch.abort(error))
@@ -174,11 +174,11 @@ impl Owned {
     fn try_join(ordinal: usize, id: UniqueId, watch: &Watch) -> Result<Owned, CommError> {
         // The communicator gets a stream of its own, so that candle's streams never wait for a
         // collective.
-        let context =
-            CudaContext::new(ordinal).map_err(|error| driver("cuDevicePrimaryCtxRetain", error))?;
+        let context = CudaContext::new(ordinal)
+            .map_err(|error| driver_error("cuDevicePrimaryCtxRetain", error))?;
         let stream = context
             .new_stream()
-            .map_err(|error| driver("cuStreamCreate", error))?;
+            .map_err(|error| driver_error("cuStreamCreate", error))?;
         // The ranks of the group that `control` connects are those of the communicator.
         let Members {
             rank, global_ranks, ..
@@ -232,7 +232,7 @@ impl Owned {
         let operation = watch.operation.as_str();
         self.stream
             .wait(ready)
-            .map_err(|error| driver("cuStreamWaitEvent", error))?;
+            .map_err(|error| driver_error("cuStreamWaitEvent", error))?;
         self.communicator
             .call(call, &self.stream)
             .map_err(|error| library_error(operation, error))?;
@@ -240,7 +240,7 @@ impl Owned {
         let all_done = self
             .stream
             .record_event(None)
-            .map_err(|error| driver("cuEventRecord", error))?;
+            .map_err(|error| driver_error("cuEventRecord", error))?;
         watch.wait(operation, || {
             // Errors of the network and of other ranks are reported here, and not by the GPU.
             self.communicator.state()?;
@@ -274,7 +274,7 @@ impl Owned {
             if Instant::now() >= deadline {
                 return false;
             }
-            pause.take();
+            pause.wait();
         }
         true
     }
@@ -293,7 +293,7 @@ impl Owned {
                 if Instant::now() >= deadline {
                     return Err(format!("not all ranks left within {FINALIZE_TIMEOUT:?}"));
                 }
-                pause.take();
+                pause.wait();
             }
             Ok(())
         });
@@ -344,7 +344,7 @@ impl Watch {
     /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its
     /// loss first, so this waits for a moment.
     fn blame(&self) -> Option<CommError> {
-        let deadline = Instant::now() + GRACE;
+        let deadline = Instant::now() + GRACE_PERIOD;
         loop {
             let failure = self.control.failure(&self.round());
             if failure.is_some() || Instant::now() >= deadline {
@@ -367,7 +367,7 @@ impl Watch {
     ///
     /// # Errors
     /// The error of `is_done`, or that of the rank that has caused it. The loss of another rank, or
-    /// the deadline, if the call is not done within [`GRACE`] after that.
+    /// the deadline, if the call is not done within [`GRACE_PERIOD`] after that.
     fn wait(
         &self,
         call: &str,
@@ -385,14 +385,14 @@ impl Watch {
                     return Err(self.blame().unwrap_or_else(|| library_error(call, message)));
                 }
             }
-            pause.take();
+            pause.wait();
             let now = Instant::now();
             if now < next_check {
                 continue;
             }
             next_check = now + PEER_CHECK_INTERVAL;
             if let Some(failure) = self.failure()
-                && failing_since.get_or_insert(now).elapsed() >= GRACE
+                && failing_since.get_or_insert(now).elapsed() >= GRACE_PERIOD
             {
                 return Err(failure);
             }

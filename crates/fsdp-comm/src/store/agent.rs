@@ -16,7 +16,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::client::{NotJoined, TcpStore, connect_once, connect_until, rendezvous, retry_pause};
+use super::client::{
+    NotJoined, TcpStore, connect_once, connect_until, rendezvous_error, retry_pause,
+};
 use super::listening::{Name, in_zone};
 use super::protocol::{StoreOptions, invalid};
 use crate::access::nonce_text;
@@ -41,7 +43,7 @@ const MAX_ADDRESS_BYTES: u64 = 160;
 
 /// The time that a refused rank waits before it reads the key again. It is long because all ranks
 /// ask one agent.
-const ASK_AGAIN: Duration = Duration::from_millis(100);
+const ASK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The number of addresses that a rank can try within the deadline. An address without a greeting
 /// may be an old one, at which another program listens now, or that of a process that is stopped.
@@ -63,7 +65,7 @@ impl TcpStore {
         } = options;
         let mut connection = Agent::connect(agent, deadline_after(timeout), retry_pause(options))
             .map_err(|error| {
-                rendezvous(agent, format!(
+                rendezvous_error(agent, format!(
                     "rank {rank} could not connect to the store of torchrun's agent within {timeout:?}: {error}; \
                      is torchrun running there, and does this host reach it? its `--local-addr` chooses another address; \
                      if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE"
@@ -72,7 +74,7 @@ impl TcpStore {
         if rank != 0 {
             return connection
                 .join(key, options)
-                .map_err(|message| rendezvous(agent, message));
+                .map_err(|message| rendezvous_error(agent, message));
         }
         let local = connection.local.ip();
         let ip = if one_host {
@@ -86,21 +88,21 @@ impl TcpStore {
             local
         };
         let nonce = nonce_text().map_err(|error| {
-            rendezvous(agent, format!("rank 0 found no random number: {error}"))
+            rendezvous_error(agent, format!("rank 0 found no random number: {error}"))
         })?;
         let store = TcpStore::host(
             &in_zone(connection.local, ip, 0).to_string(),
-            &named(options, &nonce),
+            &options_with_nonce(options, &nonce),
         )?;
         let address = store
             .address()
             .parse()
-            .map_err(|_| rendezvous(agent, format!("`{}` is no address", store.address())))?;
+            .map_err(|_| rendezvous_error(agent, format!("`{}` is no address", store.address())))?;
         connection.publish(key, &PublishedAddress { address, nonce }).map_err(|error| {
-            rendezvous(agent, format!(
+            rendezvous_error(agent, format!(
                 "rank 0 could not tell its address to the store of torchrun's agent within {timeout:?}: {}; \
                  is what listens there torchrun's agent? if it keeps no store, unset TORCHELASTIC_USE_AGENT_STORE",
-                reason(&error)
+                describe_error(&error)
             ))
         })?;
         Ok(store)
@@ -122,7 +124,7 @@ impl fmt::Display for PublishedAddress {
 }
 
 /// Returns options for the job while its rank 0 has this nonce.
-fn named(options: &StoreOptions, nonce: &str) -> StoreOptions {
+fn options_with_nonce(options: &StoreOptions, nonce: &str) -> StoreOptions {
     StoreOptions {
         job: format!("{}/{nonce}", options.job),
         ..options.clone()
@@ -167,7 +169,7 @@ impl Agent {
                 format!(
                     "rank {rank} did not learn from the store of torchrun's agent within {timeout:?} where rank 0 is: \
                      {}; see what rank 0 says",
-                    reason(&error)
+                    describe_error(&error)
                 )
             })?;
             let ip = if published.ip().is_unspecified() {
@@ -182,7 +184,7 @@ impl Agent {
                     TcpStore::join(
                         stream,
                         &published.to_string(),
-                        &named(options, &nonce),
+                        &options_with_nonce(options, &nonce),
                         deadline,
                     )
                 }
@@ -190,16 +192,16 @@ impl Agent {
             };
             match joined {
                 // Another attempt would not end in time.
-                Err(reason) if Instant::now() + 2 * ASK_AGAIN >= self.deadline => {
+                Err(reason) if Instant::now() + 2 * ASK_INTERVAL >= self.deadline => {
                     return Err(format!(
                         "{}{}",
                         reason.message(&address.to_string(), options),
-                        hint(published.ip())
+                        hint_for_address(published.ip())
                     ));
                 }
                 Err(reason) => {
                     tracing::debug!(%address, ?reason, "not let in; rank 0 may have a new address soon");
-                    thread::sleep(ASK_AGAIN);
+                    thread::sleep(ASK_INTERVAL);
                 }
                 Ok(store) => return Ok(store),
             }
@@ -211,7 +213,11 @@ impl Agent {
     /// # Errors
     /// The store holds another address, which means that another process is rank 0 too.
     fn publish(&mut self, key: &str, own: &PublishedAddress) -> io::Result<()> {
-        self.send(&[&[SET], &string(key)[..], &string(&own.to_string())])?;
+        self.send(&[
+            &[SET],
+            &encode_string(key)[..],
+            &encode_string(&own.to_string()),
+        ])?;
         let found = self.wait_and_get(key)?;
         if found == *own {
             return Ok(());
@@ -225,14 +231,14 @@ impl Agent {
     /// Waits until the key is set, and returns the address under it. Reading a key that is not set
     /// is an error of the agent's store, so waiting comes first.
     fn wait_and_get(&mut self, key: &str) -> io::Result<PublishedAddress> {
-        self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &string(key)])?;
+        self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &encode_string(key)])?;
         let [answer] = self.read()?;
         if answer != STOP_WAITING {
             return Err(invalid(format!(
                 "what answers there speaks another protocol: {answer:#04x} to a wait"
             )));
         }
-        self.send(&[&[GET], &string(key)[..]])?;
+        self.send(&[&[GET], &encode_string(key)[..]])?;
         let len = u64::from_le_bytes(self.read()?);
         if len > MAX_ADDRESS_BYTES {
             return Err(invalid(format!(
@@ -264,12 +270,12 @@ impl Agent {
     }
 }
 
-fn string(text: &str) -> Vec<u8> {
+fn encode_string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
 /// Describes an error by what the agent did. The system's message speaks of the connection only.
-fn reason(error: &io::Error) -> String {
+fn describe_error(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => "it did not answer".to_owned(),
         _ if is_end(error) => format!("it hung up ({error})"),
@@ -278,7 +284,7 @@ fn reason(error: &io::Error) -> String {
 }
 
 /// Returns what may help if the address that a rank has published cannot be reached.
-fn hint(ip: IpAddr) -> &'static str {
+fn hint_for_address(ip: IpAddr) -> &'static str {
     if ip.is_loopback() {
         "; only its own host reaches it there: on several hosts, give torchrun `--local-addr`"
     } else {

@@ -11,7 +11,7 @@ use super::protocol::{Reply, Request, StoreOptions, read_blocking, to_bytes};
 use super::server;
 use crate::access::{Hello, Key, Port, Refusal, VERSION, handshake_as_client};
 use crate::blocking::write_all;
-use crate::deadline::{MAX_DEADLINE, deadline_after};
+use crate::deadline::{MAX_TIMEOUT, deadline_after};
 use crate::error::CommError;
 use crate::open_files;
 use crate::sync::lock;
@@ -51,21 +51,23 @@ pub(crate) enum RankValues {
 }
 
 /// The time that a client waits for the store's answer after the store's own deadline.
-const GRACE: Duration = Duration::from_secs(2);
+const GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 /// The shortest time between two attempts of a rank to join, in milliseconds.
-const SHORTEST_RETRY: usize = 20;
+const MIN_RETRY_MILLISECONDS: usize = 20;
 
 /// The longest time between two attempts of a rank to join, in milliseconds.
-const LONGEST_RETRY: usize = 1000;
+const MAX_RETRY_MILLISECONDS: usize = 1000;
 
 /// Returns the time between two attempts of a rank to join. It grows with the number of ranks, so
 /// that a store which is not open yet, or its name server, gets about a thousand requests in a
 /// second at most.
 pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
     // Ranks that were started together do not try together for ever.
-    let own = options.rank % SHORTEST_RETRY;
-    let shared = options.world_size.clamp(SHORTEST_RETRY, LONGEST_RETRY);
+    let own = options.rank % MIN_RETRY_MILLISECONDS;
+    let shared = options
+        .world_size
+        .clamp(MIN_RETRY_MILLISECONDS, MAX_RETRY_MILLISECONDS);
     Duration::from_millis((shared + own) as u64)
 }
 
@@ -85,9 +87,9 @@ impl TcpStore {
         } = options;
         // Each rank keeps a connection to the store open until the job ends.
         open_files::raise_open_file_limit(*world_size)
-            .map_err(|message| rendezvous(address, format!("rank {rank}: {message}")))?;
-        let addresses = listening::addresses(address, options).map_err(|error| {
-            rendezvous(
+            .map_err(|message| rendezvous_error(address, format!("rank {rank}: {message}")))?;
+        let addresses = listening::listening_addresses(address, options).map_err(|error| {
+            rendezvous_error(
                 address,
                 format!("rank {rank} could not listen: {error}; see MASTER_ADDR"),
             )
@@ -96,7 +98,7 @@ impl TcpStore {
         for found in &addresses {
             options
                 .check_address(found.ip())
-                .map_err(|message| rendezvous(address, format!("rank {rank}: {message}")))?;
+                .map_err(|message| rendezvous_error(address, format!("rank {rank}: {message}")))?;
         }
         let server = server::start(&addresses, options).map_err(|error| {
             let hint = match error.kind() {
@@ -108,7 +110,7 @@ impl TcpStore {
                 }
                 _ => "",
             };
-            rendezvous(
+            rendezvous_error(
                 address,
                 format!("rank {rank} could not listen: {error}{hint}"),
             )
@@ -121,7 +123,12 @@ impl TcpStore {
         }
         let port = listens_at.port();
         let name = format!("{}:{port}", listening::host_of(address));
-        Self::open(&name, &listening::loopback(port)[..], options, Some(server))
+        Self::open(
+            &name,
+            &listening::loopback_addresses(port)[..],
+            options,
+            Some(server),
+        )
     }
 
     /// Connects to the store at `address` (`host:port`), and retries until the store opens or the
@@ -237,12 +244,12 @@ impl TcpStore {
         };
         match self.ask("get", request, self.timeout)? {
             Reply::Value(value) => Ok(value),
-            reply => Err(self.unexpected("get", &reply)),
+            reply => Err(self.unexpected_reply_error("get", &reply)),
         }
     }
 
-    /// Waits until all these keys have been set, and returns their values. At the deadline it
-    /// returns `Err` with the keys that have not been set.
+    /// Waits until all `keys` have been set, for `timeout` at most, and returns their values. After
+    /// that it returns `Err` with the keys that have not been set.
     ///
     /// # Errors
     /// [`CommError::Store`]: the store is gone.
@@ -253,12 +260,12 @@ impl TcpStore {
     ) -> Result<Result<Vec<Vec<u8>>, Vec<String>>, CommError> {
         let request = Request::Wait {
             keys: keys.to_vec(),
-            milliseconds: milliseconds(timeout),
+            milliseconds: to_milliseconds(timeout),
         };
         match self.ask("wait", request, timeout)? {
             Reply::Values(values) => Ok(Ok(values)),
             Reply::Missing(keys) => Ok(Err(keys)),
-            reply => Err(self.unexpected("wait", &reply)),
+            reply => Err(self.unexpected_reply_error("wait", &reply)),
         }
     }
 
@@ -271,7 +278,7 @@ impl TcpStore {
     ) -> Result<RankValues, CommError> {
         let request = Request::WaitForRanks {
             prefix: prefix.to_owned(),
-            milliseconds: milliseconds(timeout),
+            milliseconds: to_milliseconds(timeout),
         };
         match self.ask("wait", request, timeout)? {
             Reply::Values(values) => Ok(RankValues::Complete(values)),
@@ -279,15 +286,15 @@ impl TcpStore {
             Reply::Departed(ranks) if !ranks.is_empty() => {
                 Ok(RankValues::Departed(ranks[0] as usize))
             }
-            reply => Err(self.unexpected("wait", &reply)),
+            reply => Err(self.unexpected_reply_error("wait", &reply)),
         }
     }
 
     /// Returns the ranks that have ended their connections to the store, in this order.
-    pub(crate) fn departed(&self, timeout: Duration) -> Result<Vec<usize>, CommError> {
+    pub(crate) fn departed_ranks(&self, timeout: Duration) -> Result<Vec<usize>, CommError> {
         match self.ask("departed", Request::Departed, timeout)? {
             Reply::Departed(ranks) => Ok(ranks.into_iter().map(|rank| rank as usize).collect()),
-            reply => Err(self.unexpected("departed", &reply)),
+            reply => Err(self.unexpected_reply_error("departed", &reply)),
         }
     }
 
@@ -303,7 +310,7 @@ impl TcpStore {
         };
         match self.ask("add", request, self.timeout)? {
             Reply::Number(number) => Ok(number),
-            reply => Err(self.unexpected("add", &reply)),
+            reply => Err(self.unexpected_reply_error("add", &reply)),
         }
     }
 
@@ -336,7 +343,7 @@ impl TcpStore {
         };
         match self.ask("compare_and_set", request, timeout)? {
             Reply::Value(value) => Ok(value.unwrap_or_default()),
-            reply => Err(self.unexpected("compare_and_set", &reply)),
+            reply => Err(self.unexpected_reply_error("compare_and_set", &reply)),
         }
     }
 
@@ -351,30 +358,31 @@ impl TcpStore {
     fn ask(&self, name: &str, request: Request, timeout: Duration) -> Result<Reply, CommError> {
         request
             .check()
-            .map_err(|message| self.error(name, message))?;
+            .map_err(|message| self.request_error(name, message))?;
         // A request that is too long must not cost the connection, so it is encoded first.
-        let request = to_bytes(&request).map_err(|error| self.error(name, error.to_string()))?;
+        let request =
+            to_bytes(&request).map_err(|error| self.request_error(name, error.to_string()))?;
         let mut connection = lock(&self.connection);
         let Some(mut stream) = connection.take() else {
-            return Err(self.error(name, "the connection was lost in an earlier request"));
+            return Err(self.request_error(name, "the connection was lost in an earlier request"));
         };
         // The store itself answers at the deadline, and its answer may take a moment.
-        let deadline = deadline_after(timeout.saturating_add(GRACE));
+        let deadline = deadline_after(timeout.saturating_add(GRACE_PERIOD));
         let reply = write_all(&stream, &request, deadline)
             .and_then(|()| read_blocking(&mut stream, deadline))
-            .map_err(|error| self.error(name, error.to_string()))?;
+            .map_err(|error| self.request_error(name, error.to_string()))?;
         *connection = Some(stream);
         match reply {
-            Reply::Refused(reason) => Err(self.error(name, reason)),
+            Reply::Refused(reason) => Err(self.request_error(name, reason)),
             reply => Ok(reply),
         }
     }
 
-    fn unexpected(&self, request: &str, reply: &Reply) -> CommError {
-        self.error(request, format!("unexpected reply {reply:?}"))
+    fn unexpected_reply_error(&self, request: &str, reply: &Reply) -> CommError {
+        self.request_error(request, format!("unexpected reply {reply:?}"))
     }
 
-    fn error(&self, request: &str, message: impl Into<String>) -> CommError {
+    fn request_error(&self, request: &str, message: impl Into<String>) -> CommError {
         CommError::Store {
             address: self.address.clone(),
             request: request.to_owned(),
@@ -383,7 +391,7 @@ impl TcpStore {
     }
 }
 
-pub(super) fn rendezvous(address: &str, message: String) -> CommError {
+pub(super) fn rendezvous_error(address: &str, message: String) -> CommError {
     CommError::Rendezvous {
         address: address.to_owned(),
         joined: Vec::new(),
@@ -393,8 +401,8 @@ pub(super) fn rendezvous(address: &str, message: String) -> CommError {
 }
 
 /// Returns a timeout as it is sent to the store.
-fn milliseconds(timeout: Duration) -> u64 {
-    timeout.min(MAX_DEADLINE).as_millis() as u64
+fn to_milliseconds(timeout: Duration) -> u64 {
+    timeout.min(MAX_TIMEOUT).as_millis() as u64
 }
 
 /// Returns the error of a rank that could not join. One that reaches no store misses rank 0.
@@ -407,7 +415,7 @@ fn not_joined(address: &str, reason: &NotJoined, options: &StoreOptions) -> Comm
             missing: vec![0],
             message: format!("{message}; is rank 0 running, and is the port open?"),
         },
-        _ => rendezvous(address, message),
+        _ => rendezvous_error(address, message),
     }
 }
 
@@ -492,7 +500,7 @@ pub(super) fn connect_once(
     for address in address.to_socket_addrs()? {
         let remaining = deadline
             .saturating_duration_since(Instant::now())
-            .clamp(Duration::from_millis(1), GRACE);
+            .clamp(Duration::from_millis(1), GRACE_PERIOD);
         match TcpStream::connect_timeout(&address, remaining) {
             // A client that connects to a free port of its own host can be given that port itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
@@ -530,7 +538,7 @@ mod tests {
         let other = TcpStore::connect(host.address(), &options(1, DEADLINE)).unwrap();
         host.set("place/0", b"").unwrap();
         other.set("place/1", b"").unwrap();
-        assert_eq!(host.departed(DEADLINE).unwrap(), []);
+        assert_eq!(host.departed_ranks(DEADLINE).unwrap(), []);
         thread::scope(|scope| {
             let waiting = scope.spawn(|| host.wait_for_ranks("place/", DEADLINE).unwrap());
             // It asks the same, and ends before there is a reply.
@@ -549,7 +557,7 @@ mod tests {
             let outcome = waiting.join().unwrap();
             assert!(matches!(outcome, RankValues::Departed(1)), "{outcome:?}");
         });
-        assert_eq!(host.departed(DEADLINE).unwrap(), [1]);
+        assert_eq!(host.departed_ranks(DEADLINE).unwrap(), [1]);
         let late =
             TcpStore::connect(host.address(), &options(2, Duration::from_millis(200))).unwrap_err();
         assert!(

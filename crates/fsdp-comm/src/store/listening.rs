@@ -75,7 +75,10 @@ pub(crate) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
 
 /// Returns the addresses at which a store may listen. It listens at the first of them that this
 /// host has.
-pub(super) fn addresses(address: &str, options: &StoreOptions) -> io::Result<Vec<SocketAddr>> {
+pub(super) fn listening_addresses(
+    address: &str,
+    options: &StoreOptions,
+) -> io::Result<Vec<SocketAddr>> {
     if !is_everywhere(address, options) {
         return Name(address).to_socket_addrs().map(Iterator::collect);
     }
@@ -94,7 +97,7 @@ pub(crate) fn every_address(port: u16) -> [SocketAddr; 2] {
 }
 
 /// Returns the addresses at which this host reaches what listens here at this port.
-pub(super) fn loopback(port: u16) -> [SocketAddr; 2] {
+pub(super) fn loopback_addresses(port: u16) -> [SocketAddr; 2] {
     [
         (Ipv4Addr::LOCALHOST, port).into(),
         (Ipv6Addr::LOCALHOST, port).into(),
@@ -119,7 +122,7 @@ mod tests {
             for name in ["node0:29500", "job-0.job.svc:0", "0.0.0.0:0", "[::]:1"] {
                 assert!(is_everywhere(name, &options), "{name}");
                 assert!(
-                    addresses(name, &options)
+                    listening_addresses(name, &options)
                         .unwrap()
                         .iter()
                         .all(|address| address.ip().is_unspecified())
@@ -135,10 +138,10 @@ mod tests {
                 assert!(!is_everywhere(address, &options), "{address}");
             }
             assert_eq!(
-                addresses("10.0.0.5:7", &options).unwrap(),
+                listening_addresses("10.0.0.5:7", &options).unwrap(),
                 ["10.0.0.5:7".parse().unwrap()]
             );
-            assert!(addresses("node0", &options).is_err());
+            assert!(listening_addresses("node0", &options).is_err());
         }
         assert!(!is_everywhere("node0:29500", &with(None, false)));
     }

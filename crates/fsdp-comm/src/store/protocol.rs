@@ -181,7 +181,7 @@ pub(super) fn to_bytes<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     Ok([&prefix, &body[..]].concat())
 }
 
-/// Returns the length of the message after this prefix.
+/// Returns the length of the message after `prefix`.
 pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
     let len = u32::from_le_bytes(prefix) as usize;
     check_message_len(len).map(|()| len)

@@ -21,7 +21,7 @@ use crate::sync::lock;
 use crate::wire;
 
 /// The time that the bytes of one message may take, once it has begun.
-const MESSAGE_DEADLINE: Duration = Duration::from_secs(30);
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A store, as all of its connections share it.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ struct StoreState {
     has_failed: bool,
 }
 
-/// Opens a store at the first of these addresses that is one of this host. It ends when the port is
+/// Opens a store at the first of `addresses` that is one of this host. It ends when the port is
 /// dropped.
 pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Result<Port> {
     let store = Arc::new(Store {
@@ -297,7 +297,7 @@ async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
     // The buffer grows with the bytes that arrive, so a wrong length takes no memory.
     let mut body = Vec::new();
     timeout(
-        MESSAGE_DEADLINE,
+        MESSAGE_TIMEOUT,
         stream.take(len as u64).read_to_end(&mut body),
     )
     .await??;
@@ -308,5 +308,5 @@ async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
 /// request only. A client that does not read is dropped, as its replies would pile up.
 async fn write(stream: &mut TcpStream, reply: &Reply) -> io::Result<()> {
     let bytes = to_bytes(reply).or_else(|error| to_bytes(&Reply::Refused(error.to_string())))?;
-    timeout(MESSAGE_DEADLINE, stream.write_all(&bytes)).await?
+    timeout(MESSAGE_TIMEOUT, stream.write_all(&bytes)).await?
 }

@@ -19,7 +19,7 @@ pub(super) struct Acceptor {
 }
 
 impl Acceptor {
-    /// Listens at the first of these addresses that is one of this host, and lets in every
+    /// Listens at the first of `addresses` that is one of this host, and lets in every
     /// connection which proves in the handshake that it has the key.
     ///
     /// # Errors

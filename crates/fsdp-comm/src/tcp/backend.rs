@@ -142,7 +142,7 @@ impl TcpBackend {
         Ok(backend)
     }
 
-    /// Creates a group of some of these ranks: see [`Backend::subgroup`].
+    /// Creates the group of `members`, which are ranks of this one: see [`Backend::subgroup`].
     pub(crate) fn create_subgroup(
         &self,
         round: &Round<'_>,
@@ -197,7 +197,7 @@ impl TcpBackend {
         let records = member.exchange(&round, record).inspect_err(|error| {
             self.node.abort(self.members.id, LAST_SETUP_ROUND, error);
         })?;
-        member.forget(LAST_SETUP_ROUND);
+        member.discard_round(LAST_SETUP_ROUND);
         Ok(records)
     }
 
@@ -224,7 +224,7 @@ impl TcpBackend {
             return Ok(records.into_iter().map(Bytes::copy_from_slice).collect());
         }
         let records = member.exchange(round, record)?;
-        member.forget(round.number);
+        member.discard_round(round.number);
         Ok(records)
     }
 
@@ -232,8 +232,8 @@ impl TcpBackend {
     /// same, but no longer than `limit` (`None` waits without end). Returns `true` if all have; a
     /// rank that ends or stops without a word has not.
     #[cfg(feature = "mpi")]
-    pub(crate) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
-        self.node.say_goodbye(limit)
+    pub(crate) fn say_goodbye(&self, timeout: Option<Duration>) -> bool {
+        self.node.say_goodbye(timeout)
     }
 }
 
@@ -364,7 +364,7 @@ mod tests {
             let gathering = scope.spawn(|| gather_much(backend));
             let mut max_chunks = 0;
             while !gathering.is_finished() {
-                max_chunks = max_chunks.max(node.inbox().lock().most_waiting_chunks());
+                max_chunks = max_chunks.max(node.inbox().lock().max_waiting_chunks());
                 thread::sleep(Duration::from_micros(20));
             }
             assert!((1..=4).contains(&max_chunks), "{max_chunks} chunks waited");
@@ -398,7 +398,7 @@ mod tests {
                 );
                 if offset.is_multiple_of(CHUNK_BYTES) {
                     thread::sleep(Duration::from_millis(20));
-                    max_chunks = max_chunks.max(receiver.node.inbox().lock().most_waiting_chunks());
+                    max_chunks = max_chunks.max(receiver.node.inbox().lock().max_waiting_chunks());
                 }
             });
             let ranges = vec![0..BYTES; 2];

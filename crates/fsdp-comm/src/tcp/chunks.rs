@@ -8,7 +8,7 @@ use super::watch::SharedRound;
 use crate::error::CommError;
 
 /// The alignment of chunks: whole elements of every type, and whole cache lines.
-const ALIGNMENT: usize = 64;
+const ALIGNMENT_BYTES: usize = 64;
 
 /// The chunks that a rank has sent in a group so far.
 #[derive(Debug, Default)]
@@ -52,7 +52,8 @@ impl<'a> OutgoingChunks<'a> {
             }
         }
         // A window is divided equally among the places.
-        let chunk = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT * ALIGNMENT).max(ALIGNMENT);
+        let chunk = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+            .max(ALIGNMENT_BYTES);
         for (reader, range) in to.iter().enumerate() {
             if let Some(place) = places.iter().position(|place| place == range) {
                 let words = [
@@ -157,7 +158,7 @@ pub(super) struct IncomingChunks<'a> {
     /// The rank that sends them.
     pub(super) from: usize,
     /// The bytes that are still to come.
-    left: usize,
+    remaining_len: usize,
     /// `None` until the sender has told where the chunks lie.
     place: Option<ChunkPlace>,
 }
@@ -178,26 +179,26 @@ impl<'a> IncomingChunks<'a> {
         IncomingChunks {
             shared,
             from,
-            left: len,
+            remaining_len: len,
             place: None,
         }
     }
 
     /// Returns `true` if all bytes have been consumed.
     pub(super) fn is_over(&self) -> bool {
-        self.left == 0
+        self.remaining_len == 0
     }
 
     /// Waits for the next chunk, and returns it. It stays in place until
-    /// [`consumed`](Self::consumed) is called.
-    pub(super) fn chunk(&mut self) -> Result<&'a [u8], CommError> {
+    /// [`release_chunk`](Self::release_chunk) is called.
+    pub(super) fn wait_for_chunk(&mut self) -> Result<&'a [u8], CommError> {
         let ChunkPlace {
             number,
             offset,
             size,
         } = self.place()?;
         self.wait(|segment| segment.word(Word::Published).load(Ordering::Acquire) > number)?;
-        let len = size.min(self.left);
+        let len = size.min(self.remaining_len);
         let chunk = self.segment().window((number % 2) as usize, offset, len);
         if chunk.len() == len {
             return Ok(chunk);
@@ -210,10 +211,10 @@ impl<'a> IncomingChunks<'a> {
 
     /// Tells the sender that this rank is done with the chunk, so that its window can be written
     /// again.
-    pub(super) fn consumed(&mut self) {
+    pub(super) fn release_chunk(&mut self) {
         let place = self.place.as_mut().expect("a chunk has been read");
         place.number += 1;
-        self.left = self.left.saturating_sub(place.size);
+        self.remaining_len = self.remaining_len.saturating_sub(place.size);
         let segment = &self.shared.segments[self.from];
         segment
             .reader_word(self.shared.member.rank, ReaderWord::Consumed)

@@ -142,7 +142,7 @@ fn word(header: &[u8; HEADER_BYTES], offset: usize) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|byte| header[offset + byte]))
 }
 
-/// Returns `true` if a write that failed with this error may be tried again.
+/// Returns `true` if a write that failed with `error` may be tried again.
 pub(super) fn is_retryable(error: &io::Error) -> bool {
     matches!(
         error.kind(),

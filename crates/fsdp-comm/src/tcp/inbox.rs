@@ -19,7 +19,7 @@ use crate::wire;
 pub(super) const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(1750);
 
 /// The time that a process which was stopped has for reading what the others sent meanwhile.
-const CATCH_UP: Duration = Duration::from_millis(500);
+const CATCH_UP_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The reason that is given for a rank that has ended without a goodbye.
 const EXITED: &str = "exited without leaving the group (its connection was closed)";
@@ -185,7 +185,7 @@ impl InboxState {
         now.saturating_duration_since(self.last_beat) > HEARTBEAT_TIMEOUT
             || self
                 .resumed
-                .is_some_and(|resumed| now.saturating_duration_since(resumed) < CATCH_UP)
+                .is_some_and(|resumed| now.saturating_duration_since(resumed) < CATCH_UP_TIMEOUT)
     }
 
     /// Takes a frame of another rank.
@@ -212,8 +212,8 @@ impl InboxState {
                     .get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
             }
             Kind::Ended => {
-                let ended = self.rank_of(&body)?;
-                self.hear_of_end(ended);
+                let ended = self.decode_rank(&body)?;
+                self.receive_news_of_end(ended);
             }
             // All kinds below are about a group.
             _ if self.closed.contains(&group) => {}
@@ -233,8 +233,11 @@ impl InboxState {
                     }
                 }
             }
-            Kind::Record => self.received(group, from, round).record = Some(body),
-            Kind::Chunk => self.received(group, from, round).chunks.push_back(body),
+            Kind::Record => self.received_frames(group, from, round).record = Some(body),
+            Kind::Chunk => self
+                .received_frames(group, from, round)
+                .chunks
+                .push_back(body),
             Kind::Bundle => {
                 let records = unbundle(body).ok_or_else(not_this_protocol)?;
                 if records.iter().any(|&(rank, _)| rank >= self.ranks.len()) {
@@ -247,7 +250,7 @@ impl InboxState {
                 }
             }
             Kind::Question => {
-                let asked = self.ranks_of(&body)?;
+                let asked = self.decode_ranks(&body)?;
                 // If this rank does not have the records either, it asks its own neighbours for
                 // them.
                 if let Some(state) = self.groups.get_mut(&group)
@@ -265,7 +268,7 @@ impl InboxState {
                     }));
             }
             Kind::Absent => {
-                let absent = self.rank_of(&body)?;
+                let absent = self.decode_rank(&body)?;
                 if let Some(relayed) = self.relayed_round(group, round) {
                     relayed.peer(absent).is_absent = true;
                 }
@@ -275,7 +278,7 @@ impl InboxState {
     }
 
     /// Reads the body of a frame that consists of a rank of a group.
-    fn rank_of(&self, body: &[u8]) -> io::Result<usize> {
+    fn decode_rank(&self, body: &[u8]) -> io::Result<usize> {
         let bytes = body.try_into().map_err(|_| not_this_protocol())?;
         match usize::try_from(u64::from_le_bytes(bytes)) {
             Ok(rank) if rank < self.ranks.len() => Ok(rank),
@@ -284,12 +287,12 @@ impl InboxState {
     }
 
     /// Reads the body of a frame that consists of ranks of a group, at least one.
-    fn ranks_of(&self, body: &[u8]) -> io::Result<Vec<usize>> {
+    fn decode_ranks(&self, body: &[u8]) -> io::Result<Vec<usize>> {
         if body.is_empty() {
             return Err(not_this_protocol());
         }
         body.chunks(size_of::<u64>())
-            .map(|bytes| self.rank_of(bytes))
+            .map(|bytes| self.decode_rank(bytes))
             .collect()
     }
 
@@ -301,14 +304,14 @@ impl InboxState {
         self.lost.retain(|&lost| lost != to);
     }
 
-    /// Records that this rank needs the rank `of`. From now on its silence counts, although there
+    /// Records that this rank needs `rank`. From now on its silence counts, although there
     /// may be no connection yet.
-    pub(super) fn expect(&mut self, of: usize, now: Instant) {
-        self.ranks[of].last_frame_received.get_or_insert(now);
+    pub(super) fn expect_frames_from(&mut self, rank: usize, now: Instant) {
+        self.ranks[rank].last_frame_received.get_or_insert(now);
     }
 
-    /// Records that a connection to a rank ended with this error. The rank is lost with its last
-    /// connection: its frames come on only one of them, and this rank does not know on which.
+    /// Records that a connection to the rank `from` ended with `error`. The rank is lost with its
+    /// last connection: its frames come on only one of them, and this rank does not know on which.
     pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
         // A rank that leaves registers no connections any more, but may still read from one.
         let connections = &mut self.ranks[from].connections;
@@ -316,7 +319,7 @@ impl InboxState {
         if *connections > 0 {
             return;
         }
-        self.lose(from, error);
+        self.record_loss(from, error);
         // All of its frames have been read, and there was no goodbye, so its process has ended:
         // tell others. If it was lost for another reason, perhaps only these two ranks do not
         // reach each other.
@@ -325,8 +328,8 @@ impl InboxState {
         }
     }
 
-    /// Records that there can be no connection to a rank any more, because of this error.
-    pub(super) fn lose(&mut self, from: usize, error: &io::Error) {
+    /// Records that there can be no connection to the rank `from` any more, because of `error`.
+    pub(super) fn record_loss(&mut self, from: usize, error: &io::Error) {
         let reason = if is_end(error) {
             EXITED.to_owned()
         } else {
@@ -344,19 +347,19 @@ impl InboxState {
     /// Records that a rank has refused a connection. So it has left or ended. If there is another
     /// connection to it, its frames may still be on their way there, and the end of that connection
     /// will tell that it has left.
-    pub(super) fn refuse(&mut self, by: usize) {
-        let reason = if self.lost.contains(&by) {
+    pub(super) fn record_refusal(&mut self, refusing: usize) {
+        let reason = if self.lost.contains(&refusing) {
             EXITED
         } else {
             "has ended (it takes no connections any more)"
         };
-        let rank = &mut self.ranks[by];
+        let rank = &mut self.ranks[refusing];
         if rank.connections == 0 {
             rank.left.get_or_insert_with(|| reason.to_owned());
         }
     }
 
-    /// Takes the news that the rank `of` has ended without a goodbye. The news must not overtake
+    /// Takes the news that the rank `ended` has ended without a goodbye. The news must not overtake
     /// that rank's own frames. So it counts only if there is no connection to that rank: then no
     /// frames are on their way, because a rank sends frames on a connection only once the other
     /// side has registered it.
@@ -364,27 +367,31 @@ impl InboxState {
     /// The news may be wrong: a rank that was stopped for long may find connections closed whose
     /// other ends are well. So this rank tries to connect in order to send a heartbeat, and
     /// believes the news only when the connection is refused.
-    fn hear_of_end(&mut self, of: usize) {
-        let rank = &self.ranks[of];
-        if of == self.rank || rank.connections > 0 || rank.said_goodbye || self.lost.contains(&of) {
+    fn receive_news_of_end(&mut self, ended: usize) {
+        let rank = &self.ranks[ended];
+        if ended == self.rank
+            || rank.connections > 0
+            || rank.said_goodbye
+            || self.lost.contains(&ended)
+        {
             return;
         }
-        self.lost.push(of);
-        self.forward_end(of);
+        self.lost.push(ended);
+        self.forward_end(ended);
         if !self.leaving {
             self.notices
-                .push(Notice::new(of, Kind::Heartbeat, Vec::new()));
+                .push(Notice::new(ended, Kind::Heartbeat, Vec::new()));
         }
     }
 
     /// Tells the neighbours that a rank has ended. Each rank forwards this news once.
-    fn forward_end(&mut self, of: usize) {
+    fn forward_end(&mut self, ended: usize) {
         if self.leaving {
             return;
         }
-        for &to in self.neighbours.iter().filter(|&&to| to != of) {
+        for &to in self.neighbours.iter().filter(|&&to| to != ended) {
             self.notices
-                .push(Notice::new(to, Kind::Ended, encode_ranks(&[of])));
+                .push(Notice::new(to, Kind::Ended, encode_ranks(&[ended])));
         }
     }
 
@@ -455,7 +462,12 @@ impl InboxState {
     }
 
     /// Returns the frames that a rank has sent in a round so far.
-    pub(super) fn received(&mut self, group: u64, rank: usize, round: u64) -> &mut ReceivedFrames {
+    pub(super) fn received_frames(
+        &mut self,
+        group: u64,
+        rank: usize,
+        round: u64,
+    ) -> &mut ReceivedFrames {
         self.groups
             .entry(group)
             .or_default()
@@ -474,7 +486,7 @@ impl InboxState {
 
     /// Returns the largest number of chunks of one rank that wait to be taken.
     #[cfg(test)]
-    pub(super) fn most_waiting_chunks(&self) -> usize {
+    pub(super) fn max_waiting_chunks(&self) -> usize {
         let incoming = self.groups.values().flat_map(|group| group.rounds.values());
         incoming
             .map(|incoming| incoming.chunks.len())
@@ -483,7 +495,7 @@ impl InboxState {
     }
 
     /// Drops the frames of a round.
-    pub(super) fn forget(&mut self, group: u64, round: u64) {
+    pub(super) fn discard_round(&mut self, group: u64, round: u64) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.rounds.retain(|&(_, number), _| number != round);
         }
@@ -606,7 +618,7 @@ mod tests {
         state.open(7, &[0, 1, 2]);
         let died = || io::Error::from(io::ErrorKind::UnexpectedEof);
         // A rank of another group has nothing to do with it.
-        state.lose(3, &died());
+        state.record_loss(3, &died());
         assert_eq!(state.first_lost(7, &[1, 2]), None);
         state
             .receive(
@@ -622,9 +634,9 @@ mod tests {
             .unwrap();
         assert_eq!(state.first_lost(7, &[1, 2]), Some(1));
         assert_eq!(state.first_lost(7, &[2]), None);
-        state.lose(2, &died());
+        state.record_loss(2, &died());
         // It said goodbye, and then its connection ended too.
-        state.lose(1, &died());
+        state.record_loss(1, &died());
         assert_eq!(state.first_lost(7, &[1]), Some(2));
         assert_eq!(state.first_lost(7, &[0]), None);
     }
@@ -778,7 +790,7 @@ mod tests {
         news(&mut state, 5);
         assert_eq!(told(&mut state, Kind::Ended), neighbours);
         assert_eq!(state.ranks[5].left, None);
-        state.refuse(5);
+        state.record_refusal(5);
         assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
         // Rank 6 is well.
         news(&mut state, 6);
@@ -829,14 +841,14 @@ mod tests {
         state.connect(5, now);
         state.connect(5, now);
         // An attempt that came too late does not mean anything.
-        state.refuse(5);
+        state.record_refusal(5);
         state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
         assert_eq!(state.ranks[5].left, None);
         state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
         assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
         // There has been no connection to rank 6. It may have left as it should, and is not blamed
         // before others.
-        state.refuse(6);
+        state.record_refusal(6);
         assert_eq!(state.first_lost(7, &[6]), Some(5));
         assert!(state.ranks[6].left.is_some() && !state.lost.contains(&6));
     }
@@ -848,7 +860,7 @@ mod tests {
         let later = now + 2 * HEARTBEAT_TIMEOUT;
         assert_eq!(state.ranks[2].silence(later), 2 * HEARTBEAT_TIMEOUT);
         assert_eq!(state.ranks[5].silence(later), Duration::ZERO);
-        state.expect(5, later);
+        state.expect_frames_from(5, later);
         assert_eq!(
             state.ranks[5].silence(later + HEARTBEAT_TIMEOUT),
             HEARTBEAT_TIMEOUT

@@ -10,7 +10,7 @@ use super::inbox::InboxState;
 use crate::sync::{lock, wait_timeout};
 
 /// The time after which a notice is offered again to a rank whose socket was busy.
-pub(super) const OFFER_AGAIN: Duration = Duration::from_millis(20);
+pub(super) const OFFER_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The state that all threads share.
 #[derive(Debug)]
@@ -97,8 +97,8 @@ impl Inbox {
     }
 
     /// Waits until there are notices to send, and returns them. With `has_others` there are notices
-    /// that could not be sent before, and this returns after [`OFFER_AGAIN`] at the latest, so that
-    /// they are tried again. Returns `None` if this rank leaves.
+    /// that could not be sent before, and this returns after [`OFFER_INTERVAL`] at the latest, so
+    /// that they are tried again. Returns `None` if this rank leaves.
     pub(super) fn wait_for_notices(&self, has_others: bool) -> Option<Vec<Notice>> {
         let mut state = self.lock();
         let mut is_first = true;
@@ -112,7 +112,7 @@ impl Inbox {
             }
             is_first = false;
             state = if has_others {
-                wait_timeout(&self.noticed, state, OFFER_AGAIN)
+                wait_timeout(&self.noticed, state, OFFER_INTERVAL)
             } else {
                 self.noticed
                     .wait(state)

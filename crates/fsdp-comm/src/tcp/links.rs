@@ -19,8 +19,8 @@
 //! ```text
 //! A (connects)                                B (admits)
 //! offers the connection: a heartbeat  ───▶    takes that first frame, and registers the connection
-//! registers the connection            ◀───    answers with a frame, a heartbeat if it has nothing
-//! else to send sends frames                        ◀──▶    sends frames
+//! registers the connection            ◀───    answers with a frame, a heartbeat if it has nothing else to send
+//! sends frames                        ◀──▶    sends frames
 //! ```
 
 use std::collections::HashSet;
@@ -33,26 +33,26 @@ use std::time::{Duration, Instant};
 
 use super::acceptor::AdmittedConnection;
 use super::frame::{self, Frame, Kind, Notice, OutgoingFrame};
-use super::inbox_lock::{Inbox, OFFER_AGAIN};
+use super::inbox_lock::{Inbox, OFFER_INTERVAL};
 use crate::access::{Hello, Key, Refusal, handshake_as_client};
 use crate::blocking::is_end;
 use crate::sync::lock;
 
 /// The time after which a blocked write checks whether it should go on.
-const WRITE_SLICE: Duration = Duration::from_millis(100);
+const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The time for which a rank that leaves or aborts tries to tell the others, and then the time for
 /// which one that leaves waits until they have closed their ends.
 pub(super) const GOODBYE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The time that one attempt to connect may take, so that it does not hold up a rank that leaves.
-const CONNECT_SLICE: Duration = Duration::from_millis(500);
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The time that the handshake may take.
-const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The time between two attempts to connect to a rank.
-const RETRY: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 const READ_BUFFER_BYTES: usize = 64 << 10;
 
@@ -203,7 +203,7 @@ impl Links {
             if state.ranks[to].left.is_some() {
                 return;
             }
-            state.expect(to, Instant::now());
+            state.expect_frames_from(to, Instant::now());
         }
         // One attempt at a time is enough.
         if !lock(&self.attempts).insert(to) {
@@ -241,11 +241,11 @@ impl Links {
                 // The other rank listened before it published its address. So now it is gone, and
                 // another process may have its port.
                 Err(Refusal::Io(_) | Refusal::OtherJob) => {
-                    self.inbox.change(|state| state.refuse(to));
+                    self.inbox.change(|state| state.record_refusal(to));
                     break;
                 }
             }
-            thread::sleep(RETRY);
+            thread::sleep(RETRY_INTERVAL);
         }
         self.end_attempt(to);
     }
@@ -256,7 +256,7 @@ impl Links {
             .directory
             .as_ref()
             .expect("only a rank that is not connected to all others connects later");
-        let stream = Arc::new(TcpStream::connect_timeout(&addresses[to], CONNECT_SLICE)?);
+        let stream = Arc::new(TcpStream::connect_timeout(&addresses[to], CONNECT_TIMEOUT)?);
         stream.set_nodelay(true)?;
         self.add(to, &stream)?;
         self.offer_connection(&stream, key)
@@ -268,7 +268,7 @@ impl Links {
     /// on it, unless this rank is leaving.
     fn offer_connection(&self, stream: &Arc<TcpStream>, key: &Key) -> Result<(), Refusal> {
         let hello = Hello::new(self.rank, self.writers.len());
-        handshake_as_client(stream, key, hello, Instant::now() + HANDSHAKE_TIME)?;
+        handshake_as_client(stream, key, hello, Instant::now() + HANDSHAKE_TIMEOUT)?;
         prepare(stream)?;
         {
             // A rank that leaves says goodbye on all connections that it has offered. So none may
@@ -347,20 +347,20 @@ impl Links {
         self.inbox.change(|_| ());
     }
 
-    /// Gives up a rank to which a frame could not be written as a whole, because of this error:
+    /// Gives up `rank`, to which a frame could not be written as a whole, because of `error`:
     /// ends the connections to it, and sees to it that the rank counts as lost.
-    pub(super) fn give_up(&self, on: usize, error: &io::Error) {
+    pub(super) fn give_up(&self, rank: usize, error: &io::Error) {
         let how = if is_end(error) {
             // The rank has ended, maybe as it should. Its last frames may not have been read yet,
             // and this rank may still need them. The thread that reads them records the end of the
             // rank after the last one.
             Shutdown::Write
         } else {
-            self.inbox.change(|state| state.lose(on, error));
+            self.inbox.change(|state| state.record_loss(rank, error));
             Shutdown::Both
         };
         for connection in lock(&self.open).iter().flatten() {
-            if connection.rank == on {
+            if connection.rank == rank {
                 connection.stream.shutdown(how).ok();
             }
         }
@@ -495,7 +495,7 @@ impl Links {
             if due.is_empty() || Instant::now() >= deadline {
                 return;
             }
-            thread::sleep(OFFER_AGAIN);
+            thread::sleep(OFFER_INTERVAL);
         }
     }
 
@@ -581,7 +581,7 @@ fn reader(stream: &TcpStream) -> BufReader<&TcpStream> {
 fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(None)?;
-    stream.set_write_timeout(Some(WRITE_SLICE))
+    stream.set_write_timeout(Some(WRITE_TIMEOUT))
 }
 
 /// Writes a frame. After each timeout of the socket, `go_on` says whether to try again.

@@ -22,16 +22,16 @@ use crate::error::CommError;
 use crate::store::TcpStore;
 
 /// The time between two heartbeats.
-const HEARTBEAT: Duration = Duration::from_millis(500);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The time between two checks of a rank that catches up after its process was stopped.
-const CATCH_UP_CHECK: Duration = Duration::from_millis(20);
+const CATCH_UP_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The longest time between two checks of a rank that waits for a connection.
-const CONNECTION_CHECK: Duration = Duration::from_millis(100);
+const CONNECTION_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The time after which a rank that waits for records connects to those that send records to it.
-const NEIGHBOUR_CHECK: Duration = Duration::from_millis(250);
+const NEIGHBOUR_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The outcome of the rendezvous on a rank.
 #[derive(Debug)]
@@ -103,7 +103,7 @@ impl Node {
         }
         let beating = Arc::clone(&node.links);
         node.links.spawn("heartbeat".to_owned(), move || {
-            while !beating.inbox.wait_for_next_heartbeat(HEARTBEAT) {
+            while !beating.inbox.wait_for_next_heartbeat(HEARTBEAT_INTERVAL) {
                 beating.send_heartbeats();
             }
         })?;
@@ -142,7 +142,7 @@ impl Node {
             if let Some(failure) = state.failure(group, round, &[to], Instant::now()) {
                 return Err(failure);
             }
-            drop(self.inbox().wait(state, CONNECTION_CHECK));
+            drop(self.inbox().wait(state, CONNECTION_CHECK_INTERVAL));
         }
         Ok(())
     }
@@ -234,7 +234,7 @@ impl Node {
                 Next::Wait(deadline) => {
                     let remaining = deadline.saturating_duration_since(Instant::now());
                     state = self.inbox().wait(state, remaining);
-                    if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK {
+                    if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK_INTERVAL {
                         // If the group is only a part of a large job, a rank that should send to
                         // this one may not have connected yet. Without a connection, this rank
                         // would not notice that the other one leaves or stops.
@@ -360,12 +360,12 @@ impl Node {
     }
 
     /// Tells all ranks that this one leaves, and waits until all others have told the same, but no
-    /// longer than `limit` (`None` waits without end). Returns `true` if all have, and `false` if
+    /// longer than `timeout` (`None` waits without end). Returns `true` if all have, and `false` if
     /// one of them is lost or the time is over.
     #[cfg(feature = "mpi")]
-    pub(super) fn say_goodbye(&self, limit: Option<Duration>) -> bool {
+    pub(super) fn say_goodbye(&self, timeout: Option<Duration>) -> bool {
         self.links.say_goodbye();
-        let deadline = limit.map(|limit| Instant::now() + limit);
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let mut state = self.inbox().lock();
         loop {
             let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
@@ -390,8 +390,8 @@ impl Node {
         }
     }
 
-    /// Returns the reason that a round which still waits for these ranks cannot end, if there is
-    /// one.
+    /// Returns the reason that a round which still waits for the `missing` ranks cannot end, if
+    /// there is one.
     pub(super) fn failure(
         &self,
         group: u64,
@@ -435,9 +435,10 @@ impl Node {
             }
             // The deadline may be over while this process catches up.
             let remaining = round.deadline.saturating_duration_since(Instant::now());
-            state = self
-                .inbox()
-                .wait(state, remaining.clamp(CATCH_UP_CHECK, HEARTBEAT));
+            state = self.inbox().wait(
+                state,
+                remaining.clamp(CATCH_UP_CHECK_INTERVAL, HEARTBEAT_INTERVAL),
+            );
         }
     }
 }

@@ -26,7 +26,7 @@ use bytes::Bytes;
 
 use super::frame::{Kind, Notice};
 use super::inbox::{InboxState, Question, encode_ranks, timeout_error};
-use super::relayed_round::bundles;
+use super::relayed_round::bundle_records;
 use crate::backend::Round;
 use crate::error::CommError;
 
@@ -37,19 +37,19 @@ const ASKS_BEFORE_DEADLINE: Duration = Duration::from_secs(3);
 /// The time that neighbours have for an answer before a rank asks directly those whose records are
 /// still missing, or a sixth of the time that the operation may take if that is shorter. After this
 /// time few records are missing, so few connections have to be made.
-const NEIGHBOUR_TIME: Duration = Duration::from_secs(1);
+const NEIGHBOUR_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The time that a rank waits before it connects to the first receiver of a rank that has left, or
 /// a twelfth of the time that the operation may take if that is shorter. Usually the connection is
 /// not needed: if a rank has died, nearly all others hear within this time that the group has
 /// failed.
-const FIRST_RECEIVER_PAUSE: Duration = Duration::from_millis(250);
+const FIRST_RECEIVER_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The time that others have for an answer before a silent rank is blamed.
-const ANSWER_TIME: Duration = Duration::from_millis(250);
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// The longest time between two checks of the other ranks.
-const CHECK: Duration = Duration::from_millis(500);
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The next thing that a rank has to do in an exchange.
 #[derive(Debug)]
@@ -110,11 +110,11 @@ impl InboxState {
         if let Some(step) = relayed.next_step(schedule) {
             return Ok(Next::Send {
                 to: state.ranks[step.to],
-                bundles: relayed.outgoing(schedule, step),
+                bundles: relayed.bundles_for_step(schedule, step),
             });
         }
         // Step 2: end the round, if nothing is missing.
-        if let Some(records) = relayed.complete(schedule) {
+        if let Some(records) = relayed.complete_records(schedule) {
             state.last_finished_round = Some(round.number);
             state
                 .relayed_rounds
@@ -123,7 +123,7 @@ impl InboxState {
         }
         // Do not judge the others before this process has read what they sent while it was stopped.
         if catches_up {
-            return Ok(Next::Wait(now + CHECK));
+            return Ok(Next::Wait(now + CHECK_INTERVAL));
         }
         // Step 3: give up if a rank that has left will never send what is missing. This is so for a
         // rank from which records are still to come, because it left before it had finished the
@@ -168,7 +168,7 @@ impl InboxState {
         }
         let deadline = [
             Some(round.deadline),
-            Some(now + CHECK),
+            Some(now + CHECK_INTERVAL),
             wake,
             first_receiver_at,
         ]
@@ -228,7 +228,7 @@ impl InboxState {
         // Step 2: if that did not help, ask each rank whose record is still missing.
         let asks_all_at = relayed
             .waits_long_since
-            .map(|since| since + NEIGHBOUR_TIME.min(round.timeout / 6));
+            .map(|since| since + NEIGHBOUR_TIMEOUT.min(round.timeout / 6));
         if asks_all_at.is_some_and(|at| now >= at) {
             relayed.asks_all_since.get_or_insert(now);
         }
@@ -252,7 +252,7 @@ impl InboxState {
                 continue;
             }
             let since = *peer.needs_first_receiver_since.get_or_insert(now);
-            let at = since + FIRST_RECEIVER_PAUSE.min(round.timeout / 12);
+            let at = since + FIRST_RECEIVER_INTERVAL.min(round.timeout / 12);
             if peers[ranks[first_receiver]].is_connected() || now >= at {
                 peer.is_first_receiver_asked = true;
                 questions.entry(first_receiver).or_default().push(about);
@@ -261,7 +261,7 @@ impl InboxState {
             }
         }
         let wake = match (asks_all_at, relayed.asks_all_since) {
-            (_, Some(since)) => Some(since + ANSWER_TIME).filter(|&answered| now < answered),
+            (_, Some(since)) => Some(since + ANSWER_TIMEOUT).filter(|&answered| now < answered),
             (Some(at), None) => Some(at),
             (None, None) => Some(asks_at),
         };
@@ -328,7 +328,7 @@ impl InboxState {
             });
         }
         for ((to, group, round), records) in found {
-            for body in bundles(records.iter().map(|(rank, record)| (*rank, record))) {
+            for body in bundle_records(records.iter().map(|(rank, record)| (*rank, record))) {
                 notices.push(Notice {
                     to,
                     kind: Kind::Bundle,

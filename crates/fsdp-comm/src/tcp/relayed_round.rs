@@ -101,8 +101,8 @@ impl RelayedRound {
 
     /// Returns the records that this rank sends in a step, in as few bundles as the size of a frame
     /// allows.
-    pub(super) fn outgoing(&self, schedule: Schedule, step: Step) -> Vec<Vec<u8>> {
-        bundles(
+    pub(super) fn bundles_for_step(&self, schedule: Schedule, step: Step) -> Vec<Vec<u8>> {
+        bundle_records(
             schedule
                 .block(schedule.rank(), step.len)
                 .filter_map(|rank| Some((rank, self.record(rank)?))),
@@ -111,7 +111,7 @@ impl RelayedRound {
 
     /// Returns all records, in rank order, once this rank has them and has sent on those that
     /// others wait for.
-    pub(super) fn complete(&self, schedule: Schedule) -> Option<Vec<Bytes>> {
+    pub(super) fn complete_records(&self, schedule: Schedule) -> Option<Vec<Bytes>> {
         if self.steps_sent < schedule.steps().count() {
             return None;
         }
@@ -140,7 +140,9 @@ impl RelayedRound {
 
 /// Encodes records, each with its rank. A bundle is no longer than a chunk, unless it consists of a
 /// single long record.
-pub(super) fn bundles<'r>(records: impl Iterator<Item = (usize, &'r Bytes)>) -> Vec<Vec<u8>> {
+pub(super) fn bundle_records<'r>(
+    records: impl Iterator<Item = (usize, &'r Bytes)>,
+) -> Vec<Vec<u8>> {
     let mut bundles: Vec<Vec<u8>> = Vec::new();
     for (rank, record) in records {
         let added = PREFIX_BYTES + record.len();
@@ -181,7 +183,7 @@ mod tests {
     #[test]
     fn records_come_back_from_bundles() {
         let records: Vec<(usize, Bytes)> = [5, 0, 3].map(|of| (of, record(of))).into();
-        let bundles = bundles(records.iter().map(|(rank, record)| (*rank, record)));
+        let bundles = bundle_records(records.iter().map(|(rank, record)| (*rank, record)));
         assert_eq!(bundles.len(), 1);
         assert_eq!(unbundle(bundles[0].clone()), Some(records));
         assert_eq!(unbundle(Vec::new()), Some(Vec::new()));
@@ -189,7 +191,7 @@ mod tests {
 
     #[test]
     fn what_is_no_bundle_is_refused() {
-        let bundle = bundles([(7, &record(9))].into_iter()).remove(0);
+        let bundle = bundle_records([(7, &record(9))].into_iter()).remove(0);
         for len in 1..bundle.len() {
             assert_eq!(unbundle(bundle[..len].to_vec()), None, "{len}");
         }
@@ -202,7 +204,7 @@ mod tests {
         let long = Bytes::from(vec![1; 300 << 10]);
         let longest = Bytes::from(vec![2; CHUNK_BYTES + 1]);
         let records = [&long, &long, &long, &long, &longest, &long];
-        let bundles = bundles(records.into_iter().enumerate());
+        let bundles = bundle_records(records.into_iter().enumerate());
         let sizes: Vec<usize> = bundles
             .iter()
             .map(|bundle| unbundle(bundle.clone()).unwrap().len())
@@ -235,7 +237,7 @@ mod tests {
         round.add(5, record(5));
         let step = round.next_step(schedule).unwrap();
         assert_eq!((step.to, step.len), (2, 2));
-        let sent = round.outgoing(schedule, step);
+        let sent = round.bundles_for_step(schedule, step);
         assert_eq!(
             unbundle(sent[0].clone()),
             Some(vec![(4, record(4)), (5, record(5))])
@@ -247,8 +249,11 @@ mod tests {
         );
         assert_eq!(round.missing(schedule), [1, 2, 3]);
         assert_eq!(round.awaited_senders(schedule).collect::<Vec<_>>(), [0, 2]);
-        assert_eq!(round.complete(schedule), None);
+        assert_eq!(round.complete_records(schedule), None);
         (1..4).for_each(|of| round.add(of, record(of)));
-        assert_eq!(round.complete(schedule), Some((0..6).map(record).collect()));
+        assert_eq!(
+            round.complete_records(schedule),
+            Some((0..6).map(record).collect())
+        );
     }
 }

@@ -72,13 +72,13 @@ const FAILURE: &str = "tcp/failure";
 
 /// The time for which rank 0 keeps the store after a failed rendezvous, so that the others can read
 /// the outcome. It is longer than the others need for two checks of the store.
-const LINGER: Duration = Duration::from_millis(500);
+const LINGER_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The time between two checks whether a rank has ended, while this one waits for connections.
-const CHECK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The time between two attempts to connect to a rank.
-const RETRY: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A process that takes part in a rendezvous.
 #[derive(Debug)]
@@ -234,7 +234,7 @@ impl Participant {
         Schedule::new(self.world_size, self.rank).neighbours()
     }
 
-    /// Returns the error of a rendezvous that misses these ranks.
+    /// Returns the error of a rendezvous that lacks the `missing` ranks.
     fn missing_error(&self, missing: Vec<usize>, message: String) -> CommError {
         CommError::Rendezvous {
             address: self.address.clone(),
@@ -260,7 +260,7 @@ impl Participant {
         self.missing_error(vec![self.rank], message)
     }
 
-    /// Returns the error of a rank that failed by itself because of the system.
+    /// Returns the error of a rank that failed by itself because the system refused `what`.
     fn io_error(&self, what: &str, error: &io::Error) -> CommError {
         self.own_error(format!("rank {} could not {what}: {error}", self.rank))
     }
@@ -270,8 +270,8 @@ impl Participant {
         self.missing_error(vec![0], format!("rank 0 is gone: {error}"))
     }
 
-    /// Returns the error because of the first rank that has ended its connection to the store. It
-    /// is probably the reason why others have.
+    /// Returns the error because of `first`, the first rank that has ended its connection to the
+    /// store. It is probably the reason why others have.
     fn departed_error(&self, first: usize) -> CommError {
         self.missing_error(
             vec![first],
@@ -287,7 +287,7 @@ impl Participant {
         is_awaited: impl Fn(usize) -> bool,
     ) -> Option<CommError> {
         let remaining = self.deadline.saturating_duration_since(Instant::now());
-        let departed = match store.departed(remaining) {
+        let departed = match store.departed_ranks(remaining) {
             Ok(departed) => departed,
             Err(error) => return Some(self.store_lost_error(&error)),
         };
@@ -305,13 +305,13 @@ impl Participant {
         let told = wire::encode(&own).ok();
         let first = told.and_then(|own| {
             store
-                .compare_and_set_within(CHECK, FAILURE, None, &own)
+                .compare_and_set_within(CHECK_INTERVAL, FAILURE, None, &own)
                 .ok()
         });
         store.leave();
         if self.rank == 0 {
             // The store ends with this rank, and the others have yet to read the error there.
-            thread::sleep(LINGER);
+            thread::sleep(LINGER_INTERVAL);
         }
         first
             .and_then(|first| wire::decode(&first).ok())
@@ -328,7 +328,7 @@ impl Participant {
     ) -> CommError {
         // The other rank may have ended because a third one had ended before: then blame the first
         // that ended.
-        if let Ok(departed) = store.departed(CHECK)
+        if let Ok(departed) = store.departed_ranks(CHECK_INTERVAL)
             && let Some(&first) = departed.first()
         {
             return self.departed_error(first);
@@ -431,7 +431,8 @@ fn accept_all(
         if awaited.is_empty() {
             return Ok(());
         }
-        let Some((stream, hello)) = acceptor.next(deadline.min(Instant::now() + CHECK)) else {
+        let Some((stream, hello)) = acceptor.next(deadline.min(Instant::now() + CHECK_INTERVAL))
+        else {
             if Instant::now() >= deadline {
                 let message = format!("not all ranks connected to rank {rank} within {timeout:?}");
                 return Err(participant.incomplete_error(|other| awaited.contains(&other), message));
@@ -478,14 +479,14 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
         .collect();
     while participant.rank == 0 && Instant::now() < participant.deadline {
         let Err(missing) = store
-            .wait(&unknowing, CHECK)
+            .wait(&unknowing, CHECK_INTERVAL)
             .map_err(|error| participant.store_lost_error(&error))?
         else {
             break;
         };
         // Nobody needs to wait for a rank that has ended.
         let departed = store
-            .departed(CHECK)
+            .departed_ranks(CHECK_INTERVAL)
             .map_err(|error| participant.store_lost_error(&error))?;
         unknowing = missing
             .into_iter()
@@ -504,7 +505,7 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
         let remaining = participant
             .deadline
             .saturating_duration_since(Instant::now())
-            .max(RETRY);
+            .max(RETRY_INTERVAL);
         let connected = TcpStream::connect_timeout(&address, remaining)
             .map_err(Refusal::Io)
             .and_then(|stream| {
@@ -517,9 +518,9 @@ fn connect(participant: &Participant, key: &Key, address: SocketAddr) -> io::Res
             Err(Refusal::Io(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 return Err(error);
             }
-            Err(Refusal::Io(error)) if Instant::now() + RETRY < participant.deadline => {
+            Err(Refusal::Io(error)) if Instant::now() + RETRY_INTERVAL < participant.deadline => {
                 tracing::debug!(%error, %address, "not connected; trying again");
-                thread::sleep(RETRY);
+                thread::sleep(RETRY_INTERVAL);
             }
             Err(Refusal::Io(error)) => return Err(error),
             Err(Refusal::OtherJob) => {

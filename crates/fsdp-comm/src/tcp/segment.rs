@@ -33,8 +33,8 @@ pub(super) const RECORD_BYTES: usize = 128 << 10;
 pub(super) const WINDOW_BYTES: usize = 1 << 20;
 
 /// The size of a cache line. The words about each reader have a line of their own.
-const LINE: usize = 64;
-const PAGE: usize = 4096;
+const LINE_BYTES: usize = 64;
+const PAGE_BYTES: usize = 4096;
 
 /// A word of a segment that its owner writes, except for the verdict, which all ranks write.
 #[derive(Debug, Clone, Copy)]
@@ -87,7 +87,7 @@ impl Segment {
     /// Returns the length of the words: three lines of the owner and its notifications, and a line
     /// for each reader.
     fn header_bytes(ranks: usize) -> usize {
-        (LINE * (3 + ranks)).next_multiple_of(PAGE)
+        (LINE_BYTES * (3 + ranks)).next_multiple_of(PAGE_BYTES)
     }
 
     /// Returns the length of the whole segment.
@@ -95,7 +95,7 @@ impl Segment {
         Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
     }
 
-    /// Creates zeroed memory for a group of this many ranks, and the file through which others map
+    /// Creates zeroed memory for a group of `ranks` ranks, and the file through which others map
     /// it.
     pub(super) fn create(ranks: usize) -> io::Result<(Segment, File)> {
         let file = File::from(memfd_create(
@@ -127,7 +127,7 @@ impl Segment {
     }
 
     /// Returns the number of the file, which other processes need to open it.
-    pub(super) fn number(file: &File) -> i32 {
+    pub(super) fn descriptor_number(file: &File) -> i32 {
         file.as_raw_fd()
     }
 
@@ -138,8 +138,8 @@ impl Segment {
         })
     }
 
-    /// Returns the word at this offset of the header.
-    fn at(&self, offset: usize) -> &AtomicU64 {
+    /// Returns the word at `offset` of the header.
+    fn word_at(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= Self::header_bytes(self.ranks));
         // SAFETY: inside the mapping, which lives as long as `self`, and aligned as the mapping
         // begins at a page; all processes use these eight bytes as an atomic only.
@@ -148,7 +148,7 @@ impl Segment {
 
     /// Returns a word of the owner.
     pub(super) fn word(&self, word: Word) -> &AtomicU64 {
-        self.at(match word {
+        self.word_at(match word {
             Word::Token => 0,
             Word::Arrived => 8,
             Word::Published => 16,
@@ -161,19 +161,19 @@ impl Segment {
     /// Returns a word about a reader.
     pub(super) fn reader_word(&self, reader: usize, word: ReaderWord) -> &AtomicU64 {
         assert!(reader < self.ranks);
-        self.at(LINE * (3 + reader) + 8 * word as usize)
+        self.word_at(LINE_BYTES * (3 + reader) + 8 * word as usize)
     }
 
     /// Returns the two words of a notification: its count, and the number of ranks that wait for
     /// it.
     fn words_of(&self, notification: Notification) -> (&AtomicU32, &AtomicU64) {
-        let line = LINE * (1 + notification as usize);
-        let count: *mut AtomicU64 = self.at(line).as_ptr().cast();
+        let line = LINE_BYTES * (1 + notification as usize);
+        let count: *mut AtomicU64 = self.word_at(line).as_ptr().cast();
         // SAFETY: the first half of a word of the header, which all processes use as an atomic of
         // this size only.
         (
             unsafe { AtomicU32::from_ptr(count.cast()) },
-            self.at(line + 8),
+            self.word_at(line + 8),
         )
     }
 
@@ -212,7 +212,7 @@ impl Segment {
     }
 
     /// Returns the address of a part of the mapping.
-    fn area(&self, offset: usize, len: usize) -> *mut u8 {
+    fn pointer_to(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset
                 .checked_add(len)
@@ -232,18 +232,18 @@ impl Segment {
         Self::header_bytes(self.ranks) + 2 * RECORD_BYTES + window % 2 * WINDOW_BYTES + offset
     }
 
-    /// Copies bytes to this offset of the mapping.
+    /// Copies `bytes` to `offset` of the mapping.
     fn write(&self, offset: usize, bytes: &[u8]) {
-        let area = self.area(offset, bytes.len());
+        let area = self.pointer_to(offset, bytes.len());
         // SAFETY: `area` has room for them, and nobody reads there now (the protocol). The caller's
         // slice is not in the mapping, to whose bytes no safe code has a reference outside the
         // closures of `read`.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), area, bytes.len()) }
     }
 
-    /// Returns the bytes at this offset of the mapping.
+    /// Returns the `len` bytes at `offset` of the mapping.
     fn bytes(&self, offset: usize, len: usize) -> &[u8] {
-        let area = self.area(offset, len);
+        let area = self.pointer_to(offset, len);
         // SAFETY: inside the mapping, and not written to until this reader says that it has
         // consumed them or arrives at the round after the next (the protocol), which it does after
         // the last use of the slice.
@@ -286,7 +286,8 @@ mod tests {
     #[test]
     fn another_mapping_shows_what_the_owner_wrote() {
         let (owner, file) = Segment::create(3).unwrap();
-        let reader = Segment::open(std::process::id(), Segment::number(&file), 3).unwrap();
+        let reader =
+            Segment::open(std::process::id(), Segment::descriptor_number(&file), 3).unwrap();
         owner.write_record(1, b"record");
         owner.write_window(1, WINDOW_BYTES - 3, b"end");
         reader
@@ -309,16 +310,17 @@ mod tests {
     #[test]
     fn other_memory_is_not_mapped() {
         let (_owner, file) = Segment::create(3).unwrap();
-        assert!(Segment::open(std::process::id(), Segment::number(&file), 300).is_err());
+        assert!(Segment::open(std::process::id(), Segment::descriptor_number(&file), 300).is_err());
         let plain = tempfile::tempfile().unwrap();
         plain.set_len(Segment::len(3) as u64).unwrap();
-        assert!(Segment::open(std::process::id(), Segment::number(&plain), 3).is_err());
+        assert!(Segment::open(std::process::id(), Segment::descriptor_number(&plain), 3).is_err());
     }
 
     #[test]
     fn a_notification_wakes_the_rank_that_waits() {
         let (owner, file) = Segment::create(1).unwrap();
-        let reader = Segment::open(std::process::id(), Segment::number(&file), 1).unwrap();
+        let reader =
+            Segment::open(std::process::id(), Segment::descriptor_number(&file), 1).unwrap();
         let arrived = || reader.word(Word::Arrived).load(Ordering::Acquire) == 1;
         std::thread::scope(|scope| {
             scope.spawn(|| {

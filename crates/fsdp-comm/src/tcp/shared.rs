@@ -93,7 +93,7 @@ impl SharedMemory {
             segment.word(Word::Token).store(token, Ordering::Release);
             Invitation {
                 process: std::process::id(),
-                file: Segment::number(file),
+                file: Segment::descriptor_number(file),
                 token,
             }
         });
@@ -105,7 +105,7 @@ impl SharedMemory {
         let segments = own.and_then(|own| map_all(rank, own, &invitations));
         // Step 4: use shared memory only if it works for all ranks.
         let verdicts = exchange(member, round, 1, &segments.is_some())?;
-        (0..2).for_each(|number| member.forget(number));
+        (0..2).for_each(|number| member.discard_round(number));
         let works_for_all = verdicts
             .iter()
             .all(|verdict| wire::decode(verdict) == Ok(true));
@@ -233,8 +233,8 @@ impl SharedMemory {
                 fillers[rank].fill(own);
                 while !outgoing.is_over() || !incoming.iter().all(IncomingChunks::is_over) {
                     for incoming in incoming.iter_mut().filter(|incoming| !incoming.is_over()) {
-                        fillers[incoming.from].fill(incoming.chunk()?);
-                        incoming.consumed();
+                        fillers[incoming.from].fill(incoming.wait_for_chunk()?);
+                        incoming.release_chunk();
                     }
                     outgoing.publish()?;
                 }
@@ -252,13 +252,13 @@ impl SharedMemory {
                     // places.
                     let mut len = own.len() - offset;
                     for incoming in &mut incoming {
-                        pieces[incoming.from] = incoming.chunk()?;
+                        pieces[incoming.from] = incoming.wait_for_chunk()?;
                         len = len.min(pieces[incoming.from].len());
                     }
                     pieces[rank] = &own[offset..offset + len];
                     reduce_blocks(&mut reduce, offset, &pieces);
                     offset += len;
-                    incoming.iter_mut().for_each(IncomingChunks::consumed);
+                    incoming.iter_mut().for_each(IncomingChunks::release_chunk);
                 }
             }
         }

@@ -65,7 +65,12 @@ impl Member<'_> {
         node.wait(group, round, |state| {
             let missing: Vec<usize> = self
                 .others()
-                .filter(|&from| state.received(group, from, round.number).record.is_none())
+                .filter(|&from| {
+                    state
+                        .received_frames(group, from, round.number)
+                        .record
+                        .is_none()
+                })
                 .collect();
             if !missing.is_empty() {
                 return Err(missing);
@@ -76,7 +81,10 @@ impl Member<'_> {
                     records.push(Bytes::copy_from_slice(record));
                     continue;
                 }
-                let received = state.received(group, from, round.number).record.take();
+                let received = state
+                    .received_frames(group, from, round.number)
+                    .record
+                    .take();
                 records.push(received.expect("no record is missing").into());
             }
             Ok(records)
@@ -84,8 +92,8 @@ impl Member<'_> {
     }
 
     /// Drops what has been received in a round that is over.
-    pub(super) fn forget(&self, round: u64) {
-        self.node.inbox().lock().forget(self.group, round);
+    pub(super) fn discard_round(&self, round: u64) {
+        self.node.inbox().lock().discard_round(self.group, round);
     }
 }
 
@@ -106,7 +114,7 @@ pub(super) fn round(
         Ok(None) => Ok(()),
         Err(error) => Err(error),
     };
-    member.forget(round.number);
+    member.discard_round(round.number);
     outcome
 }
 
@@ -161,8 +169,8 @@ fn transfer(
     Ok(())
 }
 
-/// Sends the chunk of this number to each rank that gets so many, and an empty one to each other
-/// rank whose chunk of this number is answered. Each rank begins with the rank after it, so that
+/// Sends the chunk number `index` to each rank that gets so many, and an empty one to each other
+/// rank whose chunk of that number is answered. Each rank begins with the rank after it, so that
 /// not all send to the same one at once.
 fn send_chunks(
     member: Member<'_>,
@@ -182,7 +190,7 @@ fn send_chunks(
     Ok(())
 }
 
-/// Waits for the chunk of this number from each rank. It is empty for this rank, and for ranks that
+/// Waits for the chunk number `index` from each rank. It is empty for this rank, and for ranks that
 /// send fewer chunks.
 fn receive_chunks(
     member: Member<'_>,
@@ -198,7 +206,7 @@ fn receive_chunks(
         }
         let from = member.ranks[other];
         let chunk = member.node.wait(member.group, round, |state| {
-            let frames = state.received(member.group, from, round.number);
+            let frames = state.received_frames(member.group, from, round.number);
             frames.chunks.pop_front().ok_or_else(|| vec![from])
         })?;
         if chunk.len() != due {
@@ -210,7 +218,7 @@ fn receive_chunks(
     Ok(received)
 }
 
-/// Returns `true` if the receiver of a range answers its chunk of this number with a chunk of the
+/// Returns `true` if the receiver of a range answers its chunk number `index` with a chunk of the
 /// same number, which is empty if it has nothing else to send. The sender waits for the answer two
 /// chunks later. So the last two chunks, and with them everything that is short, need no answer,
 /// and about three chunks are under way at a time.
@@ -218,7 +226,7 @@ fn is_answered(range: &Range<usize>, index: usize) -> bool {
     range.len() > (index + 2) * CHUNK_BYTES
 }
 
-/// Returns the largest number of chunks of any of these ranges.
+/// Returns the largest number of chunks of any of `ranges`.
 fn max_chunks(ranges: &[Range<usize>]) -> usize {
     ranges
         .iter()
@@ -227,7 +235,7 @@ fn max_chunks(ranges: &[Range<usize>]) -> usize {
         .expect("there is a range for each rank")
 }
 
-/// Returns the range of the chunk of this number in so many bytes. It is empty if there are not so
+/// Returns the range of the chunk number `index` in `len` bytes. It is empty if there are not so
 /// many chunks.
 fn chunk_range(len: usize, index: usize) -> Range<usize> {
     let start = len.min(index * CHUNK_BYTES);

@@ -80,7 +80,7 @@ impl Ranks {
     }
 
     /// Waits for something to happen while the ranks run. Panics if a rank ends before that.
-    pub(crate) fn until(&mut self, mut happens: impl FnMut() -> bool) {
+    pub(crate) fn wait_until(&mut self, mut happens: impl FnMut() -> bool) {
         let started = Instant::now();
         while !happens() {
             for rank in 0..self.ranks.len() {
@@ -122,11 +122,11 @@ impl Ranks {
 
     /// Waits until these ranks have ended well, within this time, and returns the output of each.
     pub(crate) fn wait_for(&mut self, ranks: &[usize], limit: Duration) -> Vec<(usize, String)> {
-        let until = Instant::now() + limit;
+        let deadline = Instant::now() + limit;
         ranks
             .iter()
             .map(|&rank| {
-                let status = self.end_of(rank, until.saturating_duration_since(Instant::now()));
+                let status = self.end_of(rank, deadline.saturating_duration_since(Instant::now()));
                 let output = self.output(rank);
                 assert!(
                     status.success(),

@@ -56,7 +56,7 @@ macro_rules! slices {
             }
         }
 
-        /// Makes memory for these many elements, to be written before it is read.
+        /// Makes memory for `numel` elements of `dtype`, to be written before it is read.
         fn uninitialized(device: &CudaDevice, dtype: DType, numel: usize) -> Result<CudaStorage, FlatError> {
             // The driver does not allocate zero bytes.
             let numel = numel.max(1);

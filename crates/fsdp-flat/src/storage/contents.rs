@@ -35,7 +35,7 @@ enum Elements {
 }
 
 impl Contents {
-    /// Makes contents of these elements, without a copy.
+    /// Makes contents of the elements `data`, without a copy.
     #[must_use]
     pub fn new<T: Scalar>(data: Vec<T>) -> Self {
         Contents(Elements::Host(T::to_cpu_storage_owned(data)))
@@ -60,7 +60,7 @@ impl Contents {
         }, else Err(unsupported_error(source)))
     }
 
-    /// Replaces the storage of a tensor with these elements. All tensors that share the storage see
+    /// Replaces the storage of `tensor` with these contents. All tensors that share the storage see
     /// the change. The tensor must cover its whole storage, or else the other elements of the
     /// storage are lost.
     ///

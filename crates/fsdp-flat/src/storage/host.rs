@@ -49,7 +49,7 @@ macro_rules! plain_storages {
             }
         }
 
-        /// Copies a range of the storage's elements, which has this shape, to memory of their own;
+        /// Copies a range of the storage's elements, which has `shape`, to memory of their own;
         /// `None` for types that are not plain bytes, and for a range that is not there.
         pub(super) fn copied(
             storage: &CpuStorage,
@@ -107,7 +107,7 @@ pub fn zeroed_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
     try_zeroed_vec(numel).map_err(|()| out_of_memory_error(T::DTYPE, &[numel]))
 }
 
-/// Makes an empty vector with room for this many elements.
+/// Makes an empty vector with room for `numel` elements.
 ///
 /// # Errors
 /// [`FlatError::OutOfMemory`].

@@ -89,7 +89,7 @@ pub(crate) fn with_storage_mut<R>(
         .expect("candle runs an in-place op on devices that this build knows")
 }
 
-/// Returns `true` if this build can access the memory of this device.
+/// Returns `true` if this build can access the memory of `device`.
 fn is_known(device: &Device) -> bool {
     device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda())
 }

@@ -52,7 +52,7 @@ struct Taken {
 }
 
 impl StorageGuard {
-    /// Takes the storages out of these tensors until the guard is dropped. Meanwhile no tensor of
+    /// Takes the storages out of `tensors` until the guard is dropped. Meanwhile no tensor of
     /// the same storage can be read. A tensor on another device is not taken. Neither is a tensor
     /// that shares elements with an earlier one, since no two may be changed at once.
     ///

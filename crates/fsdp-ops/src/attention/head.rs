@@ -22,7 +22,7 @@ const BLOCK_LEN: usize = 64;
 ///
 /// # Errors
 /// Another dtype than `T`'s.
-pub(super) fn wide<T: Element>(storage: &CpuStorage) -> Result<Cow<'_, CpuStorage>> {
+pub(super) fn widen_storage<T: Element>(storage: &CpuStorage) -> Result<Cow<'_, CpuStorage>> {
     Ok(match T::reals(all_elements::<T>(storage, NAME)?) {
         Cow::Borrowed(_) => Cow::Borrowed(storage),
         Cow::Owned(values) => Cow::Owned(T::Real::to_cpu_storage_owned(values)),
@@ -42,7 +42,7 @@ impl<'a> View<'a> {
     /// Another dtype than `T`'s.
     pub(super) fn widened<T: Element>((storage, layout): Input<'a>) -> Result<Self> {
         Ok(View {
-            storage: wide::<T>(storage)?,
+            storage: widen_storage::<T>(storage)?,
             layout: layout.clone(),
         })
     }
@@ -94,7 +94,7 @@ struct Block {
 }
 
 impl<'a> Heads<'a> {
-    /// Returns the heads of these queries, keys and values.
+    /// Returns the heads of `query`, `key` and `value`.
     ///
     /// # Errors
     /// Another dtype than `T`'s.
@@ -150,16 +150,16 @@ impl<'a> Heads<'a> {
     pub(super) fn forward<R: Real>(&self) -> Result<Vec<Vec<R>>> {
         (0..self.heads())
             .into_par_iter()
-            .map(|head| self.forward_of(head))
+            .map(|head| self.forward_head(head))
             .collect()
     }
 
     /// Computes one head of the output.
-    fn forward_of<R: Real>(&self, head: usize) -> Result<Vec<R>> {
+    fn forward_head<R: Real>(&self, head: usize) -> Result<Vec<R>> {
         let mut output = Vec::with_capacity(self.query.dim(2) * self.value.dim(3));
         // One block's scores fit into the cache, and are forgotten before the next block.
         for block in self.blocks(head) {
-            let weights = self.weights::<R>(block)?;
+            let weights = self.compute_weights::<R>(block)?;
             let value = self.value.matrix_of_rows(head, 0, block.columns)?;
             output.extend(product(
                 block.matrix(&weights),
@@ -176,7 +176,7 @@ impl<'a> Heads<'a> {
     pub(super) fn backward<R: Real>(&self, grad: &View<'_>) -> Result<[Vec<Vec<R>>; 3]> {
         let heads: Result<Vec<[Vec<R>; 3]>> = (0..self.heads())
             .into_par_iter()
-            .map(|head| self.backward_of(head, grad))
+            .map(|head| self.backward_head(head, grad))
             .collect();
         let mut gradients = [Vec::new(), Vec::new(), Vec::new()];
         for [dquery, dkey, dvalue] in heads? {
@@ -188,14 +188,14 @@ impl<'a> Heads<'a> {
     }
 
     /// Computes the gradients of the queries, keys and values of one head.
-    fn backward_of<R: Real>(&self, head: usize, grad: &View<'_>) -> Result<[Vec<R>; 3]> {
+    fn backward_head<R: Real>(&self, head: usize, grad: &View<'_>) -> Result<[Vec<R>; 3]> {
         let mut dquery = Vec::with_capacity(self.query.dim(2) * self.query.dim(3));
         let mut dkey = vec![R::ZERO; self.key.dim(2) * self.key.dim(3)];
         let mut dvalue = vec![R::ZERO; self.value.dim(2) * self.value.dim(3)];
         for block in self.blocks(head) {
             // The weights were not kept from the forward, because they are large: compute them
             // again.
-            let weights = self.weights::<R>(block)?;
+            let weights = self.compute_weights::<R>(block)?;
             let grad = grad.matrix_of_rows(head, block.start, block.rows)?;
             let value = self.value.matrix_of_rows(head, 0, block.columns)?;
             // The gradient of the weights, which becomes that of the scores in place.
@@ -238,7 +238,7 @@ impl<'a> Heads<'a> {
 
     /// Computes the softmax of the scores of a block, row by row; 0 where a row does not see a
     /// column.
-    fn weights<R: Real>(&self, block: Block) -> Result<Vec<R>> {
+    fn compute_weights<R: Real>(&self, block: Block) -> Result<Vec<R>> {
         let query = self
             .query
             .matrix_of_rows(block.head, block.start, block.rows)?;

@@ -9,13 +9,13 @@ use std::borrow::Cow;
 
 use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
 
-use self::head::{Attention, Heads, NAME, View, wide};
+use self::head::{Attention, Heads, NAME, View, widen_storage};
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatched};
+use crate::operation::{Input, OnCpu, Operation, mismatch_error};
 use crate::parts::compute_in_chunks;
 use crate::real::Real;
 use crate::softmax;
-use crate::values::{contiguous, cpu, tensor};
+use crate::values::{contiguous, cpu_storage, tensor};
 
 /// Computes `softmax(query * key^T * scale) * value` for each batch and head: torch's
 /// `scaled_dot_product_attention`.
@@ -46,17 +46,17 @@ pub fn scaled_dot_product_attention(
     let (batch, heads, _, width) = query.dims4()?;
     let columns = key.dim(2)?;
     if key.dims() != [batch, heads, columns, width] {
-        return mismatched(query, key, NAME);
+        return mismatch_error(query, key, NAME);
     }
     if value.dims() != [batch, heads, columns, value.dim(3)?] {
-        return mismatched(query, value, NAME);
+        return mismatch_error(query, value, NAME);
     }
     // The softmax of no scores would be a division by zero.
     if columns == 0 && query.elem_count() > 0 {
         candle_core::bail!("{NAME}: queries without keys");
     }
     if !query.device().is_cpu() {
-        return composed(query, key, value, causal, scale);
+        return compose(query, key, value, causal, scale);
     }
     query.apply_op3(key, value, OnCpu(Attention { causal, scale }))
 }
@@ -84,7 +84,7 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
         let parts = qkv
             .reshape((batch, time, 3, heads, width))?
             .permute((2, 0, 3, 1, 4))?;
-        let mixed = composed(
+        let mixed = compose(
             &parts.get(0)?,
             &parts.get(1)?,
             &parts.get(2)?,
@@ -100,7 +100,7 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
 }
 
 /// Computes [`scaled_dot_product_attention`] with candle's operations.
-pub(crate) fn composed(
+pub(crate) fn compose(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
@@ -119,7 +119,7 @@ pub(crate) fn composed(
         let hidden = Tensor::from_vec(mask, (rows, columns), query.device())?;
         scores = scores.broadcast_add(&hidden.to_dtype(query.dtype())?)?;
     }
-    softmax::composed(&scores)?.matmul(&value.contiguous()?)
+    softmax::compose(&scores)?.matmul(&value.contiguous()?)
 }
 
 impl Operation<3> for Attention {
@@ -129,7 +129,7 @@ impl Operation<3> for Attention {
         let (batch, heads, rows, _) = query.1.shape().dims4()?;
         let shape = Shape::from((batch, heads, rows, value.1.dims()[3]));
         let y = Heads::new::<T>(*self, [query, key, value])?.forward()?;
-        Ok((joined(&y), shape))
+        Ok((join_heads(&y), shape))
     }
 
     fn backward<T: Element>(
@@ -143,17 +143,17 @@ impl Operation<3> for Attention {
         let (value_storage, value_layout) = value.storage_and_layout();
         let (grad_storage, grad_layout) = grad.storage_and_layout();
         let inputs = [
-            (cpu(&query_storage, NAME)?, query_layout),
-            (cpu(&key_storage, NAME)?, key_layout),
-            (cpu(&value_storage, NAME)?, value_layout),
+            (cpu_storage(&query_storage, NAME)?, query_layout),
+            (cpu_storage(&key_storage, NAME)?, key_layout),
+            (cpu_storage(&value_storage, NAME)?, value_layout),
         ];
         let heads = Heads::new::<T>(*self, inputs)?;
-        let grad = View::widened::<T>((cpu(&grad_storage, NAME)?, grad_layout))?;
+        let grad = View::widened::<T>((cpu_storage(&grad_storage, NAME)?, grad_layout))?;
         let [dquery, dkey, dvalue] = heads.backward(&grad)?;
         Ok([
-            tensor(joined::<T>(&dquery), query.dims())?,
-            tensor(joined::<T>(&dkey), key.dims())?,
-            tensor(joined::<T>(&dvalue), value.dims())?,
+            tensor(join_heads::<T>(&dquery), query.dims())?,
+            tensor(join_heads::<T>(&dkey), key.dims())?,
+            tensor(join_heads::<T>(&dvalue), value.dims())?,
         ])
     }
 }
@@ -168,9 +168,9 @@ impl Operation<1> for PackedAttention {
 
     fn forward<T: Element>(&self, [qkv]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         let (batch, time, packed) = qkv.1.shape().dims3()?;
-        let values = wide::<T>(qkv.0)?;
-        let mixed = self.unpacked(&values, qkv.1)?.forward()?;
-        let y = interleaved(&[mixed], self.heads, time, packed / 3 / self.heads);
+        let values = widen_storage::<T>(qkv.0)?;
+        let mixed = self.unpack_heads(&values, qkv.1)?.forward()?;
+        let y = interleave_heads(&[mixed], self.heads, time, packed / 3 / self.heads);
         Ok((y, (batch, time, packed / 3).into()))
     }
 
@@ -187,17 +187,17 @@ impl Operation<1> for PackedAttention {
             .transpose(1, 2)?;
         let (qkv_storage, layout) = qkv.storage_and_layout();
         let (grad_storage, grad_layout) = grad_of_heads.storage_and_layout();
-        let values = wide::<T>(cpu(&qkv_storage, NAME)?)?;
-        let grad = View::widened::<T>((cpu(&grad_storage, NAME)?, grad_layout))?;
-        let parts = self.unpacked(&values, layout)?.backward(&grad)?;
-        let dqkv = interleaved::<T>(&parts, self.heads, time, width);
+        let values = widen_storage::<T>(cpu_storage(&qkv_storage, NAME)?)?;
+        let grad = View::widened::<T>((cpu_storage(&grad_storage, NAME)?, grad_layout))?;
+        let parts = self.unpack_heads(&values, layout)?.backward(&grad)?;
+        let dqkv = interleave_heads::<T>(&parts, self.heads, time, width);
         Ok([tensor(dqkv, qkv.dims())?])
     }
 }
 
 impl PackedAttention {
     /// Returns the heads of queries, keys and values `[batch, time, 3, heads, width]`.
-    fn unpacked<'a>(&self, storage: &'a CpuStorage, layout: &Layout) -> Result<Heads<'a>> {
+    fn unpack_heads<'a>(&self, storage: &'a CpuStorage, layout: &Layout) -> Result<Heads<'a>> {
         let (batch, time, packed) = layout.shape().dims3()?;
         let width = packed / 3 / self.heads;
         let start = contiguous(layout, NAME)?.start;
@@ -220,7 +220,7 @@ impl PackedAttention {
 }
 
 /// Returns the values of all heads, one head after the other, rounded to `T`.
-fn joined<T: Element>(heads: &[Vec<T::Real>]) -> Vec<T> {
+fn join_heads<T: Element>(heads: &[Vec<T::Real>]) -> Vec<T> {
     heads
         .iter()
         .flatten()
@@ -230,7 +230,7 @@ fn joined<T: Element>(heads: &[Vec<T::Real>]) -> Vec<T> {
 
 /// Interleaves parts, such as queries, keys and values, that are lists of heads with `time * width`
 /// values each. The result has the shape `[batch, time, parts, heads, width]`.
-fn interleaved<T: Element>(
+fn interleave_heads<T: Element>(
     parts: &[Vec<Vec<T::Real>>],
     heads: usize,
     time: usize,

@@ -18,7 +18,9 @@ use crate::lend::{Lend, Memory};
 use crate::memory::scalar_to_value;
 use crate::schema::Schema;
 use crate::state_dict::{StateDict, StateValue};
-use crate::transfer::{BoxBytes, Exchange, Item, Layout, PerRank, by_value, incomplete_error};
+use crate::transfer::{
+    BoxBytes, Exchange, Item, Layout, PerRank, group_by_value, incomplete_error,
+};
 
 /// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one
 /// rank has it.
@@ -148,8 +150,8 @@ impl<'a> DictSource<'a> {
         let want = wanted.boxes.clone();
         layout_of(
             wanted,
-            PerRank::only(group, have),
-            PerRank::only(group, want),
+            PerRank::for_own_rank(group, have),
+            PerRank::for_own_rank(group, want),
         )
     }
 
@@ -176,7 +178,11 @@ impl<'a> DictSource<'a> {
             });
             want.push(wanted_on(wanted, rank)?);
         }
-        Some(layout_of(wanted, PerRank::all(have), PerRank::all(want)))
+        Some(layout_of(
+            wanted,
+            PerRank::from_lists(have),
+            PerRank::from_lists(want),
+        ))
     }
 
     /// Returns the layouts of the tensors that may have to move, because some rank may want
@@ -235,9 +241,13 @@ impl<'a> DictSource<'a> {
         }
         let sent = group.all_gather_object(&have_and_want_here)?;
         let mut layouts = HashMap::with_capacity(moving.len());
-        for (of_ranks, &index) in by_value(sent, moving.len())?.into_iter().zip(&moving) {
+        for (of_ranks, &index) in group_by_value(sent, moving.len())?.into_iter().zip(&moving) {
             let (have, want) = of_ranks.into_iter().unzip();
-            let layout = layout_of(&wanted[index], PerRank::all(have), PerRank::all(want));
+            let layout = layout_of(
+                &wanted[index],
+                PerRank::from_lists(have),
+                PerRank::from_lists(want),
+            );
             layouts.insert(index, layout);
         }
         Ok(layouts)

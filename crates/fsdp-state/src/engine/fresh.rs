@@ -210,7 +210,7 @@ impl Target for DictTarget<'_> {
         if self.is_in_place {
             Memory::live(value)
         } else {
-            fresh(value, wanted)
+            fresh_memory(value, wanted)
         }
     }
 
@@ -236,7 +236,7 @@ impl Target for DictTarget<'_> {
 }
 
 /// Returns fresh memory for the wanted boxes of a tensor, of the dtype of the target's own value.
-fn fresh(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
+fn fresh_memory(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
     match value.candle_dtype() {
         Some(dtype) => Ok(Memory::Unfilled(ShardedTensor::unfilled(
             dtype,
@@ -338,7 +338,7 @@ impl Target for Whole<'_> {
     }
 
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
-        fresh(self.values[wanted.position], wanted)
+        fresh_memory(self.values[wanted.position], wanted)
     }
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {

@@ -87,7 +87,7 @@ impl<'a, T: Target> Lending<'a, T> {
 impl<T: Target> Lend for Lending<'_, T> {
     fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
         self.lend_unfilled(wanted)?
-            .map(Memory::allocated)
+            .map(Memory::allocate)
             .transpose()
     }
 
@@ -107,7 +107,7 @@ impl<T: Target> Lend for Lending<'_, T> {
         }
         // A conversion writes to the target's memory from a detour, so it must be there.
         if dtype != becomes {
-            memory = memory.allocated()?;
+            memory = memory.allocate()?;
         }
         let Some(detour) = memory.detour(dtype, is_shared || self.is_staged(wanted))? else {
             return Ok(Some(memory));

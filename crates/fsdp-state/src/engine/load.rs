@@ -214,7 +214,7 @@ where
     Ok(plan)
 }
 
-/// Returns the small values of a source among those at these positions.
+/// Returns the small values of a source among those at `positions`.
 fn small_values<S: Source, E: From<S::Error>>(
     source: &S,
     positions: &[usize],
@@ -261,7 +261,7 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
     let first: Common = group.broadcast_object((group.rank() == 0).then_some(&common), 0)?;
     let second: Common =
         group.broadcast_object((group.rank() == other).then_some(&common), other)?;
-    Err(difference(call, &first, other, &second).map_or(error, E::from))
+    Err(find_difference(call, &first, other, &second).map_or(error, E::from))
 }
 
 /// Checks the plans of ranks that differ only in their reports, because each rank asks for names of
@@ -292,7 +292,7 @@ fn hash_of(value: &impl Hash) -> u64 {
 
 /// Returns the first difference between the data of the first rank and of another. Every rank finds
 /// the same one.
-fn difference(
+fn find_difference(
     call: &LoadCall<'_>,
     first: &Common,
     other: usize,
@@ -327,8 +327,12 @@ fn difference(
         .find_map(|(a, b)| first_difference(a.iter(), b.iter()))
     {
         return Some(match leaves {
-            EitherOrBoth::Left((path, _)) => lacking(operation, path.flat_key(), rank, reference),
-            EitherOrBoth::Right((path, _)) => lacking(operation, path.flat_key(), reference, rank),
+            EitherOrBoth::Left((path, _)) => {
+                missing_key_error(operation, path.flat_key(), rank, reference)
+            }
+            EitherOrBoth::Right((path, _)) => {
+                missing_key_error(operation, path.flat_key(), reference, rank)
+            }
             EitherOrBoth::Both((path, expected), (_, found)) => StateError::ValueMismatch {
                 operation,
                 key: path.flat_key(),
@@ -341,8 +345,8 @@ fn difference(
     }
     let values = first_difference(first.values.iter(), second.values.iter())?;
     Some(match values {
-        EitherOrBoth::Left((key, _)) => lacking(operation, key.clone(), rank, reference),
-        EitherOrBoth::Right((key, _)) => lacking(operation, key.clone(), reference, rank),
+        EitherOrBoth::Left((key, _)) => missing_key_error(operation, key.clone(), rank, reference),
+        EitherOrBoth::Right((key, _)) => missing_key_error(operation, key.clone(), reference, rank),
         EitherOrBoth::Both((key, expected), (_, found)) => StateError::DifferingOnRanks {
             operation,
             key: key.clone(),
@@ -355,7 +359,7 @@ fn difference(
 }
 
 /// Returns the error of a rank that lacks a key which another has.
-const fn lacking(
+const fn missing_key_error(
     operation: &'static str,
     key: String,
     rank: usize,

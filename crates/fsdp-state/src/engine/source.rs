@@ -21,7 +21,7 @@ pub trait Source {
     /// Returns the names, kinds, dtypes and shapes of everything that it holds.
     fn schema(&self) -> &Schema;
 
-    /// Returns the small values at these positions of the schema: plain values, and tensors of one
+    /// Returns the small values at `positions` of the schema: plain values, and tensors of one
     /// element. A target sees them before the ranks agree. No communication.
     ///
     /// # Errors

@@ -62,7 +62,7 @@ impl<'g> Exchange<'g> {
     }
 
     /// Records the error of a step that also runs after a failure. The first one counts.
-    fn record(&mut self, outcome: Result<(), StateError>) {
+    fn record_error(&mut self, outcome: Result<(), StateError>) {
         if let Err(error) = outcome {
             self.failure.get_or_insert(error);
         }
@@ -121,13 +121,13 @@ impl<'g> Exchange<'g> {
         while start < items.len() {
             // Fill a bucket, beginning with one tensor of any size. A tensor has the same size and
             // route on all ranks, so all ranks make the same buckets.
-            let route = items[start].layout.route();
-            let mut bytes = items[start].layout.bytes();
+            let route = items[start].layout.choose_route();
+            let mut bytes = items[start].layout.byte_len();
             let mut end = start + 1;
             while end < items.len() {
                 let next = &items[end].layout;
-                bytes = bytes.saturating_add(next.bytes());
-                if bytes > bucket_bytes || next.route() != route {
+                bytes = bytes.saturating_add(next.byte_len());
+                if bytes > bucket_bytes || next.choose_route() != route {
                     break;
                 }
                 end += 1;
@@ -137,7 +137,7 @@ impl<'g> Exchange<'g> {
             // A local route has no collective in which another rank could wait for this one, so its
             // bytes do not count.
             if route != Route::Local {
-                exchange.count_moved(bucket.iter().map(|item| item.layout.bytes()).sum())?;
+                exchange.count_moved(bucket.iter().map(|item| item.layout.byte_len()).sum())?;
             }
             start = end;
         }
@@ -200,7 +200,7 @@ impl<'g> Exchange<'g> {
                 continue;
             };
             // Unfilled memory becomes a copy of this rank's own value, if that has the same boxes.
-            let is_filled = self.attempt(|| memory.filled_with(item.source)) == Some(true);
+            let is_filled = self.attempt(|| memory.try_fill_with(item.source)) == Some(true);
             // Values that are already in place are left alone, because others may be reading them.
             let is_in_place = is_filled || memory.is_same_view(item.source);
             lent.push((!is_in_place).then_some(memory));
@@ -241,26 +241,30 @@ impl<'g> Exchange<'g> {
             }
             transfers.push(transfer);
         }
-        self.route(&mut transfers, route)
+        self.move_by_route(&mut transfers, route)
     }
 
     /// Runs the collective of a route.
-    fn route(&mut self, transfers: &mut [Transfer<'_>], route: &Route) -> Result<(), CommError> {
+    fn move_by_route(
+        &mut self,
+        transfers: &mut [Transfer<'_>],
+        route: &Route,
+    ) -> Result<(), CommError> {
         match route {
             // The only route without a collective: every rank has what it wants.
             Route::Local => {
                 self.copy_own(transfers);
                 Ok(())
             }
-            Route::AllGather => self.gather(transfers, None),
+            Route::AllGather => self.gather_or_all_gather(transfers, None),
             Route::Gather { roots } => roots
                 .iter()
-                .try_for_each(|&root| self.gather(transfers, Some(root))),
+                .try_for_each(|&root| self.gather_or_all_gather(transfers, Some(root))),
             Route::Broadcast { root } => self.broadcast(transfers, *root),
-            Route::Scatter { root } => self.in_windows(transfers, |exchange, transfers| {
+            Route::Scatter { root } => self.run_in_windows(transfers, |exchange, transfers| {
                 exchange.scatter(transfers, *root)
             }),
-            Route::AllToAll => self.in_windows(transfers, Exchange::all_to_all),
+            Route::AllToAll => self.run_in_windows(transfers, Exchange::all_to_all),
         }
     }
 
@@ -269,14 +273,14 @@ impl<'g> Exchange<'g> {
         let rank = self.group.rank();
         for transfer in transfers {
             let copied = transfer.copy_own(rank);
-            self.record(copied);
+            self.record_error(copied);
         }
     }
 
     /// Runs a collective on a bucket. A tensor that is larger than a bucket moves in windows of a
     /// bucket's size, so that no rank packs all of it at once. Before that, each rank copies the
     /// elements that it has itself.
-    fn in_windows(
+    fn run_in_windows(
         &mut self,
         transfers: &mut [Transfer<'_>],
         mut run: impl FnMut(&mut Self, &mut [Transfer<'_>]) -> Result<(), CommError>,
@@ -286,7 +290,7 @@ impl<'g> Exchange<'g> {
         let [transfer] = transfers else {
             return run(self, transfers);
         };
-        if transfer.layout.bytes() <= BUCKET_BYTES {
+        if transfer.layout.byte_len() <= BUCKET_BYTES {
             return run(self, transfers);
         }
         for window in cut_into_windows(
@@ -294,7 +298,7 @@ impl<'g> Exchange<'g> {
             transfer.layout.element_size,
             BUCKET_BYTES,
         ) {
-            let layout = transfer.layout.window(&window);
+            let layout = transfer.layout.cut_to_window(&window);
             let slots = transfer.slots.iter_mut().map(|slot| &mut **slot).collect();
             run(
                 self,
@@ -310,7 +314,7 @@ impl<'g> Exchange<'g> {
     }
 
     /// Gathers whole tensors on one rank, or on all.
-    fn gather(
+    fn gather_or_all_gather(
         &mut self,
         transfers: &mut [Transfer<'_>],
         root: Option<usize>,
@@ -339,7 +343,7 @@ impl<'g> Exchange<'g> {
             }),
             Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),
         });
-        self.record(read);
+        self.record_error(read);
         moved
     }
 
@@ -359,7 +363,7 @@ impl<'g> Exchange<'g> {
         // Several tensors are packed one after the other.
         let bytes = transfers
             .iter()
-            .map(|transfer| transfer.layout.bytes())
+            .map(|transfer| transfer.layout.byte_len())
             .sum();
         let mut packed = self.allocate_buffer(bytes)?;
         if is_root {
@@ -369,17 +373,17 @@ impl<'g> Exchange<'g> {
             } in &*transfers
             {
                 let to = rest
-                    .split_off_mut(..layout.bytes())
+                    .split_off_mut(..layout.byte_len())
                     .expect("the buffer has the bytes of all tensors");
                 let whole = TensorBox::whole(&layout.shape);
-                self.record(read_box(sources, &whole, &whole, layout.element_size, to));
+                self.record_error(read_box(sources, &whole, &whole, layout.element_size, to));
             }
         }
         self.group.broadcast(&mut packed, root)?;
         // A rank that has failed has no slots, and drops what it received.
         let mut rest = &packed[..];
         for transfer in transfers {
-            let (bytes, after) = rest.split_at(transfer.layout.bytes());
+            let (bytes, after) = rest.split_at(transfer.layout.byte_len());
             if let Some(slot) = transfer.slots.first_mut() {
                 slot.copy_from_slice(bytes);
             }
@@ -473,7 +477,7 @@ impl<'g> Exchange<'g> {
                 }
                 let outgoing = transfer.outgoing(&piece.bounds);
                 let end = send.len() + outgoing.byte_len();
-                self.record(outgoing.pack(send));
+                self.record_error(outgoing.pack(send));
                 // The receiver expects these bytes, even if they could not be read here.
                 send.resize(end, 0);
             }
@@ -605,7 +609,7 @@ fn incoming_pieces(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece
     pieces
 }
 
-/// Returns how many bytes these pieces bring from each rank.
+/// Returns how many bytes `pieces` bring from each rank.
 fn bytes_from_ranks(
     transfers: &[Transfer<'_>],
     pieces: &[(usize, Piece)],
@@ -650,7 +654,7 @@ fn slot_parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<V
 /// Returns the most bytes of a bucket. A bucket and the buffer that it travels in together take no
 /// more memory than the largest tensor does alone.
 fn bucket_bytes(items: &[Item<'_>]) -> usize {
-    let sizes = items.iter().map(|item| item.layout.bytes());
+    let sizes = items.iter().map(|item| item.layout.byte_len());
     let largest = sizes.max().unwrap_or(0);
     (largest / 2).clamp(LEAST_BUCKET_BYTES, BUCKET_BYTES)
 }

@@ -34,7 +34,10 @@ pub(crate) struct PerRank {
 ///
 /// # Errors
 /// A rank that sent fewer items.
-pub(crate) fn by_value<T>(sent: Vec<Vec<T>>, count: usize) -> Result<Vec<Vec<T>>, StateError> {
+pub(crate) fn group_by_value<T>(
+    sent: Vec<Vec<T>>,
+    count: usize,
+) -> Result<Vec<Vec<T>>, StateError> {
     let mut values: Vec<Vec<T>> = Vec::with_capacity(count);
     values.resize_with(count, || Vec::with_capacity(sent.len()));
     for (rank, items) in sent.into_iter().enumerate() {
@@ -59,7 +62,7 @@ pub(crate) fn incomplete_error(rank: usize) -> StateError {
 
 impl PerRank {
     /// Returns lists for all ranks.
-    pub(crate) fn all(lists: Vec<Vec<TensorBox>>) -> Self {
+    pub(crate) fn from_lists(lists: Vec<Vec<TensorBox>>) -> Self {
         let ranks = lists.len();
         PerRank {
             ranks,
@@ -72,7 +75,7 @@ impl PerRank {
     }
 
     /// Returns a list for this rank of the group, and empty ones for the others.
-    pub(crate) fn only(group: &ProcessGroup, boxes: Vec<TensorBox>) -> Self {
+    pub(crate) fn for_own_rank(group: &ProcessGroup, boxes: Vec<TensorBox>) -> Self {
         PerRank {
             ranks: group.world_size(),
             lists: vec![(group.rank(), boxes)],
@@ -134,7 +137,7 @@ pub(crate) enum Route {
 
 impl Layout {
     /// Returns the number of bytes of the whole tensor.
-    pub(crate) fn bytes(&self) -> usize {
+    pub(crate) fn byte_len(&self) -> usize {
         // Several dimensions may be large if one is 0, so this is no plain product.
         let numel = checked_numel(&self.shape).expect("a schema has no tensor that is too large");
         numel * self.element_size
@@ -194,7 +197,7 @@ impl Layout {
     }
 
     /// Chooses the cheapest collective that moves every wanted element to the ranks that want it.
-    pub(crate) fn route(&self) -> Route {
+    pub(crate) fn choose_route(&self) -> Route {
         let sources = ranks_with_elements(&self.have);
         let receivers = ranks_with_elements(&self.want);
         if receivers
@@ -220,7 +223,7 @@ impl Layout {
     /// then from the ranks after it, so that ranks with copies of a tensor share the work.
     pub(crate) fn pieces_for(&self, receiver: usize) -> Vec<Piece> {
         let ranks = self.have.ranks;
-        self.pieces(
+        self.find_pieces(
             &self.want[receiver],
             (0..ranks).map(|k| (receiver + k) % ranks),
         )
@@ -229,7 +232,7 @@ impl Layout {
     /// Returns the pieces that make up the whole, in rank order; a rank's come in the order of its
     /// boxes.
     pub(crate) fn pieces_of_whole(&self) -> Vec<Piece> {
-        self.pieces(&[TensorBox::whole(&self.shape)], 0..self.have.ranks)
+        self.find_pieces(&[TensorBox::whole(&self.shape)], 0..self.have.ranks)
     }
 
     /// Returns `true` if one rank has elements that another wants.
@@ -244,7 +247,7 @@ impl Layout {
     /// Returns the parts of this layout that lie in one box of the tensor. The shape stays that of
     /// the whole tensor, and a rank's wanted boxes keep their positions: those outside the window
     /// become empty.
-    pub(crate) fn window(&self, window: &TensorBox) -> Layout {
+    pub(crate) fn cut_to_window(&self, window: &TensorBox) -> Layout {
         // Wanted boxes keep their positions, because these are the numbers of the slots.
         let nothing = TensorBox::new(vec![0; self.shape.len()], vec![0; self.shape.len()]);
         Layout {
@@ -259,7 +262,11 @@ impl Layout {
 
     /// Finds the wanted boxes in the boxes of the sources, asked one after the other. What no
     /// source has is left out.
-    fn pieces(&self, wanted: &[TensorBox], sources: impl Iterator<Item = usize>) -> Vec<Piece> {
+    fn find_pieces(
+        &self,
+        wanted: &[TensorBox],
+        sources: impl Iterator<Item = usize>,
+    ) -> Vec<Piece> {
         let mut unassigned: Vec<(usize, TensorBox)> = wanted
             .iter()
             .cloned()
@@ -357,16 +364,16 @@ mod tests {
         Layout {
             shape: vec![4, 3],
             element_size: 4,
-            have: PerRank::all(lists(have)),
-            want: PerRank::all(lists(want)),
+            have: PerRank::from_lists(lists(have)),
+            want: PerRank::from_lists(lists(want)),
         }
     }
 
     #[test]
     fn a_rank_that_sends_too_little_is_named() {
-        let sent = by_value(vec![vec![1, 2], vec![3, 4]], 2).unwrap();
+        let sent = group_by_value(vec![vec![1, 2], vec![3, 4]], 2).unwrap();
         assert_eq!(sent, [[1, 3], [2, 4]]);
-        let error = by_value(vec![vec![1, 2], vec![3]], 2).unwrap_err();
+        let error = group_by_value(vec![vec![1, 2], vec![3]], 2).unwrap_err();
         assert!(
             error.to_string().starts_with("rank 1 of the group"),
             "{error}"
@@ -400,7 +407,11 @@ mod tests {
             ),
             ([&low[..], &high], [&high[..], &low], Route::AllToAll),
         ] {
-            assert_eq!(layout(&have, &want).route(), route, "{have:?} -> {want:?}");
+            assert_eq!(
+                layout(&have, &want).choose_route(),
+                route,
+                "{have:?} -> {want:?}"
+            );
         }
     }
 
@@ -416,8 +427,8 @@ mod tests {
             None
         );
         let (have, want) = (
-            PerRank::all(vec![vec![]]),
-            PerRank::all(vec![vec![rows(0, 0)]]),
+            PerRank::from_lists(vec![vec![]]),
+            PerRank::from_lists(vec![vec![rows(0, 0)]]),
         );
         let empty = Layout {
             shape: vec![0, 3],

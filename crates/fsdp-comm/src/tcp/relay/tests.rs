@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::super::frame::{Frame, Kind};
 use super::super::inbox::{InboxState, encode_ranks};
 use super::super::schedule::Schedule;
-use super::{FIRST_RECEIVER_PAUSE, Next};
+use super::{FIRST_RECEIVER_INTERVAL, Next};
 use crate::backend::Round;
 use crate::error::CommError;
 use crate::wire;
@@ -20,10 +20,10 @@ use crate::wire;
 const GROUP: u64 = 7;
 
 /// The time that a round may take.
-const DEADLINE: Duration = Duration::from_secs(6);
+const TIMEOUT: Duration = Duration::from_secs(6);
 
 /// The time between two heartbeats.
-const HEARTBEAT: Duration = Duration::from_millis(500);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The longest time for which a frame is on its way.
 const LATENCY: Duration = Duration::from_millis(3);
@@ -174,7 +174,7 @@ impl World {
         let start = Instant::now();
         let mut random = Random::new(seed);
         let rank = |number: usize| {
-            let mut state = InboxState::new(number, ranks, 1, DEADLINE, start);
+            let mut state = InboxState::new(number, ranks, 1, TIMEOUT, start);
             state.open(GROUP, &(0..ranks).collect::<Vec<_>>());
             state.neighbours = Schedule::new(ranks, number).neighbours();
             let fault = faults
@@ -289,7 +289,7 @@ impl World {
         if sender.state.ranks[to].left.is_some() {
             return;
         }
-        sender.state.expect(to, self.now);
+        sender.state.expect_frames_from(to, self.now);
         let waiting = self.waiting.entry((from, to)).or_default();
         waiting.push(frame);
         if waiting.len() == 1 {
@@ -357,7 +357,7 @@ impl World {
     fn run(mut self) -> Self {
         while let Some(((at, _), event)) = self.events.pop_first() {
             self.now = at;
-            assert!(at < self.start + 20 * DEADLINE, "the ranks do not end");
+            assert!(at < self.start + 20 * TIMEOUT, "the ranks do not end");
             let (Event::Enter(rank)
             | Event::Wake(rank)
             | Event::Frame { to: rank, .. }
@@ -400,7 +400,7 @@ impl World {
                     self.link(rank, from);
                 }
                 Event::Refused { from, .. } => {
-                    self.ranks[rank].state.refuse(from);
+                    self.ranks[rank].state.record_refusal(from);
                     self.waiting.remove(&(rank, from));
                 }
                 Event::End { from, .. } => {
@@ -428,7 +428,7 @@ impl World {
     /// own.
     fn hear(&mut self, rank: usize) {
         let now = self.now;
-        if now < self.ranks[rank].heard + HEARTBEAT {
+        if now < self.ranks[rank].heard + HEARTBEAT_INTERVAL {
             return;
         }
         self.ranks[rank].heard = now;
@@ -451,7 +451,7 @@ impl World {
     fn enter(&mut self, rank: usize) {
         let now = self.now;
         let rank = &mut self.ranks[rank];
-        rank.deadline = Some(now + DEADLINE);
+        rank.deadline = Some(now + TIMEOUT);
         rank.entered = now;
         let record = encode_ranks(&[rank.state.rank ^ rank.completed as usize]);
         rank.state.enter(GROUP, rank.completed, &record, now);
@@ -465,7 +465,7 @@ impl World {
                 number,
                 sequence: number,
                 operation: "barrier",
-                timeout: DEADLINE,
+                timeout: TIMEOUT,
                 deadline,
             };
             match self.ranks[rank].state.next(GROUP, &round, self.now) {
@@ -666,11 +666,11 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone_and_is_not_connected_to_
         // All but rank 12 come much later.
         let others = (0..ranks).filter(|rank| ![1, 12].contains(rank));
         let mut faults: Vec<_> = others
-            .map(|rank| (rank, RankFault::Late(1, DEADLINE / 2)))
+            .map(|rank| (rank, RankFault::Late(1, TIMEOUT / 2)))
             .collect();
         faults.push((1, RankFault::DiesBefore(1)));
         let world = World::new(ranks, 3, 5, &faults).run();
-        world.assert_failed_within(FIRST_RECEIVER_PAUSE + AT_ONCE);
+        world.assert_failed_within(FIRST_RECEIVER_INTERVAL + AT_ONCE);
         assert!(matches!(
             world.ranks[12].error,
             Some((_, CommError::RankLeft { rank: 1, .. }))
@@ -689,7 +689,7 @@ fn all_ranks_get_the_records_of_all_in_whatever_order_frames_come() {
 fn exactly_the_ranks_that_are_late_are_named_by_all() {
     with_many_seeds(200, |ranks, seed, random| {
         let late = [random.below(ranks), random.below(ranks)];
-        let faults = late.map(|rank| (rank, RankFault::Late(1, 2 * DEADLINE)));
+        let faults = late.map(|rank| (rank, RankFault::Late(1, 2 * TIMEOUT)));
         let world = World::new(ranks, 3, seed, &faults).run();
         let mut expected = late.to_vec();
         expected.sort_unstable();
@@ -723,7 +723,7 @@ fn a_rank_that_is_late_until_the_deadline_costs_few_connections() {
     let mut random = Random::new(7);
     for (ranks, digits) in [(33, 6), (100, 7), (600, 10), (1024, 10)] {
         let late = random.below(ranks);
-        let world = World::new(ranks, 2, 7, &[(late, RankFault::Late(1, 2 * DEADLINE))]).run();
+        let world = World::new(ranks, 2, 7, &[(late, RankFault::Late(1, 2 * TIMEOUT))]).run();
         world.assert_blame();
         // All connect to the late rank itself. The others help each other.
         let connects: usize = world.ranks.iter().map(|rank| rank.connects).sum();
@@ -758,7 +758,7 @@ fn a_rank_that_dies_is_named_by_a_rank_that_waits_alone() {
         // All but rank 2 come much later.
         let others = (0..ranks).filter(|rank| ![1, 2].contains(rank));
         let mut faults: Vec<_> = others
-            .map(|rank| (rank, RankFault::Late(1, DEADLINE / 2)))
+            .map(|rank| (rank, RankFault::Late(1, TIMEOUT / 2)))
             .collect();
         faults.push((1, RankFault::DiesBefore(1)));
         let world = World::new(ranks, 3, 5, &faults).run();
@@ -830,7 +830,7 @@ fn a_rank_that_stops_at_any_time_is_named() {
 #[test]
 fn a_rank_that_pauses_spoils_nothing() {
     with_many_seeds(200, |ranks, seed, random| {
-        let fault = RankFault::Pauses(random.within(3 * SKEW), random.within(DEADLINE / 2));
+        let fault = RankFault::Pauses(random.within(3 * SKEW), random.within(TIMEOUT / 2));
         World::new(ranks, 6, seed, &[(random.below(ranks), fault)])
             .run()
             .assert_success();
@@ -841,7 +841,7 @@ fn a_rank_that_pauses_spoils_nothing() {
 fn a_rank_that_was_stopped_until_the_others_gave_up_blames_nobody_else() {
     with_many_seeds(200, |ranks, seed, random| {
         let victim = random.below(ranks);
-        let fault = RankFault::Pauses(random.within(3 * SKEW), 2 * DEADLINE);
+        let fault = RankFault::Pauses(random.within(3 * SKEW), 2 * TIMEOUT);
         let world = World::new(ranks, 6, seed, &[(victim, fault)]).run();
         world.assert_blame_of(world.ranks.iter());
     });
