@@ -373,8 +373,8 @@ impl FlatParamHandle {
     }
 
     /// Fills the parameters' storages from all ranks' shards, unless they are filled. Records in
-    /// `state` the forward that did it, counts the memory, and starts to prefetch the units that are
-    /// used next, if the options say so.
+    /// `state` the forward that did it, counts the memory, and starts to prefetch the units that
+    /// are used next, if the options say so.
     fn unshard_locked(&self, state: &mut HandleState) -> Result<()> {
         if self.exchange.is_gathered() {
             return Ok(());
