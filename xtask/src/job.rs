@@ -64,7 +64,7 @@ pub(crate) struct Work {
     pub(crate) save_every: u64,
     /// The number of checkpoints that are kept; `None` for all.
     pub(crate) keep_last: Option<u64>,
-    /// The deadline of the ranks, in seconds: one that has stopped is noticed after it.
+    /// The timeout of the ranks, in seconds: one that has stopped is noticed after it.
     pub(crate) timeout: u64,
     pub(crate) max_restarts: u64,
     /// The seconds for which ranks that were asked to end may go on.
@@ -72,9 +72,9 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    /// Starts the job, which writes to `out`. Its own output is added to the file `said`.
-    pub(crate) fn start(&self, out: &Path, said: &Path) -> Result<Job> {
-        self.start_with_script(&[], out, said)
+    /// Starts the job, which writes to `out`. Its own output is appended to `output_path`.
+    pub(crate) fn start(&self, out: &Path, output_path: &Path) -> Result<Job> {
+        self.start_with_script(&[], out, output_path)
     }
 
     /// Starts the job with a script that each rank runs. The words of `fsdp train` follow those of
@@ -83,7 +83,7 @@ impl Work {
         &self,
         script: &[&str],
         out: &Path,
-        said: &Path,
+        output_path: &Path,
     ) -> Result<Job> {
         let mut command = Command::new(&self.program);
         command.arg("launch");
@@ -112,7 +112,10 @@ impl Work {
             }
         }
         // Appended, because a job that is started again goes on writing to the same file.
-        let output = fs::File::options().create(true).append(true).open(said)?;
+        let output = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(output_path)?;
         command
             .arg("--out")
             .arg(out)
@@ -228,8 +231,8 @@ impl Drop for Job {
 }
 
 /// Returns the last lines of the file to which jobs have written what they said.
-pub(crate) fn last_lines(said: &Path) -> String {
-    let text = fs::read_to_string(said).unwrap_or_default();
+pub(crate) fn last_lines(output_path: &Path) -> String {
+    let text = fs::read_to_string(output_path).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(LINES_SHOWN)..].join("\n")
 }

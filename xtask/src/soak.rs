@@ -139,13 +139,13 @@ fn run_once(work: &Work, seed: u64) -> Result<Outcome> {
     let directory = temporary.path();
     let path = directory.to_str().context("a path is no text")?;
     let out = directory.join("out");
-    let said = directory.join("said");
+    let output_path = directory.join("said");
 
     let script = ["sh", "-c", RANK, "rank", path, &victim.to_string()];
-    let mut job = work.start_with_script(&script, &out, &said)?;
+    let mut job = work.start_with_script(&script, &out, &output_path)?;
     let what = format!("rank {victim} gets {signal:?} after {life:?}");
     let slowest = fail_ranks(&mut job, directory, victim, signal, life)
-        .with_context(|| format!("{what}\n{}", last_lines(&said)))?;
+        .with_context(|| format!("{what}\n{}", last_lines(&output_path)))?;
     let newest = newest(&out)?;
     if newest > 0 {
         resume(work, &out, newest).context(what)?;

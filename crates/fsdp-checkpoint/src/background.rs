@@ -59,9 +59,9 @@ impl BackgroundSaver {
     /// The errors of that collective.
     pub(crate) fn new(group: &ProcessGroup) -> Result<Self, CheckpointError> {
         let ranks: Vec<usize> = (0..group.world_size()).collect();
-        let own = group.subgroup(&ranks)?;
+        let subgroup = group.subgroup(&ranks)?;
         Ok(BackgroundSaver {
-            group: own.expect("every rank is in the group of all ranks"),
+            group: subgroup.expect("every rank is in the group of all ranks"),
             in_flight: None,
             buffers: StateDict::new(),
             saver: Saver::default(),
@@ -109,7 +109,7 @@ impl BackgroundSaver {
             CheckpointError::agree(&group, &request.operation(), None, started)?;
         self.progress = request.options.progress.clone();
         // Until the save is planned, these are not the bytes of the one before.
-        self.progress.expect(0);
+        self.progress.begin_save(0);
         let save = BackgroundSave {
             group,
             request,

@@ -304,11 +304,12 @@ impl Checkpointer {
         Ok(start.elapsed())
     }
 
-    /// Saves the state of the run `stateful` at `step` to the memory tier ([`CheckpointerOptions::memory_tier`]), like the
-    /// local checkpoints of Orbax's emergency checkpointing. This is faster than a checkpoint and
-    /// needs none of its storage. Each rank writes what it holds to its own host, and another rank
-    /// keeps a copy, on another host if there is one. This step and the newest complete one
-    /// before it are kept. Steps after it, from which the run has gone back, are removed.
+    /// Saves the state of the run `stateful` at `step` to the memory tier
+    /// ([`CheckpointerOptions::memory_tier`]), like the local checkpoints of Orbax's emergency
+    /// checkpointing. This is faster than a checkpoint and needs none of its storage. Each rank
+    /// writes what it holds to its own host, and another rank keeps a copy, on another host if
+    /// there is one. `step` and the newest complete step before it are kept. Steps after it, from
+    /// which the run has gone back, are removed.
     ///
     /// The tier survives the end of the processes, and the loss of any one rank's files or of any
     /// one host, but not the loss of all hosts. So save checkpoints too, though less often.
@@ -323,8 +324,8 @@ impl Checkpointer {
         step: u64,
         stateful: &impl Stateful,
     ) -> Result<SaveReport, CheckpointError> {
-        // A rank that has no state takes part too, as `save` makes its error every rank's. The guard
-        // of the values is for saves in the background: this one returns when all is written.
+        // A rank that has no state takes part too, as `save` makes its error every rank's. The
+        // guard of the values is for saves in the background: this one returns when all is written.
         let state = stateful.state_to_save().map(|(state, _)| state);
         let tier = self.memory.as_mut().ok_or(CheckpointError::NoMemoryTier)?;
         tier.save(step, state, &self.options.save)
@@ -406,11 +407,11 @@ impl Checkpointer {
         Ok(report)
     }
 
-    /// Loads a checkpoint of any format into the run `stateful`: by its step, or from a path or a URL. Every
-    /// rank reads only what it needs, directly into the live tensors. The checkpoint may have been
-    /// saved on any number of ranks. A save in the background is waited for first. Collectives: one
-    /// agreement, those of the run's [`Stateful::load_state_dict`], and for a step of the memory
-    /// tier an object broadcast.
+    /// Loads a checkpoint of any format into the run `stateful`: by its step, or from a path or a
+    /// URL. Every rank reads only what it needs, directly into the live tensors. The checkpoint may
+    /// have been saved on any number of ranks. A save in the background is waited for first.
+    /// Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], and for a step
+    /// of the memory tier an object broadcast.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit

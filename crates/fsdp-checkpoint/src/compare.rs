@@ -42,7 +42,7 @@ pub(crate) struct Comparison<'a> {
 
 impl<'a> Comparison<'a> {
     /// Begins a comparison with the digests of a checkpoint; returns `None` if it has none.
-    pub(crate) fn with(checkpoint: &'a dyn Checkpoint) -> Option<Self> {
+    pub(crate) fn with_digests_of(checkpoint: &'a dyn Checkpoint) -> Option<Self> {
         let recorded = checkpoint.digests()?;
         Some(Comparison {
             path: checkpoint.path(),
@@ -52,8 +52,9 @@ impl<'a> Comparison<'a> {
         })
     }
 
-    /// Adds what this rank has read of a tensor: the sum over each box.
-    pub(crate) fn add(&mut self, read: LoadRequest, sums: Vec<Sum>) {
+    /// Records what this rank has read of a tensor: `sums` has the sum over each box of `read`. A
+    /// tensor without a recorded digest is ignored.
+    pub(crate) fn record_read(&mut self, read: LoadRequest, sums: Vec<Sum>) {
         let Some(recorded) = self.recorded.get(&read.fqn) else {
             return;
         };
@@ -75,7 +76,7 @@ impl<'a> Comparison<'a> {
     ///
     /// # Errors
     /// [`FileError::Digests`].
-    pub(crate) fn check_here(&self) -> Result<(), CheckpointError> {
+    pub(crate) fn check_whole_tensors(&self) -> Result<(), CheckpointError> {
         let mut names = Vec::new();
         for part in &self.parts {
             if let Some((fqn, Entry::Tensor(tensor))) = self.metadata.entries.get_index(part.entry)

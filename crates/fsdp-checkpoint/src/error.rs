@@ -65,7 +65,7 @@ pub enum CheckpointError {
         reference: usize,
     },
     /// Loaded tensors do not have the digests that were recorded when they were saved.
-    #[error("`{}` was not loaded as it was saved: {}", path.display(), listed(tensors))]
+    #[error("`{}` was not loaded as it was saved: {}", path.display(), list_tensors(tensors))]
     NotAsSaved {
         /// The checkpoint.
         path: std::path::PathBuf,
@@ -110,26 +110,30 @@ pub struct WrongTensor {
 }
 
 /// The most tensors, and the most ranks of each, that a message names.
-const LISTED: usize = 8;
+const MAX_LISTED: usize = 8;
 
 /// Lists the first few tensors for a message.
-fn listed(tensors: &[WrongTensor]) -> String {
-    let mut listed: Vec<String> = tensors.iter().take(LISTED).map(with_ranks).collect();
-    if tensors.len() > LISTED {
-        listed.push(format!("and {} more tensors", tensors.len() - LISTED));
+fn list_tensors(tensors: &[WrongTensor]) -> String {
+    let mut listed: Vec<String> = tensors
+        .iter()
+        .take(MAX_LISTED)
+        .map(tensor_with_ranks)
+        .collect();
+    if tensors.len() > MAX_LISTED {
+        listed.push(format!("and {} more tensors", tensors.len() - MAX_LISTED));
     }
     listed.join("; ")
 }
 
 /// Names a tensor, and the first few ranks on which it is wrong.
-fn with_ranks(tensor: &WrongTensor) -> String {
+fn tensor_with_ranks(tensor: &WrongTensor) -> String {
     let ranks: Vec<String> = tensor
         .ranks
         .iter()
-        .take(LISTED)
+        .take(MAX_LISTED)
         .map(usize::to_string)
         .collect();
-    let more = if tensor.ranks.len() > LISTED {
+    let more = if tensor.ranks.len() > MAX_LISTED {
         " and others"
     } else {
         ""

@@ -165,7 +165,7 @@ impl PayloadSource for LocalState {
     ) -> Result<(), FileError> {
         let length = range.end - range.start;
         self.look(fqn, bounds, range, sink)?;
-        self.progress.add(length);
+        self.progress.record_written(length);
         Ok(())
     }
 

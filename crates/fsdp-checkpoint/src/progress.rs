@@ -24,13 +24,13 @@ impl SaveProgress {
         self.total.load(Ordering::Relaxed)
     }
 
-    /// Notes that a save begins that writes this many bytes.
-    pub(crate) fn expect(&self, total: u64) {
+    /// Records that a save begins in which this rank writes `total_bytes`.
+    pub(crate) fn begin_save(&self, total_bytes: u64) {
         self.written.store(0, Ordering::Relaxed);
-        self.total.store(total, Ordering::Relaxed);
+        self.total.store(total_bytes, Ordering::Relaxed);
     }
 
-    pub(crate) fn add(&self, bytes: u64) {
+    pub(crate) fn record_written(&self, bytes: u64) {
         self.written.fetch_add(bytes, Ordering::Relaxed);
     }
 }

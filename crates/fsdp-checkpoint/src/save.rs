@@ -145,11 +145,11 @@ impl SaveRequest {
         let group = &with_storage_deadline(group, self.options.deadline);
         // When the planner's staging directory is dropped, all files are removed. Until the last
         // agreement other ranks write to it.
-        let (own, name) = self.prepare_on_planner(group)?;
-        if own.is_none() && self.path.local().is_some() {
+        let (own_staging, name) = self.prepare_on_planner(group)?;
+        if own_staging.is_none() && self.path.local().is_some() {
             self.wait_until_visible(&name);
         }
-        let written = self.in_staging(own.as_ref(), &name, |staging| {
+        let written = self.in_staging(own_staging.as_ref(), &name, |staging| {
             let file = staging.create(&staging.data_file_of(group.rank(), 0), 1)?;
             file.write_at(0, &[0])?;
             Ok(file.finish()?)
@@ -175,15 +175,15 @@ impl SaveRequest {
         &self,
         group: &ProcessGroup,
     ) -> Result<(Option<Staging>, String), CheckpointError> {
-        let mut own = None;
+        let mut own_staging = None;
         let mut outcome = Ok(None);
         if group.rank() == PLANNER {
             outcome = self
                 .prepare()
-                .map(|staging| Some(own.insert(staging).name().to_owned()));
+                .map(|staging| Some(own_staging.insert(staging).name().to_owned()));
         }
         let name = broadcast_result(group, "save: prepare", outcome, PLANNER)?;
-        Ok((own, name))
+        Ok((own_staging, name))
     }
 
     /// Prepares a staging directory for the new checkpoint, and removes those that killed saves
@@ -199,18 +199,18 @@ impl SaveRequest {
         Ok(staging)
     }
 
-    /// Does `work` in the staging directory of the save: in the planner's `own`, or else in that of
-    /// this name, which the planner has prepared.
+    /// Does `work` in the staging directory of the save: in the planner's `own_staging`, or else in
+    /// that called `name`, which the planner has prepared.
     ///
     /// # Errors
     /// The error of `work`; a staging directory that is not visible here.
     fn in_staging<T>(
         &self,
-        own: Option<&Staging>,
+        own_staging: Option<&Staging>,
         name: &str,
         work: impl FnOnce(&Staging) -> Result<T, CheckpointError>,
     ) -> Result<T, CheckpointError> {
-        match own {
+        match own_staging {
             Some(staging) => work(staging),
             None => work(&self.durable.join(&self.path, name)?),
         }
@@ -274,7 +274,7 @@ impl Saver {
             .plans
             .plan(group, &request.operation(), options.deduplicate, local)?;
         let Planned { local, cached, .. } = &planned;
-        options.progress.expect(cached.rank_bytes);
+        options.progress.begin_save(cached.rank_bytes);
         // Step 2: the planner prepares the staging directory, and the others join it.
         let (staging, name) = request.prepare_on_planner(group)?;
         // Step 3: every rank writes its own file. In an incremental save, items that have not
@@ -303,7 +303,7 @@ impl Saver {
             };
             let written = write_rank(staging, &items, &write_options, before)?;
             // Linked bytes need no writing, so they count as done.
-            options.progress.add(written.linked_bytes);
+            options.progress.record_written(written.linked_bytes);
             Ok(written)
         });
         let written = CheckpointError::agree(group, "save: write", None, outcome)?;

@@ -191,7 +191,7 @@ impl<'a> Reading<'a> {
     /// Begins reading. Digests of what is read are computed if the checkpoint has digests to
     /// compare them with.
     fn new(source: &'a CheckpointSource<'_>, options: ReadOptions) -> Self {
-        let comparison = Comparison::with(source.checkpoint);
+        let comparison = Comparison::with_digests_of(source.checkpoint);
         Reading {
             source,
             options: ReadOptions {
@@ -207,7 +207,7 @@ impl<'a> Reading<'a> {
         let done = self.source.checkpoint.read(destinations, self.options)?;
         if let Some(comparison) = &mut self.comparison {
             for (request, sums) in done.requests.into_iter().zip(done.sums) {
-                comparison.add(request, sums);
+                comparison.record_read(request, sums);
             }
         }
         Ok(())
@@ -314,10 +314,10 @@ impl<'a> Reading<'a> {
         // Step 2: piece by piece, read this rank's share, and gather the shares of all replicas
         // into the places.
         for shares in joined.shares(replicas.world_size()) {
-            let own = &shares[replicas.rank()];
-            let mut bytes = vec![0; own.len()];
+            let own_share = &shares[replicas.rank()];
+            let mut bytes = vec![0; own_share.len()];
             if outcome.is_ok() {
-                let requests = joined.requests(wanted, own, |wanted, boxes| {
+                let requests = joined.requests(wanted, own_share, |wanted, boxes| {
                     self.source.request(wanted, boxes)
                 });
                 outcome = self.read(destinations(requests, &mut bytes));
@@ -393,7 +393,7 @@ impl Source for CheckpointSource<'_> {
         let mut reading = Reading::new(self, ReadOptions::default());
         reading.fill(&wanted, &mut memories)?;
         if let Some(comparison) = &reading.comparison {
-            comparison.check_here()?;
+            comparison.check_whole_tensors()?;
         }
         let mut tensors: HashMap<usize, Memory> = HashMap::new();
         for (wanted, memory) in wanted.iter().zip(memories) {

@@ -211,11 +211,11 @@ impl Batches {
         u128::from(steps) * self.batch as u128
     }
 
-    /// Returns the positions at which the rows of one backward start, in a text of `len` bytes. The
-    /// global batch begins with the row number `first`.
-    fn starts(
+    /// Returns the offsets at which the rows of the backward `part` of `rank` start, in a text of
+    /// `text_len` bytes. The global batch begins with the row number `first`.
+    fn row_offsets(
         &self,
-        len: usize,
+        text_len: usize,
         first: u128,
         rank: usize,
         part: usize,
@@ -224,7 +224,7 @@ impl Batches {
         self.row_range(rank, part).map(move |row| {
             let start = (first + row as u128) * seq as u128;
             // After the last row that fits, the text begins again.
-            (start % (len - seq - 1) as u128) as usize
+            (start % (text_len - seq - 1) as u128) as usize
         })
     }
 
@@ -244,7 +244,7 @@ impl Batches {
         self.check(text).map_err(candle_core::Error::wrap)?;
         let mut tokens = Vec::new();
         let mut targets = Vec::new();
-        for start in self.starts(text.bytes.len(), first, rank, part) {
+        for start in self.row_offsets(text.bytes.len(), first, rank, part) {
             let row = &text.bytes[start..=start + self.seq];
             // The target of each token is the one after it.
             tokens.extend(row[..self.seq].iter().map(|&byte| u32::from(byte)));
@@ -273,7 +273,7 @@ mod tests {
         };
         for step in [0, 1, 25, u64::MAX] {
             let row = whole.rows_of(step);
-            let all: Vec<usize> = whole.starts(text.bytes.len(), row, 0, 0).collect();
+            let all: Vec<usize> = whole.row_offsets(text.bytes.len(), row, 0, 0).collect();
             let expected: Vec<usize> = (0..12)
                 .map(|b| ((u128::from(step) * 12 + b) * 10 % (256 - 10 - 1)) as usize)
                 .collect();
@@ -287,7 +287,7 @@ mod tests {
                 let parts =
                     (0..ranks).flat_map(|rank| (0..accumulation).map(move |part| (rank, part)));
                 let joined: Vec<usize> = parts
-                    .flat_map(|(r, p)| cut.starts(text.bytes.len(), row, r, p))
+                    .flat_map(|(r, p)| cut.row_offsets(text.bytes.len(), row, r, p))
                     .collect();
                 assert_eq!(joined, all);
             }

@@ -193,7 +193,7 @@ fn list(
         output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
         // Only where elements differ is there something to draw: other shapes have no common grid.
         if pictures && row.elements.is_some() {
-            for line in heatmap::lines(first, second, &row.name)? {
+            for line in heatmap::heatmap_lines(first, second, &row.name)? {
                 output::data(&format!("  {line}"))?;
             }
         }

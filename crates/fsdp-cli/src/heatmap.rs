@@ -32,7 +32,7 @@ struct Heat {
 ///
 /// # Errors
 /// A checkpoint cannot be read.
-pub(crate) fn lines(
+pub(crate) fn heatmap_lines(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
     name: &str,

@@ -242,12 +242,12 @@ const STEPS: [&str; 8] = [
     "step",
 ];
 
-/// The number of items that are looked into in the file system, and elsewhere.
-const LOCAL_LOOKS: usize = 4096;
-const REMOTE_LOOKS: usize = 64;
+/// The most items that are looked into in the file system, and elsewhere.
+const MAX_LOCAL_ITEMS: usize = 4096;
+const MAX_REMOTE_ITEMS: usize = 64;
 
 /// The most bytes that the value of a step takes.
-const STEP_BYTES: u64 = 64 << 10;
+const MAX_STEP_BYTES: u64 = 64 << 10;
 
 /// Returns the opaque values and tensors, sorted, and the number of items that were not looked
 /// into. Nothing is read but what tells their types, and that of some items only: a checkpoint may
@@ -258,9 +258,13 @@ fn opaque_items(source: &dyn Checkpoint) -> (Vec<OpaqueItem>, usize) {
     let values = entries.iter().filter(|(_, entry)| is_value(entry));
     let tensors = entries.iter().filter(|(_, entry)| !is_value(entry));
     let is_local = Location::from(source.path()).local().is_some();
-    let looks = if is_local { LOCAL_LOOKS } else { REMOTE_LOOKS };
+    let max_items = if is_local {
+        MAX_LOCAL_ITEMS
+    } else {
+        MAX_REMOTE_ITEMS
+    };
     let mut items = Vec::new();
-    for (name, entry) in values.chain(tensors).take(looks) {
+    for (name, entry) in values.chain(tensors).take(max_items) {
         // A value whose type cannot be read is damaged: `verify` tells of it, and the rest is shown
         // here.
         if let Ok(Some(of)) = source.opaque_type(name) {
@@ -272,7 +276,7 @@ fn opaque_items(source: &dyn Checkpoint) -> (Vec<OpaqueItem>, usize) {
         }
     }
     items.sort_by(|a, b| natural::compare(&a.name, &b.name));
-    (items, entries.len().saturating_sub(looks))
+    (items, entries.len().saturating_sub(max_items))
 }
 
 const fn is_value(entry: &Entry) -> bool {
@@ -300,7 +304,7 @@ fn step(source: &dyn Checkpoint) -> Option<i64> {
     STEPS.iter().find_map(|key| {
         let entry = entries.get(*key)?;
         // A longer value is no number, and need not be read.
-        if !is_value(entry) || stored_bytes(entry) > STEP_BYTES {
+        if !is_value(entry) || stored_bytes(entry) > MAX_STEP_BYTES {
             return None;
         }
         source.read_value(key).ok()?.as_int()

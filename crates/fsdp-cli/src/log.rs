@@ -66,7 +66,7 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
             checkpoints: links.iter().map(LoggedCheckpoint::new).collect(),
         })
     } else {
-        let lines: Vec<String> = links.iter().flat_map(lines).collect();
+        let lines: Vec<String> = links.iter().flat_map(link_lines).collect();
         output::lines(&lines)
     })?;
     // The list is printed whole before this error: it shows where the chain is broken.
@@ -87,7 +87,7 @@ impl LoggedCheckpoint {
 
 /// Returns the lines of a checkpoint: its name and digest, what it was saved with, and what is
 /// noteworthy.
-fn lines(link: &Link) -> Vec<String> {
+fn link_lines(link: &Link) -> Vec<String> {
     let digest = or_word(link.digest, "no digest");
     let mut lines = vec![format!("{}  {digest}", escaped(&link.name))];
     if let Some(lineage) = &link.lineage {

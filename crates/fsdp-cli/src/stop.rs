@@ -24,9 +24,9 @@ const SAME_REQUEST_WINDOW: Duration = Duration::from_secs(1);
 /// The signals by which terminals, schedulers and clusters ask a program to end.
 pub(crate) const REQUESTS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// Returns those of some signals that this process was not started to ignore. `nohup`, and shells
+/// Returns those of `signals` that this process was not started to ignore. `nohup`, and shells
 /// for programs in the background, ignore signals on behalf of the program.
-pub(crate) fn not_ignored(signals: &[i32]) -> Vec<i32> {
+pub(crate) fn without_ignored(signals: &[i32]) -> Vec<i32> {
     // A system that does not tell ignores none.
     let ignored = ignored_signals().unwrap_or(0);
     signals
@@ -53,7 +53,7 @@ pub(crate) struct StopRequest {
     /// `true` once a thread listens for signals. A second thread would take the first signal for a
     /// second one.
     is_listening: Arc<AtomicBool>,
-    /// `true` once signals are noted. Until then they end the process.
+    /// `true` once signals are recorded. Until then they end the process.
     is_watching: Arc<AtomicBool>,
 }
 
@@ -91,7 +91,7 @@ impl StopRequest {
         if capture::is_on() || self.is_listening.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let handled = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
+        let handled = without_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
         let mut signals = Signals::new(handled).context("failed to listen for signals")?;
         let request = self.clone();
         // One thread sees all signals, one after the other. Handlers on two threads could both take

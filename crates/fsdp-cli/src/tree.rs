@@ -54,7 +54,8 @@ impl<'a> Node<'a> {
         children
     }
 
-    /// Adds the tree below this node to `lines`, without recursion, as a hostile key may have a million parts.
+    /// Adds the tree below this node to `lines`, without recursion, as a hostile key may have a
+    /// million parts.
     fn push_lines(&mut self, lines: &mut Vec<String>) {
         let mut stack: Vec<(usize, &str, Node<'_>)> = self
             .take_children()

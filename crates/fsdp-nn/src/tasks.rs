@@ -31,7 +31,7 @@ pub(crate) fn is_alone() -> bool {
     IS_ALONE.get() || rayon::current_num_threads() == 1
 }
 
-/// Returns `true` if so many elements are shared by threads. For fewer, another thread would only
+/// Returns `true` if `len` elements are shared by threads. For fewer, another thread would only
 /// add its latency.
 fn is_shared(len: usize) -> bool {
     len > TASK_LEN && !IS_ALONE.get()
@@ -51,7 +51,7 @@ pub(crate) fn for_each_pair<T: Send, U: Sync>(
         .for_each(|(to, from)| f(to, from));
 }
 
-/// Returns the sum of `term` of all values.
+/// Returns the sum of `term` of all `values`.
 pub(crate) fn sum<T: Copy + Sync>(values: &[T], term: impl Fn(T) -> f64 + Sync) -> f64 {
     if !is_shared(values.len()) {
         return values

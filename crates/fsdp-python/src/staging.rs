@@ -112,10 +112,10 @@ impl Staging {
                 )));
             }
             // The sizes come from the caller, so their product may overflow.
-            let bytes = checked_numel(&bounds.sizes)
+            let byte_len = checked_numel(&bounds.sizes)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
-            let memory = Memory::from_object(&buffer, bytes)?;
+            let memory = Memory::from_object(&buffer, byte_len)?;
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
             items.tensors.entry(fqn).or_default().push((bounds, memory));
         }
@@ -164,7 +164,7 @@ impl Staging {
                 .map(|staging| write_rank(staging, &rank_items, &options, None))
         });
         let written = outcome
-            .ok_or_else(finished)?
+            .ok_or_else(finished_error)?
             .map_err(|error| exception(py, error))?;
         let mut places = Vec::with_capacity(written.items.len());
         for item in &written.items {
@@ -185,7 +185,7 @@ impl Staging {
             .collect();
         let written = parsed.map_err(|error| exception(py, error))?;
         // It is taken out, so that a checkpoint is committed once.
-        let staging = self.lock().take().ok_or_else(finished)?;
+        let staging = self.lock().take().ok_or_else(finished_error)?;
         detached(py, || finish_encoded(staging, &metadata, &written))
     }
 
@@ -212,7 +212,7 @@ impl Staging {
 }
 
 /// Returns the error for a call after [`Staging::finish`] or [`Staging::discard`].
-fn finished() -> PyErr {
+fn finished_error() -> PyErr {
     wrong_argument("the checkpoint is finished, or was discarded")
 }
 

@@ -80,7 +80,7 @@ impl DisturbanceCounts {
 pub(super) struct DisturbedRun<'a> {
     pub(super) work: &'a Work,
     pub(super) out: &'a Path,
-    pub(super) said: &'a Path,
+    pub(super) output_path: &'a Path,
     pub(super) pace: Pace,
     /// The longest step of the run that nobody disturbs.
     pub(super) longest_step: Duration,
@@ -95,7 +95,7 @@ impl DisturbedRun<'_> {
     ) -> Result<()> {
         let before = counts.all();
         let begin = Instant::now();
-        let mut job = self.work.start(self.out, self.said)?;
+        let mut job = self.work.start(self.out, self.output_path)?;
         while let Some(pause) = self.time_until_next(counts, before, begin, random) {
             if job.wait(pause)? {
                 return Ok(());
@@ -212,7 +212,7 @@ impl DisturbedRun<'_> {
                 job.kill()?;
                 // Its ranks end with it: those that are left would write beside the new ones.
                 self.check_survivors(ranks, failed_at, counts)?;
-                *job = self.work.start(self.out, self.said)?;
+                *job = self.work.start(self.out, self.output_path)?;
                 return Ok(Some(Vec::new()));
             }
         };

@@ -93,10 +93,10 @@ pub(crate) fn run(root: &Path, arguments: &KillsArguments) -> Result<()> {
 
 fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> Result<()> {
     let quiet = dir.join("quiet");
-    let said = dir.join("said");
+    let output_path = dir.join("said");
     let start = Instant::now();
     ensure!(
-        work.start(&quiet, &said)?.wait(HANG_TIMEOUT)?,
+        work.start(&quiet, &output_path)?.wait(HANG_TIMEOUT)?,
         "the run that nobody disturbs takes more than {HANG_TIMEOUT:?}"
     );
     let undisturbed = start.elapsed();
@@ -120,7 +120,7 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
         let run = DisturbedRun {
             work,
             out: &out,
-            said: &said,
+            output_path: &output_path,
             pace,
             longest_step,
         };
@@ -131,7 +131,7 @@ fn many_short_runs(work: &Work, dir: &Path, kills: u64, random: &mut StdRng) -> 
         // Every bit of the state after the last step is the same.
         work.check_same(&quiet, &out, STEPS)
             .with_context(|| format!("run {runs}"))?;
-        fs::remove_file(&said).ok();
+        fs::remove_file(&output_path).ok();
         // A thousand kills take many runs.
         remove_directory(&out)?;
         say(&format!(
@@ -152,7 +152,7 @@ fn one_long_run(
 ) -> Result<()> {
     let quiet = dir.join("quiet");
     let out = dir.join("disturbed");
-    let said = dir.join("said");
+    let output_path = dir.join("said");
     // Step 1: nobody disturbs a run that takes as long. It tells how many steps there are to do,
     // their bits, and their time.
     let length = every.mul_f64(arguments.kills as f64);
@@ -165,7 +165,7 @@ fn one_long_run(
         keep_last: Some(KEPT),
         ..work
     };
-    let mut job = endless.start(&quiet, &said)?;
+    let mut job = endless.start(&quiet, &output_path)?;
     ensure!(
         !job.wait(length)?,
         "the run that nobody disturbs ended too soon"
@@ -189,7 +189,7 @@ fn one_long_run(
     let run = DisturbedRun {
         work: &work,
         out: &out,
-        said: &said,
+        output_path: &output_path,
         pace: Pace::Every(every),
         longest_step: longest_duration(&seconds),
     };

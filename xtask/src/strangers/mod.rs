@@ -127,9 +127,9 @@ pub(crate) fn run(root: &Path, arguments: &StrangersArguments) -> Result<()> {
         growth: arguments.growth << 20,
     };
     task.run(arguments, seed).with_context(|| {
-        let said = ["running", "meeting"]
+        let outputs = ["running", "meeting"]
             .map(|job| format!("the {job} job:\n{}", last_lines(&task.output_path(job))));
-        format!("seed {seed}\n{}", said.join("\n"))
+        format!("seed {seed}\n{}", outputs.join("\n"))
     })
 }
 
@@ -364,9 +364,9 @@ impl Strangers<'_> {
 }
 
 /// Starts a job whose last rank does not come before the file `come` is there.
-fn start_with_late_rank(work: &Work, come: &Path, out: &Path, said: &Path) -> Result<Job> {
+fn start_with_late_rank(work: &Work, come: &Path, out: &Path, output_path: &Path) -> Result<Job> {
     let come = come.to_str().context("a path is no text")?;
-    work.start_with_script(&["sh", "-c", LATE_RANK, "rank", come], out, said)
+    work.start_with_script(&["sh", "-c", LATE_RANK, "rank", come], out, output_path)
 }
 
 fn mebibytes(bytes: u64) -> f64 {

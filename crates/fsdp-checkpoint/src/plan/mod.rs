@@ -245,13 +245,13 @@ fn rank_plans(plan: &mut GlobalPlan) -> Vec<RankPlan> {
 /// Cuts what a rank sends to the planner into pieces: its schema if no rank before it has the same,
 /// and its boxes if no rank before it holds the same.
 fn pieces(local: &LocalPlan, hashes: &[PlanHashes], rank: usize) -> Vec<PlanPiece> {
-    let own = &hashes[rank];
+    let own_hashes = &hashes[rank];
     let before = &hashes[..rank];
     let mut pieces = Vec::new();
-    if before.iter().all(|other| other.schema != own.schema) {
+    if before.iter().all(|other| other.schema != own_hashes.schema) {
         pieces.extend(local.schema().items.into_iter().map(PlanPiece::Item));
     }
-    if before.iter().all(|other| other.layout != own.layout) {
+    if before.iter().all(|other| other.layout != own_hashes.layout) {
         pieces.extend(local.held_boxes().into_iter().map(PlanPiece::Box));
     }
     pieces
@@ -273,10 +273,10 @@ fn plan_pieces(
     deduplicate: Deduplicate,
 ) -> Result<GlobalPlan, fsdp_formats::plan::SavePlanError> {
     let mut schemas: Vec<LocalPlan> = Vec::new();
-    let mut known: HashMap<u128, usize> = HashMap::new();
+    let mut known_schemas: HashMap<u128, usize> = HashMap::new();
     let mut offers: Vec<Offer> = Vec::new();
     let mut known_offers: HashMap<u128, usize> = HashMap::new();
-    let mut of_ranks = Vec::with_capacity(hashes.len());
+    let mut offer_of_rank = Vec::with_capacity(hashes.len());
     for (rank, pieces) in hashes.iter().zip(pieces) {
         let mut items = Vec::new();
         let mut boxes = Vec::new();
@@ -288,18 +288,23 @@ fn plan_pieces(
         }
         // Only the first rank with a schema has sent it. Ranks come in order here, so that rank is
         // also the first with an unknown hash.
-        let schema = *known.entry(rank.schema).or_insert_with(|| {
+        let schema = *known_schemas.entry(rank.schema).or_insert_with(|| {
             schemas.push(LocalPlan { items });
             schemas.len() - 1
         });
         // It is the same with the boxes of a layout. Ranks with the same layout have the same
         // schema.
-        of_ranks.push(*known_offers.entry(rank.layout).or_insert_with(|| {
+        offer_of_rank.push(*known_offers.entry(rank.layout).or_insert_with(|| {
             offers.push(Offer { schema, boxes });
             offers.len() - 1
         }));
     }
-    plan_offers(&schemas, offers, &of_ranks, PlanOptions { deduplicate })
+    plan_offers(
+        &schemas,
+        offers,
+        &offer_of_rank,
+        PlanOptions { deduplicate },
+    )
 }
 
 /// Returns the bytes of all tensors of a checkpoint.

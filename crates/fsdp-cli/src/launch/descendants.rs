@@ -58,13 +58,13 @@ impl Processes {
     }
 
     /// Reads the statuses of the processes that ranks have left behind and that have ended, so that
-    /// the system can forget them. Returns the group and the status of each. `own` are the
-    /// processes that are waited for elsewhere.
-    pub(super) fn reap_orphans(&mut self, own: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
+    /// the system can forget them. Returns the group and the status of each. `rank_processes` are
+    /// waited for elsewhere.
+    pub(super) fn reap_orphans(&mut self, rank_processes: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
         let this = getpid();
         let mut found = Vec::new();
         for process in &mut self.0 {
-            let is_orphan = process.parent == Some(this) && !own.contains(&process.id);
+            let is_orphan = process.parent == Some(this) && !rank_processes.contains(&process.id);
             if !is_orphan || !process.has_ended {
                 continue;
             }

@@ -35,8 +35,8 @@ pub(super) struct RunningProcesses<'e> {
     outlived: BTreeSet<usize>,
     /// The status of the process that ended last of those that a rank's process has left behind.
     last: BTreeMap<usize, ExitStatus>,
-    /// The time of the next check of the processes that ranks have started, if there is a reason for
-    /// one.
+    /// The time of the next check of the processes that ranks have started, if there is a reason
+    /// for one.
     check_deadline: Option<Instant>,
     events: &'e Events,
     grace_timeout: Duration,
@@ -76,8 +76,8 @@ pub(super) struct JobEnd {
 }
 
 impl<'e> RunningProcesses<'e> {
-    /// Returns a node without processes. At `stop_deadline` they are asked to stop, with `grace_timeout` to do
-    /// so.
+    /// Returns a node without processes. At `stop_deadline` they are asked to stop, with
+    /// `grace_timeout` to do so.
     pub(super) fn new(
         events: &'e Events,
         grace_timeout: Duration,
@@ -254,9 +254,9 @@ impl<'e> RunningProcesses<'e> {
             .iter()
             .map(|(&rank, child)| (rank, Pid::from_child(child)))
             .collect();
-        let mut own: HashSet<Pid> = ranks.iter().map(|&(_, process)| process).collect();
-        own.insert(self.guard.process());
-        for (group, status) in processes.reap_orphans(&own) {
+        let mut own_processes: HashSet<Pid> = ranks.iter().map(|&(_, process)| process).collect();
+        own_processes.insert(self.guard.process());
+        for (group, status) in processes.reap_orphans(&own_processes) {
             // If a process that a rank has started ends before the rank's own process, that tells
             // nothing about the rank.
             if processes.has_ended(group)

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result};
 use signal_hook::consts::{SIGCHLD, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-use crate::stop::{REQUESTS, end_by, not_ignored};
+use crate::stop::{REQUESTS, end_by, without_ignored};
 
 /// An event while processes run.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ impl Events {
         let ends_at_request = Arc::new(AtomicBool::new(false));
         // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end
         // this process, and all others with it.
-        let mut handled = not_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
+        let mut handled = without_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
         handled.push(SIGCHLD);
         let mut signals = Signals::new(handled).context("failed to listen for signals")?;
         let to = sender.clone();

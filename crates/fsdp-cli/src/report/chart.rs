@@ -21,22 +21,22 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
     // have the lowest step.
     let first = points.iter().map(|point| point.step).min()?;
     let last = points.iter().map(|point| point.step).max()?;
-    let least = points
+    let min = points
         .iter()
-        .map(|point| point.least)
+        .map(|point| point.min)
         .fold(f64::INFINITY, f64::min);
-    let most = points
+    let max = points
         .iter()
-        .map(|point| point.most)
+        .map(|point| point.max)
         .fold(f64::NEG_INFINITY, f64::max);
     // A flat curve runs through the middle.
-    let margin = match most - least {
-        0.0 if most == 0.0 => 1.0,
-        0.0 => most.abs() / 2.0,
+    let margin = match max - min {
+        0.0 if max == 0.0 => 1.0,
+        0.0 => max.abs() / 2.0,
         span => span * 0.05,
     };
-    let low = least - margin;
-    let span = most + margin - low;
+    let low = min - margin;
+    let span = max + margin - low;
 
     let mut picture = Picture::default();
     for line in 0..LINES {
@@ -53,8 +53,8 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
         (CHART.x_at(along), CHART.y_at((value - low) / span))
     };
     // The band goes along the largest values, and back along the smallest.
-    let above = points.iter().map(|point| position(point, point.most));
-    let below = points.iter().map(|point| position(point, point.least));
+    let above = points.iter().map(|point| position(point, point.max));
+    let below = points.iter().map(|point| position(point, point.min));
     picture.curve("polygon", above.chain(below.rev()), "class=\"band\"");
     let means = points.iter().map(|point| position(point, point.mean()));
     picture.curve("polyline", means, "class=\"one\"");

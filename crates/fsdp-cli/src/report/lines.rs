@@ -83,7 +83,7 @@ pub(crate) fn visit<T: DeserializeOwned>(
     }
 }
 
-/// Skips what is left of a line, and moves `end` to its end. Returns `true` if a line break ends
+/// Skips the rest of a line, and moves `end` to its end. Returns `true` if a line break ends
 /// it.
 fn skip_line(reader: &mut impl io::BufRead, end: &mut u64) -> io::Result<bool> {
     loop {

@@ -6,8 +6,8 @@
 pub(crate) struct Point {
     /// The first step.
     pub(super) step: u64,
-    pub(super) least: f64,
-    pub(super) most: f64,
+    pub(super) min: f64,
+    pub(super) max: f64,
     sum: f64,
     count: u64,
 }
@@ -32,8 +32,8 @@ impl Point {
     fn join(&self, other: &Point) -> Point {
         Point {
             step: self.step,
-            least: self.least.min(other.least),
-            most: self.most.max(other.most),
+            min: self.min.min(other.min),
+            max: self.max.max(other.max),
             sum: self.sum + other.sum,
             count: self.count + other.count,
         }
@@ -47,7 +47,7 @@ impl Default for Series {
 }
 
 impl Series {
-    /// Creates a curve that keeps at most this many points.
+    /// Creates a curve that keeps at most `capacity` points.
     pub(crate) const fn with_capacity(capacity: usize) -> Self {
         Series {
             points: Vec::new(),
@@ -64,8 +64,8 @@ impl Series {
         };
         let point = Point {
             step,
-            least: value,
-            most: value,
+            min: value,
+            max: value,
             sum: value,
             count: 1,
         };
@@ -113,7 +113,7 @@ mod tests {
         let points = series.points();
         let capacity = series.capacity;
         assert!(points.len() <= capacity && points.len() > capacity / 4);
-        assert!(points.iter().any(|point| point.most > 50.0));
+        assert!(points.iter().any(|point| point.max > 50.0));
         assert!((points.last().unwrap().mean() - 1.0).abs() < 0.01);
         assert!(points.windows(2).all(|pair| pair[0].step < pair[1].step));
     }

@@ -212,7 +212,7 @@ impl Checkpoints {
         report: Option<&Reporter>,
     ) -> Result<()> {
         // The wait for the save before counts as a part of this save: training stands still for it.
-        let clock = Instant::now();
+        let start = Instant::now();
         self.wait(report)?;
         self.make_room(step, run.model.group())?;
         if self.in_background {
@@ -221,7 +221,7 @@ impl Checkpoints {
                 .with_context(|| self.failed(step))?;
             self.started = Some(BackgroundSave {
                 step,
-                stall: clock.elapsed(),
+                stall: start.elapsed(),
                 outcome: None,
             });
             return Ok(());
@@ -230,7 +230,7 @@ impl Checkpoints {
             .checkpointer
             .save(step, run)
             .with_context(|| self.failed(step))?;
-        self.report(step, &saved, clock.elapsed(), report)
+        self.report(step, &saved, start.elapsed(), report)
     }
 
     /// Removes a damaged checkpoint of this step from an object store. A directory is replaced in

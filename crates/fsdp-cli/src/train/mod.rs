@@ -374,12 +374,12 @@ fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
 /// of another run: torchrun also restarts a process that has refused to begin because of them. It
 /// is known only of jobs with a name.
 fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> Result<()> {
-    let own = elastic_job();
-    if own.is_none() {
+    let job = elastic_job();
+    if job.is_none() {
         return Ok(());
     }
     if let Some(start) = last_event(arguments, "start")?
-        && start.job != own
+        && start.job != job
         && let Some(step) = candidates.newest_step()?
     {
         bail!(JobError::OutIsTaken {

@@ -323,7 +323,7 @@ impl Rank<'_> {
     ///
     /// Returns `true` too if a signal has asked one of the ranks to stop.
     fn step(&mut self, step: u64) -> Result<(StepMetrics, bool)> {
-        let clock = Instant::now();
+        let start = Instant::now();
         let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
         // Gradients are accumulated over the parts of the batch. Ranks communicate them in the last
         // part only.
@@ -340,18 +340,18 @@ impl Rank<'_> {
         // A signal may reach only some ranks, or one rank later than another. All ranks must stop
         // after the same step, so each sends whether it has received one, together with its loss
         // and its memory.
-        let own = [
+        let own_numbers = [
             loss.to_bits(),
             u64::from(self.job.stop.signal().is_some()),
             parameters.parameter_bytes() as u64,
             parameters.peak_parameter_bytes() as u64,
         ];
-        let mut all = vec![0; own.len() * group.world_size()];
-        group.all_gather_into(&mut all, &own)?;
-        // Each rank has sent the four numbers of `own`, one after the other.
+        let mut all = vec![0; own_numbers.len() * group.world_size()];
+        group.all_gather_into(&mut all, &own_numbers)?;
+        // Each rank has sent the four numbers of `own_numbers`, one after the other.
         let [losses, mut signals, bytes, peak_bytes] =
-            [0, 1, 2, 3].map(|at| all.iter().skip(at).step_by(own.len()).copied());
-        let seconds = clock.elapsed().as_secs_f64();
+            [0, 1, 2, 3].map(|at| all.iter().skip(at).step_by(own_numbers.len()).copied());
+        let seconds = start.elapsed().as_secs_f64();
         let Batches { batch, seq, .. } = self.job.batches;
         let metrics = StepMetrics {
             step,

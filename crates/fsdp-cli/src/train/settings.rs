@@ -114,7 +114,7 @@ impl Resume {
     }
 
     /// Returns the number of rows of the text that the run has read so far. It is stored if the
-    /// batches had several sizes. Otherwise all had the size that is stored, or else `batch`.
+    /// batches had several sizes. Otherwise all had the size that is stored, or else `batch_size`.
     ///
     /// # Errors
     /// Values that cannot be read.

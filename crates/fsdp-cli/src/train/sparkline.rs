@@ -22,13 +22,13 @@ pub(super) fn sparkline(curve: &Series) -> String {
         .chunks(means.len().div_ceil(WIDTH).max(1))
         .map(|chunk| chunk.iter().sum::<f64>() / chunk.len() as f64)
         .collect();
-    let least = values.iter().copied().fold(f64::INFINITY, f64::min);
-    let most = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut line = String::new();
     for value in values {
         // If all values are equal, the curve is in the middle.
-        let along = if most > least {
-            (value - least) / (most - least)
+        let along = if max > min {
+            (value - min) / (max - min)
         } else {
             0.5
         };

@@ -225,8 +225,8 @@ impl<T: Float> Scalars<T> {
         if let Some(decay_factor) = self.decay_factor {
             p = p.mul(decay_factor);
         }
-        // The gradient needs the parameter too: weight decay that is not decoupled is a penalty that
-        // adds a multiple of it.
+        // The gradient needs the parameter too: weight decay that is not decoupled is a penalty
+        // that adds a multiple of it.
         let g = self.gradient.load(grad, p);
         let m = Element::load(exp_avg).lerp(g, self.one_minus_beta1);
         let v = Element::load(exp_avg_sq)

@@ -214,7 +214,7 @@ impl Overlap {
             let unit = Arc::clone(&self.shared.units()[number]);
             // The unit is still gathered from an earlier use. If it is released before the model
             // uses it again, it is gathered on demand then.
-            if unit.is_gathered() {
+            if unit.is_unsharded() {
                 return;
             }
             trace!(unit = %unit.name, "gather ahead");

@@ -38,7 +38,7 @@ impl Shared {
     pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
         let mut parameters = Vec::new();
         let mut units = Vec::new();
-        for unit in self.units().iter().filter(|unit| !unit.is_gathered()) {
+        for unit in self.units().iter().filter(|unit| !unit.is_unsharded()) {
             parameters.extend_from_slice(unit.layout.fqns());
             units.push(unit.name.clone());
         }

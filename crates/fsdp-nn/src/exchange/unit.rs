@@ -40,7 +40,7 @@ pub(crate) struct UnitExchange {
     /// This rank's shard; `None` if the parameters' own storages hold the authoritative values.
     pub(crate) flat: Option<FlatParameter>,
     /// `true` while the parameters are gathered: their storages are filled.
-    pub(crate) is_gathered: AtomicBool,
+    pub(crate) is_unsharded: AtomicBool,
 }
 
 /// The gathered values of each parameter, to be put into the tensors of the unit.
@@ -65,13 +65,13 @@ pub(crate) struct Reduction {
 
 impl UnitExchange {
     /// Returns `true` while the parameters are gathered: their storages are filled.
-    pub(crate) fn is_gathered(&self) -> bool {
-        self.is_gathered.load(Ordering::Relaxed)
+    pub(crate) fn is_unsharded(&self) -> bool {
+        self.is_unsharded.load(Ordering::Relaxed)
     }
 
     /// Records that the parameters' storages have been filled or released.
-    pub(crate) fn set_gathered(&self, is_gathered: bool) {
-        self.is_gathered.store(is_gathered, Ordering::Relaxed);
+    pub(crate) fn set_unsharded(&self, is_unsharded: bool) {
+        self.is_unsharded.store(is_unsharded, Ordering::Relaxed);
     }
 
     /// Returns the bytes of the whole parameters.

@@ -31,17 +31,20 @@ impl ShardedParameters {
         // A rank may have nothing left of a unit that others have gradients of: its batch did not
         // come to the root, or no earlier backward to the unit. All ranks go through the same
         // units, in the same order.
-        let own: Vec<u8> = self
+        let own_unreduced: Vec<u8> = self
             .handles
             .iter()
             .map(|handle| handle.unreduced().to_byte())
             .collect();
         if !self.shared.reductions.all_reduces() && self.replicate_group().is_some() {
-            let unreduced = self.unreduced_in_replica(own)?;
+            let unreduced = self.unreduced_in_replica(own_unreduced)?;
             return self.reduce_rest(&unreduced);
         }
         let touched = self.handles.iter().flat_map(|handle| handle.touched());
-        let mut bytes: Vec<u8> = own.into_iter().chain(touched.map(u8::from)).collect();
+        let mut bytes: Vec<u8> = own_unreduced
+            .into_iter()
+            .chain(touched.map(u8::from))
+            .collect();
         if self.group().world_size() > 1 {
             self.group().all_reduce(&mut bytes, ReduceOp::Max)?;
         }
@@ -56,18 +59,20 @@ impl ShardedParameters {
         Ok(())
     }
 
-    /// Returns what the ranks of this replica have left to reduce of each unit, as bytes. Partial
-    /// gradients stay: only other replicas have more of them.
-    fn unreduced_in_replica(&self, mut own: Vec<u8>) -> Result<Vec<u8>> {
+    /// Returns what the ranks of this replica have left to reduce of each unit, as bytes;
+    /// `own_unreduced` is what this rank has. Partial gradients stay: only other replicas have more
+    /// of them.
+    fn unreduced_in_replica(&self, mut own_unreduced: Vec<u8>) -> Result<Vec<u8>> {
         let partial = Unreduced::Partial.to_byte();
-        own.iter_mut()
+        own_unreduced
+            .iter_mut()
             .filter(|byte| **byte == partial)
             .for_each(|byte| *byte = Unreduced::Nothing.to_byte());
         let Some(group) = self.shard_group() else {
-            return Ok(own);
+            return Ok(own_unreduced);
         };
-        let of_ranks = group.all_gather_object(&own)?;
-        Ok((0..own.len())
+        let of_ranks = group.all_gather_object(&own_unreduced)?;
+        Ok((0..own_unreduced.len())
             .map(|unit| {
                 let of_unit = of_ranks.iter().map(|bytes| bytes[unit]);
                 of_unit.max().expect("a group has ranks")

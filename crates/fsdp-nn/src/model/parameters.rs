@@ -345,7 +345,7 @@ impl ShardedParameters {
     pub(crate) fn unchecked_units(&self) -> Vec<Arc<FlatParamHandle>> {
         self.handles
             .iter()
-            .filter(|handle| !handle.needs_gather() && !handle.is_root)
+            .filter(|handle| !handle.needs_unshard() && !handle.is_root)
             .cloned()
             .collect()
     }

@@ -52,8 +52,8 @@ pub(super) fn step_factored(
     }
 }
 
-/// Returns the number of parameters of the first batch, of these numbers of elements: at least one,
-/// if there are any.
+/// Returns the number of parameters of the first batch, which has at most `limit` elements but at
+/// least one parameter, if there are any. `numels` are the numbers of elements of the parameters.
 fn batch_len(numels: impl Iterator<Item = usize>, limit: usize) -> usize {
     let mut total = 0usize;
     let fits = numels.enumerate().take_while(|(index, numel)| {
@@ -126,7 +126,7 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 /// Returns a tensor's elements; none if there is no tensor.
-fn values_of(piece: Option<Tensor>) -> Result<Vec<f64>> {
+fn values_or_empty(piece: Option<Tensor>) -> Result<Vec<f64>> {
     piece.map_or(Ok(Vec::new()), |piece| values(&piece))
 }
 
@@ -135,8 +135,8 @@ fn read_part(owned: &Owned, local: &LocalParam) -> Result<OwnPart> {
     local.handle.begin_change()?;
     let squares = Squares::zeros(&owned.shape);
     let mut part = OwnPart {
-        param: values_of(local.handle.local_piece(owned.param)?)?,
-        grad: values_of(local.handle.grad_piece(owned.param)?)?,
+        param: values_or_empty(local.handle.local_piece(owned.param)?)?,
+        grad: values_or_empty(local.handle.grad_piece(owned.param)?)?,
         squares: squares.clone(),
         sharded: Default::default(),
     };
@@ -218,9 +218,9 @@ fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) 
         .iter()
         .zip(&*squares)
         .filter(|(one, _)| one.owner == group.rank());
-    let own: Vec<f64> = owned.flat_map(|(_, squares)| squares.to_flat()).collect();
+    let own_averages: Vec<f64> = owned.flat_map(|(_, squares)| squares.to_flat()).collect();
     let mut received = vec![0.0; counts.iter().sum()];
-    group.all_gather_uneven_into(&mut received, &counts, &own)?;
+    group.all_gather_uneven_into(&mut received, &counts, &own_averages)?;
     let mut rest = received.as_slice();
     for owner in 0..group.world_size() {
         for (one, squares) in all
@@ -258,8 +258,8 @@ fn write_part(
     for (name, values, shape) in squares.entries(&owned.shape) {
         // An average of the parameter's own shape is sharded as the parameter is.
         let entry = if shape == owned.shape {
-            let own = &values[owned.parts[rank].clone()];
-            LocalState::Piece(state_tensor(own, &[own.len()], local)?)
+            let own_part = &values[owned.parts[rank].clone()];
+            LocalState::Piece(state_tensor(own_part, &[own_part.len()], local)?)
         } else {
             LocalState::Whole(state_tensor(values, &shape, local)?)
         };

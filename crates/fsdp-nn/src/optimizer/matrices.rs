@@ -60,7 +60,8 @@ fn directions(
     Ok((matrices, directions))
 }
 
-/// Returns how long it takes to orthogonalize a matrix of this shape, in some unit.
+/// Returns the number of multiplications that it takes to orthogonalize a matrix of this `shape`,
+/// up to a constant factor.
 fn multiplication_cost(shape: &[usize]) -> u128 {
     let [rows, columns] = sizes(shape).map(|size| size as u128);
     rows * columns * rows.min(columns)

@@ -238,7 +238,7 @@ impl EntryPlan {
             let values = saved.iter().zip(&params).map(|(entries, &param)| {
                 Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param]))
             });
-            plan.add(&SavedEntry {
+            plan.plan_entry(&SavedEntry {
                 local,
                 name,
                 kind,
@@ -262,8 +262,8 @@ impl EntryPlan {
         Ok(Some(plan))
     }
 
-    /// Plans one entry.
-    fn add(&mut self, entry: &SavedEntry<'_>) -> Result<()> {
+    /// Plans one `entry`: adds its value to the state, or its tensors to those to be loaded.
+    fn plan_entry(&mut self, entry: &SavedEntry<'_>) -> Result<()> {
         let &SavedEntry {
             local,
             name,

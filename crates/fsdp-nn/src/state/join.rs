@@ -143,13 +143,14 @@ pub(crate) fn join(
     optimizer: &Optimizer,
     group: &ProcessGroup,
     operation: &'static str,
-    own: Result<PortableStates>,
+    own_state: Result<PortableStates>,
 ) -> Result<(StateDict, PortableStates)> {
     // A rank with an error brings `None`. The others then take part in an agreement, which gives
     // all ranks the error.
-    let (contribution, own) = match own.and_then(|own| Ok((contribution_of(optimizer, &own)?, own)))
+    let (contribution, own_state) = match own_state
+        .and_then(|own_state| Ok((new_contribution(optimizer, &own_state)?, own_state)))
     {
-        Ok((contribution, own)) => (Some(contribution), Ok(own)),
+        Ok((contribution, own_state)) => (Some(contribution), Ok(own_state)),
         Err(error) => (None, Err(error)),
     };
     let gathered: Vec<Option<Contribution>> = group.all_gather_object(&contribution)?;
@@ -158,10 +159,10 @@ pub(crate) fn join(
             group,
             operation,
             None,
-            own.map(|own| (StateDict::new(), own)),
+            own_state.map(|own_state| (StateDict::new(), own_state)),
         );
     }
-    let portable = own?;
+    let portable = own_state?;
     // This rank's own values, to be found by name.
     let own_states: HashMap<&str, &StateDict> = portable
         .states
@@ -249,12 +250,12 @@ pub(crate) fn join(
 }
 
 /// Returns what this rank tells the others of its state.
-fn contribution_of(optimizer: &Optimizer, own: &PortableStates) -> Result<Contribution> {
+fn new_contribution(optimizer: &Optimizer, own_state: &PortableStates) -> Result<Contribution> {
     let mut contribution = Contribution {
         keys: Vec::new(),
         states: Vec::new(),
     };
-    for (index, states) in &own.states {
+    for (index, states) in &own_state.states {
         for (fqn, state) in states {
             let mut entries = BTreeMap::new();
             for (name, value) in state {

@@ -20,9 +20,10 @@ use crate::state::{LiveTarget, StatePrefixes, live_model_state_dict, persistent_
 ///
 /// - **Full**: every parameter whole, in its own dtype, under each of its names, and persistent
 ///   buffers. With `rank0_only` rank 0 gets all of it and the others an empty dict; these need no
-///   memory beyond their shards. Collectives: two agreements, and in the order of names one
-///   all-gather, or one gather, for each tensor or for several of together less than half of the
-///   largest (less than 1 MiB always, at most 32 MiB); none where nothing is sharded.
+///   memory beyond their shards. Collectives: two agreements, and one all-gather (with `rank0_only`
+///   one gather) for each tensor, in the order of names. Small tensors share a call, up to half the
+///   size of the largest tensor (but at least 1 MiB, and at most 32 MiB). There are none where
+///   nothing is sharded.
 /// - **Sharded**: the same names; each parameter as the boxes that this rank owns, maybe none. No
 ///   communication.
 /// - **Local**: for each unit `<unit>._flat_param`, a one-dimensional [`ShardedTensor`] of the
@@ -40,7 +41,8 @@ pub fn state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     if parameters.get_state_dict_type().state_dict_type() != StateDictType::Full {
         return Ok(state);
     }
-    // A gather hands values out sorted by name. Give them the model's own order.
+    // A gather hands values out sorted by name. Give them the model's own order, which views of the
+    // live values have. These were made before the gather, too, and need no communication.
     let mut ordered = StateDict::new();
     for (name, _) in live_model_state_dict(parameters)? {
         if let Some(value) = state.get(&name) {
@@ -64,7 +66,7 @@ pub fn state_dict_into(
     let settings = parameters.get_state_dict_type();
     let keep = settings.state_dict_config().gather_options();
     let state = match settings.state_dict_type() {
-        StateDictType::Full => return full(parameters, &keep, sink),
+        StateDictType::Full => return gather_full_state(parameters, &keep, sink),
         StateDictType::Sharded => live_model_state_dict(parameters)?,
         StateDictType::Local => local_views(parameters)?,
     };
@@ -75,7 +77,7 @@ pub fn state_dict_into(
 }
 
 /// Gathers the whole values, and hands each to `sink` under all its names.
-fn full(
+fn gather_full_state(
     parameters: &ShardedParameters,
     keep: &GatherOptions,
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,
@@ -92,7 +94,7 @@ fn full(
     for (alias, fqn) in parameters.aliases() {
         aliases.entry(fqn).or_default().push(alias);
     }
-    gather("state_dict", &state, parameters, keep, |path, value| {
+    gather_state("state_dict", &state, parameters, keep, |path, value| {
         let name = path.flat_key();
         for alias in aliases.get(name.as_str()).into_iter().flatten() {
             sink(alias, value.clone())?;
@@ -103,7 +105,7 @@ fn full(
 
 /// Gathers a dict of views of live values, shaped like parameters, where arithmetic knows the boxes
 /// of all ranks. The path of a value begins with its parameter's name.
-pub(super) fn gather(
+pub(super) fn gather_state(
     operation: &'static str,
     state: &StateDict,
     parameters: &ShardedParameters,

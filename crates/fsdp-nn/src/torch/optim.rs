@@ -7,7 +7,7 @@ use fsdp_state::engine::{DictSource, Source as _};
 use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
-use super::model::gather;
+use super::model::gather_state;
 use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 use crate::model::state_dict_type::{
@@ -49,9 +49,9 @@ pub fn optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    let own = own_states(state, parameters, optimizer);
-    collected(
-        own,
+    let own_state = own_states(state, parameters, optimizer);
+    collect_state(
+        own_state,
         parameters,
         optimizer,
         &parameters.get_state_dict_type(),
@@ -72,9 +72,9 @@ pub fn optim_state_dict_into(
     optimizer: &Optimizer,
     mut sink: impl FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<StateDict> {
-    let own = own_states(state, parameters, optimizer);
+    let own_state = own_states(state, parameters, optimizer);
     let settings = parameters.get_state_dict_type();
-    Ok(streamed(own, parameters, optimizer, &settings, &mut sink)?.0)
+    Ok(stream_state(own_state, parameters, optimizer, &settings, &mut sink)?.0)
 }
 
 /// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in
@@ -98,8 +98,8 @@ pub fn full_optim_state_dict(
         None,
         Some(OptimStateDictConfig::Full(config)),
     )?;
-    let own = own_states(state, parameters, optimizer);
-    collected(own, parameters, optimizer, &settings)
+    let own_state = own_states(state, parameters, optimizer);
+    collect_state(own_state, parameters, optimizer, &settings)
 }
 
 /// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force:
@@ -121,8 +121,8 @@ pub fn sharded_optim_state_dict(
         None,
         Some(OptimStateDictConfig::Sharded(config)),
     )?;
-    let own = own_states(state, parameters, optimizer);
-    collected(own, parameters, optimizer, &settings)
+    let own_state = own_states(state, parameters, optimizer);
+    collect_state(own_state, parameters, optimizer, &settings)
 }
 
 /// Returns this rank's state by the model's names: that of a local state dict, or the live one.
@@ -138,17 +138,17 @@ fn own_states(
     }
 }
 
-/// Puts the values that [`streamed`] hands out into one dict, parameters in their order.
-fn collected(
-    own: Result<PortableStates>,
+/// Puts the values that [`stream_state`] hands out into one dict, parameters in their order.
+fn collect_state(
+    own_state: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     settings: &StateDictSettings,
 ) -> Result<StateDict> {
     // The gather hands entries out sorted by name. The result has the order of the join.
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
-    let (mut result, order) = streamed(
-        own,
+    let (mut result, order) = stream_state(
+        own_state,
         parameters,
         optimizer,
         settings,
@@ -175,8 +175,8 @@ fn collected(
 
 /// Hands all values to `sink`. Returns the user state and the groups, and the names of the
 /// parameters in their order.
-fn streamed(
-    own: Result<PortableStates>,
+fn stream_state(
+    own_state: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
     settings: &StateDictSettings,
@@ -185,10 +185,10 @@ fn streamed(
     const OPERATION: &str = "optim_state_dict";
     let group = parameters.group();
     let keep = settings.optim_state_dict_config().gather_options();
-    let (joined, own) = join(optimizer, group, OPERATION, own)?;
+    let (joined, own_state) = join(optimizer, group, OPERATION, own_state)?;
     let order = joined.keys().map(str::to_owned).collect();
     if settings.state_dict_type() == StateDictType::Full {
-        gather(
+        gather_state(
             OPERATION,
             &joined,
             parameters,
@@ -200,7 +200,7 @@ fn streamed(
                 [PathPart::Index(_), ..] | [] => Ok(()),
             },
         )?;
-        return Ok((user_state_and_groups(own, &keep, group)?, order));
+        return Ok((user_state_and_groups(own_state, &keep, group)?, order));
     }
     // Boxes are not gathered. So without this agreement the other ranks would not learn of an
     // error.
@@ -208,7 +208,7 @@ fn streamed(
         let mut entries = entries.as_dict().into_iter().flatten();
         entries.try_for_each(|(name, value)| sink(fqn, name, value.copy_to(keep.device.as_ref())?))
     });
-    let rest = offered.and_then(|()| user_state_and_groups(own, &keep, group));
+    let rest = offered.and_then(|()| user_state_and_groups(own_state, &keep, group));
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))
 }
 
@@ -224,7 +224,7 @@ fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<
 /// Returns a dict with the state under keys that are no parameter's, and with the groups. It is
 /// empty on ranks that keep nothing.
 fn user_state_and_groups(
-    own: PortableStates,
+    own_state: PortableStates,
     keep: &GatherOptions,
     group: &ProcessGroup,
 ) -> Result<StateDict> {
@@ -232,8 +232,8 @@ fn user_state_and_groups(
     if !keep.keep_on.contains(group.rank()) {
         return Ok(dict);
     }
-    dict.insert("state", own.user_state.copy()?);
-    if let Some(groups) = own.groups {
+    dict.insert("state", own_state.user_state.copy()?);
+    if let Some(groups) = own_state.groups {
         dict.insert("param_groups", group_dicts(groups));
     }
     Ok(dict)
@@ -259,12 +259,12 @@ pub fn unflatten_optim_state(
         parameters.group(),
         "unflatten_optim_state",
         None,
-        local_of(optimizer, fqns),
+        find_local(optimizer, fqns),
     )?;
-    let own = check_owner(parameters, optimizer)
+    let own_state = check_owner(parameters, optimizer)
         .and_then(|()| PortableStates::of_local(optimizer, local, flat_state));
-    let state = collected(
-        own,
+    let state = collect_state(
+        own_state,
         parameters,
         optimizer,
         &parameters.get_state_dict_type(),
@@ -277,8 +277,8 @@ pub fn unflatten_optim_state(
         .collect())
 }
 
-/// Returns the local parameter that is made of these parameters.
-fn local_of(optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<usize> {
+/// Finds the local parameter that is made of the parameters `fqns`, and returns its index.
+fn find_local(optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<usize> {
     let fqns: Vec<&str> = fqns.iter().map(AsRef::as_ref).collect();
     let local = optimizer
         .locals()
@@ -503,7 +503,7 @@ pub fn flatten_optim_state(
     optimizer: &Optimizer,
     fqns: &[impl AsRef<str>],
 ) -> Result<StateDict> {
-    let local = local_of(optimizer, fqns)?;
+    let local = find_local(optimizer, fqns)?;
     let states = fqns
         .iter()
         .filter_map(|fqn| Some((fqn.as_ref(), state.dict(fqn.as_ref())?.clone().into())));

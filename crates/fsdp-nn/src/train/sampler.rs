@@ -142,7 +142,7 @@ impl ShardedSampler {
         let epoch = place / samples;
         let place_in_epoch = place % samples;
         if shuffle {
-            permuted(place_in_epoch, samples, mixed(mixed(seed) ^ epoch))
+            permute_below(place_in_epoch, samples, mix_bits(mix_bits(seed) ^ epoch))
         } else {
             place_in_epoch
         }
@@ -186,16 +186,16 @@ impl ShardedSampler {
             });
         };
         // With another seed or number of samples, the place in the order would be of other samples.
-        check("samples", integer(state, "samples")?, samples)?;
-        check("seed", integer(state, "seed")?, seed)?;
-        check("shuffle", saved_shuffle, shuffle)?;
-        self.consumed = integer(state, "consumed")?;
+        check_setting("samples", read_integer(state, "samples")?, samples)?;
+        check_setting("seed", read_integer(state, "seed")?, seed)?;
+        check_setting("shuffle", saved_shuffle, shuffle)?;
+        self.consumed = read_integer(state, "consumed")?;
         Ok(())
     }
 }
 
 /// Reads an integer from the state of a sampler.
-fn integer(state: &StateDict, key: &'static str) -> Result<u64, SamplerError> {
+fn read_integer(state: &StateDict, key: &'static str) -> Result<u64, SamplerError> {
     let saved = state.get(key).and_then(|value| value.as_plain());
     match saved.and_then(PlainValue::as_int) {
         Some(value) => Ok(value.cast_unsigned()),
@@ -207,7 +207,7 @@ fn integer(state: &StateDict, key: &'static str) -> Result<u64, SamplerError> {
 }
 
 /// Checks that a saved setting is the one of this sampler.
-fn check<T: PartialEq + ToString>(
+fn check_setting<T: PartialEq + ToString>(
     key: &'static str,
     saved: T,
     here: T,
@@ -227,7 +227,7 @@ fn check<T: PartialEq + ToString>(
 /// Four rounds of a Feistel network permute all numbers with as many bits as `n` needs. A result
 /// that is not below `n` is permuted again until it is ("cycle walking"). Each number below `n`
 /// then maps to the next such number on its cycle, so this is a permutation too.
-fn permuted(mut x: u64, n: u64, key: u64) -> u64 {
+fn permute_below(mut x: u64, n: u64, key: u64) -> u64 {
     // Both halves of the network have as many bits.
     let half = (u64::BITS - (n - 1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1u64 << half) - 1;
@@ -237,7 +237,7 @@ fn permuted(mut x: u64, n: u64, key: u64) -> u64 {
         for round in 0..4 {
             (left, right) = (
                 right,
-                left ^ (mixed(key ^ mixed(right.wrapping_add(round << 56))) & mask),
+                left ^ (mix_bits(key ^ mix_bits(right.wrapping_add(round << 56))) & mask),
             );
         }
         x = left << half | right;
@@ -249,7 +249,7 @@ fn permuted(mut x: u64, n: u64, key: u64) -> u64 {
 }
 
 /// Returns a number whose bits all depend on all bits of `x`: the output function of SplitMix64.
-const fn mixed(mut x: u64) -> u64 {
+const fn mix_bits(mut x: u64) -> u64 {
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

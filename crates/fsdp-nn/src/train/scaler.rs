@@ -185,12 +185,12 @@ impl GradScaler {
         if self.unscaled_of(parameters)?.is_some() {
             return Err(ScalerError::UnscaledTwice.into());
         }
-        let own = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
+        let unscaled = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
         // An error of this rank must not leave the others waiting.
-        let is_own_finite = *own.as_ref().unwrap_or(&false);
+        let is_own_finite = *unscaled.as_ref().unwrap_or(&false);
         let mut found = [f32::from(u8::from(!is_own_finite))];
         parameters.group().all_reduce(&mut found, ReduceOp::Max)?;
-        own?;
+        unscaled?;
         let is_finite = found[0] == 0.0;
         self.unscaled.push(Unscaled {
             model: Arc::as_ptr(&parameters.shared).addr(),

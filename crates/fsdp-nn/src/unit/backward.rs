@@ -75,7 +75,7 @@ impl FlatParamHandle {
     /// Returns `true` if it cannot be known when a backward no longer needs the parameters, because
     /// it does not come to all of them.
     fn keeps_until_the_end(&self) -> bool {
-        self.needs_gather() && self.params.iter().any(|param| !param.is_in_graph)
+        self.needs_unshard() && self.params.iter().any(|param| !param.is_in_graph)
     }
 
     /// Copies the received gradients into the unsharded flat gradient, or adds them to it.

@@ -120,8 +120,8 @@ impl FlatParamHandle {
         // Where nothing is sharded, cast or offloaded, the model's own tensors are the parameters.
         // There is no other copy of them.
         let is_offloaded = unit.cpu_offload && !device.is_cpu();
-        let is_gathered = unit.groups.shard.is_none() && compute_dtype == dtype && !is_offloaded;
-        let flat = if is_gathered {
+        let is_unsharded = unit.groups.shard.is_none() && compute_dtype == dtype && !is_offloaded;
+        let flat = if is_unsharded {
             None
         } else {
             Some(FlatParameter::new(
@@ -141,7 +141,7 @@ impl FlatParamHandle {
             device,
             shard_device,
             flat,
-            is_gathered: AtomicBool::new(is_gathered),
+            is_unsharded: AtomicBool::new(is_unsharded),
         };
         let handle = FlatParamHandle {
             is_root: unit.is_root,
@@ -159,7 +159,7 @@ impl FlatParamHandle {
             params: unit.params,
         };
         // The model's tensors have been empty so far.
-        if is_gathered {
+        if is_unsharded {
             handle.fill_storages(handle.exchange.split_into_params(&shard)?)?;
         } else {
             handle.release_storages()?;
@@ -214,7 +214,7 @@ impl FlatParamHandle {
     /// Returns `true` if the parameters have to be gathered before they are used: parts of them are
     /// on other ranks, or the model computes in another dtype or on another device than that of the
     /// shards. Otherwise their storages are always filled.
-    pub(crate) fn needs_gather(&self) -> bool {
+    pub(crate) fn needs_unshard(&self) -> bool {
         self.exchange.flat.is_some()
     }
 
@@ -373,10 +373,10 @@ impl FlatParamHandle {
     }
 
     /// Fills the parameters' storages from all ranks' shards, unless they are filled. Records in
-    /// `state` the forward that did it, counts the memory, and starts to prefetch the units that are
-    /// used next, if the options say so.
+    /// `state` the forward that did it, counts the memory, and starts to prefetch the units that
+    /// are used next, if the options say so.
     fn unshard_locked(&self, state: &mut HandleState) -> Result<()> {
-        if self.exchange.is_gathered() {
+        if self.exchange.is_unsharded() {
             return Ok(());
         }
         // If the unit has been prefetched, this takes the values from there.
@@ -385,7 +385,7 @@ impl FlatParamHandle {
             None => self.exchange.all_gather()?,
         };
         self.fill_storages(gathered)?;
-        self.exchange.set_gathered(true);
+        self.exchange.set_unsharded(true);
         state.gathered_in_forward = self.shared.forwards.number();
         self.shared
             .memory
@@ -423,11 +423,11 @@ impl FlatParamHandle {
     /// has locked the state.
     pub(super) fn release(&self) -> Result<()> {
         // Storages that hold the authoritative values must never be released.
-        if !self.needs_gather() || !self.exchange.is_gathered() {
+        if !self.needs_unshard() || !self.exchange.is_unsharded() {
             return Ok(());
         }
         self.release_storages()?;
-        self.exchange.set_gathered(false);
+        self.exchange.set_unsharded(false);
         self.shared
             .memory
             .count_released(self.exchange.unsharded_bytes());

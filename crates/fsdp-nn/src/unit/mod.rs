@@ -120,10 +120,10 @@ impl<M> Unit<M> {
         // Release the parameters before anything else takes memory.
         drop(whole);
         let output = computed.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
-        if !handle.needs_gather() && handle.is_built_frozen() {
+        if !handle.needs_unshard() && handle.is_built_frozen() {
             return cut_graph(output);
         }
-        if !handle.needs_gather() || handle.is_root {
+        if !handle.needs_unshard() || handle.is_root {
             return Ok(output);
         }
         // Attach the hook even if the parameters stay gathered after the forward: another backward,
