@@ -49,7 +49,7 @@ pub trait Stateful {
     ///
     /// # Errors
     /// The same on every rank. The state is unchanged, unless the error is
-    /// [`StateError::PartlyLoaded`](fsdp_state::StateError::PartlyLoaded): then some values are
+    /// [`StateError::PartlyLoaded`]: then some values are
     /// new.
     fn load_state_dict(
         &mut self,

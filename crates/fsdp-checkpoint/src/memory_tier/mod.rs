@@ -311,7 +311,7 @@ impl RunDirectory {
 
     /// Makes the transfers of a round. `copies` are the places from which parts are sent, if they
     /// are not in the directories of the ranks that send them. Collectives: those of
-    /// [`exchange`].
+    /// [`exchange()`].
     fn transfer(&self, round: &[Transfer], copies: &[PartCopy]) -> Result<(), CheckpointError> {
         let rank = self.group.rank();
         let outgoing = round.iter().find(|transfer| transfer.from == rank);
