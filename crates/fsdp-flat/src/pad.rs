@@ -107,12 +107,12 @@ pub enum PadError {
 /// use candle_core::{Device, Tensor};
 /// use fsdp_flat::pad::{PadMode, pad};
 /// let tensor = Tensor::new(&[[1i64, 2, 3]], &Device::Cpu)?;
-/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Constant(0.0))?.to_vec2::<i64>()?, [[0, 1, 2, 3, 0,
-/// 0]]); assert_eq!(pad(&tensor, &[1, 2], PadMode::Reflect)?.to_vec2::<i64>()?, [[2, 1, 2, 3, 2,
-/// 1]]); assert_eq!(pad(&tensor, &[1, 2], PadMode::Replicate)?.to_vec2::<i64>()?, [[1, 1, 2, 3, 3,
-/// 3]]); assert_eq!(pad(&tensor, &[1, 2], PadMode::Circular)?.to_vec2::<i64>()?, [[3, 1, 2, 3, 1,
-/// 2]]); // The second pair is for the dimension before the last. assert_eq!(pad(&tensor, &[-1, 0,
-/// 0, 1], PadMode::Constant(7.0))?.to_vec2::<i64>()?, [[2, 3], [7, 7]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Constant(0.0))?.to_vec2::<i64>()?, [[0, 1, 2, 3, 0, 0]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Reflect)?.to_vec2::<i64>()?, [[2, 1, 2, 3, 2, 1]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Replicate)?.to_vec2::<i64>()?, [[1, 1, 2, 3, 3, 3]]);
+/// assert_eq!(pad(&tensor, &[1, 2], PadMode::Circular)?.to_vec2::<i64>()?, [[3, 1, 2, 3, 1, 2]]);
+/// // The second pair is for the dimension before the last.
+/// assert_eq!(pad(&tensor, &[-1, 0, 0, 1], PadMode::Constant(7.0))?.to_vec2::<i64>()?, [[2, 3], [7, 7]]);
 /// # Ok::<(), fsdp_flat::pad::PadError>(())
 /// ```
 pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, PadError> {
