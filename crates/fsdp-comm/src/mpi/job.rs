@@ -266,7 +266,7 @@ fn open_store(
     ) {
         (Some(store), _) => store,
         (None, Ok((Ok((address, secret)), _))) => {
-            let secret = Some(Secret::new(secret).map_err(rendezvous)?);
+            let secret = Some(Secret::new(secret).map_err(rendezvous_error)?);
             TcpStore::connect(&address, &StoreOptions { secret, ..options })
         }
         (None, Ok((Err(message), _)) | Err(message)) => Err(rendezvous_error(message)),
