@@ -3,7 +3,8 @@
 //!
 //! The steps of a save by N ranks, each with the ranks that take it:
 //!
-//! 1. all: make a [`LocalPlan`](crate::plan::LocalPlan) of what the rank holds; gather them on rank 0
+//! 1. all: make a [`LocalPlan`](crate::plan::LocalPlan) of what the rank holds; gather them on
+//!    rank 0
 //! 2. rank 0: [`plan_save`](crate::plan::plan_save), [`Durable::prepare`]; scatter the
 //!    [`Selection`]s, broadcast the staging directory's name
 //! 3. all: [`Durable::join`] (rank 0 has it already), [`write_rank`]; gather the [`RankWritten`]s
