@@ -63,7 +63,7 @@ impl MapArguments {
         let parsed = match Map::builtin(name, &values) {
             Some(map) => map,
             None => {
-                let text = read_small(Path::new(name)).map_err(|reason| {
+                let text = read_text(Path::new(name)).map_err(|reason| {
                     let name = name.clone();
                     UsageError::NoMap { name, reason }
                 })?;
@@ -107,8 +107,8 @@ impl MapArguments {
     }
 }
 
-/// Reads a text of moderate size.
-fn read_small(path: &Path) -> Result<String, String> {
+/// Reads the text of a map file or a `config.json`, of at most [`MAX_BYTES`].
+fn read_text(path: &Path) -> Result<String, String> {
     let length = fs::metadata(path).map_err(|error| {
         let names: Vec<&str> = BUILTIN.iter().map(|(name, _)| *name).collect();
         format!(
@@ -167,7 +167,7 @@ fn read_config(source: &Location) -> Option<serde_json::Value> {
     if directory.is_file() {
         directory = directory.parent()?;
     }
-    let text = read_small(&directory.join("config.json")).ok()?;
+    let text = read_text(&directory.join("config.json")).ok()?;
     serde_json::from_str(&text).ok()
 }
 

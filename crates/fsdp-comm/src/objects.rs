@@ -140,7 +140,7 @@ impl ProcessGroup {
         let mut sent = Vec::new();
         let mut fault = None;
         match &outcome {
-            // What the encoder says is told to all ranks, as if it were the outcome of the work.
+            // A value that cannot be encoded is an error on every rank, like an error of the work.
             Ok(Some(value)) if self.rank() == root => match encode(&call, value) {
                 Ok(bytes) => sent.push(bytes),
                 Err(error) => fault = Some(Fault::new(&error)),

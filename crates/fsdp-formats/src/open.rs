@@ -204,7 +204,7 @@ fn megatron(
     const CONFIG: &str = "metadata.json";
     const MAX_CONFIG_BYTES: u64 = 1 << 20;
     if names.iter().any(|name| name == CONFIG) {
-        let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        let bytes = directory.read_checked(CONFIG, MAX_CONFIG_BYTES)?;
         // Other programs have a file of this name too, in which anything may be.
         let config: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
         if config["sharded_backend"] == "zarr" {

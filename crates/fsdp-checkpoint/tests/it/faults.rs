@@ -1,5 +1,4 @@
-//! Whatever fails while a checkpoint is saved: every rank gets the error, and the old checkpoint is
-//! what it was.
+//! Failures during a save: every rank gets the error, and the old checkpoint is unchanged.
 
 #![expect(clippy::disallowed_methods, reason = "a file is put in the way")]
 

@@ -64,7 +64,7 @@ pub(crate) struct PictureArguments {
 /// There is no committed checkpoint, its metadata is damaged, or the file is there already.
 pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     let file = arguments.svg.as_ref().or(arguments.html.as_ref());
-    // What is in the way is told before the checkpoint is read.
+    // Reading a checkpoint may take long, so refuse to replace a file before that.
     if let Some(file) = file {
         check_free(file, arguments.overwrite)?;
     }

@@ -443,9 +443,12 @@ struct Numbered {
     step: u64,
 }
 
-/// Returns the bytes of the lines of steps before `start`, up to the first line of a later step.
-/// What cannot be read stays where such lines come after it; at the end it goes, as a kill may have
-/// left half a line.
+/// Returns the length in bytes of the part of `metrics` that a run which continues at step `start`
+/// keeps: it ends with the last line of an earlier step before the first line of `start` or a later
+/// step.
+///
+/// Unreadable lines before the end of that part are kept. Unreadable lines after it are dropped: a
+/// killed run may have left half a line.
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
     let mut length = 0;
     let mut is_over = false;

@@ -156,7 +156,7 @@ fn a_run_starts_from_any_checkpoint_of_the_same_model_as_far_as_it_goes() {
         .success()
         .stderr(contains("only a model"));
     assert_close(&loss(&losses_by_step(&at("from-names"))), &loss(&anew));
-    // What is no checkpoint, and another model.
+    // A file that is not a checkpoint, and a checkpoint of another model, are refused.
     fs::write(at("text"), "no checkpoint").unwrap();
     train(&at("none"), &["--init-from", &path("text")])
         .assert()

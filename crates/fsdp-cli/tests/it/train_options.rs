@@ -12,7 +12,7 @@ use crate::common::fsdp;
 use crate::train::{SMALL, assert_close, losses, train, train_small};
 
 #[test]
-fn a_batch_of_another_size_goes_on_with_the_next_rows() {
+fn a_resumed_run_with_another_batch_size_reads_the_rows_after_those_already_read() {
     let dir = TempDir::new().unwrap();
     let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
     // Nothing is learned, so the loss of a step depends on its rows only.

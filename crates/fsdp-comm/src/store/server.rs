@@ -82,7 +82,7 @@ async fn serve(mut stream: TcpStream, hello: Hello, store: &Store) -> io::Result
         return told;
     }
     let ended = answer_requests(&mut stream, store).await;
-    // Those who wait for all ranks need not wait any longer.
+    // Wake the requests that need all ranks: they learn that this one has left.
     store.lock().departed.push(hello.rank);
     store.changed.notify_waiters();
     ended

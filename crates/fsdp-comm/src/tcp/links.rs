@@ -514,10 +514,10 @@ impl Links {
         let Ok(writer) = writer.try_lock() else {
             return false;
         };
-        let sent = match begin_frame(&writer, notice) {
+        let sent = match write_start(&writer, notice) {
             Ok(0) => return false,
             // The frame has begun, so the rest of it must follow.
-            Ok(written) => finish_frame(&writer, notice, written, || {
+            Ok(written) => write_rest(&writer, notice, written, || {
                 let state = self.inbox.lock();
                 !state.leaving && state.ranks[to].silence(Instant::now()) <= state.max_silence
             }),
@@ -590,21 +590,22 @@ fn write_frame(
     frame: &OutgoingFrame<'_>,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
-    let written = begin_frame(writer, frame)?;
-    finish_frame(writer, frame, written, go_on)
+    let written = write_start(writer, frame)?;
+    write_rest(writer, frame, written, go_on)
 }
 
-/// Writes as much of a frame as the socket takes at once, and returns how much that was. Usually it
-/// is everything.
-fn begin_frame(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<usize> {
+/// Writes as much of `frame` as one system call takes, and returns the number of bytes: usually
+/// all, and none if the socket's timeout passes first. [`write_rest`] writes the rest.
+fn write_start(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<usize> {
     match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(&frame.body)]) {
         Err(error) if frame::is_retryable(&error) => Ok(0),
         written => written,
     }
 }
 
-/// Writes the rest of a frame whose first `written` bytes have been written.
-fn finish_frame(
+/// Writes the rest of `frame`, of which [`write_start`] has written the first `written` bytes.
+/// After each timeout of the socket, `go_on` says whether to try again.
+fn write_rest(
     mut writer: &TcpStream,
     frame: &OutgoingFrame<'_>,
     written: usize,

@@ -38,7 +38,7 @@ pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
             .add_value(&KeyPath::default(), &flat.file, held)?;
         return Ok(flat.assembler.finish(None));
     }
-    let bytes = flat.assembler.directory().read_small(name, MAX_BYTES)?;
+    let bytes = flat.assembler.directory().read_checked(name, MAX_BYTES)?;
     let read = python_json::parse(&bytes).map_err(|error| {
         flat.error(FormatError::Malformed {
             what: "JSON",

@@ -18,7 +18,7 @@ const STEP: &str = "global_step";
 pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<String>, FileError> {
     if names.iter().any(|name| name == LATEST) && !is_directory(location, LATEST)? {
         let directory = CheckedDirectory::open(location, false, Links::Follow)?;
-        let text = directory.read_small(LATEST, MAX_BYTES)?;
+        let text = directory.read_checked(LATEST, MAX_BYTES)?;
         let name = String::from_utf8_lossy(&text).trim().to_owned();
         if name.is_empty() || name.contains(['/', '\\', '\0']) || name == "." || name == ".." {
             let reason = "it is no name of a directory beside it".to_owned();

@@ -19,7 +19,7 @@ pub(crate) struct Index {
 impl Index {
     /// Reads an index.
     pub(crate) fn read(directory: &CheckedDirectory, name: &str) -> Result<Self, FileError> {
-        let bytes = directory.read_small(name, MAX_INDEX_BYTES)?;
+        let bytes = directory.read_checked(name, MAX_INDEX_BYTES)?;
         Budget::new(bytes.len() as u64, 1)
             .charge_json("memory for the index", &bytes)
             .map_err(|over| directory.file_error(name, over.into()))?;

@@ -31,7 +31,7 @@ pub(crate) fn is_there(names: &[String]) -> bool {
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
     directory.check_covered()?;
-    let bytes = directory.read_small(METADATA, MAX_PICKLE_BYTES)?;
+    let bytes = directory.read_checked(METADATA, MAX_PICKLE_BYTES)?;
     let (world_size, listed) =
         read_metadata(&bytes).map_err(|source| directory.file_error(METADATA, source))?;
     let items = items(&directory, &RankFile::parse_bare)?;

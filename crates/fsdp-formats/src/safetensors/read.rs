@@ -214,7 +214,7 @@ impl SafetensorsCheckpoint {
         for name in &values_names(&values, hash) {
             if opened.directory.has(name)? {
                 exists = true;
-                let bytes = opened.directory.read_small(name, MAX_INDEX_BYTES)?;
+                let bytes = opened.directory.read_checked(name, MAX_INDEX_BYTES)?;
                 if values_hash(&bytes) == *hash {
                     opened.add_values(name, &bytes)?;
                     return Ok(opened.with_paths());
@@ -267,7 +267,9 @@ impl SafetensorsCheckpoint {
             }
         }
         if opened.directory.has(VALUES_FILE)? {
-            let bytes = opened.directory.read_small(VALUES_FILE, MAX_INDEX_BYTES)?;
+            let bytes = opened
+                .directory
+                .read_checked(VALUES_FILE, MAX_INDEX_BYTES)?;
             opened.add_values(VALUES_FILE, &bytes)?;
         }
         Ok(opened.with_paths())

@@ -126,7 +126,7 @@ impl CheckedDirectory {
     }
 
     fn read_integrity(&self, name: &str) -> Result<Integrity, FileError> {
-        let bytes = self.read_small(name, MAX_INTEGRITY_BYTES)?;
+        let bytes = self.read_checked(name, MAX_INTEGRITY_BYTES)?;
         Integrity::decode(&bytes).map_err(|source| self.file_error(name, source))
     }
 
@@ -136,7 +136,7 @@ impl CheckedDirectory {
         let Some(metadata) = integrity.files.get(METADATA_FILE) else {
             return Ok(true);
         };
-        let bytes = self.read_small(METADATA_FILE, MAX_PICKLE_BYTES)?;
+        let bytes = self.read_checked(METADATA_FILE, MAX_PICKLE_BYTES)?;
         Ok(check(metadata, METADATA_FILE, &bytes).is_ok())
     }
 
@@ -293,10 +293,14 @@ impl CheckedDirectory {
         }
     }
 
-    /// Reads a whole file of at most `limit` bytes, and checks it against the integrity file, if
-    /// there is one.
+    /// Reads the whole file `relative` into memory, and checks its hashes, if the directory has an
+    /// integrity file.
+    ///
+    /// # Errors
+    /// A file of more than `limit` bytes, before it is read; one that is missing, or differs from
+    /// its hashes.
     #[doc(hidden)]
-    pub fn read_small(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
+    pub fn read_checked(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let file = self.directory.file(relative)?;
         let bytes = check_limit("file length", file.len(), limit)
             .and_then(|()| read_whole(&*file, 0, file.len()))

@@ -182,7 +182,7 @@ fn what_is_being_read_stays_when_it_is_replaced() {
         .unwrap();
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"new");
     // The reader opens its files only now.
-    assert_eq!(reader.read_small("a", 3).unwrap(), b"old");
+    assert_eq!(reader.read_checked("a", 3).unwrap(), b"old");
     assert_eq!(stale(&target).unwrap().len(), 0);
     drop(reader);
     assert_eq!(clean_stale(&target).unwrap().len(), 1);
@@ -203,7 +203,7 @@ fn a_reader_finds_the_old_or_the_new_whenever_it_comes() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                    assert_eq!(open(&target).unwrap().read_small("a", 1).unwrap(), b"x");
+                    assert_eq!(open(&target).unwrap().read_checked("a", 1).unwrap(), b"x");
                 }
             });
         }

@@ -210,7 +210,7 @@ impl Target for DictTarget<'_> {
         if self.is_in_place {
             Memory::live(value)
         } else {
-            fresh_memory(value, wanted)
+            allocate_loaded(value, wanted)
         }
     }
 
@@ -235,8 +235,9 @@ impl Target for DictTarget<'_> {
     }
 }
 
-/// Returns fresh memory for the wanted boxes of a tensor, of the dtype of the target's own value.
-fn fresh_memory(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
+/// Allocates the memory of a tensor that is not loaded in place: the boxes of `wanted`, in the
+/// dtype of `value`, which the target has now. A dtype that candle lacks is held as raw bytes.
+fn allocate_loaded(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
     match value.candle_dtype() {
         Some(dtype) => Ok(Memory::Unfilled(ShardedTensor::unfilled(
             dtype,
@@ -338,7 +339,7 @@ impl Target for Whole<'_> {
     }
 
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
-        fresh_memory(self.values[wanted.position], wanted)
+        allocate_loaded(self.values[wanted.position], wanted)
     }
 
     fn filled(&mut self, wanted: &Wanted, memory: Memory) -> Result<(), StateError> {

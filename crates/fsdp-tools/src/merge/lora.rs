@@ -78,7 +78,7 @@ impl LoraConfig {
     /// There are no settings, or they are not those of a LoRA adapter.
     pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
         let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
-        let bytes = directory.read_small(CONFIG, MAX_CONFIG_BYTES)?;
+        let bytes = directory.read_checked(CONFIG, MAX_CONFIG_BYTES)?;
         Self::parse(&bytes).map_err(|source| directory.file_error(CONFIG, source))
     }
 

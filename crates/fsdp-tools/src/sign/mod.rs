@@ -200,7 +200,7 @@ pub fn check(
 /// [`FileError`]: it is not there, or larger than any signature.
 pub fn read_signature(location: &Location) -> Result<Vec<u8>, FileError> {
     let (parent, name) = location.split()?;
-    CheckedDirectory::open(&parent, false, Links::Follow)?.read_small(name, MAX_SIGNATURE_BYTES)
+    CheckedDirectory::open(&parent, false, Links::Follow)?.read_checked(name, MAX_SIGNATURE_BYTES)
 }
 
 /// Returns the paths that are not signed.

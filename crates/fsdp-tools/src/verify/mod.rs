@@ -331,8 +331,8 @@ fn elements(
     })
 }
 
-/// Returns the files in a checkpoint's directory that neither its metadata names nor this crate
-/// writes: leftovers of other saves.
+/// Returns the names of the `.distcp` files in a DCP directory that its metadata does not name: they
+/// are leftovers of other saves. Other formats have none.
 pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());

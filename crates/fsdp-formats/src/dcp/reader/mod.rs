@@ -91,7 +91,7 @@ impl CheckpointReader {
         // There are several metadata files if each rank has written its own.
         let mut parts = Vec::new();
         for name in metadata_files(&directory)? {
-            let bytes = directory.read_small(&name, MAX_PICKLE_BYTES)?;
+            let bytes = directory.read_checked(&name, MAX_PICKLE_BYTES)?;
             parts.push(decode(&bytes).map_err(|error| directory.file_error(&name, error.into()))?);
         }
         let metadata = match parts.len() {
