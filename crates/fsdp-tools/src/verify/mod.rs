@@ -331,8 +331,8 @@ fn elements(
     })
 }
 
-/// Returns the names of the `.distcp` files in a DCP directory that its metadata does not name: they
-/// are leftovers of other saves. Other formats have none.
+/// Returns the names of the `.distcp` files in a DCP directory that its metadata does not name:
+/// they are leftovers of other saves. Other formats have none.
 pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());
