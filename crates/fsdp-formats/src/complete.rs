@@ -112,7 +112,7 @@ pub fn check_metadata(checkpoint: &dyn Checkpoint) -> Vec<Problem> {
             stored.is_none() && !bounds.is_some_and(|bounds| bounds.is_empty())
         });
         if is_missing {
-            let error = FileError::NotStored { fqn: fqn.clone() };
+            let error = FileError::not_stored(fqn);
             problems.push(Problem::with_key(fqn, None, &error));
         }
     }
@@ -177,7 +177,7 @@ fn check_chunk_ends(
     let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
     let mut opaque = None;
     for Chunk { bounds, stored } in &tensor.chunks {
-        // What is stored nowhere has been reported too.
+        // Chunks that are stored nowhere have been reported above.
         let Some(stored) = stored else {
             continue;
         };

@@ -27,7 +27,7 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
         let end = core.offsets[d] + core.sizes[d];
         let cut_start = overlap.offsets[d];
         let cut_end = cut_start + overlap.sizes[d];
-        // What is before the overlap in this dimension, and what is after it, is a slab each.
+        // The elements before the overlap in this dimension are a slab, and those after it another.
         for slab in [core.offsets[d]..cut_start, cut_end..end] {
             if !slab.is_empty() {
                 let mut part = core.clone();

@@ -87,7 +87,7 @@ impl Operation<1> for CrossEntropy {
                 for score in scores.iter_mut() {
                     *score = (*score - highest).exponential();
                 }
-                // What was subtracted is added again, less the target's score.
+                // Add the maximum, which was subtracted from all scores, less the target's score.
                 let log = sum(scores.len(), |index| scores[index]).logarithm();
                 total[0] += log + (highest - target);
             },

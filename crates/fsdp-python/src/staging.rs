@@ -59,7 +59,7 @@ impl Staging {
             if overwrite {
                 check_replaceable(&target)?;
             }
-            // What saves that were killed have left beside the target is removed first.
+            // Remove the staging directories that killed saves have left beside the target.
             storage::clean_stale(target.clone())?;
             let staging = Durable::new().prepare(target, overwrite)?;
             // This is known before the ranks write, and would otherwise fail the commit.

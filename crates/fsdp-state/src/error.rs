@@ -283,7 +283,7 @@ impl std::fmt::Display for Summary<'_> {
             ("missing key(s)", missing),
             ("unexpected key(s)", unexpected),
         ];
-        // What does not fit comes first: it is an error of every load, names only of a strict one.
+        // Values that do not fit come first: they fail every load, and names only a strict one.
         let mut separator = "";
         for (name, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
             let shown: Vec<String> = list

@@ -102,8 +102,8 @@ impl Drop for Guard {
 /// Guards process groups until stdin is closed: the guard's side.
 #[expect(clippy::disallowed_methods, reason = "notes are no checkpoints")]
 pub(crate) fn run() {
-    // Whoever asks all processes of a job to stop asks this one too. It is needed until the
-    // launcher has ended.
+    // A request to stop that goes to all processes of a job reaches this one too. Ignore it: the
+    // guard is needed until the launcher has ended.
     let _stays = Signals::new(REQUESTS);
     let mut groups = BTreeSet::new();
     let mut directory = None;

@@ -97,7 +97,7 @@ impl Resume {
             model,
             optimizer,
         };
-        // Whoever starts from another program's checkpoint should know what of it is not used.
+        // Warn about state that a checkpoint of another program lacks.
         let step = resume.read("train.step", natural)?;
         let missing = match (optimizer, step) {
             (true, Some(_)) => "",

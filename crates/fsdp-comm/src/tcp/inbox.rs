@@ -611,6 +611,17 @@ pub(super) fn encode_ranks(ranks: &[usize]) -> Vec<u8> {
 mod tests {
     use super::*;
 
+    /// Delivers the frame with which `rank` leaves as it should.
+    fn say_goodbye(state: &mut InboxState, rank: usize, now: Instant) {
+        let goodbye = Frame {
+            kind: Kind::Goodbye,
+            group: 0,
+            round: 0,
+            body: Vec::new(),
+        };
+        state.receive(rank, goodbye, now).unwrap();
+    }
+
     #[test]
     fn the_first_rank_of_a_group_that_died_is_named_and_not_one_that_left_after_it() {
         let now = Instant::now();
@@ -620,18 +631,7 @@ mod tests {
         // A rank of another group has nothing to do with it.
         state.record_loss(3, &died());
         assert_eq!(state.first_lost(7, &[1, 2]), None);
-        state
-            .receive(
-                1,
-                Frame {
-                    kind: Kind::Goodbye,
-                    group: 0,
-                    round: 0,
-                    body: Vec::new(),
-                },
-                now,
-            )
-            .unwrap();
+        say_goodbye(&mut state, 1, now);
         assert_eq!(state.first_lost(7, &[1, 2]), Some(1));
         assert_eq!(state.first_lost(7, &[2]), None);
         state.record_loss(2, &died());
@@ -814,18 +814,7 @@ mod tests {
             .collect();
         assert_eq!(told(&mut state, Kind::Ended), others);
         // Rank 1 leaves as it should.
-        state
-            .receive(
-                1,
-                Frame {
-                    kind: Kind::Goodbye,
-                    group: 0,
-                    round: 0,
-                    body: Vec::new(),
-                },
-                now,
-            )
-            .unwrap();
+        say_goodbye(&mut state, 1, now);
         state.disconnect(1, &io::ErrorKind::UnexpectedEof.into());
         news(&mut state, 1);
         // That is not so of this rank.

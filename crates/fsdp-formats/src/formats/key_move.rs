@@ -35,8 +35,8 @@ impl KeyMove {
                     last: last - 1,
                 };
             }
-            // What is left must be whole parts, which a dot ends; if nothing is left, the position
-            // in a list that begins `name` becomes a key of a dict.
+            // The rest must be whole parts, which a dot ends. Without a rest, the position in a
+            // list that begins `name` becomes a key of a dict.
             let Some(before) = before.strip_suffix('.') else {
                 break;
             };

@@ -206,7 +206,7 @@ impl NumberedFile {
     fn from_base_name(base: &str) -> Option<Self> {
         let (before, rest) = base.rsplit_once("-of-")?;
         let (before, number) = before.rsplit_once('-')?;
-        // What follows the count is a variant, with its dot.
+        // The text after the count is a variant, with its dot.
         let (count, after) = rest.split_at(rest.find('.').unwrap_or(rest.len()));
         if !is_number(number) || !is_number(count) || before.starts_with(SHARD) {
             return None;

@@ -336,7 +336,7 @@ mod tests {
                 end: 24
             }
         );
-        // What safetensors does not know is stored as bytes.
+        // A dtype that safetensors lacks is stored as bytes.
         let mut bytes =
             Header::encode(&metadata, [("c", DType::Complex128, &[3usize, 1][..])]).unwrap();
         bytes.extend(0..48);

@@ -255,8 +255,8 @@ impl CheckedDirectory {
         let opened = self.directory.file(relative)?;
         let integrity = self.integrity_of(relative)?.cloned();
         let file = Arc::new(self.checked(opened, relative, integrity));
-        // Which files are needed again is not known, so none is worth more than another. Readers
-        // that hold a file keep it open.
+        // Drop all files when there are too many: which of them will be needed again is not
+        // known. Readers that hold a file keep it open.
         if files.len() >= OPEN_FILES {
             files.clear();
         }

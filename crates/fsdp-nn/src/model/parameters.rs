@@ -96,7 +96,7 @@ impl ShardedParameters {
             .keys()
             .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
             .collect();
-        // Which part a rank has follows from the options, so no rank has to ask.
+        // Each rank's part follows from the options, so no communication is needed.
         let shard_ranks = shard_ranks(&group, &groups, config);
         let mut ignored = Vec::with_capacity(registry.ignored.len());
         for name in &registry.ignored {

@@ -133,7 +133,7 @@ impl<'a> Outgoing<'a> {
     /// Appends the box. If it cannot be read, too little may have been appended.
     pub(super) fn pack(&self, packed: &mut Vec<u8>) -> Result<(), StateError> {
         let start = packed.len();
-        // What other ranks want decides how much this is, so a lack of memory is an error.
+        // The length depends on the other ranks' requests, so a lack of memory is an error.
         try_reserve(packed, self.byte_len())?;
         packed.resize(start + self.byte_len(), 0);
         let to = &mut packed[start..];

@@ -279,8 +279,8 @@ impl Layout {
                 if unassigned.is_empty() {
                     return pieces;
                 }
-                // What this box has of the wanted ones is a piece. What is left around it is asked
-                // of the next.
+                // The overlap with this box is a piece of the route. The wanted boxes around it
+                // are looked for in the next box.
                 let mut still_unassigned = Vec::with_capacity(unassigned.len());
                 for (target, want) in unassigned {
                     match want.intersect(have) {

@@ -57,7 +57,7 @@ impl<'a> Integers<'a> {
             metadata
                 .entries
                 .insert(fqn.to_owned(), Entry::Tensor(entry));
-            // What the integers mean goes along as a value of its own.
+            // The quantizer, which gives the integers their meaning, becomes a value of its own.
             let key = quantizer_key(fqn);
             let value = Entry::Bytes(BytesEntry::default());
             if metadata.entries.insert(key.clone(), value).is_some() {

@@ -215,7 +215,7 @@ impl Comparison<'_> {
     /// Compares what both checkpoints have at a key of the first one.
     fn compare_key(self, fqn: &str, entry: &Entry) -> Result<Option<Difference>, FileError> {
         let Comparison { first, second, .. } = self;
-        // What the metadata tells needs no read.
+        // Compare the metadata first: if it differs, no data has to be read.
         if let Some(difference) = shallow(entry, second.metadata().entries.get(fqn)) {
             return Ok(Some(difference));
         }
@@ -382,7 +382,7 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
             ),
         }
     }
-    // What only the second has was not seen yet.
+    // The loop above has visited the first one's keys. These are in the second one only.
     for (key, place) in &second {
         if !first.contains_key(key) && *place != Place::Leaf && !is_in_leaf(key, &first) {
             found(key, Difference::OnlyInSecond);

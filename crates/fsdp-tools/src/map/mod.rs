@@ -82,7 +82,7 @@ impl Map {
     pub fn reversed(&self) -> Self {
         let mut rules = Vec::new();
         for rule in &self.rules {
-            // What was dropped is not there to be mapped back.
+            // A rule without targets drops tensors, so nothing can be mapped back.
             if rule.targets.is_empty() {
                 continue;
             }

@@ -223,8 +223,9 @@ impl<'a> Lora<'a> {
             if name.contains("lora_") {
                 return Err(unsupported(fqn, "this part of an adapter"));
             }
-            // What is left was trained whole, or is the weight below an update, which PEFT calls
-            // `MODULE.base_layer.weight`. It saves that of an embedding, which may have grown.
+            // All other tensors were trained whole, or are the weights below an update, which PEFT
+            // calls `MODULE.base_layer.weight`. It saves that of an embedding, which may have
+            // grown.
             let key = match name.rsplit_once(BASE_LAYER) {
                 Some((module, rest)) => format!("{module}.{rest}"),
                 None => name.to_owned(),

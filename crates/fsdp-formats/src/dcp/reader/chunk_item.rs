@@ -27,9 +27,7 @@ impl<'m> ChunkItem<'m> {
         chunk: &'m Chunk,
     ) -> Result<Self, FileError> {
         let Some(stored) = &chunk.stored else {
-            return Err(FileError::NotStored {
-                fqn: fqn.to_owned(),
-            });
+            return Err(FileError::not_stored(fqn));
         };
         Ok(ChunkItem {
             fqn,

@@ -192,9 +192,7 @@ impl CheckpointReader {
             }
             Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
         };
-        stored.ok_or_else(|| FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })
+        stored.ok_or_else(|| FileError::not_stored(fqn))
     }
 
     /// Reads and decodes a value. With `describes`, objects that cannot be built become
@@ -355,9 +353,7 @@ impl Checkpoint for CheckpointReader {
             stored,
         } = replica
         else {
-            return Err(FileError::NotStored {
-                fqn: replica.fqn.clone(),
-            });
+            return Err(FileError::not_stored(&replica.fqn));
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;

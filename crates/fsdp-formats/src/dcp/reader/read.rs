@@ -53,7 +53,7 @@ impl CheckpointReader {
 
     fn fill_located(&self, item: ChunkItem<'_>, slots: &mut [Slot<'_>]) -> Result<(), ReadError> {
         let located = self.locate(item)?;
-        // What a digest will be compared with need not be hashed too.
+        // Bytes whose sums will be compared with a digest need no check of their hashes.
         let unchecked = match &located.bytes {
             Bytes::File(file) if slots.iter().all(|slot| slot.is_compared) => {
                 Some(file.unchecked())

@@ -197,9 +197,10 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
             let file = rank.files.get(item.file as usize);
             // The report came from another process: it may be of another plan.
             let (Some(file), Some(place)) = (file, place_of(metadata, item)) else {
-                return Err(FileError::NotStored {
-                    fqn: format!("entry {}, chunk {}", item.entry, item.chunk),
-                });
+                return Err(FileError::not_stored(&format!(
+                    "entry {}, chunk {}",
+                    item.entry, item.chunk
+                )));
             };
             *place = Some(StorageInfo {
                 relative_path: file.name.clone(),
@@ -236,7 +237,7 @@ fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
         .iter()
         .find(|(_, entry)| entry.items().any(|(_, stored)| stored.is_none()));
     match unplaced {
-        Some((fqn, _)) => Err(FileError::NotStored { fqn: fqn.clone() }),
+        Some((fqn, _)) => Err(FileError::not_stored(fqn)),
         None => Ok(()),
     }
 }
@@ -342,9 +343,7 @@ pub fn finish_encoded(
     // The caller's metadata must not name files that are not in this checkpoint.
     for (fqn, _, stored) in decoded.stored() {
         if !files.contains(stored.relative_path.as_str()) {
-            return Err(FileError::NotStored {
-                fqn: fqn.to_owned(),
-            });
+            return Err(FileError::not_stored(fqn));
         }
     }
     let digests = digests(&decoded, written);
