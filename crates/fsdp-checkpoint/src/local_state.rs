@@ -149,12 +149,6 @@ fn on_host(tensor: &Tensor) -> Result<Tensor, CheckpointError> {
     Ok(to_device(&tensor.contiguous()?, &Device::Cpu)?)
 }
 
-fn not_stored(fqn: &str) -> FileError {
-    FileError::NotStored {
-        fqn: fqn.to_owned(),
-    }
-}
-
 impl PayloadSource for LocalState {
     fn payload(
         &self,
@@ -176,23 +170,34 @@ impl PayloadSource for LocalState {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let boxes = self.tensors.get(fqn).ok_or_else(|| not_stored(fqn))?;
+        let boxes = self
+            .tensors
+            .get(fqn)
+            .ok_or_else(|| FileError::not_stored(fqn))?;
         let (_, payload) = boxes
             .iter()
             .find(|(held, _)| held == bounds)
-            .ok_or_else(|| not_stored(fqn))?;
+            .ok_or_else(|| FileError::not_stored(fqn))?;
         let range = range.start as usize..range.end as usize;
         match payload {
-            Payload::Raw(tensor) => sink(tensor.bytes().get(range).ok_or_else(|| not_stored(fqn))?),
+            Payload::Raw(tensor) => sink(
+                tensor
+                    .bytes()
+                    .get(range)
+                    .ok_or_else(|| FileError::not_stored(fqn))?,
+            ),
             Payload::Tensor(tensor) => {
-                let bytes = HostBytes::read(tensor).map_err(|_| not_stored(fqn))?;
-                sink(bytes.get(range).ok_or_else(|| not_stored(fqn))?)
+                let bytes = HostBytes::read(tensor).map_err(|_| FileError::not_stored(fqn))?;
+                sink(bytes.get(range).ok_or_else(|| FileError::not_stored(fqn))?)
             }
         }
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        let value = self.values.get(fqn).ok_or_else(|| not_stored(fqn))?;
+        let value = self
+            .values
+            .get(fqn)
+            .ok_or_else(|| FileError::not_stored(fqn))?;
         Ok(Cow::Borrowed(value))
     }
 }

@@ -425,8 +425,9 @@ impl FileError {
         }
     }
 
-    /// Makes the error of an item whose place the metadata does not tell.
-    pub(crate) fn not_stored(fqn: &str) -> Self {
+    /// Makes the error [`FileError::NotStored`] of the flat key `fqn`.
+    #[must_use]
+    pub fn not_stored(fqn: &str) -> Self {
         FileError::NotStored {
             fqn: fqn.to_owned(),
         }

@@ -239,9 +239,7 @@ impl PayloadSource for PythonItems {
             .and_then(|boxes| boxes.iter().find(|(planned, _)| planned == bounds));
         let bytes = found
             .and_then(|(_, memory)| memory.bytes().get(range.start as usize..range.end as usize));
-        sink(bytes.ok_or_else(|| FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })?)
+        sink(bytes.ok_or_else(|| FileError::not_stored(fqn))?)
     }
 
     fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
@@ -249,9 +247,10 @@ impl PayloadSource for PythonItems {
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        let (_, value) = self.values.get(fqn).ok_or_else(|| FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })?;
+        let (_, value) = self
+            .values
+            .get(fqn)
+            .ok_or_else(|| FileError::not_stored(fqn))?;
         Ok(Cow::Borrowed(value))
     }
 }

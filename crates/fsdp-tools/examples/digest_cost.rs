@@ -40,9 +40,7 @@ impl PayloadSource for State {
     }
 
     fn value(&self, fqn: &str) -> std::result::Result<Cow<'_, PlainValue>, FileError> {
-        Err(FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })
+        Err(FileError::not_stored(fqn))
     }
 }
 

@@ -111,8 +111,6 @@ impl Layer for Integers<'_> {
     fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
 
     fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
-        Err(FileError::NotStored {
-            fqn: fqn.to_owned(),
-        })
+        Err(FileError::not_stored(fqn))
     }
 }
