@@ -162,7 +162,7 @@ impl Bench<'_> {
         let arguments = self.arguments;
         let mut sized = GROUPS.to_vec();
         sized.retain(|group| arguments.wants(group));
-        // What depends on the number of parameters, not on their bytes.
+        // The cost of these depends on the number of parameters, not on their bytes.
         let mut unsized_groups = vec!["planning", "scale"];
         unsized_groups.retain(|group| arguments.wants(group));
         // Nothing is built for a run of the smaller benches only.

@@ -70,7 +70,7 @@ fn rank_process() {
         );
         write(&path, &error.to_string());
         assert_eq!(group.barrier(), Err(error));
-        // Whoever ends first takes the others along.
+        // The first rank that ends takes the others along.
         let victim: usize = variable("FSDP_TEST_VICTIM").unwrap().parse().unwrap();
         let survivors: Vec<usize> = (0..group.world_size())
             .filter(|&rank| rank != victim)

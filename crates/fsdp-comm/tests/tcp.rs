@@ -682,7 +682,7 @@ fn a_taken_port_is_an_error() {
         matches!(&error, CommError::Rendezvous { message, .. } if message.contains("MASTER_PORT")),
         "{error:?}"
     );
-    // Whoever has taken it says nothing.
+    // The process that has taken the port does not answer.
     let error = meet(environment(1, 2, port, "job"), 500).unwrap_err();
     assert!(matches!(&error, CommError::Rendezvous { .. }), "{error:?}");
 }

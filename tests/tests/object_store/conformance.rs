@@ -126,7 +126,7 @@ fn suite(root: &Location, is_object_store: bool) {
         assert_same(&source, &destination);
     }
 
-    // Whoever comes second is told, and harms nothing.
+    // The second save gets an error, and harms nothing.
     if is_object_store {
         let again = save(&sample(LARGE), 1, &source, &Durable::new()).unwrap_err();
         assert!(matches!(again, FileError::Exists { .. }), "{again}");
@@ -409,7 +409,7 @@ fn sealing_and_damage() {
         .into_iter()
         .find(|name| name.starts_with(".integrity-"))
         .unwrap();
-    // What another saver left does not confuse a reader, and the next one seals anew.
+    // Files that another save has left do not confuse a reader, and the next save seals anew.
     Durable::new()
         .replace_file(target.join(".integrity-0123456789abcdef"), b"broken")
         .unwrap();

@@ -131,7 +131,7 @@ fn multiply<T: Element>(product: &Product) -> Result<(), String> {
                     .map(|(x, y)| x * y)
                     .sum();
                 let place = c.place(batch, row, column);
-                // What a result is added to is not read if it counts for nothing.
+                // The output's old value is not read if its factor is zero.
                 let before = if beta == 0.0 {
                     0.0
                 } else {

@@ -106,7 +106,7 @@ impl DisturbedRun<'_> {
                 thread::sleep(Duration::from_millis(10));
                 continue;
             }
-            // What there is before the failure, to compare with afterwards.
+            // The newest checkpoint and the starts before the failure, to compare with afterwards.
             let saved = newest(self.out)?;
             let begun = starts(self.out)?.len();
             let failed_at = Instant::now();

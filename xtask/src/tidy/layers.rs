@@ -80,7 +80,7 @@ const TENSOR_LIBRARIES: [&str; 3] = ["candle", "gemm", "tokenizers"];
 /// Checks the dependencies of all crates, as cargo sees them.
 pub(super) fn check(root: &Path) -> Result<Vec<String>> {
     let mut breaches = layers(&dependencies(root)?);
-    // What the command needs through others shows only in the whole tree.
+    // Indirect dependencies of the command show only in the whole tree.
     let tree = [
         "tree",
         "--package",

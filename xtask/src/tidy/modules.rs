@@ -143,7 +143,7 @@ impl Modules {
                 .map(|import| (&import.path, import.public));
             let mentions = module.mentions.iter().map(|path| (path, false));
             for (path, public) in imports.chain(mentions) {
-                // What other crates hold makes no circle.
+                // Imports of other crates make no circle.
                 let Some(target) = self.resolve(module, path, MAX_REEXPORTS) else {
                     continue;
                 };

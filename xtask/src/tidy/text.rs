@@ -30,7 +30,7 @@ const UNSAFE: &[&str] = &[
     "crates/fsdp-ops/src/product.rs",
     // A variable of the command's own process, which candle reads.
     "crates/fsdp-cli/src/lib.rs",
-    // What runs between fork and exec, so that no process of a launch is left behind.
+    // Code that runs between fork and exec, so that no process of a launch is left behind.
     "crates/fsdp-cli/src/launch/mod.rs",
     "crates/fsdp-cli/src/launch/parent.rs",
     // Memory that a Python object lends.

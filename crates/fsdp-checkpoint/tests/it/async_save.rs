@@ -214,7 +214,7 @@ fn what_cannot_be_copied_on_one_rank_starts_no_save_on_any() {
     assert_eq!(saved(&dir.path().join("whole")), [2.0; 2000]);
 }
 
-/// Whoever calls may be a task of a runtime, whose threads must not block on another one.
+/// The caller may be a task of a runtime, whose threads must not block on another one.
 #[test]
 fn a_rank_may_be_an_async_task() {
     let dir = tempfile::tempdir().unwrap();

@@ -209,7 +209,7 @@ fn converting_to_safetensors_gives_the_truth_bit_for_bit_and_lists_what_is_besid
         }
         let truth = fs::read(truth.join("truth.safetensors")).unwrap();
         assert_same_tensors(&fs::read(&file).unwrap(), &truth, &values, &checkpoint);
-        // What lies beside it is read again.
+        // The values beside it are read again.
         assert_eq!(
             json(&["inspect", &file])["values"]
                 .as_array()

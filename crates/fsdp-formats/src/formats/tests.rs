@@ -198,7 +198,7 @@ fn every_format_reads_with_several_threads_at_once() {
                 meeting: meeting.clone(),
             }));
             let checkpoint = open(location, OpenOptions::default()).unwrap();
-            // What opening reads is not what is watched.
+            // Reads while the checkpoint is opened are not watched.
             meeting.begin(expected);
             read(&*checkpoint, threads);
             assert_eq!(meeting.met(), expected, "{format} with {threads} threads");

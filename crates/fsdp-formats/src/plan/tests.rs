@@ -582,7 +582,7 @@ proptest! {
         let largest = global.metadata.tensors()
             .flat_map(|(_, tensor)| tensor.chunks.iter().map(|chunk| chunk.bounds.numel() as u64 * 4))
             .max().unwrap() as f64;
-        // What is sharded cannot be moved: its own imbalance comes on top.
+        // Sharded tensors cannot be moved: their own imbalance comes on top.
         let fixed = if replicated { 0.0 } else { sizes.len() as f64 * 4.0 * ranks as f64 };
         prop_assert!(max <= (1.1 * mean).max(mean + largest) + fixed, "max {max}, mean {mean}, largest {largest}");
     }

@@ -234,7 +234,7 @@ fn a_save_in_progress_is_not_stale_and_a_dropped_one_is_gone() {
     assert!(Durable::new().join(&target, "tmp-../../x").is_err());
     drop(staging);
     assert_eq!(names(parent.path()), Vec::<String>::new());
-    // What a killed process leaves has nobody who holds its lock.
+    // Nobody holds the lock of a directory that a killed process has left.
     let left = parent.path().join(".c.tmp-0123456789abcdef");
     std::fs::create_dir(&left).unwrap();
     std::fs::create_dir(parent.path().join(".c.tmp-backup")).unwrap();

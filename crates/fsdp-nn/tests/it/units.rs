@@ -165,7 +165,7 @@ fn a_value_that_is_set_reaches_every_forward_after_it() {
             let without_b = loss(&model, 0, false).unwrap();
             assert_eq!(value(&without_b), 0.0, "{strategy}");
             assert!(value(&evaluated) > 1e-4);
-            // What was computed after the change can be run backward.
+            // A forward after the change can be run backward.
             model.backward(&without_b).unwrap();
         })
         .unwrap();

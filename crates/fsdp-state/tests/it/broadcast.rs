@@ -108,7 +108,7 @@ fn every_rank_gets_its_part_of_the_roots_values_in_its_own_layout() {
         let root = world_size - 1;
         run(world_size, |group| {
             let local = local(group.rank(), world_size);
-            // What other ranks bring does not count.
+            // The state dicts of the other ranks are ignored.
             let brought = if group.rank() == root {
                 Some(full())
             } else {

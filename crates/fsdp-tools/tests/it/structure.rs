@@ -460,7 +460,7 @@ fn a_checkpoint_equals_its_own_conversion() {
             }
         }
     }
-    // What differs in a part is still found.
+    // A difference in a part is still found.
     state.values.insert(
         "rng".to_owned(),
         PlainValue::List(vec![dict([

@@ -143,7 +143,7 @@ fn tensors_that_cannot_be_filled_directly_get_their_values_all_the_same() {
         live.insert("part", shared.narrow(0, 1, 2).unwrap());
         let error = load_in_place(path.as_path(), &mut live, &group, &options()).unwrap_err();
         assert!(error.to_string().contains("cast"), "{error}");
-        // What is cast is read elsewhere first, but has to fit all the same.
+        // A tensor that is cast is read elsewhere first, but has to fit all the same.
         let mut spread = live.clone();
         let column = Tensor::zeros((4, 2), DType::BF16, &Device::Cpu)
             .unwrap()

@@ -83,7 +83,7 @@ fn run<T: TestFloat>(case: &Value, piece: usize) -> (Vec<T>, Vec<Vec<T>>) {
     }
     algorithm.check_dtype(T::DTYPE).unwrap();
     let mut param = values::<T>(1);
-    // What a buffer holds that is made by the first update must not matter.
+    // The content of a buffer that the first update makes must not matter.
     let initial = |entry: StateEntry| match entry.initial {
         Initial::Value(value) => vec![T::from_f64(value); param.len()],
         Initial::Parameter => param.clone(),

@@ -357,7 +357,7 @@ fn names_that_differ_are_one_error_on_all_ranks_and_change_nothing() {
         let error = set_model_state_dict(&unexpected, target.parameters(), &loose).unwrap_err();
         assert_eq!(lacks(&error), ("abc", 0, 1));
         assert_eq!(gathered_bits(&target, &[&target_optimizer]), before);
-        // What is there is loaded, and the report is the same on every rank.
+        // The keys that are there are loaded, and the report is the same on every rank.
         missing.remove("b.bias");
         let report = set_model_state_dict(&missing, target.parameters(), &loose).unwrap();
         assert_eq!(report.missing, ["b.bias"]);

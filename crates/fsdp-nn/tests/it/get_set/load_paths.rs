@@ -297,8 +297,8 @@ fn tied_and_frozen_parameters_come_along_every_path() {
     .unwrap();
 }
 
-/// Whatever is wrong with one rank's dict, or rank 0's, is one error everywhere that names it, and
-/// changes nothing.
+/// A fault in one rank's state dict is the same error on every rank, names the fault, and changes
+/// nothing.
 #[test]
 fn what_one_rank_brings_wrong_is_the_same_error_on_every_rank() {
     for options in paths() {
@@ -347,7 +347,7 @@ fn what_one_rank_brings_wrong_is_the_same_error_on_every_rank() {
                     panic!("{error}")
                 };
                 match error {
-                    // What rank 0 brings for all is wrong for all.
+                    // If rank 0's state dict is for all, a fault in it is an error of all.
                     StateError::Incompatible { .. } => {
                         assert!(options.broadcast_from_rank0, "{error}")
                     }

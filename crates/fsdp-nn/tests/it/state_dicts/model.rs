@@ -364,7 +364,7 @@ fn local_state_dicts_of_four_ranks_reload_on_two() {
     for use_orig_params in [true, false] {
         for (name, spec) in models() {
             let expected = reference(&spec, &adam(), false, DType::F32, 0).0;
-            // What four ranks saved, as whole flat tensors.
+            // The shards of four ranks, as whole flat tensors.
             let saved = ranks(4, |group| {
                 let model = model(&group, &spec, full_shard(4, use_orig_params));
                 let parameters = model.parameters();
