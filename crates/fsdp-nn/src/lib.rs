@@ -27,6 +27,7 @@ mod config;
 mod error;
 mod exchange;
 mod model;
+mod on_drop;
 pub mod optimizer;
 pub mod state;
 mod tasks;

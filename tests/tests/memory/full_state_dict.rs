@@ -6,10 +6,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear_no_bias};
 use fsdp::nn::algorithm::{AdamOptions, Algorithm};
 use fsdp::nn::torch::{
-    FullOptimStateDictConfig, FullStateDictConfig, OptimStateDictConfig, StateDictConfig,
-    StateDictOptions, StateDictSettings, StateDictType, load_state_dict, optim_state_dict,
-    optim_state_dict_into, scatter_full_optim_state_dict, set_model_state_dict,
-    set_optimizer_state_dict, state_dict, state_dict_into,
+    OptimStateDictConfig, StateDictConfig, StateDictOptions, StateDictSettings, StateDictType,
+    load_state_dict, optim_state_dict, optim_state_dict_into, scatter_full_optim_state_dict,
+    set_model_state_dict, set_optimizer_state_dict, state_dict, state_dict_into,
 };
 use fsdp::nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
 use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
@@ -23,16 +22,14 @@ const TENSOR: usize = 4 * WIDTH * WIDTH;
 const BOOKKEEPING: usize = 192 << 10;
 
 fn rank0_only() -> StateDictSettings {
-    let model = FullStateDictConfig {
+    let model = StateDictConfig::Full {
         offload_to_cpu: true,
         rank0_only: true,
     };
-    let optim = FullOptimStateDictConfig {
+    let optim = OptimStateDictConfig::Full {
         offload_to_cpu: true,
         rank0_only: true,
     };
-    let model = StateDictConfig::Full(model);
-    let optim = OptimStateDictConfig::Full(optim);
     StateDictSettings::new(StateDictType::Full, Some(model), Some(optim)).unwrap()
 }
 

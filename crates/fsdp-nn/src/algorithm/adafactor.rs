@@ -3,8 +3,8 @@
 
 use fsdp_layout::{DType, PlainValue};
 
-use super::error::{AlgorithmError, at_least_zero};
-use super::group::{Reader, group, optional_bool};
+use super::error::{AlgorithmError, at_least_zero, check_range};
+use super::group::{Reader, group, optional_bool, tuple};
 use super::state::{StateEntries, StateEntry};
 
 /// Hyperparameters of Adafactor; the defaults are torch's.
@@ -48,139 +48,80 @@ impl Default for AdafactorOptions {
     }
 }
 
-/// The averages of squares of one parameter.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Squares {
-    /// `row_var` and `col_var`: each matrix of the parameter has a mean for each row and each
-    /// column.
-    Factored { rows: Vec<f64>, columns: Vec<f64> },
-    /// `variance`: each element has its own.
-    Whole(Vec<f64>),
+/// The running averages of the squares of one parameter's gradient, one list for each of
+/// [`average_shapes`].
+pub(crate) type Averages = Vec<Vec<f64>>;
+
+/// Returns torch's keys of the averages of a parameter of this shape, each with its shape. Each
+/// matrix of the parameter has a mean for each row (`row_var`) and for each column (`col_var`). A
+/// parameter of fewer than two dimensions has an average for each element (`variance`).
+pub(crate) fn average_shapes(shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
+    match shape {
+        [batch @ .., rows, columns] => vec![
+            ("row_var", [batch, &[*rows, 1]].concat()),
+            ("col_var", [batch, &[1, *columns]].concat()),
+        ],
+        _ => vec![("variance", shape.to_vec())],
+    }
 }
 
-impl Squares {
-    /// Returns the averages of a parameter of this shape before its first step.
-    pub(crate) fn zeros(shape: &[usize]) -> Self {
-        match shape {
-            [batch @ .., rows, columns] => {
-                let batch: usize = batch.iter().product();
-                Squares::Factored {
-                    rows: vec![0.0; batch * rows],
-                    columns: vec![0.0; batch * columns],
+/// Returns the averages of a parameter of this shape before its first step.
+pub(crate) fn zero_averages(shape: &[usize]) -> Averages {
+    let shapes = average_shapes(shape).into_iter();
+    shapes
+        .map(|(_, shape)| vec![0.0; shape.iter().product()])
+        .collect()
+}
+
+/// Moves the running averages towards the squares of the gradient `grad` of a parameter of this
+/// `shape`, by `weight` of the way.
+fn update_averages(averages: &mut [Vec<f64>], grad: &[f64], shape: &[usize], weight: f64) {
+    match (averages, shape) {
+        ([rows, columns], [.., height, width]) if height * width > 0 => {
+            // A parameter of more dimensions is a row of matrices, each with averages of its own.
+            for (index, matrix) in grad.chunks_exact(height * width).enumerate() {
+                let mut of_columns = vec![0.0; *width];
+                for (row, values) in matrix.chunks_exact(*width).enumerate() {
+                    let sum: f64 = values.iter().map(|g| g * g).sum();
+                    of_columns
+                        .iter_mut()
+                        .zip(values)
+                        .for_each(|(sum, g)| *sum += g * g);
+                    move_to(&mut rows[index * height + row], sum / *width as f64, weight);
+                }
+                for (column, sum) in of_columns.into_iter().enumerate() {
+                    move_to(
+                        &mut columns[index * width + column],
+                        sum / *height as f64,
+                        weight,
+                    );
                 }
             }
-            _ => Squares::Whole(vec![0.0; shape.iter().product()]),
         }
-    }
-
-    /// Returns torch's keys of the averages of a parameter of this shape, each with its shape.
-    pub(crate) fn shapes(shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
-        match shape {
-            [batch @ .., rows, columns] => vec![
-                ("row_var", [batch, &[*rows, 1]].concat()),
-                ("col_var", [batch, &[1, *columns]].concat()),
-            ],
-            _ => vec![("variance", shape.to_vec())],
+        ([values], _) => {
+            values
+                .iter_mut()
+                .zip(grad)
+                .for_each(|(value, g)| move_to(value, g * g, weight));
         }
+        _ => {}
     }
+}
 
-    /// Returns torch's keys of the averages, each with its values and shape.
-    pub(crate) fn entries(&self, shape: &[usize]) -> Vec<(&'static str, &[f64], Vec<usize>)> {
-        let values = match self {
-            Squares::Factored { rows, columns } => vec![rows.as_slice(), columns],
-            Squares::Whole(values) => vec![values.as_slice()],
-        };
-        Self::shapes(shape)
-            .into_iter()
-            .zip(values)
-            .map(|((name, shape), values)| (name, values, shape))
-            .collect()
-    }
-
-    /// Returns all averages in one list, rows before columns, to be sent to other ranks.
-    pub(crate) fn to_flat(&self) -> Vec<f64> {
-        match self {
-            Squares::Factored { rows, columns } => [rows.as_slice(), columns].concat(),
-            Squares::Whole(values) => values.clone(),
+/// Returns the average of squares of each element.
+fn estimate(averages: &[Vec<f64>], shape: &[usize], eps: f64) -> Vec<f64> {
+    match (averages, shape) {
+        ([rows, columns], [.., height, width]) if height * width > 0 => {
+            let matrices = rows.chunks_exact(*height).zip(columns.chunks_exact(*width));
+            let estimate = matrices.flat_map(|(rows, columns)| {
+                let mean = at_least(rows.iter().sum::<f64>() / rows.len() as f64, eps);
+                rows.iter()
+                    .flat_map(move |row| columns.iter().map(move |column| row * column / mean))
+            });
+            estimate.collect()
         }
-    }
-
-    /// Overwrites the averages with `values`, in the order of [`Self::to_flat`].
-    ///
-    /// # Panics
-    /// `values` has another length than the averages.
-    pub(crate) fn copy_from_flat(&mut self, values: &[f64]) {
-        match self {
-            Squares::Factored { rows, columns } => {
-                let (row_values, column_values) = values.split_at(rows.len());
-                rows.copy_from_slice(row_values);
-                columns.copy_from_slice(column_values);
-            }
-            Squares::Whole(averages) => averages.copy_from_slice(values),
-        }
-    }
-
-    /// Overwrites the averages of one entry with `values`; `entry` is its position among
-    /// [`Self::entries`].
-    pub(crate) fn set_entry(&mut self, entry: usize, values: &[f64]) {
-        match self {
-            Squares::Factored { rows, .. } if entry == 0 => rows.copy_from_slice(values),
-            Squares::Factored { columns, .. } => columns.copy_from_slice(values),
-            Squares::Whole(averages) => averages.copy_from_slice(values),
-        }
-    }
-
-    /// Moves the running averages towards the squares of the gradient `grad` of a parameter of this
-    /// `shape`, by `weight` of the way.
-    fn update_averages(&mut self, grad: &[f64], shape: &[usize], weight: f64) {
-        match (self, shape) {
-            (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
-                // A parameter of more dimensions is a row of matrices, each with averages of its
-                // own.
-                for (index, matrix) in grad.chunks_exact(height * width).enumerate() {
-                    let mut of_columns = vec![0.0; *width];
-                    for (row, values) in matrix.chunks_exact(*width).enumerate() {
-                        let sum: f64 = values.iter().map(|g| g * g).sum();
-                        of_columns
-                            .iter_mut()
-                            .zip(values)
-                            .for_each(|(sum, g)| *sum += g * g);
-                        move_to(&mut rows[index * height + row], sum / *width as f64, weight);
-                    }
-                    for (column, sum) in of_columns.into_iter().enumerate() {
-                        move_to(
-                            &mut columns[index * width + column],
-                            sum / *height as f64,
-                            weight,
-                        );
-                    }
-                }
-            }
-            (Squares::Whole(values), _) => {
-                values
-                    .iter_mut()
-                    .zip(grad)
-                    .for_each(|(value, g)| move_to(value, g * g, weight));
-            }
-            _ => {}
-        }
-    }
-
-    /// Returns the average of squares of each element.
-    fn estimate(&self, shape: &[usize], eps: f64) -> Vec<f64> {
-        match (self, shape) {
-            (Squares::Factored { rows, columns }, [.., height, width]) if height * width > 0 => {
-                let matrices = rows.chunks_exact(*height).zip(columns.chunks_exact(*width));
-                let estimate = matrices.flat_map(|(rows, columns)| {
-                    let mean = at_least(rows.iter().sum::<f64>() / rows.len() as f64, eps);
-                    rows.iter()
-                        .flat_map(move |row| columns.iter().map(move |column| row * column / mean))
-                });
-                estimate.collect()
-            }
-            (Squares::Whole(values), _) => values.clone(),
-            _ => Vec::new(),
-        }
+        ([values], _) => values.clone(),
+        _ => Vec::new(),
     }
 }
 
@@ -218,25 +159,20 @@ impl AdafactorOptions {
             ("weight_decay", self.weight_decay),
         ];
         at_least_zero(algorithm, &values)?;
-        for (key, value, is_fine, range) in [
-            (
-                "beta2_decay",
-                self.beta2_decay,
-                self.beta2_decay <= 0.0,
-                "finite and at most 0",
-            ),
-            ("d", self.d, self.d >= 1.0, "finite and at least 1"),
-        ] {
-            if !is_fine || !value.is_finite() {
-                return Err(AlgorithmError::OutOfRange {
-                    algorithm,
-                    key,
-                    value,
-                    range,
-                });
-            }
-        }
-        Ok(())
+        check_range(
+            algorithm,
+            "beta2_decay",
+            self.beta2_decay,
+            self.beta2_decay.is_finite() && self.beta2_decay <= 0.0,
+            "finite and at most 0",
+        )?;
+        check_range(
+            algorithm,
+            "d",
+            self.d,
+            self.d.is_finite() && self.d >= 1.0,
+            "finite and at least 1",
+        )
     }
 
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
@@ -280,7 +216,7 @@ impl AdafactorOptions {
         &self,
         update: &WholeUpdate<'_>,
         param: &mut [f64],
-        squares: &mut Squares,
+        averages: &mut [Vec<f64>],
     ) {
         let step = f64::from(update.step);
         // torch takes the distance from 1 to the next number of the parameter's dtype.
@@ -298,10 +234,14 @@ impl AdafactorOptions {
                 .iter_mut()
                 .for_each(|p| *p *= 1.0 - self.lr * self.weight_decay);
         }
-        squares.update_averages(update.grad, update.shape, step.powf(self.beta2_decay));
+        update_averages(
+            averages,
+            update.grad,
+            update.shape,
+            step.powf(self.beta2_decay),
+        );
         let sign = if self.maximize { -1.0 } else { 1.0 };
-        let estimate = squares.estimate(update.shape, eps1);
-        let update: Vec<f64> = estimate
+        let update: Vec<f64> = estimate(averages, update.shape, eps1)
             .into_iter()
             .zip(update.grad)
             .map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt())
@@ -317,12 +257,10 @@ impl AdafactorOptions {
 
 /// Reads torch's pair `eps`, whose first element may be `None`.
 fn eps(value: &PlainValue) -> Option<(Option<f64>, f64)> {
-    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else {
-        return None;
+    let [first, second] = tuple(value)?;
+    let first = match first {
+        PlainValue::None => None,
+        first => Some(first.as_float()?),
     };
-    match items.as_slice() {
-        [PlainValue::None, second] => Some((None, second.as_float()?)),
-        [first, second] => Some((Some(first.as_float()?), second.as_float()?)),
-        _ => None,
-    }
+    Some((first, second.as_float()?))
 }

@@ -2,7 +2,7 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero};
+use super::error::{AlgorithmError, at_least_zero, check_range};
 use super::float::{Element, Float, Gradient, Weight, scalar};
 use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
 use super::state::{StateEntries, StateEntry};
@@ -64,14 +64,14 @@ impl AdamOptions {
             ],
         )?;
         for (key, value) in [("betas[0]", self.betas.0), ("betas[1]", self.betas.1)] {
-            if !(0.0..1.0).contains(&value) {
-                return Err(AlgorithmError::OutOfRange {
-                    algorithm,
-                    key,
-                    value,
-                    range: "at least 0 and less than 1",
-                });
-            }
+            let is_in_range = (0.0..1.0).contains(&value);
+            check_range(
+                algorithm,
+                key,
+                value,
+                is_in_range,
+                "at least 0 and less than 1",
+            )?;
         }
         Ok(())
     }

@@ -140,21 +140,32 @@ pub enum AlgorithmError {
     },
 }
 
+/// Refuses a hyperparameter unless it is in its range, which the text `range` describes.
+pub(super) fn check_range(
+    algorithm: &'static str,
+    key: &'static str,
+    value: f64,
+    is_in_range: bool,
+    range: &'static str,
+) -> Result<(), AlgorithmError> {
+    if is_in_range {
+        return Ok(());
+    }
+    Err(AlgorithmError::OutOfRange {
+        algorithm,
+        key,
+        value,
+        range,
+    })
+}
+
 /// Refuses the first of these hyperparameters that is negative, infinite or NaN.
 pub(super) fn at_least_zero(
     algorithm: &'static str,
     values: &[(&'static str, f64)],
 ) -> Result<(), AlgorithmError> {
-    match values
-        .iter()
-        .find(|(_, value)| !(value.is_finite() && *value >= 0.0))
-    {
-        Some(&(key, value)) => Err(AlgorithmError::OutOfRange {
-            algorithm,
-            key,
-            value,
-            range: "finite and at least 0",
-        }),
-        None => Ok(()),
-    }
+    values.iter().try_for_each(|&(key, value)| {
+        let is_in_range = value.is_finite() && value >= 0.0;
+        check_range(algorithm, key, value, is_in_range, "finite and at least 0")
+    })
 }

@@ -128,19 +128,15 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Returns the two floats under `key`, such as Adam's `betas`: a list counts as well, as JSON
-    /// has no tuples.
+    /// Returns the two floats under `key`, such as Adam's `betas`.
     pub(super) fn float_pair(
         &mut self,
         key: &'static str,
         current: (f64, f64),
     ) -> Result<(f64, f64), AlgorithmError> {
-        self.read(key, current, "a tuple of two floats", |value| match value {
-            PlainValue::Tuple(items) | PlainValue::List(items) => match items.as_slice() {
-                [first, second] => first.as_float().zip(second.as_float()),
-                _ => None,
-            },
-            _ => None,
+        self.read(key, current, "a tuple of two floats", |value| {
+            let [first, second] = tuple(value)?;
+            first.as_float().zip(second.as_float())
         })
     }
 
@@ -155,6 +151,14 @@ impl<'a> Reader<'a> {
             .cloned()
             .collect();
         (unknown, self.missing)
+    }
+}
+
+/// Returns the items of a tuple of `N`. A list counts as well, as JSON has no tuples.
+pub(super) fn tuple<const N: usize>(value: &PlainValue) -> Option<&[PlainValue; N]> {
+    match value {
+        PlainValue::Tuple(items) | PlainValue::List(items) => items.as_slice().try_into().ok(),
+        _ => None,
     }
 }
 

@@ -47,7 +47,7 @@ use error::at_least_zero;
 use fsdp_layout::{DType, PlainValue};
 
 pub use adafactor::AdafactorOptions;
-pub(crate) use adafactor::{Squares, WholeUpdate};
+pub(crate) use adafactor::{Averages, WholeUpdate, average_shapes, zero_averages};
 pub use adagrad::AdagradOptions;
 pub use adam::AdamOptions;
 pub(crate) use adam::bias_correction;
@@ -259,7 +259,7 @@ impl Algorithm {
     /// has from its first step on, beside its [`state_entries`](Algorithm::state_entries).
     pub(crate) fn averages_of(&self, shape: &[usize]) -> Vec<(&'static str, Vec<usize>)> {
         if matches!(self, Algorithm::Adafactor(_)) {
-            Squares::shapes(shape)
+            average_shapes(shape)
         } else {
             Vec::new()
         }

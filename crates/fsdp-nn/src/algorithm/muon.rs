@@ -2,9 +2,9 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero};
+use super::error::{AlgorithmError, at_least_zero, check_range};
 use super::float::{Element, Float, Weight, scalar};
-use super::group::{Reader, group};
+use super::group::{Reader, group, tuple};
 use super::state::{StateEntries, StateEntry};
 
 /// The way in which Muon fits the learning rate to the shape of a matrix of A rows and B columns:
@@ -99,30 +99,15 @@ impl MuonOptions {
                 ("eps", eps),
             ],
         )?;
-        for (key, value, is_fine, range) in [
-            (
-                "ns_coefficients",
-                a + b + c,
-                (a + b + c).is_finite(),
-                "finite",
-            ),
-            (
-                "ns_steps",
-                ns_steps as f64,
-                ns_steps <= MAX_STEPS,
-                "less than 100",
-            ),
-        ] {
-            if !is_fine {
-                return Err(AlgorithmError::OutOfRange {
-                    algorithm,
-                    key,
-                    value,
-                    range,
-                });
-            }
-        }
-        Ok(())
+        let sum = a + b + c;
+        check_range(algorithm, "ns_coefficients", sum, sum.is_finite(), "finite")?;
+        check_range(
+            algorithm,
+            "ns_steps",
+            ns_steps as f64,
+            ns_steps <= MAX_STEPS,
+            "less than 100",
+        )
     }
 
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
@@ -231,13 +216,8 @@ impl MuonOptions {
 
 /// Reads a tuple of three floats.
 fn read_triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
-    let (PlainValue::Tuple(items) | PlainValue::List(items)) = value else {
-        return None;
-    };
-    match items.as_slice() {
-        [a, b, c] => Some((a.as_float()?, b.as_float()?, c.as_float()?)),
-        _ => None,
-    }
+    let [a, b, c] = tuple(value)?;
+    Some((a.as_float()?, b.as_float()?, c.as_float()?))
 }
 
 /// Reads `None`, or the name of a rule.

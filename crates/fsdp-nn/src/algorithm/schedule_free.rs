@@ -3,7 +3,7 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero};
+use super::error::{AlgorithmError, at_least_zero, check_range};
 use super::float::{Element, Float, Weight, scalar};
 use super::group::{Reader, float_or_zero, group, optional_bool};
 use super::state::{Initial, StateEntries, StateEntry, StateKind};
@@ -83,34 +83,28 @@ impl ScheduleFreeOptions {
         ];
         at_least_zero(algorithm, &values)?;
         // An infinite rate would make the weights NaN. Before the first step, `lr_max` is -1.
-        if !(self.lr_max.is_finite() && self.lr_max >= -1.0) {
-            return Err(AlgorithmError::OutOfRange {
-                algorithm,
-                key: "lr_max",
-                value: self.lr_max,
-                range: "finite and at least -1",
-            });
-        }
+        check_range(
+            algorithm,
+            "lr_max",
+            self.lr_max,
+            self.lr_max.is_finite() && self.lr_max >= -1.0,
+            "finite and at least -1",
+        )?;
         // `betas[0]` may not be 0, because `switch_weight` divides by it.
-        for (key, value, least, range) in [
-            (
-                "betas[0]",
-                self.betas.0,
-                f64::MIN_POSITIVE,
-                "above 0 and less than 1",
-            ),
-            ("betas[1]", self.betas.1, 0.0, "at least 0 and less than 1"),
-        ] {
-            if !(least..1.0).contains(&value) {
-                return Err(AlgorithmError::OutOfRange {
-                    algorithm,
-                    key,
-                    value,
-                    range,
-                });
-            }
-        }
-        Ok(())
+        check_range(
+            algorithm,
+            "betas[0]",
+            self.betas.0,
+            (f64::MIN_POSITIVE..1.0).contains(&self.betas.0),
+            "above 0 and less than 1",
+        )?;
+        check_range(
+            algorithm,
+            "betas[1]",
+            self.betas.1,
+            (0.0..1.0).contains(&self.betas.1),
+            "at least 0 and less than 1",
+        )
     }
 
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {

@@ -2,7 +2,7 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero};
+use super::error::{AlgorithmError, at_least_zero, check_range};
 use super::float::{Element, Float, Gradient, scalar};
 use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
 use super::state::{Initial, StateEntries, StateEntry, StateKind};
@@ -60,14 +60,13 @@ impl SgdOptions {
                 ("weight_decay", weight_decay),
             ],
         )?;
-        if !dampening.is_finite() {
-            return Err(AlgorithmError::OutOfRange {
-                algorithm,
-                key: "dampening",
-                value: dampening,
-                range: "finite",
-            });
-        }
+        check_range(
+            algorithm,
+            "dampening",
+            dampening,
+            dampening.is_finite(),
+            "finite",
+        )?;
         // Nesterov's formula holds for undamped momentum only.
         if nesterov && (momentum == 0.0 || dampening != 0.0) {
             return Err(AlgorithmError::Nesterov {

@@ -286,16 +286,6 @@ impl NnError {
             error: operation(&error),
         }
     }
-
-    /// Turns this into candle's error, to pass through code that candle calls. `From` turns it back
-    /// into this error.
-    pub(crate) fn into_candle(self) -> candle_core::Error {
-        match self {
-            NnError::Candle(error) => error,
-            // candle's variant for I/O is the one that keeps the type of the error inside.
-            other => candle_core::Error::Io(io::Error::other(other)),
-        }
-    }
 }
 
 impl From<candle_core::Error> for NnError {
@@ -362,7 +352,12 @@ fn is_ours(error: &candle_core::Error) -> bool {
 }
 
 impl From<NnError> for candle_core::Error {
+    /// Passes an error through code that candle calls. The conversion back gives this error again.
     fn from(error: NnError) -> Self {
-        error.into_candle()
+        match error {
+            NnError::Candle(error) => error,
+            // candle's variant for I/O is the one that keeps the type of the error inside.
+            other => candle_core::Error::Io(io::Error::other(other)),
+        }
     }
 }

@@ -5,8 +5,9 @@ use fsdp_comm::ProcessGroup;
 use crate::error::Result;
 
 /// Makes another group of the same ranks.
-fn duplicate(group: &ProcessGroup) -> Result<Option<ProcessGroup>, fsdp_comm::CommError> {
-    group.subgroup(&(0..group.world_size()).collect::<Vec<usize>>())
+fn duplicate(group: Option<&ProcessGroup>) -> Result<Option<ProcessGroup>> {
+    let Some(group) = group else { return Ok(None) };
+    Ok(group.subgroup(&(0..group.world_size()).collect::<Vec<usize>>())?)
 }
 
 /// The process groups that a model is sharded and replicated over.
@@ -23,13 +24,8 @@ impl Groups {
     /// groups. Collectives: the creation of as many subgroups as there are groups.
     pub(crate) fn duplicate(&self) -> Result<Groups> {
         Ok(Groups {
-            shard: self.shard.as_ref().map(duplicate).transpose()?.flatten(),
-            replicate: self
-                .replicate
-                .as_ref()
-                .map(duplicate)
-                .transpose()?
-                .flatten(),
+            shard: duplicate(self.shard.as_ref())?,
+            replicate: duplicate(self.replicate.as_ref())?,
         })
     }
 

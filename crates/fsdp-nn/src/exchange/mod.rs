@@ -23,7 +23,7 @@ mod unit;
 mod worker;
 
 pub(crate) use groups::Groups;
-pub(crate) use overlap::{Overlap, Phase, PrefetchPoint};
+pub(crate) use overlap::{Overlap, Phase};
 pub(crate) use shared::Shared;
 pub use unchanged::Unchanged;
 pub(crate) use unit::{Reduction, UnitExchange};

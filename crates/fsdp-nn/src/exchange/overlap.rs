@@ -6,7 +6,6 @@
 //! rank is ahead of another.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fsdp_comm::ProcessGroup;
@@ -30,16 +29,8 @@ pub(crate) enum Phase {
     Backward,
 }
 
-/// A point of the computation at which units may be prefetched, in a forward or in a backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum PrefetchPoint {
-    /// A unit has been unsharded, and is about to be computed.
-    BeforeCompute,
-    /// The backward of a unit has ended, and its parameters have been resharded.
-    AfterReshard,
-}
-
 /// The collectives of a model that overlap with its computation.
+#[derive(Debug)]
 pub(crate) struct Overlap {
     forward_prefetch: bool,
     backward_prefetch: Option<BackwardPrefetch>,
@@ -52,7 +43,7 @@ pub(crate) struct Overlap {
     state: Mutex<State>,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct State {
     phase: Option<Phase>,
     forward: Order,
@@ -78,16 +69,6 @@ impl State {
             Phase::Forward => &mut self.forward,
             Phase::Backward => &mut self.backward,
         }
-    }
-}
-
-impl fmt::Debug for Overlap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Overlap")
-            .field("forward_prefetch", &self.forward_prefetch)
-            .field("backward_prefetch", &self.backward_prefetch)
-            .field("max_prefetched", &self.max_prefetched)
-            .finish_non_exhaustive()
     }
 }
 
@@ -187,16 +168,13 @@ impl Overlap {
         gathered.map_err(|error| in_background(unit, "all-gather", error))
     }
 
-    /// Starts to prefetch the units that the model uses next, if the options ask for it at `point`.
-    pub(crate) fn prefetch_next(&self, point: PrefetchPoint) {
+    /// Starts to prefetch the units that the model uses next, if the options ask for it at this
+    /// `moment`: in a forward before a unit is computed, in a backward at the chosen one.
+    pub(crate) fn prefetch_next(&self, moment: BackwardPrefetch) {
         let mut state = self.state();
         let is_wanted = match state.phase {
-            Some(Phase::Forward) => self.forward_prefetch && point == PrefetchPoint::BeforeCompute,
-            Some(Phase::Backward) => match self.backward_prefetch {
-                Some(BackwardPrefetch::Pre) => point == PrefetchPoint::BeforeCompute,
-                Some(BackwardPrefetch::Post) => point == PrefetchPoint::AfterReshard,
-                None => false,
-            },
+            Some(Phase::Forward) => self.forward_prefetch && moment == BackwardPrefetch::Pre,
+            Some(Phase::Backward) => self.backward_prefetch == Some(moment),
             None => false,
         };
         if !is_wanted {

@@ -7,6 +7,8 @@ use candle_core::DType;
 
 use super::unchanged::{Readers, Unchanged};
 use super::unit::UnitExchange;
+use crate::error::NnError;
+use crate::on_drop::OnDrop;
 
 /// The state that all units of one model share.
 #[derive(Debug, Default)]
@@ -34,15 +36,18 @@ impl Shared {
             .expect("a model computes only after all of its units are built")
     }
 
-    /// Returns the names of the parameters that are not gathered now, and those of their units.
-    pub(crate) fn sharded(&self) -> (Vec<String>, Vec<String>) {
-        let mut parameters = Vec::new();
-        let mut units = Vec::new();
-        for unit in self.units().iter().filter(|unit| !unit.is_unsharded()) {
-            parameters.extend_from_slice(unit.layout.fqns());
-            units.push(unit.name.clone());
-        }
-        (parameters, units)
+    /// Converts an error of a computation. candle's error about released memory becomes one that
+    /// names the sharded units.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
+        NnError::of_computation(error, || {
+            let mut parameters = Vec::new();
+            let mut units = Vec::new();
+            for unit in self.units().iter().filter(|unit| !unit.is_unsharded()) {
+                parameters.extend_from_slice(unit.layout.fqns());
+                units.push(unit.name.clone());
+            }
+            (parameters, units)
+        })
     }
 
     /// Returns `true` if the shards may have been written since the forward with the number
@@ -147,23 +152,14 @@ pub(crate) struct Forwards {
     count: AtomicU64,
 }
 
-/// A forward of the model, until it is dropped.
-pub(crate) struct RunningForward<'a>(&'a Forwards);
-
-impl Drop for RunningForward<'_> {
-    fn drop(&mut self) {
-        self.0.running.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 impl Forwards {
-    /// Begins a forward of the model.
-    pub(crate) fn begin(&self) -> RunningForward<'_> {
+    /// Begins a forward of the model, which runs until the result is dropped.
+    pub(crate) fn begin(&self) -> OnDrop<impl FnMut()> {
         // A forward inside another one, such as that of a recomputed part, continues it.
         if self.running.fetch_add(1, Ordering::Relaxed) == 0 {
             self.count.fetch_add(1, Ordering::Relaxed);
         }
-        RunningForward(self)
+        OnDrop(|| _ = self.running.fetch_sub(1, Ordering::Relaxed))
     }
 
     /// Returns `true` while exactly one forward of the model runs, and none inside of it.

@@ -15,7 +15,7 @@ pub struct Unchanged {
 
 impl Unchanged {
     pub(super) fn new(readers: &Arc<Readers>) -> Self {
-        readers.begin();
+        readers.lock().readers += 1;
         Unchanged {
             readers: Arc::clone(readers),
         }
@@ -24,13 +24,21 @@ impl Unchanged {
     /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The
     /// changes go on once no other guard is left.
     pub fn release(self) -> Duration {
-        self.readers.waited()
+        let waiting_since = self.readers.lock().waiting_since;
+        waiting_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 }
 
 impl Drop for Unchanged {
     fn drop(&mut self) {
-        self.readers.end();
+        let mut reading = self.readers.lock();
+        reading.readers -= 1;
+        // The changes that wait go on. The next one waits for other readers, and its time begins
+        // anew.
+        if reading.readers == 0 {
+            reading.waiting_since = None;
+            self.readers.ended.notify_all();
+        }
     }
 }
 
@@ -59,35 +67,10 @@ impl Readers {
         // Show in a trace for how long training stood still.
         let _span = info_span!("wait for a copy of the state").entered();
         reading.waiting_since.get_or_insert_with(Instant::now);
-        while reading.readers > 0 {
-            reading = self
-                .ended
-                .wait(reading)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Adds a reader: changes wait from now on.
-    fn begin(&self) {
-        self.lock().readers += 1;
-    }
-
-    /// Removes a reader. If it was the last one, the changes that wait go on.
-    fn end(&self) {
-        let mut reading = self.lock();
-        reading.readers -= 1;
-        // The next change waits for other readers, and its time begins anew.
-        if reading.readers == 0 {
-            reading.waiting_since = None;
-            self.ended.notify_all();
-        }
-    }
-
-    /// Returns for how long a change has waited so far; zero if none waits.
-    fn waited(&self) -> Duration {
-        self.lock()
-            .waiting_since
-            .map_or(Duration::ZERO, |since| since.elapsed())
+        drop(
+            self.ended
+                .wait_while(reading, |reading| reading.readers > 0),
+        );
     }
 
     fn lock(&self) -> MutexGuard<'_, Reading> {

@@ -16,6 +16,7 @@ use super::scope::Scope;
 use crate::config::{FsdpConfig, cast};
 use crate::error::{NnError, Result};
 use crate::exchange::Phase;
+use crate::on_drop::OnDrop;
 use crate::unit::{FlatParamHandle, PreBackwardOp, UnitOutput};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a
@@ -155,7 +156,7 @@ impl<M> FullyShardedDataParallel<M> {
             .transpose()?;
         let root = self.parameters.root();
         let whole = root.map(|root| root.unshard_for_forward()).transpose()?;
-        let output = f(&self.module).map_err(|error| self.parameters.explain(error))?;
+        let output = f(&self.module).map_err(|error| self.parameters.shared.explain(error))?;
         phase.map_or(Ok(()), |phase| phase.complete())?;
         drop(whole);
         let converted = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
@@ -173,11 +174,7 @@ impl<M> FullyShardedDataParallel<M> {
             if !tensor.track_op() || self.parameters.has_tensor(tensor.id()) {
                 return Ok(tensor);
             }
-            tensor.apply_op1(PreBackwardOp::for_model(
-                root,
-                &unchecked,
-                version_at_forward,
-            ))
+            tensor.apply_op1(PreBackwardOp::new(root, &unchecked, version_at_forward))
         })?)
     }
 
@@ -234,7 +231,7 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.begin_backward(loss);
         let grads = loss
             .backward()
-            .map_err(|error| self.parameters.explain(error))?;
+            .map_err(|error| self.parameters.shared.explain(error))?;
         if let Some(phase) = &phase {
             phase.complete()?;
         }
@@ -296,16 +293,9 @@ impl<M> FullyShardedDataParallel<M> {
     /// # Errors
     /// The errors of `f`.
     pub fn no_sync<T, E>(&self, f: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
-        struct Restore<'a>(&'a ShardedParameters, bool);
-        impl Drop for Restore<'_> {
-            fn drop(&mut self) {
-                self.0.shared.reductions.set_no_sync(self.1);
-            }
-        }
-        let _restore = Restore(
-            &self.parameters,
-            self.parameters.shared.reductions.set_no_sync(true),
-        );
+        let reductions = &self.parameters.shared.reductions;
+        let before = reductions.set_no_sync(true);
+        let _restore = OnDrop(|| _ = reductions.set_no_sync(before));
         f(self)
     }
 

@@ -102,8 +102,8 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnknownParameter`](crate::NnError::UnknownParameter).
     pub fn has_gradient(&self, fqn: &str) -> Result<bool> {
-        let location = self.location(fqn)?;
-        Ok(self.handles[location.handle].has_gradient(location.param))
+        let (handle, param) = self.place(fqn)?;
+        Ok(handle.has_gradient(param))
     }
 
     /// Records which parameters got a gradient on any rank, and warns, once, of those without one.

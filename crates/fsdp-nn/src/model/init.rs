@@ -22,15 +22,15 @@ pub(crate) struct InitialValues<'a> {
 impl InitialValues<'_> {
     /// Writes the values of a range of the parameter's elements, row-major, to `out`.
     pub(crate) fn fill<T: Scalar>(&self, range: Range<usize>, out: &mut [T]) {
-        match distribution(self.init, self.shape) {
-            Distribution::Constant(value) => out.fill(T::from_f64(value)),
-            Distribution::Uniform { low, high } => {
+        match *self.init {
+            Init::Const(value) => out.fill(T::from_f64(value)),
+            Init::Uniform { lo, up } => {
                 let mut words = self.words(range.start);
                 for value in out {
-                    *value = T::from_f64(low + (high - low) * next_unit(&mut words));
+                    *value = T::from_f64(lo + (up - lo) * next_unit(&mut words));
                 }
             }
-            Distribution::Normal { mean, deviation } => {
+            Init::Randn { mean, stdev } => {
                 // Box-Muller: two words make two elements, 2k and 2k + 1.
                 let mut pairs = self.words(range.start & !1);
                 let mut spare = None;
@@ -43,8 +43,30 @@ impl InitialValues<'_> {
                         spare = Some(second);
                         first
                     });
-                    *value = T::from_f64(mean + deviation * normal);
+                    *value = T::from_f64(mean + stdev * normal);
                 }
+            }
+            Init::Kaiming {
+                dist,
+                fan,
+                non_linearity,
+            } => {
+                // A parameter with an empty dimension has no values, but must not divide by zero.
+                let fan = fan.for_shape(&candle_core::Shape::from(self.shape)).max(1);
+                let stdev = non_linearity.gain() / (fan as f64).sqrt();
+                let init = &match dist {
+                    NormalOrUniform::Normal => Init::Randn { mean: 0.0, stdev },
+                    NormalOrUniform::Uniform => {
+                        // A uniform distribution from -b to b has the standard deviation
+                        // b / sqrt(3).
+                        let bound = 3f64.sqrt() * stdev;
+                        Init::Uniform {
+                            lo: -bound,
+                            up: bound,
+                        }
+                    }
+                };
+                InitialValues { init, ..*self }.fill(range, out);
             }
         }
     }
@@ -60,47 +82,6 @@ impl InitialValues<'_> {
         let mut rng = ChaCha8Rng::from_seed(key);
         rng.set_word_pos(element as u128);
         rng
-    }
-}
-
-enum Distribution {
-    Constant(f64),
-    Uniform { low: f64, high: f64 },
-    Normal { mean: f64, deviation: f64 },
-}
-
-/// Returns the distribution that candle's `init` stands for, for a parameter of this shape.
-fn distribution(init: &Init, shape: &[usize]) -> Distribution {
-    match *init {
-        Init::Const(value) => Distribution::Constant(value),
-        Init::Randn { mean, stdev } => Distribution::Normal {
-            mean,
-            deviation: stdev,
-        },
-        Init::Uniform { lo, up } => Distribution::Uniform { low: lo, high: up },
-        Init::Kaiming {
-            dist,
-            fan,
-            non_linearity,
-        } => {
-            // A parameter with an empty dimension has no values, but must not divide by zero.
-            let fan = fan.for_shape(&candle_core::Shape::from(shape)).max(1);
-            let deviation = non_linearity.gain() / (fan as f64).sqrt();
-            match dist {
-                NormalOrUniform::Normal => Distribution::Normal {
-                    mean: 0.0,
-                    deviation,
-                },
-                NormalOrUniform::Uniform => {
-                    // A uniform distribution from -b to b has the standard deviation b / sqrt(3).
-                    let bound = 3f64.sqrt() * deviation;
-                    Distribution::Uniform {
-                        low: -bound,
-                        high: bound,
-                    }
-                }
-            }
-        }
     }
 }
 

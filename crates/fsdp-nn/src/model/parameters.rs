@@ -1,7 +1,7 @@
 //! [`ShardedParameters`]: the parameters of a sharded model on one rank, with their names, units
 //! and live values.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -20,13 +20,6 @@ use crate::error::{NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared, Unchanged};
 use crate::unit::{FlatParamHandle, Parameter};
 
-/// The place of a parameter: its unit's handle, and its number there.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Location {
-    pub(crate) handle: usize,
-    pub(crate) param: usize,
-}
-
 /// The parameters and buffers of a model that is sharded over a process group, on this rank.
 ///
 /// Methods do not communicate unless their documentation says so.
@@ -37,7 +30,8 @@ pub struct ShardedParameters {
     strategy: ShardingStrategy,
     use_orig_params: bool,
     pub(crate) handles: Vec<Arc<FlatParamHandle>>,
-    locations: IndexMap<String, Location>,
+    /// The unit of each parameter, and the parameter's number there.
+    places: IndexMap<String, (Arc<FlatParamHandle>, usize)>,
     aliases: IndexMap<String, String>,
     buffers: IndexMap<String, (Tensor, bool)>,
     ignored: Vec<(String, Var)>,
@@ -82,20 +76,15 @@ impl ShardedParameters {
             overlap,
             ..
         } = built;
-        // A name leads to a unit, and to a place in it.
-        let mut places: HashMap<&str, Location> = HashMap::with_capacity(registry.params.len());
-        for (handle, unit) in handles.iter().enumerate() {
-            for (param, parameter) in unit.params.iter().enumerate() {
-                places.insert(&parameter.fqn, Location { handle, param });
+        let mut places = IndexMap::with_capacity(registry.params.len());
+        for handle in &handles {
+            for (param, parameter) in handle.params.iter().enumerate() {
+                places.insert(parameter.fqn.clone(), (Arc::clone(handle), param));
             }
         }
         // Keep the order in which the model declared the parameters, which is not the order of
         // units.
-        let locations = registry
-            .params
-            .keys()
-            .map(|fqn| (fqn.clone(), places[fqn.as_str()]))
-            .collect();
+        places.sort_by_key(|fqn, _| registry.params.get_index_of(fqn));
         // Each rank's part follows from the options, so no communication is needed.
         let shard_ranks = shard_ranks(&group, &groups, config);
         let mut ignored = Vec::with_capacity(registry.ignored.len());
@@ -110,7 +99,7 @@ impl ShardedParameters {
             groups,
             strategy,
             use_orig_params: config.use_orig_params,
-            locations,
+            places,
             handles,
             aliases,
             buffers: std::mem::take(&mut registry.buffers),
@@ -144,12 +133,6 @@ impl ShardedParameters {
     /// Returns the root unit, if it has parameters.
     pub(crate) fn root(&self) -> Option<&Arc<FlatParamHandle>> {
         self.handles.first().filter(|handle| handle.is_root)
-    }
-
-    /// Converts an error of a computation. candle's error about released memory becomes one that
-    /// names the sharded units.
-    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || self.shared.sharded())
     }
 
     /// Returns `true` if `other` is this very model on this rank, and not one like it.
@@ -191,7 +174,7 @@ impl ShardedParameters {
     /// Returns the names of all parameters, in the order in which the model declared them. A tied
     /// parameter is listed once, by its first name.
     pub fn fqns(&self) -> impl Iterator<Item = &str> {
-        self.locations.keys().map(String::as_str)
+        self.places.keys().map(String::as_str)
     }
 
     /// Returns the aliases of tied parameters, each with the parameter's own name.
@@ -221,19 +204,19 @@ impl ShardedParameters {
         self.aliases.get(fqn).map_or(fqn, String::as_str)
     }
 
-    /// Returns the place of a parameter in its unit.
-    pub(crate) fn location(&self, fqn: &str) -> Result<Location> {
+    /// Returns the unit of a parameter, and the parameter's number there.
+    pub(crate) fn place(&self, fqn: &str) -> Result<(&Arc<FlatParamHandle>, usize)> {
         let fqn = self.canonical_fqn(fqn);
-        self.locations
-            .get(fqn)
-            .copied()
-            .ok_or_else(|| NnError::unknown_parameter(fqn))
+        match self.places.get(fqn) {
+            Some((handle, param)) => Ok((handle, *param)),
+            None => Err(NnError::unknown_parameter(fqn)),
+        }
     }
 
     /// Returns `true` if there is a parameter of this name or alias.
     #[must_use]
     pub fn contains(&self, fqn: &str) -> bool {
-        self.location(fqn).is_ok()
+        self.place(fqn).is_ok()
     }
 
     /// Returns the parameter's global shape.
@@ -241,8 +224,8 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn shape(&self, fqn: &str) -> Result<&[usize]> {
-        let Location { handle, param } = self.location(fqn)?;
-        Ok(&self.handles[handle].layout().shapes()[param])
+        let (handle, param) = self.place(fqn)?;
+        Ok(&handle.layout().shapes()[param])
     }
 
     /// Returns the parameter's dtype.
@@ -250,7 +233,7 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn dtype(&self, fqn: &str) -> Result<DType> {
-        Ok(self.handles[self.location(fqn)?.handle].dtype())
+        Ok(self.place(fqn)?.0.dtype())
     }
 
     /// Returns `true` if the parameter is trained now: see [`Self::set_requires_grad`].
@@ -258,8 +241,8 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn requires_grad(&self, fqn: &str) -> Result<bool> {
-        let Location { handle, param } = self.location(fqn)?;
-        Ok(self.handles[handle].params[param].requires_grad())
+        let (handle, param) = self.place(fqn)?;
+        Ok(handle.params[param].requires_grad())
     }
 
     /// Returns the boxes of the parameter that this rank owns.
@@ -267,19 +250,18 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn boxes(&self, fqn: &str) -> Result<Vec<TensorBox>> {
-        let Location { handle, param } = self.location(fqn)?;
-        let handle = &self.handles[handle];
+        let (handle, param) = self.place(fqn)?;
         Ok(handle.layout().param_boxes(param, handle.shard_rank()))
     }
 
     /// Computes the boxes of the parameter that a rank of the group owns. A rank that the group
     /// does not have owns none.
     pub(crate) fn boxes_on(&self, fqn: &str, rank: usize) -> Result<Vec<TensorBox>> {
-        let Location { handle, param } = self.location(fqn)?;
+        let (handle, param) = self.place(fqn)?;
         let Some(&shard_rank) = self.shard_ranks.get(rank) else {
             return Ok(Vec::new());
         };
-        Ok(self.handles[handle].layout().param_boxes(param, shard_rank))
+        Ok(handle.layout().param_boxes(param, shard_rank))
     }
 
     /// Returns the parameter's live values on this rank, as views: the next optimizer step changes
@@ -290,15 +272,15 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn parameter(&self, fqn: &str) -> Result<ShardedTensor> {
-        let Location { handle, param } = self.location(fqn)?;
-        self.handles[handle].sharded_param(param)
+        let (handle, param) = self.place(fqn)?;
+        handle.sharded_param(param)
     }
 
     /// Returns a flat view of this rank's part of the parameter's live values; `None` if it has
     /// none. No communication.
     pub(crate) fn local_piece(&self, fqn: &str) -> Result<Option<Tensor>> {
-        let Location { handle, param } = self.location(fqn)?;
-        self.handles[handle].local_piece(param)
+        let (handle, param) = self.place(fqn)?;
+        handle.local_piece(param)
     }
 
     /// Returns the parameter's reduced gradient on this rank, in its boxes, as views; `None` before
@@ -307,8 +289,7 @@ impl ShardedParameters {
     /// # Errors
     /// [`NnError::UnknownParameter`].
     pub fn gradient(&self, fqn: &str) -> Result<Option<ShardedTensor>> {
-        let Location { handle, param } = self.location(fqn)?;
-        let handle = &self.handles[handle];
+        let (handle, param) = self.place(fqn)?;
         if handle.grad().is_none() {
             return Ok(None);
         }
@@ -324,8 +305,7 @@ impl ShardedParameters {
     /// An unknown name, another shape or dtype, boxes that are not covered, or
     /// [`NnError::UnitInUse`].
     pub fn set_parameter(&self, fqn: &str, values: &ShardedTensor) -> Result<()> {
-        let Location { handle, param } = self.location(fqn)?;
-        let handle = &self.handles[handle];
+        let (handle, param) = self.place(fqn)?;
         let target = handle.sharded_param(param)?;
         check_values(fqn, values, &target)?;
         handle.begin_change()?;
@@ -365,19 +345,10 @@ impl ShardedParameters {
         Ok(())
     }
 
-    /// Prepares a change of all values: a backward of an earlier forward becomes an error. No
-    /// communication.
-    pub(crate) fn begin_change_of_all(&self) -> Result<()> {
-        self.handles
-            .iter()
-            .try_for_each(|handle| handle.begin_change())
-    }
-
     /// Prepares a change of a parameter's unit: a backward of an earlier forward becomes an error.
     /// No communication.
     pub(crate) fn begin_change(&self, fqn: &str) -> Result<()> {
-        let Location { handle, .. } = self.location(fqn)?;
-        self.handles[handle].begin_change()
+        self.place(fqn)?.0.begin_change()
     }
 
     /// Returns the bytes of parameters that are in memory on this rank now: its shards, and the
@@ -559,26 +530,16 @@ impl ShardedParameters {
         for handle in &self.handles {
             let of_unit;
             (of_unit, rest) = rest.split_at(handle.params.len());
-            check_uniform(handle, of_unit)?;
+            // A FlatParameter is trained as a whole, or not at all.
+            let (_, first) = of_unit[0];
+            if let Some((param, _)) = of_unit.iter().find(|(_, chosen)| *chosen != first) {
+                return Err(fsdp_flat::FlatError::MixedRequiresGrad {
+                    fqn: param.fqn.clone(),
+                }
+                .into());
+            }
         }
         Ok(())
-    }
-}
-
-/// Checks that a FlatParameter is trained as a whole, or not at all.
-fn check_uniform(handle: &FlatParamHandle, chosen: &[(&Parameter, bool)]) -> Result<()> {
-    let first = chosen
-        .first()
-        .is_some_and(|(_, requires_grad)| *requires_grad);
-    match chosen
-        .iter()
-        .position(|(_, requires_grad)| *requires_grad != first)
-    {
-        Some(param) => Err(fsdp_flat::FlatError::MixedRequiresGrad {
-            fqn: handle.params[param].fqn.clone(),
-        }
-        .into()),
-        None => Ok(()),
     }
 }
 

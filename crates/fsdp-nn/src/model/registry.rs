@@ -489,9 +489,7 @@ impl SimpleBackend for Backend {
             dtype,
             device,
         };
-        lock(&self.0)
-            .parameter(name, request)
-            .map_err(NnError::into_candle)
+        Ok(lock(&self.0).parameter(name, request)?)
     }
 
     fn get_unchecked(
@@ -500,9 +498,7 @@ impl SimpleBackend for Backend {
         dtype: DType,
         device: &Device,
     ) -> candle_core::Result<Tensor> {
-        lock(&self.0)
-            .unchecked(name, dtype, device)
-            .map_err(NnError::into_candle)
+        Ok(lock(&self.0).unchecked(name, dtype, device)?)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

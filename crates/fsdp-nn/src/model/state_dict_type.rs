@@ -17,100 +17,63 @@ pub enum StateDictType {
     Local,
 }
 
-/// torch's `FullStateDictConfig`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct FullStateDictConfig {
-    /// `true` if tensors are put on the CPU.
-    pub offload_to_cpu: bool,
-    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank
-    /// 0 has one.
-    pub rank0_only: bool,
-}
-
-/// torch's `ShardedStateDictConfig`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ShardedStateDictConfig {
-    /// `true` if tensors are put on the CPU.
-    pub offload_to_cpu: bool,
-}
-
-/// torch's `LocalStateDictConfig`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LocalStateDictConfig {
-    /// `true` if tensors are put on the CPU.
-    pub offload_to_cpu: bool,
-}
-
-/// torch's `FullOptimStateDictConfig`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FullOptimStateDictConfig {
-    /// `true` if tensors are put on the CPU; they are by default.
-    pub offload_to_cpu: bool,
-    /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only rank
-    /// 0 has one.
-    pub rank0_only: bool,
-}
-
-impl Default for FullOptimStateDictConfig {
-    fn default() -> Self {
-        FullOptimStateDictConfig {
-            offload_to_cpu: true,
-            rank0_only: false,
-        }
-    }
-}
-
-/// torch's `ShardedOptimStateDictConfig`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ShardedOptimStateDictConfig {
-    /// `true` if tensors are put on the CPU; they are by default.
-    pub offload_to_cpu: bool,
-}
-
-impl Default for ShardedOptimStateDictConfig {
-    fn default() -> Self {
-        ShardedOptimStateDictConfig {
-            offload_to_cpu: true,
-        }
-    }
-}
-
-/// torch's `LocalOptimStateDictConfig`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LocalOptimStateDictConfig {
-    /// `true` if tensors are put on the CPU.
-    pub offload_to_cpu: bool,
-}
-
-/// The config of a model state dict, of the class that its [`StateDictType`] asks for.
+/// The config of a model state dict, for the [`StateDictType`] of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateDictConfig {
-    /// For [`StateDictType::Full`].
-    Full(FullStateDictConfig),
-    /// For [`StateDictType::Sharded`].
-    Sharded(ShardedStateDictConfig),
-    /// For [`StateDictType::Local`].
-    Local(LocalStateDictConfig),
+    /// torch's `FullStateDictConfig`.
+    Full {
+        /// `true` if tensors are put on the CPU; they are not by default.
+        offload_to_cpu: bool,
+        /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only
+        /// rank 0 has one.
+        rank0_only: bool,
+    },
+    /// torch's `ShardedStateDictConfig`.
+    Sharded {
+        /// `true` if tensors are put on the CPU; they are not by default.
+        offload_to_cpu: bool,
+    },
+    /// torch's `LocalStateDictConfig`.
+    Local {
+        /// `true` if tensors are put on the CPU; they are not by default.
+        offload_to_cpu: bool,
+    },
 }
 
-/// The config of an optimizer state dict, of the class that its [`StateDictType`] asks for.
+/// The config of an optimizer state dict, for the [`StateDictType`] of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OptimStateDictConfig {
-    /// For [`StateDictType::Full`].
-    Full(FullOptimStateDictConfig),
-    /// For [`StateDictType::Sharded`].
-    Sharded(ShardedOptimStateDictConfig),
-    /// For [`StateDictType::Local`].
-    Local(LocalOptimStateDictConfig),
+    /// torch's `FullOptimStateDictConfig`.
+    Full {
+        /// `true` if tensors are put on the CPU; they are by default.
+        offload_to_cpu: bool,
+        /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only
+        /// rank 0 has one.
+        rank0_only: bool,
+    },
+    /// torch's `ShardedOptimStateDictConfig`.
+    Sharded {
+        /// `true` if tensors are put on the CPU; they are by default.
+        offload_to_cpu: bool,
+    },
+    /// torch's `LocalOptimStateDictConfig`.
+    Local {
+        /// `true` if tensors are put on the CPU; they are not by default.
+        offload_to_cpu: bool,
+    },
 }
 
 impl From<StateDictType> for StateDictConfig {
     /// Returns the default config of a type.
     fn from(state_dict_type: StateDictType) -> Self {
+        let offload_to_cpu = false;
         match state_dict_type {
-            StateDictType::Full => StateDictConfig::Full(FullStateDictConfig::default()),
-            StateDictType::Sharded => StateDictConfig::Sharded(ShardedStateDictConfig::default()),
-            StateDictType::Local => StateDictConfig::Local(LocalStateDictConfig::default()),
+            StateDictType::Full => StateDictConfig::Full {
+                offload_to_cpu,
+                rank0_only: false,
+            },
+            StateDictType::Sharded => StateDictConfig::Sharded { offload_to_cpu },
+            StateDictType::Local => StateDictConfig::Local { offload_to_cpu },
         }
     }
 }
@@ -119,10 +82,10 @@ impl StateDictConfig {
     /// Returns `true` if tensors are put on the CPU.
     #[must_use]
     pub const fn offload_to_cpu(&self) -> bool {
-        match self {
-            StateDictConfig::Full(config) => config.offload_to_cpu,
-            StateDictConfig::Sharded(config) => config.offload_to_cpu,
-            StateDictConfig::Local(config) => config.offload_to_cpu,
+        match *self {
+            StateDictConfig::Full { offload_to_cpu, .. }
+            | StateDictConfig::Sharded { offload_to_cpu }
+            | StateDictConfig::Local { offload_to_cpu } => offload_to_cpu,
         }
     }
 
@@ -131,10 +94,10 @@ impl StateDictConfig {
     pub const fn rank0_only(&self) -> bool {
         matches!(
             self,
-            StateDictConfig::Full(FullStateDictConfig {
+            StateDictConfig::Full {
                 rank0_only: true,
                 ..
-            })
+            }
         )
     }
 
@@ -146,9 +109,9 @@ impl StateDictConfig {
     /// Returns torch's name of the config's class, for messages.
     const fn class(&self) -> &'static str {
         match self {
-            StateDictConfig::Full(_) => "FullStateDictConfig",
-            StateDictConfig::Sharded(_) => "ShardedStateDictConfig",
-            StateDictConfig::Local(_) => "LocalStateDictConfig",
+            StateDictConfig::Full { .. } => "FullStateDictConfig",
+            StateDictConfig::Sharded { .. } => "ShardedStateDictConfig",
+            StateDictConfig::Local { .. } => "LocalStateDictConfig",
         }
     }
 }
@@ -157,13 +120,16 @@ impl From<StateDictType> for OptimStateDictConfig {
     /// Returns the default config of a type.
     fn from(state_dict_type: StateDictType) -> Self {
         match state_dict_type {
-            StateDictType::Full => OptimStateDictConfig::Full(FullOptimStateDictConfig::default()),
-            StateDictType::Sharded => {
-                OptimStateDictConfig::Sharded(ShardedOptimStateDictConfig::default())
-            }
-            StateDictType::Local => {
-                OptimStateDictConfig::Local(LocalOptimStateDictConfig::default())
-            }
+            StateDictType::Full => OptimStateDictConfig::Full {
+                offload_to_cpu: true,
+                rank0_only: false,
+            },
+            StateDictType::Sharded => OptimStateDictConfig::Sharded {
+                offload_to_cpu: true,
+            },
+            StateDictType::Local => OptimStateDictConfig::Local {
+                offload_to_cpu: false,
+            },
         }
     }
 }
@@ -172,10 +138,10 @@ impl OptimStateDictConfig {
     /// Returns `true` if tensors are put on the CPU.
     #[must_use]
     pub const fn offload_to_cpu(&self) -> bool {
-        match self {
-            OptimStateDictConfig::Full(config) => config.offload_to_cpu,
-            OptimStateDictConfig::Sharded(config) => config.offload_to_cpu,
-            OptimStateDictConfig::Local(config) => config.offload_to_cpu,
+        match *self {
+            OptimStateDictConfig::Full { offload_to_cpu, .. }
+            | OptimStateDictConfig::Sharded { offload_to_cpu }
+            | OptimStateDictConfig::Local { offload_to_cpu } => offload_to_cpu,
         }
     }
 
@@ -184,10 +150,10 @@ impl OptimStateDictConfig {
     pub const fn rank0_only(&self) -> bool {
         matches!(
             self,
-            OptimStateDictConfig::Full(FullOptimStateDictConfig {
+            OptimStateDictConfig::Full {
                 rank0_only: true,
                 ..
-            })
+            }
         )
     }
 
@@ -199,9 +165,9 @@ impl OptimStateDictConfig {
     /// Returns the name of torch's class, for messages.
     const fn class(&self) -> &'static str {
         match self {
-            OptimStateDictConfig::Full(_) => "FullOptimStateDictConfig",
-            OptimStateDictConfig::Sharded(_) => "ShardedOptimStateDictConfig",
-            OptimStateDictConfig::Local(_) => "LocalOptimStateDictConfig",
+            OptimStateDictConfig::Full { .. } => "FullOptimStateDictConfig",
+            OptimStateDictConfig::Sharded { .. } => "ShardedOptimStateDictConfig",
+            OptimStateDictConfig::Local { .. } => "LocalOptimStateDictConfig",
         }
     }
 }
@@ -252,8 +218,8 @@ impl StateDictSettings {
     /// [`StateDictError::ConfigType`] for a config of another type's class.
     ///
     /// ```
-    /// use fsdp_nn::torch::{LocalStateDictConfig, StateDictConfig, StateDictSettings, StateDictType};
-    /// let config = StateDictConfig::Local(LocalStateDictConfig::default());
+    /// use fsdp_nn::torch::{StateDictConfig, StateDictSettings, StateDictType};
+    /// let config = StateDictConfig::Local { offload_to_cpu: false };
     /// let error = StateDictSettings::new(StateDictType::Full, Some(config), None).unwrap_err();
     /// assert!(error.to_string().starts_with("expected state_dict_config of type `FullStateDictConfig`"));
     /// ```

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use indexmap::{IndexMap, IndexSet};
 
 use super::build::agree_on_model;
-use super::parameters::{Location, ShardedParameters};
+use super::parameters::ShardedParameters;
 use crate::error::{BuildError, NnError, Result};
 use crate::unit::InUse;
 
@@ -61,8 +61,8 @@ impl ShardedParameters {
         }
         let mut whole = IndexMap::new();
         for fqn in self.fqns() {
-            let Location { handle, param } = self.location(fqn)?;
-            whole.insert(fqn.to_owned(), units[handle][param].clone());
+            let (handle, param) = self.place(fqn)?;
+            whole.insert(fqn.to_owned(), units[handle.number()][param].clone());
         }
         Ok(FullParameters {
             parameters: self,

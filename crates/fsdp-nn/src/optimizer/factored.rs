@@ -7,7 +7,7 @@ use fsdp_flat::with_float;
 
 use super::local::{BEGUN, LocalParam, LocalState};
 use super::owners::{GroupStep, Owned, agree, assign_owners, from_owners, to_owners};
-use crate::algorithm::{AdafactorOptions, Squares, WholeUpdate};
+use crate::algorithm::{AdafactorOptions, Averages, WholeUpdate, average_shapes, zero_averages};
 use crate::error::Result;
 
 /// The most entries of averages that a parameter has.
@@ -91,20 +91,20 @@ fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, all: &[Owned
                 shape: &owned.shape,
                 grad,
             };
-            options.update(&update, param, &mut part.squares);
+            options.update(&update, param, &mut part.averages);
         }
     }
     drop(grads);
     // Step 3: every rank gets its parts of the values, and all averages.
     let updated_params = from_owners(group, &refs, params)?;
-    let mut squares: Vec<Squares> = parts.into_iter().map(|part| part.squares).collect();
+    let mut averages: Vec<Averages> = parts.into_iter().map(|part| part.averages).collect();
     if let Some(group) = group {
-        share_averages(group, all, &mut squares)?;
+        share_averages(group, all, &mut averages)?;
     }
-    let mut updated = all.iter().zip(updated_params).zip(squares);
-    let written = updated.try_for_each(|((owned, param), squares)| {
+    let mut updated = all.iter().zip(updated_params).zip(averages);
+    let written = updated.try_for_each(|((owned, param), averages)| {
         let local = &mut step.locals[owned.local];
-        write_part(owned, rank, local, &param, &squares)
+        write_part(owned, rank, local, &param, &averages)
     });
     agree(group, written)
 }
@@ -114,7 +114,7 @@ struct OwnPart {
     param: Vec<f64>,
     grad: Vec<f64>,
     /// The averages that are whole on every rank; the others are zero until they are joined.
-    squares: Squares,
+    averages: Averages,
     /// This rank's part of each average that is sharded; empty for an average that is not sharded.
     sharded: [Vec<f64>; ENTRIES],
 }
@@ -133,14 +133,13 @@ fn values_or_empty(piece: Option<Tensor>) -> Result<Vec<f64>> {
 /// Reads this rank's part of a parameter, of its gradient and of its averages.
 fn read_part(owned: &Owned, local: &LocalParam) -> Result<OwnPart> {
     local.handle.begin_change()?;
-    let squares = Squares::zeros(&owned.shape);
     let mut part = OwnPart {
         param: values_or_empty(local.handle.local_piece(owned.param)?)?,
         grad: values_or_empty(local.handle.grad_piece(owned.param)?)?,
-        squares: squares.clone(),
+        averages: zero_averages(&owned.shape),
         sharded: Default::default(),
     };
-    for (entry, (name, zeros, shape)) in squares.entries(&owned.shape).into_iter().enumerate() {
+    for (entry, (name, shape)) in average_shapes(&owned.shape).into_iter().enumerate() {
         // An average that is missing, or of another shape, begins at zero.
         let saved = local
             .state
@@ -152,9 +151,9 @@ fn read_part(owned: &Owned, local: &LocalParam) -> Result<OwnPart> {
                 _ => vec![0.0; part.param.len()],
             };
         } else if let Some(LocalState::Whole(tensor)) = saved
-            && tensor.elem_count() == zeros.len()
+            && tensor.elem_count() == part.averages[entry].len()
         {
-            part.squares.set_entry(entry, &values(tensor)?);
+            part.averages[entry] = values(tensor)?;
         }
     }
     Ok(part)
@@ -170,7 +169,7 @@ fn gather_sharded_averages(
 ) -> Result<()> {
     let mut chosen = Vec::new();
     for (index, one) in all.iter().enumerate() {
-        let shapes = Squares::shapes(&one.shape);
+        let shapes = average_shapes(&one.shape);
         if shapes
             .get(entry)
             .is_some_and(|(_, shape)| *shape == one.shape)
@@ -190,7 +189,7 @@ fn gather_sharded_averages(
     let rank = group.map_or(0, ProcessGroup::rank);
     for (index, whole) in chosen.into_iter().zip(to_owners(group, &owned, sharded)?) {
         if all[index].owner == rank {
-            parts[index].squares.set_entry(entry, &whole);
+            parts[index].averages[entry] = whole;
         }
     }
     Ok(())
@@ -208,29 +207,28 @@ fn next_step(local: &LocalParam) -> f32 {
 
 /// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one
 /// all-gather.
-fn share_averages(group: &ProcessGroup, all: &[Owned], squares: &mut [Squares]) -> Result<()> {
+fn share_averages(group: &ProcessGroup, all: &[Owned], averages: &mut [Averages]) -> Result<()> {
     // The sizes follow from the shapes, so no rank has to send its own.
     let mut counts = vec![0; group.world_size()];
-    for one in all {
-        counts[one.owner] += Squares::zeros(&one.shape).to_flat().len();
+    let mut own_averages: Vec<f64> = Vec::new();
+    for (one, values) in all.iter().zip(averages.iter().map(|lists| lists.concat())) {
+        counts[one.owner] += values.len();
+        if one.owner == group.rank() {
+            own_averages.extend(values);
+        }
     }
-    let owned = all
-        .iter()
-        .zip(&*squares)
-        .filter(|(one, _)| one.owner == group.rank());
-    let own_averages: Vec<f64> = owned.flat_map(|(_, squares)| squares.to_flat()).collect();
     let mut received = vec![0.0; counts.iter().sum()];
     group.all_gather_uneven_into(&mut received, &counts, &own_averages)?;
     let mut rest = received.as_slice();
     for owner in 0..group.world_size() {
-        for (one, squares) in all
+        let owned = all
             .iter()
-            .zip(squares.iter_mut())
-            .filter(|(one, _)| one.owner == owner)
-        {
+            .zip(averages.iter_mut())
+            .filter(|(one, _)| one.owner == owner);
+        for average in owned.flat_map(|(_, averages)| averages) {
             let values;
-            (values, rest) = rest.split_at(Squares::zeros(&one.shape).to_flat().len());
-            squares.copy_from_flat(values);
+            (values, rest) = rest.split_at(average.len());
+            average.copy_from_slice(values);
         }
     }
     Ok(())
@@ -242,7 +240,7 @@ fn write_part(
     rank: usize,
     local: &mut LocalParam,
     param: &[f64],
-    squares: &Squares,
+    averages: &[Vec<f64>],
 ) -> Result<()> {
     if let Some(piece) = local.handle.local_piece(owned.param)? {
         with_float!(piece.dtype(), T => {
@@ -255,7 +253,7 @@ fn write_part(
     }
     let mut state = local.state.clone().expect(BEGUN);
     state.step = Some(next_step(local));
-    for (name, values, shape) in squares.entries(&owned.shape) {
+    for ((name, shape), values) in average_shapes(&owned.shape).into_iter().zip(averages) {
         // An average of the parameter's own shape is sharded as the parameter is.
         let entry = if shape == owned.shape {
             let own_part = &values[owned.parts[rank].clone()];

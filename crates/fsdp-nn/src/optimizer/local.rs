@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use fsdp_flat::storage::{HostSlice, HostSliceMut, to_device, zeros};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, to_device, zeros, zeros_on};
 use fsdp_flat::{ShardedTensor, with_float};
 use fsdp_layout::PlainValue;
 use fsdp_state::{StateDict, StateValue};
@@ -32,6 +32,13 @@ pub(crate) struct ParamState {
     pub(crate) entries: IndexMap<String, LocalState>,
 }
 
+impl ParamState {
+    /// Returns the state, or `None` if there is nothing in it.
+    pub(crate) fn unless_empty(self) -> Option<Self> {
+        (self.step.is_some() || !self.entries.is_empty()).then_some(self)
+    }
+}
+
 /// A stretch of a local parameter that belongs to one of the model's parameters.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Segment {
@@ -41,7 +48,7 @@ pub(crate) struct Segment {
 }
 
 /// A tensor that the optimizer steps on: a parameter's piece, or a whole shard of a FlatParameter.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct LocalParam {
     pub(crate) handle: Arc<FlatParamHandle>,
     /// `true` if it is a FlatParameter, of all its unit's parameters, rather than one parameter's
@@ -132,13 +139,15 @@ impl LocalParam {
     /// Returns the same parameter without any state.
     pub(crate) fn without_state(&self) -> Self {
         LocalParam {
-            handle: Arc::clone(&self.handle),
-            is_flat: self.is_flat,
-            group: self.group,
-            segments: self.segments.clone(),
-            numel: self.numel,
             state: None,
+            ..self.clone()
         }
+    }
+
+    /// Makes a piece of state that is zero, in fresh memory.
+    pub(crate) fn zeros(&self) -> Result<Tensor> {
+        let device = self.handle.shard_device();
+        Ok(zeros_on(&[self.numel], self.handle.dtype(), device)?)
     }
 
     /// Returns this rank's piece of a state tensor; `None` if there is no state, or no such tensor.
@@ -247,8 +256,7 @@ pub(super) const BEGUN: &str = "the state of a parameter begins before its first
 /// the first gradient.
 pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Result<()> {
     if local.state.is_none() {
-        let state = initial_state(algorithm, local)?;
-        local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
+        local.state = initial_state(algorithm, local)?.unless_empty();
     }
     Ok(())
 }

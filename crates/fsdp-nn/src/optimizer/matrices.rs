@@ -1,6 +1,6 @@
 //! Steps of Muon, which needs each matrix whole.
 
-use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar};
 use fsdp_flat::with_float;
 use half::bf16;
 
@@ -87,14 +87,8 @@ fn update_momentum(
     let mut state = local.state.clone().expect(BEGUN);
     // State of another algorithm may have been loaded, which has no momentum.
     if !matches!(state.entries.get(MOMENTUM), Some(LocalState::Piece(_))) {
-        let fresh = zeros_on(
-            &[local.numel],
-            local.handle.dtype(),
-            local.handle.shard_device(),
-        )?;
-        state
-            .entries
-            .insert(MOMENTUM.to_owned(), LocalState::Piece(fresh));
+        let fresh = LocalState::Piece(local.zeros()?);
+        state.entries.insert(MOMENTUM.to_owned(), fresh);
     }
     let segment = local.segment(matrix.param);
     let momentum = match state.entries.get(MOMENTUM) {

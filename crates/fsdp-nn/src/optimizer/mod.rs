@@ -19,7 +19,7 @@ use indexmap::IndexMap;
 
 use crate::algorithm::{Algorithm, StateKind};
 use crate::error::{NnError, OptimStateError, Result};
-use crate::model::parameters::{Location, ShardedParameters};
+use crate::model::parameters::ShardedParameters;
 
 pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
 pub(crate) use modes::move_towards;
@@ -159,14 +159,14 @@ impl Optimizer {
                 .map(|fqn| parameters.canonical_fqn(fqn).to_owned());
             group.fqns = fqns.collect();
             for fqn in &*group.fqns {
-                let Location { handle, .. } = parameters.location(fqn)?;
+                let unit = parameters.place(fqn)?.0.number();
                 if optimizer.local_of.contains_key(fqn) {
                     return Err(NnError::options(format!(
                         "parameter `{fqn}` is in more than one parameter group"
                     )));
                 }
                 // Without `use_orig_params` the first name of a unit brings in all of it.
-                let local = match flat_locals.get(&handle) {
+                let local = match flat_locals.get(&unit) {
                     Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
                     None => {
                         optimizer.add_local(fqn, index)?;
@@ -175,7 +175,7 @@ impl Optimizer {
                 };
                 optimizer.local_of.insert(fqn.clone(), local);
                 if !parameters.use_orig_params() {
-                    flat_locals.insert(handle, local);
+                    flat_locals.insert(unit, local);
                 }
             }
             optimizer.fqns_of_group.push(Arc::clone(&group.fqns));
@@ -225,8 +225,7 @@ impl Optimizer {
 
     /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it.
     fn add_local(&mut self, fqn: &str, group: usize) -> Result<()> {
-        let Location { handle, param } = self.parameters.location(fqn)?;
-        let handle = Arc::clone(&self.parameters.handles[handle]);
+        let (handle, param) = self.parameters.place(fqn)?;
         let layout = handle.layout();
         let rank = handle.shard_rank();
         let is_flat = !self.parameters.use_orig_params();
@@ -254,7 +253,7 @@ impl Optimizer {
             });
         }
         self.locals.push(LocalParam {
-            handle,
+            handle: Arc::clone(handle),
             is_flat,
             group,
             segments,
@@ -312,8 +311,7 @@ impl Optimizer {
     /// Returns `true` if this optimizer holds the parameter.
     #[must_use]
     pub fn holds(&self, fqn: &str) -> bool {
-        self.local_of
-            .contains_key(self.parameters.canonical_fqn(fqn))
+        self.local_index(fqn).is_some()
     }
 
     pub(crate) fn locals(&self) -> &[LocalParam] {
@@ -345,15 +343,14 @@ impl Optimizer {
     /// # Errors
     /// [`NnError::UnknownParameter`] and candle's errors.
     pub fn state_of(&self, fqn: &str) -> Result<Option<IndexMap<String, StateValue>>> {
-        let location = self.parameters.location(fqn)?;
-        let Some(&local) = self.local_of.get(self.parameters.canonical_fqn(fqn)) else {
+        let (_, param) = self.parameters.place(fqn)?;
+        let Some(local) = self.local_index(fqn).map(|index| &self.locals[index]) else {
             return Ok(None);
         };
-        let local = &self.locals[local];
         local
             .state
             .as_ref()
-            .map(|state| Ok(local.portable(state, location.param)?.into_iter().collect()))
+            .map(|state| Ok(local.portable(state, param)?.into_iter().collect()))
             .transpose()
     }
 
@@ -365,8 +362,7 @@ impl Optimizer {
         if !local.requires_grad() {
             return Ok(None);
         }
-        let state = initial_state(&self.groups[local.group].algorithm, local)?;
-        Ok((state.step.is_some() || !state.entries.is_empty()).then_some(state))
+        Ok(initial_state(&self.groups[local.group].algorithm, local)?.unless_empty())
     }
 
     /// Returns the names of the model's parameters that this optimizer holds, group by group. A

@@ -9,8 +9,9 @@ use crate::algorithm::{
     AdagradOptions, AdamOptions, Algorithm, ScheduleFreeOptions, SgdOptions, bias_correction,
 };
 
-/// Elements that are updated at a time: each op makes a new tensor of them.
-const PIECE_LEN: usize = 1 << 24;
+/// Elements that are updated at a time: each op makes a new tensor of them. In tests there are
+/// several pieces, the last of which is not whole.
+const PIECE_LEN: usize = if cfg!(test) { 2 } else { 1 << 24 };
 
 /// An update of a parameter: the rule, and the step that it is of, as in [`Algorithm::update`].
 #[derive(Clone, Copy)]
@@ -26,20 +27,9 @@ impl Update<'_> {
     /// Updates a piece of a parameter once, in place. `state` is in the order of the schema, and
     /// has as many tensors; all are one-dimensional, contiguous and equally long.
     pub(super) fn apply(self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
-        self.apply_in_pieces(PIECE_LEN, param, grad, state)
-    }
-
-    /// Updates a parameter like [`Self::apply`], `piece_len` elements at a time.
-    fn apply_in_pieces(
-        self,
-        piece_len: usize,
-        param: &Tensor,
-        grad: &Tensor,
-        state: &[Tensor],
-    ) -> Result<()> {
         let numel = param.elem_count();
-        for start in (0..numel).step_by(piece_len) {
-            let len = piece_len.min(numel - start);
+        for start in (0..numel).step_by(PIECE_LEN) {
+            let len = PIECE_LEN.min(numel - start);
             let state: Vec<Tensor> = state
                 .iter()
                 .map(|tensor| tensor.narrow(0, start, len))
@@ -295,13 +285,12 @@ mod tests {
                 let grads: Vec<f64> = (0..numel).map(|k| wave(k * 3 + step * 5)).collect();
                 let grad = Tensor::new(grads.as_slice(), &Device::Cpu).unwrap();
                 let number = (step + 1) as f32;
-                // In pieces, the last of which is not whole.
                 let update = Update {
                     algorithm: &algorithm,
                     step: number,
                     first,
                 };
-                update.apply_in_pieces(2, &param, &grad, &state).unwrap();
+                update.apply(&param, &grad, &state).unwrap();
                 let mut slices: Vec<&mut [f64]> =
                     expected_state.iter_mut().map(Vec::as_mut_slice).collect();
                 algorithm

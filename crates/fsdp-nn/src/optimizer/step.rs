@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar, zeros_on};
+use fsdp_flat::storage::{HostSlice, HostSliceMut, Scalar};
 use fsdp_flat::with_float;
 
 use super::factored::step_factored;
@@ -183,11 +183,7 @@ pub(super) fn step_local<T: Scalar + Float>(
             .swap_remove(entry.name)
         {
             Some(LocalState::Piece(flat)) => flat,
-            _ => zeros_on(
-                &[local.numel],
-                local.handle.dtype(),
-                local.handle.shard_device(),
-            )?,
+            _ => local.zeros()?,
         };
         slices.push(fresh.clone());
         state
@@ -240,6 +236,6 @@ pub(super) fn step_local<T: Scalar + Float>(
         state.step = Some(step);
     }
     // Without momentum SGD keeps nothing, and then a state dict does not name the parameter.
-    local.state = (state.step.is_some() || !state.entries.is_empty()).then_some(state);
+    local.state = state.unless_empty();
     Ok(())
 }

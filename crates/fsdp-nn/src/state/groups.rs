@@ -92,23 +92,21 @@ fn group_dict(group: SavedGroup) -> StateValue {
 /// # Errors
 /// [`StateDictError::MalformedGroup`] for anything but a list of dicts with names or ids.
 pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
-    match state.get("param_groups") {
-        None => Ok(Vec::new()),
-        Some(StateValue::List(groups) | StateValue::Tuple(groups)) => groups
-            .iter()
-            .enumerate()
-            .map(|(index, group)| read_group(index, group))
-            .collect(),
-        Some(StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups))) => groups
-            .iter()
-            .enumerate()
-            .map(|(index, group)| read_group(index, &group.clone().into()))
-            .collect(),
-        Some(other) => Err(malformed(
-            0,
-            format!("`param_groups` is a {}", other.kind()),
-        )),
-    }
+    let groups: Vec<StateValue> = match state.get("param_groups") {
+        None => Vec::new(),
+        Some(StateValue::List(groups) | StateValue::Tuple(groups)) => groups.clone(),
+        Some(StateValue::Plain(PlainValue::List(groups) | PlainValue::Tuple(groups))) => {
+            groups.iter().cloned().map(Into::into).collect()
+        }
+        Some(other) => {
+            let problem = format!("`param_groups` is a {}", other.kind());
+            return Err(malformed(0, problem));
+        }
+    };
+    let groups = groups.iter().enumerate();
+    groups
+        .map(|(index, group)| read_group(index, group))
+        .collect()
 }
 
 /// Returns the error for a group that cannot be read.
@@ -301,7 +299,6 @@ impl SavedGroups {
                     .map(|fqn| format!("param_groups.{index}.params.{fqn}")),
             );
             let read = group.algorithm.with_group(&source.hyperparameters)?;
-            read.algorithm.validate()?;
             missing.extend(
                 read.missing
                     .iter()

@@ -6,7 +6,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use fsdp_comm::ProcessGroup;
-use fsdp_flat::storage::zeros_on;
 use fsdp_state::engine::{DictSource, LoadOptions};
 use fsdp_state::{StateDict, StateValue, load_state};
 
@@ -522,11 +521,8 @@ impl Optimizer {
                     let mut state = initial_state(&self.groups()[group].algorithm, local)?;
                     state.step = first;
                     for name in &begun {
-                        let nothing =
-                            zeros_on(&[0], local.handle.dtype(), local.handle.shard_device())?;
-                        state
-                            .entries
-                            .insert((*name).to_owned(), LocalState::Piece(nothing));
+                        let nothing = LocalState::Piece(local.zeros()?);
+                        state.entries.insert((*name).to_owned(), nothing);
                     }
                     self.locals_mut()[index].state = Some(state);
                 }

@@ -96,9 +96,8 @@ pub(crate) fn live_states_and_groups(
                 };
                 let local = &optimizer.locals()[index];
                 if let Some(of_local) = local.state.as_ref().or(initial[index].as_ref()) {
-                    let entries =
-                        local.portable(of_local, optimizer.parameters().location(fqn)?.param)?;
-                    state.insert_new(rename(fqn), entries)?;
+                    let (_, param) = optimizer.parameters().place(fqn)?;
+                    state.insert_new(rename(fqn), local.portable(of_local, param)?)?;
                 }
             }
             let params = group.fqns().iter().map(|fqn| rename(fqn)).collect();

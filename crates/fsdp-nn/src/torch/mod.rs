@@ -42,9 +42,7 @@ mod state_dict_type;
 mod verify;
 
 pub use crate::model::state_dict_type::{
-    FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig,
-    OptimStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictConfig,
-    StateDictSettings, StateDictType,
+    OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType,
 };
 pub use crate::state::{OptimStateError, OptimStateKey, OptimStateKeyType};
 pub use get_set::{

@@ -213,7 +213,11 @@ pub fn load_state_dict(
             load_state::<_, _, NnError>(OPERATION, group, &mut source, &mut target, &options)?;
         // The last names are copied first, so that of several names of one buffer the first counts.
         let loaded = target.into_state().into_iter().rev().collect();
-        parameters.begin_change_of_all()?;
+        // A backward of an earlier forward becomes an error.
+        parameters
+            .handles
+            .iter()
+            .try_for_each(|handle| handle.begin_change())?;
         copy_state_dict(&loaded, &mut live)?;
         return Ok(report);
     }

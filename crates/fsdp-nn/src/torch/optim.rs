@@ -10,10 +10,7 @@ use indexmap::IndexMap;
 use super::model::gather_state;
 use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
-use crate::model::state_dict_type::{
-    FullOptimStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictSettings,
-    StateDictType,
-};
+use crate::model::state_dict_type::OptimStateDictConfig;
 use crate::optimizer::Optimizer;
 use crate::state::{
     ExactLoad, LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, PortableStates,
@@ -50,12 +47,9 @@ pub fn optim_state_dict(
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
     let own_state = own_states(state, parameters, optimizer);
-    collect_state(
-        own_state,
-        parameters,
-        optimizer,
-        &parameters.get_state_dict_type(),
-    )
+    let settings = parameters.get_state_dict_type();
+    let config = settings.optim_state_dict_config();
+    collect_state(own_state, parameters, optimizer, config)
 }
 
 /// Makes the same values as [`optim_state_dict`], and hands each to `sink` (parameter, entry,
@@ -74,7 +68,8 @@ pub fn optim_state_dict_into(
 ) -> Result<StateDict> {
     let own_state = own_states(state, parameters, optimizer);
     let settings = parameters.get_state_dict_type();
-    Ok(stream_state(own_state, parameters, optimizer, &settings, &mut sink)?.0)
+    let config = settings.optim_state_dict_config();
+    Ok(stream_state(own_state, parameters, optimizer, config, &mut sink)?.0)
 }
 
 /// Returns the optimizer's state by names with whole tensors on the CPU, whatever settings are in
@@ -89,17 +84,12 @@ pub fn full_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    let config = FullOptimStateDictConfig {
+    let config = OptimStateDictConfig::Full {
         offload_to_cpu: true,
         rank0_only,
     };
-    let settings = StateDictSettings::new(
-        StateDictType::Full,
-        None,
-        Some(OptimStateDictConfig::Full(config)),
-    )?;
     let own_state = own_states(state, parameters, optimizer);
-    collect_state(own_state, parameters, optimizer, &settings)
+    collect_state(own_state, parameters, optimizer, &config)
 }
 
 /// Returns the optimizer's state by names in each rank's boxes, whatever settings are in force:
@@ -113,16 +103,11 @@ pub fn sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    let config = ShardedOptimStateDictConfig {
+    let config = OptimStateDictConfig::Sharded {
         offload_to_cpu: false,
     };
-    let settings = StateDictSettings::new(
-        StateDictType::Sharded,
-        None,
-        Some(OptimStateDictConfig::Sharded(config)),
-    )?;
     let own_state = own_states(state, parameters, optimizer);
-    collect_state(own_state, parameters, optimizer, &settings)
+    collect_state(own_state, parameters, optimizer, &config)
 }
 
 /// Returns this rank's state by the model's names: that of a local state dict, or the live one.
@@ -143,7 +128,7 @@ fn collect_state(
     own_state: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    settings: &StateDictSettings,
+    config: &OptimStateDictConfig,
 ) -> Result<StateDict> {
     // The gather hands entries out sorted by name. The result has the order of the join.
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
@@ -151,7 +136,7 @@ fn collect_state(
         own_state,
         parameters,
         optimizer,
-        settings,
+        config,
         &mut |fqn, name, value| {
             states
                 .entry(fqn.to_owned())
@@ -179,15 +164,15 @@ fn stream_state(
     own_state: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    settings: &StateDictSettings,
+    config: &OptimStateDictConfig,
     sink: &mut dyn FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<(StateDict, Vec<String>)> {
     const OPERATION: &str = "optim_state_dict";
     let group = parameters.group();
-    let keep = settings.optim_state_dict_config().gather_options();
+    let keep = config.gather_options();
     let (joined, own_state) = join(optimizer, group, OPERATION, own_state)?;
     let order = joined.keys().map(str::to_owned).collect();
-    if settings.state_dict_type() == StateDictType::Full {
+    if matches!(config, OptimStateDictConfig::Full { .. }) {
         gather_state(
             OPERATION,
             &joined,
@@ -263,12 +248,9 @@ pub fn unflatten_optim_state(
     )?;
     let own_state = check_owner(parameters, optimizer)
         .and_then(|()| PortableStates::of_local(optimizer, local, flat_state));
-    let state = collect_state(
-        own_state,
-        parameters,
-        optimizer,
-        &parameters.get_state_dict_type(),
-    )?;
+    let settings = parameters.get_state_dict_type();
+    let config = settings.optim_state_dict_config();
+    let state = collect_state(own_state, parameters, optimizer, config)?;
     // A rank that keeps nothing has no `state`, and parameters without state are not in it.
     let states = state.dict("state");
     let of_params = fqns.iter().map(|fqn| states?.dict(fqn.as_ref()));
@@ -389,14 +371,8 @@ pub fn shard_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Ok(to_local(
-        Some(full),
-        parameters,
-        optimizer,
-        false,
-        &OptimLoadOptions::default(),
-    )?
-    .1)
+    let options = OptimLoadOptions::default();
+    Ok(to_local(Some(full), parameters, optimizer, false, &options)?.1)
 }
 
 /// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that
@@ -411,14 +387,8 @@ pub fn scatter_full_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    Ok(to_local(
-        full,
-        parameters,
-        optimizer,
-        true,
-        &OptimLoadOptions::default(),
-    )?
-    .1)
+    let options = OptimLoadOptions::default();
+    Ok(to_local(full, parameters, optimizer, true, &options)?.1)
 }
 
 /// Returns the local state, by ids, from one that is sharded in any boxes: torch's
@@ -536,11 +506,8 @@ pub fn shard_orig_param_state(
     let local = optimizer
         .local_index(fqn)
         .ok_or_else(|| NnError::unknown_parameter(fqn))?;
-    let entries = flattened(
-        optimizer,
-        local,
-        [(fqn, state.clone().into())].into_iter().collect(),
-    )?;
+    let states = [(fqn, state.clone().into())].into_iter().collect();
+    let entries = flattened(optimizer, local, states)?;
     Ok(if optimizer.locals()[local].is_empty() {
         StateDict::new()
     } else {

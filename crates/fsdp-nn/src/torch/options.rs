@@ -141,19 +141,15 @@ impl StateDictOptions {
     /// Returns the name in the state dict of a parameter of the optimizers, which submodules do not
     /// narrow.
     pub(super) fn renamed_in_dict(&self, fqn: &str) -> String {
-        let renamed = self
-            .fqn_renames
-            .iter()
-            .find_map(|(model, dict)| replace(fqn, model, dict));
+        let mut renames = self.fqn_renames.iter();
+        let renamed = renames.find_map(|(model, dict)| replace(fqn, model, dict));
         renamed.unwrap_or_else(|| fqn.to_owned())
     }
 
     /// Returns the name in the model of a parameter in the optimizers' state dict.
     pub(super) fn renamed_in_model(&self, name: &str) -> String {
-        let renamed = self
-            .fqn_renames
-            .iter()
-            .find_map(|(model, dict)| replace(name, dict, model));
+        let mut renames = self.fqn_renames.iter();
+        let renamed = renames.find_map(|(model, dict)| replace(name, dict, model));
         renamed.unwrap_or_else(|| name.to_owned())
     }
 

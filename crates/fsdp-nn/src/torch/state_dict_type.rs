@@ -4,6 +4,7 @@ use std::sync::PoisonError;
 
 use crate::model::ShardedParameters;
 use crate::model::state_dict_type::StateDictSettings;
+use crate::on_drop::OnDrop;
 
 impl ShardedParameters {
     /// Returns the settings in force: torch's `get_state_dict_type`.
@@ -42,13 +43,8 @@ impl ShardedParameters {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn state_dict_type<T>(&self, settings: StateDictSettings, f: impl FnOnce() -> T) -> T {
-        struct Restore<'a>(&'a ShardedParameters, StateDictSettings);
-        impl Drop for Restore<'_> {
-            fn drop(&mut self) {
-                self.0.set_state_dict_type(self.1);
-            }
-        }
-        let _restore = Restore(self, self.set_state_dict_type(settings));
+        let before = self.set_state_dict_type(settings);
+        let _restore = OnDrop(|| _ = self.set_state_dict_type(before));
         f()
     }
 }

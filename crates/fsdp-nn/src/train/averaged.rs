@@ -11,7 +11,7 @@ use fsdp_state::{StateDict, StateError, StateValue};
 use indexmap::IndexMap;
 
 use crate::error::{NnError, Result};
-use crate::model::parameters::{Location, ShardedParameters, check_values, write_boxes};
+use crate::model::parameters::{ShardedParameters, check_values, write_boxes};
 use crate::optimizer::move_towards;
 use crate::state::{names_that_count, persistent_buffers, plain};
 
@@ -297,8 +297,8 @@ impl AveragedModel {
 
     /// Returns the average of a parameter as this rank's boxes of it.
     fn sharded(&self, fqn: &str) -> Result<ShardedTensor> {
-        let Location { handle, param } = self.parameters.location(fqn)?;
-        self.parameters.handles[handle].boxed(param, self.average[fqn].as_ref())
+        let (handle, param) = self.parameters.place(fqn)?;
+        handle.boxed(param, self.average[fqn].as_ref())
     }
 }
 

@@ -8,9 +8,8 @@ use fsdp_flat::with_float;
 
 use super::gradients::{Backward, Gradients, Unreduced, Unsharded};
 use super::handle::{FlatParamHandle, HandleState};
-use crate::config::cast;
+use crate::config::{BackwardPrefetch, cast};
 use crate::error::Result;
-use crate::exchange::PrefetchPoint;
 use crate::exchange::gradient::{copy_gradient, flat_gradient};
 use crate::exchange::{Reduction, device};
 use crate::tasks;
@@ -180,7 +179,7 @@ impl FlatParamHandle {
         // Start to gather the next unit before the reduction: the backward waits for its
         // parameters, but not for the gradients of this unit.
         if let Some(overlap) = &self.overlap {
-            overlap.prefetch_next(PrefetchPoint::AfterReshard);
+            overlap.prefetch_next(BackwardPrefetch::Post);
         }
         Ok(())
     }

@@ -11,9 +11,9 @@ use fsdp_layout::FlatLayout;
 
 use super::gradients::Gradients;
 use super::parameter::Parameter;
-use crate::config::{MixedPrecision, ShardingStrategy, cast};
+use crate::config::{BackwardPrefetch, MixedPrecision, ShardingStrategy, cast};
 use crate::error::{NnError, Result};
-use crate::exchange::{Groups, Overlap, PrefetchPoint, Shared, UnitExchange};
+use crate::exchange::{Groups, Overlap, Shared, UnitExchange};
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -391,7 +391,7 @@ impl FlatParamHandle {
             .memory
             .count_held(self.exchange.unsharded_bytes());
         if let Some(overlap) = &self.overlap {
-            overlap.prefetch_next(PrefetchPoint::BeforeCompute);
+            overlap.prefetch_next(BackwardPrefetch::Pre);
         }
         Ok(())
     }
@@ -482,12 +482,6 @@ impl FlatParamHandle {
             });
         }
         Ok(())
-    }
-
-    /// Converts an error of a computation. candle's error about released memory becomes one that
-    /// names the sharded units.
-    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || self.shared.sharded())
     }
 
     /// Returns copies of the unsharded parameters in the dtype of the shards.

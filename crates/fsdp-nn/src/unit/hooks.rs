@@ -10,10 +10,13 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
 
 use super::handle::FlatParamHandle;
-use crate::error::{NnError, Result};
+#[cfg(feature = "cuda")]
+use crate::error::NnError;
+use crate::error::Result;
 
 /// The leaves of candle's graph that belong to sharded models: a parameter with its slot, and the
 /// anchor variable below it with `None`.
@@ -191,10 +194,7 @@ impl CustomOp1 for ParameterOp {
         _: &Layout,
     ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
         let empty = fsdp_flat::cuda::empty(&anchor.device, self.dtype);
-        Ok((
-            empty.map_err(|error| NnError::from(error).into_candle())?,
-            self.shape.clone(),
-        ))
+        Ok((empty.map_err(NnError::from)?, self.shape.clone()))
     }
 
     fn bwd(
@@ -209,11 +209,20 @@ impl CustomOp1 for ParameterOp {
         }
         // The model may be gone, while its loss is still there.
         if let Some((unit, param)) = self.slot.place() {
-            unit.receive_grad(param, grad)
-                .map_err(NnError::into_candle)?;
+            unit.receive_grad(param, grad)?;
         }
         Ok(None)
     }
+}
+
+/// Copies a storage of any layout to a contiguous one.
+pub(crate) fn copy_contiguous<S: BackendStorage>(
+    storage: &S,
+    layout: &Layout,
+) -> candle_core::Result<(S, Shape)> {
+    // A cast to the same dtype is candle's way to do that.
+    let copy = storage.to_dtype(layout, storage.dtype())?;
+    Ok((copy, layout.shape().clone()))
 }
 
 /// The identity. Its backward gathers a unit's parameters, and checks that they have not changed
@@ -229,26 +238,16 @@ pub(crate) struct PreBackwardOp {
 }
 
 impl PreBackwardOp {
-    /// Makes the op for the output of a forward of the unit `handle` that has just been computed.
-    pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
-        PreBackwardOp {
-            handle: Some(Arc::downgrade(handle)),
-            checked: Vec::new(),
-            version_at_forward: handle.version(),
-        }
-    }
-
-    /// Makes the op for the output of the model: its `root` is unsharded, and `units` are checked
-    /// against `version_at_forward`.
-    pub(crate) fn for_model(
-        root: Option<&Arc<FlatParamHandle>>,
-        units: &[Arc<FlatParamHandle>],
+    /// Makes the op for the output of a forward of the unit `handle`, or of the model with this
+    /// root unit. It checks the units `checked` too.
+    pub(crate) fn new(
+        handle: Option<&Arc<FlatParamHandle>>,
+        checked: &[Arc<FlatParamHandle>],
         version_at_forward: u64,
     ) -> Self {
-        let checked = units.iter().map(Arc::downgrade).collect();
         PreBackwardOp {
-            handle: root.map(Arc::downgrade),
-            checked,
+            handle: handle.map(Arc::downgrade),
+            checked: checked.iter().map(Arc::downgrade).collect(),
             version_at_forward,
         }
     }
@@ -264,12 +263,7 @@ impl CustomOp1 for PreBackwardOp {
         storage: &CpuStorage,
         layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        // A cast to the same dtype is candle's way to copy any layout to a contiguous one.
-        Ok((
-            storage.to_dtype(layout, storage.dtype())?,
-            layout.shape().clone(),
-        ))
+        copy_contiguous(storage, layout)
     }
 
     #[cfg(feature = "cuda")]
@@ -278,26 +272,19 @@ impl CustomOp1 for PreBackwardOp {
         storage: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        Ok((
-            storage.to_dtype(layout, storage.dtype())?,
-            layout.shape().clone(),
-        ))
+        copy_contiguous(storage, layout)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        for handle in self.checked.iter().filter_map(Weak::upgrade) {
-            handle
-                .check_unchanged(self.version_at_forward)
-                .map_err(NnError::into_candle)?;
+        // The graph holds activations of the forward, which do not fit other values of the
+        // parameters.
+        for handle in self.checked.iter().chain(&self.handle) {
+            if let Some(handle) = handle.upgrade() {
+                handle.check_unchanged(self.version_at_forward)?;
+            }
         }
         if let Some(handle) = self.handle.as_ref().and_then(Weak::upgrade) {
-            // The graph holds activations of the forward, which do not fit other values of the
-            // parameters.
-            handle
-                .check_unchanged(self.version_at_forward)
-                .map_err(NnError::into_candle)?;
-            handle.unshard().map_err(NnError::into_candle)?;
+            handle.unshard()?;
         }
         Ok(Some(grad.clone()))
     }

@@ -17,7 +17,6 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use candle_core::{Module, Tensor};
 
-use crate::error::NnError;
 use hooks::depends_on_trainable;
 
 pub(crate) use gradients::Unreduced;
@@ -115,8 +114,8 @@ impl<M> Unit<M> {
         let Some(handle) = self.handle() else {
             return f(&self.module);
         };
-        let whole = handle.unshard_for_forward().map_err(NnError::into_candle)?;
-        let computed = f(&self.module).map_err(|error| handle.explain(error).into_candle())?;
+        let whole = handle.unshard_for_forward()?;
+        let computed = f(&self.module).map_err(|error| handle.shared.explain(error))?;
         // Release the parameters before anything else takes memory.
         drop(whole);
         let output = computed.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
@@ -128,7 +127,10 @@ impl<M> Unit<M> {
         }
         // Attach the hook even if the parameters stay gathered after the forward: another backward,
         // or a change of values, may release them before this unit's backward.
-        output.map_tensors(&mut |tensor| tensor.apply_op1(PreBackwardOp::new(&handle)))
+        let version = handle.version();
+        output.map_tensors(&mut |tensor| {
+            tensor.apply_op1(PreBackwardOp::new(Some(&handle), &[], version))
+        })
     }
 }
 

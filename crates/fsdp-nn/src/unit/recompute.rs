@@ -13,8 +13,7 @@ use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Tensor, Var,
 };
 
-use super::hooks::{InnerBackward, ParameterSlot, is_anchor, parameter_of};
-use crate::error::NnError;
+use super::hooks::{InnerBackward, ParameterSlot, copy_contiguous, is_anchor, parameter_of};
 
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed
 /// again in the backward, from the same input. Between the two only the input takes memory.
@@ -126,7 +125,7 @@ impl<M: Module + Send + Sync + 'static> Module for Recomputed<M> {
 ///
 /// # Errors
 /// The errors of `f`, and an output that holds no floats. In the backward, those of `f` again;
-/// [`NnError::ChangedSinceForward`]; an `f` that computes something else the second time.
+/// [`NnError::ChangedSinceForward`](crate::NnError::ChangedSinceForward); an `f` that computes something else the second time.
 pub fn recompute(
     inputs: &[&Tensor],
     f: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
@@ -293,8 +292,7 @@ impl Part {
                 ..
             } = target
             {
-                slot.check_unchanged(*version_at_forward)
-                    .map_err(NnError::into_candle)?;
+                slot.check_unchanged(*version_at_forward)?;
             }
         }
         let stand_ins = stand_ins(&self.inputs)?;
@@ -360,15 +358,10 @@ impl CustomOp1 for Node {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
         let output = self.take_output()?;
         let (storage, layout) = output.storage_and_layout();
         match &*storage {
-            // A cast to the same dtype is candle's way to copy any layout to a contiguous one.
-            candle_core::Storage::Cpu(storage) => Ok((
-                storage.to_dtype(layout, output.dtype())?,
-                layout.shape().clone(),
-            )),
+            candle_core::Storage::Cpu(storage) => copy_contiguous(storage, layout),
             _ => Err(not_the_same()),
         }
     }
@@ -379,14 +372,10 @@ impl CustomOp1 for Node {
         _: &candle_core::CudaStorage,
         _: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
         let output = self.take_output()?;
         let (storage, layout) = output.storage_and_layout();
         match &*storage {
-            candle_core::Storage::Cuda(storage) => Ok((
-                storage.to_dtype(layout, output.dtype())?,
-                layout.shape().clone(),
-            )),
+            candle_core::Storage::Cuda(storage) => copy_contiguous(storage, layout),
             _ => Err(not_the_same()),
         }
     }
@@ -417,8 +406,7 @@ impl CustomOp2 for Link {
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        Ok((token.to_dtype(layout, DType::F32)?, layout.shape().clone()))
+        copy_contiguous(token, layout)
     }
 
     #[cfg(feature = "cuda")]
@@ -429,8 +417,7 @@ impl CustomOp2 for Link {
         _: &candle_core::CudaStorage,
         _: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        Ok((token.to_dtype(layout, DType::F32)?, layout.shape().clone()))
+        copy_contiguous(token, layout)
     }
 
     fn bwd(

@@ -147,7 +147,7 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
         | OptimStateError::WrongDType { fqn, name, .. } => {
             let parameters = optimizer.parameters();
             let entry = saved.states.get(fqn).and_then(|entries| entries.get(name));
-            let dtype = parameters.handles[parameters.location(fqn)?.handle].file_dtype();
+            let dtype = parameters.place(fqn)?.0.file_dtype();
             let shape = match kind {
                 OptimStateError::WrongShape { expected, .. } => expected,
                 _ => parameters.shape(fqn)?,

@@ -3,9 +3,9 @@
 
 use candle_core::DType;
 use fsdp_nn::torch::{
-    FullOptimStateDictConfig, FullStateDictConfig, OptimLoadOptions, OptimStateDictConfig,
-    StateDictConfig, StateDictSettings, StateDictType, full_optim_state_dict, load_state_dict,
-    optim_state_dict, optim_state_dict_to_load, sharded_optim_state_dict, state_dict,
+    OptimLoadOptions, OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType,
+    full_optim_state_dict, load_state_dict, optim_state_dict, optim_state_dict_to_load,
+    sharded_optim_state_dict, state_dict,
 };
 use fsdp_nn::{NnError, Optimizer, ShardedParameters, ShardingStrategy};
 use fsdp_state::StateDict;
@@ -125,14 +125,14 @@ fn under<T>(parameters: &ShardedParameters, kind: StateDictType, f: impl FnOnce(
 }
 
 fn rank0_only() -> StateDictSettings {
-    let model = StateDictConfig::Full(FullStateDictConfig {
+    let model = StateDictConfig::Full {
         rank0_only: true,
         offload_to_cpu: true,
-    });
-    let optim = OptimStateDictConfig::Full(FullOptimStateDictConfig {
+    };
+    let optim = OptimStateDictConfig::Full {
         rank0_only: true,
         offload_to_cpu: true,
-    });
+    };
     StateDictSettings::new(StateDictType::Full, Some(model), Some(optim)).unwrap()
 }
 

@@ -3,8 +3,7 @@
 use candle_core::{DType, Tensor};
 use fsdp_layout::TensorBox;
 use fsdp_nn::torch::{
-    FullStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, load_state_dict,
-    state_dict, state_dict_into,
+    StateDictConfig, StateDictSettings, StateDictType, load_state_dict, state_dict, state_dict_into,
 };
 use fsdp_nn::{NnError, ShardingStrategy};
 use fsdp_state::{StateDict, StateError, all_gather_sharded_tensor};
@@ -12,16 +11,11 @@ use fsdp_state::{StateDict, StateError, all_gather_sharded_tensor};
 use crate::state_dicts::common::*;
 
 fn rank0_only() -> StateDictSettings {
-    let config = FullStateDictConfig {
+    let config = StateDictConfig::Full {
         offload_to_cpu: true,
         rank0_only: true,
     };
-    StateDictSettings::new(
-        StateDictType::Full,
-        Some(StateDictConfig::Full(config)),
-        None,
-    )
-    .unwrap()
+    StateDictSettings::new(StateDictType::Full, Some(config), None).unwrap()
 }
 
 /// Zeros in place of all values.

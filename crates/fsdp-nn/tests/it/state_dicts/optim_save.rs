@@ -3,9 +3,9 @@
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::PlainValue;
 use fsdp_nn::torch::{
-    FullOptimStateDictConfig, OptimStateDictConfig, OptimStateError, StateDictSettings,
-    StateDictType, full_optim_state_dict, map_param_key_to_optim_keys, optim_state_dict,
-    optim_state_dict_into, sharded_optim_state_dict, unflatten_optim_state,
+    OptimStateDictConfig, OptimStateError, StateDictSettings, StateDictType, full_optim_state_dict,
+    map_param_key_to_optim_keys, optim_state_dict, optim_state_dict_into, sharded_optim_state_dict,
+    unflatten_optim_state,
 };
 use fsdp_nn::{
     FsdpConfig, FullyShardedDataParallel, NnError, Optimizer, ParamGroup, ShardingStrategy,
@@ -15,16 +15,11 @@ use fsdp_state::{StateDict, StateValue};
 use crate::state_dicts::common::*;
 
 pub(crate) fn optim_rank0_only() -> StateDictSettings {
-    let config = FullOptimStateDictConfig {
+    let config = OptimStateDictConfig::Full {
+        offload_to_cpu: true,
         rank0_only: true,
-        ..Default::default()
     };
-    StateDictSettings::new(
-        StateDictType::Full,
-        None,
-        Some(OptimStateDictConfig::Full(config)),
-    )
-    .unwrap()
+    StateDictSettings::new(StateDictType::Full, None, Some(config)).unwrap()
 }
 
 #[test]

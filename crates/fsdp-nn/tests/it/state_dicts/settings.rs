@@ -1,17 +1,13 @@
 //! The settings hold in their scope and nowhere else.
 
-use fsdp_nn::torch::{
-    FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig, LocalStateDictConfig,
-    OptimStateDictConfig, ShardedStateDictConfig, StateDictConfig, StateDictSettings,
-    StateDictType,
-};
+use fsdp_nn::torch::{OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType};
 use fsdp_nn::{NnError, StateDictError};
 
 use crate::state_dicts::common::{composite, full_shard, model, ranks};
 
 #[test]
 fn a_config_of_another_class_is_refused() {
-    let local = StateDictConfig::Local(LocalStateDictConfig::default());
+    let local = StateDictConfig::from(StateDictType::Local);
     let error = StateDictSettings::new(StateDictType::Full, Some(local), None).unwrap_err();
     assert!(
         error
@@ -27,7 +23,7 @@ fn a_config_of_another_class_is_refused() {
             ..
         })
     ));
-    let optim = OptimStateDictConfig::Local(LocalOptimStateDictConfig::default());
+    let optim = OptimStateDictConfig::from(StateDictType::Local);
     let error = StateDictSettings::new(StateDictType::Sharded, None, Some(optim)).unwrap_err();
     assert!(
         error
@@ -60,16 +56,11 @@ fn the_settings_before_come_back_on_every_exit_path() {
     ranks(1, |group| {
         let model = model(&group, &composite(), full_shard(1, true));
         let parameters = model.parameters();
-        let config = FullStateDictConfig {
+        let config = StateDictConfig::Full {
             offload_to_cpu: true,
             rank0_only: true,
         };
-        let outer = StateDictSettings::new(
-            StateDictType::Full,
-            Some(StateDictConfig::Full(config)),
-            None,
-        )
-        .unwrap();
+        let outer = StateDictSettings::new(StateDictType::Full, Some(config), None).unwrap();
         assert_eq!(
             parameters.set_state_dict_type(outer),
             StateDictSettings::default()
@@ -99,19 +90,19 @@ fn the_settings_before_come_back_on_every_exit_path() {
 
 #[test]
 fn configs_of_the_right_class_are_taken() {
-    let model = StateDictConfig::Sharded(ShardedStateDictConfig {
+    let model = StateDictConfig::Sharded {
         offload_to_cpu: true,
-    });
+    };
     assert!(
         StateDictSettings::new(StateDictType::Sharded, Some(model), None)
             .unwrap()
             .state_dict_config()
             .offload_to_cpu()
     );
-    let optim = OptimStateDictConfig::Full(FullOptimStateDictConfig {
+    let optim = OptimStateDictConfig::Full {
         offload_to_cpu: false,
         rank0_only: true,
-    });
+    };
     let settings = StateDictSettings::new(StateDictType::Full, None, Some(optim)).unwrap();
     assert!(settings.optim_state_dict_config().rank0_only());
 }
