@@ -9,7 +9,7 @@
 //!   any order, to the sum of all their elements. So threads, ranks and files can each compute a
 //!   part.
 //! - [`Sum::finish`] makes the [`Digest`] of a tensor from the sum of all its elements, its dtype
-//!   and its shape.
+//!   and its shape. A value that has no elements is in one sum as a whole, by its digest.
 //! - [`StateDigest`] holds the digests of many tensors and values by name, and
 //!   [`StateDigest::root`] is the digest of all.
 //!
@@ -54,13 +54,11 @@
 mod blocks;
 mod coefficients;
 mod error;
-mod part;
 mod place;
 mod state;
 mod sum;
 
 pub use self::error::DigestError;
-pub use self::part::Part;
 pub use self::place::BoxPlace;
 pub use self::state::StateDigest;
 pub use self::sum::{Digest, Sum};

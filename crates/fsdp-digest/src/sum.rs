@@ -11,7 +11,9 @@ use crate::blocks;
 use crate::error::DigestError;
 use crate::place::BoxPlace;
 
-/// The sum over some elements of a tensor. Sums of boxes that do not overlap add up, in any order.
+/// The part of a rank, a file or a box in the digest of a tensor or a value: the sum over some
+/// elements of a tensor, or the digest of a whole value. Sums of boxes that do not overlap add up,
+/// in any order.
 ///
 /// ```
 /// use fsdp_digest::Sum;
@@ -29,6 +31,8 @@ use crate::place::BoxPlace;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Sum {
     lanes: [u64; 2],
+    /// The digest of a value, which has no elements.
+    value: Option<Digest>,
 }
 
 impl Sum {
@@ -75,14 +79,35 @@ impl Sum {
         blocks::add(&mut self.lanes, blocks::compute_sums(offset, bytes));
     }
 
-    /// Adds the sum of other elements of the same tensor.
+    /// Adds the sum of other elements of the same tensor, or that of the same value.
     pub fn add(&mut self, other: Sum) {
         blocks::add(&mut self.lanes, other.lanes);
+        // A rank that does not have a value contributes the empty sum, which changes nothing.
+        self.value = other.value.or(self.value);
     }
 
-    /// Returns the digest of a tensor from the sum over all its elements.
+    /// Returns the sum that stands for a whole value, which has this digest.
+    #[must_use]
+    pub fn of_value(digest: Digest) -> Self {
+        Sum {
+            value: Some(digest),
+            ..Sum::default()
+        }
+    }
+
+    /// Returns the digest of a value; `None` for elements of a tensor.
+    #[must_use]
+    pub const fn value(&self) -> Option<Digest> {
+        self.value
+    }
+
+    /// Returns the digest of a tensor of `dtype` and `shape` from the sum over all its elements; of
+    /// a value the digest that it has.
     #[must_use]
     pub fn finish(&self, dtype: DType, shape: &[usize]) -> Digest {
+        if let Some(digest) = self.value {
+            return digest;
+        }
         let mut hashed = hash_prefix(&dtype.to_string());
         hashed.extend((shape.len() as u64).to_le_bytes());
         let sizes = shape.iter().map(|&size| size as u64);

@@ -3,11 +3,11 @@
 use candle_core::{DType, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatch_error, unsupported_error};
+use crate::operation::{OnCpu, Operation, mismatch_error, unsupported_error};
 use crate::real::{Real, largest, sum};
 use crate::rows::{map_rows, reduce_rows};
 use crate::softmax::softmax_row;
-use crate::values::{Values, contiguous_elements, tensor};
+use crate::values::{Input, Values, contiguous_elements, tensor};
 
 const NAME: &str = "cross-entropy";
 

@@ -1,13 +1,12 @@
 //! Dropout whose masks do not depend on how a batch is divided, and are the same when a forward is
 //! computed again.
 
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, check_float};
+use crate::operation::{OnCpu, Unary, check_float};
 use crate::real::Real;
 use crate::rows::map_rows;
-use crate::values::{Values, contiguous_elements, tensor};
 
 const NAME: &str = "dropout";
 
@@ -24,10 +23,10 @@ const NAME: &str = "dropout";
 /// use candle_core::{DType, Device, Tensor};
 /// use fsdp_ops::{DropoutMasks, dropout};
 /// let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
-/// let masks = DropoutMasks::new(17, 250).at("blocks.3.mlp");
-/// let whole = dropout(&x, 0.25, masks)?;
+/// let whole = dropout(&x, 0.25, DropoutMasks::new(17, 250, 0).at("blocks.3.mlp"))?;
 /// // The second of two ranks has the last two rows.
-/// let part = dropout(&x.narrow(0, 2, 2)?, 0.25, masks.from_row(2))?;
+/// let masks = DropoutMasks::new(17, 250, 2).at("blocks.3.mlp");
+/// let part = dropout(&x.narrow(0, 2, 2)?, 0.25, masks)?;
 /// assert_eq!(part.to_vec2::<f32>()?, whole.narrow(0, 2, 2)?.to_vec2::<f32>()?);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -38,12 +37,13 @@ pub struct DropoutMasks {
 }
 
 impl DropoutMasks {
-    /// Makes the masks of one step of a run.
+    /// Makes the masks of one step of a run, for the part of its global batch that begins at row
+    /// `first_row`; 0 for the whole batch.
     #[must_use]
-    pub const fn new(seed: u64, step: u64) -> Self {
+    pub const fn new(seed: u64, step: u64, first_row: u64) -> Self {
         DropoutMasks {
             key: mix(mix(seed).wrapping_add(step)),
-            first_row: 0,
+            first_row,
         }
     }
 
@@ -58,12 +58,6 @@ impl DropoutMasks {
             key: mix(key ^ place.len() as u64),
             ..self
         }
-    }
-
-    /// Returns the masks for a part of the global batch that begins at row `first_row`.
-    #[must_use]
-    pub const fn from_row(self, first_row: u64) -> Self {
-        DropoutMasks { first_row, ..self }
     }
 
     /// Returns the random number of a row, from which the random bits of its elements are computed.
@@ -128,30 +122,11 @@ struct Dropout {
     width: usize,
 }
 
-impl Operation<1> for Dropout {
+impl Unary for Dropout {
     const NAME: &'static str = NAME;
 
-    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let y = self.apply(contiguous_elements::<T>(x, NAME)?);
-        Ok((y, x.1.shape().clone()))
-    }
-
-    fn backward<T: Element>(
-        &self,
-        [x]: [&Tensor; 1],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 1]> {
-        let grad = grad.contiguous()?;
-        let dx = self.apply(&Values::<T>::read(&grad, NAME)?);
-        Ok([tensor(dx, x.dims())?])
-    }
-}
-
-impl Dropout {
-    /// Drops elements and scales the others. The backward does the same to gradients, because the
-    /// mask is the same.
-    fn apply<T: Element>(&self, x: &[T]) -> Vec<T> {
+    /// Drops elements and scales the others.
+    fn forward<T: Element>(&self, x: &[T]) -> Result<Vec<T>> {
         // With a probability of 1 all elements are dropped, and there is nothing to scale.
         let scale = if self.p < 1.0 {
             T::Real::nearest(1.0 / (1.0 - self.p))
@@ -160,7 +135,7 @@ impl Dropout {
         };
         // An element stays if the upper 32 of its random bits, as a number, are at least this.
         let threshold = (self.p * 4_294_967_296.0) as u64;
-        map_rows(
+        Ok(map_rows(
             [x],
             self.width,
             #[inline(always)]
@@ -177,6 +152,11 @@ impl Dropout {
                     };
                 }
             },
-        )
+        ))
+    }
+
+    /// Drops the same gradients as elements, because the mask is the same.
+    fn backward<T: Element>(&self, _: &Tensor, _: &Tensor, grads: &[T]) -> Result<Vec<T>> {
+        self.forward(grads)
     }
 }

@@ -1,12 +1,12 @@
 //! GELU: the exact function, and its approximation with tanh.
 
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation};
+use crate::operation::{OnCpu, Unary};
 use crate::real::Real;
 use crate::rows::{ANY_WIDTH, map_rows};
-use crate::values::{Values, contiguous_elements, tensor};
+use crate::values::Values;
 
 /// Computes `x * Φ(x)` with the normal distribution function Φ: torch's `gelu`.
 ///
@@ -33,44 +33,34 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// GELU by tanh, or the exact one.
 struct Gelu<const TANH: bool>;
 
-impl<const TANH: bool> Operation<1> for Gelu<TANH> {
+impl<const TANH: bool> Unary for Gelu<TANH> {
     const NAME: &'static str = if TANH { "gelu" } else { "gelu-erf" };
 
-    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let values = contiguous_elements::<T>(x, Self::NAME)?;
-        let y = if TANH {
+    fn forward<T: Element>(&self, x: &[T]) -> Result<Vec<T>> {
+        Ok(if TANH {
             map_rows(
-                [values],
+                [x],
                 ANY_WIDTH,
                 #[inline(always)]
                 |_, [x]| multiply_by(x, by_tanh),
             )
         } else {
-            erf_forward(values)
-        };
-        Ok((y, x.1.shape().clone()))
+            erf_forward(x)
+        })
     }
 
-    fn backward<T: Element>(
-        &self,
-        [x]: [&Tensor; 1],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 1]> {
-        let grad = grad.contiguous()?;
-        let grads = Values::<T>::read(&grad, Self::NAME)?;
+    fn backward<T: Element>(&self, x: &Tensor, _: &Tensor, grads: &[T]) -> Result<Vec<T>> {
         let values = Values::<T>::read(x, Self::NAME)?;
-        let dx = if TANH {
+        Ok(if TANH {
             map_rows(
-                [&grads, &values],
+                [grads, &values],
                 ANY_WIDTH,
                 #[inline(always)]
                 |_, [grad, x]| multiply_by_derivative(grad, x, by_tanh),
             )
         } else {
-            erf_backward(&grads, &values)
-        };
-        Ok([tensor(dx, x.dims())?])
+            erf_backward(grads, &values)
+        })
     }
 }
 

@@ -6,11 +6,12 @@ use candle_core::{CpuStorage, D, Result, Shape, Tensor};
 
 use crate::element::Element;
 use crate::gelu::{erf_backward, erf_forward, gelu_erf};
-use crate::operation::{Input, OnCpu, Operation, mismatch_error};
+use crate::operation::{OnCpu, Operation, mismatch_error};
 use crate::product::{Matrix, product};
 use crate::rows::sum_of_rows;
 use crate::values::{
-    Values, all_elements, contiguous_elements, cpu_storage, elements, span, tensor, tensor_of_sums,
+    Input, Values, all_elements, contiguous_elements, cpu_storage, elements, span, tensor,
+    tensor_of_sums,
 };
 
 const NAME: &str = "linear";
@@ -71,42 +72,21 @@ fn compose(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>
 /// and writes all gradients once more.
 struct Linear;
 
-impl Operation<2> for Linear {
+impl<const N: usize> Operation<N> for Linear {
     const NAME: &'static str = NAME;
 
-    fn forward<T: Element>(&self, [x, weight]: [Input<'_>; 2]) -> Result<(Vec<T>, Shape)> {
-        forward(x, weight, None)
+    fn forward<T: Element>(&self, inputs: [Input<'_>; N]) -> Result<(Vec<T>, Shape)> {
+        forward(inputs[0], inputs[1], inputs.get(2).copied())
     }
 
     fn backward<T: Element>(
         &self,
-        [x, weight]: [&Tensor; 2],
+        inputs: [&Tensor; N],
         _: &Tensor,
         grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
+    ) -> Result<[Tensor; N]> {
         let grad = grad.contiguous()?;
-        backward::<T>(x, weight, &Values::read(&grad, NAME)?)
-    }
-}
-
-impl Operation<3> for Linear {
-    const NAME: &'static str = NAME;
-
-    fn forward<T: Element>(&self, [x, weight, bias]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
-        forward(x, weight, Some(bias))
-    }
-
-    fn backward<T: Element>(
-        &self,
-        [x, weight, bias]: [&Tensor; 3],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 3]> {
-        let grad = grad.contiguous()?;
-        let grads = Values::<T>::read(&grad, NAME)?;
-        let [dx, dweight] = backward(x, weight, &grads)?;
-        let dbias = tensor_of_sums::<T>(&sum_of_rows(&grads, bias.elem_count()))?;
-        Ok([dx, dweight, dbias])
+        backward::<T, N>(inputs, &Values::read(&grad, NAME)?)
     }
 }
 
@@ -131,7 +111,7 @@ impl Operation<3> for LinearGelu {
 
     fn backward<T: Element>(
         &self,
-        [x, weight, bias]: [&Tensor; 3],
+        inputs: [&Tensor; 3],
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 3]> {
@@ -141,9 +121,7 @@ impl Operation<3> for LinearGelu {
             .expect("candle runs a backward of what it has run the forward of");
         let grad = grad.contiguous()?;
         let dproduct = erf_backward::<T>(&Values::read(&grad, NAME)?, all_elements(product, NAME)?);
-        let [dx, dweight] = backward(x, weight, &dproduct)?;
-        let dbias = tensor_of_sums::<T>(&sum_of_rows(&dproduct, bias.elem_count()))?;
-        Ok([dx, dweight, dbias])
+        backward(inputs, &dproduct)
     }
 }
 
@@ -174,8 +152,9 @@ fn forward<T: Element>(
     Ok((T::from_reals(y), dims.into()))
 }
 
-/// Returns the gradients of the input and of the weight.
-fn backward<T: Element>(x: &Tensor, weight: &Tensor, grads: &[T]) -> Result<[Tensor; 2]> {
+/// Returns the gradients of all inputs: the input, the weight, and the bias if there is one.
+fn backward<T: Element, const N: usize>(tensors: [&Tensor; N], grads: &[T]) -> Result<[Tensor; N]> {
+    let [x, weight] = [tensors[0], tensors[1]];
     let (outputs, inputs) = weight.dims2()?;
     let rows = row_count(x.dims());
     let x_elements = Values::<T>::read(x, NAME)?;
@@ -199,10 +178,16 @@ fn backward<T: Element>(x: &Tensor, weight: &Tensor, grads: &[T]) -> Result<[Ten
         || product(grad_matrix, weight_matrix, None, threads),
         || product(grad_matrix.transposed(), x_matrix, None, threads),
     );
-    Ok([
+    let mut gradients = vec![
         tensor(T::from_reals(dx?), x.dims())?,
         tensor(T::from_reals(dweight?), weight.dims())?,
-    ])
+    ];
+    if tensors.len() == 3 {
+        gradients.push(tensor_of_sums::<T>(&sum_of_rows(grads, outputs))?);
+    }
+    Ok(gradients
+        .try_into()
+        .expect("a linear layer has two inputs, or three with a bias"))
 }
 
 /// Returns the number of rows of an input: of its vectors along the last dimension.

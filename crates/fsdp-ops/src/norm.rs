@@ -1,12 +1,14 @@
 //! Layer norm and root-mean-square norm over the last dimension.
 
+use std::borrow::Cow;
+
 use candle_core::{D, DType, Result, Shape, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatch_error};
+use crate::operation::{OnCpu, Operation, mismatch_error};
 use crate::real::{Real, sum};
 use crate::rows::{map_rows, reduce_rows};
-use crate::values::{Values, contiguous_elements, tensor, tensor_of_sums};
+use crate::values::{Input, Values, contiguous_elements, tensor, tensor_of_sums};
 
 const LAYER_NORM: &str = "layer-norm";
 const RMS_NORM: &str = "rms-norm";
@@ -78,77 +80,104 @@ struct Norm {
     eps: f64,
 }
 
-impl Operation<3> for Norm {
-    const NAME: &'static str = LAYER_NORM;
+impl<const N: usize> Operation<N> for Norm {
+    const NAME: &'static str = if N == 3 { LAYER_NORM } else { RMS_NORM };
 
-    fn forward<T: Element>(&self, [x, weight, bias]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
-        let weight = &*T::reals(contiguous_elements(weight, LAYER_NORM)?);
-        let bias = &*T::reals(contiguous_elements(bias, LAYER_NORM)?);
+    fn forward<T: Element>(&self, inputs: [Input<'_>; N]) -> Result<(Vec<T>, Shape)> {
+        let name = <Self as Operation<N>>::NAME;
+        let weight = &*T::reals(contiguous_elements(inputs[1], name)?);
+        let bias = match inputs.get(2) {
+            Some(&bias) => T::reals(contiguous_elements(bias, name)?),
+            None => Cow::Borrowed(&[][..]),
+        };
         let y = map_rows(
-            [contiguous_elements::<T>(x, LAYER_NORM)?],
+            [contiguous_elements::<T>(inputs[0], name)?],
             weight.len(),
             #[inline(always)]
             |_, [row]| {
-                normalize::<_, true>(row, self.eps);
-                row.iter_mut()
-                    .zip(weight)
-                    .zip(bias)
-                    .for_each(|((x, &weight), &bias)| *x = *x * weight + bias);
+                normalize(row, self.eps, N == 3);
+                if N == 3 {
+                    row.iter_mut()
+                        .zip(weight)
+                        .zip(&*bias)
+                        .for_each(|((x, &weight), &bias)| *x = *x * weight + bias);
+                } else {
+                    row.iter_mut()
+                        .zip(weight)
+                        .for_each(|(x, &weight)| *x *= weight);
+                }
             },
         );
-        Ok((y, x.1.shape().clone()))
+        Ok((y, inputs[0].1.shape().clone()))
     }
 
     fn backward<T: Element>(
         &self,
-        [x, weight, _]: [&Tensor; 3],
+        inputs: [&Tensor; N],
         _: &Tensor,
         grad: &Tensor,
-    ) -> Result<[Tensor; 3]> {
-        let (dx, sums) = backward::<T, true>(LAYER_NORM, [x, weight, grad], self.eps)?;
+    ) -> Result<[Tensor; N]> {
+        let name = <Self as Operation<N>>::NAME;
+        let grad = grad.contiguous()?;
+        let grads = Values::<T>::read(&grad, name)?;
+        let values = Values::<T>::read(inputs[0], name)?;
+        let weights = Values::<T>::read(inputs[1], name)?;
+        let weight = &*T::reals(&weights);
+        let width = weight.len();
         // The kernel sums for the weight first, then for the bias.
-        let (dweight, dbias) = sums.split_at(weight.elem_count());
-        let dbias = tensor_of_sums::<T>(dbias)?;
-        Ok([dx, tensor_of_sums::<T>(dweight)?, dbias])
-    }
-}
-
-impl Operation<2> for Norm {
-    const NAME: &'static str = RMS_NORM;
-
-    fn forward<T: Element>(&self, [x, weight]: [Input<'_>; 2]) -> Result<(Vec<T>, Shape)> {
-        let weight = &*T::reals(contiguous_elements(weight, RMS_NORM)?);
-        let y = map_rows(
-            [contiguous_elements::<T>(x, RMS_NORM)?],
-            weight.len(),
+        let (dx, sums) = reduce_rows(
+            [&grads, &values],
+            width,
+            width * (N - 1),
             #[inline(always)]
-            |_, [row]| {
-                normalize::<_, false>(row, self.eps);
-                row.iter_mut()
+            |_, [grad, x], sums| {
+                // The forward has not kept the normalized row: it is quicker to compute it again.
+                let factor = normalize(x, self.eps, N == 3);
+                let (dweight, dbias) = sums.split_at_mut(width);
+                dweight
+                    .iter_mut()
+                    .zip(&*grad)
+                    .zip(&*x)
+                    .for_each(|((sum, &grad), &x)| *sum += grad * x);
+                dbias
+                    .iter_mut()
+                    .zip(&*grad)
+                    .for_each(|(sum, &grad)| *sum += grad);
+                grad.iter_mut()
                     .zip(weight)
-                    .for_each(|(x, &weight)| *x *= weight);
+                    .for_each(|(grad, &weight)| *grad *= weight);
+                // The output does not change if all values of the row change together, or if the
+                // row is scaled. So the gradient has no part in these two directions: take away its
+                // mean, and its part along the row.
+                let len = T::Real::nearest(width as f64);
+                let mean = if N == 3 {
+                    sum(width, |index| grad[index]) / len
+                } else {
+                    T::Real::ZERO
+                };
+                let along = sum(width, |index| grad[index] * x[index]) / len;
+                grad.iter_mut()
+                    .zip(&*x)
+                    .for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * along));
             },
         );
-        Ok((y, x.1.shape().clone()))
-    }
-
-    fn backward<T: Element>(
-        &self,
-        [x, weight]: [&Tensor; 2],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
-        let (dx, dweight) = backward::<T, false>(RMS_NORM, [x, weight, grad], self.eps)?;
-        Ok([dx, tensor_of_sums::<T>(&dweight)?])
+        let mut gradients = vec![tensor(dx, inputs[0].dims())?];
+        for index in 0..N - 1 {
+            let sums = &sums[index * width..(index + 1) * width];
+            gradients.push(tensor_of_sums::<T>(sums)?);
+        }
+        Ok(gradients
+            .try_into()
+            .expect("a norm has two inputs, or three with a bias"))
     }
 }
 
-/// Normalizes a row in place: subtracts the mean if `CENTER`, and divides by the root of the mean
+/// Normalizes a row in place: subtracts the mean if `center`, and divides by the root of the mean
 /// square plus `eps`. Returns the factor that the row was multiplied by, which the backward needs.
 #[inline(always)]
-fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
+fn normalize<R: Real>(row: &mut [R], eps: f64, center: bool) -> R {
     let len = R::nearest(row.len() as f64);
-    if CENTER {
+    if center {
         let mean = sum(row.len(), |index| row[index]) / len;
         row.iter_mut().for_each(|x| *x -= mean);
     }
@@ -156,57 +185,4 @@ fn normalize<R: Real, const CENTER: bool>(row: &mut [R], eps: f64) -> R {
     let factor = R::ONE / (squares + R::nearest(eps)).root();
     row.iter_mut().for_each(|x| *x *= factor);
     factor
-}
-
-/// Returns the gradient of `x`, and those of the weight and, if `CENTER`, of the bias, one after
-/// the other.
-fn backward<T: Element, const CENTER: bool>(
-    name: &'static str,
-    [x, weight, grad]: [&Tensor; 3],
-    eps: f64,
-) -> Result<(Tensor, Vec<T::Real>)> {
-    let grad = grad.contiguous()?;
-    let grads = Values::<T>::read(&grad, name)?;
-    let values = Values::<T>::read(x, name)?;
-    let weights = Values::<T>::read(weight, name)?;
-    let weight = &*T::reals(&weights);
-    let width = weight.len();
-    let sums = if CENTER { 2 * width } else { width };
-    let (dx, sums) = reduce_rows(
-        [&grads, &values],
-        width,
-        sums,
-        #[inline(always)]
-        |_, [grad, x], sums| {
-            // The forward has not kept the normalized row: it is quicker to compute it again.
-            let factor = normalize::<_, CENTER>(x, eps);
-            let (dweight, dbias) = sums.split_at_mut(width);
-            dweight
-                .iter_mut()
-                .zip(&*grad)
-                .zip(&*x)
-                .for_each(|((sum, &grad), &x)| *sum += grad * x);
-            dbias
-                .iter_mut()
-                .zip(&*grad)
-                .for_each(|(sum, &grad)| *sum += grad);
-            grad.iter_mut()
-                .zip(weight)
-                .for_each(|(grad, &weight)| *grad *= weight);
-            // The output does not change if all values of the row change together, or if the row is
-            // scaled. So the gradient has no part in these two directions: take away its mean, and
-            // its part along the row.
-            let len = T::Real::nearest(width as f64);
-            let mean = if CENTER {
-                sum(width, |index| grad[index]) / len
-            } else {
-                T::Real::ZERO
-            };
-            let along = sum(width, |index| grad[index] * x[index]) / len;
-            grad.iter_mut()
-                .zip(&*x)
-                .for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * along));
-        },
-    );
-    Ok((tensor(dx, x.dims())?, sums))
 }

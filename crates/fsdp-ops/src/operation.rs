@@ -11,9 +11,7 @@ use candle_core::{
 };
 
 use crate::element::Element;
-
-/// An input of a forward on the CPU: a tensor's storage, and its layout there.
-pub(crate) type Input<'a> = (&'a CpuStorage, &'a Layout);
+use crate::values::{Input, Values, contiguous_elements, tensor};
 
 /// An operation with `N` inputs, all of one dtype.
 pub(crate) trait Operation<const N: usize> {
@@ -30,6 +28,38 @@ pub(crate) trait Operation<const N: usize> {
         output: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; N]>;
+}
+
+/// An operation with one input, whose output has the input's shape.
+pub(crate) trait Unary {
+    /// The name, for messages.
+    const NAME: &'static str;
+
+    /// Computes the elements of the output from those of the input, row-major.
+    fn forward<T: Element>(&self, x: &[T]) -> Result<Vec<T>>;
+
+    /// Computes the gradient of the input from that of the output.
+    fn backward<T: Element>(&self, x: &Tensor, output: &Tensor, grads: &[T]) -> Result<Vec<T>>;
+}
+
+impl<U: Unary> Operation<1> for U {
+    const NAME: &'static str = U::NAME;
+
+    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let y = self.forward(contiguous_elements::<T>(x, U::NAME)?)?;
+        Ok((y, x.1.shape().clone()))
+    }
+
+    fn backward<T: Element>(
+        &self,
+        [x]: [&Tensor; 1],
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 1]> {
+        let grad = grad.contiguous()?;
+        let dx = self.backward(x, output, &Values::<T>::read(&grad, U::NAME)?)?;
+        Ok([tensor(dx, x.dims())?])
+    }
 }
 
 /// Runs code with `$type` as the element type of a dtype; an error for dtypes that no operation

@@ -1,12 +1,12 @@
 //! Rotary position embeddings.
 
-use candle_core::{D, Error, Result, Shape, Tensor};
+use candle_core::{D, Error, Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatch_error};
+use crate::operation::{OnCpu, Unary, mismatch_error};
 use crate::real::Real;
 use crate::rows::map_rows;
-use crate::values::{Values, contiguous_elements, tensor};
+use crate::values::Values;
 
 /// Rotates the pairs of each vector of `x` `[batch, heads, time, width]` by the angles of its
 /// position: element `i` with element `i + width / 2`. `cos` and `sin` are `[time, width / 2]`, or
@@ -101,25 +101,16 @@ struct Rope<const INTERLEAVED: bool> {
     heads: Option<usize>,
 }
 
-impl<const INTERLEAVED: bool> Operation<1> for Rope<INTERLEAVED> {
+impl<const INTERLEAVED: bool> Unary for Rope<INTERLEAVED> {
     const NAME: &'static str = if INTERLEAVED { "rope-i" } else { "rope" };
 
-    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let y = self.rotate(contiguous_elements::<T>(x, Self::NAME)?, T::Real::ONE)?;
-        Ok((y, x.1.shape().clone()))
+    fn forward<T: Element>(&self, x: &[T]) -> Result<Vec<T>> {
+        self.rotate(x, T::Real::ONE)
     }
 
     /// Rotates the gradients by the opposite angles.
-    fn backward<T: Element>(
-        &self,
-        [x]: [&Tensor; 1],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 1]> {
-        let grad = grad.contiguous()?;
-        let grads = Values::<T>::read(&grad, Self::NAME)?;
-        let dx = self.rotate(&grads, T::Real::nearest(-1.0))?;
-        Ok([tensor(dx, x.dims())?])
+    fn backward<T: Element>(&self, _: &Tensor, _: &Tensor, grads: &[T]) -> Result<Vec<T>> {
+        self.rotate(grads, T::Real::nearest(-1.0))
     }
 }
 

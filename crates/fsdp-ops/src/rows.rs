@@ -26,16 +26,7 @@ fn rows_of_task(width: usize) -> usize {
 /// function of its own, for any machine.
 #[inline(always)]
 pub(crate) fn vectorized<R>(kernel: impl FnOnce() -> R) -> R {
-    struct Kernel<K>(K);
-    impl<R, K: FnOnce() -> R> pulp::WithSimd for Kernel<K> {
-        type Output = R;
-
-        #[inline(always)]
-        fn with_simd<S: pulp::Simd>(self, _: S) -> R {
-            (self.0)()
-        }
-    }
-    pulp::Arch::new().dispatch(Kernel(kernel))
+    pulp::Arch::new().dispatch(kernel)
 }
 
 /// Computes an output of the same length as each of the inputs, row by row. The kernel gets the

@@ -1,12 +1,12 @@
 //! Softmax over the last dimension.
 
-use candle_core::{D, Result, Shape, Tensor};
+use candle_core::{D, Result, Tensor};
 
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation};
+use crate::operation::{OnCpu, Unary};
 use crate::real::{Real, largest, sum};
 use crate::rows::map_rows;
-use crate::values::{Values, contiguous_elements, tensor};
+use crate::values::Values;
 
 const NAME: &str = "softmax-last-dim";
 
@@ -24,11 +24,11 @@ const NAME: &str = "softmax-last-dim";
 /// # Errors
 /// A tensor without dimensions, or of a dtype that is not a float.
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
-    x.dim(D::Minus1)?;
+    let width = x.dim(D::Minus1)?;
     if !x.device().is_cpu() {
         return compose(x);
     }
-    x.contiguous()?.apply_op1(OnCpu(Softmax))
+    x.contiguous()?.apply_op1(OnCpu(Softmax { width }))
 }
 
 /// Computes softmax with candle's operations.
@@ -41,35 +41,27 @@ pub(crate) fn compose(x: &Tensor) -> Result<Tensor> {
     exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
 }
 
-struct Softmax;
+struct Softmax {
+    width: usize,
+}
 
-impl Operation<1> for Softmax {
+impl Unary for Softmax {
     const NAME: &'static str = NAME;
 
-    fn forward<T: Element>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let shape = x.1.shape().clone();
-        let width = shape.dim(D::Minus1)?;
-        let y = map_rows(
-            [contiguous_elements::<T>(x, NAME)?],
-            width,
+    fn forward<T: Element>(&self, x: &[T]) -> Result<Vec<T>> {
+        Ok(map_rows(
+            [x],
+            self.width,
             #[inline(always)]
             |_, [row]| softmax_row(row),
-        );
-        Ok((y, shape))
+        ))
     }
 
-    fn backward<T: Element>(
-        &self,
-        _: [&Tensor; 1],
-        y: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 1]> {
-        let grad = grad.contiguous()?;
-        let grads = Values::<T>::read(&grad, NAME)?;
+    fn backward<T: Element>(&self, _: &Tensor, y: &Tensor, grads: &[T]) -> Result<Vec<T>> {
         let values = Values::<T>::read(y, NAME)?;
-        let dx = map_rows(
-            [&grads, &values],
-            y.dim(D::Minus1)?,
+        Ok(map_rows(
+            [grads, &values],
+            self.width,
             #[inline(always)]
             |_, [grad, y]| {
                 // A softmax does not change if all values grow alike, so the gradient has no part
@@ -79,8 +71,7 @@ impl Operation<1> for Softmax {
                     .zip(y)
                     .for_each(|(grad, y)| *grad = *y * (*grad - along));
             },
-        );
-        Ok([tensor(dx, y.dims())?])
+        ))
     }
 }
 

@@ -9,7 +9,9 @@ use candle_core::{
 };
 
 use crate::element::Element;
-use crate::operation::Input;
+
+/// An input of a forward on the CPU: a tensor's storage, and its layout there.
+pub(crate) type Input<'a> = (&'a CpuStorage, &'a Layout);
 
 /// The elements of a contiguous CPU tensor, lent for as long as this lives.
 pub(crate) struct Values<'a, T> {

@@ -3,7 +3,7 @@
 use std::hash::{Hash as _, Hasher as _};
 
 use fsdp_comm::ProcessGroup;
-use fsdp_digest::{Digest, Part, StateDigest, Sum};
+use fsdp_digest::{Digest, StateDigest, Sum};
 use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::zeroed_vec;
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
@@ -78,18 +78,17 @@ pub fn digest_state_dict(
         .zip(boxes)
         .map(|(value, boxes)| part_of(value, boxes, group))
         .collect();
-    let parts: Vec<Part> = StateError::agree(group, OPERATION, None, counted)?;
+    let parts: Vec<Sum> = StateError::agree(group, OPERATION, None, counted)?;
     // The parts of all ranks add up.
     let all = group_by_value(group.all_gather_object(&parts)?, flat.len())?;
     let mut digests = StateDigest::default();
     for (FlatValue { key, leaf, .. }, parts) in flat.iter().zip(all) {
-        let mut whole = Part::default();
+        let mut whole = Sum::default();
         parts.into_iter().for_each(|part| whole.add(part));
-        let digest = match (leaf.tensor(), whole) {
-            (Some((dtype, shape)), whole) => whole.finish(dtype, shape),
-            (None, Part::Value(digest)) => digest,
+        let digest = match leaf.tensor() {
+            Some((dtype, shape)) => whole.finish(dtype, shape),
             // Rank 0 counts every plain value.
-            (None, Part::Elements(_)) => return Err(incomplete_error(0)),
+            None => whole.value().ok_or_else(|| incomplete_error(0))?,
         };
         digests.insert(key.as_str(), digest);
     }
@@ -120,7 +119,7 @@ fn part_of(
     FlatValue { key, value, leaf }: &FlatValue,
     boxes: Vec<Vec<TensorBox>>,
     group: &ProcessGroup,
-) -> Result<Part, StateError> {
+) -> Result<Sum, StateError> {
     let mut sum = Sum::default();
     let Some((dtype, shape)) = leaf.tensor() else {
         // Every rank has the value. Rank 0 counts it; the others only check that it can be counted.
@@ -130,9 +129,9 @@ fn part_of(
                 key: key.to_owned(),
             })?;
         return Ok(if group.rank() == 0 {
-            Part::Value(Digest::of_value(&object))
+            Sum::of_value(Digest::of_value(&object))
         } else {
-            Part::Elements(sum)
+            sum
         });
     };
     let element_size = dtype.size_in_bytes() as usize;
@@ -143,7 +142,7 @@ fn part_of(
                 source.read(|bytes| sum.add_bytes(0, bytes))?;
             }
         }
-        return Ok(Part::Elements(sum));
+        return Ok(sum);
     }
     let layout = Layout {
         shape: shape.to_vec(),
@@ -167,5 +166,5 @@ fn part_of(
         read_box(&sources, &bounds, &bounds, element_size, &mut bytes)?;
         sum.add_box(shape, &bounds, element_size, &bytes)?;
     }
-    Ok(Part::Elements(sum))
+    Ok(sum)
 }

@@ -6,12 +6,11 @@ use candle_core::{CpuStorage, Layout, Result, WithDType as _};
 use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 
 use crate::element::Element;
-use crate::operation::Input;
 use crate::product::{Matrix, product};
 use crate::real::{Real, sum};
 use crate::rows::vectorized;
 use crate::softmax::softmax_row;
-use crate::values::{all_elements, elements, span};
+use crate::values::{Input, all_elements, elements, span};
 
 pub(super) const NAME: &str = "attention";
 

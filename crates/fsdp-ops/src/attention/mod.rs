@@ -11,11 +11,11 @@ use candle_core::{CpuStorage, Layout, Result, Shape, Tensor};
 
 use self::head::{Attention, Heads, NAME, View, widen_storage};
 use crate::element::Element;
-use crate::operation::{Input, OnCpu, Operation, mismatch_error};
+use crate::operation::{OnCpu, Operation, mismatch_error};
 use crate::parts::compute_in_chunks;
 use crate::real::Real;
 use crate::softmax;
-use crate::values::{contiguous, cpu_storage, tensor};
+use crate::values::{Input, contiguous, cpu_storage, tensor};
 
 /// Computes `softmax(query * key^T * scale) * value` for each batch and head: torch's
 /// `scaled_dot_product_attention`.

@@ -6,7 +6,12 @@ use crate::{DropoutMasks, dropout};
 
 /// Returns the masks of some place in some step, with which the others are compared.
 fn masks() -> DropoutMasks {
-    DropoutMasks::new(3, 41).at("layers.0")
+    masks_from(0)
+}
+
+/// Returns the masks of the same place for a part of the batch that begins at row `first_row`.
+fn masks_from(first_row: u64) -> DropoutMasks {
+    DropoutMasks::new(3, 41, first_row).at("layers.0")
 }
 
 fn ones(shape: &[usize]) -> Tensor {
@@ -43,11 +48,7 @@ fn a_batch_in_parts_is_masked_as_a_whole() {
     for part in [1, 2, 3, 4, 6] {
         let mut parts = Vec::new();
         for row in (0..12).step_by(part) {
-            parts.extend(dropped_ones(
-                masks().from_row(row as u64),
-                0.3,
-                &[part, 5, 7],
-            ));
+            parts.extend(dropped_ones(masks_from(row as u64), 0.3, &[part, 5, 7]));
         }
         assert_eq!(parts, whole, "parts of {part}");
     }
@@ -57,12 +58,12 @@ fn a_batch_in_parts_is_masked_as_a_whole() {
 fn steps_seeds_and_places_have_masks_of_their_own() {
     let all = [
         masks(),
-        DropoutMasks::new(3, 42).at("layers.0"),
-        DropoutMasks::new(4, 41).at("layers.0"),
-        DropoutMasks::new(3, 41).at("layers.1"),
-        DropoutMasks::new(3, 41),
+        DropoutMasks::new(3, 42, 0).at("layers.0"),
+        DropoutMasks::new(4, 41, 0).at("layers.0"),
+        DropoutMasks::new(3, 41, 0).at("layers.1"),
+        DropoutMasks::new(3, 41, 0),
         masks().at("drop"),
-        masks().from_row(1),
+        masks_from(1),
     ];
     let found: Vec<Vec<f32>> = all
         .into_iter()

@@ -71,7 +71,7 @@ fn nothing_goes_in_and_nothing_comes_out() {
         check("gelu-erf", |x| crate::gelu_erf(&x[0]), &[shape], shape);
         check(
             "dropout",
-            |x| crate::dropout(&x[0], 0.5, crate::DropoutMasks::new(1, 2)),
+            |x| crate::dropout(&x[0], 0.5, crate::DropoutMasks::new(1, 2, 0)),
             &[shape],
             shape,
         );

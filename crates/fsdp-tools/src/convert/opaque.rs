@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use fsdp_digest::Part;
+use fsdp_digest::Sum;
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{FileIntegrity, block_length, digest_of_opaque, stream_stored};
@@ -18,7 +18,7 @@ struct Item<'s> {
     stored: &'s StorageInfo,
     entry: u32,
     chunk: u32,
-    part: Part,
+    part: Sum,
 }
 
 /// A copy of opaque tensors to another directory.
@@ -81,9 +81,9 @@ impl<'c> OpaqueCopy<'c> {
                 // The digest is that of the whole tensor, so it is reported with one of its items
                 // only.
                 part: if number == 0 {
-                    Part::Value(digest)
+                    Sum::of_value(digest)
                 } else {
-                    Part::default()
+                    Sum::default()
                 },
             });
         }

@@ -87,7 +87,7 @@ pub use written::{RankWritten, WrittenFile, WrittenItem};
 
 use std::collections::{HashMap, HashSet};
 
-use fsdp_digest::{Part, StateDigest};
+use fsdp_digest::{StateDigest, Sum};
 use fsdp_layout::DType;
 
 use crate::digest::check_copy;
@@ -294,7 +294,7 @@ fn finish_with(
 /// Returns the digests of all tensors and values, from the parts that the ranks report. An item of
 /// the metadata has the part that was written at its place. Returns `None` if some item has none.
 fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
-    let mut parts: HashMap<(&str, u64), Part> = HashMap::new();
+    let mut parts: HashMap<(&str, u64), Sum> = HashMap::new();
     for rank in written {
         for item in &rank.items {
             let file = rank.files.get(item.file as usize)?;
@@ -303,7 +303,7 @@ fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> 
     }
     let mut digests = StateDigest::default();
     for (fqn, entry) in &metadata.entries {
-        let mut whole = Part::default();
+        let mut whole = Sum::default();
         for (_, stored) in entry.items() {
             let stored = stored?;
             whole.add(*parts.get(&(stored.relative_path.as_str(), stored.offset))?);

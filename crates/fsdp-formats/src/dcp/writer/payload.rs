@@ -1,7 +1,7 @@
 //! Writing a planned file of a rank, by several threads.
 
 use crc32fast::Hasher;
-use fsdp_digest::{Part, Sum};
+use fsdp_digest::Sum;
 use twox_hash::XxHash3_64;
 
 use super::layout::{Content, FileLayout, ItemLayout};
@@ -26,7 +26,7 @@ pub(super) fn write(
     layout: &FileLayout<'_>,
     source: &dyn PayloadSource,
     threads: usize,
-) -> Result<(FileIntegrity, Vec<Part>), FileError> {
+) -> Result<(FileIntegrity, Vec<Sum>), FileError> {
     // Large payloads are cut into parts, and small items are joined, so that threads have about
     // equal work.
     let tasks = tasks(layout);
@@ -244,14 +244,14 @@ fn integrity<'t>(
 fn parts<'t>(
     layout: &FileLayout<'_>,
     done: impl Iterator<Item = (&'t Task, &'t Done)>,
-) -> Vec<Part> {
+) -> Vec<Sum> {
     // The sums of a tensor are added to an empty part; the digest of a value is known already.
-    let mut parts: Vec<Part> = layout
+    let mut parts: Vec<Sum> = layout
         .items
         .iter()
         .map(|item| match item.content {
-            Content::Value(_, digest) => Part::Value(digest),
-            Content::Tensor { .. } => Part::default(),
+            Content::Value(_, digest) => Sum::of_value(digest),
+            Content::Tensor { .. } => Sum::default(),
         })
         .collect();
     for (task, done) in done {
@@ -260,9 +260,9 @@ fn parts<'t>(
                 parts[first..]
                     .iter_mut()
                     .zip(&done.sums)
-                    .for_each(|(part, sum)| part.add(Part::Elements(*sum)));
+                    .for_each(|(part, sum)| part.add(*sum));
             }
-            Task::Part { item, .. } => parts[item].add(Part::Elements(done.sum)),
+            Task::Part { item, .. } => parts[item].add(done.sum),
         }
     }
     parts

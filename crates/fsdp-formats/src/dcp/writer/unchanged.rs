@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use fsdp_digest::{Part, StateDigest, Sum};
+use fsdp_digest::{StateDigest, Sum};
 use serde::{Deserialize, Serialize};
 
 use super::selected::{RankItems, SelectedBox, selected_box};
@@ -63,7 +63,7 @@ pub(super) fn link(
         let Some((sum, payload_bytes)) = sum_of(items.plan, *selected, items.source)? else {
             return Ok(None);
         };
-        let is_unchanged = before.part == Some(Part::Elements(sum));
+        let is_unchanged = before.part == Some(sum);
         Ok::<_, FileError>(is_unchanged.then_some(UnchangedItem {
             before: **before,
             payload_bytes,
@@ -236,7 +236,7 @@ impl RankWritten {
                 chunk: selected.chunk,
                 offset: stored.offset,
                 length: stored.length,
-                part: Some(Part::Elements(sum)),
+                part: Some(sum),
             });
         }
         written

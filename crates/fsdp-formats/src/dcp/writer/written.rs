@@ -1,6 +1,6 @@
 //! The reports in which ranks say which items and files they have written.
 
-use fsdp_digest::Part;
+use fsdp_digest::Sum;
 use serde::{Deserialize, Serialize};
 
 use crate::storage::integrity::FileIntegrity;
@@ -55,5 +55,5 @@ pub struct WrittenItem {
     /// Bytes.
     pub length: u64,
     /// Its part in the digest of its tensor or value; `None` if no digests are recorded.
-    pub part: Option<Part>,
+    pub part: Option<Sum>,
 }
