@@ -6,9 +6,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear_no_bias};
 use fsdp::nn::algorithm::{AdamOptions, Algorithm};
 use fsdp::nn::torch::{
-    OptimStateDictConfig, StateDictConfig, StateDictOptions, StateDictSettings, StateDictType,
-    load_state_dict, optim_state_dict, optim_state_dict_into, scatter_full_optim_state_dict,
-    set_model_state_dict, set_optimizer_state_dict, state_dict, state_dict_into,
+    StateDictConfig, StateDictOptions, StateDictSettings, StateDictType, load_state_dict,
+    optim_state_dict, optim_state_dict_into, scatter_full_optim_state_dict, set_model_state_dict,
+    set_optimizer_state_dict, state_dict, state_dict_into,
 };
 use fsdp::nn::{FsdpConfig, FullyShardedDataParallel, Optimizer, Unit};
 use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
@@ -26,7 +26,7 @@ fn rank0_only() -> StateDictSettings {
         offload_to_cpu: true,
         rank0_only: true,
     };
-    let optim = OptimStateDictConfig::Full {
+    let optim = StateDictConfig::Full {
         offload_to_cpu: true,
         rank0_only: true,
     };

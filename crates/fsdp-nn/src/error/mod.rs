@@ -297,25 +297,38 @@ impl From<candle_core::Error> for NnError {
                 Ok(error) => error,
                 Err(error) => NnError::Candle(Error::Io(error)),
             },
-            Error::WithBacktrace { inner, .. } if is_ours(&inner) => Self::from(*inner),
-            Error::Context { inner, .. } if is_ours(&inner) => Self::from(*inner),
+            Error::WithBacktrace { inner, .. }
+            | Error::Context { inner, .. }
+            | Error::WithPath { inner, .. }
+                if is_ours(&inner) =>
+            {
+                Self::from(*inner)
+            }
             error => NnError::Candle(error),
         }
+    }
+}
+
+/// Returns the error inside of what candle has added to it on its way.
+fn innermost(error: &candle_core::Error) -> &candle_core::Error {
+    use candle_core::Error;
+    match error {
+        Error::WithBacktrace { inner, .. }
+        | Error::Context { inner, .. }
+        | Error::WithPath { inner, .. } => innermost(inner),
+        error => error,
     }
 }
 
 /// Returns `true` if an operation met the dummy dtype of released memory, or may have.
 fn reads_released(error: &candle_core::Error) -> bool {
     use candle_core::{DType::F4, Error};
-    match error {
+    match innermost(error) {
         Error::UnexpectedDType { got, .. } => *got == F4,
         Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => *lhs == F4 || *rhs == F4,
         // candle's fused norms name the dtype of their input, and not that of the weight that is
         // not there.
         Error::UnsupportedDTypeForOp(dtype, _) => *dtype == F4 || dtype.is_float(),
-        Error::WithBacktrace { inner, .. }
-        | Error::Context { inner, .. }
-        | Error::WithPath { inner, .. } => reads_released(inner),
         _ => false,
     }
 }
@@ -324,7 +337,7 @@ fn reads_released(error: &candle_core::Error) -> bool {
 /// nothing to whoever wrote the model; another dtype may be the true cause.
 fn operation(error: &candle_core::Error) -> String {
     use candle_core::Error;
-    match error {
+    match innermost(error) {
         Error::UnexpectedDType { msg, .. } => (*msg).to_owned(),
         // The tensors may all be there, and the operation may not know their dtype: the error is
         // the same.
@@ -334,19 +347,14 @@ fn operation(error: &candle_core::Error) -> String {
         Error::DTypeMismatchBinaryOp { op, .. } | Error::UnsupportedDTypeForOp(_, op) => {
             format!("in {op}")
         }
-        Error::WithBacktrace { inner, .. }
-        | Error::Context { inner, .. }
-        | Error::WithPath { inner, .. } => operation(inner),
         error => error.to_string(),
     }
 }
 
 /// Returns `true` if an error of candle's type wraps an [`NnError`], at any depth.
 fn is_ours(error: &candle_core::Error) -> bool {
-    use candle_core::Error;
-    match error {
-        Error::Io(error) => error.get_ref().is_some_and(|inner| inner.is::<NnError>()),
-        Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } => is_ours(inner),
+    match innermost(error) {
+        candle_core::Error::Io(error) => error.get_ref().is_some_and(|inner| inner.is::<NnError>()),
         _ => false,
     }
 }

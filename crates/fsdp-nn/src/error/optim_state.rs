@@ -4,6 +4,8 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::NnError;
+
 /// An optimizer state dict that does not fit: the model, the optimizer, or other ranks.
 ///
 /// Names are those of parameters in the model; ranks are global ranks.
@@ -241,10 +243,9 @@ pub enum OptimStateError {
 }
 
 impl OptimStateError {
-    pub(crate) fn missing_key(key: &str) -> Self {
-        OptimStateError::MissingKey {
-            key: key.to_owned(),
-        }
+    /// Makes the error of a state dict that lacks a key.
+    pub(crate) fn missing_key(key: impl Into<String>) -> NnError {
+        OptimStateError::MissingKey { key: key.into() }.into()
     }
 }
 

@@ -34,7 +34,7 @@ impl ShardedParameters {
         let own_unreduced: Vec<u8> = self
             .handles
             .iter()
-            .map(|handle| handle.unreduced().to_byte())
+            .map(|handle| handle.unreduced() as u8)
             .collect();
         if !self.shared.reductions.all_reduces() && self.replicate_group().is_some() {
             let unreduced = self.unreduced_in_replica(own_unreduced)?;
@@ -63,11 +63,10 @@ impl ShardedParameters {
     /// `own_unreduced` is what this rank has. Partial gradients stay: only other replicas have more
     /// of them.
     fn unreduced_in_replica(&self, mut own_unreduced: Vec<u8>) -> Result<Vec<u8>> {
-        let partial = Unreduced::Partial.to_byte();
         own_unreduced
             .iter_mut()
-            .filter(|byte| **byte == partial)
-            .for_each(|byte| *byte = Unreduced::Nothing.to_byte());
+            .filter(|byte| **byte == Unreduced::Partial as u8)
+            .for_each(|byte| *byte = Unreduced::Nothing as u8);
         let Some(group) = self.shard_group() else {
             return Ok(own_unreduced);
         };

@@ -177,6 +177,11 @@ impl ShardedParameters {
         self.places.keys().map(String::as_str)
     }
 
+    /// Returns all names of all parameters: their own ones, and after them the aliases.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.fqns().chain(self.aliases.keys().map(String::as_str))
+    }
+
     /// Returns the aliases of tied parameters, each with the parameter's own name.
     #[must_use]
     pub const fn aliases(&self) -> &IndexMap<String, String> {

@@ -94,20 +94,18 @@ impl Scope {
     ) -> candle_core::Result<Unit<M>> {
         // A model that is not sharded has no units.
         let Some(registry) = &self.registry else {
-            return Ok(Unit::plain(build(self)?));
+            return Ok(Unit::new(build(self)?, None));
         };
         let slot = Arc::new(UnitSlot::default());
         let dtype = lock(registry).open_unit(self.vb.prefix(), precision, Arc::clone(&slot));
-        let built = match dtype {
-            Some(dtype) => build(&Scope {
-                vb: self.vb.clone().set_dtype(dtype),
-                registry: self.registry.clone(),
-            }),
-            None => build(self),
-        };
+        let mut scope = self.clone();
+        if let Some(dtype) = dtype {
+            scope.vb = scope.vb.set_dtype(dtype);
+        }
+        let built = build(&scope);
         // Close it on an error too: the caller may go on with other units.
         lock(registry).close_unit();
-        Ok(Unit::sharded(built?, slot))
+        Ok(Unit::new(built?, Some(slot)))
     }
 
     /// Ties weights: makes `alias` (a name in this scope) another name of the parameter with the

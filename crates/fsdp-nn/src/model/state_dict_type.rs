@@ -17,56 +17,33 @@ pub enum StateDictType {
     Local,
 }
 
-/// The config of a model state dict, for the [`StateDictType`] of the same name.
+/// The config of a state dict of a model or an optimizer, for the [`StateDictType`] of the same
+/// name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateDictConfig {
-    /// torch's `FullStateDictConfig`.
+    /// torch's `FullStateDictConfig` and `FullOptimStateDictConfig`.
     Full {
-        /// `true` if tensors are put on the CPU; they are not by default.
+        /// `true` if tensors are put on the CPU; by default those of an optimizer are.
         offload_to_cpu: bool,
         /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only
         /// rank 0 has one.
         rank0_only: bool,
     },
-    /// torch's `ShardedStateDictConfig`.
+    /// torch's `ShardedStateDictConfig` and `ShardedOptimStateDictConfig`.
     Sharded {
-        /// `true` if tensors are put on the CPU; they are not by default.
+        /// `true` if tensors are put on the CPU; by default those of an optimizer are.
         offload_to_cpu: bool,
     },
-    /// torch's `LocalStateDictConfig`.
+    /// torch's `LocalStateDictConfig` and `LocalOptimStateDictConfig`.
     Local {
         /// `true` if tensors are put on the CPU; they are not by default.
         offload_to_cpu: bool,
     },
 }
 
-/// The config of an optimizer state dict, for the [`StateDictType`] of the same name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OptimStateDictConfig {
-    /// torch's `FullOptimStateDictConfig`.
-    Full {
-        /// `true` if tensors are put on the CPU; they are by default.
-        offload_to_cpu: bool,
-        /// `true` if only rank 0 gets the state dict and the others an empty one; on load, if only
-        /// rank 0 has one.
-        rank0_only: bool,
-    },
-    /// torch's `ShardedOptimStateDictConfig`.
-    Sharded {
-        /// `true` if tensors are put on the CPU; they are by default.
-        offload_to_cpu: bool,
-    },
-    /// torch's `LocalOptimStateDictConfig`.
-    Local {
-        /// `true` if tensors are put on the CPU; they are not by default.
-        offload_to_cpu: bool,
-    },
-}
-
-impl From<StateDictType> for StateDictConfig {
-    /// Returns the default config of a type.
-    fn from(state_dict_type: StateDictType) -> Self {
-        let offload_to_cpu = false;
+impl StateDictConfig {
+    /// Makes a config of a type, by which all ranks get the state dict.
+    const fn new(state_dict_type: StateDictType, offload_to_cpu: bool) -> Self {
         match state_dict_type {
             StateDictType::Full => StateDictConfig::Full {
                 offload_to_cpu,
@@ -76,9 +53,7 @@ impl From<StateDictType> for StateDictConfig {
             StateDictType::Local => StateDictConfig::Local { offload_to_cpu },
         }
     }
-}
 
-impl StateDictConfig {
     /// Returns `true` if tensors are put on the CPU.
     #[must_use]
     pub const fn offload_to_cpu(&self) -> bool {
@@ -103,85 +78,27 @@ impl StateDictConfig {
 
     /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
     pub(crate) fn gather_options(&self) -> GatherOptions {
-        gather_options(self.rank0_only(), self.offload_to_cpu())
-    }
-
-    /// Returns torch's name of the config's class, for messages.
-    const fn class(&self) -> &'static str {
-        match self {
-            StateDictConfig::Full { .. } => "FullStateDictConfig",
-            StateDictConfig::Sharded { .. } => "ShardedStateDictConfig",
-            StateDictConfig::Local { .. } => "LocalStateDictConfig",
+        let keep_on = if self.rank0_only() {
+            KeepOn::Ranks(vec![0])
+        } else {
+            KeepOn::All
+        };
+        GatherOptions {
+            keep_on,
+            device: self.offload_to_cpu().then_some(Device::Cpu),
         }
-    }
-}
-
-impl From<StateDictType> for OptimStateDictConfig {
-    /// Returns the default config of a type.
-    fn from(state_dict_type: StateDictType) -> Self {
-        match state_dict_type {
-            StateDictType::Full => OptimStateDictConfig::Full {
-                offload_to_cpu: true,
-                rank0_only: false,
-            },
-            StateDictType::Sharded => OptimStateDictConfig::Sharded {
-                offload_to_cpu: true,
-            },
-            StateDictType::Local => OptimStateDictConfig::Local {
-                offload_to_cpu: false,
-            },
-        }
-    }
-}
-
-impl OptimStateDictConfig {
-    /// Returns `true` if tensors are put on the CPU.
-    #[must_use]
-    pub const fn offload_to_cpu(&self) -> bool {
-        match *self {
-            OptimStateDictConfig::Full { offload_to_cpu, .. }
-            | OptimStateDictConfig::Sharded { offload_to_cpu }
-            | OptimStateDictConfig::Local { offload_to_cpu } => offload_to_cpu,
-        }
-    }
-
-    /// Returns `true` if only rank 0 has the state dict.
-    #[must_use]
-    pub const fn rank0_only(&self) -> bool {
-        matches!(
-            self,
-            OptimStateDictConfig::Full {
-                rank0_only: true,
-                ..
-            }
-        )
-    }
-
-    /// Returns the ranks of the model's group that get a state dict, and the device of its tensors.
-    pub(crate) fn gather_options(&self) -> GatherOptions {
-        gather_options(self.rank0_only(), self.offload_to_cpu())
     }
 
     /// Returns the name of torch's class, for messages.
-    const fn class(&self) -> &'static str {
-        match self {
-            OptimStateDictConfig::Full { .. } => "FullOptimStateDictConfig",
-            OptimStateDictConfig::Sharded { .. } => "ShardedOptimStateDictConfig",
-            OptimStateDictConfig::Local { .. } => "LocalOptimStateDictConfig",
+    const fn class(&self, is_optim: bool) -> &'static str {
+        match (self, is_optim) {
+            (StateDictConfig::Full { .. }, false) => "FullStateDictConfig",
+            (StateDictConfig::Sharded { .. }, false) => "ShardedStateDictConfig",
+            (StateDictConfig::Local { .. }, false) => "LocalStateDictConfig",
+            (StateDictConfig::Full { .. }, true) => "FullOptimStateDictConfig",
+            (StateDictConfig::Sharded { .. }, true) => "ShardedOptimStateDictConfig",
+            (StateDictConfig::Local { .. }, true) => "LocalOptimStateDictConfig",
         }
-    }
-}
-
-/// Returns which ranks get a full state dict and on which device, from torch's two options.
-fn gather_options(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
-    let keep_on = if rank0_only {
-        KeepOn::Ranks(vec![0])
-    } else {
-        KeepOn::All
-    };
-    GatherOptions {
-        keep_on,
-        device: offload_to_cpu.then_some(Device::Cpu),
     }
 }
 
@@ -191,7 +108,7 @@ fn gather_options(rank0_only: bool, offload_to_cpu: bool) -> GatherOptions {
 pub struct StateDictSettings {
     state_dict_type: StateDictType,
     state_dict_config: StateDictConfig,
-    optim_state_dict_config: OptimStateDictConfig,
+    optim_state_dict_config: StateDictConfig,
 }
 
 impl Default for StateDictSettings {
@@ -205,8 +122,11 @@ impl From<StateDictType> for StateDictSettings {
     fn from(state_dict_type: StateDictType) -> Self {
         StateDictSettings {
             state_dict_type,
-            state_dict_config: StateDictConfig::from(state_dict_type),
-            optim_state_dict_config: OptimStateDictConfig::from(state_dict_type),
+            state_dict_config: StateDictConfig::new(state_dict_type, false),
+            optim_state_dict_config: StateDictConfig::new(
+                state_dict_type,
+                state_dict_type != StateDictType::Local,
+            ),
         }
     }
 }
@@ -226,22 +146,32 @@ impl StateDictSettings {
     pub fn new(
         state_dict_type: StateDictType,
         state_dict_config: Option<StateDictConfig>,
-        optim_state_dict_config: Option<OptimStateDictConfig>,
+        optim_state_dict_config: Option<StateDictConfig>,
     ) -> Result<Self> {
         // The default configs are of the classes that the type asks for.
         let default = StateDictSettings::from(state_dict_type);
         let model = state_dict_config.unwrap_or(default.state_dict_config);
         let optim = optim_state_dict_config.unwrap_or(default.optim_state_dict_config);
-        check_class(
-            "state_dict_config",
-            default.state_dict_config.class(),
-            model.class(),
-        )?;
-        check_class(
-            "optim_state_dict_config",
-            default.optim_state_dict_config.class(),
-            optim.class(),
-        )?;
+        for (which, is_optim, expected, config) in [
+            ("state_dict_config", false, default.state_dict_config, model),
+            (
+                "optim_state_dict_config",
+                true,
+                default.optim_state_dict_config,
+                optim,
+            ),
+        ] {
+            let expected = expected.class(is_optim);
+            let found = config.class(is_optim);
+            if expected != found {
+                return Err(StateDictError::ConfigType {
+                    which,
+                    expected,
+                    found,
+                }
+                .into());
+            }
+        }
         Ok(StateDictSettings {
             state_dict_config: model,
             optim_state_dict_config: optim,
@@ -263,21 +193,7 @@ impl StateDictSettings {
 
     /// Returns the config of optimizer state dicts.
     #[must_use]
-    pub const fn optim_state_dict_config(&self) -> &OptimStateDictConfig {
+    pub const fn optim_state_dict_config(&self) -> &StateDictConfig {
         &self.optim_state_dict_config
-    }
-}
-
-/// Refuses a config of another class than the type asks for.
-fn check_class(which: &'static str, expected: &'static str, found: &'static str) -> Result<()> {
-    if expected == found {
-        Ok(())
-    } else {
-        Err(StateDictError::ConfigType {
-            which,
-            expected,
-            found,
-        }
-        .into())
     }
 }

@@ -84,23 +84,23 @@ fn update_momentum(
     // The momentum changes before the parameter does, and a backward of an earlier forward must not
     // run in between.
     local.handle.begin_change()?;
-    let mut state = local.state.clone().expect(BEGUN);
+    let segment = local.segment(matrix.param);
+    if segment.len == 0 {
+        return Ok(Vec::new());
+    }
     // State of another algorithm may have been loaded, which has no momentum.
-    if !matches!(state.entries.get(MOMENTUM), Some(LocalState::Piece(_))) {
+    if local.live_piece(MOMENTUM).is_none() {
         let fresh = LocalState::Piece(local.zeros()?);
+        let state = local.state.as_mut().expect(BEGUN);
         state.entries.insert(MOMENTUM.to_owned(), fresh);
     }
-    let segment = local.segment(matrix.param);
-    let momentum = match state.entries.get(MOMENTUM) {
-        Some(LocalState::Piece(flat)) if segment.len > 0 => {
-            flat.narrow(0, segment.start, segment.len)?
-        }
-        _ => return Ok(Vec::new()),
-    };
-    local.state = Some(state);
-    let Some(grad) = local.handle.grad_piece(matrix.param)? else {
+    let (Some(flat), Some(grad)) = (
+        local.live_piece(MOMENTUM),
+        local.handle.grad_piece(matrix.param)?,
+    ) else {
         return Ok(Vec::new());
     };
+    let momentum = flat.narrow(0, segment.start, segment.len)?;
     with_float!(grad.dtype(), T => {
         let grad = HostSlice::<T>::read(&grad)?;
         let mut momentum = HostSliceMut::<T>::write(&momentum)?;

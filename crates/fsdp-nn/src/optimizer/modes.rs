@@ -5,7 +5,7 @@ use fsdp_flat::storage::{HostSlice, HostSliceMut};
 use fsdp_flat::with_float;
 
 use super::Optimizer;
-use super::local::{LocalParam, LocalState};
+use super::local::LocalParam;
 use crate::algorithm::{Algorithm, ScheduleFreeOptions, lerp};
 use crate::error::Result;
 
@@ -57,11 +57,7 @@ impl Optimizer {
 /// Switches the weights of one local parameter. Before its first step it has no state, and both
 /// kinds of weights are the same.
 fn switch_local(options: &ScheduleFreeOptions, to_train: bool, local: &LocalParam) -> Result<()> {
-    let Some(LocalState::Piece(z)) = local
-        .state
-        .as_ref()
-        .and_then(|state| state.entries.get("z"))
-    else {
+    let Some(z) = local.live_piece("z") else {
         return Ok(());
     };
     local.handle.begin_change()?;

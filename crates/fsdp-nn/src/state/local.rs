@@ -72,7 +72,7 @@ impl LocalStates {
             .into_iter()
             .find(|key| !state.contains_key(key))
         {
-            return Err(OptimStateError::missing_key(key).into());
+            return Err(OptimStateError::missing_key(key));
         }
         let groups = read_param_groups(&state)?;
         if groups.len() != optimizer.groups().len() {
@@ -111,7 +111,7 @@ impl LocalStates {
         find: impl Fn(&str, bool) -> Option<usize>,
     ) -> Result<Self> {
         let Some(StateValue::Dict(states)) = state.remove("state") else {
-            return Err(OptimStateError::missing_key("state").into());
+            return Err(OptimStateError::missing_key("state"));
         };
         let locals = optimizer.locals();
         // The groups determine whether keys are ids or names. Without groups, keys that are numbers
@@ -448,7 +448,7 @@ impl Optimizer {
             let found = group.algorithm.with_group(&saved.hyperparameters)?;
             if let Some(key) = found.missing.first() {
                 let key = format!("param_groups.{index}.{key}");
-                return Err(OptimStateError::missing_key(&key).into());
+                return Err(OptimStateError::missing_key(key));
             }
             groups.push((found.algorithm, found.unknown));
         }

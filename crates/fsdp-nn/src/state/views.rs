@@ -29,11 +29,8 @@ pub enum MissingState {
 /// candle's errors.
 pub fn live_model_state_dict(parameters: &ShardedParameters) -> Result<StateDict> {
     let mut state = StateDict::new();
-    for fqn in parameters.fqns() {
-        state.insert(fqn, parameters.parameter(fqn)?);
-    }
-    for (alias, fqn) in parameters.aliases() {
-        state.insert(alias.as_str(), parameters.parameter(fqn)?);
+    for name in parameters.names() {
+        state.insert(name, parameters.parameter(name)?);
     }
     state.extend(persistent_buffers(parameters));
     Ok(state)

@@ -8,13 +8,14 @@ use std::collections::HashSet;
 
 use candle_core::Device;
 use fsdp_comm::ProcessGroup;
-use fsdp_state::engine::{DictSource, Source as _};
+use fsdp_state::engine::Source as _;
 use fsdp_state::{
     GatherOptions, LoadError as _, LoadOptions, LoadReport, StateDict, gather_state_dict,
     load_state,
 };
 
 use super::StateDictOptions;
+use super::model::open_source;
 use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
@@ -334,12 +335,8 @@ fn set(
             });
         }
     }
-    let mut source = if options.broadcast_from_rank0 {
-        DictSource::on_root(group, operation, 0, checked.map(|()| Some(&state)))?
-    } else {
-        let opened = checked.and_then(|()| Ok(DictSource::on_every_rank(&state)?));
-        NnError::or_refuse(group, operation, opened)?
-    };
+    let rank0_only = options.broadcast_from_rank0;
+    let mut source = open_source(operation, group, rank0_only, checked.map(|()| &state))?;
     // An empty model dict stands for none.
     let has_model = source.schema().has_key(MODEL);
     let has_optim = dicts.iter().any(|(key, _)| *key == OPTIM);
@@ -388,5 +385,5 @@ fn check_optim_dict(dict: &StateDict) -> Result<()> {
     if dict.contains_key("state") || is_flat {
         return Ok(());
     }
-    Err(OptimStateError::missing_key("state").into())
+    Err(OptimStateError::missing_key("state"))
 }

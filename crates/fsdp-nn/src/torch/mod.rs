@@ -41,9 +41,7 @@ mod rekey;
 mod state_dict_type;
 mod verify;
 
-pub use crate::model::state_dict_type::{
-    OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType,
-};
+pub use crate::model::state_dict_type::{StateDictConfig, StateDictSettings, StateDictType};
 pub use crate::state::{OptimStateError, OptimStateKey, OptimStateKeyType};
 pub use get_set::{
     get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict,

@@ -1,5 +1,6 @@
 //! The model state dict of the three types, and loading one.
 
+use fsdp_comm::ProcessGroup;
 use fsdp_flat::{LocalShard, ShardedTensor};
 use fsdp_layout::{KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{DictSource, DictTarget};
@@ -164,6 +165,22 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
     Ok(state)
 }
 
+/// Opens a state dict as the source of a load: that of rank 0 alone if `rank0_only`, where the
+/// others may bring any, or else that of each rank. Collectives: one agreement if that fails or if
+/// `rank0_only`, with which there is an object broadcast too.
+pub(super) fn open_source<'s>(
+    operation: &'static str,
+    group: &ProcessGroup,
+    rank0_only: bool,
+    state: Result<&'s StateDict>,
+) -> Result<DictSource<'s>> {
+    if rank0_only {
+        return DictSource::on_root(group, operation, 0, state.map(Some));
+    }
+    let opened = state.and_then(|state| Ok(DictSource::on_every_rank(state)?));
+    NnError::or_refuse(group, operation, opened)
+}
+
 /// Loads a model state dict of the type that is set: torch's `load_state_dict`. Collective over the
 /// model's group. A tied parameter loads from any of its names, and buffers from theirs; `state` is
 /// not changed.
@@ -206,7 +223,7 @@ pub fn load_state_dict(
         parameters.check_not_swapped()?;
         // Everything is moved and checked beside the live shards, and copied into them at the end.
         let mut live = local_views(parameters)?;
-        let mut source = NnError::or_refuse(group, OPERATION, DictSource::on_every_rank(state))?;
+        let mut source = open_source(OPERATION, group, false, Ok(state))?;
         let views = DictTarget::new(&live, None);
         let mut target = NnError::or_refuse(group, OPERATION, views)?.with_own_tensors();
         let report: LoadReport =
@@ -221,11 +238,8 @@ pub fn load_state_dict(
         copy_state_dict(&loaded, &mut live)?;
         return Ok(report);
     }
-    let root = settings.state_dict_config().rank0_only().then_some(0);
-    let mut source = match root {
-        Some(root) => DictSource::on_root(group, OPERATION, root, Ok::<_, NnError>(Some(state)))?,
-        None => NnError::or_refuse(group, OPERATION, DictSource::on_every_rank(state))?,
-    };
+    let rank0_only = settings.state_dict_config().rank0_only();
+    let mut source = open_source(OPERATION, group, rank0_only, Ok(state))?;
     let prefixes = StatePrefixes {
         model: Some(Vec::new()),
         optim: None,

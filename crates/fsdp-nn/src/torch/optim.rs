@@ -7,10 +7,10 @@ use fsdp_state::engine::{DictSource, Source as _};
 use fsdp_state::{GatherOptions, LoadError as _, StateDict, StateValue};
 use indexmap::IndexMap;
 
-use super::model::gather_state;
+use super::model::{gather_state, open_source};
 use crate::error::{NnError, Result, StateDictError};
 use crate::model::ShardedParameters;
-use crate::model::state_dict_type::OptimStateDictConfig;
+use crate::model::state_dict_type::StateDictConfig;
 use crate::optimizer::Optimizer;
 use crate::state::{
     ExactLoad, LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, PortableStates,
@@ -84,7 +84,7 @@ pub fn full_optim_state_dict(
     optimizer: &Optimizer,
     rank0_only: bool,
 ) -> Result<StateDict> {
-    let config = OptimStateDictConfig::Full {
+    let config = StateDictConfig::Full {
         offload_to_cpu: true,
         rank0_only,
     };
@@ -103,7 +103,7 @@ pub fn sharded_optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    let config = OptimStateDictConfig::Sharded {
+    let config = StateDictConfig::Sharded {
         offload_to_cpu: false,
     };
     let own_state = own_states(state, parameters, optimizer);
@@ -128,7 +128,7 @@ fn collect_state(
     own_state: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    config: &OptimStateDictConfig,
+    config: &StateDictConfig,
 ) -> Result<StateDict> {
     // The gather hands entries out sorted by name. The result has the order of the join.
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
@@ -164,7 +164,7 @@ fn stream_state(
     own_state: Result<PortableStates>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
-    config: &OptimStateDictConfig,
+    config: &StateDictConfig,
     sink: &mut dyn FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<(StateDict, Vec<String>)> {
     const OPERATION: &str = "optim_state_dict";
@@ -172,7 +172,7 @@ fn stream_state(
     let keep = config.gather_options();
     let (joined, own_state) = join(optimizer, group, OPERATION, own_state)?;
     let order = joined.keys().map(str::to_owned).collect();
-    if matches!(config, OptimStateDictConfig::Full { .. }) {
+    if matches!(config, StateDictConfig::Full { .. }) {
         gather_state(
             OPERATION,
             &joined,
@@ -332,7 +332,7 @@ pub fn optim_state_dict_to_load(
         return Ok(dict);
     }
     if !dict.contains_key("param_groups") {
-        return Err(OptimStateError::missing_key("param_groups").into());
+        return Err(OptimStateError::missing_key("param_groups"));
     }
     // Everything has been checked, and the state is complete.
     *optimizer = loaded;
@@ -408,18 +408,17 @@ fn to_local(
 ) -> Result<(Optimizer, StateDict)> {
     const OPERATION: &str = "optim_state_dict_to_load";
     let group = parameters.group();
-    let owned = check_owner(parameters, optimizer);
-    let mut source = if rank0_only {
-        let mine = owned.and_then(|()| match group.rank() {
-            0 => with_states(state).map(Some),
-            // The other ranks bring nothing.
-            _ => Ok(None),
-        });
-        DictSource::on_root(group, OPERATION, 0, mine)?
-    } else {
-        let opened = owned.and_then(|()| Ok(DictSource::on_every_rank(with_states(state)?)?));
-        NnError::or_refuse(group, OPERATION, opened)?
-    };
+    let nothing = StateDict::new();
+    let own = check_owner(parameters, optimizer).and_then(|()| {
+        if rank0_only && group.rank() != 0 {
+            return Ok(&nothing);
+        }
+        // An optimizer's state dict that was brought has the states of parameters.
+        state
+            .filter(|state| state.dict("state").is_some())
+            .ok_or_else(|| OptimStateError::missing_key("state"))
+    });
+    let mut source = open_source(OPERATION, group, rank0_only, own)?;
     // The caller's optimizer stays as it is unless the state is to be loaded directly.
     let mut loaded = optimizer.without_state();
     load_exactly(
@@ -442,18 +441,6 @@ fn to_local(
         dict.remove("param_groups");
     }
     Ok((loaded, dict))
-}
-
-/// Checks that an optimizer's state dict was brought, and that it has the states of parameters.
-fn with_states(state: Option<&StateDict>) -> Result<&StateDict> {
-    state
-        .filter(|state| state.dict("state").is_some())
-        .ok_or_else(missing_state)
-}
-
-/// Returns the error for an optimizer state dict without `state`.
-fn missing_state() -> NnError {
-    OptimStateError::missing_key("state").into()
 }
 
 /// Returns the state of one FlatParameter on this rank from the states of its parameters (`{name:
@@ -567,7 +554,7 @@ pub fn broadcast_processed_state(
     let parameters = optimizer.parameters();
     let group = parameters.group();
     let states = match state.and_then(|state| state.dict("state")) {
-        None if group.rank() == 0 => Err(missing_state()),
+        None if group.rank() == 0 => Err(OptimStateError::missing_key("state")),
         states => Ok(states),
     };
     let source = DictSource::on_root(group, "broadcast_processed_state", 0, states)?;

@@ -79,14 +79,8 @@ impl StateDictOptions {
             ));
         }
         // A submodule is there if some parameter or buffer lies in it.
-        let mut names: Vec<&str> = parameters.fqns().collect();
-        names.extend(
-            parameters
-                .aliases()
-                .keys()
-                .chain(parameters.buffers().keys())
-                .map(String::as_str),
-        );
+        let mut names: Vec<&str> = parameters.names().collect();
+        names.extend(parameters.buffers().keys().map(String::as_str));
         // A name that is misspelt would give an empty state dict.
         for module in &self.submodules {
             if !names.iter().any(|name| name_below(name, module).is_some()) {

@@ -188,11 +188,9 @@ impl AveragedModel {
         }
         let mut state = StateDict::new();
         state.insert(N_AVERAGED, Tensor::new(self.n_averaged, &Device::Cpu)?);
-        for fqn in self.average.keys() {
-            state.insert(format!("{MODULE}{fqn}"), self.sharded(fqn)?);
-        }
-        for (alias, fqn) in self.parameters.aliases() {
-            state.insert(format!("{MODULE}{alias}"), self.sharded(fqn)?);
+        for name in self.parameters.names() {
+            let average = self.sharded(self.parameters.canonical_fqn(name))?;
+            state.insert(format!("{MODULE}{name}"), average);
         }
         for (name, buffer) in persistent_buffers(&self.parameters) {
             state.insert(format!("{MODULE}{name}"), buffer);

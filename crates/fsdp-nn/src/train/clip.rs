@@ -63,40 +63,40 @@ impl ShardedParameters {
     /// # Errors
     /// The all-reduce's.
     pub fn grad_norm_of(&self, norm: GradNorm) -> Result<f64> {
+        let is_infinity = norm == GradNorm::Infinity;
         let mut total = [0f64];
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
             let local = if !grad.device().is_cpu() {
-                device::norm_part(&grad, norm == GradNorm::Infinity)?
+                device::norm_part(&grad, is_infinity)?
             } else {
                 with_float!(grad.dtype(), T => {
                     let values = HostSlice::<T>::read(&grad)?;
-                    match norm {
-                        GradNorm::L2 => tasks::sum(&values, |x| WithDType::to_f64(x).powi(2)),
-                        GradNorm::Infinity => {
-                            let sizes = values.iter().map(|x| WithDType::to_f64(*x).abs());
-                            sizes.fold(0.0, larger)
-                        }
+                    if is_infinity {
+                        let sizes = values.iter().map(|x| WithDType::to_f64(*x).abs());
+                        sizes.fold(0.0, larger)
+                    } else {
+                        tasks::sum(&values, |x| WithDType::to_f64(x).powi(2))
                     }
                 })
             };
-            total[0] = if norm == GradNorm::L2 {
-                total[0] + local
-            } else {
+            total[0] = if is_infinity {
                 larger(total[0], local)
+            } else {
+                total[0] + local
             };
         }
         if let Some(group) = self.shard_group() {
-            let op = if norm == GradNorm::L2 {
-                ReduceOp::Sum
-            } else {
+            let op = if is_infinity {
                 ReduceOp::Max
+            } else {
+                ReduceOp::Sum
             };
             group.all_reduce(&mut total, op)?;
         }
-        Ok(if norm == GradNorm::L2 {
-            total[0].sqrt()
-        } else {
+        Ok(if is_infinity {
             total[0]
+        } else {
+            total[0].sqrt()
         })
     }
 

@@ -89,17 +89,7 @@ pub(crate) enum Unreduced {
 }
 
 impl Unreduced {
-    /// Returns the number that ranks send for this, in the same order.
-    pub(crate) const fn to_byte(self) -> u8 {
-        match self {
-            Unreduced::Nothing => 0,
-            Unreduced::Partial => 1,
-            Unreduced::Whole => 2,
-            Unreduced::Reduced => 3,
-        }
-    }
-
-    /// Returns what [`Self::to_byte`] made this number of.
+    /// Returns what has this number: ranks send each other `unreduced as u8`.
     pub(crate) const fn from_byte(byte: u8) -> Self {
         match byte {
             0 => Unreduced::Nothing,

@@ -15,7 +15,7 @@ mod recompute;
 
 use std::sync::{Arc, OnceLock, Weak};
 
-use candle_core::{Module, Tensor};
+use candle_core::{Module, Result, Tensor};
 
 use hooks::depends_on_trainable;
 
@@ -35,35 +35,23 @@ pub trait UnitOutput: Sized {
     ///
     /// # Errors
     /// The errors of `f`.
-    fn map_tensors(
-        self,
-        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
-    ) -> candle_core::Result<Self>;
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 
 impl UnitOutput for Tensor {
-    fn map_tensors(
-        self,
-        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
-    ) -> candle_core::Result<Self> {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         f(self)
     }
 }
 
 impl<A: UnitOutput, B: UnitOutput> UnitOutput for (A, B) {
-    fn map_tensors(
-        self,
-        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
-    ) -> candle_core::Result<Self> {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok((self.0.map_tensors(f)?, self.1.map_tensors(f)?))
     }
 }
 
 impl<O: UnitOutput> UnitOutput for Vec<O> {
-    fn map_tensors(
-        self,
-        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
-    ) -> candle_core::Result<Self> {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         self.into_iter()
             .map(|output| output.map_tensors(f))
             .collect()
@@ -71,10 +59,7 @@ impl<O: UnitOutput> UnitOutput for Vec<O> {
 }
 
 impl<O: UnitOutput> UnitOutput for Option<O> {
-    fn map_tensors(
-        self,
-        f: &mut dyn FnMut(Tensor) -> candle_core::Result<Tensor>,
-    ) -> candle_core::Result<Self> {
+    fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self> {
         self.map(|output| output.map_tensors(f)).transpose()
     }
 }
@@ -87,15 +72,9 @@ pub struct Unit<M> {
 }
 
 impl<M> Unit<M> {
-    pub(crate) const fn plain(module: M) -> Self {
-        Unit { module, slot: None }
-    }
-
-    pub(crate) const fn sharded(module: M, slot: Arc<UnitSlot>) -> Self {
-        Unit {
-            module,
-            slot: Some(slot),
-        }
+    /// Makes the unit of a module, with the slot of its handle unless the model is not sharded.
+    pub(crate) const fn new(module: M, slot: Option<Arc<UnitSlot>>) -> Self {
+        Unit { module, slot }
     }
 
     fn handle(&self) -> Option<Arc<FlatParamHandle>> {
@@ -107,10 +86,7 @@ impl<M> Unit<M> {
     ///
     /// # Errors
     /// The errors of `f`, and of the all-gather.
-    pub fn run<O: UnitOutput>(
-        &self,
-        f: impl FnOnce(&M) -> candle_core::Result<O>,
-    ) -> candle_core::Result<O> {
+    pub fn run<O: UnitOutput>(&self, f: impl FnOnce(&M) -> Result<O>) -> Result<O> {
         let Some(handle) = self.handle() else {
             return f(&self.module);
         };
@@ -137,7 +113,7 @@ impl<M> Unit<M> {
 /// Cuts candle's graph after a frozen unit, unless something that can be trained comes before. Then
 /// no backward has to come here, and the activations are not kept. Only for a unit whose backward
 /// does not communicate: ranks may decide differently.
-fn cut_graph<O: UnitOutput>(output: O) -> candle_core::Result<O> {
+fn cut_graph<O: UnitOutput>(output: O) -> Result<O> {
     output.map_tensors(&mut |tensor| {
         Ok(if depends_on_trainable(&tensor) {
             tensor
@@ -148,7 +124,7 @@ fn cut_graph<O: UnitOutput>(output: O) -> candle_core::Result<O> {
 }
 
 impl<M: Module> Module for Unit<M> {
-    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self.handle() {
             Some(handle) => {
                 // Mixed precision converts the inputs of each unit, as torch does for floats.

@@ -136,7 +136,11 @@ pub fn recompute(
     let stand_ins = stand_ins(&kept)?;
     let output = f(&stand_ins)?;
     // Step 2: find the tensors that gradients go to.
-    let mut targets = targets(&output, &stand_ins);
+    // A backward comes to them in the reverse order.
+    let nodes = output.sorted_nodes().into_iter().rev();
+    let mut targets: Vec<Target> = nodes
+        .filter_map(|node| target_of(node, &stand_ins))
+        .collect();
     if targets.is_empty() {
         return Ok(output.detach());
     }
@@ -228,17 +232,6 @@ impl Target {
             Target::Parameter { tensor, .. } | Target::Variable(tensor) => tensor.clone(),
         }
     }
-}
-
-/// Lists the inputs, parameters and variables that the output of a part depends on, in the reverse
-/// of the order in which a backward comes to them.
-fn targets(output: &Tensor, stand_ins: &[Tensor]) -> Vec<Target> {
-    output
-        .sorted_nodes()
-        .into_iter()
-        .rev()
-        .filter_map(|node| target_of(node, stand_ins))
-        .collect()
 }
 
 /// Returns the target that a node of the graph is; `None` for a node in the middle of it.

@@ -59,7 +59,7 @@ impl Incoming {
             .iter()
             .find(|key| exact.is_some() && key.split('.').count() > 2)
         {
-            return Err(OptimStateError::missing_key(key).into());
+            return Err(OptimStateError::missing_key(key));
         }
         optimizer.check_algorithms(groups.iter().map(|(algorithm, _)| algorithm))?;
         let mut plans = Vec::with_capacity(optimizer.locals().len());

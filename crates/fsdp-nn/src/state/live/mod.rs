@@ -172,6 +172,7 @@ impl<'a> LiveTarget<'a> {
     /// Lets the load end with an error at the first value that does not fit the optimizers, instead
     /// of a report of all such values. The optimizers must not be in use yet.
     pub(crate) fn exact(mut self, exact: ExactLoad) -> Self {
+        self.arguments.clone_from(&exact.arguments);
         self.exact = Some(exact);
         self
     }
@@ -418,11 +419,7 @@ impl Target for LiveTarget<'_> {
             self.parameters.reshard()?;
         }
         let mut plan = Plan::default();
-        let arguments = match &self.exact {
-            Some(exact) => &exact.arguments,
-            None => &self.arguments,
-        };
-        plan.common.arguments.clone_from(arguments);
+        plan.common.arguments.clone_from(&self.arguments);
         if self.prefixes.model.is_some() {
             self.plan_model(&load, &sorted.model, &mut plan)?;
             plan.refuses_unexpected = !plan.report.unexpected.is_empty();

@@ -3,9 +3,9 @@
 
 use candle_core::DType;
 use fsdp_nn::torch::{
-    OptimLoadOptions, OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType,
-    full_optim_state_dict, load_state_dict, optim_state_dict, optim_state_dict_to_load,
-    sharded_optim_state_dict, state_dict,
+    OptimLoadOptions, StateDictConfig, StateDictSettings, StateDictType, full_optim_state_dict,
+    load_state_dict, optim_state_dict, optim_state_dict_to_load, sharded_optim_state_dict,
+    state_dict,
 };
 use fsdp_nn::{NnError, Optimizer, ShardedParameters, ShardingStrategy};
 use fsdp_state::StateDict;
@@ -129,7 +129,7 @@ fn rank0_only() -> StateDictSettings {
         rank0_only: true,
         offload_to_cpu: true,
     };
-    let optim = OptimStateDictConfig::Full {
+    let optim = StateDictConfig::Full {
         rank0_only: true,
         offload_to_cpu: true,
     };

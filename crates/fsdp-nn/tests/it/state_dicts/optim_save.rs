@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use fsdp_layout::PlainValue;
 use fsdp_nn::torch::{
-    OptimStateDictConfig, OptimStateError, StateDictSettings, StateDictType, full_optim_state_dict,
+    OptimStateError, StateDictConfig, StateDictSettings, StateDictType, full_optim_state_dict,
     map_param_key_to_optim_keys, optim_state_dict, optim_state_dict_into, sharded_optim_state_dict,
     unflatten_optim_state,
 };
@@ -15,7 +15,7 @@ use fsdp_state::{StateDict, StateValue};
 use crate::state_dicts::common::*;
 
 pub(crate) fn optim_rank0_only() -> StateDictSettings {
-    let config = OptimStateDictConfig::Full {
+    let config = StateDictConfig::Full {
         offload_to_cpu: true,
         rank0_only: true,
     };

@@ -1,13 +1,15 @@
 //! The settings hold in their scope and nowhere else.
 
-use fsdp_nn::torch::{OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType};
+use fsdp_nn::torch::{StateDictConfig, StateDictSettings, StateDictType};
 use fsdp_nn::{NnError, StateDictError};
 
 use crate::state_dicts::common::{composite, full_shard, model, ranks};
 
 #[test]
 fn a_config_of_another_class_is_refused() {
-    let local = StateDictConfig::from(StateDictType::Local);
+    let local = StateDictConfig::Local {
+        offload_to_cpu: false,
+    };
     let error = StateDictSettings::new(StateDictType::Full, Some(local), None).unwrap_err();
     assert!(
         error
@@ -23,7 +25,9 @@ fn a_config_of_another_class_is_refused() {
             ..
         })
     ));
-    let optim = OptimStateDictConfig::from(StateDictType::Local);
+    let optim = StateDictConfig::Local {
+        offload_to_cpu: false,
+    };
     let error = StateDictSettings::new(StateDictType::Sharded, None, Some(optim)).unwrap_err();
     assert!(
         error
@@ -45,7 +49,8 @@ fn defaults_are_torchs() {
         (StateDictType::Sharded, true),
         (StateDictType::Local, false),
     ] {
-        let config = OptimStateDictConfig::from(state_dict_type);
+        let settings = StateDictSettings::from(state_dict_type);
+        let config = settings.optim_state_dict_config();
         assert_eq!(config.offload_to_cpu(), offload, "{state_dict_type:?}");
         assert!(!config.rank0_only());
     }
@@ -99,7 +104,7 @@ fn configs_of_the_right_class_are_taken() {
             .state_dict_config()
             .offload_to_cpu()
     );
-    let optim = OptimStateDictConfig::Full {
+    let optim = StateDictConfig::Full {
         offload_to_cpu: false,
         rank0_only: true,
     };
