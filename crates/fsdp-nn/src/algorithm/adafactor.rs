@@ -207,7 +207,7 @@ impl AdafactorOptions {
 
     /// Returns the entries that all parameters have; the averages depend on the shape, and are
     /// whole on every rank.
-    pub(super) const fn state_entries() -> StateEntries {
+    pub(super) const fn state_entries(&self) -> StateEntries {
         [Some(StateEntry::STEP), None, None, None]
     }
 

@@ -244,14 +244,7 @@ impl Algorithm {
     /// Returns the state kept for each parameter, in torch's order. SGD without momentum keeps
     /// none.
     pub fn state_entries(&self) -> impl Iterator<Item = StateEntry> + use<> {
-        let entries = match self {
-            Algorithm::Sgd(options) => options.state_entries(),
-            Algorithm::Adam(options) | Algorithm::AdamW(options) => options.state_entries(),
-            Algorithm::Adagrad(options) => options.state_entries(),
-            Algorithm::Adafactor(_) => AdafactorOptions::state_entries(),
-            Algorithm::Muon(_) => MuonOptions::state_entries(),
-            Algorithm::ScheduleFreeAdamW(_) => ScheduleFreeOptions::state_entries(),
-        };
+        let entries = with_options!(self, options => options.state_entries());
         entries.into_iter().flatten()
     }
 

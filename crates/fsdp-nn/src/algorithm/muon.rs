@@ -153,7 +153,7 @@ impl MuonOptions {
         })
     }
 
-    pub(super) fn state_entries() -> StateEntries {
+    pub(super) fn state_entries(&self) -> StateEntries {
         [
             Some(StateEntry::like_parameter("momentum_buffer", 0.0)),
             None,

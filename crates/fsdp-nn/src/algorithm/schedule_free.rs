@@ -146,7 +146,7 @@ impl ScheduleFreeOptions {
         })
     }
 
-    pub(super) fn state_entries() -> StateEntries {
+    pub(super) fn state_entries(&self) -> StateEntries {
         let z = StateEntry {
             name: "z",
             kind: StateKind::LikeParameter,

@@ -6,7 +6,7 @@
 //! rank is ahead of another.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use fsdp_comm::ProcessGroup;
 use tracing::{trace, warn};
@@ -17,6 +17,7 @@ use super::unit::{Gathered, Reduction, UnitExchange};
 use super::worker::{Ticket, Worker};
 use crate::config::{BackwardPrefetch, FsdpConfig};
 use crate::error::{NnError, Result};
+use crate::guards::lock;
 
 /// The largest number of prefetched units, unless [`FsdpConfig::limit_all_gathers`] limits it to
 /// one.
@@ -97,7 +98,7 @@ impl Overlap {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Begins a phase, which ends when the guard is dropped. Collectives: one all-gather of a

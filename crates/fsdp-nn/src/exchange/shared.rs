@@ -8,7 +8,7 @@ use candle_core::DType;
 use super::unchanged::{Readers, Unchanged};
 use super::unit::UnitExchange;
 use crate::error::NnError;
-use crate::on_drop::OnDrop;
+use crate::guards::OnDrop;
 
 /// The state that all units of one model share.
 #[derive(Debug, Default)]

@@ -1,9 +1,11 @@
 //! Values that stay as they are while they are being read, such as by a save in the background.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use tracing::info_span;
+
+use crate::guards::lock;
 
 /// A guard, from [`ShardedParameters::keep_unchanged`](crate::ShardedParameters::keep_unchanged).
 /// As long as it lives, the parameters, the state of their optimizers, and averages of them stay as
@@ -15,7 +17,7 @@ pub struct Unchanged {
 
 impl Unchanged {
     pub(super) fn new(readers: &Arc<Readers>) -> Self {
-        readers.lock().readers += 1;
+        lock(&readers.state).readers += 1;
         Unchanged {
             readers: Arc::clone(readers),
         }
@@ -24,14 +26,14 @@ impl Unchanged {
     /// Ends the guard, and returns for how long a change has waited so far; zero if none has. The
     /// changes go on once no other guard is left.
     pub fn release(self) -> Duration {
-        let waiting_since = self.readers.lock().waiting_since;
+        let waiting_since = lock(&self.readers.state).waiting_since;
         waiting_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 }
 
 impl Drop for Unchanged {
     fn drop(&mut self) {
-        let mut reading = self.readers.lock();
+        let mut reading = lock(&self.readers.state);
         reading.readers -= 1;
         // The changes that wait go on. The next one waits for other readers, and its time begins
         // anew.
@@ -60,7 +62,7 @@ struct Reading {
 impl Readers {
     /// Waits until nobody reads. Called before any value changes.
     pub(super) fn wait(&self) {
-        let mut reading = self.lock();
+        let mut reading = lock(&self.state);
         if reading.readers == 0 {
             return;
         }
@@ -71,9 +73,5 @@ impl Readers {
             self.ended
                 .wait_while(reading, |reading| reading.readers > 0),
         );
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Reading> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

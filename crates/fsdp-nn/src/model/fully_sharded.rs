@@ -11,12 +11,12 @@ use fsdp_comm::ProcessGroup;
 
 use super::build::agree_on_model;
 use super::parameters::ShardedParameters;
-use super::registry::{Backend, Registry, lock};
+use super::registry::{Backend, Registry};
 use super::scope::Scope;
 use crate::config::{FsdpConfig, cast};
 use crate::error::{NnError, Result};
 use crate::exchange::Phase;
-use crate::on_drop::OnDrop;
+use crate::guards::{OnDrop, lock};
 use crate::unit::{FlatParamHandle, PreBackwardOp, UnitOutput};
 
 /// A candle model whose parameters, gradients and optimizer state are sharded over the ranks of a

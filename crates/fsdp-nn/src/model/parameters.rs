@@ -13,11 +13,12 @@ use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 
 use super::build::{Built, NEW, agree_on_model, build_units, describe};
-use super::registry::{SharedRegistry, lock};
+use super::registry::SharedRegistry;
 use super::state_dict_type::StateDictSettings;
 use crate::config::{FsdpConfig, ShardingStrategy};
 use crate::error::{NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared, Unchanged};
+use crate::guards::lock;
 use crate::unit::{FlatParamHandle, Parameter};
 
 /// The parameters and buffers of a model that is sharded over a process group, on this rank.
@@ -433,11 +434,6 @@ pub(crate) fn check_values(
             found: values.shape().to_vec(),
         }));
     }
-    check_boxes(values, target)
-}
-
-/// Checks that `values` can be copied into `target`'s boxes.
-fn check_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
     if let Some(shard) = target
         .shards()
         .iter()
@@ -471,13 +467,12 @@ fn shard_ranks(group: &ProcessGroup, groups: &Groups, config: &FsdpConfig) -> Ve
     }
 }
 
-/// Copies `values` into the memory of `target`'s boxes, all of which they must cover. Does nothing
-/// if they are views of that memory.
+/// Copies `values`, which [`check_values`] has found to fit, into the memory of `target`'s boxes.
+/// Does nothing if they are views of that memory.
 pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Result<()> {
     if values.is_same_view(target) {
         return Ok(());
     }
-    check_boxes(values, target)?;
     for shard in target.shards() {
         for from in values.shards() {
             copy_overlap(&from.tensor, &from.bounds, &shard.tensor, &shard.bounds)?;
@@ -506,7 +501,11 @@ impl ShardedParameters {
         // The collectives of a backward depend on the choice, so it must be the same on all ranks.
         let checked = self.check_choice(&chosen).map(|()| chosen);
         let agreed = agree_on_model(self.group(), "set_requires_grad", checked, |chosen| {
-            describe_choice(chosen)
+            let lines = chosen.iter().map(|(param, requires_grad)| {
+                let state = if *requires_grad { "trained" } else { "frozen" };
+                format!("the parameter `{}` {state}", param.fqn)
+            });
+            lines.collect()
         })?;
         for (param, requires_grad) in agreed {
             param.set_requires_grad(requires_grad);
@@ -546,14 +545,4 @@ impl ShardedParameters {
         }
         Ok(())
     }
-}
-
-/// Describes the trained and the frozen parameters in lines, which the ranks compare to check that
-/// all made the same choice.
-fn describe_choice(chosen: &[(&Parameter, bool)]) -> Vec<String> {
-    let lines = chosen.iter().map(|(param, requires_grad)| {
-        let state = if *requires_grad { "trained" } else { "frozen" };
-        format!("the parameter `{}` {state}", param.fqn)
-    });
-    lines.collect()
 }

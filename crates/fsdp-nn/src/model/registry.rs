@@ -2,7 +2,7 @@
 //! model requests them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::Init;
@@ -15,6 +15,7 @@ use tracing::warn;
 use super::init::InitialValues;
 use crate::config::{FsdpConfig, MixedPrecision};
 use crate::error::{BuildError, NnError, Result};
+use crate::guards::lock;
 use crate::unit::{ParameterOp, ParameterSlot, UnitSlot};
 
 /// A parameter that the model has requested.
@@ -466,10 +467,6 @@ fn is_running_statistic(name: &str) -> bool {
 }
 
 pub(crate) type SharedRegistry = Arc<Mutex<Registry>>;
-
-pub(crate) fn lock(registry: &SharedRegistry) -> MutexGuard<'_, Registry> {
-    registry.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The registry as the backend of candle's `VarBuilder`.
 pub(crate) struct Backend(pub(crate) SharedRegistry);

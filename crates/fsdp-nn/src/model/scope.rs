@@ -6,8 +6,9 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use candle_nn::VarBuilder;
 
-use super::registry::{SharedRegistry, lock};
+use super::registry::SharedRegistry;
 use crate::config::MixedPrecision;
+use crate::guards::lock;
 use crate::unit::{Unit, UnitSlot};
 
 /// Builds a model: candle's [`VarBuilder`] plus the boundaries of FSDP units.

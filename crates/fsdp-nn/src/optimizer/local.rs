@@ -220,16 +220,14 @@ fn entries(state: &ParamState, piece: impl Fn(&Tensor) -> Result<StateValue>) ->
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
     let mut state = ParamState::default();
     for entry in algorithm.state_entries() {
-        match (entry.kind, entry.initial) {
-            (StateKind::Scalar, _) => state.step = Some(0.0),
-            (StateKind::LikeParameter, Initial::FirstGradient) => {}
-            (StateKind::LikeParameter, Initial::Parameter) => {
-                state.entries.insert(
-                    entry.name.to_owned(),
-                    LocalState::Piece(copy_of_parameter(local)?),
-                );
-            }
-            (StateKind::LikeParameter, Initial::Value(value)) => {
+        if entry.kind == StateKind::Scalar {
+            state.step = Some(0.0);
+            continue;
+        }
+        let piece = match entry.initial {
+            Initial::FirstGradient => continue,
+            Initial::Parameter => copy_of_parameter(local)?,
+            Initial::Value(value) => {
                 // Zeros are fresh memory. Other values are written on the host.
                 let on_host = zeros(&[local.numel], local.handle.dtype())?;
                 if value != 0.0 {
@@ -239,12 +237,12 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
                         data.finish()?;
                     });
                 }
-                let flat = to_device(&on_host, local.handle.shard_device())?;
-                state
-                    .entries
-                    .insert(entry.name.to_owned(), LocalState::Piece(flat));
+                to_device(&on_host, local.handle.shard_device())?
             }
-        }
+        };
+        state
+            .entries
+            .insert(entry.name.to_owned(), LocalState::Piece(piece));
     }
     Ok(state)
 }

@@ -308,6 +308,15 @@ impl Optimizer {
         self.parameters.is_same_model(parameters)
     }
 
+    /// Refuses the parameters of a model that this optimizer does not belong to.
+    pub(crate) fn check_belongs_to(&self, parameters: &ShardedParameters) -> Result<()> {
+        if self.belongs_to(parameters) {
+            Ok(())
+        } else {
+            Err(NnError::ForeignOptimizer)
+        }
+    }
+
     /// Returns `true` if this optimizer holds the parameter.
     #[must_use]
     pub fn holds(&self, fqn: &str) -> bool {

@@ -159,6 +159,13 @@ struct SavedEntry<'a> {
     cast: bool,
 }
 
+impl SavedEntry<'_> {
+    /// Returns `true` if its algorithm has it in the parameter's shape.
+    fn is_like_parameter(&self) -> bool {
+        self.kind == Some(StateKind::LikeParameter)
+    }
+}
+
 impl EntryPlan {
     /// Plans the state of a local parameter; `None` if nothing was saved for it. `saved` has an
     /// item for each of the model's parameters that the local parameter is made of: nothing for
@@ -271,7 +278,6 @@ impl EntryPlan {
             ref values,
             ..
         } = entry;
-        let is_like = kind == Some(StateKind::LikeParameter);
         let first = values
             .iter()
             .flatten()
@@ -286,7 +292,7 @@ impl EntryPlan {
         if is_one_type && kind == Some(StateKind::Scalar) && is_tensor {
             return Err(malformed_step(local, first));
         }
-        if !is_one_type || is_like && !is_tensor {
+        if !is_one_type || entry.is_like_parameter() && !is_tensor {
             let types = values
                 .iter()
                 .map(|value| value.as_ref().map_or("None", Saved::type_name).to_owned())
@@ -347,11 +353,10 @@ impl EntryPlan {
         let &SavedEntry {
             local,
             name,
-            kind,
             ref values,
             ..
         } = entry;
-        let is_like = kind == Some(StateKind::LikeParameter);
+        let is_like = entry.is_like_parameter();
         let params = local.params();
         let fqns = local.fqns();
         let shapes = local.handle.layout().shapes();
@@ -539,16 +544,10 @@ pub(crate) fn unexpected_state(local: &LocalParam, name: &str, kind: &str) -> Nn
 /// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype
 /// and shape. Then they may be copies of one tensor, which the FlatParameter has as a whole.
 fn have_one_dtype_and_shape(values: &[Option<Saved>]) -> bool {
-    let Some(Some(Saved::Tensor {
-        dtype: first_dtype,
-        shape: first_shape,
-        ..
-    })) = values.first()
-    else {
-        return false;
-    };
-    values.iter().all(|value| match value {
-        Some(Saved::Tensor { dtype, shape, .. }) => dtype == first_dtype && shape == first_shape,
-        _ => false,
-    })
+    let mut tensors = values.iter().map(|value| match value {
+        Some(Saved::Tensor { dtype, shape, .. }) => Some((dtype, shape)),
+        _ => None,
+    });
+    let first = tensors.next().flatten();
+    first.is_some() && tensors.all(|tensor| tensor == first)
 }

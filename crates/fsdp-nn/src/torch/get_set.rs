@@ -138,12 +138,9 @@ fn optimizer_views(
     options: &StateDictOptions,
 ) -> Result<StateDict> {
     options.check(parameters)?;
-    if optimizers
+    optimizers
         .iter()
-        .any(|optimizer| !optimizer.belongs_to(parameters))
-    {
-        return Err(NnError::ForeignOptimizer);
-    }
+        .try_for_each(|optimizer| optimizer.check_belongs_to(parameters))?;
     let (states, groups) = live_states_and_groups(optimizers, MissingState::Initial, &|fqn| {
         options.renamed_in_dict(fqn)
     })?;

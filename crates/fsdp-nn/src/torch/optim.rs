@@ -116,7 +116,7 @@ fn own_states(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<PortableStates> {
-    check_owner(parameters, optimizer)?;
+    optimizer.check_belongs_to(parameters)?;
     match state {
         Some(state) => PortableStates::read(optimizer, state.clone()),
         None => PortableStates::live(optimizer),
@@ -197,15 +197,6 @@ fn stream_state(
     Ok((NnError::agree(group, OPERATION, None, rest)?, order))
 }
 
-/// Refuses an optimizer of another model.
-fn check_owner(parameters: &ShardedParameters, optimizer: &Optimizer) -> Result<()> {
-    if optimizer.belongs_to(parameters) {
-        Ok(())
-    } else {
-        Err(NnError::ForeignOptimizer)
-    }
-}
-
 /// Returns a dict with the state under keys that are no parameter's, and with the groups. It is
 /// empty on ranks that keep nothing.
 fn user_state_and_groups(
@@ -246,7 +237,8 @@ pub fn unflatten_optim_state(
         None,
         find_local(optimizer, fqns),
     )?;
-    let own_state = check_owner(parameters, optimizer)
+    let own_state = optimizer
+        .check_belongs_to(parameters)
         .and_then(|()| PortableStates::of_local(optimizer, local, flat_state));
     let settings = parameters.get_state_dict_type();
     let config = settings.optim_state_dict_config();
@@ -409,7 +401,7 @@ fn to_local(
     const OPERATION: &str = "optim_state_dict_to_load";
     let group = parameters.group();
     let nothing = StateDict::new();
-    let own = check_owner(parameters, optimizer).and_then(|()| {
+    let own = optimizer.check_belongs_to(parameters).and_then(|()| {
         if rank0_only && group.rank() != 0 {
             return Ok(&nothing);
         }

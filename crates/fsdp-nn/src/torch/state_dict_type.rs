@@ -1,23 +1,20 @@
 //! torch's `state_dict_type` and its relatives: the settings in force for one model.
 
-use std::sync::PoisonError;
-
+use crate::guards::{OnDrop, lock};
 use crate::model::ShardedParameters;
 use crate::model::state_dict_type::StateDictSettings;
-use crate::on_drop::OnDrop;
 
 impl ShardedParameters {
     /// Returns the settings in force: torch's `get_state_dict_type`.
     #[must_use]
     pub fn get_state_dict_type(&self) -> StateDictSettings {
-        *self.settings.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.settings)
     }
 
     /// Changes the settings, until they are changed again, and returns those before: torch's
     /// `set_state_dict_type`.
     pub fn set_state_dict_type(&self, settings: StateDictSettings) -> StateDictSettings {
-        let mut current = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
-        std::mem::replace(&mut *current, settings)
+        std::mem::replace(&mut *lock(&self.settings), settings)
     }
 
     /// Runs `f` under these settings and puts the ones before back, also where `f` fails or panics:

@@ -264,15 +264,15 @@ impl AveragedModel {
                 "{MODULE}{}",
                 chosen.get(fqn.as_str()).unwrap_or(&fqn.as_str())
             );
-            match state.get(&key) {
-                Some(StateValue::Sharded(sharded)) => {
-                    taken.push((fqn, self.sharded(fqn)?, sharded.clone()))
+            let values = match state.get(&key) {
+                Some(StateValue::Sharded(sharded)) => sharded.clone(),
+                Some(StateValue::Tensor(whole)) => ShardedTensor::from_whole(whole),
+                _ => {
+                    report.missing.push(key);
+                    continue;
                 }
-                Some(StateValue::Tensor(whole)) => {
-                    taken.push((fqn, self.sharded(fqn)?, ShardedTensor::from_whole(whole)));
-                }
-                _ => report.missing.push(key),
-            }
+            };
+            taken.push((fqn, self.sharded(fqn)?, values));
         }
         let Some(count) = count.filter(|_| report.missing.is_empty()) else {
             return Err(StateError::Incompatible {

@@ -152,16 +152,10 @@ impl ShardedSampler {
     /// plain values that are the same on every rank.
     #[must_use]
     pub fn state_dict(&self) -> StateDict {
-        let SamplerOptions {
-            samples,
-            seed,
-            shuffle,
-            ..
-        } = self.options;
         let mut state = StateDict::new();
-        state.insert("samples", samples.cast_signed());
-        state.insert("seed", seed.cast_signed());
-        state.insert("shuffle", shuffle);
+        state.insert("samples", self.options.samples.cast_signed());
+        state.insert("seed", self.options.seed.cast_signed());
+        state.insert("shuffle", self.options.shuffle);
         state.insert("consumed", self.consumed.cast_signed());
         state
     }
@@ -172,12 +166,7 @@ impl ShardedSampler {
     /// [`SamplerError::Other`] for another data set, seed or order, and [`SamplerError::State`].
     /// Nothing has been changed then.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<(), SamplerError> {
-        let SamplerOptions {
-            samples,
-            seed,
-            shuffle,
-            ..
-        } = self.options;
+        let here = self.options;
         let saved = state.get("shuffle").and_then(|value| value.as_plain());
         let Some(saved_shuffle) = saved.and_then(PlainValue::as_bool) else {
             return Err(SamplerError::State {
@@ -186,9 +175,9 @@ impl ShardedSampler {
             });
         };
         // With another seed or number of samples, the place in the order would be of other samples.
-        check_setting("samples", read_integer(state, "samples")?, samples)?;
-        check_setting("seed", read_integer(state, "seed")?, seed)?;
-        check_setting("shuffle", saved_shuffle, shuffle)?;
+        check_setting("samples", read_integer(state, "samples")?, here.samples)?;
+        check_setting("seed", read_integer(state, "seed")?, here.seed)?;
+        check_setting("shuffle", saved_shuffle, here.shuffle)?;
         self.consumed = read_integer(state, "consumed")?;
         Ok(())
     }

@@ -226,13 +226,11 @@ impl FlatParamHandle {
         if reduction.unsharded.is_none() && reduction.partial.is_none() {
             return Ok(());
         }
-        let Some(overlap) = &self.overlap else {
-            return self.add_reduced(gradients, self.exchange.reduce(reduction)?);
+        let reduced = match &self.overlap {
+            Some(overlap) => overlap.reduce(&self.exchange, reduction)?,
+            None => Some(self.exchange.reduce(reduction)?),
         };
-        match overlap.reduce(&self.exchange, reduction)? {
-            Some(reduced) => self.add_reduced(gradients, reduced),
-            None => Ok(()),
-        }
+        self.add_reduced(gradients, reduced)
     }
 
     /// Waits for the reduction in the background, if there is one.
@@ -243,17 +241,17 @@ impl FlatParamHandle {
     /// Waits for a reduction of this unit that runs in the background, if there is one, and adds
     /// its result to the gradient.
     fn take_reduced_locked(&self, gradients: &mut Gradients) -> Result<()> {
-        let Some(overlap) = &self.overlap else {
-            return Ok(());
-        };
-        match overlap.take_reduced(&self.exchange)? {
-            Some(reduced) => self.add_reduced(gradients, reduced),
+        match &self.overlap {
+            Some(overlap) => self.add_reduced(gradients, overlap.take_reduced(&self.exchange)?),
             None => Ok(()),
         }
     }
 
-    /// Adds gradients that have been reduced to those of earlier backwards.
-    fn add_reduced(&self, gradients: &mut Gradients, reduction: Reduction) -> Result<()> {
+    /// Adds gradients that have been reduced, if there are some, to those of earlier backwards.
+    fn add_reduced(&self, gradients: &mut Gradients, reduction: Option<Reduction>) -> Result<()> {
+        let Some(reduction) = reduction else {
+            return Ok(());
+        };
         gradients.partial = reduction.partial;
         let Some(reduced) = reduction.reduced else {
             return Ok(());

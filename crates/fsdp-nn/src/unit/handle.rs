@@ -2,7 +2,7 @@
 //! that use it.
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_flat::storage::{Contents, owned_copy, release, to_device};
@@ -14,6 +14,7 @@ use super::parameter::Parameter;
 use crate::config::{BackwardPrefetch, MixedPrecision, ShardingStrategy, cast};
 use crate::error::{NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared, UnitExchange};
+use crate::guards::lock;
 
 /// torch's name of a FlatParameter within its unit.
 pub(crate) const FLAT_PARAM: &str = "_flat_param";
@@ -168,8 +169,7 @@ impl FlatParamHandle {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, HandleState> {
-        // If a thread panicked with the lock, the state is still plain data, so it can be used.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Returns the unit's name; empty for the root.

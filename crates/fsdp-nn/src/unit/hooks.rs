@@ -8,7 +8,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, Weak};
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor, TensorId};
@@ -17,6 +17,7 @@ use super::handle::FlatParamHandle;
 #[cfg(feature = "cuda")]
 use crate::error::NnError;
 use crate::error::Result;
+use crate::guards::lock;
 
 /// The leaves of candle's graph that belong to sharded models: a parameter with its slot, and the
 /// anchor variable below it with `None`.
@@ -27,7 +28,7 @@ type Leaves = HashMap<TensorId, Option<Weak<ParameterSlot>>>;
 static LEAVES: LazyLock<Mutex<Leaves>> = LazyLock::new(Mutex::default);
 
 fn leaves() -> MutexGuard<'static, Leaves> {
-    LEAVES.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&LEAVES)
 }
 
 /// Returns the slot of a tensor that is a parameter.

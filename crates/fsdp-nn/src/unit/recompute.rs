@@ -7,13 +7,14 @@
 //! of [`Link`] nodes below it. So candle knows what the part depends on, and accumulates gradients
 //! in the same order as without recomputation.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, DType, Layout, Module, Result, Shape, Tensor, Var,
 };
 
 use super::hooks::{InnerBackward, ParameterSlot, copy_contiguous, is_anchor, parameter_of};
+use crate::guards::lock;
 
 /// A module whose activations are not kept: torch's `checkpoint_wrapper`. Its forward is computed
 /// again in the backward, from the same input. Between the two only the input takes memory.
@@ -267,15 +268,6 @@ struct Part {
 }
 
 impl Part {
-    /// Locks the gradients that have been computed and not yet passed on.
-    fn gradients(&self) -> MutexGuard<'_, Vec<Option<Tensor>>> {
-        // A thread that panicked with the lock has left a complete list, since each change of it is
-        // one assignment.
-        self.gradients
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Computes the part again, and from the gradient of its output the gradients of all targets.
     fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<()> {
         for target in &self.targets {
@@ -305,7 +297,7 @@ impl Part {
             Target::Parameter { tensor, .. } => parameters.remove(&tensor.id()),
             Target::Variable(tensor) => found.remove(tensor),
         });
-        *self.gradients() = gradients.collect();
+        *lock(&self.gradients) = gradients.collect();
         // The remaining gradients are of parameters that the first forward did not use.
         if parameters.is_empty() {
             Ok(())
@@ -334,12 +326,7 @@ struct Node {
 
 impl Node {
     fn take_output(&self) -> Result<Tensor> {
-        let output = self
-            .output
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        output.ok_or_else(|| {
+        lock(&self.output).take().ok_or_else(|| {
             candle_core::Error::Msg("the output of a recomputed part is taken twice".to_owned())
         })
     }
@@ -422,9 +409,7 @@ impl CustomOp2 for Link {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         // candle's backward continues at an argument only if it has a gradient. So the next token
         // of the chain gets a gradient, whose value has no meaning.
-        let gradient = self
-            .part
-            .gradients()
+        let gradient = lock(&self.part.gradients)
             .get_mut(self.index)
             .and_then(Option::take)
             .ok_or_else(not_the_same)?;

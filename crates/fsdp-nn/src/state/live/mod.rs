@@ -108,12 +108,9 @@ impl<'a> LiveTarget<'a> {
         optimizers: Vec<&'a mut Optimizer>,
         prefixes: StatePrefixes,
     ) -> Result<Self> {
-        if optimizers
+        optimizers
             .iter()
-            .any(|optimizer| !optimizer.parameters().is_same_model(parameters))
-        {
-            return Err(NnError::ForeignOptimizer);
-        }
+            .try_for_each(|optimizer| optimizer.check_belongs_to(parameters))?;
         // A load writes into the live tensors.
         parameters.wait_for_readers();
         Ok(LiveTarget {
