@@ -18,7 +18,7 @@ use fsdp_tools::verify;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::failure::UsageError;
+use crate::failure::usage_error;
 use crate::new_file::check_free;
 use crate::text::{escaped, escaped_lines, or_word};
 use crate::{inspect, keys, output};
@@ -143,7 +143,10 @@ fn no_such_key(name: &str, metadata: &Metadata) -> anyhow::Error {
 fn show_value(arguments: &CatArguments, source: &dyn Checkpoint, is_opaque: bool) -> Result<()> {
     let name = arguments.name.clone();
     if arguments.stats || arguments.npy.is_some() {
-        bail!(UsageError::NoTensor { name });
+        bail!(usage_error(
+            format!("`{name}` is a value, not a tensor"),
+            "leave `--stats` and `--npy` out to see the value",
+        ));
     }
     let value = value_json(&source.describe_value(&name)?);
     if arguments.json {
@@ -193,8 +196,10 @@ impl NamedTensor<'_> {
             shown.npy = Some(file.display().to_string());
         } else if arguments.stats {
             let Some(census) = verify::census(self.source, self.name, None)? else {
-                let dtype = self.dtype();
-                bail!(UsageError::NoNumbers { dtype });
+                bail!(usage_error(
+                    format!("elements of dtype {} are not real numbers", self.dtype()),
+                    "leave `--stats` out to see the elements' bytes",
+                ));
             };
             let stats = Stats::new(&census);
             if !arguments.json {
@@ -220,7 +225,13 @@ impl NamedTensor<'_> {
         // All elements of one JSON object are in memory at once, here and in whatever reads them.
         let limit = MAX_JSON_ELEMENTS;
         let elements = inspect::bytes(self.entry) / self.dtype().size_in_bytes();
-        ensure!(elements <= limit, UsageError::TooLarge { elements, limit });
+        ensure!(
+            elements <= limit,
+            usage_error(
+                format!("the tensor has {elements} elements, but `--json` prints at most {limit}"),
+                "use `--npy` or `--stats`, or leave `--json` out",
+            )
+        );
         let mut values = Vec::new();
         self.each_piece(&mut |bytes| {
             elements_json(self.dtype(), bytes, &mut values);
@@ -486,7 +497,13 @@ fn numpy_type(dtype: DType) -> Option<&'static str> {
 fn npy_header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>> {
     /// The bytes before the dict, and the newline after it.
     const FRAME_BYTES: usize = 10 + 1;
-    let descr = numpy_type(dtype).ok_or(UsageError::NoNumpy { dtype })?;
+    let descr = numpy_type(dtype).ok_or_else(|| {
+        usage_error(
+            format!("NumPy has no dtype for {dtype}"),
+            "cast bfloat16 first: `fsdp convert --include NAME --dtype float32`; other types can be \
+             printed",
+        )
+    })?;
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
     let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
     // NumPy maps files into memory, and aligns the elements to 64 bytes for that.

@@ -4,75 +4,27 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use anyhow::{Error, Result, ensure};
 use candle_core::{Device, Tensor};
 use fsdp_formats::digest::{Digest, Sum};
-use fsdp_layout::DType;
-use thiserror::Error;
+use fsdp_layout::{DType, Failure};
+
+use crate::exit_codes;
+use crate::failure::{CommandError, usage_error};
 
 /// The number of different tokens: a token is a byte.
 pub const VOCAB: usize = 256;
 
 /// The longest text that is read.
-pub const MAX_TEXT_BYTES: u64 = 16 << 30;
+const MAX_TEXT_BYTES: u64 = 16 << 30;
 
 /// The text that is used by default. It was written for this project.
 const BUILTIN: &[u8] = include_bytes!("../data/harbour.txt");
 
-/// Training data that cannot be used, or a batch that cannot be divided among the ranks.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum DataError {
-    /// The file cannot be read.
-    #[error("failed to read training text `{}`", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The reason.
-        source: std::io::Error,
-    },
-    /// The file is empty.
-    #[error("training text `{name}` is empty")]
-    Empty {
-        /// The file.
-        name: String,
-    },
-    /// The file has too few bytes for one row.
-    #[error(
-        "training text `{name}` has {found} bytes, but rows of {seq} tokens need at least {needed}"
-    )]
-    TooShort {
-        /// The file.
-        name: String,
-        /// The number of its bytes.
-        found: usize,
-        /// The number of tokens of a row.
-        seq: usize,
-        /// The number of bytes that are needed.
-        needed: usize,
-    },
-    /// The file is longer than [`MAX_TEXT_BYTES`].
-    #[error("training text `{name}` has more than {MAX_TEXT_BYTES} bytes")]
-    TooLong {
-        /// The file.
-        name: String,
-    },
-    /// Not every rank can have a row of the batch in each backward.
-    #[error(
-        "a batch of {batch} rows has too few for {parts} parts ({ranks} ranks x {accumulation} backwards)"
-    )]
-    TooFewRows {
-        /// The number of rows of the global batch.
-        batch: usize,
-        /// The number of parts.
-        parts: usize,
-        /// The number of ranks.
-        ranks: usize,
-        /// The number of backwards of one step on each rank.
-        accumulation: usize,
-    },
-}
+/// The hint for a text that cannot be used.
+const OTHER_TEXT: &str = "name a text file with `--data`, or leave it out for the built-in text";
 
 /// A text whose bytes are tokens.
 #[derive(Debug, Clone)]
@@ -95,33 +47,43 @@ impl Text {
     ///
     /// # Errors
     /// It cannot be read, is empty, or is longer than [`MAX_TEXT_BYTES`].
-    pub fn open(path: &Path) -> Result<Self, DataError> {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let mut bytes = Vec::new();
         let read =
             File::open(path).and_then(|file| file.take(MAX_TEXT_BYTES + 1).read_to_end(&mut bytes));
-        read.map_err(|source| DataError::Read {
-            path: path.to_owned(),
-            source,
+        read.map_err(|source| {
+            let error = CommandError {
+                exit_code: exit_codes::for_kind(Failure::kind(&source)),
+                message: format!("failed to read training text `{name}`"),
+                hint: Some(OTHER_TEXT),
+            };
+            Error::new(source).context(error)
         })?;
-        if bytes.len() as u64 > MAX_TEXT_BYTES {
-            return Err(DataError::TooLong { name });
-        }
-        Self::new(name, bytes)
+        ensure!(
+            bytes.len() as u64 <= MAX_TEXT_BYTES,
+            usage_error(
+                format!("training text `{name}` has more than {MAX_TEXT_BYTES} bytes"),
+                OTHER_TEXT
+            )
+        );
+        Ok(Self::new(name, bytes)?)
     }
 
     /// Creates a text in memory. `name` is for messages.
-    fn new(name: String, bytes: Vec<u8>) -> Result<Self, DataError> {
+    fn new(name: String, bytes: Vec<u8>) -> Result<Self, CommandError> {
         if bytes.is_empty() {
-            return Err(DataError::Empty { name });
+            return Err(usage_error(
+                format!("training text `{name}` is empty"),
+                OTHER_TEXT,
+            ));
         }
         let bytes = bytes.into();
         Ok(Text { name, bytes })
     }
 
     /// Returns a digest that identifies the text.
-    #[must_use]
-    pub fn digest(&self) -> Digest {
+    pub(crate) fn digest(&self) -> Digest {
         let mut sum = Sum::default();
         sum.add_bytes(0, &self.bytes);
         sum.finish(DType::U8, &[self.bytes.len()])
@@ -151,8 +113,8 @@ impl Batches {
     /// Checks that each step has rows of this text for every rank.
     ///
     /// # Errors
-    /// [`DataError::TooShort`] and [`DataError::TooFewRows`].
-    pub fn check(&self, text: &Text) -> Result<(), DataError> {
+    /// Fewer rows than the ranks need in each step; a text that is shorter than a row.
+    pub(crate) fn check(&self, text: &Text) -> Result<(), CommandError> {
         let Batches {
             batch,
             seq,
@@ -163,23 +125,27 @@ impl Batches {
         // come.
         let parts = ranks.saturating_mul(accumulation);
         if parts == 0 || batch < parts {
-            return Err(DataError::TooFewRows {
-                batch,
-                parts,
-                ranks,
-                accumulation,
-            });
+            return Err(usage_error(
+                format!(
+                    "a batch of {batch} rows has too few for {parts} parts ({ranks} ranks x \
+                     {accumulation} backwards)"
+                ),
+                "make `--batch` at least `--nproc` times `--accumulate`",
+            ));
         }
         // One byte more for the last target, and another because the start is taken modulo
         // `length - seq - 1`, which must not be 0.
         let needed = seq.saturating_add(2);
         if text.bytes.len() < needed {
-            return Err(DataError::TooShort {
-                name: text.name.clone(),
-                found: text.bytes.len(),
-                seq,
-                needed,
-            });
+            return Err(usage_error(
+                format!(
+                    "training text `{}` has {} bytes, but rows of {seq} tokens need at least \
+                     {needed}",
+                    text.name,
+                    text.bytes.len()
+                ),
+                "use a longer text, or a smaller `--seq`",
+            ));
         }
         Ok(())
     }
@@ -339,10 +305,8 @@ mod tests {
 
     #[test]
     fn texts_without_a_row_and_batches_with_fewer_rows_than_parts_are_refused() {
-        assert!(matches!(
-            Text::new("t".to_owned(), Vec::new()),
-            Err(DataError::Empty { .. })
-        ));
+        let empty = Text::new("t".to_owned(), Vec::new()).unwrap_err();
+        assert_eq!(empty.message, "training text `t` is empty");
         let batches = Batches {
             batch: 4,
             seq: 8,
@@ -350,10 +314,8 @@ mod tests {
             accumulation: 1,
         };
         let short = Text::new("t".to_owned(), vec![0; 9]).unwrap();
-        assert!(matches!(
-            batches.check(&short),
-            Err(DataError::TooShort { needed: 10, .. })
-        ));
+        let too_short = batches.check(&short).unwrap_err().message;
+        assert!(too_short.ends_with("need at least 10"), "{too_short}");
         let enough = Text::new("t".to_owned(), vec![0; 10]).unwrap();
         batches.check(&enough).unwrap();
         for (batch, ranks, accumulation) in [
@@ -369,10 +331,8 @@ mod tests {
                 accumulation,
                 ..batches
             };
-            assert!(
-                matches!(few.check(&enough), Err(DataError::TooFewRows { .. })),
-                "{few:?}"
-            );
+            let error = few.check(&enough).unwrap_err().message;
+            assert!(error.starts_with("a batch of"), "{few:?}: {error}");
         }
     }
 

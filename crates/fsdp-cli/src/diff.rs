@@ -10,7 +10,7 @@ use fsdp_tools::diff::{self, Difference, Tolerance};
 use fsdp_tools::map::Mapped;
 use serde::Serialize;
 
-use crate::failure::{Different, UsageError};
+use crate::failure::{difference, nothing_selected};
 use crate::keys::Keys;
 use crate::map::MapArguments;
 use crate::natural;
@@ -120,7 +120,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         ];
         ensure!(
             views.iter().any(|view| !view.metadata().entries.is_empty()),
-            UsageError::NothingSelected
+            nothing_selected()
         );
         keys.check_include(all_keys.map(String::as_str))?;
         [first, second] = views.each_ref().map(|view| view as &dyn Checkpoint);
@@ -174,12 +174,12 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         output::talk(&format!("equal: {compared} tensors and values"));
         return Ok(());
     }
-    bail!(Different {
-        first: comparison.first,
-        second: comparison.second,
-        count: comparison.differences.len(),
-        of: compared,
-    })
+    bail!(difference(format!(
+        "`{}` and `{}` differ in {} of {compared} tensors and values",
+        arguments.first,
+        arguments.second,
+        comparison.differences.len()
+    )))
 }
 
 /// Prints the differences, and with `pictures` where in the tensors they are.

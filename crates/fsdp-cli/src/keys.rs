@@ -6,7 +6,7 @@ use fsdp_formats::metadata::Metadata;
 use fsdp_tools::convert::Rename;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
-use crate::failure::UsageError;
+use crate::failure::{no_such_keys, nothing_selected, usage_error};
 use crate::output;
 use crate::text::escaped;
 
@@ -100,8 +100,7 @@ impl<'a> Keys<'a> {
         if let Some(include) = &self.include
             && let Some(glob) = include.list_unused(keys).first()
         {
-            let glob = (*glob).to_owned();
-            bail!(UsageError::UnusedGlob { glob });
+            bail!(no_such_keys(format!("`--include {glob}` matches no key")));
         }
         Ok(())
     }
@@ -116,7 +115,7 @@ impl<'a> Keys<'a> {
         let keys = metadata.entries.keys().map(String::as_str);
         let selected: Vec<&str> = keys.clone().filter(|key| self.selects(key)).collect();
         if selected.is_empty() && !metadata.entries.is_empty() {
-            bail!(UsageError::NothingSelected);
+            bail!(nothing_selected());
         }
         // The globs are checked against all keys, and not against those that other globs leave.
         self.check_include(keys.clone())?;
@@ -125,15 +124,17 @@ impl<'a> Keys<'a> {
         }
         for rule in self.rules {
             if !selected.iter().any(|key| apply_rename(rule, key).is_some()) {
-                let rule = format!("{}={}", rule.0, rule.1);
-                bail!(UsageError::UnusedRule { rule });
+                let (old, new) = rule;
+                bail!(no_such_keys(format!(
+                    "`--rename {old}={new}` matches no key"
+                )));
             }
         }
         // No format has a name for a tensor without a name.
         let empty = Rename::To(String::new());
         ensure!(
             !selected.iter().any(|key| self.rename(key) == empty),
-            UsageError::EmptyKey
+            no_such_keys("`--rename` would make a key empty")
         );
         Ok(())
     }
@@ -151,9 +152,11 @@ impl<'a> Globs<'a> {
         let mut set = GlobSetBuilder::new();
         for glob in globs {
             let parsed = Glob::new(glob);
-            set.add(parsed.map_err(|error| UsageError::Glob {
-                glob: glob.clone(),
-                reason: error.kind().to_string(),
+            set.add(parsed.map_err(|error| {
+                usage_error(
+                    format!("`{glob}` is not a valid glob: {}", error.kind()),
+                    "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell",
+                )
             })?);
         }
         Ok(Globs {

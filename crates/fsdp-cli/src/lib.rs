@@ -9,6 +9,8 @@
 pub mod embed;
 pub mod exit_codes;
 
+pub use self::failure::CommandError;
+
 mod capture;
 mod cat;
 mod convert;
@@ -29,6 +31,7 @@ mod natural;
 mod new_file;
 mod outcome;
 mod output;
+mod parsers;
 mod picture;
 mod plan;
 mod progress;

@@ -6,7 +6,7 @@ use fsdp_formats::Location;
 use fsdp_formats::lineage::{Lineage, Link, Note, chain};
 use serde::Serialize;
 
-use crate::failure::Broken;
+use crate::failure::difference;
 use crate::ls::no_checkpoints;
 use crate::output;
 use crate::text::{escaped, or_word};
@@ -70,7 +70,12 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         output::lines(&lines)
     })?;
     // The list is printed whole before this error: it shows where the chain is broken.
-    ensure!(broken == 0, Broken { run, count: broken });
+    ensure!(
+        broken == 0,
+        difference(format!(
+            "the chain of `{run}` is broken at {broken} of its checkpoints"
+        ))
+    );
     Ok(())
 }
 

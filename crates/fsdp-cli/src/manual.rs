@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, Command};
 use clap_complete::Shell;
 
-use super::failure::UsageError;
+use super::failure::usage_error;
 use super::output;
 
 /// Options of `fsdp completions`.
@@ -44,7 +44,10 @@ pub(crate) fn man(arguments: &ManArguments, mut command: Command) -> Result<()> 
         None => command,
         Some(name) => {
             let Some(found) = command.find_subcommand(name) else {
-                bail!(UsageError::NoCommand { name: name.clone() });
+                bail!(usage_error(
+                    format!("there is no command `{name}`"),
+                    "`fsdp help` lists the commands",
+                ));
             };
             found.clone().display_name(format!("fsdp-{name}"))
         }

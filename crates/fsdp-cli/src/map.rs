@@ -1,6 +1,7 @@
 //! The options `--map`, `--map-reverse` and `--set` of the commands that change or compare keys.
 
 use std::fs;
+use std::io;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, bail};
@@ -8,7 +9,7 @@ use clap::Args;
 use fsdp_formats::Location;
 use fsdp_tools::map::{BUILTIN, Map, Values};
 
-use crate::failure::UsageError;
+use crate::failure::usage_error;
 
 /// The most bytes of a map, and of a model's configuration.
 const MAX_BYTES: u64 = 16 << 20;
@@ -63,9 +64,16 @@ impl MapArguments {
         let parsed = match Map::builtin(name, &values) {
             Some(map) => map,
             None => {
-                let text = read_text(Path::new(name)).map_err(|reason| {
-                    let name = name.clone();
-                    UsageError::NoMap { name, reason }
+                let text = read_text(Path::new(name)).map_err(|error| {
+                    let names: Vec<&str> = BUILTIN.iter().map(|(name, _)| *name).collect();
+                    let names = names.join(", ");
+                    usage_error(
+                        format!(
+                            "cannot read the map `{name}`: {error}, and it is none of those that \
+                             are built in: {names}"
+                        ),
+                        "name a file of rules, or a map that is built in",
+                    )
                 })?;
                 Map::parse(&text, &values)
             }
@@ -101,25 +109,29 @@ impl MapArguments {
         if self.set.is_empty() || self.map.is_some() || tensor_parallel == Some(true) {
             return Ok(());
         }
-        bail!(UsageError::UnusedSet {
-            has_tp: tensor_parallel.is_some(),
-        })
+        let (users, hint) = match tensor_parallel {
+            Some(_) => (
+                "`--map` or `--tp`",
+                "leave it out, or give the `--map` or `--tp` whose names it is for",
+            ),
+            None => (
+                "`--map`",
+                "leave it out, or give the `--map` whose names it is for",
+            ),
+        };
+        bail!(usage_error(
+            format!("`--set` has no effect without {users}"),
+            hint
+        ))
     }
 }
 
 /// Reads the text of a map file or a `config.json`, of at most [`MAX_BYTES`].
-fn read_text(path: &Path) -> Result<String, String> {
-    let length = fs::metadata(path).map_err(|error| {
-        let names: Vec<&str> = BUILTIN.iter().map(|(name, _)| *name).collect();
-        format!(
-            "{error}, and it is none of those that are built in: {}",
-            names.join(", ")
-        )
-    })?;
-    if length.len() > MAX_BYTES {
-        return Err("it is too large".to_owned());
+fn read_text(path: &Path) -> io::Result<String> {
+    if fs::metadata(path)?.len() > MAX_BYTES {
+        return Err(io::Error::other("it is too large"));
     }
-    fs::read_to_string(path).map_err(|error| error.to_string())
+    fs::read_to_string(path)
 }
 
 /// The names of the part of a `config.json` that is about the text model, in a model of text and

@@ -6,24 +6,24 @@ use std::path::Path;
 use anyhow::Result;
 use fsdp_formats::storage::Durable;
 
-use crate::failure::UsageError;
+use crate::failure::{CommandError, exists_already, not_replaceable};
 
 /// Checks that a file can be written to `path`: nothing is there or, with `overwrite`, a file.
 ///
 /// # Errors
 /// Anything else is there.
-pub(crate) fn check_free(path: &Path, overwrite: bool) -> Result<(), UsageError> {
+pub(crate) fn check_free(path: &Path, overwrite: bool) -> Result<(), CommandError> {
     let Ok(found) = path.symlink_metadata() else {
         return Ok(());
     };
     let path = path.display().to_string();
     if !overwrite {
-        return Err(UsageError::Exists { path });
+        return Err(exists_already(&path));
     }
     if found.is_file() {
         Ok(())
     } else {
-        Err(UsageError::NotReplaceable { path })
+        Err(not_replaceable(&path))
     }
 }
 

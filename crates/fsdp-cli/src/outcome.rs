@@ -10,63 +10,45 @@ use fsdp_tools::sign::SignError;
 use fsdp_tools::tensor_parallel::TensorParallelError;
 
 use crate::exit_codes;
-use crate::failure::{Broken, ConversionStopped, Damaged, Different, Stopped, UsageError, kind_as};
+use crate::failure::{CommandError, kind_as};
 #[cfg(feature = "train")]
 use crate::job_failure;
 use crate::output::StdoutClosed;
 
-/// Returns the exit code of the first cause that has one.
+/// Returns the exit code of an error: that of the command's own, or else of the first cause that
+/// has one.
 pub(crate) fn exit_code(error: &Error) -> u8 {
-    error
-        .chain()
-        .find_map(code_of)
-        .unwrap_or(exit_codes::INTERNAL)
+    match error.downcast_ref::<CommandError>() {
+        Some(error) => error.exit_code,
+        None => error
+            .chain()
+            .find_map(code_of)
+            .unwrap_or(exit_codes::INTERNAL),
+    }
 }
 
 /// Returns advice on what to do about an error, if there is any.
 pub(crate) fn hint(error: &Error) -> Option<&'static str> {
-    // The reports of `verify`, `diff` and `log` need no advice.
-    if error
-        .chain()
-        .any(|cause| cause.is::<Damaged>() || cause.is::<Different>() || cause.is::<Broken>())
-    {
-        return None;
-    }
     // Advice about one error is better than advice about all errors of its kind.
-    error
-        .chain()
-        .find_map(hint_of)
-        .or_else(|| hint_for_exit_code(exit_code(error)))
+    match error.downcast_ref::<CommandError>() {
+        Some(error) => error.hint,
+        None => error
+            .chain()
+            .find_map(hint_of)
+            .or_else(|| hint_for_exit_code(exit_code(error))),
+    }
 }
 
 /// Returns the exit code for one cause of an error; `None` if it tells none.
 fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
-    if cause.is::<UsageError>() || cause.is::<MapError>() || cause.is::<TensorParallelError>() {
+    if cause.is::<MapError>() || cause.is::<TensorParallelError>() {
         return Some(exit_codes::USAGE);
-    }
-    if cause.is::<Different>() || cause.is::<Broken>() {
-        return Some(exit_codes::DIFFERENCE);
     }
     if let Some(FileError::Opaque { .. }) = cause.downcast_ref() {
         return Some(exit_codes::OPAQUE);
     }
-    // A damaged checkpoint may have several kinds of problems: it has chosen among them.
-    if let Some(damaged) = cause.downcast_ref::<Damaged>() {
-        return Some(damaged.exit_code());
-    }
-    if cause.is::<Stopped>() {
-        return Some(exit_codes::STOPPED);
-    }
-    if let Some(ConversionStopped { signal, .. }) = cause.downcast_ref() {
-        // Shells report a process that a signal has ended as 128 plus the signal's number.
-        return Some(128 + signal);
-    }
     if cause.is::<StdoutClosed>() {
         return Some(exit_codes::IO);
-    }
-    #[cfg(feature = "train")]
-    if let Some(code) = job_failure::exit_code(cause) {
-        return Some(code);
     }
     // A cause of no known kind says nothing: the next one may.
     #[cfg(feature = "train")]
@@ -86,9 +68,6 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
 
 /// Returns the hint for one cause of an error; `None` if it has none.
 fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
-    if let Some(error) = cause.downcast_ref::<UsageError>() {
-        return Some(error.hint());
-    }
     if cause.is::<MapError>() {
         return Some(
             "`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps",

@@ -9,7 +9,7 @@ use fsdp_formats::storage::Durable;
 use fsdp_tools::verify::{Level, verify};
 use serde::Serialize;
 
-use crate::failure::UsageError;
+use crate::failure::usage_error;
 use crate::ls::no_checkpoints;
 use crate::output;
 use crate::text::{count, escaped};
@@ -71,11 +71,14 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     }
     let run = arguments.run.to_string();
     if let Some(other) = all.iter().find(|found| found.counts != all[0].counts) {
-        bail!(UsageError::MixedNames {
-            run,
-            first: all[0].name.clone(),
-            other: other.name.clone(),
-        });
+        bail!(usage_error(
+            format!(
+                "`{run}` has `{}` and `{}`, whose numbers count different things: it is not known \
+                 which is older",
+                all[0].name, other.name
+            ),
+            "move the checkpoints of one kind to another folder",
+        ));
     }
     let keep = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
     let (old, new) = all.split_at(all.len().saturating_sub(keep));
@@ -88,7 +91,12 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let mut staying = new.iter().rev().chain(retained.into_iter().rev());
     ensure!(
         expired.is_empty() || staying.any(|found| is_whole(&found.path)),
-        UsageError::NothingWhole { run }
+        usage_error(
+            format!(
+                "nothing was removed, because no checkpoint of `{run}` that would be kept is whole"
+            ),
+            "`fsdp verify` says what is wrong with each; or keep more with `--keep`",
+        )
     );
     let mut pruned = Pruned {
         schema: SCHEMA,

@@ -42,8 +42,7 @@ impl Default for Ranks {
 
 impl Ranks {
     /// Returns the number of CPU threads of each rank.
-    #[must_use]
-    pub fn threads_per_rank(&self) -> usize {
+    pub(crate) fn threads_per_rank(&self) -> usize {
         self.threads
             .map_or_else(|| cpu_threads::share(self.count), NonZeroUsize::get)
     }
@@ -67,7 +66,7 @@ impl Ranks {
     ///
     /// # Errors
     /// The threads could not be started.
-    pub fn run_one<T: Send>(
+    pub(crate) fn run_one<T: Send>(
         &self,
         rank: usize,
         f: impl FnOnce() -> T + Send,

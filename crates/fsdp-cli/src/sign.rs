@@ -12,7 +12,7 @@ use fsdp_formats::storage::Durable;
 use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde::Serialize;
 
-use crate::failure::UsageError;
+use crate::failure::exists_already;
 use crate::output;
 use crate::progress::Progress;
 use crate::text::escaped;
@@ -89,9 +89,7 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         None => path.join(SIGNATURE_FILE),
     };
     if !arguments.overwrite && signature.exists()? {
-        bail!(UsageError::Exists {
-            path: signature.to_string(),
-        });
+        bail!(exists_already(&signature.to_string()));
     }
     let bar = progress_over(path, &arguments.work);
     // A signature inside the checkpoint is not one of the files that it vouches for.

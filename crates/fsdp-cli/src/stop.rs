@@ -24,16 +24,26 @@ const SAME_REQUEST_WINDOW: Duration = Duration::from_secs(1);
 /// The signals by which terminals, schedulers and clusters ask a program to end.
 pub(crate) const REQUESTS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// Returns those of `signals` that this process was not started to ignore. `nohup`, and shells
-/// for programs in the background, ignore signals on behalf of the program.
-pub(crate) fn without_ignored(signals: &[i32]) -> Vec<i32> {
+/// Starts a thread that handles the signals of [`REQUESTS`], SIGUSR1, SIGUSR2 and `others`. Those
+/// that this process was started to ignore stay ignored: `nohup`, and shells for programs in the
+/// background, ignore signals on behalf of the program.
+///
+/// # Errors
+/// The system does not allow it.
+pub(crate) fn on_signals(others: &[i32], handle: impl FnMut(i32) + Send + 'static) -> Result<()> {
     // A system that does not tell ignores none.
     let ignored = ignored_signals().unwrap_or(0);
-    signals
-        .iter()
-        .copied()
-        .filter(|signal| ignored >> (signal - 1) & 1 == 0)
-        .collect()
+    let mut handled = [&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat();
+    handled.retain(|signal| ignored >> (signal - 1) & 1 == 0);
+    handled.extend(others);
+    let mut signals = Signals::new(handled).context("failed to listen for signals")?;
+    // One thread sees all signals, one after the other. Handlers on two threads could both take
+    // theirs for the first.
+    thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(move || signals.forever().for_each(handle))
+        .context("failed to start a thread")?;
+    Ok(())
 }
 
 /// Returns the signals that this process ignores, a bit each, if the system tells.
@@ -91,35 +101,22 @@ impl StopRequest {
         if capture::is_on() || self.is_listening.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let handled = without_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
-        let mut signals = Signals::new(handled).context("failed to listen for signals")?;
         let request = self.clone();
-        // One thread sees all signals, one after the other. Handlers on two threads could both take
-        // theirs for the first.
-        thread::Builder::new()
-            .name("signals".to_owned())
-            .spawn(move || request.handle(signals.forever()))
-            .context("failed to start a thread")?;
-        Ok(())
-    }
-
-    /// Takes the first signal for the request, and ends the process by a later one.
-    fn handle(&self, signals: impl IntoIterator<Item = i32>) {
         let mut first_came: Option<Instant> = None;
-        for signal in signals {
-            if !self.is_watching.load(Ordering::Relaxed) {
+        on_signals(&[], move |signal| {
+            if !request.is_watching.load(Ordering::Relaxed) {
                 end_by(signal);
             }
-            let Some(first_came) = first_came else {
-                first_came = Some(Instant::now());
-                let number = signal.unsigned_abs() as usize;
-                self.signal.store(number, Ordering::Relaxed);
-                continue;
-            };
-            if first_came.elapsed() >= SAME_REQUEST_WINDOW {
-                end_by(signal);
+            match first_came {
+                None => {
+                    first_came = Some(Instant::now());
+                    let number = signal.unsigned_abs() as usize;
+                    request.signal.store(number, Ordering::Relaxed);
+                }
+                Some(first_came) if first_came.elapsed() >= SAME_REQUEST_WINDOW => end_by(signal),
+                Some(_) => {}
             }
-        }
+        })
     }
 
     /// Returns the signal that asked to stop.

@@ -12,7 +12,8 @@ use fsdp_layout::with_causes;
 use fsdp_tools::verify::{self, Level, Report};
 use serde::Serialize;
 
-use crate::failure::Damaged;
+use crate::exit_codes;
+use crate::failure::CommandError;
 use crate::output;
 use crate::progress::Progress;
 use crate::sign::{self, SignedFiles};
@@ -194,21 +195,28 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let Some(first) = report.problems.first() else {
         return Ok(());
     };
-    // A file that is missing tells of an interrupted copy, which has another remedy than damage.
-    let incomplete = match &first.file {
-        Some(name) => matches!(source.directory().has(name), Ok(false)),
-        None => false,
+    let mut problems = report.problems.iter();
+    // The first that holds decides: whoever cannot read the files learns nothing about their
+    // content, and they may be sound.
+    let (exit_code, found) = if problems.all(|problem| problem.kind == ErrorKind::Io) {
+        (exit_codes::IO, "could not be read")
+    } else if finding.is_unsupported {
+        (exit_codes::UNSUPPORTED_VERSION, "could not be checked")
+    } else if let Some(name) = &first.file
+        && matches!(source.directory().has(name), Ok(false))
+    {
+        // A file that is missing tells of an interrupted copy, which has another remedy than
+        // damage.
+        (exit_codes::INCOMPLETE, "is damaged")
+    } else {
+        (exit_codes::CORRUPT, "is damaged")
     };
-    bail!(Damaged {
-        path,
-        count: report.problems.len(),
-        first: Problem::from(first).to_string(),
-        incomplete,
-        unread: report
-            .problems
-            .iter()
-            .all(|problem| problem.kind == ErrorKind::Io),
-        unsupported: finding.is_unsupported,
+    let count = report.problems.len();
+    let first = Problem::from(first);
+    bail!(CommandError {
+        exit_code,
+        message: format!("`{path}` {found}: {count} problems, the first: {first}"),
+        hint: None,
     })
 }
 

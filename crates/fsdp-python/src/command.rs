@@ -64,14 +64,12 @@ pub(crate) fn report(
             interrupted.get_or_insert(signal);
         }
     }
-    let reported = worker
+    let (outcome, output) = worker
         .join()
-        .unwrap_or_else(|_| Err(anyhow!("a bug: the command panicked").into()));
+        .unwrap_or_else(|_| (Err(anyhow!("a bug: the command panicked")), String::new()));
     if let Some(signal) = interrupted {
         return Err(signal);
     }
-    Ok(match reported {
-        Ok(output) => (output, None),
-        Err(failed) => (failed.output, Some(exception(py, failed.error))),
-    })
+    let error = outcome.err().map(|error| exception(py, error));
+    Ok((output, error))
 }

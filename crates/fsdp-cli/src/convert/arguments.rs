@@ -9,9 +9,10 @@ use fsdp_layout::DType;
 use fsdp_tools::convert::{Cast, OutputFormat};
 use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
 
-use crate::failure::UsageError;
+use crate::failure::{CommandError, usage_error};
 use crate::keys::KeyFilter;
 use crate::map::MapArguments;
+use crate::parsers::float_types;
 use crate::text::choice_name;
 use crate::work::Work;
 
@@ -40,30 +41,6 @@ pub(crate) enum To {
     HfSharded,
     /// One file that torch.load(weights_only=True) opens
     Torch,
-}
-
-/// The dtypes to cast to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum CastTo {
-    #[value(alias = "f64")]
-    Float64,
-    #[value(alias = "f32")]
-    Float32,
-    #[value(alias = "f16")]
-    Float16,
-    #[value(alias = "bf16")]
-    Bfloat16,
-}
-
-impl CastTo {
-    const fn dtype(self) -> DType {
-        match self {
-            CastTo::Float64 => DType::F64,
-            CastTo::Float32 => DType::F32,
-            CastTo::Float16 => DType::F16,
-            CastTo::Bfloat16 => DType::BF16,
-        }
-    }
 }
 
 /// The options of both commands.
@@ -131,8 +108,8 @@ pub(crate) struct ConvertArguments {
     pub(super) prefix: Option<String>,
     /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers and
     /// counts of steps
-    #[arg(long, value_enum)]
-    dtype: Option<CastTo>,
+    #[arg(long, value_parser = float_types(["float64", "float32", "float16", "bfloat16"]))]
+    dtype: Option<DType>,
     /// Cast the state of optimizers too
     #[arg(long, requires = "dtype")]
     cast_optimizer: bool,
@@ -244,18 +221,21 @@ impl TargetArguments {
         }
         // A slip in the name would otherwise leave the tokenizer out without a word.
         if !with.exists()? || with.is_file()? {
-            bail!(UsageError::NoDirectory {
-                option: "--with",
-                path: with.to_string(),
-            });
+            bail!(usage_error(
+                format!("`--with` names `{with}`, which is not a directory that exists"),
+                "name the directory of a model's configuration and tokenizer",
+            ));
         }
         Ok(Some(with))
     }
 
     /// Returns the error that the format does not have an option.
-    fn unused(&self, option: &'static str) -> UsageError {
+    fn unused(&self, option: &str) -> CommandError {
         let to = choice_name(&self.to);
-        UsageError::Unused { option, to }
+        usage_error(
+            format!("`{option}` has no effect with `--to {to}`"),
+            "leave the option out, or choose another `--to`",
+        )
     }
 }
 
@@ -289,8 +269,8 @@ impl ConvertArguments {
 
     /// Returns the cast, if one is asked for.
     pub(super) fn cast(&self) -> Option<Cast> {
-        self.dtype.map(|to| Cast {
-            dtype: to.dtype(),
+        self.dtype.map(|dtype| Cast {
+            dtype,
             with_optimizer: self.cast_optimizer,
         })
     }

@@ -11,7 +11,7 @@ use fsdp_tools::convert::OutputFormat;
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
 
 use super::arguments::{TargetArguments, WriteArguments};
-use crate::failure::UsageError;
+use crate::failure::{exists_already, not_replaceable, usage_error};
 use crate::text::choice_name;
 
 /// The place to write to, and the options of writing.
@@ -59,18 +59,23 @@ impl<'a> Destination<'a> {
         let is_taken = self.path.exists()?;
         let path = self.path.to_string();
         if is_within(source, self.path) || is_within(self.path, source) {
-            bail!(UsageError::Overlap {
-                source_path: source.to_string(),
-                destination: path,
-            });
+            bail!(usage_error(
+                format!(
+                    "`{path}` and `{source}` overlap: a checkpoint cannot be written over its source"
+                ),
+                "choose a destination outside the source",
+            ));
         }
         if self.is_one_file() && path.ends_with('/') {
-            let to = self.name.clone();
-            bail!(UsageError::NotAFile { path, to });
+            let to = &self.name;
+            bail!(usage_error(
+                format!("`{path}` is the name of a directory, and `--to {to}` writes one file"),
+                "leave out the slash at its end, or add the name of the file",
+            ));
         }
         if is_taken {
-            ensure!(self.writing.overwrite, UsageError::Exists { path });
-            ensure!(self.is_replaceable()?, UsageError::NotReplaceable { path });
+            ensure!(self.writing.overwrite, exists_already(&path));
+            ensure!(self.is_replaceable()?, not_replaceable(&path));
         }
         Ok(opened)
     }

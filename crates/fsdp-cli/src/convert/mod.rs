@@ -16,7 +16,7 @@ use fsdp_tools::merge::{Average, Lora, LoraConfig};
 
 use self::destination::Destination;
 use self::report::WriteReport;
-use crate::failure::{ConversionStopped, UsageError};
+use crate::failure::{CommandError, usage_error};
 use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
@@ -117,7 +117,10 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         return write(&average, &destination);
     };
     let [base] = sources.as_slice() else {
-        bail!(UsageError::OneBase);
+        bail!(usage_error(
+            "with `--lora`, give exactly one `--from`: the base",
+            "average the checkpoints first, or give one",
+        ));
     };
     let config = LoraConfig::read(place)?;
     // Open the file rather than the directory: a trainer's directory holds more than the adapter.
@@ -165,9 +168,15 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         drop(bar);
         // The library only knows that a step was refused, and not that a signal was the reason.
         if let (Err(_), Some(signal)) = (&outcome, stop.signal()) {
-            bail!(ConversionStopped {
-                signal,
-                destination: destination.path.to_string(),
+            bail!(CommandError {
+                // Shells report a process that a signal has ended as 128 plus the signal's number.
+                exit_code: 128 + signal,
+                message: format!(
+                    "stopped by signal {signal}: nothing was written to `{}`, and no unfinished \
+                     files are left",
+                    destination.path
+                ),
+                hint: None,
             });
         }
         let converted =

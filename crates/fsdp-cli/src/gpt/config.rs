@@ -1,5 +1,7 @@
 //! The sizes of the model.
 
+use crate::failure::{CommandError, usage_error};
+
 /// The sizes of a [`Gpt`](super::Gpt).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GptConfig {
@@ -15,34 +17,12 @@ pub struct GptConfig {
     pub vocab: usize,
 }
 
-/// The reason that a model cannot have its sizes.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum GptConfigError {
-    /// A size is zero.
-    #[error("a GPT cannot have `{size}` = 0")]
-    Zero {
-        /// The size.
-        size: &'static str,
-    },
-    /// The heads cannot share the hidden width equally.
-    #[error(
-        "hidden width {hidden} cannot be shared by {heads} heads: it must be a multiple of them"
-    )]
-    Heads {
-        /// The width.
-        hidden: usize,
-        /// The heads.
-        heads: usize,
-    },
-}
-
 impl GptConfig {
     /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// A size of zero, or a width that the heads cannot share.
-    pub fn validate(&self) -> std::result::Result<(), GptConfigError> {
+    pub(crate) fn validate(&self) -> Result<(), CommandError> {
         let sizes = [
             ("layers", self.layers),
             ("heads", self.heads),
@@ -51,13 +31,17 @@ impl GptConfig {
             ("vocab", self.vocab),
         ];
         if let Some((size, _)) = sizes.into_iter().find(|&(_, value)| value == 0) {
-            return Err(GptConfigError::Zero { size });
+            return Err(usage_error(format!("a GPT cannot have `{size}` = 0"), None));
         }
-        if !self.hidden.is_multiple_of(self.heads) {
-            return Err(GptConfigError::Heads {
-                hidden: self.hidden,
-                heads: self.heads,
-            });
+        let GptConfig { hidden, heads, .. } = self;
+        if !hidden.is_multiple_of(*heads) {
+            return Err(usage_error(
+                format!(
+                    "hidden width {hidden} cannot be shared by {heads} heads: it must be a \
+                     multiple of them"
+                ),
+                None,
+            ));
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ impl Gpt {
     ///
     /// # Errors
     /// No prompt; those of `draw`; those of [`Self::logits`].
-    pub fn generate(
+    pub(crate) fn generate(
         &self,
         prompt: &[u32],
         length: usize,

@@ -9,7 +9,7 @@ use fsdp::nn::{Recomputed, Scope, Unit};
 use fsdp::ops::{cross_entropy, linear};
 
 use self::block::{Block, LayerNorm, NORMAL};
-pub use self::config::{GptConfig, GptConfigError};
+pub use self::config::GptConfig;
 
 /// nanoGPT's GPT-2: learned positions, pre-norm blocks, exact GELU, output weights tied to the
 /// token embedding, no dropout. Parameters have nanoGPT's names and torch's orientation (`Linear`
@@ -46,18 +46,12 @@ impl Gpt {
         Self::build(scope, config, false)
     }
 
-    /// Declares the same model, whose blocks are computed again in the backward instead of keeping
-    /// their activations.
+    /// Declares the parameters. With `is_recomputed`, blocks compute their activations again in the
+    /// backward instead of keeping them.
     ///
     /// # Errors
     /// The same as [`Self::new`].
-    pub fn recomputed(scope: &Scope, config: &GptConfig) -> Result<Self> {
-        Self::build(scope, config, true)
-    }
-
-    /// Declares the parameters. With `is_recomputed`, blocks compute their activations again in the
-    /// backward.
-    fn build(scope: &Scope, config: &GptConfig, is_recomputed: bool) -> Result<Self> {
+    pub(crate) fn build(scope: &Scope, config: &GptConfig, is_recomputed: bool) -> Result<Self> {
         config.validate().map_err(candle_core::Error::wrap)?;
         let transformer = scope.pp("transformer");
         let vb = transformer.vb();
@@ -335,21 +329,17 @@ mod tests {
 
     #[test]
     fn sizes_that_make_no_model_are_refused() {
-        assert_eq!(
-            GptConfig {
-                layers: 0,
-                ..CONFIG
-            }
-            .validate(),
-            Err(GptConfigError::Zero { size: "layers" })
-        );
+        let empty = GptConfig {
+            layers: 0,
+            ..CONFIG
+        };
         let odd = GptConfig { heads: 3, ..CONFIG };
-        assert_eq!(
-            odd.validate(),
-            Err(GptConfigError::Heads {
-                hidden: 8,
-                heads: 3
-            })
-        );
+        for (config, message) in [
+            (empty, "a GPT cannot have `layers` = 0"),
+            (odd, "hidden width 8 cannot be shared by 3 heads"),
+        ] {
+            let error = config.validate().unwrap_err().message;
+            assert!(error.starts_with(message), "{error}");
+        }
     }
 }

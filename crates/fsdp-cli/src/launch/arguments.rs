@@ -10,7 +10,7 @@ use clap::Args;
 use clap::builder::BoolishValueParser;
 use fsdp::comm::{DEFAULT_MASTER_PORT, MAX_WORLD_SIZE, Secret};
 
-use crate::job_failure::JobError;
+use crate::failure::usage_error;
 
 /// The largest number of processes of one node.
 const MAX_PROCESSES: usize = 1024;
@@ -107,20 +107,12 @@ impl FromStr for ProcessCount {
 const SECRET: &str = "FSDP_SECRET";
 
 /// The place at which all ranks of a job meet, and the data that all of them share.
-#[derive(Debug)]
 pub(super) struct Rendezvous {
-    world_size: usize,
-    nproc: usize,
-    node_rank: usize,
-    master_addr: String,
-    master_port: u16,
-    job: String,
-    /// `None` where the ranks inherit what this process has: the secret of all nodes, or none.
-    secret: Option<Secret>,
-    insecure: bool,
-    /// The number of restarts before this attempt.
-    restarts: u32,
-    max_restarts: u32,
+    /// The global rank of the first process of this node.
+    pub(super) first_rank: usize,
+    /// The variables that all processes of this node share: torchrun's, and the job's name and
+    /// secret.
+    pub(super) variables: Vec<(&'static str, String)>,
 }
 
 impl LaunchArguments {
@@ -136,19 +128,37 @@ impl LaunchArguments {
         // The launchers of several nodes do not talk to each other, so none knows what another has
         // left.
         if several && self.nproc.least < self.nproc.most {
-            bail!(JobError::ElasticNodes { nnodes });
+            bail!(usage_error(
+                format!(
+                    "the number of processes can change only on one node, and there are {nnodes}"
+                ),
+                "give `--nproc` one number",
+            ));
         }
         if node_rank >= nnodes {
-            bail!(JobError::NodeRank { node_rank, nnodes });
+            bail!(usage_error(
+                format!(
+                    "this is node {node_rank}, but nodes are numbered from 0, and there are {nnodes}"
+                ),
+                "give each node its own `--node-rank`",
+            ));
         }
         let world_size = nproc.saturating_mul(nnodes);
-        let max = MAX_WORLD_SIZE;
-        if world_size > max {
-            bail!(JobError::WorldSize { nproc, nnodes, max });
+        if world_size > MAX_WORLD_SIZE {
+            bail!(usage_error(
+                format!(
+                    "{nproc} processes on each of {nnodes} nodes are more than {MAX_WORLD_SIZE} \
+                     ranks"
+                ),
+                "start fewer processes with `--nproc` or `--nnodes`",
+            ));
         }
         let master_addr = match &self.master_addr {
             Some(address) => address.clone(),
-            None if several => bail!(JobError::MasterAddr { nnodes }),
+            None if several => bail!(usage_error(
+                format!("{nnodes} nodes need the address of node 0"),
+                "name it with `--master-addr`, the same on all nodes",
+            )),
             None => LOCALHOST.to_string(),
         };
         let master_port = match self.master_port {
@@ -161,30 +171,42 @@ impl LaunchArguments {
             // Without a secret the name is all that tells jobs apart, and others may come to the
             // same one.
             None if several && self.insecure && !has_secret() => {
-                bail!(JobError::JobName { nnodes });
+                bail!(usage_error(
+                    format!(
+                        "without a secret, the ranks of {nnodes} nodes know each other by the name \
+                         of the job only, which has none"
+                    ),
+                    "give all nodes the same new `--job-id`, or the same FSDP_SECRET",
+                ));
             }
             // All nodes must come to the same name.
             None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
             None => format!("{:016x}", rand::random::<u64>()),
         };
-        let secret = if several {
-            // All nodes must have the same one, so the user has to give it to each.
+        let mut variables = vec![
+            ("WORLD_SIZE", world_size.to_string()),
+            ("LOCAL_WORLD_SIZE", nproc.to_string()),
+            ("GROUP_RANK", node_rank.to_string()),
+            ("FSDP_JOB_ID", job),
+            ("MASTER_PORT", master_port.to_string()),
+            // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
+            ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
+            ("FSDP_INSECURE", self.insecure.to_string()),
+            ("TORCHELASTIC_RESTART_COUNT", restarts.to_string()),
+            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string()),
+        ];
+        if several {
+            // All nodes must have the same one, so the user has to give it to each, and the ranks
+            // inherit it.
             self.check_secret(&master_addr)?;
-            None
         } else {
-            Some(Secret::random().context("failed to make a secret")?)
-        };
+            let secret = Secret::random().context("failed to make a secret")?;
+            variables.push((SECRET, secret.text().to_owned()));
+        }
+        variables.push(("MASTER_ADDR", master_addr));
         Ok(Rendezvous {
-            world_size,
-            nproc,
-            node_rank,
-            master_addr,
-            master_port,
-            job,
-            secret,
-            insecure: self.insecure,
-            restarts,
-            max_restarts: self.max_restarts,
+            first_rank: node_rank * nproc,
+            variables,
         })
     }
 
@@ -195,39 +217,14 @@ impl LaunchArguments {
         if has_secret() || self.insecure || is_loopback {
             return Ok(());
         }
-        bail!(JobError::Secret {
-            nnodes: self.nnodes.get(),
-        })
-    }
-}
-
-impl Rendezvous {
-    /// Returns the global rank of the process with this local rank on this node.
-    pub(super) const fn rank(&self, local_rank: usize) -> usize {
-        self.node_rank * self.nproc + local_rank
-    }
-
-    /// Returns the variables of a process of this node: torchrun's, and the job's name and secret.
-    pub(super) fn variables(&self, local_rank: usize) -> Vec<(&'static str, String)> {
-        let mut variables = vec![
-            ("RANK", self.rank(local_rank).to_string()),
-            ("WORLD_SIZE", self.world_size.to_string()),
-            ("LOCAL_RANK", local_rank.to_string()),
-            ("LOCAL_WORLD_SIZE", self.nproc.to_string()),
-            ("GROUP_RANK", self.node_rank.to_string()),
-            ("MASTER_ADDR", self.master_addr.clone()),
-            ("MASTER_PORT", self.master_port.to_string()),
-            ("FSDP_JOB_ID", self.job.clone()),
-            // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
-            ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
-            ("FSDP_INSECURE", self.insecure.to_string()),
-            ("TORCHELASTIC_RESTART_COUNT", self.restarts.to_string()),
-            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string()),
-        ];
-        if let Some(secret) = &self.secret {
-            variables.push((SECRET, secret.text().to_owned()));
-        }
-        variables
+        bail!(usage_error(
+            format!(
+                "the ranks of {} nodes need a secret, by which they recognize each other",
+                self.nnodes
+            ),
+            "set FSDP_SECRET to the same random text on all nodes (`openssl rand -hex 32` makes \
+             one), or trust everybody in the network with `--insecure`",
+        ))
     }
 }
 

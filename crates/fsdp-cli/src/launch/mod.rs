@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use fsdp::comm::BLAME_DIR;
 use tempfile::TempDir;
 
@@ -26,8 +26,7 @@ use self::running::{JobEnd, RunningProcesses};
 use self::signals::Events;
 use crate::cpu_threads;
 use crate::exit_codes;
-use crate::failure::Stopped;
-use crate::job_failure::{JobError, RankEnded};
+use crate::failure::{CommandError, Stopped, usage_error};
 use crate::output::{self, Stream};
 use crate::text::or_word;
 
@@ -47,7 +46,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// ones that failed are left out.
 ///
 /// # Errors
-/// Processes that cannot be started; [`RankEnded`] for the first that failed. None is left running
+/// Processes that cannot be started; the exit code of the first that failed. None is left running
 /// on return.
 pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     // Mistakes in the options are found before anything is started.
@@ -98,7 +97,7 @@ struct Attempts<'a> {
 /// The way to the next attempt.
 struct Next {
     /// The failure that made it necessary, if there was one.
-    failure: Option<RankEnded>,
+    failure: Option<CommandError>,
     pause: Duration,
     /// `true` if it counts as a restart.
     is_restart: bool,
@@ -134,7 +133,7 @@ impl<'a> Attempts<'a> {
     ///
     /// # Errors
     /// Not all processes have saved, and no restart is left.
-    fn regrow(&mut self, unsaved: Option<RankEnded>) -> Result<Next> {
+    fn regrow(&mut self, unsaved: Option<CommandError>) -> Result<Next> {
         self.nproc = self.arguments.nproc.most;
         self.has_regrown = true;
         self.early = 0;
@@ -159,13 +158,13 @@ impl<'a> Attempts<'a> {
     /// The failure, if it is final.
     fn restart(
         &mut self,
-        failure: RankEnded,
+        failure: CommandError,
         may_restart: bool,
         lost: usize,
         elapsed: Duration,
     ) -> Result<Next> {
         let least = self.arguments.nproc.least;
-        let is_refused = failure.code == exit_codes::USAGE;
+        let is_refused = failure.exit_code == exit_codes::USAGE;
         // A number of processes that the program refuses is no reason to end a job that may have
         // fewer. Nothing was computed, so it is not a restart.
         if may_restart && is_refused && self.has_shrunk() && self.nproc > least {
@@ -206,7 +205,7 @@ impl<'a> Attempts<'a> {
     ///
     /// # Errors
     /// The failure, if no restart is left.
-    fn count_restart(&mut self, failure: &RankEnded) -> Result<()> {
+    fn count_restart(&mut self, failure: &CommandError) -> Result<()> {
         ensure!(self.restarts < self.arguments.max_restarts, failure.clone());
         self.restarts += 1;
         Ok(())
@@ -255,12 +254,12 @@ enum AttemptOutcome {
     /// The processes were stopped so that they can be started again in their full number. `unsaved`
     /// is the failure of one that has not saved.
     Regrows {
-        unsaved: Option<RankEnded>,
+        unsaved: Option<CommandError>,
     },
     /// A process has failed. With `may_restart`, another attempt may succeed, without the processes
     /// that were lost.
     Failed {
-        failure: RankEnded,
+        failure: CommandError,
         may_restart: bool,
         lost: usize,
     },
@@ -288,16 +287,22 @@ fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
     let mut ranks = RunningProcesses::new(events, grace, attempts.stop_deadline(), guard);
     let output = RankOutput::new();
     for local_rank in 0..nproc {
-        let rank = rendezvous.rank(local_rank);
+        let rank = rendezvous.first_rank + local_rank;
         let mut command = command(arguments, nproc);
-        command.envs(rendezvous.variables(local_rank));
+        command
+            .envs(rendezvous.variables.iter().cloned())
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", local_rank.to_string());
         match &notes {
             Some(notes) => command.env(BLAME_DIR, notes.path()),
             None => command.env_remove(BLAME_DIR),
         };
-        let mut child = command.spawn().map_err(|source| {
-            let program = arguments.program[0].to_string_lossy().into_owned();
-            JobError::Program { program, source }
+        let mut child = command.spawn().with_context(|| {
+            let program = arguments.program[0].display();
+            usage_error(
+                format!("failed to start `{program}`"),
+                "check the program after `--`",
+            )
         })?;
         let stdout = child.stdout.take();
         let stderr = child.stderr.take();
@@ -354,10 +359,10 @@ fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptO
             output::talk(&format!("the last lines of rank {rank}:{lines}"));
         }
     }
-    let failure = RankEnded {
-        rank,
-        how,
-        code: exit.code(),
+    let failure = CommandError {
+        exit_code: exit.code(),
+        message: format!("rank {rank} {how}"),
+        hint: Some("see what it wrote, above"),
     };
     let mut failures = exits.iter().filter(|exit| exit.is_failure());
     if regrows && failures.all(|exit| exit.was_asked) {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use signal_hook::consts::SIGCHLD;
 
 use super::descendants::Processes;
 use super::exits::{Exit, ranks_text};
@@ -125,7 +126,7 @@ impl<'e> RunningProcesses<'e> {
             let next_deadline = deadlines.into_iter().flatten().min();
             match self.events.next(next_deadline) {
                 Ok(Event::Ended(rank)) => self.handle_end(rank)?,
-                Ok(Event::ChildEnded) => self.check_descendants_soon(),
+                Ok(Event::Signal(SIGCHLD)) => self.check_descendants_soon(),
                 Ok(Event::Signal(number)) => self.pass_on(number),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,

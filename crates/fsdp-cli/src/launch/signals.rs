@@ -3,23 +3,20 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
-use signal_hook::consts::{SIGCHLD, SIGUSR1, SIGUSR2};
-use signal_hook::iterator::Signals;
+use anyhow::Result;
+use signal_hook::consts::SIGCHLD;
 
-use crate::stop::{REQUESTS, end_by, without_ignored};
+use crate::stop::{REQUESTS, end_by, on_signals};
 
 /// An event while processes run.
 #[derive(Debug)]
 pub(super) enum Event {
     /// The process of this rank has ended. Its status has yet to be read.
     Ended(usize),
-    /// A child of this process has ended. It may be one that a rank has left behind.
-    ChildEnded,
-    /// This process received a signal.
+    /// This process received a signal. SIGCHLD tells that a child of it has ended, which may be one
+    /// that a rank has left behind.
     Signal(i32),
 }
 
@@ -38,30 +35,17 @@ impl Events {
     pub(super) fn listen() -> Result<Self> {
         let (sender, receiver) = mpsc::channel();
         let ends_at_request = Arc::new(AtomicBool::new(false));
-        // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end
-        // this process, and all others with it.
-        let mut handled = without_ignored(&[&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat());
-        handled.push(SIGCHLD);
-        let mut signals = Signals::new(handled).context("failed to listen for signals")?;
         let to = sender.clone();
         let ends = Arc::clone(&ends_at_request);
-        thread::Builder::new()
-            .name("signals".to_owned())
-            .spawn(move || {
-                for signal in signals.forever() {
-                    if ends.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
-                        end_by(signal);
-                    }
-                    let event = match signal {
-                        SIGCHLD => Event::ChildEnded,
-                        signal => Event::Signal(signal),
-                    };
-                    if to.send(event).is_err() {
-                        break;
-                    }
-                }
-            })
-            .context("failed to start a thread")?;
+        // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end
+        // this process, and all others with it.
+        on_signals(&[SIGCHLD], move |signal| {
+            if ends.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
+                end_by(signal);
+            }
+            // Sending fails only when all is over.
+            to.send(Event::Signal(signal)).ok();
+        })?;
         Ok(Events {
             sender,
             receiver,

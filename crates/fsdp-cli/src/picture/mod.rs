@@ -15,7 +15,7 @@ use fsdp_formats::checkpoint;
 use fsdp_formats::reader::OpenOptions;
 
 use self::files::CheckpointFiles;
-use crate::failure::UsageError;
+use crate::failure::nothing_selected;
 use crate::keys::KeyFilter;
 use crate::markup::page;
 use crate::new_file::{check_free, write};
@@ -72,7 +72,7 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     let keys = arguments.filter.keys(&[], None)?;
     let checkpoint_files = CheckpointFiles::new(arguments.path.to_string(), &*source, &keys);
     if checkpoint_files.is_empty() && !source.metadata().entries.is_empty() {
-        bail!(UsageError::NothingSelected);
+        bail!(nothing_selected());
     }
     let Some(file) = file else {
         if arguments.json {

@@ -1,14 +1,36 @@
-//! The times of saves and loads over links of given speeds. Pure arithmetic, in seconds and bytes.
+//! The machines of a job, and the times of saves and loads on them. Pure arithmetic, in seconds and
+//! bytes.
 
-/// The speeds of the machines, in bytes per second.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Links {
-    /// Between the memory that one rank computes in and its host's memory.
-    pub(super) staging: f64,
-    /// Between one host and the storage.
-    pub(super) host_link: f64,
-    /// At the storage, by all hosts together.
-    pub(super) storage: f64,
+use clap::Args;
+
+/// The machines that a job runs on: speeds in bytes per second, and times in seconds.
+#[derive(Debug, Args)]
+pub(super) struct Machines {
+    /// GB/s at which one rank copies its state to its host's memory
+    #[arg(long, value_name = "GB/S", default_value = "20", value_parser = positive(1e9))]
+    staging: f64,
+    /// GB/s between one host and the storage
+    #[arg(long, value_name = "GB/S", default_value = "25", value_parser = positive(1e9))]
+    host_link: f64,
+    /// GB/s of the storage, for all hosts together
+    #[arg(long, value_name = "GB/S", default_value = "200", value_parser = positive(1e9))]
+    storage: f64,
+    /// Mean hours between two failures of one host
+    // The default is that of the hosts that trained Llama 3.
+    #[arg(long, value_name = "HOURS", default_value = "5700", value_parser = positive(3600.0))]
+    pub(super) mtbf: f64,
+    /// Minutes from a failure until a new start can load
+    #[arg(long, value_name = "MINUTES", default_value = "10", value_parser = positive(60.0))]
+    pub(super) restart: f64,
+}
+
+/// Returns the parser of a number above 0, in units of this many bytes or seconds.
+fn positive(unit: f64) -> impl Fn(&str) -> Result<f64, String> + Clone {
+    move |text| match text.parse::<f64>() {
+        // Speeds and times are divisors, so none may be 0.
+        Ok(number) if number.is_finite() && number > 0.0 => Ok(number * unit),
+        _ => Err("must be a number above 0".to_owned()),
+    }
 }
 
 /// The bytes that a save or a load moves.
@@ -22,7 +44,7 @@ pub(super) struct Traffic {
     pub(super) total: u64,
 }
 
-impl Links {
+impl Machines {
     /// Returns how long ranks take to copy what they save to their hosts' memory. Training stands
     /// still meanwhile.
     pub(super) fn stall(&self, held: &Traffic) -> f64 {
@@ -66,21 +88,17 @@ mod tests {
                 total: 15
             }
         );
-        let links = Links {
+        let mut machines = Machines {
             staging: 3.0,
             host_link: 2.0,
             storage: 100.0,
+            mtbf: 1.0,
+            restart: 1.0,
         };
-        assert_eq!(links.stall(&traffic), 2.0);
-        assert_eq!(links.transfer(&traffic), 5.0);
-        assert_eq!(
-            Links {
-                storage: 1.0,
-                ..links
-            }
-            .transfer(&traffic),
-            15.0
-        );
+        assert_eq!(machines.stall(&traffic), 2.0);
+        assert_eq!(machines.transfer(&traffic), 5.0);
+        machines.storage = 1.0;
+        assert_eq!(machines.transfer(&traffic), 15.0);
         assert_eq!(
             Traffic::of_ranks(&[], 8),
             Traffic {

@@ -130,7 +130,7 @@ mod tests {
             "one in three hours"
         );
         // The default of `--mtbf` is the rate of one of its hosts.
-        let host = super::super::DEFAULT_MTBF_HOURS * HOUR;
+        let host = 5700.0 * HOUR;
         assert!((host / (16_384.0 / 8.0) / all - 1.0).abs() < 0.01);
         let job = JobTimes {
             mtbf: all,

@@ -11,25 +11,23 @@ mod twin;
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
 use clap::{ArgGroup, Args};
 use fsdp_formats::Location;
-use serde::Serialize;
+use fsdp_layout::DType;
+use serde_json::json;
 
-use self::cost::Links;
-use self::report::{Machines, PlanReport, SCHEMA};
-use self::state::{JobState, OptimizerState, ParameterType};
+use self::cost::Machines;
+use self::report::{PlanReport, SCHEMA};
+use self::state::{JobState, OptimizerState};
 use self::twin::{JobShape, Layout};
-use super::failure::UsageError;
 use super::new_file::{check_free, write};
 use super::output;
+use super::parsers::float_types;
 
 /// The largest number of ranks.
 const MAX_RANKS: u64 = 131_072;
-/// The default mean time between failures of a host, in hours. It is that of the hosts that trained
-/// Llama 3.
-const DEFAULT_MTBF_HOURS: f64 = 5700.0;
 
 /// Options of `fsdp plan`.
 #[derive(Debug, Args)]
@@ -62,29 +60,17 @@ pub(crate) struct PlanArguments {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = ranks())]
     ranks_per_host: usize,
     /// Type of the model's parameters
-    #[arg(long, value_enum, default_value_t = ParameterType::Float32)]
-    dtype: ParameterType,
+    #[arg(long, default_value = "float32",
+          value_parser = float_types(["float32", "bfloat16", "float16"]))]
+    dtype: DType,
     /// State of the optimizer
     #[arg(long, value_enum, default_value_t = OptimizerState::Adamw)]
     optimizer: OptimizerState,
     /// The way in which tensors are cut
     #[arg(long, value_enum, default_value_t = Layout::Flat)]
     layout: Layout,
-    /// GB/s at which one rank copies its state to its host's memory
-    #[arg(long, value_name = "GB/S", default_value_t = 20.0, value_parser = positive)]
-    staging: f64,
-    /// GB/s between one host and the storage
-    #[arg(long, value_name = "GB/S", default_value_t = 25.0, value_parser = positive)]
-    host_link: f64,
-    /// GB/s of the storage, for all hosts together
-    #[arg(long, value_name = "GB/S", default_value_t = 200.0, value_parser = positive)]
-    storage: f64,
-    /// Mean hours between two failures of one host
-    #[arg(long, value_name = "HOURS", default_value_t = DEFAULT_MTBF_HOURS, value_parser = positive)]
-    mtbf: f64,
-    /// Minutes from a failure until a new start can load
-    #[arg(long, value_name = "MINUTES", default_value_t = 10.0, value_parser = positive)]
-    restart: f64,
+    #[command(flatten)]
+    machines: Machines,
     /// One JSON object on stdout
     #[arg(long)]
     json: bool,
@@ -93,28 +79,12 @@ pub(crate) struct PlanArguments {
     plot: Option<PathBuf>,
 }
 
-/// The JSON of several plans.
-#[derive(Debug, Serialize)]
-struct Sweep {
-    schema: u32,
-    plans: Vec<PlanReport>,
-}
-
 fn models() -> PossibleValuesParser {
-    PossibleValuesParser::new(models::PRESETS.iter().map(|(name, _)| *name))
+    PossibleValuesParser::new(models::MODELS.iter().map(|(name, _)| *name))
 }
 
 fn ranks() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MAX_RANKS)
-}
-
-/// Parses a finite number above 0.
-fn positive(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        // Speeds and times are divisors, so none may be 0.
-        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
-        _ => Err("must be a number above 0".to_owned()),
-    }
 }
 
 /// Plans the checkpoints of a job: `fsdp plan`.
@@ -123,36 +93,35 @@ fn positive(text: &str) -> Result<f64, String> {
 /// There is no such checkpoint, the ranks cannot be divided into equal replicas, the plan is too
 /// large, or the plot exists already.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
-    let (name, state) = arguments.state()?;
+    let (model, state) = arguments.state()?;
     if let Some(plot) = &arguments.plot {
         // A large plan takes minutes, so a file that is in the way is told before.
         check_free(plot, false)?;
     }
     if let Some(ranks) = arguments.ranks {
-        let report = arguments.report(&name, &state, ranks)?;
+        let report = arguments.report(&model, &state, ranks)?;
         if let Some(plot) = &arguments.plot {
             write(plot, plot::svg(&report).as_bytes(), false)?;
         }
         return if arguments.json {
-            output::json(&report)
+            output::json(&report.json())
         } else {
             output::lines(&report.lines())
         };
     }
     // The plans of a sweep are made one after the other: each may take gigabytes.
-    let mut plans = Vec::with_capacity(arguments.sweep.len());
+    let mut plans = Vec::new();
+    let mut lines = vec![PlanReport::header()];
     for &ranks in &arguments.sweep {
-        let plan = arguments.report(&name, &state, ranks)?;
-        plans.push(plan.without_memory());
+        let mut report = arguments.report(&model, &state, ranks)?;
+        // It would be that of the largest plan so far.
+        report.peak_bytes = None;
+        plans.push(report.json());
+        lines.push(report.row());
     }
     if arguments.json {
-        return output::json(&Sweep {
-            schema: SCHEMA,
-            plans,
-        });
+        return output::json(&json!({ "schema": SCHEMA, "plans": plans }));
     }
-    let mut lines = vec![PlanReport::header()];
-    lines.extend(plans.iter().map(PlanReport::row));
     output::lines(&lines)
 }
 
@@ -167,33 +136,31 @@ impl PlanArguments {
             .model
             .clone()
             .expect("clap requires `--model` without `--like`");
-        let Some(preset) = models::preset(&name) else {
-            bail!(UsageError::NoModel { name });
-        };
-        let state = JobState::from_model(preset, self.dtype, self.optimizer)?;
+        let units = models::units(&name).expect("clap takes no other name");
+        let state = JobState::from_model(units, self.dtype, self.optimizer)?;
         Ok((name, state))
     }
 
     /// Plans for one number of ranks.
-    fn report(&self, name: &str, state: &JobState, ranks: usize) -> Result<PlanReport> {
-        // The options are in GB/s, hours and minutes.
-        let machines = Machines {
-            ranks_per_host: self.ranks_per_host,
-            links: Links {
-                staging: self.staging * 1e9,
-                host_link: self.host_link * 1e9,
-                storage: self.storage * 1e9,
-            },
-            host_mtbf: self.mtbf * 3600.0,
-            restart: self.restart * 60.0,
-        };
+    fn report<'a>(
+        &self,
+        model: &'a str,
+        state: &'a JobState,
+        ranks: usize,
+    ) -> Result<PlanReport<'a>> {
         let shape = JobShape {
             ranks,
             replicas: self.replicas,
+            ranks_per_host: self.ranks_per_host,
             layout: self.layout,
         };
         let planned = twin::plan(state, &shape)?;
-        let name = name.to_owned();
-        Ok(PlanReport::new(name, state, &shape, &machines, &planned))
+        Ok(PlanReport::new(
+            model,
+            state,
+            shape,
+            &self.machines,
+            planned,
+        ))
     }
 }

@@ -3,16 +3,9 @@
 /// A parameter: its name and its shape.
 pub(super) type Parameter = (String, Vec<usize>);
 
-/// A published model.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Preset {
-    Llama(Llama),
-    Gpt2 { layers: usize, hidden: usize },
-}
-
 /// The sizes of a model of Llama's architecture.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Llama {
+#[derive(Clone, Copy)]
+struct Llama {
     layers: usize,
     hidden: usize,
     intermediate: usize,
@@ -43,111 +36,80 @@ const LLAMA_8B: Llama = Llama {
 const GPT2_VOCAB: usize = 50_257;
 const GPT2_POSITIONS: usize = 1024;
 
+/// Lists the parameters of a model by unit: one for those that are in no layer, and one for each
+/// layer.
+type Units = fn() -> Vec<Vec<Parameter>>;
+
 /// All models that `--model` takes, by their names.
-pub(super) const PRESETS: &[(&str, Preset)] = &[
-    (
-        "gpt2-124m",
-        Preset::Gpt2 {
-            layers: 12,
-            hidden: 768,
-        },
-    ),
-    (
-        "gpt2-355m",
-        Preset::Gpt2 {
-            layers: 24,
-            hidden: 1024,
-        },
-    ),
-    (
-        "gpt2-774m",
-        Preset::Gpt2 {
-            layers: 36,
-            hidden: 1280,
-        },
-    ),
-    (
-        "gpt2-1.5b",
-        Preset::Gpt2 {
-            layers: 48,
-            hidden: 1600,
-        },
-    ),
-    (
-        "llama-1b",
-        Preset::Llama(Llama {
+pub(super) const MODELS: &[(&str, Units)] = &[
+    ("gpt2-124m", || gpt2_units(12, 768)),
+    ("gpt2-355m", || gpt2_units(24, 1024)),
+    ("gpt2-774m", || gpt2_units(36, 1280)),
+    ("gpt2-1.5b", || gpt2_units(48, 1600)),
+    ("llama-1b", || {
+        let sizes = Llama {
             layers: 16,
             hidden: 2048,
             intermediate: 8192,
             head: 64,
             tied: true,
             ..LLAMA_8B
-        }),
-    ),
-    (
-        "llama-3b",
-        Preset::Llama(Llama {
+        };
+        sizes.units()
+    }),
+    ("llama-3b", || {
+        let sizes = Llama {
             layers: 28,
             hidden: 3072,
             intermediate: 8192,
             heads: 24,
             tied: true,
             ..LLAMA_8B
-        }),
-    ),
-    ("llama-8b", Preset::Llama(LLAMA_8B)),
-    (
-        "llama-70b",
-        Preset::Llama(Llama {
+        };
+        sizes.units()
+    }),
+    ("llama-8b", || LLAMA_8B.units()),
+    ("llama-70b", || {
+        let sizes = Llama {
             layers: 80,
             hidden: 8192,
             intermediate: 28_672,
             heads: 64,
             ..LLAMA_8B
-        }),
-    ),
-    (
-        "llama-405b",
-        Preset::Llama(Llama {
+        };
+        sizes.units()
+    }),
+    ("llama-405b", || {
+        let sizes = Llama {
             layers: 126,
             hidden: 16_384,
             intermediate: 53_248,
             heads: 128,
             ..LLAMA_8B
-        }),
-    ),
-    (
-        "mistral-7b",
-        Preset::Llama(Llama {
+        };
+        sizes.units()
+    }),
+    ("mistral-7b", || {
+        let sizes = Llama {
             vocab: 32_000,
             ..LLAMA_8B
-        }),
-    ),
-    (
-        "mixtral-8x7b",
-        Preset::Llama(Llama {
+        };
+        sizes.units()
+    }),
+    ("mixtral-8x7b", || {
+        let sizes = Llama {
             vocab: 32_000,
             experts: 8,
             ..LLAMA_8B
-        }),
-    ),
+        };
+        sizes.units()
+    }),
 ];
 
-/// Returns the preset of this name.
-pub(super) fn preset(name: &str) -> Option<Preset> {
-    let (_, preset) = PRESETS.iter().find(|(preset, _)| *preset == name)?;
-    Some(*preset)
-}
-
-impl Preset {
-    /// Lists the parameters by unit: one for each layer, and one for the parameters that are in no
-    /// layer.
-    pub(super) fn units(&self) -> Vec<Vec<Parameter>> {
-        match *self {
-            Preset::Llama(sizes) => sizes.units(),
-            Preset::Gpt2 { layers, hidden } => gpt2_units(layers, hidden),
-        }
-    }
+/// Returns the units of the model of this name.
+pub(super) fn units(name: &str) -> Option<Vec<Vec<Parameter>>> {
+    let (_, units) = MODELS.iter().find(|(model, _)| *model == name)?;
+    Some(units())
 }
 
 impl Llama {
@@ -257,7 +219,7 @@ mod tests {
 
     /// The counts are those that the models' pages on the Hugging Face hub give for their files.
     #[test]
-    fn presets_have_as_many_parameters_as_the_published_models() {
+    fn models_have_as_many_parameters_as_the_published_models() {
         let published: [(&str, u64); 11] = [
             ("gpt2-124m", 124_439_808),
             ("gpt2-355m", 354_823_168),
@@ -271,10 +233,10 @@ mod tests {
             ("mistral-7b", 7_241_732_096),
             ("mixtral-8x7b", 46_702_792_704),
         ];
-        let ours: Vec<(&str, u64)> = PRESETS
+        let ours: Vec<(&str, u64)> = MODELS
             .iter()
-            .map(|(name, preset)| {
-                let parameters = preset.units().into_iter().flatten();
+            .map(|(name, units)| {
+                let parameters = units().into_iter().flatten();
                 (
                     *name,
                     parameters
@@ -288,8 +250,8 @@ mod tests {
 
     #[test]
     fn names_are_unique_and_each_layer_is_a_unit() {
-        for (model, preset) in PRESETS {
-            let units = preset.units();
+        for (model, units) in MODELS {
+            let units = units();
             let mut names: Vec<String> = units
                 .iter()
                 .flatten()
@@ -301,6 +263,6 @@ mod tests {
             assert_eq!(names.len(), all, "{model}");
             assert!(units.len() > 12);
         }
-        assert!(preset("llama-9b").is_none());
+        assert!(units("llama-9b").is_none());
     }
 }

@@ -17,10 +17,10 @@ const SPAN: f64 = 32.0;
 const POINTS: u32 = 200;
 
 /// Returns the picture of a plan.
-pub(super) fn svg(report: &PlanReport) -> String {
-    let times = report.times();
+pub(super) fn svg(report: &PlanReport<'_>) -> String {
+    let times = &report.times;
     // An interval of 0, where a save takes no time, has no place on a logarithmic axis.
-    let best = best_interval(&times).max(1e-3);
+    let best = best_interval(times).max(1e-3);
     let mut picture = Picture::default();
     let background = Area {
         x: 0.0,
@@ -47,20 +47,20 @@ pub(super) fn svg(report: &PlanReport) -> String {
     }
     let curve = (0..=POINTS).map(|point| {
         let along = f64::from(point) / f64::from(POINTS);
-        point_of(best / SPAN * (SPAN * SPAN).powf(along), best, &times)
+        point_of(best / SPAN * (SPAN * SPAN).powf(along), best, times)
     });
     picture.curve(
         "polyline",
         curve,
         "fill=\"none\" stroke=\"#1f5fa8\" stroke-width=\"2\"",
     );
-    let (x, y) = point_of(best, best, &times);
+    let (x, y) = point_of(best, best, times);
     let dot = [("cx", x), ("cy", y), ("r", 4.0)];
     picture.shape("circle", &dot, "fill=\"#c03030\"", "");
     let label = format!(
         "{}: {:.1} %",
         duration(best),
-        100.0 * effective_fraction(&times, best)
+        100.0 * effective_fraction(times, best)
     );
     picture.text((x, y - 12.0), "text-anchor=\"middle\"", &label, "");
     let below = (CHART.x_at(0.5), HEIGHT - 12.0);

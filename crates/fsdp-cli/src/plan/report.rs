@@ -1,236 +1,199 @@
 //! The figures of a plan, as a table for people and as JSON.
 
-use serde::Serialize;
+use serde_json::{Value, json};
 
-use super::cost::{Links, Traffic};
+use super::cost::{Machines, Traffic};
 use super::interval::{self, JobTimes};
 use super::state::JobState;
 use super::twin::{JobShape, Layout, LeastMost, Planned};
-use crate::text::{escaped, iec, or_word};
+use crate::text::{choice_name, escaped, iec, or_word};
 
 /// The version of the JSON's schema.
 pub(super) const SCHEMA: u32 = 1;
 
-/// The machines that a job runs on.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Machines {
-    pub(super) ranks_per_host: usize,
-    pub(super) links: Links,
-    /// The mean time between failures of one host, in seconds.
-    pub(super) host_mtbf: f64,
-    /// The time from a failure until a new start can load, in seconds.
-    pub(super) restart: f64,
-}
-
-/// All figures of one plan. Times are in seconds.
-#[derive(Debug, Serialize)]
-pub(super) struct PlanReport {
-    schema: u32,
-    model: String,
-    ranks: usize,
-    replicas: usize,
-    ranks_per_host: usize,
-    layout: Layout,
-    /// The elements of the model's parameters; none for a checkpoint, which does not tell.
-    parameters: Option<u64>,
-    tensors: usize,
-    /// The bytes of all tensors, each once.
-    bytes: u64,
-    boxes: u64,
-    /// The bytes of tensors and values that each rank writes.
-    bytes_of_rank: LeastMost,
-    /// The boxes and values that each rank writes.
-    items_of_rank: LeastMost,
+/// All figures of one plan.
+pub(super) struct PlanReport<'a> {
+    model: &'a str,
+    state: &'a JobState,
+    shape: JobShape,
+    planned: Planned,
+    hosts: usize,
     /// The most bytes that a rank holds.
     held_by_rank: u64,
     /// The files of the checkpoint, `.metadata` and `.integrity` among them.
     files: usize,
-    metadata_bytes: u64,
-    planner: Planner,
-    save: SaveTimes,
-    load_seconds: f64,
-    failures: Failures,
-}
-
-/// The planner's own needs, as measured on this machine.
-#[derive(Debug, Serialize)]
-struct Planner {
-    received_bytes: u64,
-    plan_seconds: f64,
-    metadata_seconds: f64,
     /// The most memory that this process has had; none where the system does not tell, and of one
     /// plan among several.
-    peak_bytes: Option<u64>,
-}
-
-#[derive(Debug, Serialize)]
-struct SaveTimes {
-    stall_seconds: f64,
-    seconds: f64,
-}
-
-#[derive(Debug, Serialize)]
-struct Failures {
-    hosts: usize,
-    mtbf_seconds: f64,
-    restart_seconds: f64,
-    young_seconds: f64,
-    interval_seconds: f64,
+    pub(super) peak_bytes: Option<u64>,
+    load_seconds: f64,
+    pub(super) times: JobTimes,
+    /// The best interval between saves, in seconds.
+    interval: f64,
     /// The fraction of all time in which training makes progress that is kept.
     effective: f64,
 }
 
-impl PlanReport {
+impl<'a> PlanReport<'a> {
     /// Computes the times of saves, loads and restarts from what has been planned, and the best
     /// interval between saves.
     pub(super) fn new(
-        model: String,
-        state: &JobState,
-        shape: &JobShape,
+        model: &'a str,
+        state: &'a JobState,
+        shape: JobShape,
         machines: &Machines,
-        planned: &Planned,
+        planned: Planned,
     ) -> Self {
-        let per_host = machines.ranks_per_host;
-        let links = &machines.links;
         // A save writes each byte once, but a load reads all that each rank holds: with replicas
         // that is several times as much.
-        let written = Traffic::of_ranks(&planned.files, per_host);
-        let held = Traffic::of_ranks(&planned.held, per_host);
-        let hosts = shape.ranks.div_ceil(per_host);
-        let load = links.transfer(&held);
+        let written = Traffic::of_ranks(&planned.files, shape.ranks_per_host);
+        let held = Traffic::of_ranks(&planned.held, shape.ranks_per_host);
+        let hosts = shape.ranks.div_ceil(shape.ranks_per_host);
+        let load_seconds = machines.transfer(&held);
         // A restart ends with a load, so the longer that takes, the more a failure costs.
         let times = JobTimes {
-            mtbf: machines.host_mtbf / hosts as f64,
+            mtbf: machines.mtbf / hosts as f64,
             // A save in the background copies all that a rank holds, before the ranks divide copies
             // among them.
-            stall: links.stall(&held),
-            tail: links.transfer(&written),
-            restart: machines.restart + load,
+            stall: machines.stall(&held),
+            tail: machines.transfer(&written),
+            restart: machines.restart + load_seconds,
         };
-        let best = interval::best_interval(&times);
+        let interval = interval::best_interval(&times);
         PlanReport {
-            schema: SCHEMA,
             model,
-            ranks: shape.ranks,
-            replicas: shape.replicas,
-            ranks_per_host: per_host,
-            layout: shape.layout,
-            parameters: state.parameters,
-            tensors: state.tensors(),
-            bytes: state.bytes(),
-            boxes: planned.boxes,
-            bytes_of_rank: planned.payload,
-            items_of_rank: planned.items,
+            state,
+            shape,
+            hosts,
             held_by_rank: held.rank,
             // Ranks that write nothing have no file. Two files are the metadata and the hashes.
             files: planned.files.iter().filter(|&&length| length > 0).count() + 2,
-            metadata_bytes: planned.metadata,
-            planner: Planner {
-                received_bytes: planned.received,
-                plan_seconds: planned.planning.as_secs_f64(),
-                metadata_seconds: planned.encoding.as_secs_f64(),
-                peak_bytes: crate::memory::peak_of_process(),
-            },
-            save: SaveTimes {
-                stall_seconds: times.stall,
-                seconds: times.stall + times.tail,
-            },
-            load_seconds: load,
-            failures: Failures {
-                hosts,
-                mtbf_seconds: times.mtbf,
-                restart_seconds: times.restart,
-                young_seconds: interval::young(&times),
-                interval_seconds: best,
-                effective: interval::effective_fraction(&times, best),
-            },
+            planned,
+            peak_bytes: crate::memory::peak_of_process(),
+            load_seconds,
+            times,
+            interval,
+            effective: interval::effective_fraction(&times, interval),
         }
     }
 
-    /// Leaves out the memory of the process. Of several plans it would be that of the largest so
-    /// far.
-    pub(super) fn without_memory(mut self) -> Self {
-        self.planner.peak_bytes = None;
-        self
-    }
-
-    /// Returns the times that decide the interval between saves.
-    pub(super) fn times(&self) -> JobTimes {
-        JobTimes {
-            mtbf: self.failures.mtbf_seconds,
-            stall: self.save.stall_seconds,
-            tail: self.save.seconds - self.save.stall_seconds,
-            restart: self.failures.restart_seconds,
-        }
+    /// Returns the object of `--json`. Times are in seconds.
+    pub(super) fn json(&self) -> Value {
+        let PlanReport {
+            shape,
+            planned,
+            times,
+            ..
+        } = self;
+        json!({
+            "schema": SCHEMA,
+            "model": self.model,
+            "ranks": shape.ranks,
+            "replicas": shape.replicas,
+            "ranks_per_host": shape.ranks_per_host,
+            "layout": choice_name(&shape.layout),
+            // A checkpoint does not tell which of its tensors are parameters.
+            "parameters": self.state.parameters,
+            "tensors": self.state.tensors(),
+            "bytes": self.state.bytes(),
+            "boxes": planned.boxes,
+            "bytes_of_rank": planned.payload,
+            "items_of_rank": planned.items,
+            "held_by_rank": self.held_by_rank,
+            "files": self.files,
+            "metadata_bytes": planned.metadata,
+            // The planner's own needs, as measured on this machine.
+            "planner": {
+                "received_bytes": planned.received,
+                "plan_seconds": planned.planning.as_secs_f64(),
+                "metadata_seconds": planned.encoding.as_secs_f64(),
+                "peak_bytes": self.peak_bytes,
+            },
+            "save": { "stall_seconds": times.stall, "seconds": times.stall + times.tail },
+            "load_seconds": self.load_seconds,
+            "failures": {
+                "hosts": self.hosts,
+                "mtbf_seconds": times.mtbf,
+                "restart_seconds": times.restart,
+                "young_seconds": interval::young(times),
+                "interval_seconds": self.interval,
+                "effective": self.effective,
+            },
+        })
     }
 
     /// Returns a line that tells what was planned.
     pub(super) fn title(&self) -> String {
-        let replicas = if self.replicas > 1 {
-            format!(", {} replicas", self.replicas)
+        let JobShape {
+            ranks, replicas, ..
+        } = self.shape;
+        let replicas = if replicas > 1 {
+            format!(", {replicas} replicas")
         } else {
             String::new()
         };
         format!(
             "{} on {} ranks{replicas}",
-            escaped(&self.model),
-            grouped(self.ranks as u64)
+            escaped(self.model),
+            grouped(ranks as u64)
         )
     }
 
     /// Returns the table of one plan.
     pub(super) fn lines(&self) -> Vec<String> {
-        let layout = match self.layout {
+        let layout = match self.shape.layout {
             Layout::Flat => "each unit flattened, then cut",
             Layout::Rows => "each tensor cut along its rows",
         };
         // The rows are in the order of a reader's questions: what is it, what does a rank write,
         // how long does it take, how often should it happen.
-        let planner = &self.planner;
-        let planning = duration(planner.plan_seconds);
-        let encoding = duration(planner.metadata_seconds);
-        let failures = &self.failures;
-        let mtbf = duration(failures.mtbf_seconds);
-        let hosts = grouped(failures.hosts as u64);
-        let interval = duration(failures.interval_seconds);
-        let effective = format!("{:.1} %", 100.0 * failures.effective);
-        let tensors = grouped(self.tensors as u64);
+        let PlanReport {
+            state,
+            planned,
+            times,
+            ..
+        } = self;
+        let planning = duration(planned.planning.as_secs_f64());
+        let encoding = duration(planned.encoding.as_secs_f64());
+        let mtbf = duration(times.mtbf);
+        let hosts = grouped(self.hosts as u64);
+        let effective = format!("{:.1} %", 100.0 * self.effective);
+        let tensors = grouped(state.tensors() as u64);
         let mut rows = vec![
             ("job", self.title()),
             ("layout", layout.to_owned()),
             (
                 "parameters",
-                or_word(self.parameters.map(grouped), "unknown"),
+                or_word(state.parameters.map(grouped), "unknown"),
             ),
-            ("state", format!("{} in {tensors} tensors", iec(self.bytes))),
+            (
+                "state",
+                format!("{} in {tensors} tensors", iec(state.bytes())),
+            ),
             ("held by a rank", iec(self.held_by_rank)),
             ("", String::new()),
-            ("written by a rank", self.bytes_of_rank.text(iec)),
-            ("boxes of a rank", self.items_of_rank.text(grouped)),
-            ("boxes of all", grouped(self.boxes)),
+            ("written by a rank", planned.payload.text(iec)),
+            ("boxes of a rank", planned.items.text(grouped)),
+            ("boxes of all", grouped(planned.boxes)),
             ("files", grouped(self.files as u64)),
-            (".metadata", iec(self.metadata_bytes)),
+            (".metadata", iec(planned.metadata)),
             ("", String::new()),
-            ("sent to the planner", iec(planner.received_bytes)),
+            ("sent to the planner", iec(planned.received)),
             ("planning", format!("{planning}, once for each layout")),
             ("encoding .metadata", format!("{encoding}, in each save")),
         ];
-        if let Some(bytes) = planner.peak_bytes {
+        if let Some(bytes) = self.peak_bytes {
             rows.push(("memory of this plan", iec(bytes)));
         }
         rows.extend([
             ("", String::new()),
-            (
-                "training waits for a save",
-                duration(self.save.stall_seconds),
-            ),
-            ("a save takes", duration(self.save.seconds)),
+            ("training waits for a save", duration(times.stall)),
+            ("a save takes", duration(times.stall + times.tail)),
             ("load takes", duration(self.load_seconds)),
             (
                 "mean time between failures",
                 format!("{mtbf} on {hosts} hosts"),
             ),
-            ("best interval between saves", interval),
+            ("best interval between saves", duration(self.interval)),
             ("effective time", effective),
         ]);
         rows.into_iter()
@@ -258,15 +221,15 @@ impl PlanReport {
     pub(super) fn row(&self) -> String {
         format!(
             "{:>7} {:>10} {:>7} {:>9} {:>8} {:>8} {:>8} {:>8} {:>6.1}",
-            self.ranks,
-            iec(self.bytes_of_rank.most),
-            self.items_of_rank.most,
-            iec(self.metadata_bytes),
-            duration(self.planner.plan_seconds),
-            duration(self.save.seconds),
+            self.shape.ranks,
+            iec(self.planned.payload.most),
+            self.planned.items.most,
+            iec(self.planned.metadata),
+            duration(self.planned.planning.as_secs_f64()),
+            duration(self.times.stall + self.times.tail),
             duration(self.load_seconds),
-            duration(self.failures.interval_seconds),
-            100.0 * self.failures.effective,
+            duration(self.interval),
+            100.0 * self.effective,
         )
     }
 }

@@ -10,33 +10,12 @@ use fsdp_formats::writer::value_item_length;
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
-use serde::Serialize;
 
-use super::models::{Parameter, Preset};
+use super::models::Parameter;
 use crate::inspect::bytes_of;
 
-/// The element type of a model's parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum ParameterType {
-    Float32,
-    Bfloat16,
-    Float16,
-}
-
-impl ParameterType {
-    const fn dtype(self) -> DType {
-        match self {
-            ParameterType::Float32 => DType::F32,
-            ParameterType::Bfloat16 => DType::BF16,
-            ParameterType::Float16 => DType::F16,
-        }
-    }
-}
-
 /// The state that an optimizer keeps for each parameter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Clone, Copy, ValueEnum)]
 pub(super) enum OptimizerState {
     /// Two moments in the parameters' type, and a step
     Adamw,
@@ -130,14 +109,13 @@ impl JobState {
     /// # Errors
     /// A value that cannot be encoded. All those here can.
     pub(super) fn from_model(
-        preset: Preset,
-        parameters: ParameterType,
+        units: Vec<Vec<Parameter>>,
+        dtype: DType,
         optimizer: OptimizerState,
     ) -> Result<Self> {
-        let dtype = parameters.dtype();
         let mut state = JobState::default();
         let mut elements = 0;
-        for parameters in preset.units() {
+        for parameters in units {
             // The keys are in the order of state dicts: the model first, then each kind of state.
             let mut model = Vec::with_capacity(parameters.len());
             for (name, shape) in &parameters {
@@ -278,7 +256,7 @@ fn unit_of(fqn: &str) -> (&str, &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::models::preset;
+    use super::super::models::units;
     use super::*;
 
     #[test]
@@ -305,7 +283,7 @@ mod tests {
             ("llama-405b", 755, 4533),
         ] {
             let of = |state| {
-                JobState::from_model(preset(name).unwrap(), ParameterType::Bfloat16, state)
+                JobState::from_model(units(name).unwrap(), DType::BF16, state)
                     .unwrap()
                     .bytes()
             };

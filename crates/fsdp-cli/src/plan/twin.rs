@@ -15,14 +15,13 @@ use fsdp_layout::{FlatLayout, TensorBox};
 use serde::Serialize;
 
 use super::state::{JobState, Unit};
-use crate::failure::UsageError;
+use crate::failure::usage_error;
 
 /// The largest number of boxes in a plan. They take about 20 GiB of memory.
 const MAX_BOXES: usize = 100_000_000;
 
 /// The way in which tensors are cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, ValueEnum)]
 pub(super) enum Layout {
     /// Each unit flattened, and cut in equal pieces, as FSDP1 does
     Flat,
@@ -36,6 +35,7 @@ pub(super) struct JobShape {
     pub(super) ranks: usize,
     /// The number of ranks that hold the same shard.
     pub(super) replicas: usize,
+    pub(super) ranks_per_host: usize,
     pub(super) layout: Layout,
 }
 
@@ -95,10 +95,14 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
         ranks,
         replicas,
         layout,
+        ..
     } = *shape;
     ensure!(
         ranks.is_multiple_of(replicas),
-        UsageError::UnequalReplicas { ranks, replicas }
+        usage_error(
+            format!("{ranks} ranks cannot be divided into {replicas} equal replicas"),
+            "each number of ranks must be a multiple of `--replicas`",
+        )
     );
     // Replicas hold the same boxes, so the plan of one of them is that of all.
     let shards = ranks / replicas;
@@ -146,7 +150,10 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
         boxes += offer.boxes.len();
         // The check comes before the memory is taken: the boxes of the next shard may be as many.
         if boxes > MAX_BOXES {
-            bail!(UsageError::TooManyBoxes { limit: MAX_BOXES });
+            bail!(usage_error(
+                format!("the plan would have more than {MAX_BOXES} boxes"),
+                "plan fewer ranks, more `--replicas`, or `--layout flat`",
+            ));
         }
         offers.push(offer);
     }

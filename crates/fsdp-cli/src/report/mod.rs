@@ -17,7 +17,7 @@ use fsdp_formats::lineage::chain;
 use self::history::History;
 use self::metrics::Metrics;
 use self::page::RunData;
-use crate::failure::UsageError;
+use crate::failure::usage_error;
 use crate::new_file::{check_free, write};
 use crate::output;
 
@@ -76,7 +76,13 @@ pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
         checkpoints: chain(checkpoint_dir)?,
     };
     if run.metrics.lines == 0 && run.checkpoints.is_empty() {
-        bail!(UsageError::NoRun { path: run.name });
+        bail!(usage_error(
+            format!(
+                "`{}` has neither metrics nor checkpoints of a run",
+                run.name
+            ),
+            "name the directory that `fsdp train --out` was given",
+        ));
     }
     write(file, page::html(&run).as_bytes(), arguments.overwrite)?;
     output::talk(&format!("wrote `{}`", file.display()));

@@ -12,8 +12,10 @@ use tracing::info_span;
 
 use super::arguments::{ResumeMode, TrainArguments};
 use super::report::{Reporter, Saved};
+use crate::exit_codes;
+use crate::failure::CommandError;
 use crate::gpt::Gpt;
-use crate::job_failure::Unwritable;
+use crate::job_failure::NO_PLACE;
 use crate::output;
 
 /// A run's checkpoints, as one rank sees them.
@@ -162,12 +164,18 @@ impl Checkpoints {
     ///
     /// # Errors
     /// The same on every rank: the errors of the storage.
-    pub(super) fn check_writable(&self, place: Location) -> Result<()> {
+    pub(super) fn check_writable(&self, place: &Location) -> Result<()> {
         self.checkpointer
             .check_writable()
             .map_err(|source| match source.kind() {
                 ErrorKind::RankLost | ErrorKind::NoSpace => source.into(),
-                _ => Unwritable { place, source }.into(),
+                // The operating system's error is the cause, and may be of a kind with another
+                // code; that the run has no place to save is what counts.
+                _ => Error::new(source).context(CommandError {
+                    exit_code: exit_codes::IO,
+                    message: format!("no checkpoint can be saved in `{place}`"),
+                    hint: Some(NO_PLACE),
+                }),
             })
     }
 

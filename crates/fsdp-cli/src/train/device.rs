@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::Device;
 
 use super::arguments::{BackendName, DeviceName, TrainArguments};
-use crate::job_failure::JobError;
+use crate::failure::{CommandError, usage_error};
 
 impl DeviceName {
     /// Returns the device that was asked for, if this build and this machine have it.
@@ -15,7 +15,10 @@ impl DeviceName {
         // NCCL moves GPU memory only, so it decides the device unless that is given.
         let device = match (arguments.device, arguments.backend) {
             (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => {
-                bail!(JobError::NcclOnCpus);
+                bail!(usage_error(
+                    "`--backend nccl` moves GPU memory, so it cannot be used with `--device cpu`",
+                    "leave `--device` out, or use `--backend tcp`",
+                ));
             }
             (Some(device), _) => device,
             (None, Some(BackendName::Nccl)) => DeviceName::Cuda,
@@ -43,7 +46,7 @@ impl DeviceName {
 
 /// Returns the number of GPUs that this process sees, which is not 0.
 #[cfg(feature = "cuda")]
-fn devices() -> Result<usize, JobError> {
+fn devices() -> Result<usize, CommandError> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
 
     let reason = match CudaContext::device_count().map(usize::try_from) {
@@ -51,10 +54,16 @@ fn devices() -> Result<usize, JobError> {
         Ok(_) => "CUDA finds none".to_owned(),
         Err(error) => error.to_string(),
     };
-    Err(JobError::NoGpu { reason })
+    Err(usage_error(
+        format!("no GPU can be used: {reason}"),
+        "`fsdp doctor` shows what is missing; `--device cpu` needs no GPU",
+    ))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn devices() -> Result<usize, JobError> {
-    Err(JobError::NoCuda)
+fn devices() -> Result<usize, CommandError> {
+    Err(usage_error(
+        "this build computes on CPUs only",
+        "leave `--device` out, or build with `--features cuda`",
+    ))
 }

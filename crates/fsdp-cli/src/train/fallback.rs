@@ -1,21 +1,23 @@
 //! The checkpoint that a run continues from: the newest, or an older one where that is damaged.
 
-use anyhow::{Error, Result};
+use anyhow::{Error, Result, bail};
 use fsdp::checkpoint::{Location, StepCheckpoint, list_checkpoints};
 
-use super::arguments::ResumeMode;
+use super::arguments::{ResumeMode, TrainArguments};
 use super::settings::Resume;
 use crate::exit_codes;
-use crate::job_failure::{NoCheckpoint, UnreadableCheckpoint};
+use crate::failure::CommandError;
+use crate::job_failure::UnreadableCheckpoint;
 use crate::outcome::exit_code;
 use crate::output;
 
 /// The checkpoints of a run that can be gone on from, as far as it is known.
 pub(super) struct Candidates<'a> {
-    run: &'a Location,
-    mode: ResumeMode,
+    pub(super) arguments: &'a TrainArguments,
+    pub(super) mode: ResumeMode,
+    pub(super) run: Location,
     /// `true` in the process that reports.
-    reports: bool,
+    pub(super) reports: bool,
     /// The damaged checkpoints that are newer than the one to continue from.
     pub(super) damaged: Vec<Location>,
     /// The newest step of the memory tier, if it is newer than all undamaged checkpoints.
@@ -27,10 +29,11 @@ pub(super) struct Candidates<'a> {
 }
 
 impl<'a> Candidates<'a> {
-    pub(super) const fn new(run: &'a Location, mode: ResumeMode, reports: bool) -> Self {
+    pub(super) fn new(arguments: &'a TrainArguments, reports: bool) -> Self {
         Candidates {
-            run,
-            mode,
+            arguments,
+            mode: arguments.resume_mode(),
+            run: arguments.checkpoints(),
             reports,
             damaged: Vec::new(),
             memory: None,
@@ -47,7 +50,7 @@ impl<'a> Candidates<'a> {
         if !self.run.exists()? {
             return Ok(None);
         }
-        let mut checkpoints = list_checkpoints(self.run)?;
+        let mut checkpoints = list_checkpoints(&self.run)?;
         checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
         Ok(checkpoints.last().map(|newest| newest.step))
     }
@@ -71,10 +74,15 @@ impl<'a> Candidates<'a> {
         checkpoints.extend(self.memory.clone());
         checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
         let Some(StepCheckpoint { path, .. }) = checkpoints.pop() else {
-            let directory = self.run.to_string();
-            return Err(match damage {
+            bail!(match damage {
                 Some((_, error)) => error,
-                None => NoCheckpoint { directory }.into(),
+                None => Error::new(CommandError {
+                    exit_code: exit_codes::INCOMPLETE,
+                    message: format!("`{}` holds no committed checkpoint", self.run),
+                    hint: Some(
+                        "check `--out`, or leave out `--resume` to start from the beginning"
+                    ),
+                }),
             });
         };
         if let Some((damaged, error)) = damage
@@ -113,7 +121,7 @@ impl<'a> Candidates<'a> {
         if may_be_absent && !self.run.exists()? {
             return Ok(Vec::new());
         }
-        Ok(list_checkpoints(self.run)?)
+        Ok(list_checkpoints(&self.run)?)
     }
 }
 

@@ -8,7 +8,8 @@ use fsdp::comm::{BackendKind, CommError, Environment, ProcessGroup, init_process
 
 use super::arguments::{BackendName, TrainArguments};
 use super::rank::{self, Job, RunEnd};
-use crate::job_failure::{JobError, UnreadableCheckpoint};
+use crate::failure::usage_error;
+use crate::job_failure::UnreadableCheckpoint;
 
 /// The place of this process among the ranks, and the way in which they reach each other.
 pub(super) struct Launched {
@@ -45,7 +46,15 @@ impl Launched {
         };
         let world_size = environment.world_size;
         if let Some(nproc) = arguments.nproc {
-            ensure!(nproc == world_size, JobError::Nproc { nproc, world_size });
+            ensure!(
+                nproc == world_size,
+                usage_error(
+                    format!(
+                        "`--nproc` is {nproc}, but the launcher has started {world_size} ranks"
+                    ),
+                    "leave out `--nproc`, or use threads with `--backend local`",
+                )
+            );
         }
         Ok(Some(Launched {
             environment,

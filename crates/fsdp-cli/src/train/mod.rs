@@ -20,9 +20,10 @@ use std::time::Duration;
 use crate::cpu_threads;
 use crate::data::{Batches, Text};
 use crate::ranks::Ranks;
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
 use fsdp::prelude::*;
+use serde_json::Value;
 
 use self::checkpoints::{latest_in_memory, step_in_memory};
 use self::fallback::{Candidates, named_if_damaged};
@@ -30,8 +31,8 @@ use self::launched::Launched;
 use self::rank::{Job, RunEnd};
 use self::settings::{Resume, Settings};
 use super::output;
-use crate::failure::Stopped;
-use crate::job_failure::{JobError, UnreadableCheckpoint, is_about_others};
+use crate::failure::{Stopped, usage_error};
+use crate::job_failure::{UnreadableCheckpoint, is_about_others, out_is_taken};
 use crate::logs;
 use crate::report::{EVENTS_FILE, lines};
 use crate::stop::StopRequest;
@@ -98,7 +99,6 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     stop.listen()?;
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
-    let run = &arguments.checkpoints();
     // If ranks are threads, this process has rank 0.
     let reports = launched
         .as_ref()
@@ -109,7 +109,7 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         report::check_free(arguments)?;
     }
     let ranks = ranks(arguments, launched.as_ref());
-    let mut candidates = Candidates::new(run, arguments.resume_mode(), reports);
+    let mut candidates = Candidates::new(arguments, reports);
     let mut group = None;
     // The parts of a step in memory are spread over the hosts, so only all ranks together can tell
     // which step is whole.
@@ -117,21 +117,19 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         group = Some(launched.meet(&ranks)?);
     }
     if let Some(tier) = &arguments.memory_tier
-        && arguments.resume_mode() == ResumeMode::No
+        && candidates.mode == ResumeMode::No
     {
         let found = on_ranks(&ranks, group.as_ref(), |group| {
             step_in_memory(arguments, group)
         })?;
         if let Some(step) = found {
             // The tier holds steps of a run with the same directory.
-            let directory = tier.display().to_string();
-            bail!(JobError::OutIsTaken { directory, step });
+            bail!(out_is_taken(tier.display(), step));
         }
     }
     loop {
         // Step 1: look for a step in memory that is newer than the newest undamaged checkpoint.
-        let may_be_in_memory =
-            arguments.resume_mode() != ResumeMode::No && !candidates.is_memory_damaged;
+        let may_be_in_memory = candidates.mode != ResumeMode::No && !candidates.is_memory_damaged;
         if arguments.memory_tier.is_some() && may_be_in_memory {
             let newest = candidates.newest_step()?;
             candidates.memory = on_ranks(&ranks, group.as_ref(), |group| {
@@ -139,13 +137,14 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
             })?;
         }
         // Step 2: check all that can be checked without the other ranks.
-        let place = ProcessPlace {
-            launched: launched.as_ref(),
-            reports,
+        let prepared = prepare(
+            &mut candidates,
+            launched.as_ref(),
             device,
-            threads_per_rank: ranks.threads_per_rank(),
-        };
-        let ended = match prepare(arguments, &place, &mut candidates, stop.clone()) {
+            ranks.threads_per_rank(),
+            stop.clone(),
+        );
+        let ended = match prepared {
             Ok(None) => return Ok(()),
             Ok(Some(job)) => {
                 logs::keep_trace();
@@ -195,39 +194,35 @@ fn on_ranks<T: Send>(
     Ok(found.into_iter().flatten().next())
 }
 
-/// The rank and the resources of this process.
-struct ProcessPlace<'a> {
-    launched: Option<&'a Launched>,
-    /// `true` for the process that reports.
-    reports: bool,
-    device: DeviceName,
-    threads_per_rank: usize,
-}
-
 /// Opens the checkpoint that the run continues from, and checks the options; returns `None` if the
 /// run is complete already.
 ///
 /// # Errors
 /// Options that contradict each other, the checkpoint or the text; files that cannot be read.
 fn prepare<'a>(
-    arguments: &'a TrainArguments,
-    place: &ProcessPlace<'_>,
-    candidates: &mut Candidates<'_>,
+    candidates: &mut Candidates<'a>,
+    launched: Option<&Launched>,
+    device: DeviceName,
+    threads_per_rank: usize,
     stop: StopRequest,
 ) -> Result<Option<Job<'a>>> {
-    let launched = place.launched;
+    let &mut Candidates {
+        arguments,
+        mode,
+        reports,
+        ..
+    } = candidates;
     let world_size = match launched {
         Some(launched) => launched.environment.world_size,
         None => arguments.nproc.unwrap_or(1),
     };
-    let mode = arguments.resume_mode();
     let begins = match mode {
         ResumeMode::No => true,
         ResumeMode::Auto => candidates.is_empty()?,
         ResumeMode::Newest | ResumeMode::Strict => false,
     };
-    if !begins && arguments.goes_on_unasked() && place.reports {
-        check_run_is_own(arguments, candidates)?;
+    if !begins && arguments.goes_on_unasked() && reports {
+        check_run_is_own(candidates)?;
     }
     let resume = match &arguments.init_from {
         _ if !begins => Some(candidates.open_newest()?),
@@ -258,10 +253,10 @@ fn prepare<'a>(
     if let Some(Resume { step, path, .. }) = &resume
         && *step >= arguments.steps
     {
-        let steps = arguments.steps;
-        if place.reports {
+        if reports {
             output::talk(&format!(
-                "nothing to do: `{path}` is at step {step} of {steps}"
+                "nothing to do: `{path}` is at step {step} of {}",
+                arguments.steps
             ));
         }
         return Ok(None);
@@ -269,7 +264,7 @@ fn prepare<'a>(
     if mode == ResumeMode::No {
         check_out_is_free(arguments)?;
     }
-    if begins && place.reports {
+    if begins && reports {
         check_saved_nowhere_else(arguments)?;
     }
     let mut rows = 0;
@@ -295,8 +290,8 @@ fn prepare<'a>(
         resume: Mutex::new(resume.map(Arc::new)),
         damaged: candidates.damaged.clone(),
         mesh,
-        threads_per_rank: place.threads_per_rank,
-        device: place.device,
+        threads_per_rank,
+        device,
         local_rank: launched.map(Launched::local_rank),
         stop,
     }))
@@ -311,7 +306,13 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
     let sizes = [replicas, ranks / replicas];
     match DeviceMesh::new(&sizes, &["replicate", "shard"], ranks) {
         Ok(mesh) => Ok(Some(mesh)),
-        Err(_) => bail!(JobError::Replicas { replicas, ranks }),
+        Err(_) => bail!(usage_error(
+            format!(
+                "`--strategy hybrid-shard` cannot divide {ranks} ranks into {replicas} equal \
+                 replicas"
+            ),
+            "change `--replicas` or `--nproc`",
+        )),
     }
 }
 
@@ -321,28 +322,17 @@ fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
     if run.exists()?
         && let Some(found) = latest_checkpoint(&run)?
     {
-        bail!(JobError::OutIsTaken {
-            directory: run.to_string(),
-            step: found.step,
-        });
+        bail!(out_is_taken(run, found.step));
     }
     Ok(())
 }
 
-/// A line of a run's events, as far as a later run needs it.
-#[derive(serde::Deserialize)]
-struct EarlierEvent {
-    event: String,
-    path: Option<String>,
-    job: Option<String>,
-}
-
-/// Returns the last event of a kind in the run's directory.
-fn last_event(arguments: &TrainArguments, kind: &str) -> Result<Option<EarlierEvent>> {
-    let mut last = None;
-    lines::read(&arguments.out.join(EVENTS_FILE), |event: EarlierEvent| {
-        if event.event == kind {
-            last = Some(event);
+/// Returns the last event of a kind in the run's directory; `null` if there is none.
+fn last_event(arguments: &TrainArguments, kind: &str) -> Result<Value> {
+    let mut last = Value::Null;
+    lines::read(&arguments.out.join(EVENTS_FILE), |event: Value| {
+        if event["event"] == kind {
+            last = event;
         }
     })?;
     Ok(last)
@@ -352,40 +342,45 @@ fn last_event(arguments: &TrainArguments, kind: &str) -> Result<Option<EarlierEv
 /// place, and which would begin anew because `--checkpoint-dir` is not what it was. Its metrics
 /// would be lost.
 fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
-    let Some(path) = last_event(arguments, "checkpoint")?.and_then(|event| event.path) else {
+    let event = last_event(arguments, "checkpoint")?;
+    let Some(path) = event["path"].as_str() else {
         return Ok(());
     };
     let place = Location::from(path);
     if place.name().parent() == Some(arguments.checkpoints().name()) {
         return Ok(());
     }
-    let directory = arguments.out.display().to_string();
+    let directory = arguments.out.display();
     let exists = place.exists().with_context(|| {
         format!("failed to look for the checkpoints of the run in `{directory}`")
     })?;
-    if exists {
-        let place = place.to_string();
-        bail!(JobError::SavedElsewhere { directory, place });
-    }
+    ensure!(
+        !exists,
+        usage_error(
+            format!(
+                "the run in `{directory}` has saved its checkpoints in another place, the last one \
+                 as `{place}`"
+            ),
+            "continue it with `--resume` and the `--checkpoint-dir` that it had, or choose another \
+             `--out`"
+        )
+    );
     Ok(())
 }
 
 /// Checks that a run which its launcher has started again finds its own checkpoints, and not those
 /// of another run: torchrun also restarts a process that has refused to begin because of them. It
 /// is known only of jobs with a name.
-fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> Result<()> {
-    let job = elastic_job();
-    if job.is_none() {
+fn check_run_is_own(candidates: &Candidates<'_>) -> Result<()> {
+    let Some(job) = elastic_job() else {
         return Ok(());
-    }
-    if let Some(start) = last_event(arguments, "start")?
-        && start.job != job
+    };
+    let start = last_event(candidates.arguments, "start")?;
+    if !start.is_null()
+        && start["job"] != job
         && let Some(step) = candidates.newest_step()?
     {
-        bail!(JobError::OutIsTaken {
-            directory: arguments.checkpoints().to_string(),
-            step,
-        });
+        bail!(out_is_taken(&candidates.run, step));
     }
     Ok(())
 }

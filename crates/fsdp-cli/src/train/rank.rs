@@ -127,11 +127,8 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         }
     };
     let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| {
-        if job.arguments.activation_checkpointing {
-            Gpt::recomputed(scope, &job.settings.gpt)
-        } else {
-            Gpt::new(scope, &job.settings.gpt)
-        }
+        let is_recomputed = job.arguments.activation_checkpointing;
+        Gpt::build(scope, &job.settings.gpt, is_recomputed)
     })?;
     let optimizer = job
         .settings
@@ -169,7 +166,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         return Ok(RunEnd::Stopped);
     }
     // If the checkpoint could not be loaded, the run has ended above, and has written nothing.
-    checkpoints.check_writable(job.arguments.checkpoints())?;
+    checkpoints.check_writable(&job.arguments.checkpoints())?;
     let report = open_report(run.model.group(), job)?;
     let data = reports.then(|| job.text.digest());
     Rank {

@@ -10,14 +10,15 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, bail};
 use indicatif::ProgressBar;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde_json::Value;
 
 use super::arguments::{TrainArguments, elastic_job, restarts};
 use super::sparkline::{empty_curve, sparkline};
-use crate::job_failure::JobError;
+use crate::failure::usage_error;
 use crate::output;
 use crate::progress::{bar, is_terminal};
-use crate::report::lines::{self, JsonLine};
+use crate::report::lines;
 use crate::report::series::Series;
 use crate::report::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
@@ -27,12 +28,11 @@ use fsdp::formats::storage::Durable;
 const LINES: u64 = 10;
 
 /// One line of `metrics.jsonl`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Serialize)]
 pub(super) struct StepMetrics {
     /// The number of steps done before this one.
     pub(super) step: u64,
     /// The moment at which it was done, in seconds since 1970.
-    #[serde(default)]
     pub(super) time: f64,
     /// The mean over the global batch, before the step's update.
     pub(super) loss: f64,
@@ -41,7 +41,7 @@ pub(super) struct StepMetrics {
     /// The norm of all gradients before they were clipped; `null` if they were not finite.
     pub(super) grad_norm: Option<f64>,
     /// `true` if gradients were not finite, so that the parameters were not updated.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(super) skipped: bool,
     pub(super) tokens_per_s: f64,
     /// The bytes of parameters that live on each rank between steps.
@@ -314,7 +314,7 @@ impl LineFile {
     }
 
     /// Appends a line.
-    fn write(&self, object: &serde_json::Value) -> Result<()> {
+    fn write(&self, object: &Value) -> Result<()> {
         (&self.file)
             .write_all(format!("{object}\n").as_bytes())
             .with_context(|| self.failed_to("write"))
@@ -409,8 +409,12 @@ fn lock(file: &File, directory: impl Display, timeout: Duration) -> Result<()> {
         match file.try_lock() {
             Ok(()) | Err(TryLockError::Error(_)) => return Ok(()),
             Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
-                let directory = directory.to_string();
-                bail!(JobError::OutInUse { directory });
+                bail!(usage_error(
+                    format!("another run uses `{directory}` now"),
+                    "wait until it ends, or choose another directory. If its host has died and the \
+                     lock has stayed, rename `events.jsonl` and copy it back under its name: the \
+                     lock stays with the old file",
+                ));
             }
             Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(100)),
         }
@@ -437,12 +441,6 @@ pub(super) fn now() -> f64 {
     since.unwrap_or_default().as_millis() as f64 / 1e3
 }
 
-/// The fields of a line that are read again. A loss that is not a number was written as `null`.
-#[derive(serde::Deserialize)]
-struct Numbered {
-    step: u64,
-}
-
 /// Returns the length in bytes of the part of `metrics` that a run which continues at step `start`
 /// keeps: it ends with the last line of an earlier step before the first line of `start` or a later
 /// step.
@@ -452,14 +450,15 @@ struct Numbered {
 fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
     let mut length = 0;
     let mut is_over = false;
-    lines::visit(metrics, |line: JsonLine<Numbered>| {
-        if let Some(Numbered { step }) = line.object
-            && line.is_whole
-            && !is_over
+    lines::visit(metrics, |line, end| {
+        if !is_over
+            && line.ends_with(b"\n")
+            && let Ok(metrics) = serde_json::from_slice::<Value>(line)
+            && let Some(step) = metrics["step"].as_u64()
         {
             is_over = step >= start;
             if !is_over {
-                length = line.end;
+                length = end;
             }
         }
     })?;

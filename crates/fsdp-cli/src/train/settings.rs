@@ -16,7 +16,8 @@ use fsdp::prelude::*;
 
 use super::arguments::{MAX_LAYERS, MAX_SIZE, ScheduleName, TrainArguments};
 use super::optimizers::OptimizerName;
-use crate::job_failure::JobError;
+use crate::failure::usage_error;
+use crate::job_failure::changed;
 use crate::output;
 use crate::text::choice_name;
 
@@ -216,11 +217,7 @@ impl Settings {
         if let Some(heads) = saved_size(resume, "heads")?
             && heads != gpt.heads
         {
-            bail!(JobError::Changed {
-                option: "--heads",
-                saved: heads.to_string(),
-                asked: gpt.heads.to_string(),
-            });
+            bail!(changed("--heads", heads, gpt.heads));
         }
         let mut lr = saved(resume, "train.config.lr", PlainValue::as_float)?;
         if let Some(resume) = resume
@@ -244,10 +241,14 @@ impl Settings {
                 .unwrap_or(arguments.steps),
         };
         if schedule.decay != Decay::Constant && arguments.steps > schedule.steps {
-            bail!(JobError::AfterSchedule {
-                steps: arguments.steps,
-                schedule: schedule.steps,
-            });
+            bail!(usage_error(
+                format!(
+                    "the learning rate falls to 0 after {} steps, so the last of {} steps would \
+                     train nothing",
+                    schedule.steps, arguments.steps
+                ),
+                "make the schedule longer with `--schedule-steps`, or use `--schedule constant`",
+            ));
         }
         // Seeds are unsigned, but integers in checkpoints are signed: the bits are kept.
         let seed = saved(resume, "train.seed", |seed| {
@@ -384,16 +385,8 @@ fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<Opti
     };
     // State of one optimizer is of no use to another, so this cannot change.
     if let Some(asked) = asked {
-        let option = "--optimizer";
         let asked = choice_name(&asked);
-        ensure!(
-            asked == saved,
-            JobError::Changed {
-                option,
-                saved,
-                asked
-            }
-        );
+        ensure!(asked == saved, changed("--optimizer", saved, asked));
     }
     match OptimizerName::from_str(&saved, false) {
         Ok(known) => Ok(known),

@@ -1,14 +1,15 @@
 //! The state of a run, loaded from a checkpoint.
 
-use anyhow::Result;
+use anyhow::{Result, bail, ensure};
 use fsdp::checkpoint::CheckpointError;
 use fsdp::formats::metadata::Entry;
 use fsdp::prelude::*;
 use fsdp::state::StateError;
 
 use super::settings::Resume;
+use crate::exit_codes;
+use crate::failure::CommandError;
 use crate::gpt::Gpt;
-use crate::job_failure::OtherModel;
 use crate::natural;
 
 /// The key of a gradient scaler's scale in a checkpoint.
@@ -32,7 +33,8 @@ pub(super) fn parts_to_load(resume: &Resume, has_scaler: bool) -> Vec<String> {
 /// reads the bytes that it needs, to where they belong. This is a collective.
 ///
 /// # Errors
-/// The same on every rank: [`OtherModel`], and nothing has been changed then; damaged files.
+/// The same on every rank: the checkpoint of another model, and nothing has been changed then;
+/// damaged files.
 pub(super) fn restore(
     resume: &Resume,
     checkpointer: &mut Checkpointer,
@@ -40,26 +42,47 @@ pub(super) fn restore(
 ) -> Result<()> {
     let differences = differences(resume, run.model.parameters())?;
     if !differences.is_empty() {
-        return Err(OtherModel {
-            path: resume.path.to_string(),
-            differences,
-        }
-        .into());
+        bail!(CommandError {
+            exit_code: exit_codes::DIFFERENCE,
+            message: format!(
+                "checkpoint `{}` is of another model:{}",
+                resume.path,
+                list(&differences)
+            ),
+            hint: Some(
+                "leave out `--layers`, `--hidden` and `--seq` to take the checkpoint's, or choose \
+                 another `--out`"
+            ),
+        });
     }
     let report = checkpointer
         .load(&resume.path, run)
         .map_err(without_advice)?;
     // Other programs may save more beside model and optimizer, which is left alone. Nothing that
     // the run needs may be missing.
-    if report.missing.is_empty() {
-        Ok(())
-    } else {
-        Err(StateError::Incompatible {
+    ensure!(
+        report.missing.is_empty(),
+        StateError::Incompatible {
             operation: "resume",
             report,
         }
-        .into())
+    );
+    Ok(())
+}
+
+/// The number of differences that a message lists.
+const MAX_DIFFERENCES: usize = 50;
+
+/// Returns the lines as a list below a message, of which only the first are shown.
+fn list(lines: &[String]) -> String {
+    // A model of another size differs in every tensor, and thousands of lines would hide the
+    // message.
+    let shown = lines.iter().take(MAX_DIFFERENCES);
+    let mut list: String = shown.map(|line| format!("\n  {line}")).collect();
+    if lines.len() > MAX_DIFFERENCES {
+        list.push_str(&format!("\n  and {} more", lines.len() - MAX_DIFFERENCES));
     }
+    list
 }
 
 /// Returns the cause of a load that was interrupted: the run ends, so nobody continues with what

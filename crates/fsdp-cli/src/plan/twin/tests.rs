@@ -1,17 +1,14 @@
 //! Saves of many ranks, planned small enough for every run of the tests; and the large one, by
 //! hand.
 
-use super::super::models::preset;
-use super::super::state::{OptimizerState, ParameterType};
+use super::super::models::units;
+use super::super::state::OptimizerState;
 use super::*;
+use crate::failure::CommandError;
+use fsdp_layout::DType;
 
 fn state(model: &str) -> JobState {
-    JobState::from_model(
-        preset(model).unwrap(),
-        ParameterType::Float32,
-        OptimizerState::Adamw,
-    )
-    .unwrap()
+    JobState::from_model(units(model).unwrap(), DType::F32, OptimizerState::Adamw).unwrap()
 }
 
 #[test]
@@ -25,6 +22,7 @@ fn eight_billion_parameters_on_256_ranks_are_planned_in_both_layouts() {
                 &JobShape {
                     ranks: 256,
                     replicas,
+                    ranks_per_host: 8,
                     layout,
                 },
             )
@@ -59,6 +57,7 @@ fn one_rank_holds_all_of_it() {
         &JobShape {
             ranks: 1,
             replicas: 1,
+            ranks_per_host: 8,
             layout: Layout::Flat,
         },
     )
@@ -82,11 +81,12 @@ fn ranks_that_do_not_make_equal_replicas_are_refused() {
         &JobShape {
             ranks: 10,
             replicas: 4,
+            ranks_per_host: 8,
             layout: Layout::Rows,
         },
     )
     .unwrap_err();
-    assert!(error.is::<UsageError>(), "{error}");
+    assert!(error.is::<CommandError>(), "{error}");
 }
 
 /// Takes gigabytes, and in a build without optimization minutes.
@@ -98,6 +98,7 @@ fn four_hundred_billion_parameters_on_16384_ranks_are_planned_in_one_process() {
         &JobShape {
             ranks: 16_384,
             replicas: 8,
+            ranks_per_host: 8,
             layout: Layout::Flat,
         },
     )
