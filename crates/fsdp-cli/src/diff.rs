@@ -9,6 +9,7 @@ use fsdp_tools::convert::View;
 use fsdp_tools::diff::{self, Difference, Tolerance};
 use fsdp_tools::map::Mapped;
 use serde::Serialize;
+use serde_json::json;
 
 use crate::failure::{difference, nothing_selected};
 use crate::keys::Keys;
@@ -64,20 +65,6 @@ fn tolerance(text: &str) -> Result<f64, String> {
 }
 
 const SCHEMA: u32 = 1;
-
-#[derive(Debug, Serialize)]
-struct Comparison {
-    schema: u32,
-    first: String,
-    second: String,
-    tolerance: f64,
-    /// `digests`, if they told all and no data was read; `elements` otherwise.
-    by: &'static str,
-    equal: bool,
-    /// The number of keys of either checkpoint.
-    compared: usize,
-    differences: Vec<DifferenceRow>,
-}
 
 #[derive(Debug, Serialize)]
 struct DifferenceRow {
@@ -149,20 +136,20 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let second_keys = second.metadata().entries.keys();
     let only_in_second = second_keys.filter(|key| !first_keys.contains_key(*key));
     let compared = first_keys.len() + only_in_second.count();
-    let comparison = Comparison {
-        schema: SCHEMA,
-        first: arguments.first.to_string(),
-        second: arguments.second.to_string(),
-        tolerance: arguments.tolerance,
-        by: if by_digests { "digests" } else { "elements" },
-        equal: differences.is_empty(),
-        compared,
-        differences,
-    };
     output::read_or_not(if arguments.json {
-        output::json(&comparison)
+        output::json(&json!({
+            "schema": SCHEMA,
+            "first": arguments.first.to_string(),
+            "second": arguments.second.to_string(),
+            "tolerance": arguments.tolerance,
+            // The digests, if they told all and no data was read.
+            "by": if by_digests { "digests" } else { "elements" },
+            "equal": differences.is_empty(),
+            "compared": compared,
+            "differences": differences,
+        }))
     } else {
-        list(&comparison.differences, arguments.heatmap, first, second)
+        list(&differences, arguments.heatmap, first, second)
     })?;
     if by_digests {
         output::talk(
@@ -170,7 +157,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         );
     }
     // The verdict is for people; scripts look at the exit code.
-    if comparison.equal {
+    if differences.is_empty() {
         output::talk(&format!("equal: {compared} tensors and values"));
         return Ok(());
     }
@@ -178,7 +165,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         "`{}` and `{}` differ in {} of {compared} tensors and values",
         arguments.first,
         arguments.second,
-        comparison.differences.len()
+        differences.len()
     )))
 }
 

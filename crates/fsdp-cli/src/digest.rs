@@ -9,7 +9,7 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint;
 use fsdp_formats::digest::digest;
 use fsdp_formats::reader::OpenOptions;
-use serde::Serialize;
+use serde_json::json;
 
 use crate::natural;
 use crate::output;
@@ -38,18 +38,6 @@ pub(crate) struct DigestArguments {
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
 
-#[derive(Debug, Serialize)]
-struct Digests {
-    schema: u32,
-    path: String,
-    /// `recorded` or `computed`.
-    from: &'static str,
-    /// The digest of all of it.
-    digest: String,
-    /// The digests of tensors and values, by name.
-    each: BTreeMap<String, String>,
-}
-
 /// Prints the digest of a checkpoint: `fsdp digest`.
 ///
 /// # Errors
@@ -73,17 +61,17 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
         bail!("`{path}` has no recorded digests{why}; leave out `--recorded`");
     };
     if arguments.json {
-        let each = state
+        let each: BTreeMap<&str, String> = state
             .iter()
-            .map(|(name, digest)| (name.to_owned(), digest.to_string()))
+            .map(|(name, digest)| (name, digest.to_string()))
             .collect();
-        return output::json(&Digests {
-            schema: SCHEMA,
-            path,
-            from,
-            digest: state.root().to_string(),
-            each,
-        });
+        return output::json(&json!({
+            "schema": SCHEMA,
+            "path": path,
+            "from": from,
+            "digest": state.root().to_string(),
+            "each": each,
+        }));
     }
     // The digest of all comes last, where it stands above the next prompt.
     let mut lines = Vec::new();

@@ -3,8 +3,8 @@
 use anyhow::{Result, ensure};
 use clap::Args;
 use fsdp_formats::Location;
-use fsdp_formats::lineage::{Lineage, Link, Note, chain};
-use serde::Serialize;
+use fsdp_formats::lineage::{Link, Note, chain};
+use serde_json::{Value, json};
 
 use crate::failure::difference;
 use crate::ls::no_checkpoints;
@@ -25,23 +25,6 @@ pub(crate) struct LogArguments {
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
 
-#[derive(Debug, Serialize)]
-struct Log {
-    schema: u32,
-    run: String,
-    /// `true` if no link is broken.
-    whole: bool,
-    checkpoints: Vec<LoggedCheckpoint>,
-}
-
-#[derive(Debug, Serialize)]
-struct LoggedCheckpoint {
-    name: String,
-    digest: Option<String>,
-    lineage: Option<Lineage>,
-    notes: Vec<String>,
-}
-
 /// Prints the chain of a run's checkpoints, the newest first: `fsdp log`.
 ///
 /// # Errors
@@ -59,12 +42,13 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         output::talk(&no_checkpoints(&arguments.run));
     }
     output::read_or_not(if arguments.json {
-        output::json(&Log {
-            schema: SCHEMA,
-            run: run.clone(),
-            whole: broken == 0,
-            checkpoints: links.iter().map(LoggedCheckpoint::new).collect(),
-        })
+        let checkpoints: Vec<Value> = links.iter().map(link_json).collect();
+        output::json(&json!({
+            "schema": SCHEMA,
+            "run": run,
+            "whole": broken == 0,
+            "checkpoints": checkpoints,
+        }))
     } else {
         let lines: Vec<String> = links.iter().flat_map(link_lines).collect();
         output::lines(&lines)
@@ -79,15 +63,15 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     Ok(())
 }
 
-impl LoggedCheckpoint {
-    fn new(link: &Link) -> Self {
-        LoggedCheckpoint {
-            name: link.name.clone(),
-            digest: link.digest.map(|digest| digest.to_string()),
-            lineage: link.lineage.clone(),
-            notes: link.notes.iter().map(Note::to_string).collect(),
-        }
-    }
+/// Returns the object of a checkpoint in the JSON.
+fn link_json(link: &Link) -> Value {
+    let notes: Vec<String> = link.notes.iter().map(Note::to_string).collect();
+    json!({
+        "name": link.name,
+        "digest": link.digest.map(|digest| digest.to_string()),
+        "lineage": link.lineage,
+        "notes": notes,
+    })
 }
 
 /// Returns the lines of a checkpoint: its name and digest, what it was saved with, and what is

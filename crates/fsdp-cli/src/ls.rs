@@ -7,6 +7,7 @@ use fsdp_formats::checkpoint::{self, StepOfRun, steps_of_run};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use serde::Serialize;
+use serde_json::json;
 
 use crate::text::{count, escaped, iec};
 use crate::{inspect, output};
@@ -24,13 +25,6 @@ pub(crate) struct LsArguments {
 
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
-
-#[derive(Debug, Serialize)]
-struct Listing {
-    schema: u32,
-    run: String,
-    checkpoints: Vec<ListedCheckpoint>,
-}
 
 #[derive(Debug, Default, Serialize)]
 struct ListedCheckpoint {
@@ -60,11 +54,11 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
         .map(ListedCheckpoint::new)
         .collect();
     if arguments.json {
-        return output::json(&Listing {
-            schema: SCHEMA,
-            run: arguments.run.to_string(),
-            checkpoints,
-        });
+        return output::json(&json!({
+            "schema": SCHEMA,
+            "run": arguments.run.to_string(),
+            "checkpoints": checkpoints,
+        }));
     }
     // An empty list on stdout is data; that it is empty is told on stderr.
     if checkpoints.is_empty() {

@@ -7,7 +7,7 @@ use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_tools::verify::{Level, verify};
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::failure::usage_error;
 use crate::ls::no_checkpoints;
@@ -41,23 +41,6 @@ pub(crate) struct PruneArguments {
 
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
-
-#[derive(Debug, Serialize)]
-struct Pruned {
-    schema: u32,
-    run: String,
-    /// `true` if nothing was removed, because `--yes` was not given.
-    dry_run: bool,
-    removed: Vec<String>,
-    /// The old checkpoints that are kept, each with the reason.
-    stay: Vec<Stays>,
-}
-
-#[derive(Debug, Serialize)]
-struct Stays {
-    name: String,
-    reason: String,
-}
 
 /// Removes the old checkpoints of a run: `fsdp prune`.
 ///
@@ -98,13 +81,9 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             "`fsdp verify` says what is wrong with each; or keep more with `--keep`",
         )
     );
-    let mut pruned = Pruned {
-        schema: SCHEMA,
-        run,
-        dry_run: !arguments.yes,
-        removed: Vec::new(),
-        stay: Vec::new(),
-    };
+    let mut removed = Vec::new();
+    // Old checkpoints that are kept, each with the reason.
+    let mut stay = Vec::new();
     let links = match all.first() {
         Some(found) => LinksInFolder::of_run(&arguments.run, &found.path)?,
         None => LinksInFolder::default(),
@@ -123,44 +102,46 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
                 }
             }
         }
-        let name = found.name.clone();
         match reason {
-            Some(reason) => pruned.stay.push(Stays { name, reason }),
-            None => pruned.removed.push(name),
+            Some(reason) => stay.push((&found.name, reason)),
+            None => removed.push(&found.name),
         }
     }
     output::read_or_not(if arguments.json {
-        output::json(&pruned)
+        let stay: Vec<Value> = stay
+            .iter()
+            .map(|(name, reason)| json!({ "name": name, "reason": reason }))
+            .collect();
+        output::json(&json!({
+            "schema": SCHEMA,
+            "run": run,
+            "dry_run": !arguments.yes,
+            "removed": removed,
+            "stay": stay,
+        }))
     } else {
-        list(&pruned)
+        let word = if arguments.yes {
+            "removed"
+        } else {
+            "would be removed"
+        };
+        let mut lines = Vec::new();
+        for name in &removed {
+            lines.push(format!("{}  {word}", escaped(name)));
+        }
+        for (name, reason) in &stay {
+            lines.push(format!("{}  stays: {}", escaped(name), escaped(reason)));
+        }
+        output::lines(&lines)
     })?;
+    if !arguments.yes && !arguments.json && !removed.is_empty() {
+        let are = count(removed.len(), "checkpoint would be", "checkpoints would be");
+        output::talk(&format!("{are} removed; `--yes` removes"));
+    }
     match failed {
         Some(error) => Err(error.into()),
         None => Ok(()),
     }
-}
-
-/// Prints the checkpoints that were removed, and those that are kept.
-fn list(pruned: &Pruned) -> Result<()> {
-    let word = if pruned.dry_run {
-        "would be removed"
-    } else {
-        "removed"
-    };
-    let mut lines = Vec::new();
-    for name in &pruned.removed {
-        lines.push(format!("{}  {word}", escaped(name)));
-    }
-    for Stays { name, reason } in &pruned.stay {
-        lines.push(format!("{}  stays: {}", escaped(name), escaped(reason)));
-    }
-    output::lines(&lines)?;
-    let removed = pruned.removed.len();
-    if pruned.dry_run && removed > 0 {
-        let are = count(removed, "checkpoint would be", "checkpoints would be");
-        output::talk(&format!("{are} removed; `--yes` removes"));
-    }
-    Ok(())
 }
 
 /// Returns the reason why an old checkpoint must not be removed; `None` if it may be.

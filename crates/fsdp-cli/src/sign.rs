@@ -10,7 +10,7 @@ use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::storage::Durable;
 use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::failure::exists_already;
 use crate::output;
@@ -46,32 +46,9 @@ pub(crate) struct SignArguments {
 /// The version of the JSON's schema.
 const SCHEMA: u32 = 1;
 
-#[derive(Debug, Serialize)]
-struct SignReport<'a> {
-    schema: u32,
-    path: String,
-    signature: String,
-    signed: SignedFiles<'a>,
-}
-
-/// The files that a signature vouches for, in JSON.
-#[derive(Debug, Serialize)]
-pub(crate) struct SignedFiles<'a> {
-    files: usize,
-    /// The SHA-256 of all files' hashes.
-    root: &'a str,
-    /// The SHA-256 of the public key.
-    key: &'a str,
-}
-
-impl<'a> From<&'a Signed> for SignedFiles<'a> {
-    fn from(Signed { files, root, key }: &'a Signed) -> Self {
-        SignedFiles {
-            files: *files,
-            root,
-            key,
-        }
-    }
+/// Returns the files that a signature vouches for, in JSON.
+pub(crate) fn json(Signed { files, root, key }: &Signed) -> Value {
+    json!({ "files": files, "root": root, "key": key })
 }
 
 /// Writes a signature of a checkpoint: `fsdp sign`.
@@ -104,12 +81,12 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     drop(bar);
     Durable::new().replace_file(&signature, content.as_bytes())?;
     if arguments.work.json {
-        return output::json(&SignReport {
-            schema: SCHEMA,
-            path: path.to_string(),
-            signature: signature.to_string(),
-            signed: (&signed).into(),
-        });
+        return output::json(&json!({
+            "schema": SCHEMA,
+            "path": path.to_string(),
+            "signature": signature.to_string(),
+            "signed": json(&signed),
+        }));
     }
     output::data(&format!(
         "{}  {}",

@@ -8,15 +8,16 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::ErrorKind;
-use fsdp_layout::with_causes;
-use fsdp_tools::verify::{self, Level, Report};
-use serde::Serialize;
+use fsdp_tools::elements::Census;
+use fsdp_tools::sign::Signed;
+use fsdp_tools::verify::{self, Level, Problem, Report};
+use serde_json::{Value, json};
 
 use crate::exit_codes;
 use crate::failure::CommandError;
 use crate::output;
 use crate::progress::Progress;
-use crate::sign::{self, SignedFiles};
+use crate::sign;
 use crate::text::{escaped, iec};
 use crate::work::Work;
 
@@ -65,57 +66,6 @@ pub(crate) struct VerifyArguments {
 
 const SCHEMA: u32 = 1;
 
-#[derive(Debug, Serialize)]
-struct Finding<'a> {
-    schema: u32,
-    path: String,
-    ok: bool,
-    /// `true` if hashes lie beside the files now.
-    hashed: bool,
-    tensors: usize,
-    values: usize,
-    /// The number of copies that were compared with the first one (deep only).
-    replicas: usize,
-    /// Tensors and values whose digests were compared with the recorded ones.
-    digests: usize,
-    bytes_read: u64,
-    problems: Vec<Problem>,
-    /// The opaque values, which hold objects that only running code could build.
-    opaque: Vec<OpaqueValue<'a>>,
-    not_finite: Vec<NotFinite<'a>>,
-    /// The data files that the metadata does not name.
-    unknown_files: Vec<String>,
-    /// `true` if the recorded digests are stale, because another program has rewritten the file.
-    stale_digests: bool,
-    /// The files that the signature vouches for, if one was asked for.
-    signed: Option<SignedFiles<'a>>,
-    /// `true` if there are no problems but tensors and values of a kind that is not supported.
-    #[serde(skip)]
-    is_unsupported: bool,
-}
-
-#[derive(Debug, Serialize)]
-struct Problem {
-    name: Option<String>,
-    file: Option<String>,
-    offset: Option<u64>,
-    error: String,
-}
-
-#[derive(Debug, Serialize)]
-struct OpaqueValue<'a> {
-    name: &'a str,
-    #[serde(rename = "type")]
-    of: &'a str,
-}
-
-#[derive(Debug, Serialize)]
-struct NotFinite<'a> {
-    name: &'a str,
-    nan: u64,
-    infinite: u64,
-}
-
 /// Checks a checkpoint: `fsdp verify`.
 ///
 /// # Errors
@@ -124,7 +74,6 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
     // With `--json` there is an object on stdout whatever happens: for an error that ends the check
     // early it has this error as its only problem.
-    let json = arguments.work.json;
     // Check the signature first: until then nothing in the files can be trusted.
     let checked = match (&arguments.signature, &arguments.public_key) {
         (Some(signature), Some(key)) => {
@@ -132,24 +81,20 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         }
         _ => Ok(None),
     };
-    let signed = match checked {
+    let opened = checked.and_then(|signed| {
+        let source = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
+        Ok((signed, source))
+    });
+    let (signed, source) = match opened {
         Err(error) => {
-            if json {
-                let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
-                report_only_problem(path, causes.join(": "))?;
+            if arguments.work.json {
+                let ending = Some(format!("{error:#}"));
+                let object = json(&path, &Report::default(), &[], None, ending);
+                output::read_or_not(output::json(&object))?;
             }
             return Err(error);
         }
-        Ok(signed) => signed,
-    };
-    let source = match checkpoint::open(&arguments.path, OpenOptions { verify: true }) {
-        Err(error) => {
-            if json {
-                report_only_problem(path, with_causes(&error))?;
-            }
-            return Err(error.into());
-        }
-        Ok(source) => source,
+        Ok(opened) => opened,
     };
     let level = match arguments.level {
         LevelName::Structure => Level::Structure,
@@ -176,31 +121,29 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     }
     // Files that no save has written are no damage, but whoever wonders about the size of the
     // directory wants to know of them.
-    let unknown_files = verify::unknown_files(&*source)?
+    let unknown_files: Vec<String> = verify::unknown_files(&*source)?
         .iter()
         .map(|file| file.display().to_string())
         .collect();
-    let mut finding = Finding::new(path.clone(), &report);
-    finding.unknown_files = unknown_files;
-    finding.signed = signed.as_ref().map(SignedFiles::from);
     // The exit code must not depend on how much of the report was read.
-    output::read_or_not(if json {
-        output::json(&finding)
+    output::read_or_not(if arguments.work.json {
+        let object = json(&path, &report, &unknown_files, signed.as_ref(), None);
+        output::json(&object)
     } else {
-        let mut lines: Vec<String> = signed.iter().map(sign::line).collect();
-        lines.extend(finding.lines());
-        output::lines(&lines)
+        let mut text: Vec<String> = signed.iter().map(sign::line).collect();
+        text.extend(lines(&report, &unknown_files));
+        output::lines(&text)
     })?;
     // One problem is enough for the message: the report above has all of them.
     let Some(first) = report.problems.first() else {
         return Ok(());
     };
-    let mut problems = report.problems.iter();
+    let problems = &report.problems;
     // The first that holds decides: whoever cannot read the files learns nothing about their
     // content, and they may be sound.
-    let (exit_code, found) = if problems.all(|problem| problem.kind == ErrorKind::Io) {
+    let (exit_code, found) = if are_all(problems, ErrorKind::Io) {
         (exit_codes::IO, "could not be read")
-    } else if finding.is_unsupported {
+    } else if are_all(problems, ErrorKind::UnsupportedVersion) {
         (exit_codes::UNSUPPORTED_VERSION, "could not be checked")
     } else if let Some(name) = &first.file
         && matches!(source.directory().has(name), Ok(false))
@@ -211,28 +154,13 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     } else {
         (exit_codes::CORRUPT, "is damaged")
     };
-    let count = report.problems.len();
-    let first = Problem::from(first);
+    let count = problems.len();
+    let first = problem_text(first);
     bail!(CommandError {
         exit_code,
         message: format!("`{path}` {found}: {count} problems, the first: {first}"),
         hint: None,
     })
-}
-
-/// Prints the report of a checkpoint that could not be looked into, as JSON: the error is its only
-/// problem.
-fn report_only_problem(path: String, error: String) -> Result<()> {
-    let report = Report::default();
-    let mut finding = Finding::new(path, &report);
-    finding.ok = false;
-    finding.problems.push(Problem {
-        name: None,
-        file: None,
-        offset: None,
-        error,
-    });
-    output::read_or_not(output::json(&finding))
 }
 
 /// Returns the number of bytes of all items, as stored.
@@ -245,113 +173,129 @@ fn bytes(source: &dyn Checkpoint) -> u64 {
     lengths.fold(0, u64::saturating_add)
 }
 
-impl<'a> Finding<'a> {
-    /// Makes the finding of a report. The signature and unknown files are added by the caller.
-    fn new(path: String, report: &'a Report) -> Self {
-        let opaque = report.opaque.iter();
-        let not_finite = report.not_finite.iter().map(|(name, census)| NotFinite {
-            name,
-            nan: census.nan,
-            infinite: census.infinite,
-        });
-        Finding {
-            schema: SCHEMA,
-            // Where nothing but the kind of some items is wrong, the checkpoint may well be sound.
-            is_unsupported: report
-                .problems
-                .iter()
-                .all(|problem| problem.kind == ErrorKind::UnsupportedVersion),
-            path,
-            ok: report.is_ok(),
-            hashed: report.has_integrity,
-            tensors: report.tensors,
-            values: report.values,
-            replicas: report.replicas,
-            digests: report.digests,
-            bytes_read: report.bytes_read,
-            problems: report.problems.iter().map(Problem::from).collect(),
-            opaque: opaque.map(|(name, of)| OpaqueValue { name, of }).collect(),
-            not_finite: not_finite.collect(),
-            unknown_files: Vec::new(),
-            stale_digests: report.stale_digests,
-            signed: None,
-        }
-    }
-
-    /// Returns the lines for people: first the problems, last the verdict.
-    fn lines(&self) -> Vec<String> {
-        let mut lines = Vec::new();
-        for problem in &self.problems {
-            lines.push(format!("bad       {problem}"));
-        }
-        for OpaqueValue { name, of } in &self.opaque {
-            lines.push(format!("opaque    {}: {}", escaped(name), escaped(of)));
-        }
-        for NotFinite {
-            name,
-            nan,
-            infinite,
-        } in &self.not_finite
-        {
-            lines.push(format!(
-                "numbers   {}: {nan} NaN, {infinite} infinite",
-                escaped(name)
-            ));
-        }
-        if self.stale_digests {
-            lines.push(
-                "stale     the recorded digests: another program has written the file again"
-                    .to_owned(),
-            );
-        }
-        for file in &self.unknown_files {
-            lines.push(format!("unknown   {}", escaped(file)));
-        }
-        let verdict = if self.ok {
-            "ok"
-        } else if self.is_unsupported {
-            "unchecked"
-        } else {
-            "damaged"
-        };
-        let hashes = if self.hashed { "hashes" } else { "no hashes" };
-        let Finding {
-            tensors, values, ..
-        } = self;
-        let mut line = format!("{verdict:<9} {tensors} tensors, {values} values, {hashes}");
-        if self.digests > 0 {
-            line.push_str(&format!(", {} digests", self.digests));
-        }
-        lines.push(format!("{line}, {} read", iec(self.bytes_read)));
-        lines
-    }
+/// Returns the object of `--json`. A check that an error has ended early has this error as its only
+/// problem.
+fn json(
+    path: &str,
+    report: &Report,
+    unknown_files: &[String],
+    signed: Option<&Signed>,
+    ending: Option<String>,
+) -> Value {
+    let mut problems: Vec<Value> = report
+        .problems
+        .iter()
+        .map(|problem| {
+            json!({
+                "name": problem.fqn,
+                "file": problem.file,
+                "offset": problem.offset,
+                "error": problem.error,
+            })
+        })
+        .collect();
+    problems.extend(
+        ending.map(|error| json!({ "name": null, "file": null, "offset": null, "error": error })),
+    );
+    let opaque: Vec<Value> = report
+        .opaque
+        .iter()
+        .map(|(name, of)| json!({ "name": name, "type": of }))
+        .collect();
+    let not_finite: Vec<Value> = report
+        .not_finite
+        .iter()
+        .map(|(name, Census { nan, infinite, .. })| {
+            json!({ "name": name, "nan": nan, "infinite": infinite })
+        })
+        .collect();
+    json!({
+        "schema": SCHEMA,
+        "path": path,
+        "ok": problems.is_empty(),
+        // If hashes lie beside the files now.
+        "hashed": report.has_integrity,
+        "tensors": report.tensors,
+        "values": report.values,
+        "replicas": report.replicas,
+        "digests": report.digests,
+        "bytes_read": report.bytes_read,
+        "problems": problems,
+        "opaque": opaque,
+        "not_finite": not_finite,
+        // The data files that the metadata does not name.
+        "unknown_files": unknown_files,
+        "stale_digests": report.stale_digests,
+        "signed": signed.map(sign::json),
+    })
 }
 
-impl From<&verify::Problem> for Problem {
-    fn from(problem: &verify::Problem) -> Self {
-        Problem {
-            name: problem.fqn.clone(),
-            file: problem.file.clone(),
-            offset: problem.offset,
-            error: problem.error.clone(),
-        }
-    }
+/// Returns `true` if no problem is of another kind.
+fn are_all(problems: &[Problem], kind: ErrorKind) -> bool {
+    problems.iter().all(|problem| problem.kind == kind)
 }
 
-impl std::fmt::Display for Problem {
-    /// Writes the file with its offset, the name and the error, as far as they are known. All of
-    /// them are escaped, because a checkpoint may contain names that act on a terminal.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if let Some(file) = &self.file {
-            write!(f, "`{}`", escaped(file))?;
-            match self.offset {
-                Some(offset) => write!(f, " at byte {offset}: ")?,
-                None => f.write_str(": ")?,
-            }
-        }
-        if let Some(name) = &self.name {
-            write!(f, "`{}`: ", escaped(name))?;
-        }
-        f.write_str(&escaped(&self.error))
+/// Returns the lines for people: first the problems, last the verdict.
+fn lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
+    let mut lines = Vec::new();
+    for problem in &report.problems {
+        lines.push(format!("bad       {}", problem_text(problem)));
     }
+    for (name, of) in &report.opaque {
+        lines.push(format!("opaque    {}: {}", escaped(name), escaped(of)));
+    }
+    for (name, Census { nan, infinite, .. }) in &report.not_finite {
+        lines.push(format!(
+            "numbers   {}: {nan} NaN, {infinite} infinite",
+            escaped(name)
+        ));
+    }
+    if report.stale_digests {
+        lines.push(
+            "stale     the recorded digests: another program has written the file again".to_owned(),
+        );
+    }
+    for file in unknown_files {
+        lines.push(format!("unknown   {}", escaped(file)));
+    }
+    // Where nothing but the kind of some items is wrong, the checkpoint may well be sound.
+    let verdict = if report.is_ok() {
+        "ok"
+    } else if are_all(&report.problems, ErrorKind::UnsupportedVersion) {
+        "unchecked"
+    } else {
+        "damaged"
+    };
+    let hashes = if report.has_integrity {
+        "hashes"
+    } else {
+        "no hashes"
+    };
+    let Report {
+        tensors, values, ..
+    } = report;
+    let mut line = format!("{verdict:<9} {tensors} tensors, {values} values, {hashes}");
+    if report.digests > 0 {
+        line.push_str(&format!(", {} digests", report.digests));
+    }
+    lines.push(format!("{line}, {} read", iec(report.bytes_read)));
+    lines
+}
+
+/// Returns the file with its offset, the name and the error, as far as they are known. All of them
+/// are escaped, because a checkpoint may contain names that act on a terminal.
+fn problem_text(problem: &Problem) -> String {
+    let mut text = String::new();
+    if let Some(file) = &problem.file {
+        text.push_str(&format!("`{}`", escaped(file)));
+        if let Some(offset) = problem.offset {
+            text.push_str(&format!(" at byte {offset}"));
+        }
+        text.push_str(": ");
+    }
+    if let Some(name) = &problem.fqn {
+        text.push_str(&format!("`{}`: ", escaped(name)));
+    }
+    text.push_str(&escaped(&problem.error));
+    text
 }
