@@ -13,9 +13,8 @@ use fsdp_formats::plan::LoadPlanError;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
-use fsdp_tools::elements::{Census, for_each};
+use fsdp_tools::elements::for_each;
 use fsdp_tools::verify;
-use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::failure::usage_error;
@@ -65,39 +64,6 @@ const SCHEMA: u32 = 1;
 
 /// The largest number of elements in one JSON object.
 const MAX_JSON_ELEMENTS: u64 = 1 << 20;
-
-#[derive(Debug, Default, Serialize)]
-struct Shown {
-    schema: u32,
-    name: String,
-    /// The dtype; `null` for a value.
-    dtype: Option<String>,
-    shape: Option<Vec<usize>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    stats: Option<Stats>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    npy: Option<String>,
-    /// The elements of a tensor, row-major.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    elements: Option<Vec<Value>>,
-    /// A value that is not a tensor.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    value: Option<Value>,
-}
-
-/// The statistics of a tensor. Extremes, mean and deviation are those of the finite elements;
-/// `null` if there are none.
-#[derive(Debug, Serialize)]
-struct Stats {
-    count: u64,
-    nan: u64,
-    infinite: u64,
-    zero: u64,
-    min: Option<f64>,
-    max: Option<f64>,
-    mean: Option<f64>,
-    std: Option<f64>,
-}
 
 /// Shows a tensor or value: `fsdp cat`.
 ///
@@ -150,12 +116,9 @@ fn show_value(arguments: &CatArguments, source: &dyn Checkpoint, is_opaque: bool
     }
     let value = value_json(&source.describe_value(&name)?);
     if arguments.json {
-        return output::json(&Shown {
-            schema: SCHEMA,
-            name,
-            value: Some(value),
-            ..Shown::default()
-        });
+        return output::json(&json!({
+            "schema": SCHEMA, "name": name, "dtype": null, "shape": null, "value": value,
+        }));
     }
     if is_opaque {
         // A tree of several lines.
@@ -179,13 +142,12 @@ impl NamedTensor<'_> {
 
     /// Shows the tensor, in the way that the options say.
     fn show(&self, arguments: &CatArguments) -> Result<()> {
-        let mut shown = Shown {
-            schema: SCHEMA,
-            name: self.name.to_owned(),
-            dtype: Some(self.dtype().to_string()),
-            shape: Some(self.entry.shape.clone()),
-            ..Shown::default()
-        };
+        let mut shown = json!({
+            "schema": SCHEMA,
+            "name": self.name,
+            "dtype": self.dtype().to_string(),
+            "shape": self.entry.shape,
+        });
         if let Some(file) = &arguments.npy {
             if file == Path::new(STDOUT) {
                 // For a program that reads it from a pipe.
@@ -193,7 +155,7 @@ impl NamedTensor<'_> {
                 return self.each_piece(&mut output::raw);
             }
             self.write_npy(file)?;
-            shown.npy = Some(file.display().to_string());
+            shown["npy"] = file.display().to_string().into();
         } else if arguments.stats {
             let Some(census) = verify::census(self.source, self.name, None)? else {
                 bail!(usage_error(
@@ -201,13 +163,35 @@ impl NamedTensor<'_> {
                     "leave `--stats` out to see the elements' bytes",
                 ));
             };
-            let stats = Stats::new(&census);
+            let counts = [
+                ("count", census.count),
+                ("nan", census.nan),
+                ("infinite", census.infinite),
+                ("zero", census.zero),
+            ];
+            // Without a finite element, the extremes are still those that the count began with.
+            let has_finite = census.count > census.nan + census.infinite;
+            let numbers = [
+                ("min", census.min),
+                ("max", census.max),
+                ("mean", census.mean()),
+                ("std", census.std()),
+            ]
+            .map(|(name, number)| (name, has_finite.then_some(number)));
             if !arguments.json {
-                return output::lines(&stats.lines());
+                let counts = counts.map(|(name, count)| format!("{name:<9} {count}"));
+                let numbers =
+                    numbers.map(|(name, number)| format!("{name:<9} {}", or_word(number, "none")));
+                return output::lines(&[counts, numbers].concat());
             }
-            shown.stats = Some(stats);
+            for (name, count) in counts {
+                shown["stats"][name] = count.into();
+            }
+            for (name, number) in numbers {
+                shown["stats"][name] = number.into();
+            }
         } else if arguments.json {
-            shown.elements = Some(self.elements()?);
+            shown["elements"] = self.elements()?.into();
         } else {
             return self.print();
         }
@@ -434,37 +418,6 @@ fn value_json(value: &PlainValue) -> Value {
         PlainValue::Bytes(bytes) => hex(bytes).into(),
         PlainValue::Typed(_, description) => value_json(description),
         other => format!("{other:?}").into(),
-    }
-}
-
-impl Stats {
-    fn new(census: &Census) -> Self {
-        // Without a finite element, the extremes are still those that the count began with.
-        let finite = (census.count > census.nan + census.infinite).then_some(census);
-        Stats {
-            count: census.count,
-            nan: census.nan,
-            infinite: census.infinite,
-            zero: census.zero,
-            min: finite.map(|census| census.min),
-            max: finite.map(|census| census.max),
-            mean: finite.map(Census::mean),
-            std: finite.map(Census::std),
-        }
-    }
-
-    /// Returns the statistics as lines of text.
-    fn lines(&self) -> Vec<String> {
-        vec![
-            format!("count     {}", self.count),
-            format!("nan       {}", self.nan),
-            format!("infinite  {}", self.infinite),
-            format!("zero      {}", self.zero),
-            format!("min       {}", or_word(self.min, "none")),
-            format!("max       {}", or_word(self.max, "none")),
-            format!("mean      {}", or_word(self.mean, "none")),
-            format!("std       {}", or_word(self.std, "none")),
-        ]
     }
 }
 

@@ -5,7 +5,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::metadata::Metadata;
 use fsdp_tools::convert::Converted;
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::destination::Destination;
 use crate::inspect;
@@ -22,42 +22,20 @@ const PIECE_BYTES: u64 = 16 << 20;
 const OVERHEAD_BYTES: u64 = 2 << 20;
 
 /// The report of what was, or would be, written.
-#[derive(Debug, Serialize)]
-pub(super) struct WriteReport {
-    schema: u32,
-    source: String,
-    destination: String,
-    to: String,
-    dry_run: bool,
-    tensors: usize,
+pub(super) struct WriteReport<'a> {
+    source: &'a dyn Checkpoint,
+    destination: &'a Destination<'a>,
     values: usize,
-    /// The bytes of all tensors' elements.
-    pub(super) bytes: u64,
     /// The approximate upper limit of the memory used.
     memory: u64,
-    /// The keys of values that the format cannot hold, and the file that holds them.
-    aside: Vec<String>,
-    aside_file: Option<String>,
-    /// The keys of quantized tensors, which are written as integers. `KEY.quantizer` describes
-    /// their meaning.
-    quantized: Vec<String>,
-    /// The containers that the format cannot express: keys that are not text, tuples, empty dicts.
-    containers: Vec<String>,
-    /// The files beside the source's own that are copied.
-    copied: Vec<String>,
-    /// The files and directories beside the source's own that are not copied.
-    left_behind: Vec<String>,
-    /// The keys of the notes in the headers of safetensors files that the format cannot hold.
-    notes_left_out: Vec<String>,
-    /// The keys of opaque values that are left out.
+    /// What was written or, before, what is known of it.
+    pub(super) written: Converted,
+    /// The keys of opaque values that are left out, with their types.
     dropped: Vec<String>,
-    /// The number of tensor-parallel ranks, and the most bytes of tensors that one of them gets.
-    #[serde(skip_serializing_if = "Option::is_none")]
     tensor_parallel: Option<TensorParallelReport>,
 }
 
 /// The parts of tensor-parallel ranks.
-#[derive(Debug, Serialize)]
 struct TensorParallelReport {
     ranks: usize,
     most_bytes: u64,
@@ -66,7 +44,6 @@ struct TensorParallelReport {
 }
 
 /// The shapes of one tensor and of its parts on each rank.
-#[derive(Debug, Serialize)]
 struct CutTensor {
     name: String,
     /// The way of cutting, such as `colwise(heads)`.
@@ -76,77 +53,90 @@ struct CutTensor {
     ranks: Vec<Vec<usize>>,
 }
 
-impl WriteReport {
+impl<'a> WriteReport<'a> {
     /// Returns the report of what will be written, as far as it is known before.
-    pub(super) fn planned(source: &dyn Checkpoint, destination: &Destination<'_>) -> Self {
+    pub(super) fn planned(source: &'a dyn Checkpoint, destination: &'a Destination<'a>) -> Self {
         // The sizes come from a file that may be damaged, so no sum may overflow.
         let metadata = source.metadata();
-        let mut tensors = 0;
-        let mut bytes: u64 = 0;
+        let mut written = Converted::default();
         let mut largest = 0;
         for (_, tensor) in metadata.tensors() {
             let size = inspect::bytes(tensor);
-            tensors += 1;
-            bytes = bytes.saturating_add(size);
+            written.tensors += 1;
+            written.bytes = written.bytes.saturating_add(size);
             largest = size.max(largest);
         }
         let threads = destination.writing.work.threads.count() as u64;
         let values = metadata.values().count();
-        let mut aside = Vec::new();
         // DCP directories and files of torch hold any value; the others keep what they cannot hold
         // in a file beside them.
-        let aside_file = destination.values_file().filter(|_| values > 0);
-        if aside_file.is_some() {
-            aside.extend(metadata.values().map(|(key, _)| key.to_owned()));
-            aside.sort_by(|a, b| natural::compare(a, b));
+        written.aside_file = destination.values_file().filter(|_| values > 0);
+        if written.aside_file.is_some() {
+            written
+                .aside
+                .extend(metadata.values().map(|(key, _)| key.to_owned()));
+            written.aside.sort_by(|a, b| natural::compare(a, b));
         }
         let is_dry_run = destination.writing.dry_run;
         let plan = destination.plan.as_ref();
         WriteReport {
-            schema: SCHEMA,
-            source: source.path().display().to_string(),
-            destination: destination.path.to_string(),
-            to: destination.name.clone(),
-            dry_run: is_dry_run,
-            tensors,
+            source,
+            destination,
             values,
-            bytes,
             // Each thread holds a piece as it was read, and the same piece as it will be written.
             memory: threads.saturating_mul(2 * largest.min(PIECE_BYTES) + OVERHEAD_BYTES),
-            aside,
-            aside_file,
-            quantized: Vec::new(),
-            containers: Vec::new(),
-            copied: Vec::new(),
-            left_behind: Vec::new(),
-            notes_left_out: Vec::new(),
+            written,
             dropped: Vec::new(),
             tensor_parallel: plan.map(|plan| TensorParallelReport::new(plan, metadata, is_dry_run)),
         }
     }
 
-    /// Sets what was really written.
-    pub(super) fn set_written(&mut self, source: &dyn Checkpoint, written: Converted) {
-        // The plan counts what the source has. Opaque items may have been left out since, and
-        // quantized tensors have become several.
-        self.tensors = written.tensors;
-        self.bytes = written.bytes;
-        self.aside = written.aside;
-        self.aside.sort_by(|a, b| natural::compare(a, b));
-        self.aside_file = written.aside_file;
-        self.quantized = written.quantized;
-        self.quantized.sort_by(|a, b| natural::compare(a, b));
-        self.containers = written.containers;
-        self.copied = written.copied;
-        self.left_behind = written.left_behind;
-        self.notes_left_out = written.notes_left_out;
-        for (key, type_name) in written.dropped {
-            // An opaque item may be a tensor, and those are counted above.
-            if source.metadata().tensor(&key).is_none() {
+    /// Sets what was really written. The plan counts what the source has: opaque items may have been
+    /// left out since, and quantized tensors have become several.
+    pub(super) fn set_written(&mut self, mut written: Converted) {
+        written.aside.sort_by(|a, b| natural::compare(a, b));
+        written.quantized.sort_by(|a, b| natural::compare(a, b));
+        for (key, type_name) in &written.dropped {
+            // An opaque item may be a tensor, and those are counted apart.
+            if self.source.metadata().tensor(key).is_none() {
                 self.values -= 1;
             }
             self.dropped.push(format!("{key} ({type_name})"));
         }
+        self.written = written;
+    }
+
+    /// Returns the object of `--json`.
+    fn json(&self) -> Value {
+        let written = &self.written;
+        let mut object = json!({
+            "schema": SCHEMA,
+            "source": self.source.path().display().to_string(),
+            "destination": self.destination.path.to_string(),
+            "to": self.destination.name,
+            "dry_run": self.destination.writing.dry_run,
+            "tensors": written.tensors,
+            "values": self.values,
+            "bytes": written.bytes,
+            "memory": self.memory,
+            "aside": written.aside,
+            "aside_file": written.aside_file,
+            "quantized": written.quantized,
+            "containers": written.containers,
+            "copied": written.copied,
+            "left_behind": written.left_behind,
+            "notes_left_out": written.notes_left_out,
+            "dropped": self.dropped,
+        });
+        if let Some(report) = &self.tensor_parallel {
+            let tensors: Vec<Value> = report.tensors.iter().map(CutTensor::json).collect();
+            object["tensor_parallel"] = json!({
+                "ranks": report.ranks,
+                "most_bytes": report.most_bytes,
+                "tensors": tensors,
+            });
+        }
+        object
     }
 
     /// Tells on stderr what is not as in the source, and then the outcome: as JSON on stdout, or in
@@ -157,12 +147,13 @@ impl WriteReport {
     pub(super) fn print(&self, as_json: bool) -> Result<()> {
         self.talk_of_differences();
         if as_json {
-            return output::json(self);
+            return output::json(&self.json());
         }
-        let tensors = count(self.tensors, "tensor", "tensors");
+        let tensors = count(self.written.tensors, "tensor", "tensors");
         let values = count(self.values, "value", "values");
-        let bytes = iec(self.bytes);
-        let path = escaped(&self.destination);
+        let bytes = iec(self.written.bytes);
+        let path = self.destination.path.to_string();
+        let path = escaped(&path);
         // Ranks of a tensor-parallel job get different amounts, and the largest decides what fits.
         let parts = match &self.tensor_parallel {
             Some(TensorParallelReport {
@@ -173,7 +164,7 @@ impl WriteReport {
             ),
             None => String::new(),
         };
-        if !self.dry_run {
+        if !self.destination.writing.dry_run {
             output::talk(&format!(
                 "wrote {tensors} and {values}, {bytes}{parts}, to `{path}`"
             ));
@@ -193,18 +184,20 @@ impl WriteReport {
 
     /// Tells on stderr what the destination holds in another way than the source, or not at all.
     fn talk_of_differences(&self) {
-        let format = &self.to;
-        if let Some(file) = &self.aside_file {
-            let are = if self.dry_run { "would be" } else { "are" };
+        let format = &self.destination.name;
+        let written = &self.written;
+        if let Some(file) = &written.aside_file {
+            let is_dry_run = self.destination.writing.dry_run;
+            let are = if is_dry_run { "would be" } else { "are" };
             let what = format!("values that `{format}` cannot hold {are} in `{file}`:");
-            talk_list(&self.aside, &what);
+            talk_list(&written.aside, &what);
         }
         talk_list(
-            &self.quantized,
+            &written.quantized,
             "quantized tensors were written as integers, with a value `KEY.quantizer` for each:",
         );
         talk_list(
-            &self.containers,
+            &written.containers,
             &format!(
                 "places of the state dict that `{format}` cannot tell (keys become text, tuples \
                  lists, empty dicts go):"
@@ -213,10 +206,10 @@ impl WriteReport {
         let one = self.dropped.len() == 1;
         let were = if one { "item was" } else { "items were" };
         talk_list(&self.dropped, &format!("opaque {were} left out:"));
-        talk_names("copied", &self.copied);
-        talk_names("left behind:", &self.left_behind);
+        talk_names("copied", &written.copied);
+        talk_names("left behind:", &written.left_behind);
         let notes = format!("notes in the header that `{format}` cannot hold:");
-        talk_names(&notes, &self.notes_left_out);
+        talk_names(&notes, &written.notes_left_out);
     }
 }
 
@@ -276,6 +269,10 @@ impl TensorParallelReport {
 }
 
 impl CutTensor {
+    fn json(&self) -> Value {
+        json!({ "name": self.name, "how": self.how, "shape": self.shape, "ranks": self.ranks })
+    }
+
     /// Returns a line: key, shape, how it is cut, and the shapes on the ranks.
     fn line(&self) -> String {
         // Most ranks have parts of the same shape: they are written once, with their number.

@@ -11,7 +11,7 @@ use fsdp::prelude::*;
 use tracing::info_span;
 
 use super::arguments::{ResumeMode, TrainArguments};
-use super::report::{Reporter, Saved};
+use super::report::Reporter;
 use crate::exit_codes;
 use crate::failure::CommandError;
 use crate::gpt::Gpt;
@@ -330,12 +330,6 @@ impl Checkpoints {
         report: Option<&Reporter>,
     ) -> Result<()> {
         let Some(report) = report else { return Ok(()) };
-        report.checkpoint(&Saved {
-            step,
-            path: self.checkpointer.location(step).to_string(),
-            bytes: saved.total_bytes,
-            seconds: saved.duration.as_secs_f64(),
-            stall_seconds: stall.as_secs_f64(),
-        })
+        report.checkpoint(step, &self.checkpointer.location(step), saved, stall)
     }
 }

@@ -17,12 +17,13 @@ use fsdp::layout::{ErrorKind, Failure};
 use fsdp::nn::{GradScalerOptions, MixedPrecision, NnError};
 use fsdp::prelude::*;
 use fsdp::state::StateError;
+use serde_json::json;
 use tracing::info_span;
 
 use super::arguments::{DeviceName, HalfPrecision, NonFinite, TrainArguments, elastic_job};
 use super::checkpoints::Checkpoints;
 use super::fallback::named_if_damaged;
-use super::report::{Reporter, RunEvent, SCHEMA, StepMetrics, now};
+use super::report::{Reporter, SCHEMA, StepMetrics, now};
 use super::sample::sample;
 use super::settings::{Resume, Settings};
 use super::state::{parts_to_load, restore};
@@ -302,17 +303,19 @@ impl Rank<'_> {
         if let Some(path) = &resumed_from {
             line.push_str(&format!(", from `{path}`"));
         }
-        let event = RunEvent::Start {
-            schema: SCHEMA,
-            ranks,
-            threads_per_rank: threads,
-            parameters: count,
-            step: self.job.start(),
-            steps: self.job.arguments.steps,
-            resumed_from,
-            job: elastic_job(),
-        };
-        report.start(&event, &line)
+        let event = json!({
+            "event": "start",
+            "schema": SCHEMA,
+            "ranks": ranks,
+            "threads_per_rank": threads,
+            "parameters": count,
+            "step": self.job.start(),
+            "steps": self.job.arguments.steps,
+            "resumed_from": resumed_from,
+            // It stays the same when a launcher starts the processes again.
+            "job": elastic_job(),
+        });
+        report.start(event, &line)
     }
 
     /// Does one step on the global batch. All ranks get the same outcome, except for the time, the

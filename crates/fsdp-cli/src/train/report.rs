@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, bail};
 use indicatif::ProgressBar;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::arguments::{TrainArguments, elastic_job, restarts};
 use super::sparkline::{empty_curve, sparkline};
@@ -22,6 +22,7 @@ use crate::report::lines;
 use crate::report::series::Series;
 use crate::report::{EVENTS_FILE, METRICS_FILE};
 use crate::text::escaped_lines;
+use fsdp::checkpoint::{Location, SaveReport};
 use fsdp::formats::storage::Durable;
 
 /// The approximate number of lines for a whole run, if there is no bar.
@@ -54,51 +55,6 @@ pub(super) struct StepMetrics {
 
 /// The version of the events' schema.
 pub(super) const SCHEMA: u32 = 1;
-
-/// The objects that `--json` prints, one a line.
-#[derive(Debug, Serialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-pub(super) enum RunEvent<'a> {
-    Start {
-        schema: u32,
-        ranks: usize,
-        threads_per_rank: usize,
-        parameters: u64,
-        step: u64,
-        steps: u64,
-        resumed_from: Option<String>,
-        /// The name of the job, where it stays the same when a launcher starts the processes again.
-        job: Option<String>,
-    },
-    Step(&'a StepMetrics),
-    Checkpoint(&'a Saved),
-    Memory {
-        step: u64,
-        bytes: u64,
-        seconds: f64,
-    },
-    Stopped {
-        step: u64,
-    },
-    End {
-        step: u64,
-        sample: Option<&'a str>,
-    },
-}
-
-/// A checkpoint that is whole.
-#[derive(Debug, Serialize)]
-pub(super) struct Saved {
-    pub(super) step: u64,
-    /// The name of its location. JSON is text, so what is not UTF-8 in it is replaced.
-    pub(super) path: String,
-    /// The bytes of tensors, on all ranks.
-    pub(super) bytes: u64,
-    /// The time from the start of the save to its commit.
-    pub(super) seconds: f64,
-    /// The time for which training stood still.
-    pub(super) stall_seconds: f64,
-}
 
 /// The reporter of a run, which only one rank has.
 pub(super) struct Reporter {
@@ -169,7 +125,7 @@ impl Reporter {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn start(&self, event: &RunEvent<'_>, line: &str) -> Result<()> {
+    pub(super) fn start(&self, event: Value, line: &str) -> Result<()> {
         self.tell(line);
         self.happened(event)
     }
@@ -179,6 +135,13 @@ impl Reporter {
     /// # Errors
     /// The metrics cannot be written.
     pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
+        /// What `--json` prints of a step.
+        #[derive(Serialize)]
+        struct StepEvent<'a> {
+            event: &'static str,
+            #[serde(flatten)]
+            metrics: &'a StepMetrics,
+        }
         self.metrics.write(&serde_json::to_value(metrics)?)?;
         let done = metrics.step + 1;
         let steps = self.steps;
@@ -197,28 +160,43 @@ impl Reporter {
                 "step {done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"
             ));
         }
-        self.event(&RunEvent::Step(metrics))
+        self.print(&StepEvent {
+            event: "step",
+            metrics,
+        })
     }
 
-    /// Reports a checkpoint that is whole.
+    /// Reports a checkpoint that is whole. Training stood still for the time of `stall`.
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn checkpoint(&self, saved: &Saved) -> Result<()> {
-        let Saved {
-            path,
-            bytes,
-            seconds,
-            stall_seconds,
-            ..
-        } = saved;
-        let mib = *bytes as f64 / f64::from(1 << 20);
-        let speed = *bytes as f64 / 1e9 / seconds;
+    pub(super) fn checkpoint(
+        &self,
+        step: u64,
+        place: &Location,
+        saved: &SaveReport,
+        stall: Duration,
+    ) -> Result<()> {
+        // JSON is text, so what is not UTF-8 in the place is replaced.
+        let path = place.to_string();
+        let bytes = saved.total_bytes;
+        // From the start of the save to its commit.
+        let seconds = saved.duration.as_secs_f64();
+        let stall_seconds = stall.as_secs_f64();
+        let mib = bytes as f64 / f64::from(1 << 20);
+        let speed = bytes as f64 / 1e9 / seconds;
         self.tell(&format!(
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited \
              {stall_seconds:.2} s"
         ));
-        self.happened(&RunEvent::Checkpoint(saved))
+        self.happened(json!({
+            "event": "checkpoint",
+            "step": step,
+            "path": path,
+            "bytes": bytes,
+            "seconds": seconds,
+            "stall_seconds": stall_seconds,
+        }))
     }
 
     /// Reports a save to the memory tier: the bytes of all tensors, not counting the copies, and
@@ -227,11 +205,9 @@ impl Reporter {
     /// # Errors
     /// stdout is closed.
     pub(super) fn memory(&self, step: u64, bytes: u64, seconds: f64) -> Result<()> {
-        self.event(&RunEvent::Memory {
-            step,
-            bytes,
-            seconds,
-        })
+        self.print(&json!({
+            "event": "memory", "step": step, "bytes": bytes, "seconds": seconds,
+        }))
     }
 
     /// Reports that a signal stopped the run after this many steps.
@@ -247,7 +223,7 @@ impl Reporter {
         self.tell(&format!(
             "stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"
         ));
-        self.happened(&RunEvent::Stopped { step })
+        self.happened(json!({ "event": "stopped", "step": step }))
     }
 
     /// Reports the end of the run.
@@ -260,27 +236,28 @@ impl Reporter {
             // The bar leaves the cursor on its line.
             output::talk("");
         }
-        self.record(&RunEvent::End { step, sample: None })?;
+        let mut event = json!({ "event": "end", "step": step, "sample": null });
+        self.record(event.clone())?;
         if let Some(sample) = sample
             && !self.json
         {
             // The text may contain characters that act on a terminal, so they are escaped.
             return output::data(&escaped_lines(sample));
         }
-        self.event(&RunEvent::End { step, sample })
+        event["sample"] = sample.into();
+        self.print(&event)
     }
 
     /// Adds an event to those in the run's directory, and writes it to stdout with `--json`.
-    fn happened(&self, event: &RunEvent<'_>) -> Result<()> {
-        self.record(event)?;
-        self.event(event)
+    fn happened(&self, event: Value) -> Result<()> {
+        self.record(event.clone())?;
+        self.print(&event)
     }
 
     /// Adds an event, with the time, to those in the run's directory.
-    fn record(&self, event: &RunEvent<'_>) -> Result<()> {
-        let mut object = serde_json::to_value(event)?;
-        object["time"] = now().into();
-        self.events.write(&object)
+    fn record(&self, mut event: Value) -> Result<()> {
+        event["time"] = now().into();
+        self.events.write(&event)
     }
 
     /// Writes a line to stderr: above the bar if there is one, and not at all with `--json`.
@@ -293,7 +270,7 @@ impl Reporter {
     }
 
     /// Writes an event to stdout, with `--json`.
-    fn event(&self, event: &RunEvent<'_>) -> Result<()> {
+    fn print(&self, event: &impl Serialize) -> Result<()> {
         if self.json {
             output::json(event)?;
         }
