@@ -15,6 +15,7 @@ use crate::failure::{difference, nothing_selected};
 use crate::keys::Keys;
 use crate::map::MapArguments;
 use crate::natural;
+use crate::parsers::not_negative;
 use crate::text::{escaped, or_word};
 use crate::work::Threads;
 use crate::{heatmap, output};
@@ -30,7 +31,7 @@ pub(crate) struct DiffArguments {
     second: Location,
     /// Largest absolute difference of two numbers that counts as equal [default: bit for bit]
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true,
-          value_parser = tolerance)]
+          value_parser = not_negative)]
     tolerance: f64,
     /// Read all data, also where both checkpoints have recorded digests; a tolerance does that too
     #[arg(long)]
@@ -51,17 +52,6 @@ pub(crate) struct DiffArguments {
     /// One JSON object on stdout
     #[arg(long)]
     json: bool,
-}
-
-/// Parses the option `--tolerance`.
-fn tolerance(text: &str) -> Result<f64, String> {
-    let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
-    // NaN would make all numbers equal, or none.
-    if value.is_finite() && value >= 0.0 {
-        Ok(value)
-    } else {
-        Err("a tolerance is finite and not negative".to_owned())
-    }
 }
 
 const SCHEMA: u32 = 1;

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use fsdp::comm::{BackendKind, CommError, Environment};
+use fsdp::comm::{BackendKind, Environment};
 use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
+use crate::job_failure::is_without_launcher;
 use crate::text::or_word;
 use crate::{memory, output};
 
@@ -218,11 +219,6 @@ fn examine() -> MachineReport {
         libraries,
         hints,
     }
-}
-
-/// Returns `true` if an error says that no launcher has started this process.
-fn is_without_launcher(error: &CommError) -> bool {
-    matches!(error, CommError::Environment { variable, .. } if variable == "RANK" && std::env::var_os("RANK").is_none())
 }
 
 impl From<Environment> for Launcher {

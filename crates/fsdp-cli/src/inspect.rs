@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::natural;
 use crate::output;
 use crate::text::{column_widths, count, escaped, iec, or_word};
-use crate::tree::{TreeEntry, tree_lines};
+use crate::tree::tree_lines;
 
 /// Options of `fsdp inspect`.
 #[derive(Debug, Args)]
@@ -124,17 +124,9 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     if arguments.tree {
         let tensors = summary.tensors.iter().map(|tensor| {
             let description = format!("{} {:?}", tensor.dtype, tensor.shape);
-            TreeEntry {
-                key: &tensor.name,
-                tensor: Some(description),
-                bytes: tensor.bytes,
-            }
+            (tensor.name.as_str(), Some(description), tensor.bytes)
         });
-        let values = summary.values.iter().map(|name| TreeEntry {
-            key: name,
-            tensor: None,
-            bytes: 0,
-        });
+        let values = summary.values.iter().map(|name| (name.as_str(), None, 0));
         return output::lines(&tree_lines(tensors.chain(values)));
     }
     output::lines(&summary.lines())

@@ -79,3 +79,9 @@ pub(crate) fn is_about_others(error: &Error) -> bool {
             )
     })
 }
+
+/// Returns `true` if an error says that no launcher has started this process.
+pub(crate) fn is_without_launcher(error: &CommError) -> bool {
+    let has_rank = std::env::var_os("RANK").is_some_and(|rank| !rank.is_empty());
+    !has_rank && matches!(error, CommError::Environment { variable, .. } if variable == "RANK")
+}

@@ -1,7 +1,28 @@
 //! The parsers of numbers and choices on the command line.
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
 use fsdp_layout::DType;
+
+/// Returns the parser of a number from 1 to `max`.
+pub(crate) fn one_to(max: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=max)
+}
+
+/// Parses a finite number that is not negative.
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("it must be a finite number that is not negative".to_owned()),
+    }
+}
+
+/// Parses a finite number above 0.
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    match not_negative(text) {
+        Ok(number) if number > 0.0 => Ok(number),
+        _ => Err("it must be a finite number above 0".to_owned()),
+    }
+}
 
 /// Returns the parser of a floating-point dtype. The short form of a name (`bf16`) is taken too.
 pub(crate) fn float_types<const N: usize>(
@@ -9,9 +30,10 @@ pub(crate) fn float_types<const N: usize>(
 ) -> impl TypedValueParser<Value = DType> {
     let values = names.map(|name| PossibleValue::new(name).alias(name.replace("float", "f")));
     PossibleValuesParser::new(values).map(move |given| {
-        let is_given = |name: &&str| *name == given || name.replace("float", "f") == given;
-        let name = names.into_iter().find(is_given);
-        name.and_then(DType::from_torch_name)
+        let mut names = names.into_iter();
+        names
+            .find(|name| *name == given || name.replace("float", "f") == given)
+            .and_then(DType::from_torch_name)
             .expect("clap takes no other name")
     })
 }

@@ -27,15 +27,7 @@ impl Area {
     /// Returns the position of a value that lies this far (0 to 1) up the vertical axis.
     pub(crate) fn y_at(&self, up: f64) -> f64 {
         // In SVG, y grows downwards.
-        self.bottom() - up * self.height
-    }
-
-    pub(crate) fn right(&self) -> f64 {
-        self.x + self.width
-    }
-
-    pub(crate) fn bottom(&self) -> f64 {
-        self.y + self.height
+        self.y + (1.0 - up) * self.height
     }
 }
 
@@ -53,7 +45,7 @@ impl Picture {
 
     /// Draws a line across the whole width of an area.
     pub(crate) fn line_across(&mut self, area: &Area, y: f64, style: &str) {
-        let lengths = [("x1", area.x), ("x2", area.right()), ("y1", y), ("y2", y)];
+        let lengths = [("x1", area.x), ("x2", area.x_at(1.0)), ("y1", y), ("y2", y)];
         self.shape("line", &lengths, style, "");
     }
 

@@ -1,96 +1,84 @@
 //! Keys as a tree, with the sizes below each.
 
-use indexmap::IndexMap;
+use std::cmp::Ordering;
 
 use crate::natural;
 use crate::text::{escaped, iec};
 
+/// Deeper than this, indentation says nothing.
+const MAX_INDENT: usize = 64;
+
+/// A node on the way to a key, with the sums of what is below it.
 #[derive(Default)]
 struct Node<'a> {
-    children: IndexMap<&'a str, Node<'a>>,
+    name: &'a str,
     /// The description of a leaf; `None` for inner nodes.
     leaf: Option<String>,
     tensors: usize,
     bytes: u64,
 }
 
-/// A key of a checkpoint, as a leaf of the tree.
-pub(super) struct TreeEntry<'a> {
-    pub(super) key: &'a str,
-    /// The description of a tensor; `None` for a value that is no tensor.
-    pub(super) tensor: Option<String>,
-    pub(super) bytes: u64,
-}
-
-/// Returns the lines of the tree of `entries`. Keys are split at dots, and sorted naturally.
-pub(super) fn tree_lines<'a>(entries: impl Iterator<Item = TreeEntry<'a>>) -> Vec<String> {
-    let mut root = Node::default();
-    for TreeEntry { key, tensor, bytes } in entries {
-        // Each node on the way to a leaf counts it, so every line has the sums below it.
-        let tensors = usize::from(tensor.is_some());
-        let mut node = &mut root;
-        node.count(tensors, bytes);
-        for part in key.split('.') {
-            node = node.children.entry(part).or_default();
-            node.count(tensors, bytes);
-        }
+/// Returns the lines of the tree of entries, each with its key, the description of a tensor (`None`
+/// for a value that is no tensor) and its bytes. Keys are split at dots, and sorted naturally.
+pub(super) fn tree_lines<'a>(
+    entries: impl Iterator<Item = (&'a str, Option<String>, u64)>,
+) -> Vec<String> {
+    let mut entries: Vec<_> = entries
+        .map(|(key, tensor, bytes)| (key.split('.').collect::<Vec<_>>(), tensor, bytes))
+        .collect();
+    entries.sort_by(|(a, ..), (b, ..)| compare(a, b));
+    // From the last key to the first, because the sums of a node are known once all below it is
+    // written.
+    let root = Node {
+        name: ".",
+        ..Node::default()
+    };
+    let mut path = vec![root];
+    let mut lines = Vec::new();
+    for (parts, tensor, bytes) in entries.into_iter().rev() {
+        let shared = path[1..]
+            .iter()
+            .zip(&parts)
+            .take_while(|(node, part)| node.name == **part)
+            .count();
+        close(&mut path, 1 + shared, &mut lines);
+        path.extend(parts[shared..].iter().map(|name| Node {
+            name,
+            ..Node::default()
+        }));
+        let node = path.last_mut().expect("the root stays open");
+        node.tensors += usize::from(tensor.is_some());
+        node.bytes = node.bytes.saturating_add(bytes);
         node.leaf = Some(tensor.unwrap_or_else(|| "value".to_owned()));
     }
-    let mut lines = vec![format!(". ({} tensors, {})", root.tensors, iec(root.bytes))];
-    root.push_lines(&mut lines);
+    close(&mut path, 0, &mut lines);
+    lines.reverse();
     lines
 }
 
-impl<'a> Node<'a> {
-    fn count(&mut self, tensors: usize, bytes: u64) {
-        self.tensors += tensors;
-        self.bytes = self.bytes.saturating_add(bytes);
-    }
-
-    /// Takes out the child nodes, in descending order: a stack returns them in ascending order.
-    fn take_children(&mut self) -> Vec<(&'a str, Node<'a>)> {
-        let mut children: Vec<_> = std::mem::take(&mut self.children).into_iter().collect();
-        children.sort_by(|(a, _), (b, _)| natural::compare(b, a));
-        children
-    }
-
-    /// Adds the tree below this node to `lines`, without recursion, as a hostile key may have a
-    /// million parts.
-    fn push_lines(&mut self, lines: &mut Vec<String>) {
-        let mut stack: Vec<(usize, &str, Node<'_>)> = self
-            .take_children()
-            .into_iter()
-            .map(|(name, node)| (1, name, node))
-            .collect();
-        while let Some((depth, name, mut node)) = stack.pop() {
-            // Deeper than this, indentation says nothing.
-            let indent = "  ".repeat(depth.min(MAX_INDENT));
-            let name = escaped(name);
-            lines.push(match &node.leaf {
-                Some(description) => format!("{indent}{name}  {description}"),
-                None => format!(
-                    "{indent}{name} ({} tensors, {})",
-                    node.tensors,
-                    iec(node.bytes)
-                ),
-            });
-            stack.extend(
-                node.take_children()
-                    .into_iter()
-                    .map(|(name, node)| (depth + 1, name, node)),
-            );
-        }
-    }
+/// Compares two keys part by part.
+fn compare(a: &[&str], b: &[&str]) -> Ordering {
+    let mut orders = a.iter().zip(b).map(|(a, b)| natural::compare(a, b));
+    let first = orders.find(|order| order.is_ne());
+    first.unwrap_or(a.len().cmp(&b.len()))
 }
 
-const MAX_INDENT: usize = 64;
-
-/// Without recursion, as above.
-impl Drop for Node<'_> {
-    fn drop(&mut self) {
-        let mut stack: Vec<Node<'_>> = std::mem::take(&mut self.children).into_values().collect();
-        while let Some(mut node) = stack.pop() {
-            stack.extend(std::mem::take(&mut node.children).into_values());
+/// Writes the lines of the nodes of a path that are deeper than `depth`, and adds their sums to
+/// those above them.
+fn close(path: &mut Vec<Node<'_>>, depth: usize, lines: &mut Vec<String>) {
+    while path.len() > depth
+        && let Some(node) = path.pop()
+    {
+        let indent = "  ".repeat(path.len().min(MAX_INDENT));
+        let name = escaped(node.name);
+        let Node { tensors, bytes, .. } = node;
+        lines.push(match node.leaf {
+            Some(description) => format!("{indent}{name}  {description}"),
+            None => format!("{indent}{name} ({tensors} tensors, {})", iec(bytes)),
+        });
+        if let Some(above) = path.last_mut() {
+            above.tensors += tensors;
+            above.bytes = above.bytes.saturating_add(bytes);
         }
     }
 }
@@ -101,16 +89,8 @@ mod tests {
 
     #[test]
     fn keys_become_a_tree_in_natural_order() {
-        let tensor = |key| TreeEntry {
-            key,
-            tensor: Some("float32 [2]".to_owned()),
-            bytes: 8,
-        };
-        let step = TreeEntry {
-            key: "step",
-            tensor: None,
-            bytes: 0,
-        };
+        let tensor = |key| (key, Some("float32 [2]".to_owned()), 8);
+        let step = ("step", None, 0);
         let lines = tree_lines([tensor("h.10.w"), tensor("h.2.w"), step].into_iter());
         assert_eq!(
             lines,
@@ -129,11 +109,7 @@ mod tests {
     #[test]
     fn a_very_deep_key_is_no_danger() {
         let key = "a.".repeat(200_000);
-        let entry = TreeEntry {
-            key: &key,
-            tensor: None,
-            bytes: 0,
-        };
+        let entry = (key.as_str(), None, 0);
         assert_eq!(tree_lines([entry].into_iter()).len(), 200_002);
     }
 }

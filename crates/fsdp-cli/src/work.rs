@@ -3,7 +3,8 @@
 use std::num::NonZeroUsize;
 
 use clap::Args;
-use clap::builder::RangedU64ValueParser;
+
+use crate::parsers::one_to;
 
 /// The largest number of threads that may be asked for.
 const MAX_THREADS: u64 = 4096;
@@ -12,8 +13,7 @@ const MAX_THREADS: u64 = 4096;
 #[derive(Debug, Args)]
 pub(crate) struct Threads {
     /// Threads that do the work [default: one for each core]
-    #[arg(long, value_name = "N",
-          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_THREADS))]
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_THREADS))]
     threads: Option<usize>,
 }
 

@@ -1,7 +1,6 @@
 //! The options of `fsdp convert` and `fsdp reshard`.
 
 use anyhow::{Result, bail};
-use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use fsdp_formats::Location;
 use fsdp_formats::metadata::Metadata;
@@ -12,7 +11,7 @@ use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
 use crate::failure::{CommandError, usage_error};
 use crate::keys::KeyFilter;
 use crate::map::MapArguments;
-use crate::parsers::float_types;
+use crate::parsers::{float_types, one_to};
 use crate::text::choice_name;
 use crate::work::Work;
 
@@ -22,11 +21,6 @@ const MAX_RANKS: u64 = 1 << 16;
 /// The default size limit of a file in Hugging Face's layout, which is that of Hugging Face's own
 /// writers.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
-
-/// Returns the parser of a number of ranks.
-fn ranks() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=MAX_RANKS)
-}
 
 /// The formats that can be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -64,7 +58,7 @@ pub(super) struct TargetArguments {
     #[arg(long, value_enum)]
     pub(super) to: To,
     /// Ranks of the destination, for dcp and hf-sharded [default: 1]
-    #[arg(long, value_name = "N", value_parser = ranks())]
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     world_size: Option<usize>,
     /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
     #[arg(long, value_name = "SIZE", value_parser = size)]
@@ -117,7 +111,7 @@ pub(crate) struct ConvertArguments {
     pub(super) map: MapArguments,
     /// Write separate files for each of N tensor-parallel ranks, with the rank's parts of all
     /// tensors (only for hf)
-    #[arg(long, value_name = "N", value_parser = ranks())]
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     tp: Option<usize>,
     /// Cut tensors whose keys end with PATTERN in this way for --tp: colwise, rowwise, vocab,
     /// replicate and others, such as `mixer.in_proj=colwise`. Needed for tensors that no built-in
@@ -138,7 +132,7 @@ pub(crate) struct ReshardArguments {
     #[arg(value_name = "DST")]
     pub(super) destination: Location,
     /// Ranks of the destination
-    #[arg(long, value_name = "N", value_parser = ranks())]
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     pub(super) world_size: usize,
     #[command(flatten)]
     pub(super) writing: WriteArguments,

@@ -3,16 +3,14 @@
 use fsdp_formats::metadata::TensorEntry;
 
 use super::files::CheckpointFiles;
-use super::raster::{Cell, Size};
+use super::raster::Cell;
 use super::terminal::cut;
 use crate::markup::{escape, shortened};
 use crate::svg::{Area, Picture};
 use crate::text::{count, iec};
 
-const SIZE: Size = Size {
-    rows: 8,
-    columns: 96,
-};
+/// The most cells across a tensor.
+const COLUMNS: usize = 96;
 /// The files that are drawn one by one.
 const MAX_FILES: usize = 256;
 const WIDTH: f64 = 960.0;
@@ -59,8 +57,8 @@ fn summary(checkpoint_files: &CheckpointFiles<'_>) -> String {
         "{} ({}): {}, {} in {}",
         checkpoint_files.path,
         checkpoint_files.format,
-        count(checkpoint_files.tensors().len(), "tensor", "tensors"),
-        iec(checkpoint_files.bytes()),
+        count(checkpoint_files.entries.len(), "tensor", "tensors"),
+        iec(checkpoint_files.bytes),
         count(checkpoint_files.files.len(), "file", "files")
     )
 }
@@ -95,7 +93,7 @@ fn draw(
     }
     // Then the tensors, each as a grid of cells in the colours of their files.
     y += LINE_HEIGHT;
-    let tensors = checkpoint_files.tensors();
+    let tensors = &checkpoint_files.entries;
     for (name, entry) in tensors.iter().take(limit) {
         label(picture, name, y);
         y += draw_tensor(picture, checkpoint_files, entry, y);
@@ -115,7 +113,7 @@ fn draw_tensor(
     entry: &TensorEntry,
     y: f64,
 ) -> f64 {
-    let raster = checkpoint_files.raster(entry, SIZE);
+    let raster = checkpoint_files.raster(entry, COLUMNS);
     let dtype = entry.properties.dtype;
     let what = format!("{dtype} {:?}{}", entry.shape, cut(&raster.dimensions));
     picture.text((NOTES, y), "class=\"soft\"", &shortened(&what, 44), "");
@@ -146,7 +144,7 @@ fn draw_tensor(
 
 /// Returns the width of some cells of a grid.
 fn width_of(cells: usize) -> f64 {
-    ACROSS * cells as f64 / SIZE.columns as f64
+    ACROSS * cells as f64 / COLUMNS as f64
 }
 
 /// Writes a name at the left of a line, shortened to fit. A tooltip shows more of it.

@@ -7,7 +7,7 @@ use fsdp_formats::metadata::{StorageInfo, TensorEntry};
 use fsdp_tools::convert::Rename;
 use serde::Serialize;
 
-use super::raster::{Raster, Size};
+use super::raster::Raster;
 use crate::inspect;
 use crate::keys::Keys;
 use crate::natural;
@@ -27,26 +27,24 @@ pub(super) struct FileContents {
     pub(super) bytes: u64,
 }
 
-/// The selected tensors of a checkpoint, and the files that hold them.
+/// The selected tensors of a checkpoint, and the files that hold them: the object of `--json`.
+#[derive(Serialize)]
 pub(super) struct CheckpointFiles<'a> {
+    schema: u32,
     pub(super) path: String,
     pub(super) format: &'static str,
+    /// The number of tensors.
+    tensors: usize,
+    /// The bytes of all tensors.
+    pub(super) bytes: u64,
     /// By the natural order of files' names.
     pub(super) files: Vec<FileContents>,
-    /// By the natural order of tensors' names.
-    tensors: Vec<(&'a str, &'a TensorEntry)>,
+    /// The tensors, by the natural order of their names.
+    #[serde(skip)]
+    pub(super) entries: Vec<(&'a str, &'a TensorEntry)>,
     /// The position of each file in `files`, by its name.
+    #[serde(skip)]
     positions: HashMap<&'a str, u32>,
-}
-
-#[derive(Debug, Serialize)]
-pub(super) struct CheckpointFilesSummary<'a> {
-    schema: u32,
-    path: &'a str,
-    format: &'static str,
-    tensors: usize,
-    bytes: u64,
-    files: &'a [FileContents],
 }
 
 impl<'a> CheckpointFiles<'a> {
@@ -56,11 +54,13 @@ impl<'a> CheckpointFiles<'a> {
             .metadata()
             .tensors()
             .filter(|(name, _)| keys.rename(name) == Rename::Keep);
-        let mut tensors: Vec<(&str, &TensorEntry)> = selected.collect();
-        tensors.sort_by(|a, b| natural::compare(a.0, b.0));
+        let mut entries: Vec<(&str, &TensorEntry)> = selected.collect();
+        entries.sort_by(|a, b| natural::compare(a.0, b.0));
+        let mut bytes: u64 = 0;
         // A file may hold parts of many tensors, and a tensor parts in many files.
         let mut by_file: HashMap<&str, FileContents> = HashMap::new();
-        for (_, entry) in &tensors {
+        for (_, entry) in &entries {
+            bytes = bytes.saturating_add(inspect::bytes(entry));
             for chunk in &entry.chunks {
                 // A box that is stored nowhere is damage, which `verify` tells.
                 let Some(stored) = &chunk.stored else {
@@ -84,27 +84,15 @@ impl<'a> CheckpointFiles<'a> {
             files.push(file);
         }
         CheckpointFiles {
+            schema: SCHEMA,
             path,
             format: source.format().name(),
+            tensors: entries.len(),
+            bytes,
             files,
-            tensors,
+            entries,
             positions,
         }
-    }
-
-    pub(super) const fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
-    }
-
-    pub(super) fn tensors(&self) -> &[(&'a str, &'a TensorEntry)] {
-        &self.tensors
-    }
-
-    /// Returns the bytes of all selected tensors.
-    pub(super) fn bytes(&self) -> u64 {
-        self.tensors.iter().fold(0, |bytes, (_, entry)| {
-            bytes.saturating_add(inspect::bytes(entry))
-        })
     }
 
     /// Returns the most bytes of any file, at least 1.
@@ -112,20 +100,8 @@ impl<'a> CheckpointFiles<'a> {
         self.files.iter().map(|file| file.bytes).fold(1, u64::max)
     }
 
-    /// Returns the object of `--json`.
-    pub(super) fn json(&self) -> CheckpointFilesSummary<'_> {
-        CheckpointFilesSummary {
-            schema: SCHEMA,
-            path: &self.path,
-            format: self.format,
-            tensors: self.tensors.len(),
-            bytes: self.bytes(),
-            files: &self.files,
-        }
-    }
-
     /// Draws which file holds which part of a tensor.
-    pub(super) fn raster(&self, entry: &TensorEntry, size: Size) -> Raster {
+    pub(super) fn raster(&self, entry: &TensorEntry, columns: usize) -> Raster {
         let mut boxes = Vec::with_capacity(entry.chunks.len());
         for chunk in &entry.chunks {
             if let Some(stored) = &chunk.stored {
@@ -133,7 +109,7 @@ impl<'a> CheckpointFiles<'a> {
                 boxes.push((&chunk.bounds, position));
             }
         }
-        Raster::new(&entry.shape, boxes, size)
+        Raster::new(&entry.shape, boxes, columns)
     }
 }
 

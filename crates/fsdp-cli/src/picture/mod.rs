@@ -9,7 +9,6 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use clap::builder::RangedU64ValueParser;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint;
 use fsdp_formats::reader::OpenOptions;
@@ -20,6 +19,7 @@ use crate::keys::KeyFilter;
 use crate::markup::page;
 use crate::new_file::{check_free, write};
 use crate::output;
+use crate::parsers::one_to;
 
 /// The most tensors of a picture.
 const MAX_TENSORS: u64 = 2000;
@@ -41,7 +41,7 @@ pub(crate) struct PictureArguments {
     #[command(flatten)]
     filter: KeyFilter,
     /// Show at most N tensors, the first by name [default: 32 in a terminal, 300 in a file]
-    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_TENSORS))]
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_TENSORS))]
     limit: Option<usize>,
     /// Write a picture
     #[arg(long, value_name = "FILE", conflicts_with_all = ["html", "json"])]
@@ -71,12 +71,12 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     let source = checkpoint::open(&arguments.path, OpenOptions::default())?;
     let keys = arguments.filter.keys(&[], None)?;
     let checkpoint_files = CheckpointFiles::new(arguments.path.to_string(), &*source, &keys);
-    if checkpoint_files.is_empty() && !source.metadata().entries.is_empty() {
+    if checkpoint_files.entries.is_empty() && !source.metadata().entries.is_empty() {
         bail!(nothing_selected());
     }
     let Some(file) = file else {
         if arguments.json {
-            return output::json(&checkpoint_files.json());
+            return output::json(&checkpoint_files);
         }
         let limit = arguments.limit.unwrap_or(IN_TERMINAL);
         return output::lines(&terminal::picture_lines(&checkpoint_files, limit));

@@ -15,12 +15,8 @@ pub(super) enum Cell {
     Several,
 }
 
-/// The most cells of a grid, down and across.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Size {
-    pub(super) rows: usize,
-    pub(super) columns: usize,
-}
+/// The most cells down a grid.
+const MAX_ROWS: usize = 8;
 
 /// A tensor as a grid of cells. If the tensor is cut along one dimension, that dimension runs
 /// across. If it is cut along several, the first of them runs down and the second across, and the
@@ -70,8 +66,8 @@ fn index_range(bounds: &TensorBox, dimension: usize) -> Range<usize> {
 }
 
 impl Raster {
-    /// Draws the boxes of a tensor, each with the position of its file.
-    pub(super) fn new(shape: &[usize], mut boxes: Vec<(&TensorBox, u32)>, size: Size) -> Self {
+    /// Draws the boxes of a tensor, each with the position of its file, in this many columns.
+    pub(super) fn new(shape: &[usize], mut boxes: Vec<(&TensorBox, u32)>, columns: usize) -> Self {
         // A box of another number of dimensions is damage, which `verify` tells.
         boxes.retain(|(bounds, _)| {
             bounds.offsets.len() == shape.len()
@@ -80,8 +76,7 @@ impl Raster {
         });
         let mut cut = Vec::new();
         for (dimension, &length) in shape.iter().enumerate() {
-            let is_part = |(bounds, _): &(&TensorBox, u32)| bounds.sizes[dimension] < length;
-            if boxes.iter().any(is_part) {
+            if boxes.iter().any(|(part, _)| part.sizes[dimension] < length) {
                 cut.push(dimension);
             }
         }
@@ -91,10 +86,10 @@ impl Raster {
             [across] => (None, Some(*across), [].as_slice()),
             [down, across, hidden @ ..] => (Some(*down), Some(*across), hidden),
         };
-        let rows = down.map_or(1, |down| shape[down].min(size.rows));
+        let rows = down.map_or(1, |down| shape[down].min(MAX_ROWS));
         let down = Axis::new(down, shape, rows);
-        let across = Axis::new(across, shape, size.columns);
-        let mut cells = vec![Cell::Nobody; rows * size.columns];
+        let across = Axis::new(across, shape, columns);
+        let mut cells = vec![Cell::Nobody; rows * columns];
         for (bounds, file) in boxes {
             let is_shown = hidden
                 .iter()
@@ -103,7 +98,7 @@ impl Raster {
                 continue;
             }
             for row in down.cell_range(bounds) {
-                for cell in &mut cells[row * size.columns..][across.cell_range(bounds)] {
+                for cell in &mut cells[row * columns..][across.cell_range(bounds)] {
                     *cell = match *cell {
                         Cell::Nobody => Cell::File(file),
                         Cell::File(other) if other == file => Cell::File(file),
@@ -118,7 +113,7 @@ impl Raster {
             .collect();
         Raster {
             rows,
-            columns: size.columns,
+            columns,
             cells,
             dimensions,
         }
@@ -145,11 +140,6 @@ impl Raster {
 mod tests {
     use super::*;
 
-    const SIZE: Size = Size {
-        rows: 4,
-        columns: 8,
-    };
-
     /// Draws boxes, given by their offsets and sizes; the first is held by 0, the next by 1.
     fn picture(shape: &[usize], boxes: &[(&[usize], &[usize])]) -> Vec<String> {
         let boxes: Vec<TensorBox> = boxes
@@ -160,7 +150,7 @@ mod tests {
             .iter()
             .enumerate()
             .map(|(file, bounds)| (bounds, file as u32));
-        let raster = Raster::new(shape, held.collect(), SIZE);
+        let raster = Raster::new(shape, held.collect(), 8);
         let show = |cell: &Cell| match cell {
             Cell::Nobody => '.',
             Cell::File(file) => char::from_digit(*file, 36).unwrap(),

@@ -3,15 +3,12 @@
 use fsdp_formats::metadata::TensorEntry;
 
 use super::files::CheckpointFiles;
-use super::raster::{Cell, Size};
+use super::raster::Cell;
 use crate::markup::shortened;
 use crate::text::{column_widths, count, escaped, iec};
 
-/// The most cells that a tensor is drawn in.
-const SIZE: Size = Size {
-    rows: 8,
-    columns: 40,
-};
+/// The most cells across a tensor.
+const COLUMNS: usize = 40;
 /// The files that are listed one by one.
 const MAX_FILES: usize = 36;
 /// The longest name that is shown whole.
@@ -21,7 +18,7 @@ const BAR: u64 = 24;
 
 /// Returns the lines of the layout picture of `checkpoint_files`, with at most `limit` tensors.
 pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> Vec<String> {
-    let tensors = checkpoint_files.tensors();
+    let tensors = &checkpoint_files.entries;
     let files = count(checkpoint_files.files.len(), "file", "files");
     let mut lines = vec![
         format!(
@@ -32,7 +29,7 @@ pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize
         format!(
             "tensors     {}, {} in {files}",
             tensors.len(),
-            iec(checkpoint_files.bytes())
+            iec(checkpoint_files.bytes)
         ),
         String::new(),
     ];
@@ -91,7 +88,7 @@ fn add_rasters(
         .collect();
     let [width] = column_widths(&names);
     for ([name], (_, entry)) in names.iter().zip(shown) {
-        let raster = checkpoint_files.raster(entry, SIZE);
+        let raster = checkpoint_files.raster(entry, COLUMNS);
         for row in 0..raster.rows {
             let cells: String = raster.row(row).iter().copied().map(cell_symbol).collect();
             // The name and the description are beside the first row.

@@ -3,34 +3,33 @@
 
 use clap::Args;
 
+use crate::parsers::positive;
+
 /// The machines that a job runs on: speeds in bytes per second, and times in seconds.
 #[derive(Debug, Args)]
 pub(super) struct Machines {
     /// GB/s at which one rank copies its state to its host's memory
-    #[arg(long, value_name = "GB/S", default_value = "20", value_parser = positive(1e9))]
+    #[arg(long, value_name = "GB/S", default_value = "20", value_parser = in_units(1e9))]
     staging: f64,
     /// GB/s between one host and the storage
-    #[arg(long, value_name = "GB/S", default_value = "25", value_parser = positive(1e9))]
+    #[arg(long, value_name = "GB/S", default_value = "25", value_parser = in_units(1e9))]
     host_link: f64,
     /// GB/s of the storage, for all hosts together
-    #[arg(long, value_name = "GB/S", default_value = "200", value_parser = positive(1e9))]
+    #[arg(long, value_name = "GB/S", default_value = "200", value_parser = in_units(1e9))]
     storage: f64,
     /// Mean hours between two failures of one host
     // The default is that of the hosts that trained Llama 3.
-    #[arg(long, value_name = "HOURS", default_value = "5700", value_parser = positive(3600.0))]
+    #[arg(long, value_name = "HOURS", default_value = "5700", value_parser = in_units(3600.0))]
     pub(super) mtbf: f64,
     /// Minutes from a failure until a new start can load
-    #[arg(long, value_name = "MINUTES", default_value = "10", value_parser = positive(60.0))]
+    #[arg(long, value_name = "MINUTES", default_value = "10", value_parser = in_units(60.0))]
     pub(super) restart: f64,
 }
 
-/// Returns the parser of a number above 0, in units of this many bytes or seconds.
-fn positive(unit: f64) -> impl Fn(&str) -> Result<f64, String> + Clone {
-    move |text| match text.parse::<f64>() {
-        // Speeds and times are divisors, so none may be 0.
-        Ok(number) if number.is_finite() && number > 0.0 => Ok(number * unit),
-        _ => Err("must be a number above 0".to_owned()),
-    }
+/// Returns the parser of a number of units of this many bytes or seconds. Speeds and times are
+/// divisors, so none may be 0.
+fn in_units(unit: f64) -> impl Fn(&str) -> Result<f64, String> + Clone {
+    move |text| Ok(positive(text)? * unit)
 }
 
 /// The bytes that a save or a load moves.

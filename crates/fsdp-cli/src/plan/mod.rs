@@ -12,7 +12,7 @@ mod twin;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
+use clap::builder::PossibleValuesParser;
 use clap::{ArgGroup, Args};
 use fsdp_formats::Location;
 use fsdp_layout::DType;
@@ -24,7 +24,7 @@ use self::state::{JobState, OptimizerState};
 use self::twin::{JobShape, Layout};
 use super::new_file::{check_free, write};
 use super::output;
-use super::parsers::float_types;
+use super::parsers::{float_types, one_to};
 
 /// The largest number of ranks.
 const MAX_RANKS: u64 = 131_072;
@@ -42,22 +42,22 @@ Examples:
 )]
 pub(crate) struct PlanArguments {
     /// A published model
-    #[arg(long, value_name = "MODEL", value_parser = models())]
+    #[arg(long, value_name = "MODEL", value_parser = PossibleValuesParser::new(models::MODELS.map(|(name, _)| name)))]
     model: Option<String>,
     /// The tensors of a checkpoint of any format; only its metadata is read
     #[arg(long, value_name = "CKPT", conflicts_with_all = ["dtype", "optimizer"])]
     like: Option<Location>,
     /// Ranks of the job
-    #[arg(long, value_name = "N", value_parser = ranks())]
+    #[arg(long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     ranks: Option<usize>,
     /// Several numbers of ranks, one line for each
-    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = ranks(), conflicts_with = "plot")]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = one_to(MAX_RANKS), conflicts_with = "plot")]
     sweep: Vec<usize>,
     /// Ranks that hold the same shard (hybrid sharding)
-    #[arg(long, value_name = "R", default_value_t = 1, value_parser = ranks())]
+    #[arg(long, value_name = "R", default_value_t = 1, value_parser = one_to(MAX_RANKS))]
     replicas: usize,
     /// Ranks of one host
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = ranks())]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = one_to(MAX_RANKS))]
     ranks_per_host: usize,
     /// Type of the model's parameters
     #[arg(long, default_value = "float32",
@@ -77,14 +77,6 @@ pub(crate) struct PlanArguments {
     /// A picture of the effective time against the interval between saves
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
-}
-
-fn models() -> PossibleValuesParser {
-    PossibleValuesParser::new(models::MODELS.iter().map(|(name, _)| *name))
-}
-
-fn ranks() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=MAX_RANKS)
 }
 
 /// Plans the checkpoints of a job: `fsdp plan`.

@@ -41,7 +41,7 @@ const GPT2_POSITIONS: usize = 1024;
 type Units = fn() -> Vec<Vec<Parameter>>;
 
 /// All models that `--model` takes, by their names.
-pub(super) const MODELS: &[(&str, Units)] = &[
+pub(super) const MODELS: [(&str, Units); 11] = [
     ("gpt2-124m", || gpt2_units(12, 768)),
     ("gpt2-355m", || gpt2_units(24, 1024)),
     ("gpt2-774m", || gpt2_units(36, 1280)),

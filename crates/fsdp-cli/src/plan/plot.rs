@@ -22,13 +22,8 @@ pub(super) fn svg(report: &PlanReport<'_>) -> String {
     // An interval of 0, where a save takes no time, has no place on a logarithmic axis.
     let best = best_interval(times).max(1e-3);
     let mut picture = Picture::default();
-    let background = Area {
-        x: 0.0,
-        y: 0.0,
-        width: WIDTH,
-        height: HEIGHT,
-    };
-    picture.rectangle(background, "fill=\"white\"", "");
+    let whole = [("width", WIDTH), ("height", HEIGHT)];
+    picture.shape("rect", &whole, "fill=\"white\"", "");
     let heading = format!("{}: effective time by interval", report.title());
     picture.text((CHART.x, 28.0), "font-size=\"16\"", &heading, "");
 
@@ -42,7 +37,7 @@ pub(super) fn svg(report: &PlanReport<'_>) -> String {
     // The horizontal axis is the interval, with the best one in the middle.
     for power in [-5i32, -3, -1, 0, 1, 3, 5] {
         let interval = best * 2f64.powi(power);
-        let at = (x_of(interval, best), CHART.bottom() + 20.0);
+        let at = (x_of(interval, best), CHART.y_at(0.0) + 20.0);
         picture.text(at, "text-anchor=\"middle\"", &duration(interval), "");
     }
     let curve = (0..=POINTS).map(|point| {

@@ -48,20 +48,20 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
         picture.text((CHART.x - 6.0, y + 4.0), style, &label, "");
     }
     let steps = (last - first).max(1) as f64;
-    let position = |point: &Point, value: f64| {
-        let along = (point.step - first) as f64 / steps;
-        (CHART.x_at(along), CHART.y_at((value - low) / span))
-    };
+    let values: [fn(&Point) -> f64; 3] = [|point| point.max, |point| point.min, Point::mean];
+    let [above, below, means] = values.map(|value| {
+        points.iter().map(move |point| {
+            let along = (point.step - first) as f64 / steps;
+            (CHART.x_at(along), CHART.y_at((value(point) - low) / span))
+        })
+    });
     // The band goes along the largest values, and back along the smallest.
-    let above = points.iter().map(|point| position(point, point.max));
-    let below = points.iter().map(|point| position(point, point.min));
     picture.curve("polygon", above.chain(below.rev()), "class=\"band\"");
-    let means = points.iter().map(|point| position(point, point.mean()));
     picture.curve("polyline", means, "class=\"one\"");
     let y = HEIGHT - 8.0;
     picture.text((CHART.x, y), "class=\"soft\"", &format!("step {first}"), "");
     let style = "class=\"soft\" text-anchor=\"end\"";
-    picture.text((CHART.right(), y), style, &format!("step {last}"), "");
+    picture.text((CHART.x_at(1.0), y), style, &format!("step {last}"), "");
     Some(picture.for_page(title, WIDTH, HEIGHT))
 }
 

@@ -16,7 +16,6 @@ use fsdp_formats::lineage::chain;
 
 use self::history::History;
 use self::metrics::Metrics;
-use self::page::RunData;
 use crate::failure::usage_error;
 use crate::new_file::{check_free, write};
 use crate::output;
@@ -69,22 +68,18 @@ pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
         Some(location) => location,
         None => &Location::from(directory.as_path()),
     };
-    let run = RunData {
-        name: directory.display().to_string(),
-        metrics: Metrics::read(&directory.join(METRICS_FILE))?,
-        history: History::read(&directory.join(EVENTS_FILE))?,
-        checkpoints: chain(checkpoint_dir)?,
-    };
-    if run.metrics.lines == 0 && run.checkpoints.is_empty() {
+    let name = directory.display().to_string();
+    let metrics = Metrics::read(&directory.join(METRICS_FILE))?;
+    let history = History::read(&directory.join(EVENTS_FILE))?;
+    let checkpoints = chain(checkpoint_dir)?;
+    if metrics.lines == 0 && checkpoints.is_empty() {
         bail!(usage_error(
-            format!(
-                "`{}` has neither metrics nor checkpoints of a run",
-                run.name
-            ),
+            format!("`{name}` has neither metrics nor checkpoints of a run"),
             "name the directory that `fsdp train --out` was given",
         ));
     }
-    write(file, page::html(&run).as_bytes(), arguments.overwrite)?;
+    let page = page::html(&name, &metrics, &history, &checkpoints);
+    write(file, page.as_bytes(), arguments.overwrite)?;
     output::talk(&format!("wrote `{}`", file.display()));
     Ok(())
 }

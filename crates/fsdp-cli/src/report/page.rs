@@ -14,39 +14,34 @@ use crate::text::{count, iec, or_word};
 /// The checkpoints that are listed, the newest.
 const CHECKPOINTS: usize = 200;
 
-/// All data of a run that the page shows.
-pub(super) struct RunData {
-    pub(super) name: String,
-    pub(super) metrics: Metrics,
-    pub(super) history: History,
-    /// Its checkpoints, oldest first.
-    pub(super) checkpoints: Vec<Link>,
-}
-
-/// Returns the page.
-pub(super) fn html(run: &RunData) -> String {
-    let mut body = format!("<h1>{}</h1>\n", escape(&run.name));
-    summary(&mut body, run);
-    charts(&mut body, &run.metrics);
-    starts(&mut body, &run.history);
-    saves(&mut body, &run.history);
-    lineage(&mut body, &run.checkpoints);
-    page(&format!("Run {}", run.name), &body)
+/// Returns the page of a run. Its checkpoints are the oldest first.
+pub(super) fn html(
+    name: &str,
+    metrics: &Metrics,
+    history: &History,
+    checkpoints: &[Link],
+) -> String {
+    let mut body = format!("<h1>{}</h1>\n", escape(name));
+    summary(&mut body, metrics, history, checkpoints.len());
+    charts(&mut body, metrics);
+    starts(&mut body, history);
+    saves(&mut body, history);
+    lineage(&mut body, checkpoints);
+    page(&format!("Run {name}"), &body)
 }
 
 /// Appends the table of totals.
-fn summary(body: &mut String, run: &RunData) {
-    let metrics = &run.metrics;
+fn summary(body: &mut String, metrics: &Metrics, history: &History, checkpoints: usize) {
     let loss = or_word(metrics.last_loss.map(number), "unknown");
     let mut rows = vec![
         ("Steps", metrics.steps.to_string()),
         ("Last loss", loss),
-        ("Checkpoints", run.checkpoints.len().to_string()),
+        ("Checkpoints", checkpoints.to_string()),
     ];
     // Runs of before these events were recorded have no starts; their page leaves the row out.
-    if !run.history.starts.is_empty() {
-        let starts = run.history.starts.len() + run.history.earlier_starts;
-        let resumes = run.history.resumes;
+    if !history.starts.is_empty() {
+        let starts = history.starts.len() + history.earlier_starts;
+        let resumes = history.resumes;
         rows.push(("Starts", format!("{starts}, of which {resumes} resumed")));
     }
     if metrics.skipped > 0 {
@@ -94,12 +89,8 @@ fn charts(body: &mut String, metrics: &Metrics) {
 
 /// Appends the table of the run's starts, and how each ended.
 fn starts(body: &mut String, history: &History) {
-    if history.starts.is_empty() {
-        return;
-    }
-    let columns = ["when (UTC)", "after step", "ranks", "from", "ended"];
-    begin_table(body, "Starts", &columns);
-    let last = history.starts.len() - 1;
+    let last = history.starts.len().saturating_sub(1);
+    let mut rows = Vec::new();
     for (index, start) in history.starts.iter().enumerate() {
         let (class, ended) = match start.end {
             Some(end) => ("", end),
@@ -107,24 +98,31 @@ fn starts(body: &mut String, history: &History) {
             None if index == last => ("", ""),
             None => ("bad", "killed or crashed"),
         };
-        row(
-            body,
-            &[
-                or_word(start.time.map(utc), "unknown"),
-                start.step.to_string(),
-                or_word(start.ranks, ""),
-                or_word(start.resumed_from.as_deref().map(code), "the beginning"),
-                format!("<span class=\"{class}\">{ended}</span>"),
-            ],
-        );
+        rows.push([
+            or_word(start.time.map(utc), "unknown"),
+            start.step.to_string(),
+            or_word(start.ranks, ""),
+            or_word(start.resumed_from.as_deref().map(code), "the beginning"),
+            format!("<span class=\"{class}\">{ended}</span>"),
+        ]);
     }
-    end_table(body, history.earlier_starts);
+    let columns = ["when (UTC)", "after step", "ranks", "from", "ended"];
+    table(body, "Starts", columns, &rows, history.earlier_starts);
 }
 
 /// Appends the table of saves, the newest first.
 fn saves(body: &mut String, history: &History) {
-    if history.saves.is_empty() {
-        return;
+    let mut rows = Vec::new();
+    // The newest is what a reader looks for first.
+    for save in history.saves.iter().rev() {
+        rows.push([
+            save.step.to_string(),
+            code(&save.path),
+            iec(save.bytes),
+            format!("{:.3}", save.seconds),
+            format!("{:.2}", save.bytes as f64 / 1e9 / save.seconds.max(1e-9)),
+            format!("{:.3} s", save.stall_seconds),
+        ]);
     }
     let columns = [
         "step",
@@ -134,47 +132,27 @@ fn saves(body: &mut String, history: &History) {
         "GB/s",
         "training waited",
     ];
-    begin_table(body, "Saves", &columns);
-    // The newest is what a reader looks for first.
-    for save in history.saves.iter().rev() {
-        row(
-            body,
-            &[
-                save.step.to_string(),
-                code(&save.path),
-                iec(save.bytes),
-                format!("{:.3}", save.seconds),
-                format!("{:.2}", save.bytes as f64 / 1e9 / save.seconds.max(1e-9)),
-                format!("{:.3} s", save.stall_seconds),
-            ],
-        );
-    }
-    end_table(body, history.earlier_saves);
+    table(body, "Saves", columns, &rows, history.earlier_saves);
 }
 
 /// Appends the table of the chain of checkpoints, the newest first.
 fn lineage(body: &mut String, checkpoints: &[Link]) {
-    if checkpoints.is_empty() {
-        return;
-    }
-    let columns = ["checkpoint", "step", "parent", "digest", "notes"];
-    begin_table(body, "Checkpoints", &columns);
+    let mut rows = Vec::new();
     for link in checkpoints.iter().rev().take(CHECKPOINTS) {
         let lineage = link.lineage.as_ref();
         let parent = lineage.and_then(|lineage| lineage.parent);
         let notes: Vec<String> = link.notes.iter().map(note_html).collect();
-        row(
-            body,
-            &[
-                code(&link.name),
-                or_word(lineage.map(|lineage| lineage.step), ""),
-                or_word(parent.map(|parent| format!("step {}", parent.step)), ""),
-                or_word(link.digest.map(|digest| code(&digest.to_string())), ""),
-                notes.join("<br>"),
-            ],
-        );
+        rows.push([
+            code(&link.name),
+            or_word(lineage.map(|lineage| lineage.step), ""),
+            or_word(parent.map(|parent| format!("step {}", parent.step)), ""),
+            or_word(link.digest.map(|digest| code(&digest.to_string())), ""),
+            notes.join("<br>"),
+        ]);
     }
-    end_table(body, checkpoints.len().saturating_sub(CHECKPOINTS));
+    let columns = ["checkpoint", "step", "parent", "digest", "notes"];
+    let more = checkpoints.len().saturating_sub(CHECKPOINTS);
+    table(body, "Checkpoints", columns, &rows, more);
 }
 
 /// Returns a note about a checkpoint as HTML, marked if the chain of checkpoints is broken there.
@@ -184,19 +162,25 @@ fn note_html(note: &Note) -> String {
     format!("<span class=\"{class}\">{text}</span>")
 }
 
-/// Appends a heading, and the start of a table with the names of its columns.
-fn begin_table(body: &mut String, heading: &str, columns: &[&str]) {
-    let columns: String = columns
-        .iter()
-        .map(|name| format!("<th>{name}</th>"))
-        .collect();
+/// Appends a table below a heading, and a note if `more` earlier rows are not shown. Without rows
+/// there is no table.
+fn table<const N: usize>(
+    body: &mut String,
+    heading: &str,
+    columns: [&str; N],
+    rows: &[[String; N]],
+    more: usize,
+) {
+    if rows.is_empty() {
+        return;
+    }
+    let columns = columns.map(|name| format!("<th>{name}</th>")).concat();
     body.push_str(&format!(
         "<h2>{heading}</h2>\n<div class=\"wide\"><table>\n<tr>{columns}</tr>\n"
     ));
-}
-
-/// Appends the end of a table, and a note if `more` earlier rows are not shown.
-fn end_table(body: &mut String, more: usize) {
+    for cells in rows {
+        row(body, cells);
+    }
     body.push_str("</table></div>\n");
     if more > 0 {
         body.push_str(&format!(

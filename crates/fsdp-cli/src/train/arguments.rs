@@ -4,13 +4,17 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
 use candle_core::DType;
-use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
+use clap::builder::{
+    OsStringValueParser, PossibleValuesParser, RangedU64ValueParser, TypedValueParser,
+};
 use clap::{ArgAction, Args, ValueEnum};
 use fsdp::checkpoint::Location;
-use fsdp::nn::{BackwardPrefetch, MixedPrecision};
+use fsdp::comm::BackendKind;
+use fsdp::nn::BackwardPrefetch;
 use fsdp::prelude::*;
 
 use super::optimizers::OptimizerName;
+use crate::parsers::{not_negative, one_to, positive};
 
 /// The largest number of ranks that are threads of one process.
 const MAX_RANKS: u64 = 1024;
@@ -30,11 +34,6 @@ const MODEL: &str = "Model and batch";
 const OPTIMIZER: &str = "Optimizer";
 const SHARDING: &str = "Sharding and precision";
 const OUTPUT: &str = "Output";
-
-/// Returns the parser of a size of the model or of a batch.
-fn size() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=MAX_SIZE)
-}
 
 /// Returns the parser of a place for checkpoints. An empty text would be the current directory,
 /// which nobody means.
@@ -70,28 +69,6 @@ pub(super) enum ResumeMode {
     Strict,
 }
 
-/// The half types in which a model can be computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum HalfPrecision {
-    Bf16,
-    F16,
-}
-
-impl HalfPrecision {
-    /// Returns the dtypes of a run: reductions are in f32.
-    pub(super) fn precision(self) -> MixedPrecision {
-        let param = match self {
-            HalfPrecision::Bf16 => DType::BF16,
-            HalfPrecision::F16 => DType::F16,
-        };
-        MixedPrecision {
-            param: Some(param),
-            reduce: Some(DType::F32),
-            ..MixedPrecision::default()
-        }
-    }
-}
-
 /// The reaction to gradients that are not finite.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum NonFinite {
@@ -100,23 +77,27 @@ pub(super) enum NonFinite {
     Skip,
 }
 
-/// The ways in which the learning rate falls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum ScheduleName {
-    Constant,
-    Cosine,
-    Linear,
+/// The ways in which the learning rate falls, by their names.
+pub(super) const DECAYS: [(&str, Decay); 3] = [
+    ("constant", Decay::Constant),
+    ("cosine", Decay::Cosine),
+    ("linear", Decay::Linear),
+];
+
+/// Returns the decay of this name.
+pub(super) fn decay(name: &str) -> Option<Decay> {
+    let (_, decay) = DECAYS.into_iter().find(|(known, _)| *known == name)?;
+    Some(decay)
 }
 
-impl ScheduleName {
-    /// Returns the library's option.
-    pub(super) const fn decay(self) -> Decay {
-        match self {
-            ScheduleName::Constant => Decay::Constant,
-            ScheduleName::Cosine => Decay::Cosine,
-            ScheduleName::Linear => Decay::Linear,
-        }
-    }
+/// Returns the parser of a choice that is one of these names.
+fn named<T: Clone + Send + Sync + 'static>(
+    names: impl Into<PossibleValuesParser>,
+    choice: fn(&str) -> Option<T>,
+) -> impl TypedValueParser<Value = T> {
+    names
+        .into()
+        .map(move |name| choice(&name).expect("clap takes no other name"))
 }
 
 /// The moments at which a backward begins to gather its next unit.
@@ -140,15 +121,6 @@ impl PrefetchName {
             PrefetchName::None => None,
         }
     }
-}
-
-/// The ways in which ranks reach each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum BackendName {
-    Local,
-    Tcp,
-    Mpi,
-    Nccl,
 }
 
 /// The devices on which ranks compute.
@@ -197,14 +169,14 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = RUN, long, value_name = "CKPT", conflicts_with = "resume")]
     pub(super) init_from: Option<Location>,
     /// Number of ranks; each holds its own shard [default: as many as the launcher started, or 1]
-    #[arg(help_heading = RANKS, long, value_name = "N",
-          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_RANKS))]
+    #[arg(help_heading = RANKS, long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     pub(super) nproc: Option<usize>,
     /// How ranks reach each other: they are threads of this process (local), or the processes that
     /// a launcher (tcp; nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a
     /// launcher started several, else local]
-    #[arg(help_heading = RANKS, long, value_enum)]
-    pub(super) backend: Option<BackendName>,
+    #[arg(help_heading = RANKS, long,
+          value_parser = named(["local", "tcp", "mpi", "nccl"], |name| name.parse::<BackendKind>().ok()))]
+    pub(super) backend: Option<BackendKind>,
     /// Device of each rank; if there are several GPUs, the one with its number on this machine
     /// [default: cuda with --backend nccl, else cpu]
     #[arg(help_heading = RANKS, long, value_enum)]
@@ -251,30 +223,30 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = CHECKPOINTS, long, value_name = "N", requires = "keep_last")]
     pub(super) keep_every: Option<NonZeroU64>,
     /// Rows of the global batch; at least --nproc times --accumulate [default: 12]
-    #[arg(help_heading = MODEL, long, value_name = "B", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "B", value_parser = one_to(MAX_SIZE))]
     pub(super) batch: Option<usize>,
     /// Tokens of a row, and the model's longest context [default: 64]
-    #[arg(help_heading = MODEL, long, value_name = "T", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "T", value_parser = one_to(MAX_SIZE))]
     pub(super) seq: Option<usize>,
     /// Blocks of the model [default: 2]
-    #[arg(help_heading = MODEL, long, value_name = "L",
-          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_LAYERS))]
+    #[arg(help_heading = MODEL, long, value_name = "L", value_parser = one_to(MAX_LAYERS))]
     pub(super) layers: Option<usize>,
     /// Attention heads of a block [default: 4]
-    #[arg(help_heading = MODEL, long, value_name = "H", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "H", value_parser = one_to(MAX_SIZE))]
     pub(super) heads: Option<usize>,
     /// Width of the model [default: 64]
-    #[arg(help_heading = MODEL, long, value_name = "C", value_parser = size())]
+    #[arg(help_heading = MODEL, long, value_name = "C", value_parser = one_to(MAX_SIZE))]
     pub(super) hidden: Option<usize>,
     /// Seed of the initial parameters and of the text sample [default: 0]
     #[arg(help_heading = MODEL, long, value_name = "Z")]
     pub(super) seed: Option<u64>,
     /// Learning rate [default: 0.001]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "X", value_parser = learning_rate)]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "X", value_parser = not_negative)]
     pub(super) lr: Option<f64>,
     /// The way in which the learning rate falls to 0, or not at all [default: constant]
-    #[arg(help_heading = OPTIMIZER, long, value_enum)]
-    pub(super) schedule: Option<ScheduleName>,
+    #[arg(help_heading = OPTIMIZER, long,
+          value_parser = named(DECAYS.map(|(name, _)| name), decay))]
+    pub(super) schedule: Option<Decay>,
     /// Steps in which the learning rate rises from 0 [default: 0]
     #[arg(help_heading = OPTIMIZER, long, value_name = "N", value_parser = steps())]
     pub(super) warmup: Option<u64>,
@@ -299,8 +271,9 @@ pub(crate) struct TrainArguments {
     pub(super) flat: bool,
     /// Compute in this type, with parameters, reductions and optimizer state in f32. With f16 the
     /// loss is scaled
-    #[arg(help_heading = SHARDING, long, value_enum)]
-    pub(super) mixed_precision: Option<HalfPrecision>,
+    #[arg(help_heading = SHARDING, long,
+          value_parser = named(["bf16", "f16"], |name| name.parse::<DType>().ok()))]
+    pub(super) mixed_precision: Option<DType>,
     /// Keep shards and optimizer state in the host's memory, also where the device is a GPU
     #[arg(help_heading = SHARDING, long)]
     pub(super) cpu_offload: bool,
@@ -313,7 +286,7 @@ pub(crate) struct TrainArguments {
     pub(super) nonfinite: NonFinite,
     /// Gradient accumulation: forward and backward passes of each rank per step. Only the last one
     /// reduces gradients over the ranks
-    #[arg(help_heading = OPTIMIZER, long, value_name = "A", default_value_t = 1, value_parser = size())]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "A", default_value_t = 1, value_parser = one_to(MAX_SIZE))]
     pub(super) accumulate: usize,
     /// Compute the activations of each block again in the backward, instead of keeping them: less
     /// memory, more time
@@ -422,22 +395,4 @@ pub(super) fn elastic_job() -> Option<String> {
     // torchrun gives the name `none` to a job without one.
     let job = std::env::var("TORCHELASTIC_RUN_ID").ok()?;
     (!job.is_empty() && job != "none").then_some(job)
-}
-
-fn learning_rate(text: &str) -> Result<f64, String> {
-    let lr: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
-    if lr.is_finite() && lr >= 0.0 {
-        Ok(lr)
-    } else {
-        Err("a learning rate is finite and not negative".to_owned())
-    }
-}
-
-fn positive(text: &str) -> Result<f64, String> {
-    let value: f64 = text.parse().map_err(|_| "it is not a number".to_owned())?;
-    if value.is_finite() && value > 0.0 {
-        Ok(value)
-    } else {
-        Err("it must be finite and positive".to_owned())
-    }
 }

@@ -3,7 +3,9 @@
 use anyhow::{Result, bail};
 use candle_core::Device;
 
-use super::arguments::{BackendName, DeviceName, TrainArguments};
+use fsdp::comm::BackendKind;
+
+use super::arguments::{DeviceName, TrainArguments};
 use crate::failure::{CommandError, usage_error};
 
 impl DeviceName {
@@ -14,14 +16,14 @@ impl DeviceName {
     pub(super) fn choose(arguments: &TrainArguments) -> Result<Self> {
         // NCCL moves GPU memory only, so it decides the device unless that is given.
         let device = match (arguments.device, arguments.backend) {
-            (Some(DeviceName::Cpu), Some(BackendName::Nccl)) => {
+            (Some(DeviceName::Cpu), Some(BackendKind::Nccl)) => {
                 bail!(usage_error(
                     "`--backend nccl` moves GPU memory, so it cannot be used with `--device cpu`",
                     "leave `--device` out, or use `--backend tcp`",
                 ));
             }
             (Some(device), _) => device,
-            (None, Some(BackendName::Nccl)) => DeviceName::Cuda,
+            (None, Some(BackendKind::Nccl)) => DeviceName::Cuda,
             (None, _) => DeviceName::Cpu,
         };
         // A machine without a GPU is told before anything is written.
@@ -30,18 +32,15 @@ impl DeviceName {
         }
         Ok(device)
     }
+}
 
-    /// Opens the device of a rank: the GPU with its number on this machine. If there are more ranks
-    /// than GPUs, they share.
-    ///
-    /// # Errors
-    /// The GPU cannot be used.
-    pub(super) fn open(self, local_rank: usize) -> Result<Device> {
-        match self {
-            DeviceName::Cpu => Ok(Device::Cpu),
-            DeviceName::Cuda => Ok(Device::new_cuda(local_rank % devices()?)?),
-        }
-    }
+/// Opens the GPU of a rank, which has its number on this machine. If there are more ranks than GPUs,
+/// they share.
+///
+/// # Errors
+/// The GPU cannot be used.
+pub(super) fn open_gpu(local_rank: usize) -> Result<Device> {
+    Ok(Device::new_cuda(local_rank % devices()?)?)
 }
 
 /// Returns the number of GPUs that this process sees, which is not 0.

@@ -6,10 +6,10 @@ use crate::ranks::Ranks;
 use anyhow::{Result, ensure};
 use fsdp::comm::{BackendKind, CommError, Environment, ProcessGroup, init_process_group_within};
 
-use super::arguments::{BackendName, TrainArguments};
+use super::arguments::TrainArguments;
 use super::rank::{self, Job, RunEnd};
 use crate::failure::usage_error;
-use crate::job_failure::UnreadableCheckpoint;
+use crate::job_failure::{UnreadableCheckpoint, is_without_launcher};
 
 /// The place of this process among the ranks, and the way in which they reach each other.
 pub(super) struct Launched {
@@ -25,23 +25,17 @@ impl Launched {
     /// that this build has not; another number of ranks was asked for.
     pub(super) fn find(arguments: &TrainArguments) -> Result<Option<Self>> {
         let backend = match arguments.backend {
-            Some(BackendName::Mpi) => BackendKind::Mpi,
-            Some(BackendName::Nccl) => BackendKind::Nccl,
-            _ => BackendKind::Tcp,
+            None | Some(BackendKind::Local) => BackendKind::Tcp,
+            Some(backend) => backend,
         };
         backend.check_compiled_in()?;
         let environment = match (arguments.backend, Environment::from_env()) {
-            (Some(BackendName::Local), _) => return Ok(None),
-            (Some(BackendName::Tcp | BackendName::Nccl), environment) => environment?,
-            (Some(BackendName::Mpi), _) => started_by_mpi()?,
+            (Some(BackendKind::Local), _) => return Ok(None),
+            (Some(BackendKind::Mpi), _) => started_by_mpi()?,
+            (Some(_), environment) => environment?,
             (None, Ok(environment)) if environment.world_size == 1 => return Ok(None),
             (None, Ok(environment)) => environment,
-            (None, Err(CommError::Environment { variable, .. }))
-                if variable == "RANK"
-                    && std::env::var_os("RANK").is_none_or(|rank| rank.is_empty()) =>
-            {
-                return Ok(None);
-            }
+            (None, Err(error)) if is_without_launcher(&error) => return Ok(None),
             (None, Err(error)) => return Err(error.into()),
         };
         let world_size = environment.world_size;

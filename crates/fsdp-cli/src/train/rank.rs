@@ -9,7 +9,7 @@ use crate::data::{Batches, Text};
 use crate::gpt::Gpt;
 use crate::memory;
 use anyhow::{Context as _, Result};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use fsdp::checkpoint::{Location, RunFacts, StepCheckpoint, check_replicas};
 use fsdp::formats::digest::Digest;
 use fsdp::formats::lineage::DataPosition;
@@ -20,8 +20,9 @@ use fsdp::state::StateError;
 use serde_json::json;
 use tracing::info_span;
 
-use super::arguments::{DeviceName, HalfPrecision, NonFinite, TrainArguments, elastic_job};
+use super::arguments::{DeviceName, NonFinite, TrainArguments, elastic_job};
 use super::checkpoints::Checkpoints;
+use super::device::open_gpu;
 use super::fallback::named_if_damaged;
 use super::report::{Reporter, SCHEMA, StepMetrics, now};
 use super::sample::sample;
@@ -89,10 +90,12 @@ impl Job<'_> {
             strategy: self.arguments.strategy,
             mesh: self.mesh.clone(),
             use_orig_params: !self.arguments.flat,
-            mixed_precision: self
-                .arguments
-                .mixed_precision
-                .map_or_else(MixedPrecision::default, HalfPrecision::precision),
+            // Reductions are in f32.
+            mixed_precision: MixedPrecision {
+                param: self.arguments.mixed_precision,
+                reduce: self.arguments.mixed_precision.map(|_| DType::F32),
+                ..MixedPrecision::default()
+            },
             cpu_offload: self.arguments.cpu_offload,
             backward_prefetch: self.arguments.backward_prefetch.option(),
             forward_prefetch: self.arguments.forward_prefetch,
@@ -122,7 +125,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
     let device = match job.device {
         DeviceName::Cpu => Device::Cpu,
         DeviceName::Cuda => {
-            let opened = job.device.open(job.local_rank.unwrap_or(group.rank()));
+            let opened = open_gpu(job.local_rank.unwrap_or(group.rank()));
             // A rank without a GPU must not leave the others waiting for it.
             group.agree("open a GPU", opened.map_err(|error| format!("{error:#}")))?
         }
@@ -136,7 +139,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         .optimizer
         .make(job.settings.lr, model.parameters())?;
     // Only f16 has so small a range that the loss needs a scale.
-    let has_scaler = job.arguments.mixed_precision == Some(HalfPrecision::F16);
+    let has_scaler = job.arguments.mixed_precision == Some(DType::F16);
     let resume = job.lock_resume().clone();
     let only = resume
         .as_ref()

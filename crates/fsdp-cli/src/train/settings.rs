@@ -14,7 +14,7 @@ use fsdp::formats::metadata::Metadata;
 use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
-use super::arguments::{MAX_LAYERS, MAX_SIZE, ScheduleName, TrainArguments};
+use super::arguments::{DECAYS, MAX_LAYERS, MAX_SIZE, TrainArguments, decay};
 use super::optimizers::OptimizerName;
 use crate::failure::usage_error;
 use crate::job_failure::changed;
@@ -227,7 +227,7 @@ impl Settings {
         }
         // Each part of the schedule may be given anew on a resume: a longer run needs more steps.
         let schedule = Schedule {
-            decay: decay(
+            decay: chosen_decay(
                 arguments.schedule,
                 saved(resume, "train.config.schedule", text)?,
             )?,
@@ -299,11 +299,11 @@ impl Settings {
         }
         config.insert("lr", self.lr);
         config.insert("optimizer", choice_name(&self.optimizer));
-        let schedule = ScheduleName::value_variants()
-            .iter()
-            .find(|name| name.decay() == self.schedule.decay)
+        let (schedule, _) = DECAYS
+            .into_iter()
+            .find(|(_, decay)| *decay == self.schedule.decay)
             .expect("the decay is that of an option");
-        config.insert("schedule", choice_name(schedule));
+        config.insert("schedule", schedule.to_owned());
         config.insert("warmup", self.schedule.warmup.cast_signed());
         // A constant rate has no end. Its number of steps is left out, so that a longer run has the
         // same configuration, and the same digest of it.
@@ -395,15 +395,11 @@ fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<Opti
 }
 
 /// Returns the decay that was asked for, or else the checkpoint's.
-fn decay(asked: Option<ScheduleName>, saved: Option<String>) -> Result<Decay> {
-    if let Some(asked) = asked {
-        return Ok(asked.decay());
-    }
-    let Some(saved) = saved else {
-        return Ok(Decay::Constant);
-    };
-    match ScheduleName::from_str(&saved, false) {
-        Ok(known) => Ok(known.decay()),
-        Err(_) => bail!("the checkpoint's schedule `{saved}` is not known here"),
+fn chosen_decay(asked: Option<Decay>, saved: Option<String>) -> Result<Decay> {
+    match (asked, saved) {
+        (Some(asked), _) => Ok(asked),
+        (None, None) => Ok(Decay::Constant),
+        (None, Some(saved)) => decay(&saved)
+            .with_context(|| format!("the checkpoint's schedule `{saved}` is not known here")),
     }
 }
