@@ -48,7 +48,8 @@ fn refusal(text: &str) -> String {
 
 /// Runs a command that writes one JSON object, and returns its outcome and what it would write to
 /// stdout. A command that fails may have written something all the same: the report of a damaged
-/// checkpoint, for instance. `arguments` are those of the command line, without the name of the program.
+/// checkpoint, for instance. `arguments` are those of the command line, without the name of the
+/// program.
 ///
 /// Signals are left to the caller. To stop a conversion, store the number of a signal in `stop`;
 /// the conversion then removes what it has written so far, and fails.

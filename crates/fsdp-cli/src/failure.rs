@@ -13,7 +13,7 @@ use crate::exit_codes;
 pub struct CommandError {
     /// The exit code that it has; see [`exit_codes`].
     pub exit_code: u8,
-    /// What is wrong.
+    /// The problem, in a line.
     pub message: String,
     /// Advice on what to do, if there is any.
     pub hint: Option<&'static str>,

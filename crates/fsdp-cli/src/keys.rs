@@ -37,7 +37,7 @@ impl KeyFilter {
 
 /// `--include`, `--exclude`, `--rename` and `--prefix`.
 pub(crate) struct Keys<'a> {
-    include: Option<Globs<'a>>,
+    include: Globs<'a>,
     exclude: Globs<'a>,
     rules: &'a [(String, String)],
     prefix: Option<&'a str>,
@@ -55,10 +55,7 @@ impl<'a> Keys<'a> {
         prefix: Option<&'a str>,
     ) -> Result<Self> {
         Ok(Keys {
-            include: match include {
-                [] => None,
-                globs => Some(Globs::new(globs)?),
-            },
+            include: Globs::new(include)?,
             exclude: Globs::new(exclude)?,
             rules,
             prefix,
@@ -67,10 +64,7 @@ impl<'a> Keys<'a> {
 
     fn selects(&self, key: &str) -> bool {
         // `--exclude` beats `--include`: whoever gives both wants a part of a part.
-        let is_included = match &self.include {
-            Some(include) => include.set.is_match(key),
-            None => true,
-        };
+        let is_included = self.include.globs.is_empty() || self.include.set.is_match(key);
         is_included && !self.exclude.set.is_match(key)
     }
 
@@ -97,9 +91,7 @@ impl<'a> Keys<'a> {
     /// A glob that matches no key, which is probably a mistake.
     pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
         // Only the first is told: the others are likely to have the same slip.
-        if let Some(include) = &self.include
-            && let Some(glob) = include.list_unused(keys).first()
-        {
+        if let Some(glob) = self.include.list_unused(keys).first() {
             bail!(no_such_keys(format!("`--include {glob}` matches no key")));
         }
         Ok(())

@@ -178,13 +178,16 @@ fn prepare_and_execute(command: Command) -> anyhow::Result<()> {
 const OPTIONS_WITH_VARIABLES: [&str; 4] = ["json", "level", "no_progress", "threads"];
 
 /// Returns the command line. An option `--some-name` may be set by the variable `FSDP_SOME_NAME`
-/// too: any option of the commands that run jobs, and some of the others.
-fn command_line() -> clap::Command {
+/// too: any option of the commands that run jobs, and some of the others; `--json` only if
+/// `json_has_variable`.
+fn command_line(json_has_variable: bool) -> clap::Command {
     Arguments::command().mut_subcommands(|command| {
         let runs_jobs = ["train", "launch", "doctor"].contains(&command.get_name());
         command.mut_args(|option| {
             let name = option.get_id().as_str();
-            if option.is_positional() || !(runs_jobs || OPTIONS_WITH_VARIABLES.contains(&name)) {
+            let has_variable = (runs_jobs || OPTIONS_WITH_VARIABLES.contains(&name))
+                && (name != "json" || json_has_variable);
+            if option.is_positional() || !has_variable {
                 return option;
             }
             let variable = format!("FSDP_{}", name.to_uppercase());
@@ -197,9 +200,9 @@ fn command_line() -> clap::Command {
 ///
 /// A flag beats the environment: where only `FSDP_JSON` makes options conflict, it does not count.
 fn parse(arguments: &[OsString]) -> Result<Command, clap::Error> {
-    match parse_with(command_line(), arguments) {
+    match parse_with(command_line(true), arguments) {
         Err(error) if error.kind() == ErrorKind::ArgumentConflict => {
-            parse_with(without_json_variable(command_line()), arguments)
+            parse_with(command_line(false), arguments)
         }
         parsed => parsed,
     }
@@ -212,16 +215,6 @@ fn parse_with(command: clap::Command, arguments: &[OsString]) -> Result<Command,
         arguments.check()?;
     }
     Ok(parsed)
-}
-
-/// Returns the command without the environment variable of `--json`.
-fn without_json_variable(command: clap::Command) -> clap::Command {
-    command.mut_subcommands(|command| {
-        command.mut_args(|option| match option.get_id().as_str() {
-            "json" => option.env(None::<&str>),
-            _ => option,
-        })
-    })
 }
 
 /// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step
@@ -324,8 +317,8 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Merge(arguments) => convert::merge(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
-        Command::Completions(arguments) => manual::completions(&arguments, command_line()),
-        Command::Man(arguments) => manual::man(&arguments, command_line()),
+        Command::Completions(arguments) => manual::completions(&arguments, command_line(true)),
+        Command::Man(arguments) => manual::man(&arguments, command_line(true)),
     }
 }
 
@@ -340,13 +333,13 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        command_line().debug_assert();
-        without_json_variable(command_line()).debug_assert();
+        command_line(true).debug_assert();
+        command_line(false).debug_assert();
     }
 
     #[test]
     fn no_variable_changes_what_is_selected_or_written() {
-        for command in command_line().get_subcommands() {
+        for command in command_line(true).get_subcommands() {
             let runs = ["train", "launch", "doctor"].contains(&command.get_name());
             for option in command.get_opts() {
                 let name = option.get_id().as_str();

@@ -24,15 +24,13 @@ pub(crate) enum Progress {
     /// A bar.
     Bar(ProgressBar),
     /// Lines on stderr.
-    Lines(ProgressLines),
-}
-
-/// The bytes so far, and when the last line was printed.
-pub(crate) struct ProgressLines {
-    total: u64,
-    done: AtomicU64,
-    started: Instant,
-    last: Mutex<Instant>,
+    Lines {
+        total: u64,
+        done: AtomicU64,
+        started: Instant,
+        /// The time of the last line.
+        last: Mutex<Instant>,
+    },
 }
 
 impl Progress {
@@ -44,19 +42,39 @@ impl Progress {
         }
         // Logs of jobs have no cursor: a bar would fill them with copies of itself.
         if !is_terminal() {
-            return Progress::Lines(ProgressLines::new(bytes));
+            let now = Instant::now();
+            return Progress::Lines {
+                total: bytes,
+                done: AtomicU64::new(0),
+                started: now,
+                last: Mutex::new(now),
+            };
         }
         let template =
             "{bar:30} {binary_bytes}/{binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
         Progress::Bar(bar(bytes, template))
     }
 
-    /// Counts bytes that are done.
+    /// Counts bytes that are done. Prints a line if the last one is long ago.
     pub(crate) fn add(&self, bytes: u64) {
         match self {
             Progress::Hidden => {}
             Progress::Bar(bar) => bar.inc(bytes),
-            Progress::Lines(lines) => lines.add(bytes),
+            Progress::Lines {
+                total,
+                done,
+                started,
+                last,
+            } => {
+                let done = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+                // If another thread holds the lock, it prints, and one line is enough.
+                if let Ok(mut last) = last.try_lock()
+                    && last.elapsed() >= LINE_INTERVAL
+                {
+                    *last = Instant::now();
+                    output::talk(&line(done, *total, started.elapsed()));
+                }
+            }
         }
     }
 }
@@ -73,42 +91,17 @@ pub(crate) fn bar(length: u64, template: &str) -> ProgressBar {
         .with_style(style)
 }
 
-impl ProgressLines {
-    fn new(total: u64) -> Self {
-        let now = Instant::now();
-        ProgressLines {
-            total,
-            done: AtomicU64::new(0),
-            started: now,
-            last: Mutex::new(now),
-        }
-    }
-
-    /// Counts bytes that are done, and prints a line if the last one is long ago.
-    fn add(&self, bytes: u64) {
-        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        // If another thread holds the lock, it prints, and one line is enough.
-        let Ok(mut last) = self.last.try_lock() else {
-            return;
-        };
-        if last.elapsed() >= LINE_INTERVAL {
-            *last = Instant::now();
-            output::talk(&self.line(done, self.started.elapsed()));
-        }
-    }
-
-    /// Returns the line after so many bytes and so much time.
-    fn line(&self, done: u64, elapsed: Duration) -> String {
-        // The mean over all time is steadier than that of the last seconds, which depend on caches.
-        let rate = done as f64 / elapsed.as_secs_f64().max(1e-9);
-        let remaining = self.total.saturating_sub(done) as f64 / rate.max(1.0);
-        format!(
-            "{} of {}, {}/s, {remaining:.0} s left",
-            iec(done),
-            iec(self.total),
-            iec(rate as u64)
-        )
-    }
+/// Returns the line after so many bytes of all and so much time.
+fn line(done: u64, total: u64, elapsed: Duration) -> String {
+    // The mean over all time is steadier than that of the last seconds, which depend on caches.
+    let rate = done as f64 / elapsed.as_secs_f64().max(1e-9);
+    let remaining = total.saturating_sub(done) as f64 / rate.max(1.0);
+    format!(
+        "{} of {}, {}/s, {remaining:.0} s left",
+        iec(done),
+        iec(total),
+        iec(rate as u64)
+    )
 }
 
 impl Drop for Progress {
@@ -125,8 +118,7 @@ mod tests {
 
     #[test]
     fn a_line_tells_bytes_speed_and_the_time_left() {
-        let lines = ProgressLines::new(4 << 20);
-        let line = lines.line(1 << 20, Duration::from_secs(2));
+        let line = line(1 << 20, 4 << 20, Duration::from_secs(2));
         assert_eq!(line, "1.0 MiB of 4.0 MiB, 512.0 KiB/s, 6 s left");
     }
 }

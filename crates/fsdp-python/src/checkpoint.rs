@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::error::{detached, exception};
-use crate::memory::Memory;
+use crate::memory::{borrow, bytes_mut, check_apart};
 use crate::value::to_python;
 
 /// An open checkpoint of any format.
@@ -143,10 +143,8 @@ impl Checkpoint {
                 return Err(exception(py, FileError::from(error)));
             }
             let dtype = tensor.properties.dtype;
-            let buffer =
-                Memory::from_object(&buffer, bounds.numel() * dtype.size_in_bytes() as usize)?;
-            buffer.check_writable()?;
-            memory.push(buffer);
+            let length = bounds.numel() * dtype.size_in_bytes() as usize;
+            memory.push(borrow(&buffer, length, true)?);
             requests.push(LoadRequest {
                 fqn: name,
                 dtype,
@@ -155,8 +153,8 @@ impl Checkpoint {
             });
         }
         // Each buffer becomes a slice of its own, which no other may overlap.
-        Memory::check_apart(&memory)?;
-        let buffers = memory.iter_mut().map(Memory::bytes_mut);
+        check_apart(&memory)?;
+        let buffers = memory.iter_mut().map(bytes_mut);
         let destinations: Vec<Destination<'_>> = requests
             .into_iter()
             .zip(buffers)

@@ -16,12 +16,13 @@ use fsdp_formats::writer::{
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainValue, TensorBox};
+use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
 use crate::error::{detached, exception, wrong_argument};
-use crate::memory::Memory;
+use crate::memory::{borrow, bytes};
 
 /// A checkpoint that is being written. If the rank that prepared it drops it without a call of
 /// [`Staging::finish`], all its files are removed.
@@ -115,7 +116,7 @@ impl Staging {
             let byte_len = checked_numel(&bounds.sizes)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
-            let memory = Memory::from_object(&buffer, byte_len)?;
+            let memory = borrow(&buffer, byte_len, false)?;
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
             items.tensors.entry(fqn).or_default().push((bounds, memory));
         }
@@ -219,7 +220,7 @@ fn finished_error() -> PyErr {
 /// The items that a rank writes. The tensors' bytes are in Python's memory.
 #[derive(Default)]
 struct PythonItems {
-    tensors: HashMap<String, Vec<(TensorBox, Memory)>>,
+    tensors: HashMap<String, Vec<(TensorBox, PyBuffer<u8>)>>,
     /// The bytes of each value's item, and the value that a reader finds in them;
     /// [`PlainValue::None`] if they cannot be read.
     values: HashMap<String, (PyBackedBytes, PlainValue)>,
@@ -237,9 +238,9 @@ impl PayloadSource for PythonItems {
             .tensors
             .get(fqn)
             .and_then(|boxes| boxes.iter().find(|(planned, _)| planned == bounds));
-        let bytes = found
-            .and_then(|(_, memory)| memory.bytes().get(range.start as usize..range.end as usize));
-        sink(bytes.ok_or_else(|| FileError::not_stored(fqn))?)
+        let part = found
+            .and_then(|(_, memory)| bytes(memory).get(range.start as usize..range.end as usize));
+        sink(part.ok_or_else(|| FileError::not_stored(fqn))?)
     }
 
     fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {

@@ -28,7 +28,7 @@ pub(super) struct WriteReport<'a> {
     values: usize,
     /// The approximate upper limit of the memory used.
     memory: u64,
-    /// What was written or, before, what is known of it.
+    /// The outcome of the write or, before it, as much as is known.
     pub(super) written: Converted,
     /// The keys of opaque values that are left out, with their types.
     dropped: Vec<String>,
@@ -91,8 +91,8 @@ impl<'a> WriteReport<'a> {
         }
     }
 
-    /// Sets what was really written. The plan counts what the source has: opaque items may have been
-    /// left out since, and quantized tensors have become several.
+    /// Sets what was really written. The plan counts what the source has: opaque items may have
+    /// been left out since, and quantized tensors have become several.
     pub(super) fn set_written(&mut self, mut written: Converted) {
         written.aside.sort_by(|a, b| natural::compare(a, b));
         written.quantized.sort_by(|a, b| natural::compare(a, b));

@@ -14,20 +14,12 @@ use crate::exit_codes;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exit {
     pub(super) rank: usize,
-    status: ExitStatus,
+    pub(super) status: ExitStatus,
     /// `true` if the launcher had asked the process to end before.
     pub(super) was_asked: bool,
 }
 
 impl Exit {
-    pub(super) const fn new(rank: usize, status: ExitStatus, was_asked: bool) -> Self {
-        Exit {
-            rank,
-            status,
-            was_asked,
-        }
-    }
-
     /// Returns `true` if the other processes cannot go on after this.
     pub(super) fn is_failure(self) -> bool {
         !self.status.success() && self.code() != exit_codes::STOPPED
@@ -179,7 +171,11 @@ mod tests {
     use super::*;
 
     fn exit(rank: usize, code: i32) -> Exit {
-        Exit::new(rank, ExitStatus::from_raw(code << 8), false)
+        Exit {
+            rank,
+            status: ExitStatus::from_raw(code << 8),
+            was_asked: false,
+        }
     }
 
     #[test]
@@ -187,7 +183,11 @@ mod tests {
         let notes = tempfile::tempdir().unwrap();
         fs::write(notes.path().join("0"), "1").unwrap();
         fs::write(notes.path().join("2"), "0 1").unwrap();
-        let killed = Exit::new(3, ExitStatus::from_raw(9), true);
+        let killed = Exit {
+            rank: 3,
+            status: ExitStatus::from_raw(9),
+            was_asked: true,
+        };
         for exits in [
             [exit(0, 16), exit(2, 16), exit(1, 7), killed],
             [killed, exit(1, 7), exit(2, 16), exit(0, 16)],

@@ -299,8 +299,11 @@ impl<'e> RunningProcesses<'e> {
         {
             status = last;
         }
-        let was_asked = matches!(self.stage, Stage::Ending(_) | Stage::Killed);
-        let exit = Exit::new(rank, status, was_asked);
+        let exit = Exit {
+            rank,
+            status,
+            was_asked: matches!(self.stage, Stage::Ending(_) | Stage::Killed),
+        };
         self.end.exits.push(exit);
         if exit.is_failure() && matches!(self.stage, Stage::Running) {
             if !self.running.is_empty() {

@@ -34,8 +34,8 @@ impl DeviceName {
     }
 }
 
-/// Opens the GPU of a rank, which has its number on this machine. If there are more ranks than GPUs,
-/// they share.
+/// Opens the GPU of a rank, which has its number on this machine. If there are more ranks than
+/// GPUs, they share.
 ///
 /// # Errors
 /// The GPU cannot be used.

@@ -135,7 +135,7 @@ impl Reporter {
     /// # Errors
     /// The metrics cannot be written.
     pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
-        /// What `--json` prints of a step.
+        /// A step, as `--json` prints it.
         #[derive(Serialize)]
         struct StepEvent<'a> {
             event: &'static str,

@@ -10,7 +10,7 @@ use clap::ValueEnum as _;
 use fsdp::checkpoint::Location;
 use fsdp::formats::checkpoint::{self, Checkpoint};
 use fsdp::formats::digest::Digest;
-use fsdp::formats::metadata::Metadata;
+use fsdp::formats::metadata::{Entry, Metadata};
 use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
@@ -141,23 +141,29 @@ impl Resume {
         Ok(None)
     }
 
+    /// Returns what the checkpoint holds of the model under a name.
+    pub(super) fn entry(&self, name: &str) -> Option<&Entry> {
+        let entries = &self.checkpoint.metadata().entries;
+        entries.get(&format!("{}{name}", self.model))
+    }
+
+    /// Returns a dimension of a tensor of the model.
+    fn dimension(&self, name: &str, dim: usize) -> Option<usize> {
+        match self.entry(name)? {
+            Entry::Tensor(tensor) => tensor.shape.get(dim).copied(),
+            Entry::Bytes(_) => None,
+        }
+    }
+
     /// Returns a size of the model from the shapes of its tensors, for checkpoints of programs that
     /// do not save their settings.
     fn size_of_tensors(&self, key: &str) -> Option<usize> {
-        let metadata = self.checkpoint.metadata();
-        let model = self.model;
         match key {
-            "hidden" => {
-                let embedding = metadata.tensor(&format!("{model}{EMBEDDING}"))?;
-                embedding.shape.get(1).copied()
-            }
-            "seq" => {
-                let positions = metadata.tensor(&format!("{model}transformer.wpe.weight"))?;
-                positions.shape.first().copied()
-            }
+            "hidden" => self.dimension(EMBEDDING, 1),
+            "seq" => self.dimension("transformer.wpe.weight", 0),
             "layers" => {
-                let prefix = format!("{model}transformer.h.");
-                let names = metadata.tensors();
+                let prefix = format!("{}transformer.h.", self.model);
+                let names = self.checkpoint.metadata().tensors();
                 let layers = names.filter_map(|(key, _)| layer_of(key, &prefix));
                 layers.max()?.checked_add(1)
             }

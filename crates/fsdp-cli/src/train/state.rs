@@ -106,7 +106,6 @@ fn is_of_run(key: &str) -> bool {
 /// Lists the tensors in which the checkpoint's model and this one differ, a line each.
 fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
     let entries = &resume.checkpoint.metadata().entries;
-    let entry = |name: &str| entries.get(&format!("{}{name}", resume.model));
     let mut lines = Vec::new();
     let names: Vec<&str> = parameters
         .fqns()
@@ -114,7 +113,7 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
         .collect();
     for &name in &names {
         let shape = parameters.shape(name)?;
-        match entry(name) {
+        match resume.entry(name) {
             Some(Entry::Tensor(tensor)) if tensor.shape == shape => {}
             Some(Entry::Tensor(tensor)) => {
                 lines.push(format!(
@@ -125,7 +124,8 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
             Some(Entry::Bytes(_)) => lines.push(format!("`{name}`: no tensor in the checkpoint")),
             // A tied parameter may be there under another of its names.
             None if parameters.aliases().iter().any(|(alias, tied)| {
-                (tied == name && entry(alias).is_some()) || (alias == name && entry(tied).is_some())
+                (tied == name && resume.entry(alias).is_some())
+                    || (alias == name && resume.entry(tied).is_some())
             }) => {}
             None => lines.push(format!(
                 "`{name}`: not in the checkpoint, this model {shape:?}"
