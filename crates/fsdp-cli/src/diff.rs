@@ -103,10 +103,9 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         [first, second] = views.each_ref().map(|view| view as &dyn Checkpoint);
     }
     let mut differences = Vec::new();
-    let mut add = |name: &str, difference| differences.push(DifferenceRow::new(name, &difference));
     // Digests tell only whether bits are equal: not by how much they differ, nor where.
     let reads = arguments.full || arguments.heatmap || arguments.tolerance > 0.0;
-    let by_digests = !reads && diff::diff_digests(first, second, &mut add)?;
+    let by_digests = !reads && diff::diff_digests(first, second, &mut add_to(&mut differences))?;
     if !by_digests {
         let tolerance = Tolerance {
             absolute: arguments.tolerance,
@@ -117,7 +116,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
             second,
             tolerance,
             arguments.threads.count(),
-            &mut add,
+            &mut add_to(&mut differences),
         )?;
     }
     differences.sort_by(|a, b| natural::compare(&a.name, &b.name));
@@ -157,6 +156,11 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         arguments.second,
         differences.len()
     )))
+}
+
+/// Returns a function that describes a difference and adds it to `rows`.
+fn add_to(rows: &mut Vec<DifferenceRow>) -> impl FnMut(&str, Difference) {
+    |name, difference| rows.push(DifferenceRow::new(name, &difference))
 }
 
 /// Prints the differences, and with `pictures` where in the tensors they are.

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use fsdp::comm::{BackendKind, Environment};
+use fsdp::comm::{BackendKind, CommError, Environment};
 use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::job_failure::is_without_launcher;
 use crate::text::or_word;
@@ -25,6 +25,8 @@ pub(crate) struct DoctorArguments {
 
 /// The text for a number that this system does not tell.
 const UNKNOWN: &str = "unknown";
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// The version of the report's schema.
 const SCHEMA: u32 = 1;
@@ -85,14 +87,9 @@ const LIBRARY_DIRECTORIES: [&str; 9] = [
     "/usr/local/nvidia/lib64",
 ];
 
-#[derive(Debug, Serialize)]
 struct MachineReport {
-    schema: u32,
-    version: &'static str,
-    backends: Vec<Backend>,
-    launcher: Option<Launcher>,
-    /// The reason that there is no launcher.
-    launcher_error: Option<String>,
+    /// The launcher of this process, or the reason that there is none.
+    launcher: Result<Environment, CommError>,
     variables: BTreeMap<&'static str, String>,
     /// `true` if there is a secret of the job. It is not shown.
     secret: bool,
@@ -102,29 +99,17 @@ struct MachineReport {
     open_files: Option<u64>,
     /// The size of the file system in which a memory tier usually lies.
     dev_shm_bytes: Option<u64>,
-    shared_memory: bool,
     /// The reason that there is no shared memory.
     shared_memory_error: Option<String>,
-    gpus: Vec<PathBuf>,
-    libraries: BTreeMap<&'static str, Option<PathBuf>>,
+    gpus: Vec<String>,
+    libraries: BTreeMap<&'static str, Option<String>>,
     hints: Vec<String>,
 }
 
-#[derive(Debug, Serialize)]
-struct Backend {
-    name: String,
-    compiled_in: bool,
-}
-
-#[derive(Debug, Serialize)]
-struct Launcher {
-    name: String,
-    rank: usize,
-    world_size: usize,
-    local_rank: Option<usize>,
-    local_world_size: Option<usize>,
-    master: String,
-    job: String,
+/// Lists all backends, each with `true` if this build has it.
+fn backends() -> impl Iterator<Item = (String, bool)> {
+    let all = BackendKind::ALL.into_iter();
+    all.map(|kind| (kind.to_string(), kind.check_compiled_in().is_ok()))
 }
 
 /// Examines this machine: `fsdp doctor`.
@@ -134,7 +119,7 @@ struct Launcher {
 pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
     let report = examine();
     if arguments.json {
-        return output::json(&report);
+        return output::json(&report.json());
     }
     output::lines(&report.lines())
 }
@@ -143,8 +128,8 @@ pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
 fn examine() -> MachineReport {
     let mut hints = Vec::new();
     // The launcher comes first: most jobs that do not start fail because of its variables.
-    let found = Environment::from_env();
-    let fault = match &found {
+    let launcher = Environment::from_env();
+    let fault = match &launcher {
         Ok(found) => found.check_identity().err(),
         // Nobody has to have a launcher; but one whose variables make no sense, or are not all set,
         // is a fault.
@@ -154,10 +139,6 @@ fn examine() -> MachineReport {
     if let Some(error) = fault {
         hints.push(format!("{error}: `--backend tcp` cannot start like this"));
     }
-    let (launcher, launcher_error) = match found {
-        Ok(found) => (Some(Launcher::from(found)), None),
-        Err(error) => (None, Some(error.to_string())),
-    };
     // Ranks of one host lend each other memory if the system lets them, and use sockets otherwise.
     let shared_memory = shared_memory();
     if let Err(error) = &shared_memory {
@@ -190,16 +171,8 @@ fn examine() -> MachineReport {
             ));
         }
     }
-    let backends = BackendKind::ALL.map(|kind| Backend {
-        name: kind.to_string(),
-        compiled_in: kind.check_compiled_in().is_ok(),
-    });
     MachineReport {
-        schema: SCHEMA,
-        version: env!("CARGO_PKG_VERSION"),
-        backends: backends.into(),
         launcher,
-        launcher_error,
         // Reports are pasted into issues, so the secret itself is in no field.
         secret: std::env::var_os("FSDP_SECRET").is_some_and(|secret| !secret.is_empty()),
         variables: VARIABLES
@@ -213,25 +186,10 @@ fn examine() -> MachineReport {
         dev_shm_bytes: statvfs("/dev/shm")
             .ok()
             .map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
-        shared_memory: shared_memory.is_ok(),
         shared_memory_error: shared_memory.err().map(|error| error.to_string()),
         gpus,
         libraries,
         hints,
-    }
-}
-
-impl From<Environment> for Launcher {
-    fn from(found: Environment) -> Self {
-        Launcher {
-            name: found.launcher.to_string(),
-            rank: found.rank,
-            world_size: found.world_size,
-            local_rank: found.local_rank,
-            local_world_size: found.local_world_size,
-            master: found.master(),
-            job: found.job,
-        }
     }
 }
 
@@ -258,12 +216,12 @@ fn shared_memory() -> std::io::Result<()> {
 }
 
 /// Lists NVIDIA's devices.
-fn gpus() -> Vec<PathBuf> {
+fn gpus() -> Vec<String> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/dev").into_iter().flatten().flatten() {
         let path = entry.path();
         if is_gpu(&path) {
-            found.push(path);
+            found.push(path.display().to_string());
         }
     }
     found.sort();
@@ -282,7 +240,7 @@ fn is_gpu(path: &Path) -> bool {
 
 /// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually
 /// search.
-fn library(name: &str) -> Option<PathBuf> {
+fn library(name: &str) -> Option<String> {
     // The linker looks into the variable first, so what it would load comes first here too.
     let mut directories = Vec::new();
     if let Some(given) = std::env::var_os("LD_LIBRARY_PATH") {
@@ -290,36 +248,69 @@ fn library(name: &str) -> Option<PathBuf> {
     }
     directories.extend(LIBRARY_DIRECTORIES.map(PathBuf::from));
     let mut paths = directories.iter().map(|directory| directory.join(name));
-    paths.find(|path| path.exists())
+    let found = paths.find(|path| path.exists())?;
+    Some(found.display().to_string())
 }
 
 impl MachineReport {
+    /// Returns the report as JSON.
+    fn json(&self) -> Value {
+        let backends: Vec<Value> = backends()
+            .map(|(name, compiled_in)| json!({ "name": name, "compiled_in": compiled_in }))
+            .collect();
+        let launcher = self.launcher.as_ref().ok().map(|found| {
+            json!({
+                "name": found.launcher.to_string(),
+                "rank": found.rank,
+                "world_size": found.world_size,
+                "local_rank": found.local_rank,
+                "local_world_size": found.local_world_size,
+                "master": found.master(),
+                "job": found.job,
+            })
+        });
+        json!({
+            "schema": SCHEMA,
+            "version": VERSION,
+            "backends": backends,
+            "launcher": launcher,
+            "launcher_error": self.launcher.as_ref().err().map(ToString::to_string),
+            "variables": self.variables,
+            "secret": self.secret,
+            "cpu_cores": self.cpu_cores,
+            "memory_bytes": self.memory_bytes,
+            "open_files": self.open_files,
+            "dev_shm_bytes": self.dev_shm_bytes,
+            "shared_memory": self.shared_memory_error.is_none(),
+            "shared_memory_error": self.shared_memory_error,
+            "gpus": self.gpus,
+            "libraries": self.libraries,
+            "hints": self.hints,
+        })
+    }
+
     /// Returns the report as lines of text.
     fn lines(&self) -> Vec<String> {
-        let mut rows = vec![("fsdp", self.version.to_owned())];
-        for Backend { name, compiled_in } in &self.backends {
-            let is_here = if *compiled_in {
+        let mut rows = vec![("fsdp", VERSION.to_owned())];
+        for (name, is_compiled_in) in backends() {
+            let is_here = if is_compiled_in {
                 "yes"
             } else {
                 "not compiled in"
             };
             rows.push(("backend", format!("{name}: {is_here}")));
         }
-        // Either there is a launcher, or a reason why there is none.
-        if let Some(launcher) = &self.launcher {
-            let Launcher {
-                name,
-                rank,
-                world_size,
-                master,
-                ..
-            } = launcher;
-            let place = format!("rank {rank} of {world_size}, which meet at {master}");
-            rows.push(("launcher", format!("{name}: {place}")));
-        }
-        if let Some(error) = &self.launcher_error {
-            rows.push(("launcher", format!("none: {error}")));
-        }
+        let launcher = match &self.launcher {
+            Ok(found) => format!(
+                "{}: rank {} of {}, which meet at {}",
+                found.launcher,
+                found.rank,
+                found.world_size,
+                found.master()
+            ),
+            Err(error) => format!("none: {error}"),
+        };
+        rows.push(("launcher", launcher));
         for (name, value) in &self.variables {
             rows.push(("variable", format!("{name}={value}")));
         }
@@ -342,7 +333,7 @@ impl MachineReport {
             ("GPUs", or_word(gpus, "none")),
         ]);
         for (name, path) in &self.libraries {
-            let path = or_word(path.as_ref().map(|path| path.display()), "not found");
+            let path = or_word(path.as_ref(), "not found");
             rows.push(("library", format!("{name}: {path}")));
         }
         for hint in &self.hints {

@@ -101,10 +101,11 @@ impl TraceFile {
         })
     }
 
-    /// Replaces the earlier content of the file by the buffered start of the trace. Does nothing
-    /// once that is done.
+    /// Replaces the earlier content of the file by the buffered start of the trace, if it is to be
+    /// kept. Does nothing once that is done.
     fn write_buffered(&mut self) -> io::Result<()> {
-        let Some(buffered) = self.buffered.take() else {
+        let keeps_trace = KEEPS_TRACE.load(Ordering::Relaxed);
+        let Some(buffered) = self.buffered.take_if(|_| keeps_trace) else {
             return Ok(());
         };
         // A pipe or a device has no length.
@@ -115,9 +116,7 @@ impl TraceFile {
 
 impl Write for TraceFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if KEEPS_TRACE.load(Ordering::Relaxed) {
-            self.write_buffered()?;
-        }
+        self.write_buffered()?;
         match &mut self.buffered {
             Some(buffered) => buffered.write(bytes),
             None => self.file.write(bytes),
@@ -125,9 +124,7 @@ impl Write for TraceFile {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        if KEEPS_TRACE.load(Ordering::Relaxed) {
-            self.write_buffered()?;
-        }
+        self.write_buffered()?;
         self.file.flush()
     }
 }

@@ -47,62 +47,62 @@ pub(super) const MODELS: [(&str, Units); 11] = [
     ("gpt2-774m", || gpt2_units(36, 1280)),
     ("gpt2-1.5b", || gpt2_units(48, 1600)),
     ("llama-1b", || {
-        let sizes = Llama {
+        Llama {
             layers: 16,
             hidden: 2048,
             intermediate: 8192,
             head: 64,
             tied: true,
             ..LLAMA_8B
-        };
-        sizes.units()
+        }
+        .units()
     }),
     ("llama-3b", || {
-        let sizes = Llama {
+        Llama {
             layers: 28,
             hidden: 3072,
             intermediate: 8192,
             heads: 24,
             tied: true,
             ..LLAMA_8B
-        };
-        sizes.units()
+        }
+        .units()
     }),
     ("llama-8b", || LLAMA_8B.units()),
     ("llama-70b", || {
-        let sizes = Llama {
+        Llama {
             layers: 80,
             hidden: 8192,
             intermediate: 28_672,
             heads: 64,
             ..LLAMA_8B
-        };
-        sizes.units()
+        }
+        .units()
     }),
     ("llama-405b", || {
-        let sizes = Llama {
+        Llama {
             layers: 126,
             hidden: 16_384,
             intermediate: 53_248,
             heads: 128,
             ..LLAMA_8B
-        };
-        sizes.units()
+        }
+        .units()
     }),
     ("mistral-7b", || {
-        let sizes = Llama {
+        Llama {
             vocab: 32_000,
             ..LLAMA_8B
-        };
-        sizes.units()
+        }
+        .units()
     }),
     ("mixtral-8x7b", || {
-        let sizes = Llama {
+        Llama {
             vocab: 32_000,
             experts: 8,
             ..LLAMA_8B
-        };
-        sizes.units()
+        }
+        .units()
     }),
 ];
 
