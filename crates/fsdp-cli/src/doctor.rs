@@ -13,6 +13,7 @@ use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
 
 use crate::job_failure::is_without_launcher;
+use crate::launch::has_secret;
 use crate::text::or_word;
 use crate::{memory, output};
 
@@ -174,7 +175,7 @@ fn examine() -> MachineReport {
     MachineReport {
         launcher,
         // Reports are pasted into issues, so the secret itself is in no field.
-        secret: std::env::var_os("FSDP_SECRET").is_some_and(|secret| !secret.is_empty()),
+        secret: has_secret(),
         variables: VARIABLES
             .iter()
             .filter_map(|&name| Some((name, std::env::var(name).ok()?)))

@@ -21,7 +21,6 @@ tensor: █ more than a tenth, ▓ a hundredth, ▒ a thousandth, ░ less, · n
 
 /// The largest differences in the cells of a tensor.
 struct Heat {
-    rows: usize,
     columns: usize,
     /// NaN where a difference is not a number.
     cells: Vec<f64>,
@@ -68,7 +67,6 @@ impl Heat {
         let rows = down.min(ROWS);
         let columns = across.min(COLUMNS);
         let mut heat = Heat {
-            rows,
             columns,
             cells: vec![0.0; rows * columns],
         };
@@ -106,7 +104,7 @@ impl Heat {
             .copied()
             .filter(|difference| difference.is_finite())
             .fold(0.0, f64::max);
-        let rows = self.cells.chunks(self.columns).take(self.rows);
+        let rows = self.cells.chunks(self.columns);
         rows.map(|row| {
             row.iter()
                 .map(|&difference| character_of(difference, largest))
@@ -163,7 +161,6 @@ mod tests {
     #[test]
     fn cells_show_the_largest_difference_in_them() {
         let mut heat = Heat {
-            rows: 2,
             columns: 4,
             cells: vec![0.0; 8],
         };

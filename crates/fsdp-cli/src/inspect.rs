@@ -156,7 +156,7 @@ impl CheckpointSummary {
             bytes = bytes.saturating_add(tensor.bytes);
         }
         let mut values: Vec<String> = metadata.values().map(|(name, _)| name.to_owned()).collect();
-        values.sort_by(|a, b| natural::compare(a, b));
+        values.sort_by(natural::compare);
         CheckpointSummary {
             schema: SCHEMA,
             path,

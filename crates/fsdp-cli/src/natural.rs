@@ -3,9 +3,9 @@
 use std::cmp::Ordering;
 
 /// Compares two names: runs of digits by the numbers that they are, all else byte by byte.
-pub(crate) fn compare(left: &str, right: &str) -> Ordering {
-    let mut left = left.as_bytes();
-    let mut right = right.as_bytes();
+pub(crate) fn compare<T: AsRef<str> + ?Sized>(left: &T, right: &T) -> Ordering {
+    let mut left = left.as_ref().as_bytes();
+    let mut right = right.as_ref().as_bytes();
     while let (Some(l), Some(r)) = (left.first(), right.first()) {
         let order;
         if l.is_ascii_digit() && r.is_ascii_digit() {

@@ -65,11 +65,10 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     }
     let keep = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
     let (old, new) = all.split_at(all.len().saturating_sub(keep));
-    let (retained, expired): (Vec<&StepOfRun>, Vec<&StepOfRun>) =
-        old.iter().partition(|found| match arguments.keep_every {
-            Some(every) => found.step.is_multiple_of(every),
-            None => false,
-        });
+    let (retained, expired): (Vec<&StepOfRun>, Vec<&StepOfRun>) = old.iter().partition(|found| {
+        let every = arguments.keep_every;
+        every.is_some_and(|every| found.step.is_multiple_of(every))
+    });
     // If a crash has damaged the newer ones, the old ones are all that the run has.
     let mut staying = new.iter().rev().chain(retained.into_iter().rev());
     ensure!(

@@ -148,7 +148,7 @@ fn progress_over(path: &Location, work: &Work) -> Progress {
     // A file that cannot be examined is an error when it is read.
     let metadata = files.iter().filter_map(|file| file.metadata().ok());
     let bytes = metadata.map(|metadata| metadata.len()).sum();
-    Progress::new(bytes, work.shows_progress() && bytes > 0)
+    Progress::new(bytes, !work.no_progress && bytes > 0)
 }
 
 /// Returns a line about the files that a signature vouches for.

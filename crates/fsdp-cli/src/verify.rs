@@ -102,7 +102,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         LevelName::Hashes => Level::Hashes,
         LevelName::Deep => Level::Deep,
     };
-    let shows_progress = arguments.work.shows_progress();
+    let shows_progress = !arguments.work.no_progress;
     // The deepest level reads the numbers after the hashes.
     let passes = if level == Level::Deep { 2 } else { 1 };
     let bar = Progress::new(bytes(&*source).saturating_mul(passes), shows_progress);

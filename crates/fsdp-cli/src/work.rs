@@ -36,12 +36,5 @@ pub(crate) struct Work {
     pub(crate) json: bool,
     /// No progress, neither a bar nor lines
     #[arg(long)]
-    no_progress: bool,
-}
-
-impl Work {
-    /// Returns `true` if progress is to be shown.
-    pub(crate) fn shows_progress(&self) -> bool {
-        !self.no_progress
-    }
+    pub(crate) no_progress: bool,
 }

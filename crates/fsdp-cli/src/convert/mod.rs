@@ -154,7 +154,7 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         let durable = Durable::with_hook(Arc::new(stop.clone()));
         // Remove what a killed command has left of this destination.
         storage::clean_stale(destination.path)?;
-        let bar = Progress::new(report.written.bytes, work.shows_progress() && !work.json);
+        let bar = Progress::new(report.written.bytes, !work.no_progress && !work.json);
         let options = ConvertOptions {
             overwrite: destination.writing.overwrite,
             drop_opaque: destination.drop_opaque,

@@ -5,6 +5,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::metadata::Metadata;
 use fsdp_tools::convert::Converted;
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::destination::Destination;
@@ -36,6 +37,7 @@ pub(super) struct WriteReport<'a> {
 }
 
 /// The parts of tensor-parallel ranks.
+#[derive(Serialize)]
 struct TensorParallelReport {
     ranks: usize,
     most_bytes: u64,
@@ -44,6 +46,7 @@ struct TensorParallelReport {
 }
 
 /// The shapes of one tensor and of its parts on each rank.
+#[derive(Serialize)]
 struct CutTensor {
     name: String,
     /// The way of cutting, such as `colwise(heads)`.
@@ -75,7 +78,7 @@ impl<'a> WriteReport<'a> {
             written
                 .aside
                 .extend(metadata.values().map(|(key, _)| key.to_owned()));
-            written.aside.sort_by(|a, b| natural::compare(a, b));
+            written.aside.sort_by(natural::compare);
         }
         let is_dry_run = destination.writing.dry_run;
         let plan = destination.plan.as_ref();
@@ -94,8 +97,8 @@ impl<'a> WriteReport<'a> {
     /// Sets what was really written. The plan counts what the source has: opaque items may have
     /// been left out since, and quantized tensors have become several.
     pub(super) fn set_written(&mut self, mut written: Converted) {
-        written.aside.sort_by(|a, b| natural::compare(a, b));
-        written.quantized.sort_by(|a, b| natural::compare(a, b));
+        written.aside.sort_by(natural::compare);
+        written.quantized.sort_by(natural::compare);
         for (key, type_name) in &written.dropped {
             // An opaque item may be a tensor, and those are counted apart.
             if self.source.metadata().tensor(key).is_none() {
@@ -129,12 +132,7 @@ impl<'a> WriteReport<'a> {
             "dropped": self.dropped,
         });
         if let Some(report) = &self.tensor_parallel {
-            let tensors: Vec<Value> = report.tensors.iter().map(CutTensor::json).collect();
-            object["tensor_parallel"] = json!({
-                "ranks": report.ranks,
-                "most_bytes": report.most_bytes,
-                "tensors": tensors,
-            });
+            object["tensor_parallel"] = json!(report);
         }
         object
     }
@@ -269,10 +267,6 @@ impl TensorParallelReport {
 }
 
 impl CutTensor {
-    fn json(&self) -> Value {
-        json!({ "name": self.name, "how": self.how, "shape": self.shape, "ranks": self.ranks })
-    }
-
     /// Returns a line: key, shape, how it is cut, and the shapes on the ranks.
     fn line(&self) -> String {
         // Most ranks have parts of the same shape: they are written once, with their number.

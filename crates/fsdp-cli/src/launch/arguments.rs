@@ -229,7 +229,7 @@ impl LaunchArguments {
 }
 
 /// Returns `true` if the user has given this job a secret.
-fn has_secret() -> bool {
+pub(crate) fn has_secret() -> bool {
     std::env::var_os(SECRET).is_some_and(|secret| !secret.is_empty())
 }
 

@@ -19,7 +19,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use fsdp::comm::BLAME_DIR;
 use tempfile::TempDir;
 
-pub(crate) use self::arguments::LaunchArguments;
+pub(crate) use self::arguments::{LaunchArguments, has_secret};
 use self::guard::Guard;
 use self::lines::{LastLines, RankOutput};
 use self::running::{JobEnd, RunningProcesses};

@@ -47,12 +47,7 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn newest_step(&self) -> Result<Option<u64>> {
-        if !self.run.exists()? {
-            return Ok(None);
-        }
-        let mut checkpoints = list_checkpoints(&self.run)?;
-        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
-        Ok(checkpoints.last().map(|newest| newest.step))
+        Ok(self.undamaged(true)?.last().map(|newest| newest.step))
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -60,7 +55,7 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn is_empty(&self) -> Result<bool> {
-        Ok(self.memory.is_none() && self.damage.is_none() && self.of_run()?.is_empty())
+        Ok(self.memory.is_none() && self.damage.is_none() && self.newest_step()?.is_none())
     }
 
     /// Opens the newest checkpoint that is not known to be damaged.
@@ -69,10 +64,12 @@ impl<'a> Candidates<'a> {
     /// There is no such checkpoint, or it is damaged ([`UnreadableCheckpoint`]).
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         let damage = self.damage.take();
-        let mut checkpoints = self.of_run()?;
+        // A run that was killed before its first checkpoint may have none but in memory.
+        let may_be_absent =
+            self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
+        let mut checkpoints = self.undamaged(may_be_absent)?;
         // The step in memory is newer than all undamaged checkpoints.
         checkpoints.extend(self.memory.clone());
-        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
         let Some(StepCheckpoint { path, .. }) = checkpoints.pop() else {
             bail!(match damage {
                 Some((_, error)) => error,
@@ -113,15 +110,14 @@ impl<'a> Candidates<'a> {
         Ok(())
     }
 
-    /// Returns the checkpoints of the run, the oldest first.
-    fn of_run(&self) -> Result<Vec<StepCheckpoint>> {
-        // A run that was killed before its first checkpoint may have none but in memory.
-        let may_be_absent =
-            self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
+    /// Returns the checkpoints of the run that are not known to be damaged, the oldest first.
+    fn undamaged(&self, may_be_absent: bool) -> Result<Vec<StepCheckpoint>> {
         if may_be_absent && !self.run.exists()? {
             return Ok(Vec::new());
         }
-        Ok(list_checkpoints(&self.run)?)
+        let mut checkpoints = list_checkpoints(&self.run)?;
+        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
+        Ok(checkpoints)
     }
 }
 

@@ -21,7 +21,7 @@ use crate::cpu_threads;
 use crate::data::{Batches, Text};
 use crate::ranks::Ranks;
 use anyhow::{Context as _, Result, bail, ensure};
-use fsdp::checkpoint::{Location, StepCheckpoint, latest_checkpoint};
+use fsdp::checkpoint::{Location, StepCheckpoint};
 use fsdp::prelude::*;
 use serde_json::Value;
 
@@ -262,7 +262,7 @@ fn prepare<'a>(
         return Ok(None);
     }
     if mode == ResumeMode::No {
-        check_out_is_free(arguments)?;
+        check_out_is_free(candidates)?;
     }
     if begins && reports {
         check_saved_nowhere_else(arguments)?;
@@ -317,14 +317,11 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
 }
 
 /// Checks that a run would not mix its checkpoints with those of another.
-fn check_out_is_free(arguments: &TrainArguments) -> Result<()> {
-    let run = arguments.checkpoints();
-    if run.exists()?
-        && let Some(found) = latest_checkpoint(&run)?
-    {
-        bail!(out_is_taken(run, found.step));
+fn check_out_is_free(candidates: &Candidates<'_>) -> Result<()> {
+    match candidates.newest_step()? {
+        Some(step) => bail!(out_is_taken(&candidates.run, step)),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Returns the last event of a kind in the run's directory; `null` if there is none.
@@ -376,11 +373,8 @@ fn check_run_is_own(candidates: &Candidates<'_>) -> Result<()> {
         return Ok(());
     };
     let start = last_event(candidates.arguments, "start")?;
-    if !start.is_null()
-        && start["job"] != job
-        && let Some(step) = candidates.newest_step()?
-    {
-        bail!(out_is_taken(&candidates.run, step));
+    if !start.is_null() && start["job"] != job {
+        check_out_is_free(candidates)?;
     }
     Ok(())
 }

@@ -143,6 +143,6 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
             ));
         }
     }
-    lines.sort_by(|a, b| natural::compare(a, b));
+    lines.sort_by(natural::compare);
     Ok(lines)
 }
