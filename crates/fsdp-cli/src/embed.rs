@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicUsize;
 
 use anyhow::{Error, ensure};
 
-use super::{Command, capture, execute, outcome, parse};
+use super::{Command, capture, execute, outcome, output, parse};
 use crate::failure::{CommandError, usage_error};
 
 /// Returns an error of this crate, or of a crate that it uses, as the command reports it: with its
@@ -18,17 +18,9 @@ pub fn explain(error: &Error) -> CommandError {
     if let Some(error) = error.downcast_ref::<clap::Error>() {
         return usage_error(refusal(&error.to_string()), None);
     }
-    let mut message = error.to_string();
-    for cause in error.chain().skip(1).map(ToString::to_string) {
-        // Some libraries include the text of a cause in their own message. It is not repeated.
-        if !message.ends_with(&cause) {
-            message.push_str(": ");
-            message.push_str(&cause);
-        }
-    }
     CommandError {
         exit_code: outcome::exit_code(error),
-        message,
+        message: output::messages(error).join(": "),
         hint: outcome::hint(error),
     }
 }

@@ -173,16 +173,15 @@ impl CheckpointSummary {
         }
     }
 
-    /// Returns the report as lines of text.
+    /// Returns the report of a committed checkpoint as lines of text.
     fn lines(&self) -> Vec<String> {
-        let committed = if self.committed { "yes" } else { "no" };
         let hashes = if self.hashed { "yes" } else { "no" };
         let tensors = self.tensors.len();
         let number = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
         let boxes = count(number, "box", "boxes");
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
-            format!("committed   {committed}, hashes {hashes}"),
+            format!("committed   yes, hashes {hashes}"),
             format!("step        {}", or_word(self.step, "unknown")),
             format!("tensors     {tensors} in {boxes}, {}", iec(self.bytes)),
             format!("values      {}", self.values.len()),

@@ -120,17 +120,25 @@ pub(crate) fn talk_keys(keys: &[impl AsRef<str>]) {
     }
 }
 
+/// Returns the messages of an error and of its causes. Libraries repeat the message of a cause that
+/// they pass on; it is told once.
+pub(crate) fn messages(error: &Error) -> Vec<String> {
+    let mut messages: Vec<String> = Vec::new();
+    for message in error.chain().map(ToString::to_string) {
+        let is_told = messages.last().is_some_and(|last| last.ends_with(&message));
+        if !is_told {
+            messages.push(message);
+        }
+    }
+    messages
+}
+
 /// Writes an error with its causes, one line each.
 pub(crate) fn error(error: &Error, hint: Option<&str>) {
-    talk(&format!("error: {}", escaped(&error.to_string())));
-    // Libraries repeat the text of a cause that they pass on.
-    let mut last = error.to_string();
-    for cause in error.chain().skip(1) {
-        let text = cause.to_string();
-        if !last.ends_with(&text) {
-            talk(&format!("  caused by: {}", escaped(&text)));
-        }
-        last = text;
+    let mut label = "error";
+    for message in messages(error) {
+        talk(&format!("{label}: {}", escaped(&message)));
+        label = "  caused by";
     }
     if let Some(hint) = hint {
         talk(&format!("hint: {hint}"));

@@ -72,8 +72,6 @@ const SCHEMA: u32 = 1;
 /// The checkpoint is damaged; the report is written all the same.
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
-    // With `--json` there is an object on stdout whatever happens: for an error that ends the check
-    // early it has this error as its only problem.
     // Check the signature first: until then nothing in the files can be trusted.
     let checked = match (&arguments.signature, &arguments.public_key) {
         (Some(signature), Some(key)) => {
@@ -87,6 +85,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     });
     let (signed, source) = match opened {
         Err(error) => {
+            // With `--json` there is an object on stdout whatever happens.
             if arguments.work.json {
                 let ending = Some(format!("{error:#}"));
                 let object = json(&path, &Report::default(), &[], None, ending);

@@ -196,8 +196,8 @@ impl LaunchArguments {
             ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string()),
         ];
         if several {
-            // All nodes must have the same one, so the user has to give it to each, and the ranks
-            // inherit it.
+            // All nodes must have the same secret, so the user has to give it to each, and the
+            // ranks inherit it.
             self.check_secret(&master_addr)?;
         } else {
             let secret = Secret::random().context("failed to make a secret")?;
