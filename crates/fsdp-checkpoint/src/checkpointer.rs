@@ -1,7 +1,6 @@
 //! [`Checkpointer`]: the checkpoints of a run, saved and loaded with one call each.
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -118,6 +117,7 @@ pub struct CheckpointerOptions {
 /// Errors are the same on every rank, and the checkpointer can be used again after them, unless
 /// they end the group ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its
 /// save in the background, whose error is only logged then, and for the removal of old checkpoints.
+#[derive(Debug)]
 pub struct Checkpointer {
     run: Location,
     group: ProcessGroup,
@@ -142,14 +142,6 @@ pub struct Checkpointer {
     prune_again: bool,
     /// The step of the checkpoint that was saved or loaded last, if it has one.
     at_step: Option<u64>,
-}
-
-impl fmt::Debug for Checkpointer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Checkpointer")
-            .field("run", &self.run.to_string())
-            .finish_non_exhaustive()
-    }
 }
 
 impl Checkpointer {

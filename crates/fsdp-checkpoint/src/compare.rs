@@ -11,10 +11,10 @@ use fsdp_formats::metadata::{Entry, Metadata, TensorEntry};
 use fsdp_formats::plan::LoadRequest;
 use fsdp_layout::cover::uncovered;
 use fsdp_layout::{PlainValue, TensorBox};
-use fsdp_state::LoadError as _;
+use fsdp_state::{LoadError as _, WrongTensor};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{CheckpointError, WrongTensor};
+use crate::error::CheckpointError;
 use crate::rounds::gather_in_rounds;
 
 /// The rank that compares.

@@ -7,9 +7,9 @@ use fsdp_flat::FlatError;
 use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure};
 use fsdp_nn::NnError;
-use fsdp_state::{LoadError, StateError};
+use fsdp_state::{LoadError, StateError, WrongTensor};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// An error of this crate. Errors that concern all ranks are the same on every rank.
@@ -65,7 +65,7 @@ pub enum CheckpointError {
         reference: usize,
     },
     /// Loaded tensors do not have the digests that were recorded when they were saved.
-    #[error("`{}` was not loaded as it was saved: {}", path.display(), list_tensors(tensors))]
+    #[error("`{}` was not loaded as it was saved: {}", path.display(), WrongTensor::list(tensors))]
     NotAsSaved {
         /// The checkpoint.
         path: std::path::PathBuf,
@@ -97,48 +97,6 @@ pub enum CheckpointError {
         /// The way in which its thread ended.
         problem: String,
     },
-}
-
-/// A tensor whose loaded elements are not those that were saved.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WrongTensor {
-    /// The flat key.
-    pub fqn: String,
-    /// The global ranks whose elements are wrong. If a tensor is sharded, its digest does not tell
-    /// which part is wrong, and these are all ranks that hold a part.
-    pub ranks: Vec<usize>,
-}
-
-/// The most tensors, and the most ranks of each, that a message names.
-const MAX_LISTED: usize = 8;
-
-/// Lists the first few tensors for a message.
-fn list_tensors(tensors: &[WrongTensor]) -> String {
-    let mut listed: Vec<String> = tensors
-        .iter()
-        .take(MAX_LISTED)
-        .map(tensor_with_ranks)
-        .collect();
-    if tensors.len() > MAX_LISTED {
-        listed.push(format!("and {} more tensors", tensors.len() - MAX_LISTED));
-    }
-    listed.join("; ")
-}
-
-/// Names a tensor, and the first few ranks on which it is wrong.
-fn tensor_with_ranks(tensor: &WrongTensor) -> String {
-    let ranks: Vec<String> = tensor
-        .ranks
-        .iter()
-        .take(MAX_LISTED)
-        .map(usize::to_string)
-        .collect();
-    let more = if tensor.ranks.len() > MAX_LISTED {
-        " and others"
-    } else {
-        ""
-    };
-    format!("`{}` on rank {}{more}", tensor.fqn, ranks.join(", "))
 }
 
 impl Failure for CheckpointError {

@@ -38,14 +38,14 @@ mod threads;
 pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions, RunFacts};
 pub use digest::{check_replicas, state_digest};
-pub use error::{CheckpointError, WrongTensor};
+pub use error::CheckpointError;
 pub use from_checkpoint::{FromCheckpointOptions, from_checkpoint};
 pub use fsdp_formats::Location;
 pub use fsdp_nn::torch::{
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict,
     set_model_state_dict, set_optimizer_state_dict, set_state_dict,
 };
-pub use fsdp_state::{KeepOn, LoadOptions, LoadReport};
+pub use fsdp_state::{KeepOn, LoadOptions, LoadReport, WrongTensor};
 pub use load::{load, load_in_place, load_whole};
 pub use progress::SaveProgress;
 pub use retention::{Retention, prune};

@@ -1,11 +1,11 @@
 //! The values of a state dict that a rank holds, as the plan of a save and the writer need them.
 
 use std::borrow::Cow;
-use std::fmt::{self, Write as _};
-use std::hash::Hasher as _;
+use std::fmt;
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
+use fsdp_digest::Digest;
 use fsdp_flat::RawTensor;
 use fsdp_flat::storage::{HostBytes, to_device};
 use fsdp_formats::FileError;
@@ -15,7 +15,6 @@ use fsdp_formats::writer::{PayloadSource, value_item_length};
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_state::{FlatStateDict, StateDict, StateValue, flatten_state_dict};
 use indexmap::IndexMap;
-use twox_hash::XxHash3_64;
 
 use crate::error::CheckpointError;
 use crate::progress::SaveProgress;
@@ -89,15 +88,15 @@ impl LocalState {
         Ok(local)
     }
 
-    /// Returns a hash of each plain value, sorted by key.
-    pub(crate) fn hashes_of_values(&self) -> Vec<(String, u64)> {
-        let mut hashes: Vec<(String, u64)> = self
+    /// Returns the digest of each plain value, sorted by key.
+    pub(crate) fn digests_of_values(&self) -> Vec<(String, Digest)> {
+        let mut digests: Vec<(String, Digest)> = self
             .values
             .iter()
-            .map(|(key, value)| (key.clone(), hash_of(value)))
+            .map(|(key, value)| (key.clone(), Digest::of_value(value)))
             .collect();
-        hashes.sort_unstable();
-        hashes
+        digests.sort_unstable();
+        digests
     }
 }
 
@@ -122,24 +121,6 @@ fn unsavable(fqn: &str, problem: impl fmt::Display) -> CheckpointError {
     CheckpointError::Unsavable {
         fqn: fqn.to_owned(),
         problem: problem.to_string(),
-    }
-}
-
-/// Returns a hash that is the same on every rank for equal values. It hashes the value's `Debug`
-/// text, because floats do not implement `Hash`.
-fn hash_of(value: &PlainValue) -> u64 {
-    let mut text = HashedText(XxHash3_64::new());
-    write!(text, "{value:?}").expect("writing to a hasher does not fail");
-    text.0.finish()
-}
-
-/// Text that is hashed rather than kept.
-struct HashedText(XxHash3_64);
-
-impl fmt::Write for HashedText {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        self.0.write(text.as_bytes());
-        Ok(())
     }
 }
 
@@ -170,27 +151,21 @@ impl PayloadSource for LocalState {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let boxes = self
+        let held = self
             .tensors
             .get(fqn)
-            .ok_or_else(|| FileError::not_stored(fqn))?;
-        let (_, payload) = boxes
-            .iter()
-            .find(|(held, _)| held == bounds)
-            .ok_or_else(|| FileError::not_stored(fqn))?;
-        let range = range.start as usize..range.end as usize;
-        match payload {
-            Payload::Raw(tensor) => sink(
-                tensor
-                    .bytes()
-                    .get(range)
-                    .ok_or_else(|| FileError::not_stored(fqn))?,
-            ),
+            .and_then(|boxes| boxes.iter().find(|(held, _)| held == bounds));
+        let (_, payload) = held.ok_or_else(|| FileError::not_stored(fqn))?;
+        let host_bytes;
+        let bytes = match payload {
+            Payload::Raw(tensor) => tensor.bytes(),
             Payload::Tensor(tensor) => {
-                let bytes = HostBytes::read(tensor).map_err(|_| FileError::not_stored(fqn))?;
-                sink(bytes.get(range).ok_or_else(|| FileError::not_stored(fqn))?)
+                host_bytes = HostBytes::read(tensor).map_err(|_| FileError::not_stored(fqn))?;
+                &*host_bytes
             }
-        }
+        };
+        let found = bytes.get(range.start as usize..range.end as usize);
+        sink(found.ok_or_else(|| FileError::not_stored(fqn))?)
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {

@@ -125,16 +125,6 @@ impl SaveRequest {
         }
     }
 
-    /// Returns the number of threads with which a rank of `group` writes.
-    pub(crate) fn threads(&self, group: &ProcessGroup) -> usize {
-        threads(
-            Access::Write,
-            self.options.write.threads,
-            group,
-            self.path.local().is_none(),
-        )
-    }
-
     /// Checks that every rank can write to the place of the save: each writes a small file to a
     /// staging directory, which is then removed. Collectives: a broadcast of a result and an
     /// agreement.
@@ -280,10 +270,11 @@ impl Saver {
         // Step 3: every rank writes its own file. In an incremental save, items that have not
         // changed since the last save with the same plan (or since the checkpoint that the run was
         // resumed from) are linked.
-        let threads = request.threads(group);
+        let is_object_store = path.local().is_none();
+        let threads = threads(Access::Write, options.write.threads, group, is_object_store);
         let last = match self.last.take() {
             Some(last) => Some(last).filter(|_| options.incremental && planned.is_unchanged),
-            None => from_parent(request, &planned, group)?,
+            None => from_parent(request, &planned, group, threads)?,
         };
         let before = last.as_ref().map(|last| Before {
             path: &last.path,
@@ -356,6 +347,7 @@ fn from_parent(
     request: &SaveRequest,
     planned: &Planned<'_>,
     group: &ProcessGroup,
+    threads: usize,
 ) -> Result<Option<LastSave>, CheckpointError> {
     if !request.options.incremental || !request.options.write.digests {
         return Ok(None);
@@ -364,7 +356,6 @@ fn from_parent(
     let (Some(path), Some(parent)) = (&request.parent, parent) else {
         return Ok(None);
     };
-    let threads = request.threads(group);
     let written = written_before(path, parent.digest, planned, group, threads)?;
     Ok(Some(LastSave {
         path: path.clone(),

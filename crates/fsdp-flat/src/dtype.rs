@@ -4,24 +4,33 @@ use fsdp_layout::DType;
 
 use crate::error::FlatError;
 
+/// The dtypes that candle computes with, and ours for them.
+const COMPUTED: [(candle_core::DType, DType); 9] = [
+    (candle_core::DType::U8, DType::U8),
+    (candle_core::DType::U32, DType::U32),
+    (candle_core::DType::I16, DType::I16),
+    (candle_core::DType::I32, DType::I32),
+    (candle_core::DType::I64, DType::I64),
+    (candle_core::DType::BF16, DType::BF16),
+    (candle_core::DType::F16, DType::F16),
+    (candle_core::DType::F32, DType::F32),
+    (candle_core::DType::F64, DType::F64),
+];
+
+/// The dtypes that candle holds but hardly computes with, and ours for them.
+const HELD: [(candle_core::DType, DType); 2] = [
+    (candle_core::DType::F8E4M3, DType::F8E4M3Fn),
+    (candle_core::DType::F8E8M0, DType::F8E8M0Fnu),
+];
+
 /// Returns the dtype of files and state dicts for a candle dtype; `None` for candle's dummy types
 /// (6-bit floats).
 #[must_use]
-pub const fn from_candle(dtype: candle_core::DType) -> Option<DType> {
-    match dtype {
-        candle_core::DType::U8 => Some(DType::U8),
-        candle_core::DType::U32 => Some(DType::U32),
-        candle_core::DType::I16 => Some(DType::I16),
-        candle_core::DType::I32 => Some(DType::I32),
-        candle_core::DType::I64 => Some(DType::I64),
-        candle_core::DType::BF16 => Some(DType::BF16),
-        candle_core::DType::F16 => Some(DType::F16),
-        candle_core::DType::F32 => Some(DType::F32),
-        candle_core::DType::F64 => Some(DType::F64),
-        candle_core::DType::F8E4M3 => Some(DType::F8E4M3Fn),
-        candle_core::DType::F8E8M0 => Some(DType::F8E8M0Fnu),
-        _ => None,
-    }
+pub fn from_candle(dtype: candle_core::DType) -> Option<DType> {
+    let mut known = COMPUTED.iter().chain(&HELD);
+    known
+        .find(|(candle, _)| *candle == dtype)
+        .map(|pair| pair.1)
 }
 
 /// Returns the candle dtype for ours.
@@ -30,19 +39,11 @@ pub const fn from_candle(dtype: candle_core::DType) -> Option<DType> {
 /// [`FlatError::NotInCandle`] for what candle does not compute with; such tensors are kept as
 /// [`RawTensor`](crate::RawTensor). (Eight-bit floats are among them: candle holds but hardly
 /// computes with them.)
-pub const fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
-    match dtype {
-        DType::U8 => Ok(candle_core::DType::U8),
-        DType::U32 => Ok(candle_core::DType::U32),
-        DType::I16 => Ok(candle_core::DType::I16),
-        DType::I32 => Ok(candle_core::DType::I32),
-        DType::I64 => Ok(candle_core::DType::I64),
-        DType::BF16 => Ok(candle_core::DType::BF16),
-        DType::F16 => Ok(candle_core::DType::F16),
-        DType::F32 => Ok(candle_core::DType::F32),
-        DType::F64 => Ok(candle_core::DType::F64),
-        dtype => Err(FlatError::NotInCandle { dtype }),
-    }
+pub fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
+    let found = COMPUTED.iter().find(|(_, ours)| *ours == dtype);
+    found
+        .map(|pair| pair.0)
+        .ok_or(FlatError::NotInCandle { dtype })
 }
 
 /// Returns the dtype of files and state dicts, like [`from_candle`].
@@ -87,3 +88,5 @@ macro_rules! with_float {
         }
     };
 }
+
+pub(crate) use with_float;

@@ -125,6 +125,15 @@ pub enum FlatError {
 }
 
 impl FlatError {
+    /// Makes the error of a thing of this name that has another shape than it must have.
+    pub(crate) fn shape(name: impl Into<String>, expected: &[usize], found: &[usize]) -> Self {
+        FlatError::ShapeMismatch {
+            name: name.into(),
+            expected: expected.to_vec(),
+            found: found.to_vec(),
+        }
+    }
+
     /// Makes the error of a tensor on the wrong device.
     pub(crate) fn device(tensor: &candle_core::Tensor) -> Self {
         FlatError::UnsupportedDevice {

@@ -27,11 +27,12 @@ impl FlatParameter {
     /// `shard` must be one-dimensional with `layout.sharded_numel()` elements.
     pub fn new(layout: FlatLayout, rank: usize, shard: Tensor) -> Result<Self, FlatError> {
         if shard.dims() != [layout.sharded_numel()] {
-            return Err(FlatError::ShapeMismatch {
-                name: "shard of a FlatParameter".into(),
-                expected: vec![layout.sharded_numel()],
-                found: shard.dims().to_vec(),
-            });
+            let expected = layout.sharded_numel();
+            return Err(FlatError::shape(
+                "shard of a FlatParameter",
+                &[expected],
+                shard.dims(),
+            ));
         }
         Ok(FlatParameter {
             layout,

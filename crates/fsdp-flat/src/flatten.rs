@@ -6,10 +6,9 @@ use fsdp_layout::FlatLayout;
 use fsdp_layout::flat::{ALIGNMENT_PADDING_VALUE, FlatEntry};
 use fsdp_layout::shard::chunk_range;
 
-use crate::dtype::file_dtype;
+use crate::dtype::{file_dtype, with_float};
 use crate::error::FlatError;
 use crate::storage::{HostSlice, HostSliceMut, zeros};
-use crate::with_float;
 
 /// Concatenates tensors in the order and with the padding of `layout`: torch's `flatten_tensors`.
 ///
@@ -36,11 +35,12 @@ use crate::with_float;
 pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor, FlatError> {
     let first = tensors.first().ok_or(fsdp_layout::FlatLayoutError::Empty)?;
     if tensors.len() != layout.fqns().len() {
-        return Err(FlatError::ShapeMismatch {
-            name: "tensors to flatten".into(),
-            expected: vec![layout.fqns().len()],
-            found: vec![tensors.len()],
-        });
+        let expected = layout.fqns().len();
+        return Err(FlatError::shape(
+            "tensors to flatten",
+            &[expected],
+            &[tensors.len()],
+        ));
     }
     let mut pieces = Vec::with_capacity(layout.entries().len());
     for (entry, &numel) in layout.entries().iter().zip(layout.numels_with_padding()) {
@@ -69,11 +69,11 @@ fn check_param(
 ) -> Result<(), FlatError> {
     let fqn = &layout.fqns()[param];
     if tensor.dims() != layout.shapes()[param] {
-        return Err(FlatError::ShapeMismatch {
-            name: fqn.clone(),
-            expected: layout.shapes()[param].clone(),
-            found: tensor.dims().to_vec(),
-        });
+        return Err(FlatError::shape(
+            fqn,
+            &layout.shapes()[param],
+            tensor.dims(),
+        ));
     }
     let found = file_dtype(tensor.dtype())?;
     if !found.is_float() {
@@ -101,11 +101,8 @@ fn check_param(
 /// `flat` must have `layout.unpadded_unsharded_numel()` elements.
 pub fn unflatten_tensors(layout: &FlatLayout, flat: &Tensor) -> Result<Vec<Tensor>, FlatError> {
     if flat.dims() != [layout.unpadded_unsharded_numel()] {
-        return Err(FlatError::ShapeMismatch {
-            name: "flat tensor".into(),
-            expected: vec![layout.unpadded_unsharded_numel()],
-            found: flat.dims().to_vec(),
-        });
+        let expected = layout.unpadded_unsharded_numel();
+        return Err(FlatError::shape("flat tensor", &[expected], flat.dims()));
     }
     (0..layout.fqns().len())
         .map(|param| {

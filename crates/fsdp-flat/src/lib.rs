@@ -15,8 +15,6 @@
 //!
 //! Nothing here communicates.
 
-#[cfg(feature = "cuda")]
-pub mod cuda;
 pub mod dtype;
 mod error;
 pub mod flat_parameter;
@@ -33,3 +31,5 @@ pub use flatten::{flatten_tensors, get_shard, get_unpadded_shard, unflatten_tens
 pub use non_temporal::non_temporal_copy;
 pub use raw::RawTensor;
 pub use sharded::{LocalShard, ShardedTensor};
+#[cfg(feature = "cuda")]
+pub use storage::cuda;

@@ -50,11 +50,12 @@ impl ShardedTensor {
                 });
             }
             if shard.tensor.dims() != shard.bounds.sizes {
-                return Err(FlatError::ShapeMismatch {
-                    name: format!("shard {}", shard.bounds),
-                    expected: shard.bounds.sizes.clone(),
-                    found: shard.tensor.dims().to_vec(),
-                });
+                let name = format!("shard {}", shard.bounds);
+                return Err(FlatError::shape(
+                    name,
+                    &shard.bounds.sizes,
+                    shard.tensor.dims(),
+                ));
             }
             if shard.tensor.dtype() != dtype {
                 return Err(FlatError::Candle(candle_core::Error::UnexpectedDType {
@@ -112,11 +113,7 @@ impl ShardedTensor {
             shards.push(LocalShard { bounds, tensor });
         }
         if at != flat.elem_count() {
-            return Err(FlatError::ShapeMismatch {
-                name: "flat tensor of boxes".into(),
-                expected: vec![at],
-                found: flat.dims().to_vec(),
-            });
+            return Err(FlatError::shape("flat tensor of boxes", &[at], flat.dims()));
         }
         Self::new(flat.dtype(), shape.to_vec(), shards)
     }
@@ -341,11 +338,8 @@ pub fn copy_overlap(
 ) -> Result<usize, FlatError> {
     for (tensor, bounds) in [(src, src_box), (dst, dst_box)] {
         if tensor.dims() != bounds.sizes {
-            return Err(FlatError::ShapeMismatch {
-                name: format!("box {bounds}"),
-                expected: bounds.sizes.clone(),
-                found: tensor.dims().to_vec(),
-            });
+            let name = format!("box {bounds}");
+            return Err(FlatError::shape(name, &bounds.sizes, tensor.dims()));
         }
     }
     let Some(overlap) = src_box.intersect(dst_box) else {

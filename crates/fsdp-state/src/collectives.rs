@@ -14,7 +14,7 @@ use crate::keep_on::{GatherOptions, KeepOn};
 use crate::memory::device_of_sharded;
 use crate::report::LoadReport;
 use crate::state_dict::{StateDict, StateValue};
-use crate::traverse::get_element_mut;
+use crate::traverse::replace_element;
 
 /// Returns all tensors of a state dict, whole, on the ranks that keep them; an empty dict on all
 /// others. torch's `_gather_state_dict`.
@@ -75,7 +75,7 @@ pub fn gather_state_dict(
     // The structure is this rank's own, with the gathered values in their places.
     let mut gathered = state.clone();
     for (path, value) in values {
-        *get_element_mut(&mut gathered, &path).expect("the paths are those of this dict") = value;
+        replace_element(&mut gathered, &path, value);
     }
     Ok(gathered)
 }

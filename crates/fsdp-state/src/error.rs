@@ -4,6 +4,7 @@ use fsdp_comm::CommError;
 use fsdp_digest::DigestError;
 use fsdp_flat::FlatError;
 use fsdp_layout::{ErrorKind, Failure, TensorBox};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::report::{LoadReport, Mismatch};
@@ -112,11 +113,11 @@ pub enum StateError {
         expected: String,
     },
     /// Ranks that should hold the same elements hold others.
-    #[error("replicas differ: {}", format_tensors(tensors))]
+    #[error("replicas differ: {}", WrongTensor::list(tensors))]
     ReplicasDiffer {
-        /// The flat keys, and the ranks that hold something else than most; if there is no
-        /// majority, all that should hold the same.
-        tensors: Vec<(String, Vec<usize>)>,
+        /// The tensors, and the ranks that hold something else than most; if there is no majority,
+        /// all that should hold the same.
+        tensors: Vec<WrongTensor>,
     },
     /// A target or a sink outside this crate failed.
     #[error("{message}")]
@@ -236,26 +237,39 @@ impl Failure for StateError {
 /// Most names of each list of a report that a message shows.
 const MAX_LISTED: usize = 8;
 
-/// Lists the first few tensors, and the ranks of each, for a message.
-fn format_tensors(tensors: &[(String, Vec<usize>)]) -> String {
-    let mut items = Vec::new();
-    for (name, ranks) in tensors.iter().take(MAX_LISTED) {
-        let shown: Vec<String> = ranks
-            .iter()
-            .take(MAX_LISTED)
-            .map(usize::to_string)
-            .collect();
-        let others = if ranks.len() > MAX_LISTED {
-            " and others"
-        } else {
-            ""
-        };
-        items.push(format!("`{name}` on rank {}{others}", shown.join(", ")));
+/// A tensor whose elements are wrong on some ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrongTensor {
+    /// The flat key.
+    pub fqn: String,
+    /// The global ranks whose elements are wrong. Where a digest of the whole of a sharded tensor
+    /// does not tell which part is wrong, these are all ranks that hold a part.
+    pub ranks: Vec<usize>,
+}
+
+impl WrongTensor {
+    /// Lists the first few tensors, and the first few ranks of each, for a message.
+    #[must_use]
+    pub fn list(tensors: &[WrongTensor]) -> String {
+        let mut items = Vec::new();
+        for WrongTensor { fqn, ranks } in tensors.iter().take(MAX_LISTED) {
+            let shown: Vec<String> = ranks
+                .iter()
+                .take(MAX_LISTED)
+                .map(usize::to_string)
+                .collect();
+            let others = if ranks.len() > MAX_LISTED {
+                " and others"
+            } else {
+                ""
+            };
+            items.push(format!("`{fqn}` on rank {}{others}", shown.join(", ")));
+        }
+        if tensors.len() > MAX_LISTED {
+            items.push(format!("and {} more", tensors.len() - MAX_LISTED));
+        }
+        items.join("; ")
     }
-    if tensors.len() > MAX_LISTED {
-        items.push(format!("and {} more", tensors.len() - MAX_LISTED));
-    }
-    items.join("; ")
 }
 
 /// A report in one sentence, long lists cut: ``missing key(s) `a`, `b`; unexpected key(s) `c` ``.

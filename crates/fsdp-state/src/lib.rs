@@ -51,7 +51,7 @@ pub use copy::{
 };
 pub use digest::digest_state_dict;
 pub use engine::{LoadError, LoadOptions, Source, Target, is_part_of, load_state};
-pub use error::StateError;
+pub use error::{StateError, WrongTensor};
 pub use flatten::{FlatStateDict, flatten_containers, flatten_state_dict, unflatten_state_dict};
 pub use keep_on::{GatherOptions, KeepOn};
 pub use lend::{Lend, Memory, lent_bytes};

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use fsdp_flat::storage::{HostBytes, HostBytesMut, owned_copy, share_storage, to_device};
-use fsdp_flat::{FlatError, LocalShard, RawTensor, ShardedTensor, dtype, non_temporal_copy};
+use fsdp_flat::{FlatError, RawTensor, ShardedTensor, dtype, non_temporal_copy};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 
@@ -12,36 +12,14 @@ use crate::state_dict::StateValue;
 
 /// Copies a tensor into memory of its own, on `device`; on the tensor's own device if that is
 /// `None`. The copy takes no part in backward passes.
-fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, StateError> {
+fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, FlatError> {
     match device {
         Some(device) if !device.same_device(tensor.device()) => {
             Ok(to_device(&tensor.detach(), device)?.detach())
         }
         // A clone would share the storage, and see later changes of it.
-        _ => Ok(owned_copy(tensor)?),
+        _ => owned_copy(tensor),
     }
-}
-
-/// Copies a rank's boxes of a sharded tensor, each as [`copy_tensor`] does.
-fn copy_sharded(
-    tensor: &ShardedTensor,
-    device: Option<&Device>,
-) -> Result<ShardedTensor, StateError> {
-    let shards = tensor
-        .shards()
-        .iter()
-        .map(|shard| {
-            Ok(LocalShard {
-                bounds: shard.bounds.clone(),
-                tensor: copy_tensor(&shard.tensor, device)?,
-            })
-        })
-        .collect::<Result<Vec<_>, StateError>>()?;
-    Ok(ShardedTensor::new(
-        tensor.dtype(),
-        tensor.shape().to_vec(),
-        shards,
-    )?)
 }
 
 /// Returns the device of a rank's part of a value; the CPU if it has none.
@@ -116,7 +94,7 @@ impl StateValue {
     pub fn copy_to(&self, device: Option<&Device>) -> Result<Self, StateError> {
         Ok(match self {
             StateValue::Tensor(tensor) => StateValue::Tensor(copy_tensor(tensor, device)?),
-            StateValue::Sharded(tensor) => StateValue::Sharded(copy_sharded(tensor, device)?),
+            StateValue::Sharded(tensor) => tensor.map(|part| copy_tensor(part, device))?.into(),
             StateValue::Raw(_) | StateValue::Plain(_) => self.clone(),
             StateValue::Dict(dict) => StateValue::Dict(dict.copy_to(device)?),
             StateValue::List(list) => StateValue::List(copy_all(list, device)?),

@@ -9,7 +9,7 @@ use twox_hash::XxHash3_64;
 
 use crate::digest::{FlatValue, flat_values};
 use crate::engine::LoadError as _;
-use crate::error::StateError;
+use crate::error::{StateError, WrongTensor};
 use crate::memory::try_reserve;
 use crate::schema::Leaf;
 use crate::state_dict::StateDict;
@@ -78,7 +78,10 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     Err(StateError::ReplicasDiffer {
         tensors: tensors
             .into_iter()
-            .map(|(key, ranks)| (key, ranks.into_iter().collect()))
+            .map(|(fqn, ranks)| WrongTensor {
+                fqn,
+                ranks: ranks.into_iter().collect(),
+            })
             .collect(),
     })
 }

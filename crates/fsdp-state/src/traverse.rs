@@ -132,49 +132,9 @@ pub fn iterate_state_dict(
     state: &StateDict,
     mut map: impl FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
 ) -> Result<StateDict, StateError> {
-    map_dict(state, &mut KeyPath::default(), &mut map)
-}
-
-/// Maps the leaves of a dict at `path`.
-fn map_dict(
-    dict: &StateDict,
-    path: &mut KeyPath,
-    map: &mut dyn FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
-) -> Result<StateDict, StateError> {
-    let mut mapped = StateDict::new();
-    for (key, value) in dict {
-        path.0.push(PathPart::Key(key.clone()));
-        mapped.insert(key, map_value(value, path, map)?);
-        path.0.pop();
-    }
-    Ok(mapped)
-}
-
-/// Maps a leaf at `path`, or the leaves of a container there.
-fn map_value(
-    value: &StateValue,
-    path: &mut KeyPath,
-    map: &mut dyn FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
-) -> Result<StateValue, StateError> {
-    match value {
-        StateValue::Dict(dict) => map_dict(dict, path, map).map(StateValue::Dict),
-        StateValue::List(list) => map_list(list, path, map).map(StateValue::List),
-        StateValue::Tuple(list) => map_list(list, path, map).map(StateValue::Tuple),
-        leaf => map(path, leaf),
-    }
-}
-
-/// Maps the leaves of a list or a tuple at `path`.
-fn map_list(
-    list: &[StateValue],
-    path: &mut KeyPath,
-    map: &mut dyn FnMut(&KeyPath, &StateValue) -> Result<StateValue, StateError>,
-) -> Result<Vec<StateValue>, StateError> {
-    let mut mapped = Vec::with_capacity(list.len());
-    for (index, value) in list.iter().enumerate() {
-        path.0.push(PathPart::Index(index));
-        mapped.push(map_value(value, path, map)?);
-        path.0.pop();
+    let mut mapped = state.clone();
+    for (path, value) in leaves(state) {
+        replace_element(&mut mapped, &path, map(&path, value)?);
     }
     Ok(mapped)
 }
@@ -223,6 +183,11 @@ pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&
             }
             _ => None,
         })
+}
+
+/// Puts a value in the place of the one at a path, which the dict has.
+pub(crate) fn replace_element(state: &mut StateDict, path: &KeyPath, value: StateValue) {
+    *get_element_mut(state, path).expect("the path is that of a value of the dict") = value;
 }
 
 /// Puts a value at a path, and makes the dicts and lists on the way that are not there, or that are

@@ -23,23 +23,16 @@ pub(super) fn exchange(
 ) -> Result<(), CommError> {
     let rank = group.rank();
     // Step 1: each rank opens the part that it sends, and all ranks learn the files of each part.
-    let opened = match outgoing {
-        Some((path, to)) => PartFiles::open(path).map(|part| Some((part, to))),
-        None => Ok(None),
-    };
-    let outgoing = group.agree(operation, opened)?;
+    let opened = outgoing.map(|(path, to)| PartFiles::open(path).map(|part| (part, to)));
+    let outgoing = group.agree(operation, opened.transpose())?;
     let list = outgoing
         .as_ref()
         .map_or_else(PartList::new, |(part, _)| part.list().clone());
     let lists: Vec<PartList> = group.all_gather_object(&list)?;
     // Step 2: each rank prepares a directory for the part that it receives.
-    let prepared = match incoming {
-        Some((path, from)) => {
-            NewPart::create(path, lists[from].clone()).map(|new| Some((new, from)))
-        }
-        None => Ok(None),
-    };
-    let mut incoming = group.agree(operation, prepared)?;
+    let prepared = incoming
+        .map(|(path, from)| NewPart::create(path, lists[from].clone()).map(|new| (new, from)));
+    let mut incoming = group.agree(operation, prepared.transpose())?;
     // Step 3: the bytes are sent in windows. A rank that fails goes on sending zeros, because the
     // others would wait for it.
     let part_lens: Vec<u64> = lists.iter().map(byte_len).collect();

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use fsdp_comm::{CommError, ProcessGroup};
+use fsdp_digest::Digest;
 use fsdp_formats::FileError;
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::plan::{
@@ -105,7 +106,7 @@ impl PlanCache {
             Err(error) => (None, Err(error)),
         };
         let (layout, values) = local.as_ref().map_or_else(Default::default, |local| {
-            (local.plan.layout_hash(), local.hashes_of_values())
+            (local.plan.layout_hash(), local.digests_of_values())
         });
         // A plan for another layout is of no use.
         let known = match &self.cached {
@@ -130,7 +131,7 @@ impl PlanCache {
 /// answer is the same on all ranks. Collective: one agreement, and an object all-gather if the
 /// ranks differ.
 ///
-/// `known` is the hash of this rank's plan, or [`NOTHING`]. `values` are hashes of its plain
+/// `known` is the hash of this rank's plan, or [`NOTHING`]. `values` are digests of its plain
 /// values: a checkpoint has one value for each key, so ranks that have the same key must have the
 /// same value.
 ///
@@ -140,7 +141,7 @@ fn all_have_plan(
     group: &ProcessGroup,
     operation: &str,
     known: u64,
-    values: Vec<(String, u64)>,
+    values: Vec<(String, Digest)>,
     outcome: Result<(), CheckpointError>,
 ) -> Result<bool, CheckpointError> {
     // Usually all ranks have the same plan and the same values. Then one round that compares a
@@ -161,16 +162,16 @@ fn all_have_plan(
 }
 
 /// Checks that ranks with the same key have the same plain value. `reported` has for each rank the
-/// number of its cached plan, and the key and hash of each of its plain values.
+/// number of its cached plan, and the key and digest of each of its plain values.
 fn check_values(
     group: &ProcessGroup,
-    reported: &[(u64, Vec<(String, u64)>)],
+    reported: &[(u64, Vec<(String, Digest)>)],
 ) -> Result<(), CheckpointError> {
-    let mut first: HashMap<&str, (usize, u64)> = HashMap::new();
+    let mut first: HashMap<&str, (usize, Digest)> = HashMap::new();
     for (&rank, (_, values)) in group.global_ranks().iter().zip(reported) {
-        for (key, hash) in values {
-            let (reference, expected) = *first.entry(key).or_insert((rank, *hash));
-            if expected != *hash {
+        for (key, digest) in values {
+            let (reference, expected) = *first.entry(key).or_insert((rank, *digest));
+            if expected != *digest {
                 return Err(CheckpointError::DifferingValues {
                     key: key.clone(),
                     rank,

@@ -3,13 +3,13 @@
 use candle_core::backend::BackendStorage as _;
 use candle_core::{CpuStorage, Tensor};
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::guard::HostSlice;
 use super::host::{Scalar, plain_bytes, reserved_vec};
 use super::lend::{StorageMut, contiguous_range, unsupported_error, with_storage_mut};
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::dtype::with_float;
 use crate::error::FlatError;
-use crate::with_float;
 
 /// Elements, row-major, that will become the storage of a tensor.
 ///
@@ -78,11 +78,8 @@ impl Contents {
             Elements::Device(source) => (source.dtype(), source.elem_count()),
         };
         if numel != tensor.elem_count() || dtype != tensor.dtype() {
-            return Err(FlatError::ShapeMismatch {
-                name: format!("storage of {:?}", tensor.dtype()),
-                expected: tensor.dims().to_vec(),
-                found: vec![numel],
-            });
+            let name = format!("storage of {:?}", tensor.dtype());
+            return Err(FlatError::shape(name, tensor.dims(), &[numel]));
         }
         with_storage_mut(tensor, |storage, layout| {
             // A tensor that begins in the middle of its storage does not cover the storage.

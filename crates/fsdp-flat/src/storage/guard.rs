@@ -5,13 +5,13 @@ use std::ops::{Deref, DerefMut, Range};
 
 use candle_core::{CpuStorage, Storage, StorageRef, Tensor};
 
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::host::{Scalar, bytes_of, plain_bytes, plain_bytes_mut};
 use super::lend::{
     StorageMut, contiguous_bytes, is_released_storage, released_error, unsupported_error,
     with_storage_mut,
 };
-#[cfg(feature = "cuda")]
-use crate::cuda;
 use crate::error::FlatError;
 
 /// The bytes of a contiguous tensor, row-major, in the machine's byte order.

@@ -16,16 +16,7 @@ use crate::non_temporal::non_temporal_to_vec;
 /// An element type that tensors here are made of.
 pub trait Scalar: WithDType + bytemuck::Pod {}
 
-impl Scalar for u8 {}
-impl Scalar for u32 {}
-impl Scalar for i16 {}
-impl Scalar for i32 {}
-impl Scalar for i64 {}
-impl Scalar for bf16 {}
-impl Scalar for f16 {}
-impl Scalar for f32 {}
-impl Scalar for f64 {}
-impl Scalar for F8E4M3 {}
+impl<T: WithDType + bytemuck::Pod> Scalar for T {}
 
 macro_rules! plain_storages {
     ($($type:ty => $variant:ident),*) => {

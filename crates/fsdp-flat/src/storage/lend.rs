@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Tensor};
 
 use crate::error::FlatError;
@@ -134,7 +135,6 @@ pub(crate) fn unsupported_error(tensor: &Tensor) -> FlatError {
 
 /// Returns `true` if `tensor`, whose storage this is, has been released. A released storage has a
 /// dummy dtype, which is not the tensor's.
-pub(crate) fn is_released_storage(tensor: &Tensor, storage: &CpuStorage) -> bool {
-    use candle_core::backend::BackendStorage;
+pub(super) fn is_released_storage(tensor: &Tensor, storage: &impl BackendStorage) -> bool {
     storage.dtype() != tensor.dtype()
 }

@@ -14,11 +14,20 @@
 //! an op that reads it fails with candle's dtype error, and never reads past the end.
 
 mod contents;
+#[cfg(feature = "cuda")]
+#[expect(
+    unsafe_code,
+    reason = "elements as bytes, and memory that is not filled yet"
+)]
+pub mod cuda;
 mod guard;
-pub(crate) mod host;
+mod host;
 mod joined;
-pub(crate) mod lend;
+mod lend;
 mod many;
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "pinned memory")]
+mod staging;
 
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 
@@ -26,7 +35,7 @@ use self::host::{copied, host_tensor, zeroed};
 use self::lend::{StorageMut, is_released_storage, released_error, with_storage_mut};
 use crate::error::FlatError;
 #[cfg(feature = "cuda")]
-use {crate::cuda, candle_core::op::BackpropOp};
+use candle_core::op::BackpropOp;
 
 pub use self::contents::Contents;
 pub use self::guard::{HostBytes, HostBytesMut, HostSlice, HostSliceMut};
@@ -40,7 +49,7 @@ pub fn is_released(tensor: &Tensor) -> bool {
     match &*tensor.storage_and_layout().0 {
         Storage::Cpu(storage) => is_released_storage(tensor, storage),
         #[cfg(feature = "cuda")]
-        Storage::Cuda(storage) => cuda::is_released(tensor, storage),
+        Storage::Cuda(storage) => is_released_storage(tensor, storage),
         _ => false,
     }
 }

@@ -16,7 +16,7 @@ use crate::memory::device_of;
 use crate::schema::Leaf;
 use crate::schema::Schema;
 use crate::state_dict::{StateDict, StateValue};
-use crate::traverse::get_element_mut;
+use crate::traverse::replace_element;
 
 /// A state dict as a target: it has the structure, kinds and boxes of a template, with fresh
 /// tensors or the template's own.
@@ -77,8 +77,7 @@ impl<'a> DictTarget<'a> {
     pub fn into_state(self) -> StateDict {
         let mut state = self.template.clone();
         for (path, value) in self.loaded {
-            *get_element_mut(&mut state, &path).expect("the paths are those of the template") =
-                value;
+            replace_element(&mut state, &path, value);
         }
         state
     }

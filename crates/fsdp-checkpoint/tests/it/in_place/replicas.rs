@@ -73,7 +73,10 @@ fn found(
         }
         match check_replicas(&run, &group) {
             Ok(()) => Vec::new(),
-            Err(CheckpointError::State(StateError::ReplicasDiffer { tensors })) => tensors,
+            Err(CheckpointError::State(StateError::ReplicasDiffer { tensors })) => tensors
+                .into_iter()
+                .map(|wrong| (wrong.fqn, wrong.ranks))
+                .collect(),
             Err(error) => panic!("{error}"),
         }
     })

@@ -1,15 +1,7 @@
 //! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, released and filled.
 
-#![expect(
-    unsafe_code,
-    reason = "elements as bytes, memory that is not filled yet, and pinned memory"
-)]
-
-mod staging;
-
 use std::ops::Range;
 
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError,
 };
@@ -18,12 +10,13 @@ use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Layout, Storage, T
 use float8::F8E4M3;
 use half::{bf16, f16};
 
-use crate::error::FlatError;
-use crate::storage::host::{Scalar, host_tensor, plain_bytes_mut, zeroed};
-use crate::storage::lend::{
-    StorageMut, contiguous_bytes, contiguous_range, released_error, unsupported_error,
-    with_storage_mut,
+use super::host::{Scalar, host_tensor, plain_bytes_mut, zeroed};
+use super::lend::{
+    StorageMut, contiguous_bytes, contiguous_range, is_released_storage, released_error,
+    unsupported_error, with_storage_mut,
 };
+use super::staging;
+use crate::error::FlatError;
 
 /// Longer transfers to the host go through pinned memory.
 const STAGED_FROM_BYTES: usize = 1 << 20;
@@ -72,19 +65,14 @@ macro_rules! slices {
 
 slices! { u8 => U8, u32 => U32, i16 => I16, i32 => I32, i64 => I64, bf16 => BF16, f16 => F16, f32 => F32, f64 => F64, F8E4M3 => F8E4M3, u8 => F8E8M0 }
 
-/// Returns `true` if the storage has been released.
-pub(crate) fn is_released(tensor: &Tensor, storage: &CudaStorage) -> bool {
-    storage.dtype() != tensor.dtype()
-}
-
 /// Copies the elements of a contiguous tensor, which has this storage and layout, to the host.
-pub(crate) fn copy_to_host(
+pub(super) fn copy_to_host(
     tensor: &Tensor,
     storage: &CudaStorage,
     layout: &Layout,
 ) -> Result<CpuStorage, FlatError> {
     let range = contiguous_bytes(tensor, layout)?;
-    if is_released(tensor, storage) {
+    if is_released_storage(tensor, storage) {
         return Err(released_error(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported_error(tensor))?;
@@ -110,7 +98,7 @@ pub(crate) fn copy_to_host(
 }
 
 /// Copies a contiguous tensor to the host.
-pub(crate) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
+pub(super) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
         return Err(FlatError::device(tensor));
@@ -121,13 +109,13 @@ pub(crate) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
 
 /// Copies bytes from the host to a range, in bytes, of the storage. Returns when the copy has
 /// finished.
-pub(crate) fn write(
+pub(super) fn write(
     tensor: &Tensor,
     storage: &mut CudaStorage,
     range: Range<usize>,
     from: &[u8],
 ) -> Result<(), FlatError> {
-    if is_released(tensor, storage) {
+    if is_released_storage(tensor, storage) {
         return Err(released_error(tensor));
     }
     let stream = storage.device.cuda_stream();
@@ -146,7 +134,7 @@ pub(crate) fn write(
 }
 
 /// Gives the memory back to CUDA.
-pub(crate) fn release(storage: &mut CudaStorage) -> Result<(), FlatError> {
+pub(super) fn release(storage: &mut CudaStorage) -> Result<(), FlatError> {
     // SAFETY: no op reads elements of this dummy type.
     storage.slice = CudaStorageSlice::F4(unsafe { storage.device.alloc::<u8>(1) }?);
     Ok(())
@@ -161,7 +149,7 @@ pub fn empty(device: &CudaDevice, dtype: DType) -> Result<CudaStorage, FlatError
 }
 
 /// Puts fresh memory in the place of a storage's, with the elements of host memory.
-pub(crate) fn refill(
+pub(super) fn refill(
     storage: &mut CudaStorage,
     dtype: DType,
     numel: usize,
@@ -181,7 +169,7 @@ pub(crate) fn refill(
 
 /// Puts fresh memory in the place of a storage's, with the elements of `source`, which is
 /// contiguous and of the same device.
-pub(crate) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<(), FlatError> {
+pub(super) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<(), FlatError> {
     let (source_storage, layout) = source.storage_and_layout();
     let range = contiguous_bytes(source, layout)?;
     let Storage::Cuda(source_storage) = &*source_storage else {
@@ -214,7 +202,7 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
     let Storage::Cuda(storage) = &*storage else {
         return Err(FlatError::device(tensor));
     };
-    if is_released(tensor, storage) {
+    if is_released_storage(tensor, storage) {
         return Err(released_error(tensor));
     }
     let slice: &CudaSlice<T> = storage.as_cuda_slice()?;
@@ -238,7 +226,7 @@ pub fn with_device_slice_mut<T: Scalar + CudaDType + DeviceRepr, R>(
         let StorageMut::Cuda(storage) = storage else {
             return Err(FlatError::device(tensor));
         };
-        if is_released(tensor, storage) {
+        if is_released_storage(tensor, storage) {
             return Err(released_error(tensor));
         }
         let stream = storage.device.cuda_stream();
