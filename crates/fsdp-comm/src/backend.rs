@@ -11,7 +11,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "nccl")]
+use cudarc::driver::{CudaStream, sys::CUdeviceptr};
+#[cfg(feature = "nccl")]
+use fsdp_layout::DType;
+
 use crate::error::CommError;
+#[cfg(feature = "nccl")]
+use crate::reduce::ReduceOp;
 
 /// One rank's connection to the other ranks of one group. Ranks are ranks of this group, except in
 /// errors and [`Members::global_ranks`].
@@ -72,9 +79,44 @@ pub(crate) trait DeviceTransfer {
     fn transfer(
         &self,
         round: &Round<'_>,
-        call: crate::nccl::library::Movement,
-        stream: &cudarc::driver::CudaStream,
+        call: Movement,
+        stream: &CudaStream,
     ) -> Result<(), CommError>;
+}
+
+/// A collective on GPU memory. The caller keeps the memory borrowed until the call is over.
+#[cfg(feature = "nccl")]
+#[derive(Debug, Clone)]
+pub(crate) enum Movement {
+    AllGather {
+        send: CUdeviceptr,
+        receive: CUdeviceptr,
+        count: usize,
+        dtype: DType,
+    },
+    ReduceScatter {
+        send: CUdeviceptr,
+        receive: CUdeviceptr,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+    },
+    AllReduce {
+        buffer: CUdeviceptr,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+    },
+    Broadcast {
+        buffer: CUdeviceptr,
+        bytes: usize,
+        root: usize,
+    },
+    /// A transfer to and from each rank: an address and a number of bytes.
+    Exchange {
+        send: Vec<(CUdeviceptr, usize)>,
+        receive: Vec<(CUdeviceptr, usize)>,
+    },
 }
 
 /// The ranks of a group.
@@ -167,7 +209,6 @@ pub(crate) enum Pattern {
 
 /// A rank's part of a round. The ranges of bytes that this rank sends, to others and to itself, lie
 /// within what it publishes.
-#[derive(Debug)]
 pub(crate) struct Plan<'p> {
     /// The direction of the whole round.
     #[cfg_attr(
@@ -204,7 +245,6 @@ pub(crate) enum Destination<'p> {
 pub(crate) type Reducer<'p> = Box<dyn FnMut(usize, &[&[u8]]) + 'p>;
 
 /// Consecutive slices that are filled from consecutive pieces.
-#[derive(Debug)]
 pub(crate) struct Filler<'p> {
     slices: std::vec::IntoIter<&'p mut [u8]>,
     rest: &'p mut [u8],
@@ -240,15 +280,6 @@ impl<'p> Filler<'p> {
 /// The number of bytes of each rank that are reduced at a time: few enough to stay in the nearest
 /// cache.
 pub(crate) const BLOCK_BYTES: usize = 16 << 10;
-
-impl fmt::Debug for Destination<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Destination::Copy(_) => "Copy",
-            Destination::Reduce(_) => "Reduce",
-        })
-    }
-}
 
 impl<'p> Destination<'p> {
     /// Returns the destination that copies the bytes of each rank to consecutive slices.
@@ -289,10 +320,10 @@ impl Plan<'_> {
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
     pub(crate) fn moved_bytes(&self, rank: usize) -> (usize, usize) {
-        (
-            bytes_of_others(&self.to, rank),
-            bytes_of_others(&self.from, rank),
-        )
+        let of_others = |ranges: &[Range<usize>]| {
+            bytes_of_others(ranges.iter().map(ExactSizeIterator::len), rank)
+        };
+        (of_others(&self.to), of_others(&self.from))
     }
 
     /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that
@@ -319,13 +350,12 @@ impl Plan<'_> {
     }
 }
 
-/// Returns the number of bytes of the ranges of all ranks but this one.
-fn bytes_of_others(ranges: &[Range<usize>], rank: usize) -> usize {
-    ranges
-        .iter()
+/// Returns the sum of the numbers of bytes of all ranks but this one.
+pub(crate) fn bytes_of_others(bytes: impl Iterator<Item = usize>, rank: usize) -> usize {
+    bytes
         .enumerate()
         .filter(|&(other, _)| other != rank)
-        .map(|(_, range)| range.len())
+        .map(|(_, bytes)| bytes)
         .sum()
 }
 

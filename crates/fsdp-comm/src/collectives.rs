@@ -130,7 +130,7 @@ impl ProcessGroup {
         let arguments = check(&call, || {
             self.check_numel("the input", input.len(), checked_sum(&counts)?)
         })
-        .and_then(|()| check_reduction::<T>(&call, op));
+        .and_then(|()| check_reduction::<T>(&call, op, true));
         self.begin(call, arguments)?
             .reduce_scatter(output, &counts, input, op)
     }
@@ -148,7 +148,7 @@ impl ProcessGroup {
             reduce: Some(op),
             ..tensor_call::<T>(Operation::AllReduce, vec![numel])
         };
-        let arguments = check_reduction::<T>(&call, op);
+        let arguments = check_reduction::<T>(&call, op, true);
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
         if size_of_val(buffer) <= INLINE_BYTES {
@@ -596,9 +596,14 @@ pub(crate) fn check(
     arguments().map_err(|message| CommError::invalid_argument(call.name(), message))
 }
 
-/// Checks that elements of type `T` can be reduced by `op`: only an average of integers cannot.
-fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommError> {
-    if op != ReduceOp::Avg || T::AVERAGES {
+/// Checks that elements of type `T` can be reduced by `op`: an average of integers cannot, nor can
+/// a type that is not `known` to the backend.
+pub(crate) fn check_reduction<T: Element>(
+    call: &Call,
+    op: ReduceOp,
+    known: bool,
+) -> Result<(), CommError> {
+    if known && (op != ReduceOp::Avg || T::AVERAGES) {
         return Ok(());
     }
     Err(CommError::UnsupportedReduction {

@@ -14,12 +14,12 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
-use crate::backend::DeviceTransfer;
-use crate::collectives::{check, checked_sum};
+use crate::backend::{DeviceTransfer, Movement, bytes_of_others};
+use crate::collectives::{self, check, checked_sum};
 use crate::element::Element;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
-use crate::nccl::library::{Movement, number};
+use crate::nccl::library::number;
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
 
@@ -35,19 +35,21 @@ pub struct DeviceSlice<'a, T> {
 
 /// Elements in a GPU's memory, borrowed for writing.
 #[derive(Debug)]
-pub struct DeviceSliceMut<'a, T> {
-    address: CUdeviceptr,
-    numel: usize,
-    stream: &'a CudaStream,
-    _order: SyncOnDrop<'a>,
-    _elements: PhantomData<&'a mut [T]>,
-}
+pub struct DeviceSliceMut<'a, T>(DeviceSlice<'a, T>);
 
 impl<'a, T: Element> DeviceSlice<'a, T> {
     /// Borrows all of `memory`, which this thread has written through `stream`.
     pub fn new(memory: &'a impl DevicePtr<T>, stream: &'a CudaStream) -> Self {
         let numel = memory.len();
-        let (address, order) = memory.device_ptr(stream);
+        Self::at(memory.device_ptr(stream), numel, stream)
+    }
+
+    /// Returns the slice of `numel` elements at an address.
+    fn at(
+        (address, order): (CUdeviceptr, SyncOnDrop<'a>),
+        numel: usize,
+        stream: &'a CudaStream,
+    ) -> Self {
         DeviceSlice {
             address,
             numel,
@@ -66,18 +68,11 @@ impl<'a, T: Element> DeviceSliceMut<'a, T> {
     /// Borrows all of `memory`, which this thread uses through `stream`.
     pub fn new(memory: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
         let numel = memory.len();
-        let (address, order) = memory.device_ptr_mut(stream);
-        DeviceSliceMut {
-            address,
+        DeviceSliceMut(DeviceSlice::at(
+            memory.device_ptr_mut(stream),
             numel,
             stream,
-            _order: order,
-            _elements: PhantomData,
-        }
-    }
-
-    const fn bytes(&self) -> usize {
-        self.numel * size_of::<T>()
+        ))
     }
 }
 
@@ -122,7 +117,7 @@ impl DeviceGroup<'_> {
     /// The same as on the host, and memory of another GPU.
     pub fn all_gather_into<T: Element>(
         &self,
-        output: &mut DeviceSliceMut<'_, T>,
+        DeviceSliceMut(output): &mut DeviceSliceMut<'_, T>,
         input: &DeviceSlice<'_, T>,
     ) -> Result<(), CommError> {
         let ranks = self.group.world_size();
@@ -158,7 +153,7 @@ impl DeviceGroup<'_> {
     /// The same as on the host, dtypes that NCCL does not compute with, and memory of another GPU.
     pub fn reduce_scatter<T: Element>(
         &self,
-        output: &mut DeviceSliceMut<'_, T>,
+        DeviceSliceMut(output): &mut DeviceSliceMut<'_, T>,
         input: &DeviceSlice<'_, T>,
         op: ReduceOp,
     ) -> Result<(), CommError> {
@@ -198,7 +193,7 @@ impl DeviceGroup<'_> {
     /// The same as on the host, dtypes that NCCL does not compute with, and memory of another GPU.
     pub fn all_reduce<T: Element>(
         &self,
-        buffer: &mut DeviceSliceMut<'_, T>,
+        DeviceSliceMut(buffer): &mut DeviceSliceMut<'_, T>,
         op: ReduceOp,
     ) -> Result<(), CommError> {
         let numel = buffer.numel;
@@ -232,7 +227,7 @@ impl DeviceGroup<'_> {
     /// The same as on the host, and memory of another GPU.
     pub fn broadcast<T: Element>(
         &self,
-        buffer: &mut DeviceSliceMut<'_, T>,
+        DeviceSliceMut(buffer): &mut DeviceSliceMut<'_, T>,
         root: usize,
     ) -> Result<(), CommError> {
         let call = call::<T>(Operation::Broadcast, vec![buffer.numel], Some(root));
@@ -268,8 +263,9 @@ impl DeviceGroup<'_> {
         let ranks = self.group.world_size();
         let bytes = input.bytes();
         let call = call::<T>(Operation::Gather, vec![input.numel], Some(root));
-        let given = output.as_ref().map(|output| output.numel);
-        let stream = output.as_ref().map(|output| output.stream);
+        let output = output.map(|output| &output.0);
+        let given = output.map(|output| output.numel);
+        let stream = output.map(|output| output.stream);
         let arguments = check(&call, || {
             let streams = [Some(input.stream), stream];
             self.check_devices_and_stream(&streams.into_iter().flatten().collect::<Vec<_>>())?;
@@ -298,7 +294,7 @@ impl DeviceGroup<'_> {
     /// The same as on the host, and memory of another GPU.
     pub fn scatter<T: Element>(
         &self,
-        output: &mut DeviceSliceMut<'_, T>,
+        DeviceSliceMut(output): &mut DeviceSliceMut<'_, T>,
         input: Option<&DeviceSlice<'_, T>>,
         root: usize,
     ) -> Result<(), CommError> {
@@ -333,7 +329,7 @@ impl DeviceGroup<'_> {
     /// The same as on the host, and memory of another GPU.
     pub fn all_to_all_uneven<T: Element>(
         &self,
-        output: &mut DeviceSliceMut<'_, T>,
+        DeviceSliceMut(output): &mut DeviceSliceMut<'_, T>,
         receive_counts: &[usize],
         input: &DeviceSlice<'_, T>,
         send_counts: &[usize],
@@ -379,10 +375,10 @@ impl DeviceGroup<'_> {
         stream: &CudaStream,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        let moved = (
-            bytes_of_others(&send, rank),
-            bytes_of_others(&receive, rank),
-        );
+        let of_others = |pieces: &[(CUdeviceptr, usize)]| {
+            bytes_of_others(pieces.iter().map(|piece| piece.1), rank)
+        };
+        let moved = (of_others(&send), of_others(&receive));
         let moves_any = send.iter().chain(&receive).any(|piece| piece.1 > 0);
         let movement = Movement::Exchange { send, receive };
         self.run(turn, moved, stream, moves_any.then_some(movement))
@@ -444,14 +440,7 @@ const fn as_counted<T: Element>(numel: usize) -> (usize, DType) {
 }
 
 fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommError> {
-    if number(T::DTYPE).is_none() || (op == ReduceOp::Avg && !T::AVERAGES) {
-        return Err(CommError::UnsupportedReduction {
-            operation: call.name().to_owned(),
-            dtype: T::DTYPE,
-            op,
-        });
-    }
-    Ok(())
+    collectives::check_reduction::<T>(call, op, number(T::DTYPE).is_some())
 }
 
 /// Returns the number of elements of `numel` elements for each rank.
@@ -467,16 +456,6 @@ fn bytes_of<T>(counts: &[usize]) -> Vec<usize> {
         .iter()
         .map(|count| count.saturating_mul(size_of::<T>()))
         .collect()
-}
-
-/// Returns the number of bytes of the pieces to or from other ranks.
-fn bytes_of_others(pieces: &[(CUdeviceptr, usize)], rank: usize) -> usize {
-    pieces
-        .iter()
-        .enumerate()
-        .filter(|&(other, _)| other != rank)
-        .map(|(_, piece)| piece.1)
-        .sum()
 }
 
 /// Returns the addresses of consecutive pieces of `bytes` bytes each, from `start` on.

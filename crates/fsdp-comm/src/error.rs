@@ -246,6 +246,16 @@ impl CommError {
         }
     }
 
+    /// Returns the error of a library whose function, or the operation that needed it, failed.
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
+    pub(crate) fn library(library: &str, call: &str, message: String) -> CommError {
+        CommError::Library {
+            library: library.to_owned(),
+            call: call.to_owned(),
+            message,
+        }
+    }
+
     /// Returns the error of arguments that are wrong by themselves.
     pub(crate) fn invalid_argument(operation: &str, message: String) -> CommError {
         CommError::InvalidArgument {

@@ -4,6 +4,8 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::error::CommError;
+
 /// The time between two checks of the other ranks while this one waits for the library.
 pub(crate) const PEER_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -39,4 +41,34 @@ impl Pause {
             thread::sleep(POLL_INTERVAL)
         }
     }
+}
+
+/// Waits until `is_done` returns `true`. `failure` returns the reason that this may never happen,
+/// if there is one.
+///
+/// # Errors
+/// The error of `is_done`; the reason that `failure` returns, once there has been one for
+/// [`GRACE_PERIOD`].
+pub(crate) fn wait_until(
+    mut is_done: impl FnMut() -> Result<bool, CommError>,
+    failure: impl Fn() -> Option<CommError>,
+) -> Result<(), CommError> {
+    let mut pause = Pause::new();
+    let mut next_check = Instant::now() + PEER_CHECK_INTERVAL;
+    let mut failing_since: Option<Instant> = None;
+    while !is_done()? {
+        pause.wait();
+        // To look for lost ranks takes longer than to ask the library, so it is done less often.
+        let now = Instant::now();
+        if now < next_check {
+            continue;
+        }
+        next_check = now + PEER_CHECK_INTERVAL;
+        if let Some(failure) = failure()
+            && failing_since.get_or_insert(now).elapsed() >= GRACE_PERIOD
+        {
+            return Err(failure);
+        }
+    }
+    Ok(())
 }

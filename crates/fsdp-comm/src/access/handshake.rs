@@ -48,19 +48,14 @@ impl Hello {
     }
 
     fn to_bytes(self) -> [u8; HELLO_BYTES] {
-        let mut bytes = [0; HELLO_BYTES];
-        bytes[..8].copy_from_slice(&self.rank.to_le_bytes());
-        bytes[8..].copy_from_slice(&self.world_size.to_le_bytes());
-        bytes
+        bytemuck::cast([self.rank.to_le_bytes(), self.world_size.to_le_bytes()])
     }
 
-    fn from_bytes(bytes: &[u8; HELLO_BYTES]) -> Hello {
-        fn word(bytes: &[u8; HELLO_BYTES], at: usize) -> u64 {
-            u64::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]))
-        }
+    fn from_bytes(bytes: [u8; HELLO_BYTES]) -> Hello {
+        let [rank, world_size]: [[u8; 8]; 2] = bytemuck::cast(bytes);
         Hello {
-            rank: word(bytes, 0),
-            world_size: word(bytes, 8),
+            rank: u64::from_le_bytes(rank),
+            world_size: u64::from_le_bytes(world_size),
         }
     }
 }
@@ -160,5 +155,5 @@ pub(super) async fn handshake_as_server(
     }
     // Step 4: tell the client that it was accepted.
     stream.write_all(&[WELCOME]).await?;
-    Ok(Hello::from_bytes(&hello))
+    Ok(Hello::from_bytes(hello))
 }

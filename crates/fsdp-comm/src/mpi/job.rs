@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 
 use super::library::{self, Buffers, Communicator, Pending};
 use crate::access::Secret;
+use crate::backend::Pattern;
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;
 use crate::error::CommError;
-use crate::polling::Pause;
+use crate::polling::wait_until;
 use crate::store::{StoreOptions, TcpStore};
 use crate::sync::lock;
 use crate::tcp::{Participant, TcpBackend, TcpOptions};
@@ -216,16 +217,16 @@ fn open_store(
         .map_err(|error| library_error("MPI_Get_processor_name", error.to_string()))?;
     let mut own = name.clone().into_bytes();
     own.resize(NAME_BYTES, 0);
-    let buffers = Buffers {
-        send: own.clone(),
-        ..Buffers::default()
+    // The ranks are not connected yet, so that only the deadline can end a wait.
+    let late = || {
+        let message = "not all processes that MPI started came in time";
+        (Instant::now() >= deadline).then(|| rendezvous_error(message.to_owned()))
     };
-    let gathered = world.all_gather(buffers, &vec![NAME_BYTES; world_size]);
-    let names = wait(
-        gathered.map_err(|error| library_error("MPI_Iallgatherv", error))?,
-        deadline,
-    )?
-    .receive;
+    let mut pieces = vec![&[][..]; world_size];
+    pieces[rank] = &own;
+    let lens = vec![NAME_BYTES; world_size];
+    let gathered = world.begin(Pattern::AllGather, Buffers::default(), &pieces, &lens);
+    let names = wait("MPI_Iallgatherv", gathered, late)?.receive;
     let ranks_on_host = names
         .chunks(NAME_BYTES)
         .filter(|name| **name == own[..])
@@ -239,7 +240,7 @@ fn open_store(
         ..StoreOptions::default()
     };
     let mut hosted = None;
-    let mut told = Buffers::default();
+    let mut told = Vec::new();
     if rank == 0 {
         let host = match std::env::var("MASTER_ADDR") {
             Ok(address) if !address.is_empty() => address,
@@ -251,15 +252,24 @@ fn open_store(
         let place = store
             .as_ref()
             .map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
-        told.receive =
+        told =
             wire::encode(&place.map_err(ToString::to_string)).expect("texts can always be encoded");
+        told.resize(ADDRESS_BYTES, 0);
         hosted = Some(store.map(|(store, _)| store));
     }
     // Step 3: rank 0 tells the others the address and the secret, or its error.
-    let telling = world
-        .broadcast(told, ADDRESS_BYTES, 0)
-        .map_err(|error| library_error("MPI_Ibcast", error))?;
-    let received = wait(telling, deadline)?.receive;
+    let mut lens = vec![0; world_size];
+    if rank > 0 {
+        lens[0] = ADDRESS_BYTES;
+    }
+    pieces[rank] = &told;
+    let telling = world.begin(
+        Pattern::Broadcast { root: 0 },
+        Buffers::default(),
+        &pieces,
+        &lens,
+    );
+    let received = wait("MPI_Ibcast", telling, late)?.receive;
     let store = match (
         hosted,
         wire::decode_prefix::<Result<(String, String), String>>(&received),
@@ -285,30 +295,23 @@ fn host_store(address: &str, options: &StoreOptions) -> Result<(TcpStore, Secret
     TcpStore::host(address, &options).map(|store| (store, secret))
 }
 
-/// Waits for a call while the ranks are not connected yet, so that only the deadline can end the
-/// wait.
-fn wait(mut pending: Pending, deadline: Instant) -> Result<Buffers, CommError> {
-    let mut pause = Pause::new();
-    while !pending
-        .test()
-        .map_err(|error| library_error("MPI_Test", error))?
-    {
-        if Instant::now() >= deadline {
-            return Err(rendezvous_error(
-                "not all processes that MPI started came in time".to_owned(),
-            ));
-        }
-        pause.wait();
-    }
+/// Waits until a call of MPI is over, and returns its buffers. `name` is that of the call, and
+/// `failure` returns the reason that it may never be over, if there is one.
+pub(super) fn wait(
+    name: &str,
+    call: library::Result<Pending>,
+    failure: impl Fn() -> Option<CommError>,
+) -> Result<Buffers, CommError> {
+    let mut pending = call.map_err(|error| library_error(name, error))?;
+    wait_until(
+        || pending.test().map_err(|error| library_error(name, error)),
+        failure,
+    )?;
     Ok(pending.finish().expect("the call is over"))
 }
 
 pub(super) fn library_error(call: &str, message: String) -> CommError {
-    CommError::Library {
-        library: "MPI".to_owned(),
-        call: call.to_owned(),
-        message,
-    }
+    CommError::library("MPI", call, message)
 }
 
 fn unavailable_error(message: String) -> CommError {

@@ -11,6 +11,8 @@ use ::mpi::Threading;
 use ::mpi::environment::{Universe, initialize_with_threading, is_finalized, threading_support};
 use ::mpi::ffi;
 
+use crate::backend::Pattern;
+
 /// A result with MPI's own message as the error.
 pub(super) type Result<T> = std::result::Result<T, String>;
 
@@ -52,12 +54,12 @@ pub(super) fn go_on() -> Result<()> {
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
     /// The bytes that this rank sends.
-    pub(super) send: Vec<u8>,
+    send: Vec<u8>,
     /// The bytes that it receives, in rank order. The bytes of a broadcast are here on the root
     /// too.
     pub(super) receive: Vec<u8>,
-    /// The counts and displacements of the call.
-    pub(super) numbers: [Vec<c_int>; 4],
+    /// The counts and displacements of what it sends, and then those of what it receives.
+    numbers: [Vec<c_int>; 4],
 }
 
 /// A call under way.
@@ -191,244 +193,116 @@ impl Communicator {
         self.is_ours = false;
     }
 
-    /// Begins to gather `counts[r]` bytes of each rank `r`'s `send` in the `receive` of all ranks.
-    pub(super) fn all_gather(&self, mut buffers: Buffers, counts: &[usize]) -> Result<Pending> {
-        self.prepare(
-            &mut buffers,
-            &[(self.rank, counts[self.rank])],
-            Some(counts),
-        )?;
-        self.begin(
-            buffers,
-            |communicator,
-             Buffers {
-                 send,
-                 receive,
-                 numbers: [_, _, counts, starts],
-             },
-             request| {
-                // SAFETY: `prepare` made the buffers fit the numbers; both live until the call is
-                // over.
-                unsafe {
-                    ffi::MPI_Iallgatherv(
-                        send.as_ptr().cast(),
-                        send.len() as c_int,
-                        ffi::RSMPI_UINT8_T,
-                        receive.as_mut_ptr().cast(),
-                        counts.as_ptr(),
-                        starts.as_ptr(),
-                        ffi::RSMPI_UINT8_T,
-                        communicator,
-                        request,
-                    )
-                }
-            },
-        )
-    }
-
-    /// Begins to copy the root's `receive` to the `receive` of all ranks.
-    pub(super) fn broadcast(
+    /// Begins a collective: this rank sends `pieces`, one for each rank, and receives `received[r]`
+    /// bytes from each rank `r`. Bytes that go to all ranks are one of the pieces, and the others
+    /// are empty. After a broadcast the root has its own bytes in `receive` too.
+    pub(super) fn begin(
         &self,
+        pattern: Pattern,
         mut buffers: Buffers,
-        len: usize,
-        root: usize,
-    ) -> Result<Pending> {
-        let count = int(len)?;
-        let root = int(root)?;
-        buffers.receive.resize(len, 0);
-        self.begin(buffers, |communicator, Buffers { receive, .. }, request| {
-            // SAFETY: `receive` has `count` bytes, and lives until the call is over.
-            unsafe {
-                let bytes = receive.as_mut_ptr().cast();
-                ffi::MPI_Ibcast(
-                    bytes,
-                    count,
-                    ffi::RSMPI_UINT8_T,
-                    root,
-                    communicator,
-                    request,
-                )
-            }
-        })
-    }
-
-    /// Begins to gather `counts[r]` bytes of each rank `r`'s `send` in the root's `receive`.
-    pub(super) fn gather(
-        &self,
-        mut buffers: Buffers,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending> {
-        let receives = self.rank == root;
-        self.prepare(
-            &mut buffers,
-            &[(self.rank, counts[self.rank])],
-            receives.then_some(counts),
-        )?;
-        let root = int(root)?;
-        self.begin(
-            buffers,
-            |communicator,
-             Buffers {
-                 send,
-                 receive,
-                 numbers: [_, _, counts, starts],
-             },
-             request| {
-                // SAFETY: as in `all_gather`; MPI reads the arguments of the receiving side on the
-                // root only.
-                unsafe {
-                    ffi::MPI_Igatherv(
-                        send.as_ptr().cast(),
-                        send.len() as c_int,
-                        ffi::RSMPI_UINT8_T,
-                        receive.as_mut_ptr().cast(),
-                        counts.as_ptr(),
-                        starts.as_ptr(),
-                        ffi::RSMPI_UINT8_T,
-                        root,
-                        communicator,
-                        request,
-                    )
-                }
-            },
-        )
-    }
-
-    /// Copies `counts[r]` bytes of the root's `send` to the `receive` of each rank `r`.
-    pub(super) fn scatter(
-        &self,
-        mut buffers: Buffers,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending> {
-        // Only the root sends.
-        let mut sent: Vec<(usize, usize)> = counts.iter().copied().enumerate().collect();
-        if self.rank != root {
-            sent.clear();
-        }
-        let mut received = vec![0; self.ranks];
-        received[root] = counts[self.rank];
-        self.prepare(&mut buffers, &sent, Some(&received))?;
-        let root = int(root)?;
-        self.begin(
-            buffers,
-            |communicator,
-             Buffers {
-                 send,
-                 receive,
-                 numbers: [counts, starts, ..],
-             },
-             request| {
-                // SAFETY: as in `all_gather`; what is sent is looked at on the root only.
-                unsafe {
-                    ffi::MPI_Iscatterv(
-                        send.as_ptr().cast(),
-                        counts.as_ptr(),
-                        starts.as_ptr(),
-                        ffi::RSMPI_UINT8_T,
-                        receive.as_mut_ptr().cast(),
-                        receive.len() as c_int,
-                        ffi::RSMPI_UINT8_T,
-                        root,
-                        communicator,
-                        request,
-                    )
-                }
-            },
-        )
-    }
-
-    /// Begins to send `sent[r]` bytes of `send` to each rank `r`, and to receive `received[r]`
-    /// bytes from it.
-    pub(super) fn all_to_all(
-        &self,
-        mut buffers: Buffers,
-        sent: &[usize],
+        pieces: &[&[u8]],
         received: &[usize],
     ) -> Result<Pending> {
-        let sent: Vec<(usize, usize)> = sent.iter().copied().enumerate().collect();
-        self.prepare(&mut buffers, &sent, Some(received))?;
-        self.begin(
-            buffers,
-            |communicator,
-             Buffers {
-                 send,
-                 receive,
-                 numbers: [sent, from, received, to],
-             },
-             request| {
-                // SAFETY: as in `all_gather`.
-                unsafe {
-                    ffi::MPI_Ialltoallv(
-                        send.as_ptr().cast(),
-                        sent.as_ptr(),
-                        from.as_ptr(),
-                        ffi::RSMPI_UINT8_T,
-                        receive.as_mut_ptr().cast(),
-                        received.as_ptr(),
-                        to.as_ptr(),
-                        ffi::RSMPI_UINT8_T,
-                        communicator,
-                        request,
-                    )
-                }
-            },
-        )
-    }
-
-    /// Writes the counts of a call, checks the length of `send`, and resizes `receive`.
-    fn prepare(
-        &self,
-        buffers: &mut Buffers,
-        sent: &[(usize, usize)],
-        received: Option<&[usize]>,
-    ) -> Result<()> {
+        if pieces.len() != self.ranks || received.len() != self.ranks {
+            return Err("there is not one count for each rank".to_owned());
+        }
         let Buffers {
             send,
             receive,
-            numbers,
-        } = buffers;
-        let [send_counts, send_starts, receive_counts, receive_starts] = numbers;
-        let mut counts = vec![0; self.ranks];
-        sent.iter().for_each(|&(rank, count)| counts[rank] = count);
-        let total = lay_out(&counts, send_counts, send_starts)?;
-        if total != send.len() {
-            return Err(format!(
-                "{} bytes are to be sent where there should be {total}",
-                send.len()
-            ));
+            numbers: [sent_counts, sent_starts, counts, starts],
+        } = &mut buffers;
+        send.clear();
+        pieces
+            .iter()
+            .for_each(|piece| send.extend_from_slice(piece));
+        lay_out(
+            pieces.iter().map(|piece| piece.len()),
+            sent_counts,
+            sent_starts,
+        )?;
+        let expected = lay_out(received.iter().copied(), counts, starts)?;
+        receive.resize(expected, 0);
+        // A broadcast has one buffer, for the bytes that the root sends and the others receive.
+        if let Pattern::Broadcast { root } = pattern
+            && root == self.rank
+        {
+            std::mem::swap(send, receive);
         }
-        match received {
-            Some(received) if received.len() != self.ranks => {
-                Err("there is not one count for each rank".to_owned())
-            }
-            Some(received) => {
-                receive.resize(lay_out(received, receive_counts, receive_starts)?, 0);
-                Ok(())
-            }
-            None => {
-                receive.clear();
-                Ok(())
-            }
-        }
-    }
-
-    /// Begins a non-blocking call of MPI. The buffers stay where they are until the call is over.
-    fn begin(
-        &self,
-        mut buffers: Buffers,
-        call: impl FnOnce(ffi::MPI_Comm, &mut Buffers, *mut ffi::MPI_Request) -> c_int,
-    ) -> Result<Pending> {
         // A vector without memory has an address that may have a special meaning for MPI.
-        for bytes in [&mut buffers.send, &mut buffers.receive] {
+        for bytes in [&mut *send, &mut *receive] {
             if bytes.capacity() == 0 {
                 bytes.reserve(1);
             }
         }
-        // SAFETY: a constant.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        let code = call(self.raw, &mut buffers, &mut request);
+        let sent_count = int(send.len())?;
+        let received_count = int(receive.len())?;
+        let from = send.as_ptr().cast();
+        let to = receive.as_mut_ptr().cast();
+        let communicator = self.raw;
+        // SAFETY: constants.
+        let (byte, mut request) = unsafe { (ffi::RSMPI_UINT8_T, ffi::RSMPI_REQUEST_NULL) };
+        let request_place = &mut request;
+        // SAFETY: the numbers are those of the buffers, which stay where they are until the call
+        // is over. On ranks that are not the root MPI does not look at what only the root needs.
+        let code = unsafe {
+            match pattern {
+                Pattern::AllGather => ffi::MPI_Iallgatherv(
+                    from,
+                    sent_count,
+                    byte,
+                    to,
+                    counts.as_ptr(),
+                    starts.as_ptr(),
+                    byte,
+                    communicator,
+                    request_place,
+                ),
+                Pattern::Broadcast { root } => ffi::MPI_Ibcast(
+                    to,
+                    received_count,
+                    byte,
+                    int(root)?,
+                    communicator,
+                    request_place,
+                ),
+                Pattern::Gather { root } => ffi::MPI_Igatherv(
+                    from,
+                    sent_count,
+                    byte,
+                    to,
+                    counts.as_ptr(),
+                    starts.as_ptr(),
+                    byte,
+                    int(root)?,
+                    communicator,
+                    request_place,
+                ),
+                Pattern::Scatter { root } => ffi::MPI_Iscatterv(
+                    from,
+                    sent_counts.as_ptr(),
+                    sent_starts.as_ptr(),
+                    byte,
+                    to,
+                    received_count,
+                    byte,
+                    int(root)?,
+                    communicator,
+                    request_place,
+                ),
+                Pattern::AllToAll => ffi::MPI_Ialltoallv(
+                    from,
+                    sent_counts.as_ptr(),
+                    sent_starts.as_ptr(),
+                    byte,
+                    to,
+                    counts.as_ptr(),
+                    starts.as_ptr(),
+                    byte,
+                    communicator,
+                    request_place,
+                ),
+            }
+        };
         let pending = Pending {
             request,
             buffers: ManuallyDrop::new(buffers),
@@ -453,11 +327,15 @@ impl Drop for Communicator {
 
 /// Writes the counts and displacements of pieces that lie one after the other, and returns their
 /// sum.
-fn lay_out(lens: &[usize], counts: &mut Vec<c_int>, starts: &mut Vec<c_int>) -> Result<usize> {
+fn lay_out(
+    lens: impl Iterator<Item = usize>,
+    counts: &mut Vec<c_int>,
+    starts: &mut Vec<c_int>,
+) -> Result<usize> {
     counts.clear();
     starts.clear();
     let mut start = 0usize;
-    for &len in lens {
+    for len in lens {
         counts.push(int(len)?);
         starts.push(int(start)?);
         start = start.saturating_add(len);

@@ -13,16 +13,16 @@ mod transfer;
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use self::job::{Job, library_error};
-use self::library::{Buffers, Communicator, Pending};
+use self::job::{Job, library_error, wait};
+use self::library::Communicator;
 use crate::backend::{Backend, Members, Plan, Planner, Round};
 use crate::blame;
 use crate::deadline::deadline_after;
 use crate::error::CommError;
 use crate::group::ProcessGroup;
-use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
+use crate::polling::wait_until;
 use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
@@ -81,8 +81,8 @@ impl MpiBackend {
                 )
             });
         };
-        let outcome = transfer::transfer(communicator, rank, send, plan, &mut |call| {
-            wait(&self.control, round, call)
+        let outcome = transfer::transfer(communicator, send, plan, &mut |call| {
+            wait(round.operation, call, || self.control.failure(round))
         });
         if outcome.is_err() {
             // A call that MPI has begun can neither be undone nor waited for.
@@ -151,66 +151,20 @@ fn create(
         .name("mpi-group".to_owned())
         .spawn(move || drop(made.send(Communicator::create(&ranks, id))))
         .map_err(|error| library_error(CALL, error.to_string()))?;
-    let mut grace = GracePeriod::default();
-    loop {
-        match is_made.recv_timeout(PEER_CHECK_INTERVAL) {
-            Ok(made) => return made.map_err(|error| library_error(CALL, error)),
-            Err(mpsc::RecvTimeoutError::Disconnected) => {
-                return Err(library_error(CALL, "its thread ended".to_owned()));
+    let mut communicator = None;
+    let waited = wait_until(
+        || match is_made.try_recv() {
+            Ok(made) => {
+                communicator = Some(made.map_err(|error| library_error(CALL, error))?);
+                Ok(true)
             }
-            Err(mpsc::RecvTimeoutError::Timeout) => {}
-        }
-        if let Some(failure) = grace.expired_failure(control, round) {
-            job.give_up();
-            return Err(failure);
-        }
-    }
-}
-
-/// Waits until a call is over, and returns its buffers. Fails if another rank is lost, or at the
-/// deadline.
-fn wait(
-    control: &TcpBackend,
-    round: &Round<'_>,
-    call: library::Result<Pending>,
-) -> Result<Buffers, CommError> {
-    let mut pending = call.map_err(|error| library_error(round.operation, error))?;
-    let mut pause = Pause::new();
-    let mut next_check = Instant::now() + PEER_CHECK_INTERVAL;
-    let mut grace = GracePeriod::default();
-    while !pending
-        .test()
-        .map_err(|error| library_error(round.operation, error))?
-    {
-        pause.wait();
-        // To look for lost ranks takes longer than to ask MPI, so it is done less often.
-        let now = Instant::now();
-        if now < next_check {
-            continue;
-        }
-        next_check = now + PEER_CHECK_INTERVAL;
-        if let Some(failure) = grace.expired_failure(control, round) {
-            return Err(failure);
-        }
-    }
-    pending.finish().ok_or_else(|| {
-        library_error(
-            round.operation,
-            "MPI says that the call is over, but its buffers are not back".to_owned(),
-        )
-    })
-}
-
-/// The time since a rank has known that its wait may never end.
-#[derive(Debug, Default)]
-struct GracePeriod {
-    since: Option<Instant>,
-}
-
-impl GracePeriod {
-    /// Returns the reason to give up, if there has been one for long enough.
-    fn expired_failure(&mut self, control: &TcpBackend, round: &Round<'_>) -> Option<CommError> {
-        let failure = control.failure(round)?;
-        (self.since.get_or_insert_with(Instant::now).elapsed() >= GRACE_PERIOD).then_some(failure)
-    }
+            Err(mpsc::TryRecvError::Empty) => Ok(false),
+            Err(mpsc::TryRecvError::Disconnected) => {
+                Err(library_error(CALL, "its thread ended".to_owned()))
+            }
+        },
+        || control.failure(round),
+    );
+    waited.inspect_err(|_| job.give_up())?;
+    Ok(communicator.expect("the wait ends when the communicator is made"))
 }

@@ -13,7 +13,6 @@ const CALL_BYTES: usize = 16 << 20;
 /// Moves the bytes of a round. `wait` waits for each call.
 pub(super) fn transfer(
     communicator: &Communicator,
-    rank: usize,
     send: &[u8],
     plan: Plan<'_>,
     wait: &mut dyn FnMut(library::Result<Pending>) -> Result<Buffers, CommError>,
@@ -21,61 +20,24 @@ pub(super) fn transfer(
     let Plan {
         pattern,
         longest,
-        to,
+        mut to,
         from,
         mut destination,
     } = plan;
+    if let Pattern::AllGather | Pattern::Broadcast { .. } = pattern
+        && let Some(first) = to.iter().position(|range| !range.is_empty())
+    {
+        // All ranks get the same bytes, which are sent once.
+        to[first + 1..].fill(0..0);
+    }
     let ranks = communicator.ranks();
     let window_bytes = (CALL_BYTES / ranks / BLOCK_BYTES * BLOCK_BYTES).max(BLOCK_BYTES);
     let mut buffers = Buffers::default();
     for start in (0..longest).step_by(window_bytes) {
         let window = start..start + window_bytes;
+        let pieces: Vec<&[u8]> = to.iter().map(|range| &send[cut(range, &window)]).collect();
         let received: Vec<usize> = from.iter().map(|range| cut(range, &window).len()).collect();
-        buffers.send.clear();
-        let call = match pattern {
-            Pattern::AllGather => {
-                buffers
-                    .send
-                    .extend_from_slice(&send[cut(&to[rank], &window)]);
-                communicator.all_gather(buffers, &received)
-            }
-            Pattern::Broadcast { root } => {
-                buffers.receive.clear();
-                if rank == root {
-                    buffers
-                        .receive
-                        .extend_from_slice(&send[cut(&(0..longest), &window)]);
-                }
-                communicator.broadcast(buffers, window_bytes.min(longest - start), root)
-            }
-            Pattern::Gather { root } => {
-                buffers
-                    .send
-                    .extend_from_slice(&send[cut(&to[root], &window)]);
-                // A rank that is not the root receives nothing. The call also takes the number of
-                // bytes that it sends from the counts.
-                let mut gathered = received.clone();
-                gathered[rank] = buffers.send.len();
-                communicator.gather(buffers, &gathered, root)
-            }
-            Pattern::Scatter { root } => {
-                for range in &to {
-                    buffers.send.extend_from_slice(&send[cut(range, &window)]);
-                }
-                let mut counts: Vec<usize> =
-                    to.iter().map(|range| cut(range, &window).len()).collect();
-                counts[rank] = received[root];
-                communicator.scatter(buffers, &counts, root)
-            }
-            Pattern::AllToAll => {
-                for range in &to {
-                    buffers.send.extend_from_slice(&send[cut(range, &window)]);
-                }
-                let sent: Vec<usize> = to.iter().map(|range| cut(range, &window).len()).collect();
-                communicator.all_to_all(buffers, &sent, &received)
-            }
-        };
-        buffers = wait(call)?;
+        buffers = wait(communicator.begin(pattern, buffers, &pieces, &received))?;
         // The bytes of all ranks have arrived one after the other.
         let mut rest = &buffers.receive[..];
         let pieces: Vec<&[u8]> = received

@@ -16,6 +16,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use fsdp_layout::DType;
 use libloading::Library;
 
+use crate::backend::Movement;
 use crate::reduce::ReduceOp;
 
 /// The file names of the library.
@@ -36,20 +37,7 @@ type Stream = *mut c_void;
 /// The id of a communicator, which all its ranks must be given.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub(super) struct UniqueId([c_char; UniqueId::BYTES]);
-
-impl UniqueId {
-    pub(super) const BYTES: usize = 128;
-
-    pub(super) fn to_bytes(self) -> Vec<u8> {
-        self.0.iter().map(|&byte| byte.cast_unsigned()).collect()
-    }
-
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let bytes: [u8; UniqueId::BYTES] = bytes.try_into().ok()?;
-        Some(UniqueId(bytes.map(u8::cast_signed)))
-    }
-}
+pub(super) struct UniqueId(pub(super) [u8; 128]);
 
 /// NCCL's `ncclConfig_t` of 2.18. Later versions read it too, as `size` and `version` tell them its
 /// fields.
@@ -200,7 +188,7 @@ pub(super) fn check() -> Result<(), String> {
 /// Creates the id of a new communicator, which one of its ranks does for all.
 pub(super) fn unique_id() -> Result<UniqueId, String> {
     let functions = functions()?;
-    let mut id = UniqueId([0; UniqueId::BYTES]);
+    let mut id = UniqueId([0; 128]);
     // SAFETY: it writes as many bytes as the type has.
     let code = unsafe { (functions.get_unique_id)(&mut id) };
     functions.check_begun(code, ptr::null_mut())?;
@@ -249,40 +237,6 @@ unsafe fn text_at(text: *const c_char) -> Option<String> {
             .to_string_lossy()
             .into_owned(),
     )
-}
-
-/// A collective on GPU memory. The caller keeps the memory borrowed until the call is over.
-#[derive(Debug, Clone)]
-pub(crate) enum Movement {
-    AllGather {
-        send: CUdeviceptr,
-        receive: CUdeviceptr,
-        count: usize,
-        dtype: DType,
-    },
-    ReduceScatter {
-        send: CUdeviceptr,
-        receive: CUdeviceptr,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-    },
-    AllReduce {
-        buffer: CUdeviceptr,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-    },
-    Broadcast {
-        buffer: CUdeviceptr,
-        bytes: usize,
-        root: usize,
-    },
-    /// A transfer to and from each rank: an address and a number of bytes.
-    Exchange {
-        send: Vec<(CUdeviceptr, usize)>,
-        receive: Vec<(CUdeviceptr, usize)>,
-    },
 }
 
 /// Returns NCCL's number of a dtype, if NCCL computes with it.
@@ -518,14 +472,6 @@ mod tests {
         assert_eq!(size_of::<Config>(), 48);
         assert_eq!(std::mem::offset_of!(Config, blocking), 16);
         assert_eq!(std::mem::offset_of!(Config, net_name), 32);
-    }
-
-    #[test]
-    fn ids_go_through_bytes_of_the_right_length_only() {
-        let bytes: Vec<u8> = (0..UniqueId::BYTES).map(|k| k as u8 + 100).collect();
-        assert_eq!(UniqueId::from_bytes(&bytes).unwrap().to_bytes(), bytes);
-        assert!(UniqueId::from_bytes(&bytes[1..]).is_none());
-        assert!(UniqueId::from_bytes(b"").is_none());
     }
 
     #[test]

@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaStream};
 
-use self::library::{Movement, UniqueId};
+use self::library::UniqueId;
 use self::owner::OwnerThread;
-use crate::backend::{Backend, DeviceTransfer, Members, Planner, Round};
+use crate::backend::{Backend, DeviceTransfer, Members, Movement, Planner, Round};
 use crate::backend_kind::BackendKind;
 use crate::blame;
 use crate::deadline::deadline_after;
@@ -113,20 +113,18 @@ impl NcclBackend {
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
         let made: Option<Result<Vec<u8>, String>> =
-            (control.members().rank == 0).then(|| library::unique_id().map(UniqueId::to_bytes));
+            (control.members().rank == 0).then(|| library::unique_id().map(|id| id.0.to_vec()));
         let record = wire::encode(&made).map_err(|message| id_exchange_error(round, message))?;
         let records = control.exchange_at_setup(round, &record)?;
         let told: Option<Result<Vec<u8>, String>> =
             wire::decode(&records[0]).map_err(|message| id_exchange_error(round, message))?;
         let bytes = told
             .unwrap_or_else(|| Err("it was not told".to_owned()))
-            .map_err(|message| CommError::Library {
-                library: "NCCL".to_owned(),
-                call: "ncclGetUniqueId".to_owned(),
-                message,
-            })?;
-        let id = UniqueId::from_bytes(&bytes)
-            .ok_or_else(|| id_exchange_error(round, "an id of another length".to_owned()))?;
+            .map_err(|message| CommError::library("NCCL", "ncclGetUniqueId", message))?;
+        let id = bytes
+            .try_into()
+            .map_err(|_| id_exchange_error(round, "an id of another length".to_owned()))?;
+        let id = UniqueId(id);
         let owner = OwnerThread::start(&control, ordinal, id, round)?;
         Ok(NcclBackend {
             owner,

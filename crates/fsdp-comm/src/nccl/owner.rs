@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
 
-use super::library::{Movement, NcclCommunicator, UniqueId};
-use crate::backend::{Backend as _, Members, Round};
+use super::library::{NcclCommunicator, UniqueId};
+use crate::backend::{Backend as _, Members, Movement, Round};
 use crate::error::CommError;
-use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause};
+use crate::polling::{GRACE_PERIOD, PEER_CHECK_INTERVAL, Pause, wait_until};
 use crate::sync::lock;
 use crate::tcp::TcpBackend;
 
@@ -142,19 +142,11 @@ fn ended_communicator_error(round: &Round<'_>) -> CommError {
 }
 
 fn library_error(call: &str, message: String) -> CommError {
-    CommError::Library {
-        library: "NCCL".to_owned(),
-        call: call.to_owned(),
-        message,
-    }
+    CommError::library("NCCL", call, message)
 }
 
 fn driver_error(call: &str, error: DriverError) -> CommError {
-    CommError::Library {
-        library: "CUDA".to_owned(),
-        call: call.to_owned(),
-        message: error.to_string(),
-    }
+    CommError::library("CUDA", call, error.to_string())
 }
 
 /// The communicator and the stream, which the thread owns.
@@ -373,29 +365,13 @@ impl Watch {
         call: &str,
         mut is_done: impl FnMut() -> Result<bool, String>,
     ) -> Result<(), CommError> {
-        let mut pause = Pause::new();
-        let mut next_check = Instant::now() + PEER_CHECK_INTERVAL;
-        let mut failing_since: Option<Instant> = None;
-        loop {
-            match is_done() {
-                Ok(true) => return Ok(()),
-                Ok(false) => {}
+        wait_until(
+            || {
                 // If another rank is to blame, the error names it.
-                Err(message) => {
-                    return Err(self.blame().unwrap_or_else(|| library_error(call, message)));
-                }
-            }
-            pause.wait();
-            let now = Instant::now();
-            if now < next_check {
-                continue;
-            }
-            next_check = now + PEER_CHECK_INTERVAL;
-            if let Some(failure) = self.failure()
-                && failing_since.get_or_insert(now).elapsed() >= GRACE_PERIOD
-            {
-                return Err(failure);
-            }
-        }
+                is_done()
+                    .map_err(|message| self.blame().unwrap_or_else(|| library_error(call, message)))
+            },
+            || self.failure(),
+        )
     }
 }

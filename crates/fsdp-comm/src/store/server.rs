@@ -103,9 +103,9 @@ async fn answer_requests(stream: &mut TcpStream, store: &Store) -> io::Result<()
                 reply = store.answer(request) => reply,
                 () = end_of(stream) => return Ok(()),
             },
-            Err(message) => Reply::Refused(message),
+            Err(message) => Err(message),
         };
-        write(stream, &reply).await?;
+        write(stream, &reply.unwrap_or_else(Reply::Refused)).await?;
     }
 }
 
@@ -149,13 +149,13 @@ impl Store {
         Reply::Welcome
     }
 
-    /// Carries out a request, and returns the reply.
-    async fn answer(&self, request: Request) -> Reply {
-        match request {
-            Request::Set { key, value } => match self.insert(&mut self.lock(), key, value) {
-                Ok(()) => Reply::Value(None),
-                Err(message) => Reply::Refused(message),
-            },
+    /// Carries out a request, and returns the reply; or the reason that it is refused.
+    async fn answer(&self, request: Request) -> Result<Reply, String> {
+        Ok(match request {
+            Request::Set { key, value } => {
+                self.insert(&mut self.lock(), key, value)?;
+                Reply::Value(None)
+            }
             Request::Get { key } => Reply::Value(self.lock().values.get(&key).cloned()),
             Request::Wait { keys, milliseconds } => {
                 self.wait(
@@ -184,15 +184,13 @@ impl Store {
                 let mut before = 0;
                 if let Some(value) = state.values.get(&key) {
                     let Ok(bytes) = value[..].try_into() else {
-                        return Reply::Refused(format!("the value of `{key}` is no number"));
+                        return Err(format!("the value of `{key}` is no number"));
                     };
                     before = i64::from_le_bytes(bytes);
                 }
                 let sum = before.wrapping_add(amount);
-                match self.insert(&mut state, key, sum.to_le_bytes().to_vec()) {
-                    Ok(()) => Reply::Number(sum),
-                    Err(message) => Reply::Refused(message),
-                }
+                self.insert(&mut state, key, sum.to_le_bytes().to_vec())?;
+                Reply::Number(sum)
             }
             Request::CompareAndSet {
                 key,
@@ -200,15 +198,12 @@ impl Store {
                 value,
             } => {
                 let mut state = self.lock();
-                if state.values.get(&key) != expected.as_ref() {
-                    return Reply::Value(state.values.get(&key).cloned());
+                if state.values.get(&key) == expected.as_ref() {
+                    self.insert(&mut state, key.clone(), value)?;
                 }
-                match self.insert(&mut state, key, value.clone()) {
-                    Ok(()) => Reply::Value(Some(value)),
-                    Err(message) => Reply::Refused(message),
-                }
+                Reply::Value(state.values.get(&key).cloned())
             }
-        }
+        })
     }
 
     /// Sets a key, unless the store would then hold more than its share of memory.

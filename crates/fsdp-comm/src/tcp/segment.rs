@@ -18,7 +18,6 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -124,11 +123,6 @@ impl Segment {
             ));
         }
         Self::map(&file, ranks)
-    }
-
-    /// Returns the number of the file, which other processes need to open it.
-    pub(super) fn descriptor_number(file: &File) -> i32 {
-        file.as_raw_fd()
     }
 
     fn map(file: &File, ranks: usize) -> io::Result<Segment> {
@@ -281,13 +275,14 @@ impl Segment {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd as _;
+
     use super::*;
 
     #[test]
     fn another_mapping_shows_what_the_owner_wrote() {
         let (owner, file) = Segment::create(3).unwrap();
-        let reader =
-            Segment::open(std::process::id(), Segment::descriptor_number(&file), 3).unwrap();
+        let reader = Segment::open(std::process::id(), file.as_raw_fd(), 3).unwrap();
         owner.write_record(1, b"record");
         owner.write_window(1, WINDOW_BYTES - 3, b"end");
         reader
@@ -310,17 +305,16 @@ mod tests {
     #[test]
     fn other_memory_is_not_mapped() {
         let (_owner, file) = Segment::create(3).unwrap();
-        assert!(Segment::open(std::process::id(), Segment::descriptor_number(&file), 300).is_err());
+        assert!(Segment::open(std::process::id(), file.as_raw_fd(), 300).is_err());
         let plain = tempfile::tempfile().unwrap();
         plain.set_len(Segment::len(3) as u64).unwrap();
-        assert!(Segment::open(std::process::id(), Segment::descriptor_number(&plain), 3).is_err());
+        assert!(Segment::open(std::process::id(), plain.as_raw_fd(), 3).is_err());
     }
 
     #[test]
     fn a_notification_wakes_the_rank_that_waits() {
         let (owner, file) = Segment::create(1).unwrap();
-        let reader =
-            Segment::open(std::process::id(), Segment::descriptor_number(&file), 1).unwrap();
+        let reader = Segment::open(std::process::id(), file.as_raw_fd(), 1).unwrap();
         let arrived = || reader.word(Word::Arrived).load(Ordering::Acquire) == 1;
         std::thread::scope(|scope| {
             scope.spawn(|| {

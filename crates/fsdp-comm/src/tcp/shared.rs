@@ -15,6 +15,7 @@
 //! 4. Each rank publishes its chunks, and in between consumes those of the others.
 
 use std::fs;
+use std::os::fd::AsRawFd as _;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -93,7 +94,7 @@ impl SharedMemory {
             segment.word(Word::Token).store(token, Ordering::Release);
             Invitation {
                 process: std::process::id(),
-                file: Segment::descriptor_number(file),
+                file: file.as_raw_fd(),
                 token,
             }
         });
