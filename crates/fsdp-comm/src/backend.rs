@@ -84,39 +84,35 @@ pub(crate) trait DeviceTransfer {
     ) -> Result<(), CommError>;
 }
 
-/// A collective on GPU memory. The caller keeps the memory borrowed until the call is over.
+/// Something to be moved between GPUs. The caller keeps the memory borrowed until the call is over.
 #[cfg(feature = "nccl")]
 #[derive(Debug, Clone)]
 pub(crate) enum Movement {
-    AllGather {
+    /// A collective that takes `count` elements at `send`, and puts its result at `receive`, which
+    /// may be the same place.
+    Collective {
+        kind: Collective,
         send: CUdeviceptr,
         receive: CUdeviceptr,
         count: usize,
         dtype: DType,
-    },
-    ReduceScatter {
-        send: CUdeviceptr,
-        receive: CUdeviceptr,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-    },
-    AllReduce {
-        buffer: CUdeviceptr,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-    },
-    Broadcast {
-        buffer: CUdeviceptr,
-        bytes: usize,
-        root: usize,
     },
     /// A transfer to and from each rank: an address and a number of bytes.
     Exchange {
         send: Vec<(CUdeviceptr, usize)>,
         receive: Vec<(CUdeviceptr, usize)>,
     },
+}
+
+/// The collectives that NCCL has.
+#[cfg(feature = "nccl")]
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Collective {
+    AllGather,
+    ReduceScatter(ReduceOp),
+    AllReduce(ReduceOp),
+    /// A copy of the elements of this rank to all.
+    Broadcast(usize),
 }
 
 /// The ranks of a group.
@@ -320,10 +316,9 @@ impl Plan<'_> {
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
     pub(crate) fn moved_bytes(&self, rank: usize) -> (usize, usize) {
-        let of_others = |ranges: &[Range<usize>]| {
-            bytes_of_others(ranges.iter().map(ExactSizeIterator::len), rank)
-        };
-        (of_others(&self.to), of_others(&self.from))
+        let [sent, received] = [&self.to, &self.from]
+            .map(|ranges| bytes_of_others(ranges.iter().map(ExactSizeIterator::len), rank));
+        (sent, received)
     }
 
     /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that

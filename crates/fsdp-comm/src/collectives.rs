@@ -96,16 +96,13 @@ impl ProcessGroup {
             self.check_numel("the output", given, checked_sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
-        let outputs = outputs
-            .iter_mut()
-            .map(|output| bytemuck::cast_slice_mut(output));
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             Ok(Some(Plan {
                 pattern: Pattern::AllGather,
                 longest: max_byte_len::<T>(counts),
                 to: vec![0..size_of_val(input); counts.len()],
                 from: whole_inputs::<T>(counts),
-                destination: copy_into::<T>(outputs, counts),
+                destination: copy_into(outputs, counts),
             }))
         })
     }
@@ -173,7 +170,7 @@ impl ProcessGroup {
             .next_multiple_of(SEGMENT_ELEMENTS)
             .min(MAX_SEGMENT_BYTES / size_of::<T>());
         let mut reduced = vec![T::zeroed(); segment];
-        for window in buffer.chunks_mut(segment * world_size) {
+        for mut window in buffer.chunks_mut(segment * world_size) {
             let counts: Vec<usize> = (0..world_size)
                 .map(|rank| window.len().saturating_sub(rank * segment).min(segment))
                 .collect();
@@ -185,7 +182,7 @@ impl ProcessGroup {
                     longest: max_byte_len::<T>(&counts),
                     to: vec![0..size_of_val(reduced); world_size],
                     from: whole_inputs::<T>(&counts),
-                    destination: copy_into::<T>([bytemuck::cast_slice_mut(window)], &counts),
+                    destination: copy_into([&mut window], &counts),
                 }))
             })?;
         }
@@ -301,16 +298,13 @@ impl ProcessGroup {
                 Some(_) => counts.to_vec(),
                 None => vec![0; counts.len()],
             };
-            let outputs = outputs
-                .into_iter()
-                .flatten()
-                .map(|output| bytemuck::cast_slice_mut(output));
+            let outputs = outputs.into_iter().flatten();
             Ok(Some(Plan {
                 pattern: Pattern::Gather { root },
                 longest: max_byte_len::<T>(counts),
                 to,
                 from: whole_inputs::<T>(&received),
-                destination: copy_into::<T>(outputs, &received),
+                destination: copy_into(outputs, &received),
             }))
         })
     }
@@ -392,15 +386,12 @@ impl ProcessGroup {
             } else {
                 vec![0..0; counts.len()]
             };
-            let outputs = outputs
-                .iter_mut()
-                .map(|output| bytemuck::cast_slice_mut(output));
             Ok(Some(Plan {
                 pattern: Pattern::Scatter { root },
                 longest: max_byte_len::<T>(counts),
                 to,
                 from,
-                destination: copy_into::<T>(outputs, &received),
+                destination: copy_into(outputs, &received),
             }))
         })
     }
@@ -476,9 +467,6 @@ impl ProcessGroup {
                 let start = (before as usize).saturating_mul(size_of::<T>());
                 start..start.saturating_add(receive_counts[from] * size_of::<T>())
             });
-            let outputs = outputs
-                .iter_mut()
-                .map(|output| bytemuck::cast_slice_mut(output));
             let largest = counts
                 .iter()
                 .flat_map(Counts::sent)
@@ -489,7 +477,7 @@ impl ProcessGroup {
                 longest: max_byte_len::<T>(&[*largest as usize]),
                 to: byte_ranges::<T>(send_counts),
                 from: from.collect(),
-                destination: copy_into::<T>(outputs, receive_counts),
+                destination: copy_into(outputs, receive_counts),
             }))
         })
     }
@@ -655,11 +643,13 @@ fn byte_ranges<T>(counts: &[usize]) -> Vec<Range<usize>> {
 /// Returns the destination that fills `outputs`, one after the other, with `counts[r]` elements of
 /// each rank `r`. A rank's elements may span several outputs. The outputs have as many elements as
 /// the counts say.
-fn copy_into<'p, T>(
-    outputs: impl IntoIterator<Item = &'p mut [u8]>,
+fn copy_into<'p, 'o: 'p, T: Element>(
+    outputs: impl IntoIterator<Item = &'p mut &'o mut [T]>,
     counts: &[usize],
 ) -> Destination<'p> {
-    let mut outputs = outputs.into_iter();
+    let mut outputs = outputs
+        .into_iter()
+        .map(|output| bytemuck::cast_slice_mut(output));
     let mut rest: &mut [u8] = &mut [];
     let mut destinations = Vec::with_capacity(counts.len());
     for count in counts {

@@ -14,7 +14,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fsdp_layout::DType;
 
-use crate::backend::{DeviceTransfer, Movement, bytes_of_others};
+use crate::backend::{Collective, DeviceTransfer, Movement, bytes_of_others};
 use crate::collectives::{self, check, checked_sum};
 use crate::element::Element;
 use crate::error::CommError;
@@ -132,7 +132,8 @@ impl DeviceGroup<'_> {
         let turn = self.group.begin(call, arguments)?;
         // A gather copies bytes, so it works for types that NCCL does not know too.
         let (count, dtype) = as_counted::<T>(numel);
-        let movement = Movement::AllGather {
+        let movement = Movement::Collective {
+            kind: Collective::AllGather,
             send: input.address,
             receive: output.address,
             count,
@@ -170,12 +171,12 @@ impl DeviceGroup<'_> {
         })
         .and_then(|()| check_reduction::<T>(&call, op));
         let turn = self.group.begin(call, arguments)?;
-        let movement = Movement::ReduceScatter {
+        let movement = Movement::Collective {
+            kind: Collective::ReduceScatter(op),
             send: input.address,
             receive: output.address,
             count: numel,
             dtype: T::DTYPE,
-            op,
         };
         let others = output.bytes() * (ranks - 1);
         self.run(
@@ -205,11 +206,12 @@ impl DeviceGroup<'_> {
             .and_then(|()| check_reduction::<T>(&call, op));
         let turn = self.group.begin(call, arguments)?;
         let ranks = self.group.world_size();
-        let movement = Movement::AllReduce {
-            buffer: buffer.address,
+        let movement = Movement::Collective {
+            kind: Collective::AllReduce(op),
+            send: buffer.address,
+            receive: buffer.address,
             count: numel,
             dtype: T::DTYPE,
-            op,
         };
         // The bytes that a ring of ranks moves.
         let others = 2 * (buffer.bytes() / ranks) * (ranks - 1);
@@ -237,10 +239,12 @@ impl DeviceGroup<'_> {
         });
         let turn = self.group.begin(call, arguments)?;
         let bytes = buffer.bytes();
-        let movement = Movement::Broadcast {
-            buffer: buffer.address,
-            bytes,
-            root,
+        let movement = Movement::Collective {
+            kind: Collective::Broadcast(root),
+            send: buffer.address,
+            receive: buffer.address,
+            count: bytes,
+            dtype: DType::U8,
         };
         let moved = if self.group.rank() == root {
             (bytes * (self.group.world_size() - 1), 0)
@@ -375,13 +379,16 @@ impl DeviceGroup<'_> {
         stream: &CudaStream,
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
-        let of_others = |pieces: &[(CUdeviceptr, usize)]| {
-            bytes_of_others(pieces.iter().map(|piece| piece.1), rank)
-        };
-        let moved = (of_others(&send), of_others(&receive));
+        let [sent, received] = [&send, &receive]
+            .map(|pieces| bytes_of_others(pieces.iter().map(|piece| piece.1), rank));
         let moves_any = send.iter().chain(&receive).any(|piece| piece.1 > 0);
         let movement = Movement::Exchange { send, receive };
-        self.run(turn, moved, stream, moves_any.then_some(movement))
+        self.run(
+            turn,
+            (sent, received),
+            stream,
+            moves_any.then_some(movement),
+        )
     }
 
     /// Agrees with all ranks on a call, and then makes it. `moved` is the number of bytes that this

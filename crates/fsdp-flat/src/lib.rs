@@ -3,7 +3,6 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | `cuda` (feature `cuda`) | the memory of tensors on NVIDIA GPUs |
 //! | [`dtype`] | conversions between candle's dtypes and those of `fsdp-layout` |
 //! | [`storage`] | the memory behind a tensor: read it, change it in place, release it and fill it again |
 //! | [`raw`] | tensors of dtypes that candle does not compute with, as bytes |
@@ -31,5 +30,3 @@ pub use flatten::{flatten_tensors, get_shard, get_unpadded_shard, unflatten_tens
 pub use non_temporal::non_temporal_copy;
 pub use raw::RawTensor;
 pub use sharded::{LocalShard, ShardedTensor};
-#[cfg(feature = "cuda")]
-pub use storage::cuda;

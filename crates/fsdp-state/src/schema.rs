@@ -43,12 +43,6 @@ impl Leaf {
     /// A tensor whose memory is released, or of a dtype or a shape that no file holds.
     pub fn from_value(key: &KeyPath, value: &StateValue) -> Result<Leaf, StateError> {
         let leaf = match value {
-            StateValue::Tensor(tensor) if is_released(tensor) => {
-                return Err(FlatError::Freed {
-                    shape: tensor.dims().to_vec(),
-                }
-                .into());
-            }
             StateValue::Tensor(tensor) => Leaf::Whole {
                 dtype: dtype::file_dtype(tensor.dtype())?,
                 shape: tensor.dims().to_vec(),
@@ -57,36 +51,30 @@ impl Leaf {
                 dtype: tensor.dtype(),
                 shape: tensor.shape().to_vec(),
             },
-            StateValue::Sharded(tensor) => {
-                if tensor
-                    .shards()
-                    .iter()
-                    .any(|shard| is_released(&shard.tensor))
-                {
-                    return Err(FlatError::Freed {
-                        shape: tensor.shape().to_vec(),
-                    }
-                    .into());
-                }
-                Leaf::Sharded {
-                    dtype: tensor.file_dtype()?,
-                    shape: tensor.shape().to_vec(),
-                }
-            }
+            StateValue::Sharded(tensor) => Leaf::Sharded {
+                dtype: tensor.file_dtype()?,
+                shape: tensor.shape().to_vec(),
+            },
             _ => Leaf::Plain,
         };
-        // Code that allocates memory for a tensor of a schema multiplies its sizes unchecked.
-        if let Some((dtype, shape)) = leaf.tensor()
-            && checked_numel(shape)
-                .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
-                .is_none()
-        {
-            return Err(StateError::TooLarge {
-                key: key.flat_key(),
-                shape: shape.to_vec(),
-            });
+        let Some((dtype, shape)) = leaf.tensor() else {
+            return Ok(leaf);
+        };
+        let shape = shape.to_vec();
+        let mut tensors = value.candle_tensors().into_iter();
+        if tensors.any(is_released) {
+            return Err(FlatError::Freed { shape }.into());
         }
-        Ok(leaf)
+        // Code that allocates memory for a tensor of a schema multiplies its sizes unchecked.
+        let bytes = checked_numel(&shape)
+            .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize));
+        match bytes {
+            Some(_) => Ok(leaf),
+            None => Err(StateError::TooLarge {
+                key: key.flat_key(),
+                shape,
+            }),
+        }
     }
 
     /// Returns dtype and global shape, if it is a tensor.

@@ -217,16 +217,11 @@ fn open_store(
         .map_err(|error| library_error("MPI_Get_processor_name", error.to_string()))?;
     let mut own = name.clone().into_bytes();
     own.resize(NAME_BYTES, 0);
-    // The ranks are not connected yet, so that only the deadline can end a wait.
-    let late = || {
-        let message = "not all processes that MPI started came in time";
-        (Instant::now() >= deadline).then(|| rendezvous_error(message.to_owned()))
-    };
     let mut pieces = vec![&[][..]; world_size];
     pieces[rank] = &own;
     let lens = vec![NAME_BYTES; world_size];
     let gathered = world.begin(Pattern::AllGather, Buffers::default(), &pieces, &lens);
-    let names = wait("MPI_Iallgatherv", gathered, late)?.receive;
+    let names = wait("MPI_Iallgatherv", gathered, || late_error(deadline))?.receive;
     let ranks_on_host = names
         .chunks(NAME_BYTES)
         .filter(|name| **name == own[..])
@@ -269,7 +264,7 @@ fn open_store(
         &pieces,
         &lens,
     );
-    let received = wait("MPI_Ibcast", telling, late)?.receive;
+    let received = wait("MPI_Ibcast", telling, || late_error(deadline))?.receive;
     let store = match (
         hosted,
         wire::decode_prefix::<Result<(String, String), String>>(&received),
@@ -293,6 +288,13 @@ fn host_store(address: &str, options: &StoreOptions) -> Result<(TcpStore, Secret
         ..options.clone()
     };
     TcpStore::host(address, &options).map(|store| (store, secret))
+}
+
+/// Returns the error of ranks that are not connected yet, so that only the deadline can end their
+/// waits, if it is over.
+fn late_error(deadline: Instant) -> Option<CommError> {
+    let message = "not all processes that MPI started came in time";
+    (Instant::now() >= deadline).then(|| rendezvous_error(message.to_owned()))
 }
 
 /// Waits until a call of MPI is over, and returns its buffers. `name` is that of the call, and

@@ -16,7 +16,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use fsdp_layout::DType;
 use libloading::Library;
 
-use crate::backend::Movement;
+use crate::backend::{Collective, Movement};
 use crate::reduce::ReduceOp;
 
 /// The file names of the library.
@@ -325,61 +325,34 @@ impl NcclCommunicator {
         // aborted the communicator.
         let code = unsafe {
             match *call {
-                Movement::AllGather {
+                Movement::Collective {
+                    kind,
                     send,
                     receive,
                     count,
                     dtype,
-                } => (functions.all_gather)(
-                    as_source(send),
-                    as_destination(receive),
-                    count,
-                    known_number(dtype)?,
-                    raw,
-                    stream,
-                ),
-                Movement::ReduceScatter {
-                    send,
-                    receive,
-                    count,
-                    dtype,
-                    op,
-                } => (functions.reduce_scatter)(
-                    as_source(send),
-                    as_destination(receive),
-                    count,
-                    known_number(dtype)?,
-                    nccl_reduction(op),
-                    raw,
-                    stream,
-                ),
-                Movement::AllReduce {
-                    buffer,
-                    count,
-                    dtype,
-                    op,
-                } => (functions.all_reduce)(
-                    as_source(buffer),
-                    as_destination(buffer),
-                    count,
-                    known_number(dtype)?,
-                    nccl_reduction(op),
-                    raw,
-                    stream,
-                ),
-                Movement::Broadcast {
-                    buffer,
-                    bytes,
-                    root,
-                } => (functions.broadcast)(
-                    as_source(buffer),
-                    as_destination(buffer),
-                    bytes,
-                    BYTE,
-                    to_c_int(root)?,
-                    raw,
-                    stream,
-                ),
+                } => {
+                    let send = as_source(send);
+                    let receive = as_destination(receive);
+                    let dtype = known_number(dtype)?;
+                    match kind {
+                        Collective::AllGather => {
+                            (functions.all_gather)(send, receive, count, dtype, raw, stream)
+                        }
+                        Collective::ReduceScatter(op) => {
+                            let op = nccl_reduction(op);
+                            (functions.reduce_scatter)(send, receive, count, dtype, op, raw, stream)
+                        }
+                        Collective::AllReduce(op) => {
+                            let op = nccl_reduction(op);
+                            (functions.all_reduce)(send, receive, count, dtype, op, raw, stream)
+                        }
+                        Collective::Broadcast(root) => {
+                            let root = to_c_int(root)?;
+                            (functions.broadcast)(send, receive, count, dtype, root, raw, stream)
+                        }
+                    }
+                }
                 Movement::Exchange {
                     ref send,
                     ref receive,

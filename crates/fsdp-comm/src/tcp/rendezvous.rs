@@ -236,9 +236,14 @@ impl Participant {
 
     /// Returns the error of a rendezvous that lacks the `missing` ranks.
     fn missing_error(&self, missing: Vec<usize>, message: String) -> CommError {
+        self.error(Vec::new(), missing, message)
+    }
+
+    /// Returns the error of a rendezvous to which the ranks `joined` have come.
+    fn error(&self, joined: Vec<usize>, missing: Vec<usize>, message: String) -> CommError {
         CommError::Rendezvous {
             address: self.address.clone(),
-            joined: Vec::new(),
+            joined,
             missing,
             message,
         }
@@ -247,12 +252,7 @@ impl Participant {
     /// Returns the error of a rendezvous in which each rank came or is missing.
     fn incomplete_error(&self, is_missing: impl Fn(usize) -> bool, message: String) -> CommError {
         let (missing, joined) = (0..self.world_size).partition(|&rank| is_missing(rank));
-        CommError::Rendezvous {
-            address: self.address.clone(),
-            joined,
-            missing,
-            message,
-        }
+        self.error(joined, missing, message)
     }
 
     /// Returns the error of a rank that failed by itself.

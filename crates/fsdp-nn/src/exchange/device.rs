@@ -108,7 +108,7 @@ mod nccl {
     use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
     use fsdp_comm::device::{DeviceGroup, DeviceSlice, DeviceSliceMut};
     use fsdp_comm::{Element, ReduceOp};
-    use fsdp_flat::cuda::{with_device_slice, with_device_slice_mut};
+    use fsdp_flat::storage::cuda::{with_device_slice, with_device_slice_mut};
     use fsdp_flat::storage::{Scalar, zeros_on};
     use fsdp_flat::with_float;
 

@@ -194,7 +194,7 @@ impl CustomOp1 for ParameterOp {
         anchor: &candle_core::CudaStorage,
         _: &Layout,
     ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
-        let empty = fsdp_flat::cuda::empty(&anchor.device, self.dtype);
+        let empty = fsdp_flat::storage::cuda::empty(&anchor.device, self.dtype);
         Ok((empty.map_err(NnError::from)?, self.shape.clone()))
     }
 
