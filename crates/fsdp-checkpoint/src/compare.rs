@@ -15,7 +15,7 @@ use fsdp_state::{LoadError as _, WrongTensor};
 use serde::{Deserialize, Serialize};
 
 use crate::error::CheckpointError;
-use crate::rounds::gather_in_rounds;
+use crate::rounds::{ROUND_BYTES, gather_in_rounds};
 
 /// The rank that compares.
 const COMPARING_RANK: usize = 0;
@@ -119,6 +119,7 @@ impl<'a> Comparison<'a> {
         // An encoded sum takes about 48 bytes, and two numbers of 8 bytes for each dimension of its
         // box.
         let gathered = gather_in_rounds(
+            ROUND_BYTES,
             group,
             self.parts,
             |part| 48 + 16 * part.bounds.rank() as u64,

@@ -8,7 +8,7 @@ use fsdp_layout::PlainValue;
 use fsdp_state::engine::DictTarget;
 use fsdp_state::{
     FlatStateDict, LoadError as _, LoadOptions, LoadReport, Source as _, StateDict, StateValue,
-    flatten_state_dict, get_element_mut, load_state, set_element,
+    flatten_state_dict, get_element_mut, load_state,
 };
 use tracing::info_span;
 
@@ -223,17 +223,9 @@ pub fn load_whole(
     let source = CheckpointSource::new(&*checkpoint);
     source.schema().check_gaps()?;
     let key = prefix.join(".");
-    let mut positions = Vec::new();
-    let mut paths = Vec::new();
-    for (position, (path, _)) in source.schema().iter().enumerate() {
-        if path.below(prefix).is_some() || path.flat_key() == key {
-            positions.push(position);
-            paths.push(path);
-        }
-    }
     let mut state = StateDict::new();
-    for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
-        set_element(&mut state, path, value)?;
-    }
+    source.copy_to(&mut state, |_, path| {
+        path.below(prefix).is_some() || path.flat_key() == key
+    })?;
     Ok(state)
 }

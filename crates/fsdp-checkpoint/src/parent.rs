@@ -16,7 +16,7 @@ use tracing::debug;
 use crate::catalog::list_checkpoints;
 use crate::error::CheckpointError;
 use crate::plan::{PLANNER, Planned};
-use crate::rounds::gather_in_rounds;
+use crate::rounds::{ROUND_BYTES, gather_in_rounds};
 
 /// The bytes that the sum over a box takes to send, about.
 const SUM_BYTES: u64 = 32;
@@ -39,7 +39,7 @@ pub(crate) fn written_before(
     let computed =
         box_sums(&local.plan, &cached.selection, local, threads).map_err(CheckpointError::from);
     let mut sums = CheckpointError::agree(group, "save: digest", None, computed)?;
-    let gathered = gather_in_rounds(group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
+    let gathered = gather_in_rounds(ROUND_BYTES, group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
     // A parent that is gone, or another by now, is not an error: then everything is written.
     let checkpoint = open_parent(parent, digest);
     let found = gathered.map(|sums| match (&checkpoint, &cached.metadata) {

@@ -9,23 +9,12 @@ use serde::de::DeserializeOwned;
 /// it.
 pub(crate) const ROUND_BYTES: u64 = 64 << 20;
 
-/// Gathers every rank's pieces on the root, in the order of the ranks. Returns `None` on all other
-/// ranks. Collectives: one object all-gather of sizes, and an object gather for each
-/// [`ROUND_BYTES`].
+/// Gathers every rank's pieces on the root, in the order of the ranks, about `round_bytes` at a
+/// time: [`ROUND_BYTES`] except in tests. Returns `None` on all other ranks. Collectives: one object
+/// all-gather of sizes, and an object gather for each round.
 ///
 /// `piece_bytes` estimates the encoded size of a piece.
 pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
-    group: &ProcessGroup,
-    pieces: Vec<T>,
-    piece_bytes: impl Fn(&T) -> u64,
-    root: usize,
-) -> Result<Option<Vec<Vec<T>>>, CommError> {
-    gather_in_rounds_with_size(ROUND_BYTES, group, pieces, piece_bytes, root)
-}
-
-/// Gathers all ranks' pieces on the root, as [`gather_in_rounds`] does, but about `round_bytes`
-/// at a time.
-fn gather_in_rounds_with_size<T: Serialize + DeserializeOwned>(
     round_bytes: u64,
     group: &ProcessGroup,
     pieces: Vec<T>,
@@ -81,8 +70,7 @@ mod tests {
                         (0..count).map(|piece| (group.rank(), piece)).collect();
                     let before = group.traffic();
                     let bytes = |piece: &(usize, u64)| piece.1;
-                    let gathered =
-                        gather_in_rounds_with_size(round_bytes, &group, pieces, bytes, 0).unwrap();
+                    let gathered = gather_in_rounds(round_bytes, &group, pieces, bytes, 0).unwrap();
                     let total = (0..20).sum::<u64>() * if world == 1 { 1 } else { 2 };
                     let rounds = group
                         .traffic()

@@ -19,7 +19,7 @@ use crate::local_state::LocalState;
 use crate::parent::written_before;
 use crate::plan::{PLANNER, PlanCache, Planned};
 use crate::progress::SaveProgress;
-use crate::rounds::gather_in_rounds;
+use crate::rounds::{ROUND_BYTES, gather_in_rounds};
 use crate::threads::{Access, threads};
 
 /// The default deadline of saves and loads, for which ranks wait for each other. It is long because
@@ -303,7 +303,13 @@ impl Saver {
             path: path.clone(),
             written: written.clone(),
         });
-        let all_written = gather_in_rounds(group, vec![written], RankWritten::wire_bytes, PLANNER)?;
+        let all_written = gather_in_rounds(
+            ROUND_BYTES,
+            group,
+            vec![written],
+            RankWritten::wire_bytes,
+            PLANNER,
+        )?;
 
         // Step 4: the planner records the places of all items in the metadata, and commits.
         let committed = match (staging, all_written) {

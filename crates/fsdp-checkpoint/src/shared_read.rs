@@ -13,7 +13,7 @@ use twox_hash::XxHash3_64;
 
 /// The number of bytes that the replicas exchange at once. Each rank needs additional memory for
 /// its share of them.
-const PIECE_BYTES: usize = 64 << 20;
+pub(crate) const PIECE_BYTES: usize = 64 << 20;
 
 /// Returns the group of the ranks that load the same data as this one. Returns `None` if the ranks
 /// do not form a mesh of replicas and shards, in which rank `r` loads the same as rank `r %
@@ -109,15 +109,10 @@ impl JoinedBoxes {
         joined
     }
 
-    /// Cuts the sequence into pieces of [`PIECE_BYTES`], and each piece into one share for each
-    /// replica. Returns the shares of each piece, in the order of the replicas, as ranges of the
-    /// sequence. No element is cut.
-    pub(crate) fn shares(&self, replicas: usize) -> Vec<Vec<Range<usize>>> {
-        self.shares_of_pieces(PIECE_BYTES, replicas)
-    }
-
-    /// Returns the shares as [`Self::shares`] does, with pieces of `piece_bytes`.
-    fn shares_of_pieces(&self, piece_bytes: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
+    /// Cuts the sequence into pieces of `piece_bytes` ([`PIECE_BYTES`] except in tests), and each
+    /// piece into one share for each replica. Returns the shares of each piece, in the order of the
+    /// replicas, as ranges of the sequence. No element is cut.
+    pub(crate) fn shares(&self, piece_bytes: usize, replicas: usize) -> Vec<Vec<Range<usize>>> {
         let mut all = Vec::new();
         for start in (0..self.byte_len).step_by(piece_bytes) {
             let piece_len = piece_bytes.min(self.byte_len - start);
@@ -256,7 +251,7 @@ mod tests {
         for piece in [1, 7, 16, 100] {
             for replicas in [1, 2, 3, 5] {
                 let shares: Vec<Range<usize>> = joined
-                    .shares_of_pieces(piece, replicas)
+                    .shares(piece, replicas)
                     .into_iter()
                     .flatten()
                     .collect();

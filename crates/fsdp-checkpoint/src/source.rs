@@ -12,12 +12,15 @@ use fsdp_formats::plan::{LoadRequest, ReadPlanOptions};
 use fsdp_formats::reader::{Destination, ReadOptions};
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
-use fsdp_state::{Leaf, Lend, LoadError as _, Memory, Schema, Source, StateValue, lent_bytes};
+use fsdp_state::{
+    Leaf, Lend, LoadError as _, Memory, Schema, Source, StateDict, StateValue, lent_bytes,
+    set_element,
+};
 use indexmap::IndexMap;
 
 use crate::compare::{Comparison, check_value};
 use crate::error::CheckpointError;
-use crate::shared_read::{JoinedBoxes, replicas};
+use crate::shared_read::{JoinedBoxes, PIECE_BYTES, replicas};
 use crate::threads::{Access, threads};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it
@@ -138,6 +141,30 @@ impl<'a> CheckpointSource<'a> {
             },
             left_out,
         )
+    }
+
+    /// Puts the values that `is_wanted` selects, by their positions in the schema and their paths,
+    /// into a state dict: whole and on the CPU. No communication.
+    ///
+    /// # Errors
+    /// Values that cannot be read; paths that contradict each other.
+    pub(crate) fn copy_to(
+        &self,
+        state: &mut StateDict,
+        is_wanted: impl Fn(usize, &KeyPath) -> bool,
+    ) -> Result<(), CheckpointError> {
+        let mut positions = Vec::new();
+        let mut paths = Vec::new();
+        for (position, (path, _)) in self.schema.iter().enumerate() {
+            if is_wanted(position, path) {
+                positions.push(position);
+                paths.push(path);
+            }
+        }
+        for (path, value) in paths.into_iter().zip(self.values(&positions)?) {
+            set_element(state, path, value)?;
+        }
+        Ok(())
     }
 
     /// Returns the checkpoint.
@@ -313,7 +340,7 @@ impl<'a> Reading<'a> {
         }
         // Step 2: piece by piece, read this rank's share, and gather the shares of all replicas
         // into the places.
-        for shares in joined.shares(replicas.world_size()) {
+        for shares in joined.shares(PIECE_BYTES, replicas.world_size()) {
             let own_share = &shares[replicas.rank()];
             let mut bytes = vec![0; own_share.len()];
             if outcome.is_ok() {

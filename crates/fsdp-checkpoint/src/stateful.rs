@@ -15,7 +15,7 @@ use fsdp_nn::{
 };
 use fsdp_state::{
     LoadError as _, LoadOptions, LoadReport, Schema, Source as _, StateDict, StateError,
-    StateValue, flatten_state_dict, is_part_of, load_state, set_element,
+    StateValue, flatten_state_dict, is_part_of, load_state,
 };
 
 use crate::error::CheckpointError;
@@ -230,10 +230,7 @@ impl<M> TrainState<M> {
             );
         }
         for (key, value) in self.values_and_parts()? {
-            if let Some(part) = [MODEL, OPTIM]
-                .into_iter()
-                .find(|part| is_part_of(&key, part))
-            {
+            if let Some(part) = live_part(&key) {
                 let problem =
                     format!("a load would take it for a part of `{part}`; give it another key");
                 return Err(CheckpointError::Unsavable { fqn: key, problem });
@@ -290,10 +287,7 @@ impl<M> TrainState<M> {
             let takes_model = options.includes(MODEL) && model_prefix(source.schema()).is_empty();
             (source, _) = source.without(|key| {
                 // Model and optimizers are taken as a whole.
-                let part = [MODEL, OPTIM]
-                    .into_iter()
-                    .find(|part| is_part_of(key, part))
-                    .unwrap_or(key);
+                let part = live_part(key).unwrap_or(key);
                 let is_model = takes_model && part != OPTIM;
                 !is_model && !options.includes(part)
             });
@@ -360,7 +354,7 @@ impl<M> TrainState<M> {
         absent.retain(|part| match part.as_str() {
             MODEL => false,
             OPTIM if !self.optimizers.is_empty() => false,
-            part if part != OPTIM && (is_part_of(part, MODEL) || is_part_of(part, OPTIM)) => true,
+            part if part != OPTIM && live_part(part).is_some() => true,
             part => {
                 let saved = checkpoint.metadata().entries.keys().map(String::as_str);
                 !values.keys().chain(saved).any(|key| is_part_of(key, part))
@@ -428,6 +422,13 @@ impl<M> TrainState<M> {
     }
 }
 
+/// Returns the key of the model or of the optimizers, if a key is that key or begins with it.
+fn live_part(key: &str) -> Option<&'static str> {
+    [MODEL, OPTIM]
+        .into_iter()
+        .find(|part| is_part_of(key, part))
+}
+
 /// A load into a run that this rank is ready for.
 struct PreparedLoad<'c> {
     /// The checkpoint, limited to what is loaded.
@@ -458,17 +459,9 @@ fn saved_part(
     let mut part = StateDict::new();
     let here = values.get(key).expect("the run has the part");
     part.insert(key, here.clone());
-    let mut positions = Vec::new();
-    let mut paths = Vec::new();
-    for (position, (path, _)) in source.schema().iter().enumerate() {
-        if source.schema().is_small(position) && path.below(&[key]).is_some() {
-            positions.push(position);
-            paths.push(path);
-        }
-    }
-    for (path, value) in paths.into_iter().zip(source.values(&positions)?) {
-        set_element(&mut part, path, value)?;
-    }
+    source.copy_to(&mut part, |position, path| {
+        source.schema().is_small(position) && path.below(&[key]).is_some()
+    })?;
     Ok(dict_of(part.remove(key).expect("the part was inserted")))
 }
 

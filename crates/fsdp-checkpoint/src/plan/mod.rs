@@ -17,7 +17,7 @@ use tracing::info_span;
 
 use crate::error::CheckpointError;
 use crate::local_state::LocalState;
-use crate::rounds::gather_in_rounds;
+use crate::rounds::{ROUND_BYTES, gather_in_rounds};
 
 /// The rank that plans and commits.
 pub(crate) const PLANNER: usize = 0;
@@ -199,6 +199,7 @@ fn plan_anew(
     })?;
     // Step 2: the planner gets the schemas and the lists of boxes.
     let pieces = gather_in_rounds(
+        ROUND_BYTES,
         group,
         pieces(local, &hashes, group.rank()),
         wire_bytes,

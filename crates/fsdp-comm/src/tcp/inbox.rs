@@ -611,14 +611,19 @@ pub(super) fn encode_ranks(ranks: &[usize]) -> Vec<u8> {
 mod tests {
     use super::*;
 
+    /// Returns a frame of round 5 of a group.
+    fn frame(kind: Kind, group: u64, body: Vec<u8>) -> Frame {
+        Frame {
+            kind,
+            group,
+            round: 5,
+            body,
+        }
+    }
+
     /// Delivers the frame with which `rank` leaves as it should.
     fn say_goodbye(state: &mut InboxState, rank: usize, now: Instant) {
-        let goodbye = Frame {
-            kind: Kind::Goodbye,
-            group: 0,
-            round: 0,
-            body: Vec::new(),
-        };
+        let goodbye = frame(Kind::Goodbye, 0, Vec::new());
         state.receive(rank, goodbye, now).unwrap();
     }
 
@@ -731,16 +736,7 @@ mod tests {
             for from in [1, 2, 4] {
                 let body = body.clone();
                 state
-                    .receive(
-                        from,
-                        Frame {
-                            kind: Kind::Abort,
-                            group: 7,
-                            round: 5,
-                            body,
-                        },
-                        now,
-                    )
+                    .receive(from, frame(Kind::Abort, 7, body), now)
                     .unwrap();
             }
             if !knows_it_first {
@@ -750,18 +746,7 @@ mod tests {
             assert_eq!(told(&mut state, Kind::Abort), neighbours);
             // A small group needs no help.
             state.open(8, &(0..32).collect::<Vec<_>>());
-            state
-                .receive(
-                    1,
-                    Frame {
-                        kind: Kind::Abort,
-                        group: 8,
-                        round: 5,
-                        body,
-                    },
-                    now,
-                )
-                .unwrap();
+            state.receive(1, frame(Kind::Abort, 8, body), now).unwrap();
             assert_eq!(told(&mut state, Kind::Abort), []);
         }
     }
@@ -773,16 +758,7 @@ mod tests {
         let neighbours = state.neighbours.clone();
         let news = |state: &mut InboxState, of: usize| {
             state
-                .receive(
-                    4,
-                    Frame {
-                        kind: Kind::Ended,
-                        group: 0,
-                        round: 0,
-                        body: encode_ranks(&[of]),
-                    },
-                    now,
-                )
+                .receive(4, frame(Kind::Ended, 0, encode_ranks(&[of])), now)
                 .unwrap();
         };
         // There is no connection to rank 5, and none can be made.
@@ -876,35 +852,13 @@ mod tests {
         ];
         for (kind, body) in refused {
             assert!(
-                state
-                    .receive(
-                        1,
-                        Frame {
-                            kind,
-                            group: 0,
-                            round: 0,
-                            body
-                        },
-                        now
-                    )
-                    .is_err(),
+                state.receive(1, frame(kind, 0, body), now).is_err(),
                 "{kind:?}"
             );
         }
         for kind in [Kind::Bundle, Kind::Question, Kind::Absent, Kind::Ended] {
             assert!(
-                state
-                    .receive(
-                        1,
-                        Frame {
-                            kind,
-                            group: 0,
-                            round: 0,
-                            body: vec![0; 8]
-                        },
-                        now
-                    )
-                    .is_ok(),
+                state.receive(1, frame(kind, 0, vec![0; 8]), now).is_ok(),
                 "{kind:?}"
             );
         }
