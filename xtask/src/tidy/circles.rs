@@ -2,48 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Known uses that make a circle: the first file or folder uses the second. Do not add to this
-/// list.
-const KNOWN: [(&str, &str); 1] = [
-    // `storage` lends memory on GPUs through `cuda`, which needs its traits; only a build with the
-    // feature `cuda` can check a move.
-    ("crates/fsdp-flat/src/cuda", "crates/fsdp-flat/src/storage"),
-];
-
 /// Pairs of files, or of folders: the first uses the second.
 type Uses = BTreeSet<(String, String)>;
 
 /// Returns a message for each circle in the uses of one crate: files, or folders of `src`, that use
-/// each other, directly or through others. Uses in [`KNOWN`] do not count.
+/// each other, directly or through others.
 pub(super) fn check(uses: &Uses) -> Vec<String> {
-    let known = KNOWN
-        .iter()
-        .map(|&(from, to)| (from.to_owned(), to.to_owned()))
-        .collect();
-    list_breaches(uses, &known)
-}
-
-/// Returns a message for each entry of [`KNOWN`] that is not among `uses`, the uses of all crates,
-/// any more.
-pub(super) fn list_stale(uses: &Uses) -> Vec<String> {
-    let folders = folders(uses);
-    let mut stale = Vec::new();
-    for (from, to) in KNOWN {
-        let entry = (from.to_owned(), to.to_owned());
-        if !uses.contains(&entry) && !folders.contains(&entry) {
-            stale.push(format!(
-                "`{from}` does not use `{to}` any longer: remove it from xtask's list"
-            ));
-        }
-    }
-    stale
-}
-
-/// Returns a message for each circle that remains without the `known` uses.
-fn list_breaches(uses: &Uses, known: &Uses) -> Vec<String> {
     let mut breaches = Vec::new();
     for (what, uses) in [("files", uses), ("folders", &folders(uses))] {
-        for circle in find_circles(&uses.difference(known).cloned().collect()) {
+        for circle in find_circles(uses) {
             breaches.push(format!("{what} use each other in a circle: {circle}"));
         }
     }
@@ -131,7 +98,7 @@ mod tests {
     use super::*;
 
     fn circles_of(uses: &[(&str, &str)]) -> Vec<String> {
-        list_breaches(&in_a_crate(uses), &Uses::new())
+        check(&in_a_crate(uses))
     }
 
     fn in_a_crate(pairs: &[(&str, &str)]) -> Uses {
@@ -174,21 +141,5 @@ mod tests {
             1
         );
         assert!(circles_of(&[("c.rs", "b/one.rs"), ("b/two.rs", "d.rs")]).is_empty());
-    }
-
-    #[test]
-    fn a_known_use_is_let_pass_and_all_others_are_still_checked() {
-        let uses = [
-            ("a.rs", "b.rs"),
-            ("b.rs", "a.rs"),
-            ("c.rs", "d.rs"),
-            ("d.rs", "c.rs"),
-        ];
-        let known = in_a_crate(&uses[1..2]);
-        let found = list_breaches(&in_a_crate(&uses), &known);
-        assert_eq!(found.len(), 1);
-        assert!(found[0].contains("c.rs"), "{found:?}");
-        let uses = [("a/one.rs", "b/one.rs"), ("b/two.rs", "a/two.rs")];
-        assert!(list_breaches(&in_a_crate(&uses), &in_a_crate(&[("b", "a")])).is_empty());
     }
 }

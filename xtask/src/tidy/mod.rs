@@ -8,7 +8,7 @@ mod report;
 mod text;
 mod toolchain;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -61,7 +61,6 @@ fn check(root: &Path) -> Result<()> {
 /// have. `files` are the texts of all files, by name.
 fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
     let mut breaches = Vec::new();
-    let mut all_uses = BTreeSet::new();
     let mut public_types: Vec<(String, String)> = Vec::new();
     // Each crate is read from the file that is its root.
     for root in files
@@ -72,7 +71,6 @@ fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
         // A circle cannot lead through several crates: cargo refuses that.
         let uses = modules.uses();
         breaches.extend(circles::check(&uses));
-        all_uses.extend(uses);
         // The names of types matter only in the libraries: nobody else uses the types of xtask and
         // of the tests.
         if root.starts_with("crates/") {
@@ -83,8 +81,7 @@ fn check_modules(files: &BTreeMap<String, String>) -> Result<Vec<String>> {
             }
         }
     }
-    // These two rules need all crates together.
-    breaches.extend(circles::list_stale(&all_uses));
+    // This rule needs all crates together.
     breaches.extend(names::check(&public_types));
     Ok(breaches)
 }

@@ -21,8 +21,9 @@ const UNSAFE: &[&str] = &[
     "crates/fsdp-comm/src/nccl/library.rs",
     "crates/fsdp-comm/src/nccl/mod.rs",
     // Bytes of GPU memory, and pinned memory.
-    "crates/fsdp-flat/src/cuda/mod.rs",
-    "crates/fsdp-flat/src/cuda/staging.rs",
+    "crates/fsdp-flat/src/storage/mod.rs",
+    "crates/fsdp-flat/src/storage/cuda.rs",
+    "crates/fsdp-flat/src/storage/staging.rs",
     // Stores that go around the caches.
     "crates/fsdp-flat/src/non_temporal.rs",
     // Memory that threads set part by part, and matrix products into memory that is not set before.
