@@ -57,8 +57,7 @@ impl<'a> CheckpointSource<'a> {
 
     /// Returns the same source as [`Self::new`], except that `paths` says which paths flat keys
     /// stand for in formats that do not store them.
-    #[must_use]
-    pub fn with_known_paths(
+    pub(crate) fn with_known_paths(
         checkpoint: &'a dyn Checkpoint,
         paths: &IndexMap<String, KeyPath>,
     ) -> Self {
@@ -165,12 +164,6 @@ impl<'a> CheckpointSource<'a> {
             set_element(state, path, value)?;
         }
         Ok(())
-    }
-
-    /// Returns the checkpoint.
-    #[must_use]
-    pub fn checkpoint(&self) -> &'a dyn Checkpoint {
-        self.checkpoint
     }
 
     /// Returns the flat key of a position in the schema.

@@ -215,7 +215,11 @@ pub struct CopyRun {
 ///
 /// `overlap` must lie inside both. Runs come in row-major order and are as long as possible.
 #[must_use]
-pub fn copy_runs(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> CopyRuns {
+pub fn copy_runs(
+    overlap: &TensorBox,
+    src: &TensorBox,
+    dst: &TensorBox,
+) -> impl Iterator<Item = CopyRun> + use<> {
     let rank = overlap.rank();
     let src_strides = row_major_strides(&src.sizes);
     let dst_strides = row_major_strides(&dst.sizes);
@@ -243,8 +247,7 @@ pub fn copy_runs(overlap: &TensorBox, src: &TensorBox, dst: &TensorBox) -> CopyR
 }
 
 /// The iterator of [`copy_runs`].
-#[derive(Debug, Clone)]
-pub struct CopyRuns {
+struct CopyRuns {
     /// The extents of the outer dimensions, those that a run does not span. The iterator steps
     /// through them.
     outer: Vec<usize>,

@@ -11,7 +11,7 @@ use crate::engine::{
 };
 use crate::error::StateError;
 use crate::keep_on::{GatherOptions, KeepOn};
-use crate::memory::device_of_sharded;
+use crate::memory::device_of;
 use crate::report::LoadReport;
 use crate::state_dict::{StateDict, StateValue};
 use crate::traverse::replace_element;
@@ -424,7 +424,8 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
         // A box of the template is one zero that is broadcast to all elements, because only the
         // dtype, the boxes and the device of the template are used.
         let zero = storage::zeros(&[], tensor.dtype())?;
-        let zero_on_device = storage::to_device(&zero, &device_of_sharded(tensor))?;
+        let source = StateValue::Sharded((*tensor).clone());
+        let zero_on_device = storage::to_device(&zero, &device_of(&source))?;
         let mut shards = Vec::with_capacity(boxes.len());
         for bounds in *boxes {
             // A wrong box must not reach the template, where its zeros could not be made.
@@ -443,7 +444,7 @@ fn as_state_dicts(tensors: &[Reshard<'_>]) -> Result<(StateDict, StateDict), Sta
         let template = ShardedTensor::new(tensor.dtype(), tensor.shape().to_vec(), shards)?;
         local.insert(*name, template);
         // A name that occurs twice would lose a tensor.
-        state.insert_new(*name, (*tensor).clone())?;
+        state.insert_new(*name, source)?;
     }
     Ok((state, local))
 }

@@ -88,12 +88,9 @@ impl Memory {
         };
         // A clone shares the unfilled storages, and leaves `self` free to be replaced.
         let tensor = tensor.clone();
-        let is_filled = match value {
-            StateValue::Tensor(value) => {
-                fill_with_copy(&tensor, &ShardedTensor::from_whole(value))?
-            }
-            StateValue::Sharded(value) => fill_with_copy(&tensor, value)?,
-            _ => false,
+        let is_filled = match value.to_sharded() {
+            Some(value) => fill_with_copy(&tensor, &value)?,
+            None => false,
         };
         // Boxes that were not copied, or not all of them, get memory here.
         *self = Memory::Unfilled(tensor).allocate()?;
@@ -106,10 +103,9 @@ impl Memory {
     /// # Errors
     /// [`FlatError::OutOfMemory`].
     pub fn live(value: &StateValue) -> Result<Self, StateError> {
-        match value {
-            StateValue::Tensor(tensor) => Ok(Memory::Tensors(ShardedTensor::from_whole(tensor))),
-            StateValue::Sharded(tensor) => Ok(Memory::Tensors(tensor.clone())),
-            StateValue::Raw(tensor) => Self::raw(tensor.dtype(), tensor.shape()),
+        match (value.to_sharded(), value) {
+            (Some(tensor), _) => Ok(Memory::Tensors(tensor)),
+            (None, StateValue::Raw(tensor)) => Self::raw(tensor.dtype(), tensor.shape()),
             _ => Self::raw(DType::U8, &[0]),
         }
     }
@@ -150,11 +146,8 @@ impl Memory {
     /// Returns `true` if a value has the same boxes in the same memory as this, so that filling it
     /// would change nothing.
     pub(crate) fn is_same_view(&self, value: &StateValue) -> bool {
-        match (self, value) {
-            (Memory::Tensors(tensor), StateValue::Sharded(value)) => tensor.is_same_view(value),
-            (Memory::Tensors(tensor), StateValue::Tensor(value)) => {
-                tensor.is_same_view(&ShardedTensor::from_whole(value))
-            }
+        match (self, value.to_sharded()) {
+            (Memory::Tensors(tensor), Some(value)) => tensor.is_same_view(&value),
             _ => false,
         }
     }

@@ -24,19 +24,10 @@ fn copy_tensor(tensor: &Tensor, device: Option<&Device>) -> Result<Tensor, FlatE
 
 /// Returns the device of a rank's part of a value; the CPU if it has none.
 pub(crate) fn device_of(value: &StateValue) -> Device {
-    match value {
-        StateValue::Tensor(tensor) => tensor.device().clone(),
-        StateValue::Sharded(tensor) => device_of_sharded(tensor),
-        _ => Device::Cpu,
-    }
-}
-
-/// Returns the device of a rank's boxes; the CPU if it has none.
-pub(crate) fn device_of_sharded(tensor: &ShardedTensor) -> Device {
-    tensor
-        .shards()
+    value
+        .candle_tensors()
         .first()
-        .map_or(Device::Cpu, |shard| shard.tensor.device().clone())
+        .map_or(Device::Cpu, |tensor| tensor.device().clone())
 }
 
 /// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and

@@ -195,6 +195,15 @@ impl StateValue {
         }
     }
 
+    /// Returns this rank's part of a candle tensor, whole or sharded; `None` for other values.
+    pub(crate) fn to_sharded(&self) -> Option<ShardedTensor> {
+        match self {
+            StateValue::Tensor(tensor) => Some(ShardedTensor::from_whole(tensor)),
+            StateValue::Sharded(tensor) => Some(tensor.clone()),
+            _ => None,
+        }
+    }
+
     /// Returns the plain value; `None` for any other value.
     #[must_use]
     pub const fn as_plain(&self) -> Option<&PlainValue> {

@@ -33,17 +33,16 @@ pub(super) async fn accept_authenticated(
     key: &Key,
     mut on_authenticated: impl FnMut(TcpStream, Hello),
 ) {
-    let mut pending = PendingHandshakes {
-        handshakes: JoinSet::new(),
-        oldest_first: VecDeque::new(),
-    };
+    let mut handshakes = JoinSet::new();
+    // Each handshake with the time at which it began.
+    let mut oldest_first: VecDeque<(Instant, AbortHandle)> = VecDeque::new();
     loop {
         // A stranger may keep silent. So when all places are taken, the oldest handshake gives way.
-        let is_full = pending.handshakes.len() >= MAX_PENDING_HANDSHAKES;
-        let oldest_is_slow = until_slow(pending.oldest_first.front().map(|&(began, _)| began));
+        let is_full = handshakes.len() >= MAX_PENDING_HANDSHAKES;
+        let oldest_is_slow = until_slow(oldest_first.front().map(|&(began, _)| began));
         tokio::select! {
-            Some(finished) = pending.handshakes.join_next() => {
-                pending.oldest_first.retain(|(_, handshake)| !handshake.is_finished());
+            Some(finished) = handshakes.join_next() => {
+                oldest_first.retain(|(_, handshake)| !handshake.is_finished());
                 match finished {
                     Ok(Ok((stream, hello))) => on_authenticated(stream, hello),
                     Ok(Err(error)) => tracing::debug!(%error, "a connection was not let in"),
@@ -52,7 +51,10 @@ pub(super) async fn accept_authenticated(
                 }
             }
             accepted = listener.accept(), if !is_full => match accepted {
-                Ok((stream, _)) => pending.start(stream, key.clone()),
+                Ok((stream, _)) => {
+                    let handshake = handshakes.spawn(authenticate(stream, key.clone()));
+                    oldest_first.push_back((Instant::now(), handshake));
+                }
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
                     sleep(ACCEPT_RETRY_INTERVAL).await;
@@ -60,26 +62,11 @@ pub(super) async fn accept_authenticated(
             },
             () = oldest_is_slow, if is_full => {
                 // Give up the handshake that has run for longest.
-                if let Some((_, handshake)) = pending.oldest_first.pop_front() {
+                if let Some((_, handshake)) = oldest_first.pop_front() {
                     handshake.abort();
                 }
             }
         }
-    }
-}
-
-/// The connections in the middle of the handshake.
-struct PendingHandshakes {
-    handshakes: JoinSet<io::Result<(TcpStream, Hello)>>,
-    /// Each handshake with the time at which it began.
-    oldest_first: VecDeque<(Instant, AbortHandle)>,
-}
-
-impl PendingHandshakes {
-    /// Begins a handshake, which runs beside the others.
-    fn start(&mut self, stream: TcpStream, key: Key) {
-        let handshake = self.handshakes.spawn(authenticate(stream, key));
-        self.oldest_first.push_back((Instant::now(), handshake));
     }
 }
 

@@ -117,18 +117,14 @@ impl TcpStore {
         })?;
         // Port 0 stands for any, so the name of the store has the port that the system has chosen.
         let listens_at = server.address();
-        if !listening::is_everywhere(address, options) {
-            let name = listens_at.to_string();
-            return Self::open(&name, listens_at, options, Some(server));
+        let mut name = listens_at.to_string();
+        let mut at = vec![listens_at];
+        if listening::is_everywhere(address, options) {
+            let port = listens_at.port();
+            name = format!("{}:{port}", listening::host_of(address));
+            at = listening::loopback_addresses(port).to_vec();
         }
-        let port = listens_at.port();
-        let name = format!("{}:{port}", listening::host_of(address));
-        Self::open(
-            &name,
-            &listening::loopback_addresses(port)[..],
-            options,
-            Some(server),
-        )
+        Self::open(&name, &at[..], options, Some(server))
     }
 
     /// Connects to the store at `address` (`host:port`), and retries until the store opens or the

@@ -271,7 +271,14 @@ impl Node {
                             round: round.number,
                             body: encode_ranks(&about).into(),
                         };
-                        self.ask(question, round)?;
+                        if self.links.is_connected(of) {
+                            self.forward(&question, round)?;
+                        } else {
+                            // Do not wait for a connection, because the rank that is asked may be
+                            // the one at fault, and there are others to ask. The question is sent
+                            // once there is a connection.
+                            self.notify(question);
+                        }
                     }
                     state = self.inbox().lock();
                 }
@@ -299,17 +306,6 @@ impl Node {
             Err(Some(failure)) => Err(failure),
             Ok(()) | Err(None) => Ok(()),
         }
-    }
-
-    /// Sends a question for records. If there is no connection to the rank that is asked, this does
-    /// not wait for one, because that rank may be the one at fault, and there are others to ask.
-    /// The question is sent once there is a connection.
-    fn ask(&self, question: Notice, round: &Round<'_>) -> Result<(), CommError> {
-        if self.links.is_connected(question.to) {
-            return self.forward(&question, round);
-        }
-        self.notify(question);
-        Ok(())
     }
 
     /// Hands a notice to the thread that sends notices, which sends it as soon as there is a

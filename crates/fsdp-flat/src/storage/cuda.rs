@@ -155,16 +155,11 @@ pub(super) fn refill(
     numel: usize,
     from: &[u8],
 ) -> Result<(), FlatError> {
-    let mut fresh = uninitialized(&storage.device, dtype, numel)?;
-    let stream = fresh.device.cuda_stream();
-    if let Some(mut bytes) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
-        stream
-            .memcpy_htod(from, &mut bytes)
-            .and_then(|()| stream.synchronize())
-            .map_err(cuda_error)?;
-    }
-    *storage = fresh;
-    Ok(())
+    replace(storage, dtype, numel, |stream, to| {
+        // The caller may free `from` as soon as this returns.
+        stream.memcpy_htod(from, to)?;
+        stream.synchronize()
+    })
 }
 
 /// Puts fresh memory in the place of a storage's, with the elements of `source`, which is
@@ -179,10 +174,26 @@ pub(super) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<
     let from = bytes
         .try_slice(range)
         .ok_or_else(|| released_error(source))?;
-    let mut fresh = uninitialized(&storage.device, source.dtype(), source.elem_count())?;
+    replace(
+        storage,
+        source.dtype(),
+        source.elem_count(),
+        |stream, to| stream.memcpy_dtod(&from, to),
+    )
+}
+
+/// Puts fresh memory for `numel` elements in the place of a storage's. `copy` fills it, unless
+/// there is nothing to fill.
+fn replace(
+    storage: &mut CudaStorage,
+    dtype: DType,
+    numel: usize,
+    copy: impl FnOnce(&CudaStream, &mut CudaViewMut<'_, u8>) -> Result<(), DriverError>,
+) -> Result<(), FlatError> {
+    let mut fresh = uninitialized(&storage.device, dtype, numel)?;
     let stream = fresh.device.cuda_stream();
-    if let Some(mut to) = bytes_of_mut(&mut fresh).filter(|_| !from.is_empty()) {
-        stream.memcpy_dtod(&from, &mut to).map_err(cuda_error)?;
+    if let Some(mut bytes) = bytes_of_mut(&mut fresh).filter(|_| numel > 0) {
+        copy(&stream, &mut bytes).map_err(cuda_error)?;
     }
     *storage = fresh;
     Ok(())
