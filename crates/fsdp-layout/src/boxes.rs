@@ -214,7 +214,6 @@ pub struct CopyRun {
 /// box `dst`.
 ///
 /// `overlap` must lie inside both. Runs come in row-major order and are as long as possible.
-#[must_use]
 pub fn copy_runs(
     overlap: &TensorBox,
     src: &TensorBox,
