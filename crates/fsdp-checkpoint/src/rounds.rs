@@ -10,8 +10,8 @@ use serde::de::DeserializeOwned;
 pub(crate) const ROUND_BYTES: u64 = 64 << 20;
 
 /// Gathers every rank's pieces on the root, in the order of the ranks, about `round_bytes` at a
-/// time: [`ROUND_BYTES`] except in tests. Returns `None` on all other ranks. Collectives: one object
-/// all-gather of sizes, and an object gather for each round.
+/// time: [`ROUND_BYTES`] except in tests. Returns `None` on all other ranks. Collectives: one
+/// object all-gather of sizes, and an object gather for each round.
 ///
 /// `piece_bytes` estimates the encoded size of a piece.
 pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
