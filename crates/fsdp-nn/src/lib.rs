@@ -15,7 +15,8 @@
 //!
 //! Inside, `model` is the sharded model as a whole, `unit` one unit of it and its hooks in candle's
 //! autograd, and `exchange` the collectives of units. `train` has what surrounds a step: clipping,
-//! loss scaling, averages, schedules and samplers. `error` has the errors of all of them.
+//! loss scaling, averages, schedules and samplers. `error` has the errors of all of them, and
+//! `guards` the locks and guards.
 //!
 //! How it works: each parameter tensor is the output of a custom op on a tiny anchor variable.
 //! candle's backward passes the parameter's gradient to that op, which collects it. The storage of
