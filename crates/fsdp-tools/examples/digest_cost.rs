@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use fsdp_formats::FileError;
-use fsdp_formats::plan::{LoadRequest, LocalPlan, PlanOptions, plan_save};
+use fsdp_formats::plan::{Deduplicate, LoadRequest, LocalPlan, plan_save};
 use fsdp_formats::reader::{CheckpointReader, Destination, ReadOptions};
 use fsdp_formats::storage::Durable;
 use fsdp_formats::writer::{PayloadSource, RankItems, WriteOptions, finish, write_rank};
@@ -46,7 +46,7 @@ impl PayloadSource for State {
 
 fn save(path: &Path, state: &State, plan: &LocalPlan, digests: bool) -> Result<()> {
     let plans = [plan.clone()];
-    let global = plan_save(&plans, PlanOptions::default())?;
+    let global = plan_save(&plans, Deduplicate::default())?;
     let staging = Durable::new().prepare(path, true)?;
     let options = WriteOptions {
         digests,

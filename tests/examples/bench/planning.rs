@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 use fsdp::formats::metadata::{decode, encode};
-use fsdp::formats::plan::{LocalPlan, PlanOptions, plan_save, validate_metadata};
+use fsdp::formats::plan::{Deduplicate, LocalPlan, plan_save, validate_metadata};
 use fsdp::layout::shard::chunk_range;
 use fsdp::layout::{DType, TensorBox};
 
@@ -37,14 +37,14 @@ pub(crate) fn run(runs: usize, figures: &mut Figures) -> Result<()> {
     let mut planning = Vec::new();
     for _ in 0..runs {
         let start = Instant::now();
-        let global = plan_save(&plans, PlanOptions::default())?;
+        let global = plan_save(&plans, Deduplicate::default())?;
         validate_metadata(&global.metadata).map_err(|(fqn, error)| anyhow!("`{fqn}`: {error}"))?;
         planning.push(start.elapsed().as_secs_f64());
     }
     let entries = (RANKS * TENSORS) as u64;
     figures.push(case("plan and validate", RANKS, entries, median(planning)));
 
-    let global = plan_save(&[plan(MANY_TENSORS, 0, 1)], PlanOptions::default())?;
+    let global = plan_save(&[plan(MANY_TENSORS, 0, 1)], Deduplicate::default())?;
     let bytes = encode(&global.metadata);
     let mut decoding = Vec::new();
     for _ in 0..runs {

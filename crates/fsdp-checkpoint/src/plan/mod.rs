@@ -8,8 +8,8 @@ use fsdp_digest::Digest;
 use fsdp_formats::FileError;
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::plan::{
-    Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, PlanOptions, Selection, WriteContent,
-    WriteItem, plan_offers,
+    Deduplicate, GlobalPlan, HeldBox, LocalPlan, Offer, Selection, WriteContent, WriteItem,
+    plan_offers,
 };
 use fsdp_state::LoadError as _;
 use serde::{Deserialize, Serialize};
@@ -301,12 +301,7 @@ fn plan_pieces(
             offers.len() - 1
         }));
     }
-    plan_offers(
-        &schemas,
-        offers,
-        &offer_of_rank,
-        PlanOptions { deduplicate },
-    )
+    plan_offers(&schemas, offers, &offer_of_rank, deduplicate)
 }
 
 /// Returns the bytes of all tensors of a checkpoint.

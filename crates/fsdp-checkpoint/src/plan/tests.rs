@@ -192,7 +192,7 @@ fn pieces_make_the_plan_that_whole_plans_make() {
                 plan
             })
             .collect();
-        let whole = plan_save(&plans, PlanOptions::default()).unwrap();
+        let whole = plan_save(&plans, Deduplicate::default()).unwrap();
         assert_eq!(plan(&model, ranks).0, whole);
     }
 }
@@ -249,7 +249,7 @@ fn a_replica_sends_nothing_and_the_plan_is_that_of_whole_plans() {
     assert!(sent[..SHARDS].iter().all(|pieces| !pieces.is_empty()));
     assert!(sent[SHARDS..].iter().all(Vec::is_empty));
     let planned = plan_pieces(&hashes, sent, Deduplicate::Balanced).unwrap();
-    assert_eq!(planned, plan_save(&plans, PlanOptions::default()).unwrap());
+    assert_eq!(planned, plan_save(&plans, Deduplicate::default()).unwrap());
     assert!(
         planned
             .selections

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 use fsdp_formats::metadata::encode_in_pieces;
-use fsdp_formats::plan::{LocalPlan, Offer, PlanOptions, WriteContent, plan_offers};
+use fsdp_formats::plan::{Deduplicate, LocalPlan, Offer, WriteContent, plan_offers};
 use fsdp_formats::writer::predict_file_lengths;
 use fsdp_layout::flat::aligned_numel;
 use fsdp_layout::shard::chunk_range;
@@ -165,7 +165,7 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
         std::slice::from_ref(&schema),
         offers,
         &of_ranks,
-        PlanOptions::default(),
+        Deduplicate::default(),
     )?;
     let planning = planning_start.elapsed();
 

@@ -3,7 +3,7 @@
 use super::*;
 use crate::FormatError;
 use crate::error::FileError;
-use crate::plan::{LocalPlan, PlanOptions, plan_save};
+use crate::plan::{Deduplicate, LocalPlan, plan_save};
 use crate::reader::CheckpointReader;
 use crate::storage::Durable;
 use crate::storage::backend::Links;
@@ -212,7 +212,7 @@ fn items_in_a_file_with_hashes_are_known_by_their_ends() {
     }
     let directory = tempfile::tempdir().unwrap();
     let saved = directory.path().join("saved");
-    let global = plan_save(std::slice::from_ref(&plan), PlanOptions::default()).unwrap();
+    let global = plan_save(std::slice::from_ref(&plan), Deduplicate::default()).unwrap();
     let staging = Durable::new().prepare(&saved, false).unwrap();
     let items = RankItems {
         rank: 0,

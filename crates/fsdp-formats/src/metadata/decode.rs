@@ -10,7 +10,9 @@ use super::{
     TensorProperties,
 };
 use crate::limits::{MAX_KEY_BYTES, is_sane_shape};
-use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, Walk, parse};
+use crate::pickle::{
+    Fields, Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, Walk, parse,
+};
 
 /// The name of what is charged, for errors.
 const MEMORY: &str = "memory for metadata";
@@ -29,48 +31,50 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
         "torch.distributed.checkpoint's Metadata",
     )?;
     // The places come first, so that each chunk can take its own.
-    let mut storage = storage_data(p, budget, fields.find_some("storage_data"))?;
+    let mut storage = read_storage_data(p, budget, fields.find_some("storage_data"))?;
 
     let mut entries = IndexMap::new();
     for &(key, value) in p.dict(fields.get("state_dict_metadata")?)? {
-        let fqn = fqn(p, key)?;
+        let fqn = read_fqn(p, key)?;
         budget.charge(key, MEMORY, (fqn.len() + size_of::<Entry>()) as u64)?;
         let entry = if p.is_object(value, Global::BytesStorageMetadata) {
             Entry::Bytes(BytesEntry {
                 stored: storage.remove(&(fqn, None)),
             })
         } else {
-            Entry::Tensor(tensor(p, budget, value, fqn, &mut storage)?)
+            Entry::Tensor(read_tensor(p, budget, value, fqn, &mut storage)?)
         };
         if entries.insert(fqn.to_owned(), entry).is_some() {
-            return Err(p.error(
-                key,
-                PickleErrorKind::Value {
-                    what: "the same key stands twice in the metadata",
-                },
-            ));
+            return Err(p.invalid(key, "the same key stands twice in the metadata"));
         }
     }
     Ok(Metadata {
         entries,
         planner_data: fields
             .find_some("planner_data")
-            .map(|id| planner_data(p, budget, id))
+            .map(|id| read_planner_data(p, budget, id))
             .transpose()?,
         storage_meta: fields
             .find_some("storage_meta")
-            .map(|id| storage_meta(p, id))
+            .map(|id| read_storage_meta(p, id))
             .transpose()?,
-        version: fields
-            .find_some("version")
-            .map(|id| p.str(id).map(str::to_owned))
-            .transpose()?,
+        version: read_text(p, &fields, "version")?,
         replicas: Vec::new(),
     })
 }
 
+/// Reads an attribute that is a text; `None` if there is none.
+fn read_text(
+    p: &Pickle<'_>,
+    fields: &Fields<'_, '_>,
+    field: &'static str,
+) -> Result<Option<String>> {
+    let id = fields.find_some(field);
+    id.map(|id| p.str(id).map(str::to_owned)).transpose()
+}
+
 /// Reads a flat key.
-fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
+fn read_fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
     let fqn = p.str(id)?;
     if fqn.len() > MAX_KEY_BYTES {
         return Err(p.error(
@@ -88,7 +92,7 @@ fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
 type StorageData<'a> = HashMap<(&'a str, Option<Vec<usize>>), StorageInfo>;
 
 /// Reads the places of all items, by key and offsets.
-fn storage_data<'a>(
+fn read_storage_data<'a>(
     p: &Pickle<'a>,
     budget: &mut Walk<'_, '_>,
     id: Option<NodeId>,
@@ -123,20 +127,15 @@ fn storage_data<'a>(
         budget.charge(value, MEMORY, length as u64)?;
         // From here on, the end of an item can be computed without care.
         if stored.offset.checked_add(stored.length).is_none() {
-            return Err(p.error(
-                value,
-                PickleErrorKind::Value {
-                    what: "an item ends beyond any file",
-                },
-            ));
+            return Err(p.invalid(value, "an item ends beyond any file"));
         }
-        storage.insert((fqn(p, index.get("fqn")?)?, offsets), stored);
+        storage.insert((read_fqn(p, index.get("fqn")?)?, offsets), stored);
     }
     Ok(storage)
 }
 
 /// Reads the entry of a tensor, whose chunks get their places.
-fn tensor<'a>(
+fn read_tensor<'a>(
     p: &Pickle<'a>,
     budget: &mut Walk<'_, '_>,
     id: NodeId,
@@ -151,24 +150,14 @@ fn tensor<'a>(
     let shape = p.sizes(fields.get("size")?)?;
     // From here on, products of sizes cannot overflow.
     if !is_sane_shape(&shape) {
-        return Err(p.error(
-            id,
-            PickleErrorKind::Value {
-                what: "a tensor has too many elements",
-            },
-        ));
+        return Err(p.invalid(id, "a tensor has too many elements"));
     }
     let chunks = p.sequence(fields.get("chunks")?)?.iter().map(|&id| {
         let chunk = p.state(id, Global::ChunkStorageMetadata, "a ChunkStorageMetadata")?;
         let offsets = p.sizes(chunk.get("offsets")?)?;
         let sizes = p.sizes(chunk.get("sizes")?)?;
         if offsets.len() != sizes.len() {
-            return Err(p.error(
-                id,
-                PickleErrorKind::Value {
-                    what: "a chunk's offsets and sizes differ in number",
-                },
-            ));
+            return Err(p.invalid(id, "a chunk's offsets and sizes differ in number"));
         }
         let key = (fqn, Some(offsets));
         // Copied, not taken: an empty chunk may share its offsets with another one.
@@ -188,14 +177,14 @@ fn tensor<'a>(
     });
     let chunks = chunks.collect::<Result<_>>()?;
     Ok(TensorEntry {
-        properties: properties(p, fields.get("properties")?)?,
+        properties: read_properties(p, fields.get("properties")?)?,
         shape,
         chunks,
     })
 }
 
 /// Reads torch's `TensorProperties`.
-fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
+fn read_properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
     let wrong = || p.wrong(id, "TensorProperties with a state of 5 or 6 values");
     let Node::Object(object) = p.node(id) else {
         return Err(wrong());
@@ -220,14 +209,14 @@ fn properties(p: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
     Ok(TensorProperties {
         dtype,
         requires_grad: p.bool(requires_grad)?,
-        memory_format: format_of(p, memory_format)?,
+        memory_format: read_memory_format(p, memory_format)?,
         pin_memory: p.bool(pin_memory)?,
         strides,
     })
 }
 
 /// Reads a memory format.
-fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
+fn read_memory_format(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
     let object = p.object(id)?;
     if let (Global::MemFormatEncoding, [value]) = (object.global, p.args(object)) {
         match p.int(*value)? {
@@ -237,23 +226,18 @@ fn format_of(p: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
             _ => {}
         }
     }
-    Err(p.error(
-        id,
-        PickleErrorKind::Value {
-            what: "unknown memory format",
-        },
-    ))
+    Err(p.invalid(id, "unknown memory format"))
 }
 
 /// Reads the paths of flat keys in the nested state dict.
-fn planner_data(
+fn read_planner_data(
     p: &Pickle<'_>,
     budget: &mut Walk<'_, '_>,
     id: NodeId,
 ) -> Result<IndexMap<String, KeyPath>> {
     let mut paths = IndexMap::new();
     for &(key, path) in p.dict(id)? {
-        let fqn = fqn(p, key)?;
+        let fqn = read_fqn(p, key)?;
         budget.charge(key, MEMORY, fqn.len() as u64)?;
         let mut parts = Vec::new();
         for &part in p.sequence(path)? {
@@ -273,32 +257,23 @@ fn planner_data(
 }
 
 /// Reads torch's `StorageMeta`. Its `checkpoint_id` may be a text or a `pathlib.Path`.
-fn storage_meta(p: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {
+fn read_storage_meta(p: &Pickle<'_>, id: NodeId) -> Result<StorageMeta> {
     let fields = p.state(id, Global::StorageMeta, "a StorageMeta")?;
-    let text = |field| {
-        fields
-            .find_some(field)
-            .map(|id| p.str(id).map(str::to_owned))
-            .transpose()
-    };
-    let checkpoint_id = match fields.find_some("checkpoint_id") {
-        None => None,
-        Some(id)
-            if p.object(id)
-                .is_ok_and(|object| matches!(object.global, Global::Path(_))) =>
-        {
-            let parts = p
-                .args(p.object(id)?)
-                .iter()
-                .map(|&part| p.str(part))
-                .collect::<Result<Vec<_>>>()?;
+    let path = fields
+        .find_some("checkpoint_id")
+        .and_then(|id| p.object(id).ok())
+        .filter(|object| matches!(object.global, Global::Path(_)));
+    let checkpoint_id = match path {
+        Some(path) => {
+            let parts = p.args(path).iter().map(|&part| p.str(part));
+            let parts = parts.collect::<Result<Vec<_>>>()?;
             Some(parts.join("/").replacen("//", "/", 1))
         }
-        Some(id) => Some(p.str(id)?.to_owned()),
+        None => read_text(p, &fields, "checkpoint_id")?,
     };
     Ok(StorageMeta {
         checkpoint_id,
-        save_id: text("save_id")?,
-        load_id: text("load_id")?,
+        save_id: read_text(p, &fields, "save_id")?,
+        load_id: read_text(p, &fields, "load_id")?,
     })
 }

@@ -68,12 +68,12 @@ pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
         });
         e.field("version", |e| e.optional_text(metadata.version.as_deref()));
     });
-    write::op(&mut e.out, write::STOP);
+    e.op(write::STOP);
     (e.sink)(&e.out);
 }
 
 /// The length from which what is encoded is handed over.
-const PIECE: usize = 1 << 20;
+const PIECE_BYTES: usize = 1 << 20;
 
 struct Encoder<'m, 's> {
     /// The bytes that are not handed over yet.
@@ -88,10 +88,14 @@ struct Encoder<'m, 's> {
 impl<'m> Encoder<'m, '_> {
     /// Hands over what is encoded so far, if it is long enough.
     fn spill(&mut self) {
-        if self.out.len() >= PIECE {
+        if self.out.len() >= PIECE_BYTES {
             (self.sink)(&self.out);
             self.out.clear();
         }
+    }
+
+    fn op(&mut self, opcode: u8) {
+        write::op(&mut self.out, opcode);
     }
 
     /// Writes a value once, and afterwards only refers to it.
@@ -108,7 +112,7 @@ impl<'m> Encoder<'m, '_> {
             None => {
                 value(self);
                 // `MEMOIZE` numbers values by itself, in the order in which they are written.
-                write::op(&mut self.out, 0x94);
+                self.op(0x94);
                 self.memo.insert((kind, key), self.memoized);
                 self.memoized += 1;
             }
@@ -131,25 +135,25 @@ impl<'m> Encoder<'m, '_> {
         self.shared(module, name, |e| {
             e.text(module);
             e.text(name);
-            write::op(&mut e.out, 0x93);
+            e.op(0x93);
         });
     }
 
     /// Writes an object of a class, without attributes.
     fn new_object(&mut self, module: &'static str, name: &'static str) {
         self.global(module, name);
-        write::op(&mut self.out, write::EMPTY_TUPLE);
-        write::op(&mut self.out, write::NEWOBJ);
+        self.op(write::EMPTY_TUPLE);
+        self.op(write::NEWOBJ);
     }
 
     /// Writes an object whose state is a dict of fields.
     fn object(&mut self, module: &'static str, name: &'static str, fields: impl FnOnce(&mut Self)) {
         self.new_object(module, name);
-        write::op(&mut self.out, write::EMPTY_DICT);
-        write::op(&mut self.out, write::MARK);
+        self.op(write::EMPTY_DICT);
+        self.op(write::MARK);
         fields(self);
-        write::op(&mut self.out, write::SETITEMS);
-        write::op(&mut self.out, write::BUILD);
+        self.op(write::SETITEMS);
+        self.op(write::BUILD);
     }
 
     /// Writes an attribute of an object: its name, then its value.
@@ -158,15 +162,30 @@ impl<'m> Encoder<'m, '_> {
         value(self);
     }
 
-    /// Writes a dict, of which `item` writes each key and value.
-    fn dict<T>(&mut self, items: impl Iterator<Item = T>, mut item: impl FnMut(&mut Self, T)) {
-        write::op(&mut self.out, write::EMPTY_DICT);
-        write::op(&mut self.out, write::MARK);
-        for value in items {
-            item(self, value);
+    /// Writes a dict, of which `write_item` writes each key and value.
+    fn dict<T>(
+        &mut self,
+        items: impl Iterator<Item = T>,
+        mut write_item: impl FnMut(&mut Self, T),
+    ) {
+        self.op(write::EMPTY_DICT);
+        self.op(write::MARK);
+        for item in items {
+            write_item(self, item);
             self.spill();
         }
-        write::op(&mut self.out, write::SETITEMS);
+        self.op(write::SETITEMS);
+    }
+
+    /// Writes a list, of which `write_item` writes each item.
+    fn list<T>(&mut self, items: &'m [T], mut write_item: impl FnMut(&mut Self, &'m T)) {
+        self.op(write::EMPTY_LIST);
+        self.op(write::MARK);
+        for item in items {
+            write_item(self, item);
+            self.spill();
+        }
+        self.op(write::APPENDS);
     }
 
     /// Writes a `torch.Size`.
@@ -174,7 +193,7 @@ impl<'m> Encoder<'m, '_> {
         self.global("torch", "Size");
         write::sizes(&mut self.out, sizes);
         write::close_tuple(&mut self.out, 1);
-        write::op(&mut self.out, write::REDUCE);
+        self.op(write::REDUCE);
     }
 
     /// Writes the entry of a tensor: its properties, its shape, and its boxes.
@@ -183,16 +202,12 @@ impl<'m> Encoder<'m, '_> {
             e.field("properties", |e| e.properties(&tensor.properties));
             e.field("size", |e| e.size(&tensor.shape));
             e.field("chunks", |e| {
-                write::op(&mut e.out, write::EMPTY_LIST);
-                write::op(&mut e.out, write::MARK);
-                for chunk in &tensor.chunks {
+                e.list(&tensor.chunks, |e, chunk| {
                     e.object(METADATA, "ChunkStorageMetadata", |e| {
                         e.field("offsets", |e| e.size(&chunk.bounds.offsets));
                         e.field("sizes", |e| e.size(&chunk.bounds.sizes));
                     });
-                    e.spill();
-                }
-                write::op(&mut e.out, write::APPENDS);
+                });
             });
         });
     }
@@ -200,14 +215,14 @@ impl<'m> Encoder<'m, '_> {
     /// Writes the properties of a tensor: torch builds them from a tuple.
     fn properties(&mut self, properties: &TensorProperties) {
         self.new_object(METADATA, "TensorProperties");
-        write::op(&mut self.out, write::MARK);
+        self.op(write::MARK);
         self.global("torch", properties.dtype.torch_name());
         // The layout and the memory format are the same objects in all tensors.
         self.shared("a layout", "torch.strided", |e| {
             e.global("torch.serialization", "_get_layout");
             e.text("torch.strided");
             write::close_tuple(&mut e.out, 1);
-            write::op(&mut e.out, write::REDUCE);
+            e.op(write::REDUCE);
         });
         write::bool(&mut self.out, properties.requires_grad);
         let (format, name) = match properties.memory_format {
@@ -219,41 +234,27 @@ impl<'m> Encoder<'m, '_> {
             e.global(METADATA, "_MEM_FORMAT_ENCODING");
             write::int(&mut e.out, format);
             write::close_tuple(&mut e.out, 1);
-            write::op(&mut e.out, write::REDUCE);
+            e.op(write::REDUCE);
         });
         write::bool(&mut self.out, properties.pin_memory);
         match &properties.strides {
             Some(strides) => write::sizes(&mut self.out, strides),
             None => write::none(&mut self.out),
         }
-        write::op(&mut self.out, write::TUPLE);
-        write::op(&mut self.out, write::BUILD);
+        self.op(write::TUPLE);
+        self.op(write::BUILD);
     }
 
     /// Writes the dict that leads from each value and box to the place of its bytes.
     fn storage_data(&mut self, metadata: &'m Metadata) {
-        write::op(&mut self.out, write::EMPTY_DICT);
-        write::op(&mut self.out, write::MARK);
-        for (fqn, entry) in &metadata.entries {
-            match entry {
-                Entry::Bytes(bytes) => {
-                    if let Some(stored) = &bytes.stored {
-                        self.index(fqn, None);
-                        self.storage_info(stored);
-                    }
-                }
-                Entry::Tensor(tensor) => {
-                    for (index, chunk) in tensor.chunks.iter().enumerate() {
-                        if let Some(stored) = &chunk.stored {
-                            self.index(fqn, Some((index, &chunk.bounds.offsets)));
-                            self.storage_info(stored);
-                            self.spill();
-                        }
-                    }
-                }
-            }
-        }
-        write::op(&mut self.out, write::SETITEMS);
+        let items = metadata.entries.iter().flat_map(|(fqn, entry)| {
+            let items = entry.items().enumerate();
+            items.filter_map(move |(index, (bounds, stored))| Some((fqn, index, bounds, stored?)))
+        });
+        self.dict(items, |e, (fqn, index, bounds, stored)| {
+            e.index(fqn, bounds.map(|bounds| (index, &bounds.offsets[..])));
+            e.storage_info(stored);
+        });
     }
 
     /// Writes the key of a value, or of a box of a tensor, in the dict of places.
@@ -281,12 +282,7 @@ impl<'m> Encoder<'m, '_> {
                 e.field("length", |e| write::unsigned(&mut e.out, stored.length));
                 if !stored.transforms.is_empty() {
                     e.field("transform_descriptors", |e| {
-                        write::op(&mut e.out, write::EMPTY_LIST);
-                        write::op(&mut e.out, write::MARK);
-                        for transform in &stored.transforms {
-                            e.text(transform);
-                        }
-                        write::op(&mut e.out, write::APPENDS);
+                        e.list(&stored.transforms, |e, transform| e.text(transform));
                     });
                 }
             },
@@ -301,7 +297,7 @@ impl<'m> Encoder<'m, '_> {
             });
             e.field("save_id", |e| e.optional_text(meta.save_id.as_deref()));
             e.field("load_id", |e| e.optional_text(meta.load_id.as_deref()));
-            e.field("modules", |e| write::op(&mut e.out, write::EMPTY_LIST));
+            e.field("modules", |e| e.op(write::EMPTY_LIST));
         });
     }
 }

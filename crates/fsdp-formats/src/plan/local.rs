@@ -110,23 +110,34 @@ impl LocalPlan {
     /// global plan does not change either (except for its balance), and need not be made again.
     #[must_use]
     pub fn layout_hash(&self) -> u128 {
-        let mut hasher = WideHasher::default();
-        for item in &self.items {
-            item.hash_schema(&mut hasher);
-            if let WriteContent::Tensor { boxes, .. } = &item.content {
-                boxes.hash(&mut hasher);
-            }
-        }
-        hasher.0.finish_128()
+        self.hash_items(true)
     }
 
     /// Returns a hash of the [`schema`](LocalPlan::schema), without the lengths of values. Of ranks
     /// with the same hash only one has to send its schema.
     #[must_use]
     pub fn schema_hash(&self) -> u128 {
+        self.hash_items(false)
+    }
+
+    /// Returns a hash of all that ranks must agree on about the items, and of their boxes if
+    /// `with_boxes`. The lengths of values are left out.
+    fn hash_items(&self, with_boxes: bool) -> u128 {
         let mut hasher = WideHasher::default();
-        for item in &self.items {
-            item.hash_schema(&mut hasher);
+        for WriteItem { fqn, path, content } in &self.items {
+            // The first thing after the path tells values and tensors apart.
+            match content {
+                WriteContent::Value { .. } => (fqn, path, false).hash(&mut hasher),
+                WriteContent::Tensor {
+                    properties,
+                    shape,
+                    boxes,
+                    is_whole,
+                } => {
+                    (fqn, path, true, properties, shape, is_whole).hash(&mut hasher);
+                    with_boxes.then_some(boxes).hash(&mut hasher);
+                }
+            }
         }
         hasher.0.finish_128()
     }
@@ -198,25 +209,6 @@ impl WriteItem {
             WriteContent::Value { .. } => 0,
         };
         (64 + self.fqn.len() + path + shape) as u64
-    }
-
-    /// Hashes all that ranks must agree on about this item: not the length of a value, and not the
-    /// boxes of a tensor.
-    fn hash_schema(&self, hasher: &mut impl Hasher) {
-        self.fqn.hash(hasher);
-        self.path.hash(hasher);
-        match &self.content {
-            // The first thing tells values and tensors apart.
-            WriteContent::Value { .. } => false.hash(hasher),
-            WriteContent::Tensor {
-                properties,
-                shape,
-                is_whole,
-                ..
-            } => {
-                (true, properties, shape, is_whole).hash(hasher);
-            }
-        }
     }
 }
 

@@ -24,8 +24,8 @@ pub use error::SavePlanError;
 pub use load::{LoadPlan, LoadPlanError, LoadRequest, ReadItem, ReadPlanOptions, plan_load};
 pub use local::{HeldBox, LocalPlan, WriteContent, WriteItem};
 pub use save::{
-    Deduplicate, GlobalPlan, Offer, PlanOptions, SelectedItem, Selection, check_key_length,
-    plan_offers, plan_part, plan_save,
+    Deduplicate, GlobalPlan, Offer, SelectedItem, Selection, check_key_length, plan_offers,
+    plan_part, plan_save,
 };
 pub(crate) use validate::validate_cover;
 pub use validate::{ChunkError, validate_chunks, validate_metadata};

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::SavePlanError;
 use super::local::{HeldBox, LocalPlan, WriteContent, WriteItem};
-use super::validate::{ChunkError, validate_chunks, validate_cover};
+use super::validate::{validate_chunks, validate_cover};
 use crate::limits::MAX_KEY_BYTES;
 use crate::metadata::{BytesEntry, Chunk, Entry, Metadata, TensorEntry, VERSION};
 
@@ -42,13 +42,6 @@ pub enum Deduplicate {
     LowestRank,
 }
 
-/// The options of planning a save.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlanOptions {
-    /// The rule for what several ranks hold.
-    pub deduplicate: Deduplicate,
-}
-
 /// The plan of a save: the metadata (without storage yet), and what each rank writes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GlobalPlan {
@@ -76,7 +69,10 @@ pub struct Offer {
 /// every such chunk, no rank writes more bytes of tensors than 1.1 times the mean, or than the mean
 /// plus the largest chunk. Equal local plans give equal results, and the lengths of values do not
 /// influence them.
-pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan, SavePlanError> {
+pub fn plan_save(
+    plans: &[LocalPlan],
+    deduplicate: Deduplicate,
+) -> Result<GlobalPlan, SavePlanError> {
     let mut schemas = Vec::new();
     let mut known = HashMap::new();
     let offers: Vec<Offer> = plans
@@ -93,7 +89,7 @@ pub fn plan_save(plans: &[LocalPlan], options: PlanOptions) -> Result<GlobalPlan
         })
         .collect();
     let of_ranks: Vec<usize> = (0..plans.len()).collect();
-    plan_offers(&schemas, offers, &of_ranks, options)
+    plan_offers(&schemas, offers, &of_ranks, deduplicate)
 }
 
 /// Makes the same plan as [`plan_save`], from the distinct schemas of all ranks, and the distinct
@@ -106,9 +102,9 @@ pub fn plan_offers(
     schemas: &[LocalPlan],
     offers: Vec<Offer>,
     of_ranks: &[usize],
-    options: PlanOptions,
+    deduplicate: Deduplicate,
 ) -> Result<GlobalPlan, SavePlanError> {
-    plan_checked(schemas, offers, of_ranks, options, true)
+    plan_checked(schemas, offers, of_ranks, deduplicate, true)
 }
 
 /// Makes the plan of one rank that saves what it holds as a part of a checkpoint; other ranks save
@@ -119,13 +115,8 @@ pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
         schema: 0,
         boxes: plan.held_boxes(),
     };
-    plan_checked(
-        &[plan.schema()],
-        vec![offer],
-        &[0],
-        PlanOptions::default(),
-        false,
-    )
+    let rule = Deduplicate::default();
+    plan_checked(&[plan.schema()], vec![offer], &[0], rule, false)
 }
 
 /// Makes the plan of [`plan_offers`]. The boxes of each tensor must not overlap, and, if
@@ -134,7 +125,7 @@ fn plan_checked(
     schemas: &[LocalPlan],
     offers: Vec<Offer>,
     of_ranks: &[usize],
-    options: PlanOptions,
+    deduplicate: Deduplicate,
     must_cover: bool,
 ) -> Result<GlobalPlan, SavePlanError> {
     // Step 1: find out who holds what, and that all agree about it.
@@ -148,8 +139,8 @@ fn plan_checked(
     }
     let groups = group_by_key(schemas, offers, of_ranks)?;
     // Readers would refuse such a key only after the checkpoint is written.
-    for (fqn, _) in &groups {
-        check_key_length(fqn)?;
+    for group in &groups {
+        check_key_length(&group.first.fqn)?;
     }
 
     // Step 2: make the entry of each key, and assign what only one rank holds.
@@ -162,27 +153,27 @@ fn plan_checked(
     };
     let mut entries = IndexMap::with_capacity(groups.len());
     let mut paths = IndexMap::new();
-    for (position, (fqn, group)) in groups.into_iter().enumerate() {
+    for (position, group) in groups.into_iter().enumerate() {
         let entry = position as u32;
-        if let Some(path) = &group.first.path {
-            paths.insert(fqn.to_owned(), path.clone());
+        let WriteItem { fqn, path, content } = group.first;
+        if let Some(path) = path {
+            paths.insert(fqn.clone(), path.clone());
         }
-        let content = match &group.first.content {
+        let all_holders: Vec<Holder> = group.candidates.iter().map(|(_, holder)| *holder).collect();
+        let content = match content {
             WriteContent::Value { length } => {
                 assignment.add(SharedChunk {
-                    weight: VALUE_BYTES,
+                    weight: VALUE_WEIGHT_BYTES,
                     bytes: *length,
                     entry,
                     chunk: 0,
-                    holders: group.candidates.iter().map(|(_, holder)| *holder).collect(),
+                    holders: all_holders,
                 });
                 Entry::Bytes(BytesEntry::default())
             }
             WriteContent::Tensor {
                 properties, shape, ..
             } => {
-                let all_holders: Vec<Holder> =
-                    group.candidates.iter().map(|(_, holder)| *holder).collect();
                 let boxes = distinct_boxes(group.candidates);
                 let mut chunks = Vec::with_capacity(boxes.len());
                 for (bounds, box_holders) in boxes {
@@ -199,12 +190,16 @@ fn plan_checked(
                         stored: None,
                     });
                 }
-                check_chunks(shape, &chunks, must_cover).map_err(|source| {
-                    SavePlanError::Chunks {
-                        fqn: fqn.to_owned(),
-                        ranks: holders.first_ranks(&all_holders),
-                        source: Box::new(source),
-                    }
+                let bounds = chunks.iter().map(|chunk| &chunk.bounds);
+                let checked = if must_cover {
+                    validate_cover(shape, bounds)
+                } else {
+                    validate_chunks(shape, bounds).map(drop)
+                };
+                checked.map_err(|source| SavePlanError::Chunks {
+                    fqn: fqn.clone(),
+                    ranks: holders.first_ranks(&all_holders),
+                    source: Box::new(source),
                 })?;
                 Entry::Tensor(TensorEntry {
                     properties: properties.clone(),
@@ -213,7 +208,7 @@ fn plan_checked(
                 })
             }
         };
-        entries.insert(fqn.to_owned(), content);
+        entries.insert(fqn.clone(), content);
     }
     let metadata = Metadata {
         entries,
@@ -222,7 +217,7 @@ fn plan_checked(
         ..Metadata::default()
     };
     // Step 3: with these loads known, assign what several ranks hold.
-    Ok(assignment.finish(metadata, options.deduplicate))
+    Ok(assignment.finish(metadata, deduplicate))
 }
 
 /// Sorts the boxes of a tensor, and returns each of them once, with all that hold it.
@@ -250,17 +245,6 @@ fn payload_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
         .fold(dtype.size_in_bytes(), |bytes, &size| {
             bytes.saturating_mul(size as u64)
         })
-}
-
-/// Checks that chunks lie inside their tensor and do not overlap, and, if `must_cover`, that they
-/// hold all of it.
-fn check_chunks(shape: &[usize], chunks: &[Chunk], must_cover: bool) -> Result<(), ChunkError> {
-    let boxes = chunks.iter().map(|chunk| &chunk.bounds);
-    if must_cover {
-        validate_cover(shape, boxes)
-    } else {
-        validate_chunks(shape, boxes).map(drop)
-    }
 }
 
 /// A holder of a chunk or a value.
@@ -318,7 +302,7 @@ struct KeyGroup<'p> {
 /// The real length is not used, because it can change from save to save, for example when a step
 /// count gets another digit. The plan must not change then, so that equal state always gives equal
 /// files.
-pub(super) const VALUE_BYTES: u64 = 64;
+pub(super) const VALUE_WEIGHT_BYTES: u64 = 64;
 
 /// A chunk or a value, and all that hold it.
 struct SharedChunk {
@@ -412,9 +396,9 @@ fn group_by_key<'p>(
     schemas: &'p [LocalPlan],
     mut offers: Vec<Offer>,
     of_ranks: &[usize],
-) -> Result<Vec<(&'p str, KeyGroup<'p>)>, SavePlanError> {
+) -> Result<Vec<KeyGroup<'p>>, SavePlanError> {
     let mut positions: HashMap<&str, usize> = HashMap::new();
-    let mut groups: Vec<(&str, KeyGroup<'_>)> = Vec::new();
+    let mut groups: Vec<KeyGroup<'_>> = Vec::new();
     // The group of each item, for each schema that was met.
     let mut groups_of: Vec<Vec<usize>> = vec![Vec::new(); schemas.len()];
     for (rank, &offer) in of_ranks.iter().enumerate() {
@@ -425,10 +409,15 @@ fn group_by_key<'p>(
         if groups_of[schema].len() != items.len() {
             for (index, item) in items.iter().enumerate() {
                 let position = *positions.entry(&item.fqn).or_insert_with(|| {
-                    groups.push((&item.fqn, KeyGroup::new(rank, item)));
+                    groups.push(KeyGroup {
+                        first_rank: rank,
+                        first: item,
+                        last_schema: None,
+                        candidates: Vec::new(),
+                    });
                     groups.len() - 1
                 });
-                groups[position].1.add_item(rank, item, schema, index)?;
+                groups[position].add_item(rank, item, schema, index)?;
                 groups_of[schema].push(position);
             }
         }
@@ -438,7 +427,7 @@ fn group_by_key<'p>(
             let group = groups_of[schema].get(held.item as usize);
             // A box of an item that the schema does not have is left out. The check that the boxes
             // hold the whole tensor finds what is missing then.
-            let Some((_, group)) = group.and_then(|&group| groups.get_mut(group)) else {
+            let Some(group) = group.and_then(|&group| groups.get_mut(group)) else {
                 continue;
             };
             let holder = Holder::Offer {
@@ -452,17 +441,7 @@ fn group_by_key<'p>(
     Ok(groups)
 }
 
-impl<'p> KeyGroup<'p> {
-    /// Makes the group of a key that a rank is the first to have.
-    fn new(rank: usize, item: &'p WriteItem) -> Self {
-        KeyGroup {
-            first_rank: rank,
-            first: item,
-            last_schema: None,
-            candidates: Vec::new(),
-        }
-    }
-
+impl KeyGroup<'_> {
     /// Adds the item of this index in a schema, which `rank` is the first to have.
     fn add_item(
         &mut self,
@@ -508,58 +487,41 @@ impl<'p> KeyGroup<'p> {
         let (what, first, second) = match (&self.first.content, &item.content) {
             (
                 WriteContent::Tensor {
-                    properties: a,
-                    shape: shape_a,
+                    properties: first,
+                    shape: first_shape,
                     ..
                 },
                 WriteContent::Tensor {
-                    properties: b,
-                    shape: shape_b,
-                    ..
+                    properties, shape, ..
                 },
-            ) => {
-                if a.dtype != b.dtype {
-                    ("dtype", a.dtype.to_string(), b.dtype.to_string())
-                } else if shape_a != shape_b {
-                    ("shape", format!("{shape_a:?}"), format!("{shape_b:?}"))
+            ) if (first.dtype, first_shape) != (properties.dtype, shape) => {
+                if first.dtype == properties.dtype {
+                    ("shape", format!("{first_shape:?}"), format!("{shape:?}"))
                 } else {
-                    return self.check_path(rank, item);
+                    let (first, second) = (first.dtype, properties.dtype);
+                    ("dtype", first.to_string(), second.to_string())
                 }
             }
-            (WriteContent::Value { .. }, WriteContent::Value { .. }) => {
-                return self.check_path(rank, item);
+            (WriteContent::Tensor { .. }, WriteContent::Value { .. }) => {
+                ("kind", "tensor".into(), "value".into())
             }
-            (WriteContent::Tensor { .. }, _) => ("kind", "tensor".into(), "value".into()),
-            (WriteContent::Value { .. }, _) => ("kind", "value".into(), "tensor".into()),
+            (WriteContent::Value { .. }, WriteContent::Tensor { .. }) => {
+                ("kind", "value".into(), "tensor".into())
+            }
+            _ if self.first.path == item.path => return Ok(()),
+            _ => {
+                let (first, second) = (&self.first.path, &item.path);
+                ("path", format!("{first:?}"), format!("{second:?}"))
+            }
         };
-        Err(self.disagreement(rank, what, first, second))
-    }
-
-    fn check_path(&self, rank: usize, item: &WriteItem) -> Result<(), SavePlanError> {
-        if self.first.path == item.path {
-            return Ok(());
-        }
-        let first = format!("{:?}", self.first.path);
-        let second = format!("{:?}", item.path);
-        Err(self.disagreement(rank, "path", first, second))
-    }
-
-    /// Returns the error of a rank that means something else by the key than the first rank.
-    fn disagreement(
-        &self,
-        second_rank: usize,
-        what: &'static str,
-        first: String,
-        second: String,
-    ) -> SavePlanError {
-        SavePlanError::Disagreement {
+        Err(SavePlanError::Disagreement {
             fqn: self.first.fqn.clone(),
             what,
             first_rank: self.first_rank,
             first,
-            second_rank,
+            second_rank: rank,
             second,
-        }
+        })
     }
 }
 

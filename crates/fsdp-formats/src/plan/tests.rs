@@ -1,6 +1,6 @@
 //! Plans: torch's golden vectors, balance, disagreements, and broken chunk lists.
 
-use super::save::VALUE_BYTES;
+use super::save::VALUE_WEIGHT_BYTES;
 use super::*;
 use crate::limits::MAX_KEY_BYTES;
 use crate::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
@@ -98,7 +98,7 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
         })
         .collect();
     let before = plans.clone();
-    let global = plan_save(&plans, PlanOptions::default()).unwrap();
+    let global = plan_save(&plans, Deduplicate::default()).unwrap();
     assert_eq!(plans, before);
     assert_eq!(
         global
@@ -115,13 +115,7 @@ fn a_local_plan_becomes_metadata_with_each_thing_once() {
     assert_eq!(global.metadata.tensor("tensor").unwrap().chunks.len(), 1);
     assert_eq!(global.metadata.version.as_deref(), Some("1.0.0"));
 
-    let lowest = plan_save(
-        &plans,
-        PlanOptions {
-            deduplicate: Deduplicate::LowestRank,
-        },
-    )
-    .unwrap();
+    let lowest = plan_save(&plans, Deduplicate::LowestRank).unwrap();
     assert_eq!(kept(&lowest.selections[0]), [(0, 0), (1, 0), (2, 0)]);
     assert_eq!(kept(&lowest.selections[3]), [(2, 0)]);
 }
@@ -143,7 +137,6 @@ fn ranks_that_share_an_offer_get_the_plan_of_ranks_that_each_bring_it() {
     };
     let plans: Vec<LocalPlan> = (0..9).map(|rank| plan(rank % 3)).collect();
     for deduplicate in [Deduplicate::Balanced, Deduplicate::LowestRank] {
-        let options = PlanOptions { deduplicate };
         let offers = (0..3)
             .map(|shard| Offer {
                 schema: 0,
@@ -151,8 +144,8 @@ fn ranks_that_share_an_offer_get_the_plan_of_ranks_that_each_bring_it() {
             })
             .collect();
         let of_ranks: Vec<usize> = (0..9).map(|rank| rank % 3).collect();
-        let shared = plan_offers(&[plans[0].schema()], offers, &of_ranks, options).unwrap();
-        assert_eq!(shared, plan_save(&plans, options).unwrap());
+        let shared = plan_offers(&[plans[0].schema()], offers, &of_ranks, deduplicate).unwrap();
+        assert_eq!(shared, plan_save(&plans, deduplicate).unwrap());
     }
     let lost = Offer {
         schema: 0,
@@ -169,7 +162,7 @@ fn ranks_that_share_an_offer_get_the_plan_of_ranks_that_each_bring_it() {
         &[plans[0].schema()],
         offers,
         &[0, 1, 0],
-        PlanOptions::default(),
+        Deduplicate::default(),
     )
     .unwrap_err();
     let SavePlanError::Chunks { ranks, .. } = error else {
@@ -191,9 +184,9 @@ fn the_lengths_of_values_do_not_change_a_plan() {
         };
         (0..3).map(plan).collect()
     };
-    let first = plan_save(&plans(1), PlanOptions::default()).unwrap();
+    let first = plan_save(&plans(1), Deduplicate::default()).unwrap();
     for length in [2, 15, 100, 10_000] {
-        let other = plan_save(&plans(length), PlanOptions::default()).unwrap();
+        let other = plan_save(&plans(length), Deduplicate::default()).unwrap();
         assert_eq!(other.selections, first.selections, "{length}");
     }
 }
@@ -218,7 +211,7 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
         (value, "kind"),
     ] {
         let error =
-            plan_save(&[base.clone(), base.clone(), other], PlanOptions::default()).unwrap_err();
+            plan_save(&[base.clone(), base.clone(), other], Deduplicate::default()).unwrap_err();
         let text = error.to_string();
         let SavePlanError::Disagreement {
             fqn,
@@ -235,7 +228,7 @@ fn ranks_must_agree_and_are_named_when_they_do_not() {
     let mut twice = base.clone();
     twice.items.extend(base.items.clone());
     assert!(matches!(
-        plan_save(&[twice], PlanOptions::default()),
+        plan_save(&[twice], Deduplicate::default()),
         Err(SavePlanError::DuplicateKey { rank: 0, .. })
     ));
 }
@@ -247,10 +240,10 @@ fn a_key_that_readers_would_refuse_is_an_error_with_its_beginning() {
         plan.add_value("é".repeat(length / 2), None, 1);
         plan
     };
-    assert!(plan_save(&[plan(MAX_KEY_BYTES)], PlanOptions::default()).is_ok());
+    assert!(plan_save(&[plan(MAX_KEY_BYTES)], Deduplicate::default()).is_ok());
     let long = plan(MAX_KEY_BYTES + 2);
     for planned in [
-        plan_save(&[plan(2), long.clone()], PlanOptions::default()),
+        plan_save(&[plan(2), long.clone()], Deduplicate::default()),
         plan_part(&long),
     ] {
         let text = planned.unwrap_err().to_string();
@@ -271,7 +264,7 @@ fn holes_overlaps_and_strays_are_errors() {
         };
         boxes.iter().map(plan).collect()
     };
-    let chunks = |boxes: &[TensorBox]| match plan_save(&plans(boxes), PlanOptions::default()) {
+    let chunks = |boxes: &[TensorBox]| match plan_save(&plans(boxes), Deduplicate::default()) {
         Ok(_) => None,
         Err(SavePlanError::Chunks { source, .. }) => Some(*source),
         Err(other) => panic!("{other}"),
@@ -323,7 +316,7 @@ fn empty_shards_are_left_out() {
             plan
         })
         .collect();
-    let global = plan_save(&plans, PlanOptions::default()).unwrap();
+    let global = plan_save(&plans, Deduplicate::default()).unwrap();
     assert_eq!(global.metadata.tensor("t").unwrap().chunks.len(), 3);
     assert_eq!(global.metadata.tensor("none").unwrap().chunks.len(), 0);
     assert!(global.selections[3].kept.is_empty());
@@ -572,8 +565,8 @@ proptest! {
             }
             plan
         }).collect();
-        let global = plan_save(&plans, PlanOptions::default()).unwrap();
-        prop_assert_eq!(&global, &plan_save(&plans, PlanOptions::default()).unwrap());
+        let global = plan_save(&plans, Deduplicate::default()).unwrap();
+        prop_assert_eq!(&global, &plan_save(&plans, Deduplicate::default()).unwrap());
         let total: u64 = sizes.iter().map(|&size| size as u64 * 4).sum();
         prop_assert_eq!(global.loads.iter().sum::<u64>(), total);
         let chunks: usize = global.metadata.tensors().map(|(_, tensor)| tensor.chunks.len()).sum();
@@ -607,7 +600,7 @@ fn a_thousand_tensors_on_a_thousand_ranks_are_planned() {
             plan
         })
         .collect();
-    let global = plan_save(&plans, PlanOptions::default()).unwrap();
+    let global = plan_save(&plans, Deduplicate::default()).unwrap();
     assert!(
         global
             .selections
@@ -677,7 +670,7 @@ fn simple_plan(plans: &[LocalPlan]) -> (Metadata, Vec<Vec<(u32, u32)>>) {
         let mut chunks = Vec::new();
         for (bounds, candidates) in held {
             let bytes = match (&first.content, &bounds) {
-                (WriteContent::Value { .. }, _) => VALUE_BYTES,
+                (WriteContent::Value { .. }, _) => VALUE_WEIGHT_BYTES,
                 (WriteContent::Tensor { properties, .. }, Some(bounds)) => {
                     bounds.numel() as u64 * properties.dtype.size_in_bytes()
                 }
@@ -757,7 +750,7 @@ proptest! {
             }
             plan
         }).collect();
-        let global = plan_save(&plans, PlanOptions::default()).unwrap();
+        let global = plan_save(&plans, Deduplicate::default()).unwrap();
         let (metadata, selected) = simple_plan(&plans);
         // The order of the keys too.
         prop_assert!(metadata.entries.keys().eq(global.metadata.entries.keys()));

@@ -83,11 +83,10 @@ pub(crate) fn validate_cover<'c>(
 ) -> Result<(), ChunkError> {
     let covered = validate_chunks(shape, chunks)?;
     let numel = checked_numel(shape).expect("the shape was checked with the chunks");
-    if covered == numel {
-        Ok(())
-    } else {
-        Err(ChunkError::Incomplete { covered, numel })
+    if covered != numel {
+        return Err(ChunkError::Incomplete { covered, numel });
     }
+    Ok(())
 }
 
 /// Checks every tensor of a checkpoint: bounds, overlaps, coverage. Returns the first key that

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use fsdp_formats::plan::{LocalPlan, PlanOptions, plan_save};
+use fsdp_formats::plan::{Deduplicate, LocalPlan, plan_save};
 use fsdp_formats::storage::Durable;
 use fsdp_formats::writer::value_item_length;
 use fsdp_formats::writer::{PayloadSource, RankItems, WriteOptions, finish, write_rank};
@@ -92,7 +92,7 @@ pub(crate) fn save(
 ) -> Result<(), FileError> {
     let target = &target.into();
     let plans = state.plans(ranks);
-    let global = plan_save(&plans, PlanOptions::default())?;
+    let global = plan_save(&plans, Deduplicate::default())?;
     let staging = durable.prepare(target, target.local().is_some())?;
     let name = staging.name().to_owned();
     let written = std::thread::scope(|scope| {

@@ -3,7 +3,7 @@
 
 use fsdp_formats::FileError;
 use fsdp_formats::metadata::{encode, encode_in_pieces};
-use fsdp_formats::plan::{PlanOptions, plan_save};
+use fsdp_formats::plan::{Deduplicate, plan_save};
 use fsdp_formats::storage::Durable;
 use fsdp_formats::writer::{
     RankItems, WriteOptions, finish, predict_file_lengths, value_item_length, write_rank,
@@ -65,7 +65,7 @@ fn metadata_is_never_committed_without_its_files() {
     save(&state, 1, &target, &Durable::new()).unwrap();
     let before = std::fs::read(target.join("__0_0.distcp")).unwrap();
     let plans = state.plans(1);
-    let global = plan_save(&plans, PlanOptions::default()).unwrap();
+    let global = plan_save(&plans, Deduplicate::default()).unwrap();
     // Two saves to one place at the same time, and a rank that has joined the other one.
     let [staging, other] = [(); 2].map(|()| Durable::new().prepare(&target, true).unwrap());
     let joined = Durable::new().join(&target, other.name()).unwrap();
@@ -88,7 +88,7 @@ fn a_plan_predicts_the_metadata_and_the_files_that_a_save_makes() {
     for ranks in [1, 3, 5] {
         let target = parent.path().join(format!("ranks-{ranks}"));
         save(&state, ranks, &target, &Durable::new()).unwrap();
-        let mut global = plan_save(&state.plans(ranks), PlanOptions::default()).unwrap();
+        let mut global = plan_save(&state.plans(ranks), Deduplicate::default()).unwrap();
         let lengths = predict_file_lengths(&mut global, |fqn| {
             value_item_length(&state.values[fqn]).unwrap()
         })

@@ -6,7 +6,7 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::finish_copy;
 use fsdp_formats::metadata::Entry;
-use fsdp_formats::plan::{LocalPlan, PlanOptions, WriteContent, WriteItem, plan_save};
+use fsdp_formats::plan::{Deduplicate, LocalPlan, WriteContent, WriteItem, plan_save};
 use fsdp_formats::writer::{
     RankItems, RankWritten, WriteOptions, WrittenFile, value_item_length, write_rank,
 };
@@ -29,7 +29,7 @@ pub(super) fn write(
     } = conversion;
     let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
     let plans = plans(source, ranks, &opaque)?;
-    let mut global = plan_save(&plans, PlanOptions::default())?;
+    let mut global = plan_save(&plans, Deduplicate::default())?;
     // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are
     // dropped.
     match &source.metadata().planner_data {

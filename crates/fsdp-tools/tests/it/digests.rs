@@ -8,7 +8,7 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, open};
 use fsdp_formats::digest::digest;
 use fsdp_formats::internals::{INTEGRITY_FILE, Integrity};
-use fsdp_formats::plan::{LoadRequest, PlanOptions, plan_save};
+use fsdp_formats::plan::{Deduplicate, LoadRequest, plan_save};
 use fsdp_formats::reader::{Destination, OpenOptions, ReadOptions};
 use fsdp_formats::storage::Durable;
 use fsdp_formats::writer::{RankItems, RankWritten, WriteOptions, finish_encoded, write_rank};
@@ -388,7 +388,7 @@ fn a_save_whose_metadata_torch_has_encoded_records_the_same_digests() {
     // The same files, written by ranks that know no positions in the metadata: they count their own
     // items.
     let plans = state.plans(3);
-    let global = plan_save(&plans, PlanOptions::default()).unwrap();
+    let global = plan_save(&plans, Deduplicate::default()).unwrap();
     let staging = Durable::new().prepare(&torchs, false).unwrap();
     let written: Vec<RankWritten> = (0..3)
         .map(|rank| {

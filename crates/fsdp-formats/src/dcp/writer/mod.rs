@@ -18,7 +18,7 @@
 //! use std::ops::Range;
 //! use fsdp_formats::FileError;
 //! use fsdp_formats::storage::Durable;
-//! use fsdp_formats::plan::{plan_save, LocalPlan, PlanOptions};
+//! use fsdp_formats::plan::{plan_save, LocalPlan, Deduplicate};
 //! use fsdp_formats::reader::CheckpointReader;
 //! use fsdp_formats::writer::{finish, write_rank, PayloadSource, RankItems, WriteOptions};
 //! use fsdp_layout::{DType, PlainValue, TensorBox};
@@ -50,7 +50,7 @@
 //! plan.add_tensor("w", None, DType::U8, vec![2, 3], vec![TensorBox::whole(&[2, 3])]);
 //!
 //! let plans = [plan];
-//! let global = plan_save(&plans, PlanOptions::default())?;
+//! let global = plan_save(&plans, Deduplicate::default())?;
 //! let staging = Durable::new().prepare(&target, false)?;
 //! let items = RankItems {
 //!     rank: 0,
