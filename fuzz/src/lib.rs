@@ -9,7 +9,7 @@ use fsdp_formats::internals::{
     Directory, Header, Integrity, StoredTensor, decode_value, encode_value, parse, value_of,
 };
 use fsdp_formats::metadata::{decode, encode};
-use fsdp_formats::plan::{LoadRequest, ReadPlanOptions, plan_load};
+use fsdp_formats::plan::{LoadRequest, plan_load};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
@@ -77,7 +77,7 @@ pub fn dcp_metadata(data: &[u8]) {
             shape: tensor.shape.clone(),
             boxes,
         };
-        let _ = plan_load(&metadata, &[request], ReadPlanOptions::default());
+        let _ = plan_load(&metadata, &[request]);
     }
     in_directory(
         &[(".metadata", data), ("__0_0.distcp", &[0; 2048])],

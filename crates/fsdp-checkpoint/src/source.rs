@@ -8,7 +8,7 @@ use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_flat::storage::{StorageGuard, zeroed_vec};
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::metadata::Entry;
-use fsdp_formats::plan::{LoadRequest, ReadPlanOptions};
+use fsdp_formats::plan::LoadRequest;
 use fsdp_formats::reader::{Destination, ReadOptions};
 use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
@@ -449,8 +449,7 @@ impl Source for CheckpointSource<'_> {
             .collect();
         // This finds boxes that no chunks cover, and files that are missing or too short, before
         // anything changes.
-        self.checkpoint
-            .check_read(&requests, ReadPlanOptions::default())?;
+        self.checkpoint.check_read(&requests)?;
         Ok(())
     }
 

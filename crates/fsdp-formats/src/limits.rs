@@ -52,6 +52,8 @@ pub(crate) const MAX_INTEGRITY_BYTES: u64 = 4 << 30;
 pub(crate) const MAX_SAFETENSORS_HEADER_BYTES: u64 = 100_000_000;
 /// The most bytes of a JSON index (`model.safetensors.index.json`).
 pub const MAX_INDEX_BYTES: u64 = 256 << 20;
+/// The most ranks of a save that are believed, where a file or its name tells their number.
+pub(crate) const MAX_RANKS: usize = 1 << 20;
 /// The most missing files that an error names: the number of files that are expected may come from
 /// a file.
 pub(crate) const MAX_LISTED_FILES: usize = 1000;

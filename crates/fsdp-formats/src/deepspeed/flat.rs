@@ -12,11 +12,8 @@ use crate::torch::tensor_ref::TensorRef;
 
 impl FlatFile {
     /// Makes the error of a file of DeepSpeed's.
-    pub(super) fn malformed(&self, reason: impl Into<String>) -> FileError {
-        self.error(FormatError::Malformed {
-            what: "DeepSpeed checkpoint",
-            reason: reason.into(),
-        })
+    pub(super) fn malformed(&self, reason: impl ToString) -> FileError {
+        self.error(FormatError::malformed("DeepSpeed checkpoint", reason))
     }
 
     /// Returns a flat tensor by its key.

@@ -25,7 +25,7 @@ pub(super) fn is_optimizer(name: &str) -> bool {
     name.ends_with(OPTIM_END) && !name.starts_with('.')
 }
 
-/// Reads the ranks in a file's name: the data parallel one, if the file is one of ZeRO's shards.
+/// Returns the data-parallel rank in a file's name; `None` if the file is not one of ZeRO's shards.
 pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
     let without_end = name
         .strip_suffix(MODEL_END)
@@ -47,11 +47,11 @@ pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
     };
     match ranks {
         Some((data_rank, 0)) => Ok(data_rank),
-        Some(_) => Err(FormatError::Unsupported {
-            what: "a checkpoint of DeepSpeed with tensor parallelism".to_owned(),
-        }),
-        None => Err(FormatError::Unsupported {
-            what: "a checkpoint of DeepSpeed with pipeline stages or experts".to_owned(),
-        }),
+        Some(_) => Err(FormatError::unsupported(
+            "a checkpoint of DeepSpeed with tensor parallelism",
+        )),
+        None => Err(FormatError::unsupported(
+            "a checkpoint of DeepSpeed with pipeline stages or experts",
+        )),
     }
 }

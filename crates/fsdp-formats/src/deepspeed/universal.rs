@@ -8,7 +8,7 @@ use crate::error::FileError;
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
-use crate::storage::backend::{EntryKind, Links};
+use crate::storage::backend::EntryKind;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::FlatFile;
@@ -30,8 +30,7 @@ pub(crate) fn is_there(location: &Location, names: &[String]) -> Result<bool, Fi
 
 /// Opens such a directory.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
-    let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
-    directory.check_covered()?;
+    let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let mut models = directory.names()?;
     models.retain(|name| is_model(name));
     for name in &models {
@@ -78,8 +77,8 @@ fn add_parameter(
 ) -> Result<(), FileError> {
     let files = place.names()?;
     if !files.iter().any(|file| file == "fp32.pt") {
-        let missing = vec![format!("{ZERO}/{parameter}/fp32.pt")];
-        assembler.directory().check_missing(missing)?;
+        let missing = format!("{ZERO}/{parameter}/fp32.pt");
+        assembler.directory().check_missing([missing])?;
     }
     for file in &files {
         let Some(entry) = file.strip_suffix(".pt") else {

@@ -16,8 +16,7 @@ use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
-use crate::limits::MAX_LISTED_FILES;
-use crate::storage::backend::Links;
+use crate::limits::MAX_RANKS;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
@@ -46,8 +45,8 @@ struct FlatPart {
 /// An entry of the optimizer's state of one flat tensor.
 #[derive(Clone, Copy)]
 struct StateEntry<'r> {
-    /// `true` if the state of all flat tensors is in a dict, `false` if it is in a list.
-    is_dict: bool,
+    /// The key of the dict or the list of the state of all flat tensors.
+    container: &'r str,
     entry: &'r str,
     leaf: &'r Leaf,
 }
@@ -65,8 +64,7 @@ struct Shards {
 
 /// Opens a directory of such shards.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
-    let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
-    directory.check_covered()?;
+    let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let shards = Shards::read(&directory)?;
     let mut assembler = Assembler::new(Format::DeepSpeed, location.name(), directory);
     let model = &shards.models[0];
@@ -77,11 +75,8 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     } else {
         shards.cut_groups(&groups)?
     };
-    let states: Vec<States<'_>> = shards
-        .ranks
-        .iter()
-        .map(|rank| shards.states(rank))
-        .collect();
+    let ranks = shards.ranks.iter();
+    let states: Vec<States<'_>> = ranks.map(|rank| shards.states_of_rank(rank)).collect();
     for (name, parameter) in &parameters {
         shards.add_parameter(&mut assembler, &states, name, parameter)?;
     }
@@ -120,15 +115,12 @@ impl Shards {
                     "it is of the same rank as `{}`: these are files of two saves",
                     other.name
                 );
-                let source = FormatError::Malformed {
-                    what: "checkpoint",
-                    reason,
-                };
+                let source = FormatError::malformed("checkpoint", reason);
                 return Err(directory.file_error(&name, source));
             }
         }
         if models.is_empty() {
-            directory.check_missing(vec!["mp_rank_00_model_states.pt".to_owned()])?;
+            directory.check_missing(["mp_rank_00_model_states.pt".to_owned()])?;
         }
         let Some(first) = ranks.values().next() else {
             check_is_sharded(models.values())?;
@@ -207,10 +199,8 @@ impl Shards {
                 let mut parts = Vec::new();
                 // The elements that have been located, and the padding that is still to be skipped.
                 let mut done = 0;
-                let mut skip = match &paddings {
-                    Some(paddings) => paddings.get(number).copied().unwrap_or(0),
-                    None => 0,
-                };
+                let padding = paddings.as_ref().and_then(|paddings| paddings.get(number));
+                let mut skip = padding.copied().unwrap_or(0);
                 while done < numel || skip > 0 {
                     let Some(length) = lengths.get(rank).and_then(|lengths| lengths.get(group))
                     else {
@@ -370,8 +360,8 @@ impl Shards {
 
     /// Returns the optimizer's state in a rank's file. It is in a list or in a dict, by the number
     /// of the flat tensor.
-    fn states<'r>(&self, rank: &'r FlatFile) -> States<'r> {
-        let base = self.base();
+    fn states_of_rank<'r>(&self, rank: &'r FlatFile) -> States<'r> {
+        let base = self.state_key();
         let mut states = States::new();
         for (key, (_, leaf)) in &rank.found {
             let Some(rest) = key
@@ -380,12 +370,11 @@ impl Shards {
             else {
                 continue;
             };
-            let (is_dict, rest) = rest
-                .strip_prefix("state.")
-                .map_or((false, rest), |rest| (true, rest));
+            let rest = rest.strip_prefix("state.").unwrap_or(rest);
+            let container = &key[..key.len() - rest.len() - 1];
             if let Some((group, entry)) = rest.split_once('.') {
                 states.entry(group).or_default().push(StateEntry {
-                    is_dict,
+                    container,
                     entry,
                     leaf,
                 });
@@ -409,10 +398,9 @@ impl Shards {
             return Ok(());
         };
         let file = &self.ranks[first.rank];
-        let base = self.base();
         let group = first.group.to_string();
         for &StateEntry {
-            is_dict,
+            container,
             entry,
             leaf,
         } in states[first.rank].get(group.as_str()).into_iter().flatten()
@@ -427,16 +415,15 @@ impl Shards {
                 add_leaf(assembler, file, &path, leaf)?;
                 continue;
             }
-            let container = if is_dict { ".state" } else { "" };
             self.add_flat(assembler, &path, parameter, &|group| {
-                format!("{base}{container}.{group}.{entry}")
+                format!("{container}.{group}.{entry}")
             })?;
         }
         Ok(())
     }
 
     /// Returns the key of the state of the optimizer that DeepSpeed wraps.
-    fn base(&self) -> String {
+    fn state_key(&self) -> String {
         let of = if self.cuts_parameters() {
             ROOT
         } else {
@@ -506,7 +493,7 @@ impl Shards {
             "ds_zero_partition_groups",
         ];
         let file = &self.ranks[0];
-        let base = self.base();
+        let base = self.state_key();
         for (key, (path, leaf)) in &file.found {
             let Some(PathPart::Key(second)) = path.0.get(1) else {
                 continue;
@@ -544,9 +531,8 @@ fn check_is_sharded<'f>(models: impl Iterator<Item = &'f FlatFile>) -> Result<()
         let mut keys = model.found.keys();
         if !keys.any(|key| key.starts_with("param_shapes.")) {
             let what =
-                "a directory of DeepSpeed without ZeRO (name this file: it has the whole model),"
-                    .to_owned();
-            return Err(model.error(FormatError::Unsupported { what }));
+                "a directory of DeepSpeed without ZeRO (name this file: it has the whole model),";
+            return Err(model.error(FormatError::unsupported(what)));
         }
     }
     Ok(())
@@ -561,9 +547,8 @@ fn check_ranks(
 ) -> Result<(), FileError> {
     let missing = (0..world_size)
         .filter(|rank| !files.contains_key(&Some(*rank)))
-        .take(MAX_LISTED_FILES)
         .map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00{end}"));
-    directory.check_missing(missing.collect())
+    directory.check_missing(missing)
 }
 
 /// Returns a plain value of a file.
@@ -582,5 +567,5 @@ fn partitions(file: &FlatFile) -> Option<usize> {
     };
     usize::try_from(count)
         .ok()
-        .filter(|count| (1..1 << 20).contains(count))
+        .filter(|count| (1..MAX_RANKS).contains(count))
 }

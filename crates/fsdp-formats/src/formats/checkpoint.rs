@@ -16,7 +16,7 @@ use super::structure::Structure;
 use crate::error::FileError;
 use crate::metadata::{Metadata, Replica, StorageInfo};
 use crate::payload::slot::Slot;
-use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
+use crate::plan::{LoadRequest, plan_load};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::lineage::Lineage;
 use crate::storage::read_at::{ReadAt as _, Window};
@@ -189,7 +189,7 @@ pub trait Checkpoint: Send + Sync {
             self.read(vec![destination], ReadOptions::default())?;
             return Ok(());
         }
-        plan_load(self.metadata(), [&request], ReadPlanOptions::default())?;
+        plan_load(self.metadata(), [&request])?;
         check_buffers(&request, request.dtype, &[&mut *dst])?;
         if dst.is_empty() {
             return Ok(());
@@ -218,17 +218,14 @@ pub trait Checkpoint: Send + Sync {
 
     /// Makes the checks of a [`Checkpoint::read`] that are possible before tensor bytes are read:
     /// of the plan, and that the files are long enough for the places in the metadata.
-    fn check_read(
-        &self,
-        requests: &[LoadRequest],
-        options: ReadPlanOptions,
-    ) -> Result<LoadPlan, FileError> {
+    fn check_read(&self, requests: &[LoadRequest]) -> Result<(), FileError> {
         let wanted: HashSet<&str> = requests
             .iter()
             .map(|request| request.fqn.as_str())
             .collect();
         self.check_stored(&|fqn| wanted.contains(fqn))?;
-        Ok(plan_load(self.metadata(), requests, options)?)
+        plan_load(self.metadata(), requests)?;
+        Ok(())
     }
 
     /// Reads a non-tensor value. One that holds an object of an unknown type is an error; see

@@ -12,7 +12,7 @@ use tracing::{debug_span, info_span};
 use crate::error::{FileError, wrong_box};
 use crate::metadata::{Metadata, TensorEntry};
 use crate::payload::slot::{Slot, SlotDigest};
-use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions, plan_load};
+use crate::plan::{LoadRequest, plan_load};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::threads::{default_threads, on_threads};
 
@@ -58,8 +58,6 @@ impl<'d> Destination<'d> {
 /// The options of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadOptions {
-    /// The strictness of the plan of the read.
-    pub plan: ReadPlanOptions,
     /// Threads that read; four times as many from an object store, where they mostly wait.
     pub threads: usize,
     /// `true` to sum over what is read, for whoever compares the sums with the recorded digests.
@@ -69,8 +67,6 @@ pub struct ReadOptions {
 /// The outcome of a read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReadDone {
-    /// The plan, which lists the requests that were missing, if that was allowed.
-    pub plan: LoadPlan,
     /// The sum over the elements of each box, by request, if it was asked for.
     pub sums: Vec<Vec<Sum>>,
     /// The requests, in the order of the destinations.
@@ -80,7 +76,6 @@ pub struct ReadDone {
 impl Default for ReadOptions {
     fn default() -> Self {
         ReadOptions {
-            plan: ReadPlanOptions::default(),
             threads: default_threads(),
             digest: false,
         }
@@ -211,16 +206,12 @@ pub(crate) fn read_in_parallel(
         buffers.push(destination.buffers);
     }
     // Nothing is read before all requests and all buffers are known to be right.
-    let plan = plan_load(
-        files.metadata,
-        wanted.iter().map(|wanted| &wanted.request),
-        options.plan,
-    )?;
-    let mut jobs = jobs(&wanted, buffers, &plan, options.threads)?;
+    let reads = plan_load(files.metadata, wanted.iter().map(|wanted| &wanted.request))?;
+    let mut jobs = jobs(&wanted, buffers, options.threads)?;
     // The jobs are taken in the order of the files: a job stands where the first read of its
     // request does.
     let mut position = vec![usize::MAX; wanted.len()];
-    for (at, read) in plan.reads.iter().enumerate().rev() {
+    for (at, read) in reads.iter().enumerate().rev() {
         position[read.request] = at;
     }
     jobs.sort_by_key(|job| position[job.request]);
@@ -281,7 +272,6 @@ pub(crate) fn read_in_parallel(
         summed.clear();
     }
     Ok(ReadDone {
-        plan,
         sums: summed,
         requests: wanted.into_iter().map(|wanted| wanted.request).collect(),
     })
@@ -305,22 +295,12 @@ fn sum_over(job: &mut FillJob<'_>, wanted: &RecordedRequest<'_>) -> Result<(), F
 fn jobs<'d>(
     wanted: &[RecordedRequest<'_>],
     buffers: Vec<Vec<&'d mut [u8]>>,
-    plan: &LoadPlan,
     threads: usize,
 ) -> Result<Vec<FillJob<'d>>, FileError> {
     let mut jobs = Vec::with_capacity(wanted.len());
-    let mut missing = vec![false; wanted.len()];
-    for &index in &plan.missing {
-        missing[index] = true;
-    }
     for (index, (wanted, buffers)) in wanted.iter().zip(buffers).enumerate() {
-        if missing[index] {
-            continue;
-        }
         let request = &wanted.request;
-        let tensor = wanted
-            .tensor
-            .expect("the plan lists each tensor that is missing");
+        let tensor = wanted.tensor.expect("the plan has found each tensor");
         let dtype = tensor.properties.dtype;
         check_buffers(request, dtype, &buffers)?;
         // All boxes of a tensor go into one job, as a file's blocks may hold parts of several;

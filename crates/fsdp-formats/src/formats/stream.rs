@@ -10,7 +10,7 @@ use super::lookup::request_of;
 use crate::budget::{Budget, FREE};
 use crate::error::FileError;
 use crate::payload::slot::Slot;
-use crate::plan::{ReadPlanOptions, plan_load};
+use crate::plan::plan_load;
 
 /// The bytes of a tensor that [`stream`] reads at once.
 const PIECE: usize = 16 << 20;
@@ -33,12 +33,7 @@ pub fn stream<E: From<FileError>>(
     }
     // The box is planned once, and then read piece by piece.
     let request = request_of(checkpoint.metadata(), fqn, bounds)?;
-    plan_load(
-        checkpoint.metadata(),
-        [&request],
-        ReadPlanOptions::default(),
-    )
-    .map_err(FileError::from)?;
+    plan_load(checkpoint.metadata(), [&request]).map_err(FileError::from)?;
     stream_boxes(
         &mut |part, dst| checkpoint.read_boxes(fqn, &mut [Slot::new(part.clone(), dst)]),
         request.dtype,

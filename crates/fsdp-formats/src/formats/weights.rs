@@ -14,7 +14,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::index::Index;
 use crate::error::{FileError, FormatError};
-use crate::limits::MAX_LISTED_FILES;
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// The stems that libraries look for, in their order of preference.
@@ -106,7 +105,7 @@ impl Weights {
         let missing = parts
             .flat_map(|part| part.names_of_all(ending))
             .filter(|name| names.binary_search(name).is_err());
-        directory.check_missing(missing.take(MAX_LISTED_FILES).collect())?;
+        directory.check_missing(missing)?;
         let mut files: Vec<String> = groups.into_values().flat_map(|group| group.files).collect();
         files.sort_unstable();
         Ok(Weights::Files(files))

@@ -20,17 +20,6 @@ pub struct LoadRequest {
     pub boxes: Vec<TensorBox>,
 }
 
-/// The strictness of a load plan.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ReadPlanOptions {
-    /// `true` to leave tensors alone that the checkpoint does not have (torch's
-    /// `allow_partial_load`), instead of failing.
-    pub allow_missing: bool,
-    /// `true` to plan reads of tensors stored in another dtype, which the caller casts; otherwise
-    /// that is an error.
-    pub allow_cast: bool,
-}
-
 /// One overlap of a wanted box with a saved chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadItem {
@@ -42,15 +31,6 @@ pub struct ReadItem {
     pub chunk: usize,
     /// The common part, in coordinates of the whole tensor.
     pub overlap: TensorBox,
-}
-
-/// The reads of one rank, sorted by file, then by position in it.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LoadPlan {
-    /// The reads.
-    pub reads: Vec<ReadItem>,
-    /// Positions of the requests that the checkpoint does not have; none unless that was allowed.
-    pub missing: Vec<usize>,
 }
 
 /// The reason why a load cannot be done. Nothing was read.
@@ -139,11 +119,11 @@ pub enum LoadPlanError {
 }
 
 /// Plans the reads for these requests, and checks everything: presence, kind, shape, dtype,
-/// coverage.
+/// coverage. Returns the reads, sorted by file, then by position in it.
 ///
 /// ```
 /// use fsdp_formats::metadata::{Chunk, Entry, Metadata, TensorEntry, TensorProperties};
-/// use fsdp_formats::plan::{plan_load, LoadRequest, ReadPlanOptions};
+/// use fsdp_formats::plan::{plan_load, LoadRequest};
 /// use fsdp_layout::{DType, TensorBox};
 /// // Saved in two chunks of 8, wanted: elements 4..12.
 /// let chunk = |at| Chunk { bounds: TensorBox::new(vec![at], vec![8]), stored: None };
@@ -155,21 +135,18 @@ pub enum LoadPlanError {
 /// );
 /// let wanted = TensorBox::new(vec![4], vec![8]);
 /// let request = LoadRequest { fqn: "w".into(), dtype: DType::F32, shape: vec![16], boxes: vec![wanted] };
-/// let plan = plan_load(&saved, &[request], ReadPlanOptions::default())?;
-/// assert_eq!(plan.reads.len(), 2);
-/// assert_eq!(plan.reads[1].overlap, TensorBox::new(vec![8], vec![4]));
+/// let reads = plan_load(&saved, &[request])?;
+/// assert_eq!(reads.len(), 2);
+/// assert_eq!(reads[1].overlap, TensorBox::new(vec![8], vec![4]));
 /// # Ok::<(), fsdp_formats::plan::LoadPlanError>(())
 /// ```
 pub fn plan_load<'r>(
     metadata: &Metadata,
     requests: impl IntoIterator<Item = &'r LoadRequest>,
-    options: ReadPlanOptions,
-) -> Result<LoadPlan, LoadPlanError> {
-    let mut plan = LoadPlan::default();
+) -> Result<Vec<ReadItem>, LoadPlanError> {
     let mut reads = Vec::new();
     for (index, request) in requests.into_iter().enumerate() {
         match metadata.entries.get(&request.fqn) {
-            None if options.allow_missing => plan.missing.push(index),
             None => {
                 return Err(LoadPlanError::Missing {
                     fqn: request.fqn.clone(),
@@ -182,13 +159,12 @@ pub fn plan_load<'r>(
                     wanted: "tensor",
                 });
             }
-            Some(Entry::Tensor(saved)) => plan_tensor(saved, index, request, options, &mut reads)?,
+            Some(Entry::Tensor(saved)) => plan_tensor(saved, index, request, &mut reads)?,
         }
     }
     // Unstored chunks (which cannot be read) come first, to fail early; the rest by place.
     reads.sort_by_key(|(place, read)| (*place, read.request, read.wanted));
-    plan.reads = reads.into_iter().map(|(_, read)| read).collect();
-    Ok(plan)
+    Ok(reads.into_iter().map(|(_, read)| read).collect())
 }
 
 /// A read, and the file and the offset of its chunk; `None` if the chunk is not stored.
@@ -199,7 +175,6 @@ fn plan_tensor<'m>(
     saved: &'m TensorEntry,
     index: usize,
     request: &LoadRequest,
-    options: ReadPlanOptions,
     reads: &mut Vec<PlacedRead<'m>>,
 ) -> Result<(), LoadPlanError> {
     let fqn = &request.fqn;
@@ -210,8 +185,7 @@ fn plan_tensor<'m>(
             wanted: request.shape.clone(),
         });
     }
-    // Whether one dtype can be made from the other is known to the caller, who casts.
-    if saved.properties.dtype != request.dtype && !options.allow_cast {
+    if saved.properties.dtype != request.dtype {
         return Err(LoadPlanError::DType {
             fqn: fqn.clone(),
             saved: saved.properties.dtype,

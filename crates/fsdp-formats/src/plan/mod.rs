@@ -21,7 +21,7 @@ mod save;
 mod validate;
 
 pub use error::SavePlanError;
-pub use load::{LoadPlan, LoadPlanError, LoadRequest, ReadItem, ReadPlanOptions, plan_load};
+pub use load::{LoadPlanError, LoadRequest, ReadItem, plan_load};
 pub use local::{HeldBox, LocalPlan, WriteContent, WriteItem};
 pub use save::{
     Deduplicate, GlobalPlan, Offer, SelectedItem, Selection, check_key_length, plan_offers,

@@ -51,7 +51,6 @@ fn reads(metadata: &Metadata, wanted: TensorBox) -> Vec<(usize, usize, usize)> {
     let plan = plan_load(
         metadata,
         &[request(tensor.shape.clone(), vec![wanted.clone()])],
-        ReadPlanOptions::default(),
     )
     .unwrap();
     let of = |read: &ReadItem| {
@@ -62,7 +61,7 @@ fn reads(metadata: &Metadata, wanted: TensorBox) -> Vec<(usize, usize, usize)> {
             read.overlap.sizes[0],
         )
     };
-    plan.reads.iter().map(of).collect()
+    plan.iter().map(of).collect()
 }
 
 #[test]
@@ -324,23 +323,16 @@ fn empty_shards_are_left_out() {
         fqn: "none".into(),
         ..request(vec![0, 3], vec![TensorBox::whole(&[0, 3])])
     };
-    assert!(
-        plan_load(&global.metadata, &[wanted], ReadPlanOptions::default())
-            .unwrap()
-            .reads
-            .is_empty()
-    );
+    assert!(plan_load(&global.metadata, &[wanted]).unwrap().is_empty());
 }
 
 #[test]
 fn what_cannot_be_loaded_is_said_before_reading() {
     let metadata = saved(vec![8], vec![line(0, 4), line(4, 3)]);
-    let ask =
-        |request: LoadRequest, options| plan_load(&metadata, &[request], options).unwrap_err();
-    let strict = ReadPlanOptions::default();
+    let ask = |request: LoadRequest| plan_load(&metadata, &[request]).unwrap_err();
     let whole = || request(vec![8], vec![line(0, 8)]);
     assert!(matches!(
-        ask(whole(), strict),
+        ask(whole()),
         LoadPlanError::Incomplete {
             covered: 7,
             numel: 8,
@@ -348,44 +340,25 @@ fn what_cannot_be_loaded_is_said_before_reading() {
         }
     ));
     assert!(matches!(
-        ask(request(vec![2, 4], vec![]), strict),
+        ask(request(vec![2, 4], vec![])),
         LoadPlanError::Size { .. }
     ));
     assert!(matches!(
-        ask(request(vec![8], vec![line(7, 2)]), strict),
+        ask(request(vec![8], vec![line(7, 2)])),
         LoadPlanError::OutOfBounds { .. }
     ));
     let bf16 = LoadRequest {
         dtype: DType::BF16,
         ..request(vec![8], vec![line(0, 4)])
     };
-    assert!(matches!(
-        ask(bf16.clone(), strict),
-        LoadPlanError::DType { .. }
-    ));
-    let cast = ReadPlanOptions {
-        allow_cast: true,
-        ..strict
-    };
-    assert_eq!(plan_load(&metadata, &[bf16], cast).unwrap().reads.len(), 1);
+    assert!(matches!(ask(bf16), LoadPlanError::DType { .. }));
     let missing = LoadRequest {
         fqn: "zz".into(),
         ..whole()
     };
-    assert_eq!(
-        ask(missing.clone(), strict).to_string(),
-        "missing key in checkpoint: `zz`"
-    );
-    let partial = ReadPlanOptions {
-        allow_missing: true,
-        ..strict
-    };
-    assert_eq!(
-        plan_load(&metadata, &[missing], partial).unwrap().missing,
-        [0]
-    );
+    assert_eq!(ask(missing).to_string(), "missing key in checkpoint: `zz`");
     let overlapping = saved(vec![8], vec![line(0, 5), line(4, 4)]);
-    let error = plan_load(&overlapping, &[whole()], strict).unwrap_err();
+    let error = plan_load(&overlapping, &[whole()]).unwrap_err();
     assert!(matches!(
         error,
         LoadPlanError::Chunks {
@@ -398,7 +371,7 @@ fn what_cannot_be_loaded_is_said_before_reading() {
         .entries
         .insert("t".into(), Entry::Bytes(Default::default()));
     assert!(matches!(
-        plan_load(&value, &[whole()], strict),
+        plan_load(&value, &[whole()]),
         Err(LoadPlanError::Kind { .. })
     ));
 }

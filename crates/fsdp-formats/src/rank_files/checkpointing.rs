@@ -4,14 +4,13 @@
 use fsdp_layout::PlainValue;
 
 use super::names::RankFile;
-use super::{assemble, check_ranks, items};
+use super::{assemble, check_ranks, find_items};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
-use crate::limits::{MAX_LISTED_FILES, MAX_PICKLE_BYTES};
+use crate::limits::{MAX_PICKLE_BYTES, MAX_RANKS};
 use crate::pickle::parse;
-use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::value::value_of;
@@ -29,26 +28,18 @@ pub(crate) fn is_there(names: &[String]) -> bool {
 
 /// Opens such a directory.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
-    let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
-    directory.check_covered()?;
+    let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let bytes = directory.read_checked(METADATA, MAX_PICKLE_BYTES)?;
     let (world_size, listed) =
         read_metadata(&bytes).map_err(|source| directory.file_error(METADATA, source))?;
-    let items = items(&directory, &RankFile::parse_bare)?;
-    let missing = listed
-        .iter()
-        .filter(|item| !items.contains_key(*item))
-        .take(MAX_LISTED_FILES)
-        .map(|item| format!("{item}_0.pt"));
-    directory.check_missing(missing.collect())?;
+    let items = find_items(&directory, &RankFile::parse_bare)?;
+    let missing = listed.iter().filter(|item| !items.contains_key(*item));
+    directory.check_missing(missing.map(|item| format!("{item}_0.pt")))?;
     for files in items.values() {
         check_ranks(&directory, files, Some(world_size))?;
     }
-    assemble(
-        Assembler::new(Format::TorchCheckpointing, location.name(), directory),
-        &items,
-        false,
-    )
+    let assembler = Assembler::new(Format::TorchCheckpointing, location.name(), directory);
+    assemble(assembler, &items, false)
 }
 
 /// Reads the number of ranks and the names of the items.
@@ -58,7 +49,7 @@ fn read_metadata(bytes: &[u8]) -> Result<(usize, Vec<String>), FormatError> {
     let world_size = entry(&metadata, "world_size")
         .and_then(PlainValue::as_int)
         .and_then(|count| usize::try_from(count).ok())
-        .filter(|count| (1..1 << 20).contains(count))
+        .filter(|count| (1..MAX_RANKS).contains(count))
         .ok_or_else(|| malformed("it tells no number of ranks"))?;
     let Some(PlainValue::Dict(items)) = entry(&metadata, "metadata") else {
         return Err(malformed("it tells no items"));
@@ -79,10 +70,7 @@ fn read_metadata(bytes: &[u8]) -> Result<(usize, Vec<String>), FormatError> {
 }
 
 fn malformed(reason: &str) -> FormatError {
-    FormatError::Malformed {
-        what: "metadata of torch_checkpointing",
-        reason: reason.to_owned(),
-    }
+    FormatError::malformed("metadata of torch_checkpointing", reason)
 }
 
 /// Refuses an item whose layout names another file than `ITEM_RANK.pt`. A layout that names no file
@@ -91,9 +79,8 @@ fn check_layout(item: &str, rank: &PlainValue, layout: &PlainValue) -> Result<()
     let path = entry(layout, "file_path").and_then(PlainValue::as_str);
     match (rank.as_int(), path) {
         (Some(rank), Some(path)) if path != format!("{item}_{rank}.pt") => {
-            Err(FormatError::Unsupported {
-                what: format!("the item `{item}` in the file `{path}`"),
-            })
+            let what = format!("the item `{item}` in the file `{path}`");
+            Err(FormatError::unsupported(what))
         }
         _ => Ok(()),
     }

@@ -30,8 +30,6 @@ use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::read::OpenOptions;
 use crate::formats::structure::Structure;
-use crate::limits::MAX_LISTED_FILES;
-use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
@@ -51,22 +49,18 @@ pub(crate) fn is_there(names: &[String]) -> bool {
 
 /// Opens a directory of such files.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
-    let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
-    directory.check_covered()?;
-    let items = items(&directory, &RankFile::parse)?;
+    let directory = CheckedDirectory::open_covered(location, options.verify)?;
+    let items = find_items(&directory, &RankFile::parse)?;
     for files in items.values() {
         check_ranks(&directory, files, None)?;
     }
     let is_one = items.len() == 1;
-    assemble(
-        Assembler::new(Format::RankFiles, location.name(), directory),
-        &items,
-        is_one,
-    )
+    let assembler = Assembler::new(Format::RankFiles, location.name(), directory);
+    assemble(assembler, &items, is_one)
 }
 
-/// Finds the files of all items.
-fn items(
+/// Returns the files of all items.
+fn find_items(
     directory: &CheckedDirectory,
     parse: &dyn Fn(&str) -> Option<RankFile>,
 ) -> Result<ItemFiles, FileError> {
@@ -90,11 +84,10 @@ fn assemble(
 ) -> Result<Assembled, FileError> {
     let mut root = Vec::new();
     for (item, files) in items {
+        let structure = add_item(&mut assembler, (!is_one).then_some(item), files)?;
         if is_one {
-            let structure = add_item(&mut assembler, None, files)?;
             return Ok(assembler.finish(Some(structure)));
         }
-        let structure = add_item(&mut assembler, Some(item), files)?;
         root.push((item.as_str().into(), structure));
     }
     Ok(assembler.finish(Some(Structure::Dict(root))))
@@ -118,13 +111,9 @@ fn add_item(
     let mut ranks = 0;
     for (rank, file) in files {
         let flat = FlatFile::read(assembler.directory(), &file.name, None)?;
-        let mut prefix: Vec<PathPart> = item
-            .iter()
-            .map(|item| PathPart::Key((*item).to_owned()))
-            .collect();
-        if of_each_rank {
-            prefix.push(PathPart::Key(format!("rank_{rank}")));
-        }
+        let rank_key = of_each_rank.then(|| format!("rank_{rank}"));
+        let keys = item.map(str::to_owned).into_iter().chain(rank_key);
+        let prefix: Vec<PathPart> = keys.map(PathPart::Key).collect();
         add(assembler, &flat, &prefix)?;
         for (_, leaf) in flat.found.values() {
             if let Leaf::Sharded(sharded) = leaf {
@@ -183,9 +172,9 @@ fn do_differ(
                 let bytes = TensorBox::whole(&one.shape).numel() as u64 * one.dtype.size_in_bytes();
                 (one.dtype, &one.shape) == (other.dtype, &other.shape)
                     && is_same_quantizer(quantizer.as_ref(), other_quantizer.as_ref())
-                    && (bytes > SMALL_TENSOR
-                        || load(directory, first, key, one)?
-                            == load(directory, second, key, other)?)
+                    && (bytes > SMALL_TENSOR_BYTES
+                        || read_elements(directory, first, key, one)?
+                            == read_elements(directory, second, key, other)?)
             }
             _ => false,
         };
@@ -197,7 +186,7 @@ fn do_differ(
 }
 
 /// Reads the elements of a tensor with this key.
-fn load(
+fn read_elements(
     directory: &CheckedDirectory,
     flat: &FlatFile,
     key: &str,
@@ -211,7 +200,7 @@ fn load(
 /// The most bytes of a tensor of which the elements are compared when a checkpoint is opened. A
 /// larger one is taken for a copy, and compared before a conversion. The state of a generator of
 /// random numbers takes a few KiB.
-const SMALL_TENSOR: u64 = 1 << 20;
+const SMALL_TENSOR_BYTES: u64 = 1 << 20;
 
 /// Checks that all ranks of an item are there, and that no file is of another number of ranks.
 fn check_ranks(
@@ -243,19 +232,12 @@ fn check_complete(
     let (_, first) = files.first_key_value().expect("an item has a file");
     let missing = (0..ranks)
         .filter(|rank| !files.contains_key(rank))
-        .take(MAX_LISTED_FILES)
         .map(|rank| first.of_rank(rank));
-    directory.check_missing(missing.collect())
+    directory.check_missing(missing)
 }
 
 /// Returns the error of two files that are not of one save.
 fn two_saves(directory: &CheckedDirectory, first: &RankFile, second: &str) -> FileError {
     let reason = format!("it is of another save than `{}`", first.name);
-    directory.file_error(
-        second,
-        FormatError::Malformed {
-            what: "checkpoint",
-            reason,
-        },
-    )
+    directory.file_error(second, FormatError::malformed("checkpoint", reason))
 }

@@ -1,10 +1,9 @@
 //! The names of files that one rank has written.
 
+use crate::limits::MAX_RANKS;
+
 /// The item that is a state of its own on each rank.
 pub(super) const EXTRA_STATE: &str = "extra_state";
-
-/// The most ranks that are believed.
-const MAX_RANKS: usize = 1 << 20;
 
 /// A file that one rank has written, by its name.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -28,12 +28,11 @@ use crate::formats::lookup::{check_length, item_error, no_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
 use crate::formats::weights::{SHARD, Weights, in_two_files};
-use crate::limits::{MAX_INDEX_BYTES, MAX_LISTED_FILES, MAX_TENSOR_RANK, is_sane_shape};
+use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{
     BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
 };
 use crate::payload::slot::Slot;
-use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::BlockReader;
@@ -243,8 +242,7 @@ impl SafetensorsCheckpoint {
         options: OpenOptions,
     ) -> Result<Self, FileError> {
         let location = location.into();
-        let directory = CheckedDirectory::open(&location, options.verify, Links::Follow)?;
-        directory.check_covered()?;
+        let directory = CheckedDirectory::open_covered(&location, options.verify)?;
         let names = directory.names()?;
         let mut opened = Self::without_files(&location, Format::SafetensorsDirectory, directory);
         match Weights::choose(&opened.directory, &names, ENDING)? {
@@ -359,8 +357,7 @@ impl SafetensorsCheckpoint {
         // The number of files comes from one of them and may be absurdly large, so only the first
         // few missing names are made.
         let missing = expected.filter(|name| names.binary_search(name).is_err());
-        self.directory
-            .check_missing(missing.take(MAX_LISTED_FILES).collect())
+        self.directory.check_missing(missing)
     }
 
     /// Checks that a file is of the same ranks as the first one.

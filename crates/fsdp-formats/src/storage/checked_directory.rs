@@ -16,7 +16,7 @@ use super::lineage::Lineage;
 use super::location::Location;
 use super::read_at::{ReadAt, read_file};
 use crate::error::{FileError, FormatError};
-use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_LISTED_FILES, MAX_PICKLE_BYTES};
 use crate::metadata::METADATA_FILE;
 use crate::threads::lock;
 
@@ -41,6 +41,21 @@ impl CheckedDirectory {
         if verify {
             directory.integrity = directory.read_directory_integrity()?;
         }
+        Ok(directory)
+    }
+
+    /// Opens a directory whose format has no list of its files, and checks that all those exist that
+    /// the integrity file lists: a missing one would go unnoticed otherwise. Symbolic links are
+    /// followed.
+    pub(crate) fn open_covered(location: &Location, verify: bool) -> Result<Self, FileError> {
+        let directory = Self::open(location, verify, Links::Follow)?;
+        let mut missing = Vec::new();
+        for name in directory.covered() {
+            if !directory.has(&name)? {
+                missing.push(name);
+            }
+        }
+        directory.check_missing(missing)?;
         Ok(directory)
     }
 
@@ -180,20 +195,13 @@ impl CheckedDirectory {
             .collect()
     }
 
-    /// Checks that all files that the integrity file lists exist. Some formats have no list of
-    /// their files, so a missing one would go unnoticed without this.
-    pub(crate) fn check_covered(&self) -> Result<(), FileError> {
-        let mut missing = Vec::new();
-        for name in self.covered() {
-            if !self.has(&name)? {
-                missing.push(name);
-            }
-        }
-        self.check_missing(missing)
-    }
-
-    /// Makes an error of files that are missing, if there are any.
-    pub(crate) fn check_missing(&self, files: Vec<String>) -> Result<(), FileError> {
+    /// Returns an error of files that are missing, if there are any. Only so many of them are taken
+    /// as the error names.
+    pub(crate) fn check_missing(
+        &self,
+        files: impl IntoIterator<Item = String>,
+    ) -> Result<(), FileError> {
+        let files: Vec<String> = files.into_iter().take(MAX_LISTED_FILES).collect();
         if files.is_empty() {
             return Ok(());
         }

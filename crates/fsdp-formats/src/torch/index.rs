@@ -12,7 +12,6 @@ use crate::formats::checkpoint::Format;
 use crate::formats::index::Index;
 use crate::formats::read::OpenOptions;
 use crate::formats::weights::{Weights, in_two_files, is_known};
-use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 
@@ -36,8 +35,7 @@ pub(crate) fn open(
     names: &[String],
     options: OpenOptions,
 ) -> Result<Assembled, FileError> {
-    let directory = CheckedDirectory::open(location, options.verify, Links::Follow)?;
-    directory.check_covered()?;
+    let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let weights = Weights::choose(&directory, names, ENDING)?;
     // The files, with the keys that the index looks for in each.
     let (index, files) = match &weights {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, open};
 use fsdp_formats::metadata::{BytesEntry, Entry};
-use fsdp_formats::plan::{LoadRequest, ReadPlanOptions};
+use fsdp_formats::plan::LoadRequest;
 use fsdp_formats::reader::{CheckpointReader, OpenOptions};
 use fsdp_layout::{DType, PathPart, PlainValue, TensorBox};
 use fsdp_tools::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
@@ -550,9 +550,7 @@ fn reading_an_opaque_tensor_names_its_type() {
         shape: vec![64, 64],
         boxes: vec![TensorBox::whole(&[64, 64])],
     };
-    let error = source
-        .check_read(&[request], ReadPlanOptions::default())
-        .unwrap_err();
+    let error = source.check_read(&[request]).unwrap_err();
     assert_eq!(
         error.opaque_type().as_deref(),
         Some("torchao.quantization.Int8Tensor")

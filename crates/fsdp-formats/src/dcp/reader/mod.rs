@@ -36,7 +36,7 @@ use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
 use crate::formats::replicas::check_replicas;
 use crate::metadata::Replica;
 use crate::payload::slot::Slot;
-use crate::plan::{LoadPlan, LoadRequest, ReadPlanOptions};
+use crate::plan::LoadRequest;
 
 /// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is
 /// none.
@@ -251,18 +251,13 @@ impl Checkpoint for CheckpointReader {
         Ok(())
     }
 
-    fn check_read(
-        &self,
-        requests: &[LoadRequest],
-        options: ReadPlanOptions,
-    ) -> Result<LoadPlan, FileError> {
-        let plan = plan_load(&self.metadata, requests, options)?;
-        for read in &plan.reads {
+    fn check_read(&self, requests: &[LoadRequest]) -> Result<(), FileError> {
+        for read in plan_load(&self.metadata, requests)? {
             let fqn = &requests[read.request].fqn;
             let tensor = tensor_of(&self.metadata, fqn)?;
             self.check_item(ChunkItem::new(fqn, tensor, &tensor.chunks[read.chunk])?)?;
         }
-        Ok(plan)
+        Ok(())
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {

@@ -11,7 +11,7 @@ use crate::formats::lookup::{request_of, tensor_of};
 use crate::formats::read::{Destination, ReadOptions, byte_length};
 use crate::metadata::Chunk;
 use crate::payload::slot::Slot;
-use crate::plan::{LoadPlanError, ReadPlanOptions, plan_load};
+use crate::plan::{LoadPlanError, plan_load};
 use crate::storage::read_at::BlockReader;
 
 impl CheckpointReader {
@@ -21,11 +21,7 @@ impl CheckpointReader {
         // Plan before allocating, so that an absurd shape allocates nothing.
         let bounds = TensorBox::whole(&tensor.shape);
         let request = request_of(&self.metadata, fqn, &bounds)?;
-        plan_load(
-            &self.metadata,
-            std::slice::from_ref(&request),
-            ReadPlanOptions::default(),
-        )?;
+        plan_load(&self.metadata, [&request])?;
         let length = byte_length(&bounds, tensor.properties.dtype)
             .filter(|&length| can_hold(&tensor.chunks, length))
             .ok_or_else(|| LoadPlanError::Size {
