@@ -3,8 +3,6 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use fsdp_digest::{Digest, StateDigest, Sum};
 use fsdp_layout::TensorBox;
@@ -15,10 +13,10 @@ use crate::formats::lookup::quantizer_key;
 use crate::formats::opaque::digest_of_opaque;
 use crate::formats::stream::{check_expansion, stream};
 use crate::metadata::Entry;
-use crate::threads::{lock, on_threads, unlocked};
+use crate::threads::on_each;
 
 /// The bytes that a thread digests of one tensor before it takes the next piece of work.
-const PIECE: u64 = 64 << 20;
+const PIECE_BYTES: u64 = 64 << 20;
 
 /// A part of a tensor that one thread digests.
 struct PartToDigest<'a> {
@@ -57,12 +55,12 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
                 check_expansion(checkpoint, fqn, bytes)?;
                 jobs.extend(
                     (0..bytes)
-                        .step_by(PIECE as usize)
+                        .step_by(PIECE_BYTES as usize)
                         .map(|start| PartToDigest {
                             tensor: tensors.len(),
                             fqn,
                             shape,
-                            range: start..bytes.min(start + PIECE),
+                            range: start..bytes.min(start + PIECE_BYTES),
                         }),
                 );
                 tensors.push((fqn, dtype, shape));
@@ -71,18 +69,14 @@ pub fn digest(checkpoint: &dyn Checkpoint, threads: usize) -> Result<StateDigest
     }
     // Step 2: let the threads take one job after the other, and add the sums of each tensor's
     // parts. Their order does not matter.
-    let sums: Vec<Mutex<Sum>> = tensors.iter().map(|_| Mutex::default()).collect();
-    let next = AtomicUsize::new(0);
-    on_threads(threads.clamp(1, jobs.len().max(1)), || {
-        while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let sum = job.sum(checkpoint)?;
-            lock(&sums[job.tensor]).add(sum);
-        }
-        Ok(())
-    })?;
+    let mut sums = vec![Sum::default(); tensors.len()];
+    let parts = on_each(&jobs, threads, |job| job.sum(checkpoint));
+    for (job, part) in jobs.iter().zip(parts) {
+        sums[job.tensor].add(part?);
+    }
     // Step 3: turn each sum into a digest.
     for ((fqn, dtype, shape), sum) in tensors.into_iter().zip(sums) {
-        digests.insert(fqn, unlocked(sum).finish(dtype, shape));
+        digests.insert(fqn, sum.finish(dtype, shape));
         if let Some((name, digest)) = digest_of_quantizer(checkpoint, fqn)? {
             digests.insert(name, digest);
         }

@@ -1,6 +1,7 @@
 //! The place of a checkpoint in its run: its parent, and what has changed since then.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use fsdp_digest::Digest;
 
@@ -12,7 +13,7 @@ use crate::steps::step_of;
 pub use crate::storage::lineage::{DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
 
-/// A checkpoint of a run, as [`chain`] found it.
+/// A checkpoint of a run, as [`list_chain`] found it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
     /// Its name in the run's directory.
@@ -79,7 +80,7 @@ impl std::fmt::Display for Note {
 ///
 /// # Errors
 /// A directory that cannot be listed, checkpoints that cannot be opened.
-pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
+pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
     let run = run.into();
     let mut links = Vec::new();
     for name in run.names()? {
@@ -91,22 +92,18 @@ pub fn chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
         // The directory itself, without files of other programs beside its own, of which no digests
         // were recorded.
         let checkpoint = CheckpointReader::open(&path)?;
-        let digest = checkpoint.digests().map(|digests| digests.root());
         links.push(Link {
             name,
-            digest,
+            digest: checkpoint.digests().map(|digests| digests.root()),
             lineage: checkpoint.lineage().cloned(),
             notes: Vec::new(),
         });
     }
     // Checkpoints of other programs have no lineage, but often a step in their names.
     links.sort_by_cached_key(|link| {
+        let recorded = link.lineage.as_ref().map(|lineage| lineage.step);
         let named = step_of(&link.name).map(|(_, step)| step);
-        (
-            link.lineage.as_ref().map(|lineage| lineage.step),
-            named,
-            link.name.clone(),
-        )
+        (recorded, named, link.name.clone())
     });
     add_notes(&mut links);
     Ok(links)
@@ -132,32 +129,28 @@ fn add_notes(links: &mut [Link]) {
         let Some(parent) = lineage.parent else {
             continue;
         };
-        if let Some(other) = first_child.get(&parent.digest) {
-            let other = other.clone();
-            links[index].notes.push(Note::Fork { other });
-        } else {
-            first_child.insert(parent.digest, links[index].name.clone());
+        match first_child.entry(parent.digest) {
+            Entry::Occupied(other) => links[index].notes.push(Note::Fork {
+                other: other.get().clone(),
+            }),
+            Entry::Vacant(first) => _ = first.insert(links[index].name.clone()),
         }
         // The parent is known by its state, since steps may come twice in the life of a run.
-        let Some(&found) = by_digest.get(&parent.digest) else {
-            let is_another = steps.contains(&Some(parent.step));
-            links[index].notes.push(if is_another {
-                Note::ParentIsAnother
-            } else {
-                Note::ParentIsElsewhere
-            });
-            continue;
+        let notes = match by_digest.get(&parent.digest) {
+            Some(&found) => changes(links[found].lineage.as_ref(), &lineage),
+            None if steps.contains(&Some(parent.step)) => vec![Note::ParentIsAnother],
+            None => vec![Note::ParentIsElsewhere],
         };
-        let Some(before) = links[found].lineage.clone() else {
-            continue;
-        };
-        links[index].notes.extend(changes(&before, &lineage));
+        links[index].notes.extend(notes);
     }
 }
 
 /// Returns what has changed from a checkpoint to its child.
-fn changes(parent: &Lineage, child: &Lineage) -> Vec<Note> {
+fn changes(parent: Option<&Lineage>, child: &Lineage) -> Vec<Note> {
     let mut notes = Vec::new();
+    let Some(parent) = parent else {
+        return notes;
+    };
     if parent.config != child.config {
         notes.push(Note::OtherConfig);
     }

@@ -1,7 +1,5 @@
 //! The checkpoints in a run's folder, by the names that trainers give them.
 
-use std::io::ErrorKind;
-
 use crate::error::FileError;
 use crate::storage::location::Location;
 
@@ -39,7 +37,7 @@ pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileErro
             run.join(below)
         };
         let names = match folder.names() {
-            Err(error) if !below.is_empty() && is_absence(&error) => continue,
+            Err(error) if !below.is_empty() && error.is_absence() => continue,
             names => names?,
         };
         let mut steps: Vec<StepOfRun> = names
@@ -61,15 +59,6 @@ pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileErro
         }
     }
     Ok(Vec::new())
-}
-
-/// Returns `true` if an error means that a folder does not exist.
-fn is_absence(error: &FileError) -> bool {
-    let kind = match error {
-        FileError::Io { source, .. } => source.kind(),
-        _ => return false,
-    };
-    matches!(kind, ErrorKind::NotFound | ErrorKind::NotADirectory)
 }
 
 /// Returns the step in the name of a checkpoint, and the word before it; `None` for any other name.

@@ -75,16 +75,6 @@ pub enum LoadPlanError {
         /// Wanted dtype.
         wanted: DType,
     },
-    /// The dtypes differ, and the one cannot be made from the other.
-    #[error("dtype mismatch for `{fqn}`: {saved} was saved, which cannot be cast to {wanted}")]
-    Cast {
-        /// The key.
-        fqn: String,
-        /// Saved dtype.
-        saved: DType,
-        /// Wanted dtype.
-        wanted: DType,
-    },
     /// A wanted box does not lie in the tensor.
     #[error("box {bounds} of `{fqn}` does not lie in its shape {shape:?}")]
     OutOfBounds {

@@ -1,9 +1,6 @@
 //! The place of a checkpoint: a path, or the URL of an object store.
 
-use std::cmp::Ordering;
-use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -296,48 +293,13 @@ impl PartialEq for Location {
 
 impl Eq for Location {}
 
-impl PartialOrd for Location {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Location {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.name().cmp(other.name())
-    }
-}
-
-impl Hash for Location {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.name().hash(state);
-    }
-}
-
-impl From<PathBuf> for Location {
-    fn from(path: PathBuf) -> Self {
+/// Paths, and texts that are paths or URLs.
+impl<P: Into<PathBuf>> From<P> for Location {
+    fn from(path: P) -> Self {
+        let path = path.into();
         path.to_str()
             .and_then(|text| Self::from_url(text, Settings::new()))
             .unwrap_or_else(|| Self::from_path(path))
-    }
-}
-
-impl From<OsString> for Location {
-    fn from(text: OsString) -> Self {
-        PathBuf::from(text).into()
-    }
-}
-
-/// Borrowed texts and paths.
-impl<T: AsRef<OsStr> + ?Sized> From<&T> for Location {
-    fn from(text: &T) -> Self {
-        PathBuf::from(text).into()
-    }
-}
-
-impl From<String> for Location {
-    fn from(text: String) -> Self {
-        PathBuf::from(text).into()
     }
 }
 
