@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use clap::Args;
 use fsdp_formats::Location;
-use fsdp_formats::lineage::{Link, Note, chain};
+use fsdp_formats::lineage::{Link, Note, list_chain};
 use serde_json::{Value, json};
 
 use crate::failure::difference;
@@ -31,7 +31,7 @@ const SCHEMA: u32 = 1;
 /// A checkpoint whose parent was replaced; a directory that cannot be read.
 pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     let run = arguments.run.to_string();
-    let mut links = chain(&arguments.run)?;
+    let mut links = list_chain(&arguments.run)?;
     // Chains are found from the oldest on, but the newest is what a reader looks for.
     links.reverse();
     let broken = links

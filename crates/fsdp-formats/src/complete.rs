@@ -16,7 +16,7 @@ pub struct Problem {
     pub fqn: Option<String>,
     /// The file, relative to the checkpoint, where one is concerned.
     pub file: Option<String>,
-    /// The first bad byte in that file, where it is known.
+    /// The first bad byte in that file, or else the first byte of the item, where that is known.
     pub offset: Option<u64>,
     /// The error, with its causes.
     pub error: String,
@@ -27,35 +27,35 @@ pub struct Problem {
 impl Problem {
     /// Makes the problem with a key, or with the item that is stored for it.
     #[must_use]
-    pub fn with_key(
+    pub fn of_key(
         fqn: &str,
         stored: Option<&StorageInfo>,
         error: &(dyn std::error::Error + 'static),
     ) -> Self {
+        let problem = Self::of_file("", error);
         Problem {
             fqn: Some(fqn.to_owned()),
             file: stored.map(|stored| stored.relative_path.clone()),
-            offset: corrupt_at(error).or_else(|| stored.map(|stored| stored.offset)),
-            error: with_causes(error),
-            kind: kind_of(error),
+            offset: problem.offset.or(stored.map(|stored| stored.offset)),
+            ..problem
         }
     }
 
     /// Makes the problem with a file.
     #[must_use]
-    pub fn with_file(name: &str, error: &(dyn std::error::Error + 'static)) -> Self {
+    pub fn of_file(name: &str, error: &(dyn std::error::Error + 'static)) -> Self {
         Problem {
             fqn: None,
             file: Some(name.to_owned()),
-            offset: corrupt_at(error),
+            offset: offset_of_corruption(error),
             error: with_causes(error),
             kind: kind_of(error),
         }
     }
 }
 
-/// Returns where in its file a corrupt block starts.
-fn corrupt_at(error: &(dyn std::error::Error + 'static)) -> Option<u64> {
+/// Returns where in its file the first corrupt block starts, if that is the error.
+fn offset_of_corruption(error: &(dyn std::error::Error + 'static)) -> Option<u64> {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(FormatError::Corrupt { offset, .. }) = error.downcast_ref() {
@@ -104,7 +104,7 @@ pub fn check_metadata(checkpoint: &dyn Checkpoint) -> Vec<Problem> {
         if let Entry::Tensor(tensor) = entry {
             let boxes = tensor.chunks.iter().map(|chunk| &chunk.bounds);
             if let Err(error) = validate_cover(&tensor.shape, boxes) {
-                problems.push(Problem::with_key(fqn, None, &error));
+                problems.push(Problem::of_key(fqn, None, &error));
             }
         }
         // An empty chunk has no bytes that could be stored.
@@ -113,7 +113,7 @@ pub fn check_metadata(checkpoint: &dyn Checkpoint) -> Vec<Problem> {
         });
         if is_missing {
             let error = FileError::not_stored(fqn);
-            problems.push(Problem::with_key(fqn, None, &error));
+            problems.push(Problem::of_key(fqn, None, &error));
         }
     }
     problems
@@ -154,7 +154,7 @@ fn check_value(
         match error.opaque_type() {
             Some(of) => findings.opaque.push((fqn.to_owned(), of)),
             None => {
-                let problem = Problem::with_key(fqn, value.stored.as_ref(), &error);
+                let problem = Problem::of_key(fqn, value.stored.as_ref(), &error);
                 findings.problems.push(problem);
             }
         }
@@ -203,7 +203,7 @@ fn check_chunk_ends(
         let Some(of) = error.opaque_type() else {
             findings
                 .problems
-                .push(Problem::with_key(fqn, Some(stored), &error));
+                .push(Problem::of_key(fqn, Some(stored), &error));
             continue;
         };
         // An opaque tensor cannot be read here, but its bytes must be there, up to the last.
@@ -212,7 +212,7 @@ fn check_chunk_ends(
         if let Err(error) = refuse_paths(checkpoint.read_stored(fqn, stored, end, &mut [0]))? {
             findings
                 .problems
-                .push(Problem::with_key(fqn, Some(stored), &error));
+                .push(Problem::of_key(fqn, Some(stored), &error));
         }
     }
     findings

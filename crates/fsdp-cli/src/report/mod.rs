@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 use fsdp_formats::Location;
-use fsdp_formats::lineage::chain;
+use fsdp_formats::lineage::list_chain;
 
 use self::history::History;
 use self::metrics::Metrics;
@@ -71,7 +71,7 @@ pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     let name = directory.display().to_string();
     let metrics = Metrics::read(&directory.join(METRICS_FILE))?;
     let history = History::read(&directory.join(EVENTS_FILE))?;
-    let checkpoints = chain(checkpoint_dir)?;
+    let checkpoints = list_chain(checkpoint_dir)?;
     if metrics.lines == 0 && checkpoints.is_empty() {
         bail!(usage_error(
             format!("`{name}` has neither metrics nor checkpoints of a run"),

@@ -170,7 +170,7 @@ pub struct NewPart {
     list: PartList,
     /// The files in the order of `list`; `None` for `.metadata`, whose bytes are kept for the
     /// commit.
-    files: Vec<Option<StagedFile>>,
+    files: Vec<Option<Box<dyn StagedFile>>>,
     metadata: Vec<u8>,
     written: u64,
 }
@@ -242,7 +242,7 @@ impl NewPart {
         self.files
             .into_iter()
             .flatten()
-            .try_for_each(StagedFile::finish)?;
+            .try_for_each(|file| file.finish())?;
         self.staging.commit(METADATA_FILE, &self.metadata)
     }
 }

@@ -72,7 +72,7 @@ pub struct WrittenPayload {
 /// called with the checksum of each payload as soon as that has been written; without it no
 /// checksums are computed.
 pub fn write_payloads(
-    file: &StagedFile,
+    file: &dyn StagedFile,
     payloads: &[PlannedPayload<'_>],
     source: &dyn PayloadSource,
     threads: usize,
@@ -124,7 +124,7 @@ pub(crate) fn parts_of(length: u64) -> impl Iterator<Item = Range<u64>> {
 
 /// A writer of parts of payloads to a file.
 pub(crate) struct PartWriter<'a> {
-    pub(crate) file: &'a StagedFile,
+    pub(crate) file: &'a dyn StagedFile,
     pub(crate) source: &'a dyn PayloadSource,
     /// `true` if checksums are computed.
     pub(crate) with_checksum: bool,

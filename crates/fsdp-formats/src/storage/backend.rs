@@ -142,7 +142,7 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     }
 
     /// Creates a file of this length. Subdirectories in `relative` are created.
-    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError>;
+    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StagedFile>, FileError>;
 
     /// Writes a small file whole, and makes it durable.
     fn write(&self, relative: &str, bytes: &[u8]) -> Result<(), FileError> {
@@ -159,7 +159,7 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     }
 
     /// Creates the file of a checkpoint that is one file.
-    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError>;
+    fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError>;
 
     /// Returns `true` if nothing is at the target, or something that an entry of this kind replaces:
     /// files replace files, and directories replace directories.
@@ -182,17 +182,25 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError>;
 }
 
-/// A file of a [`Stage`].
-pub(crate) trait StageFile: fmt::Debug + Send + Sync {
-    /// Returns how many of `threads` threads should write it.
+/// A file of a checkpoint that is being written, of a length known beforehand.
+pub trait StagedFile: fmt::Debug + Send + Sync {
+    /// Returns how many of `threads` threads should write it: an upload holds parts in memory for
+    /// each.
     fn writers(&self, threads: usize) -> usize {
         threads
     }
 
-    /// Writes bytes at a position. Several threads may do so at once.
+    /// Writes bytes at a position. Several threads may do so at once. Writing beyond the planned
+    /// length is an error.
+    ///
+    /// # Errors
+    /// The errors of the storage.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError>;
 
     /// Makes the file durable.
+    ///
+    /// # Errors
+    /// The errors of the storage.
     fn finish(self: Box<Self>) -> Result<(), FileError>;
 }
 

@@ -69,6 +69,7 @@ pub(crate) mod read_at;
 pub(crate) mod sidecar;
 pub(crate) mod staging;
 
+pub use backend::StagedFile;
 pub use checked_directory::CheckedDirectory;
 pub use checked_file::CheckedFile;
 pub use cleanup::{clean_stale, list_stale};
@@ -77,7 +78,7 @@ pub use file_system::{
 };
 pub use fs::{Durable, Step, StepHook};
 pub use read_at::ReadAt;
-pub use staging::{StagedFile, Staging};
+pub use staging::Staging;
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::backend::{EntryKind, Stage, StageFile};
+use super::backend::{EntryKind, Stage, StagedFile};
 use super::fs::Durable;
 use super::integrity::INTEGRITY_FILE;
 use super::location::Location;
@@ -16,10 +16,6 @@ use crate::error::FileError;
 /// written.
 #[derive(Debug)]
 pub struct Staging(Box<dyn Stage>);
-
-/// A file of a checkpoint that is being written, of a length known beforehand.
-#[derive(Debug)]
-pub struct StagedFile(Box<dyn StageFile>);
 
 impl Durable {
     /// Prepares to write a checkpoint at `target`, a path or a URL. Missing directories are
@@ -147,8 +143,8 @@ impl Staging {
     ///
     /// # Errors
     /// The errors of the storage; a path that leads out of the checkpoint.
-    pub fn create(&self, relative: &str, length: u64) -> Result<StagedFile, FileError> {
-        Ok(StagedFile(self.0.create(relative, length)?))
+    pub fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StagedFile>, FileError> {
+        self.0.create(relative, length)
     }
 
     /// Creates the file of a checkpoint that is one file; [`Staging::commit_single`] puts it in its
@@ -156,8 +152,8 @@ impl Staging {
     ///
     /// # Errors
     /// The errors of the storage.
-    pub fn create_single(&self, length: u64) -> Result<StagedFile, FileError> {
-        Ok(StagedFile(self.0.create_single(length)?))
+    pub fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError> {
+        self.0.create_single(length)
     }
 
     /// Writes a small file whole, and makes it durable.
@@ -257,30 +253,5 @@ impl Staging {
     #[doc(hidden)]
     pub fn commit_single_with(self, sidecar: Sidecar<'_>) -> Result<(), FileError> {
         self.0.commit_single(Some(sidecar))
-    }
-}
-
-impl StagedFile {
-    /// Returns how many of `threads` threads should write it: an upload holds parts in memory for
-    /// each.
-    pub(crate) fn writers(&self, threads: usize) -> usize {
-        self.0.writers(threads)
-    }
-
-    /// Writes bytes at a position. Several threads may do so at once. Writing beyond the planned
-    /// length is an error.
-    ///
-    /// # Errors
-    /// The errors of the storage.
-    pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
-        self.0.write_at(offset, bytes)
-    }
-
-    /// Makes the file durable.
-    ///
-    /// # Errors
-    /// The errors of the storage.
-    pub fn finish(self) -> Result<(), FileError> {
-        self.0.finish()
     }
 }

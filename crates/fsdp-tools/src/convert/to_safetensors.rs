@@ -285,7 +285,7 @@ impl<'w> Files<'w> {
             Some(name) => self.staging.create(name, at)?,
             None => self.staging.create_single(at)?,
         };
-        let written = write_payloads(&file, &payloads, self.source, self.threads, None)?;
+        let written = write_payloads(&*file, &payloads, self.source, self.threads, None)?;
         for (piece, written) in pieces.iter().zip(&written) {
             sums.entry(piece.fqn).or_default().add(written.sum);
         }

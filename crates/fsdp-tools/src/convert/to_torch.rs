@@ -236,16 +236,16 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
     let file = staging.create_single(layout.length())?;
     // The header before a storage contains its checksum, so it is written after the storage.
     let written = write_payloads(
-        &file,
+        &*file,
         &payloads,
         &streamed,
         options.threads,
-        Some(&|index, crc| write_header(&file, &layout, index, crc)),
+        Some(&|index, crc| write_header(&*file, &layout, index, crc)),
     )?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
     if crcs.is_empty() {
         // Without storages, nothing has written the head of the archive.
-        write_header(&file, &layout, 0, 0)?;
+        write_header(&*file, &layout, 0, 0)?;
     }
     file.write_at(layout.tail_offset(), &layout.tail(&crcs))?;
     file.finish()?;
@@ -256,7 +256,7 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
 /// Writes the bytes before a storage, which contain its checksum. Before the first storage, that is
 /// all of the archive's head.
 fn write_header(
-    file: &StagedFile,
+    file: &dyn StagedFile,
     layout: &ArchiveLayout,
     index: usize,
     crc: u32,

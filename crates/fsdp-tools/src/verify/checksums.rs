@@ -58,7 +58,7 @@ impl Verification<'_> {
         }
         for name in names {
             if let Err(error) = self.check_file(name) {
-                let problem = Problem::with_file(name, &error);
+                let problem = Problem::of_file(name, &error);
                 self.report.problems.push(problem);
             }
         }

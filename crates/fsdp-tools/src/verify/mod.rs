@@ -132,7 +132,7 @@ impl Verification<'_> {
         stored: Option<&StorageInfo>,
         error: &(dyn std::error::Error + 'static),
     ) {
-        let problem = Problem::with_key(fqn, stored, error);
+        let problem = Problem::of_key(fqn, stored, error);
         self.report.problems.push(problem);
     }
 
@@ -167,7 +167,7 @@ impl Verification<'_> {
                 continue;
             };
             if last.as_ref() != Some(&name) {
-                let problem = Problem::with_file(&name, &error);
+                let problem = Problem::of_file(&name, &error);
                 self.report.problems.push(problem);
                 last = Some(name);
             }

@@ -164,7 +164,7 @@ pub fn write_rank(
     };
     let layout = layout::FileLayout::new(&items, options.digests)?;
     let file = staging.create(&name, layout.length)?;
-    let (integrity, parts) = payload::write(&file, &layout, items.source, threads)?;
+    let (integrity, parts) = payload::write(&*file, &layout, items.source, threads)?;
     file.finish()?;
     let number = written.files.len() as u32;
     written.items.extend(

@@ -22,7 +22,7 @@ enum Task {
 
 /// Writes all items, and returns the hashes of the file and each item's part in a digest.
 pub(super) fn write(
-    file: &StagedFile,
+    file: &dyn StagedFile,
     layout: &FileLayout<'_>,
     source: &dyn PayloadSource,
     threads: usize,
@@ -88,7 +88,7 @@ fn segment_start(layout: &FileLayout<'_>, item: usize) -> u64 {
 
 /// Runs one task.
 fn run(
-    file: &StagedFile,
+    file: &dyn StagedFile,
     layout: &FileLayout<'_>,
     source: &dyn PayloadSource,
     task: Task,

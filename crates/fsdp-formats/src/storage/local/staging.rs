@@ -7,7 +7,7 @@ use super::leftovers::{is_being_read, new_staging_name, recover, rename_old_vers
 use super::lock::FileLock;
 use super::read::list_names;
 use crate::error::{FileError, IoOutcome as _};
-use crate::storage::backend::{EntryKind, Links, Stage, StageFile, Storage, check_write};
+use crate::storage::backend::{EntryKind, Links, Stage, StagedFile, Storage, check_write};
 use crate::storage::file_system::{FileSystem, Identity, NewFile, OpenEntry};
 use crate::storage::fs::{Durable, parent_of, staging_path, staging_prefix};
 use crate::storage::paths::relative_parts;
@@ -287,7 +287,7 @@ impl Stage for LocalStage {
         &self.directory
     }
 
-    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StagedFile>, FileError> {
         let parts = relative_parts(&self.target, relative)?;
         let (name, directories) = parts.split_last().expect("a path has a part");
         let mut path = self.directory.clone();
@@ -298,7 +298,7 @@ impl Stage for LocalStage {
         path.push(name);
         let file = self.durable.create_file(&path)?;
         self.durable.preallocate(&*file, &path, length)?;
-        Ok(Box::new(LocalStageFile {
+        Ok(Box::new(LocalFile {
             durable: self.durable.clone(),
             file,
             path,
@@ -325,7 +325,7 @@ impl Stage for LocalStage {
             .is_ok())
     }
 
-    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+    fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError> {
         let file = self.create(SINGLE, length)?;
         self.copy_permissions(&self.directory.join(SINGLE))?;
         Ok(file)
@@ -399,14 +399,14 @@ impl Drop for LocalStage {
 
 /// A file of a staging directory.
 #[derive(Debug)]
-struct LocalStageFile {
+struct LocalFile {
     durable: Durable,
     file: Box<dyn NewFile>,
     path: PathBuf,
     length: u64,
 }
 
-impl StageFile for LocalStageFile {
+impl StagedFile for LocalFile {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
         check_write(&self.path, self.length, offset, bytes)?;
         self.durable

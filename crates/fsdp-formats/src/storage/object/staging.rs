@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use object_store::{PutMode, PutPayload};
@@ -13,7 +13,7 @@ use super::prefix::Prefix;
 use super::upload::{FinishedUpload, Upload};
 use crate::error::{FileError, IoOutcome as _};
 use crate::metadata::METADATA_FILE;
-use crate::storage::backend::{EntryKind, Stage, StageFile, Storage};
+use crate::storage::backend::{EntryKind, Stage, StagedFile, Storage};
 use crate::storage::fs::is_nonce;
 use crate::storage::integrity::INTEGRITY_FILE;
 use crate::storage::names::CLAIM_FILE;
@@ -45,18 +45,9 @@ pub(super) struct ObjectStage {
     /// `true` on the rank that prepared the stage, until the commit: dropping the stage then
     /// removes what was written.
     cleans: bool,
-    /// Objects of this save whose names do not contain its nonce.
-    unmarked: Mutex<Vec<Unmarked>>,
+    /// The objects of this save whose names do not contain its nonce, below the target or beside it.
+    unmarked: Mutex<Vec<(Prefix, String)>>,
     single: FinishedUpload,
-}
-
-/// An object of a save whose name does not contain the save's nonce.
-#[derive(Debug)]
-enum Unmarked {
-    /// An object below the target.
-    Inside(String),
-    /// An object beside the target.
-    Beside(String),
 }
 
 impl ObjectStage {
@@ -119,8 +110,9 @@ impl ObjectStage {
             .expect("a stage has a name that `join` has checked")
     }
 
-    fn unmarked(&self) -> MutexGuard<'_, Vec<Unmarked>> {
-        lock(&self.unmarked)
+    /// Notes an object whose name does not contain the nonce, so that it is removed with the rest.
+    fn note_unmarked(&self, prefix: &Prefix, name: &str) {
+        lock(&self.unmarked).push((prefix.clone(), name.to_owned()));
     }
 
     /// Returns the prefix that the target lies in.
@@ -161,9 +153,9 @@ impl ObjectStage {
             ..
         }) = sidecar
         {
-            self.unmarked()
-                .push(Unmarked::Beside(pending_name.to_owned()));
-            self.parent()?.put(
+            let parent = self.parent()?;
+            self.note_unmarked(parent, pending_name);
+            parent.put(
                 pending_name,
                 PutPayload::from(bytes.to_vec()),
                 PutMode::Overwrite,
@@ -239,12 +231,8 @@ impl ObjectStage {
         // An upload that waits for the commit is aborted by its drop.
         drop(lock(&self.single).take());
         // The claim was made first, so it is removed last: until then no other save can begin.
-        for object in self.unmarked().drain(..).rev() {
-            let _ = match (&object, &self.parent) {
-                (Unmarked::Inside(name), _) => self.prefix.delete(name),
-                (Unmarked::Beside(name), Some(parent)) => parent.delete(name),
-                (Unmarked::Beside(_), None) => Ok(()),
-            };
+        for (prefix, name) in lock(&self.unmarked).drain(..).rev() {
+            let _ = prefix.delete(&name);
         }
         self.delete_marked(|nonce| nonce == self.nonce());
     }
@@ -272,16 +260,15 @@ impl Stage for ObjectStage {
         // nonce, which tells whose it is if the answer is lost.
         let nonce = self.nonce().as_bytes();
         put_new(&self.prefix, CLAIM_FILE, nonce, self.target())?;
-        self.unmarked()
-            .push(Unmarked::Inside(CLAIM_FILE.to_owned()));
+        self.note_unmarked(&self.prefix, CLAIM_FILE);
         Ok(())
     }
 
-    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+    fn create(&self, relative: &str, length: u64) -> Result<Box<dyn StagedFile>, FileError> {
         relative_parts(self.target(), relative)?;
         let upload = Upload::new(&self.prefix, relative, length, true)?;
         if nonce_of(relative) != Some(self.nonce()) {
-            self.unmarked().push(Unmarked::Inside(relative.to_owned()));
+            self.note_unmarked(&self.prefix, relative);
         }
         Ok(Box::new(upload))
     }
@@ -304,7 +291,7 @@ impl Stage for ObjectStage {
         Ok(self.prefix.copy(&from_prefix, name, as_name).is_ok())
     }
 
-    fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
+    fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError> {
         // The last request of this upload is the commit, so finishing the file only keeps the
         // upload for later.
         let mut upload = Upload::new(&self.prefix, "", length, false)?;
@@ -363,10 +350,9 @@ impl Stage for ObjectStage {
         self.cleans = false;
         // Best effort from here on, because leftovers do no harm. They belong to saves that can no
         // longer commit, because the marker exists.
-        let has_claim = self
-            .unmarked()
+        let has_claim = lock(&self.unmarked)
             .iter()
-            .any(|object| matches!(object, Unmarked::Inside(name) if name == CLAIM_FILE));
+            .any(|(_, name)| name == CLAIM_FILE);
         if has_claim {
             let _ = self.prefix.delete(CLAIM_FILE);
         }
@@ -397,7 +383,7 @@ impl Stage for ObjectStage {
             self.nonce().as_bytes(),
             &parent.name_of(&claim),
         )?;
-        self.unmarked().push(Unmarked::Beside(claim.clone()));
+        self.note_unmarked(&parent, &claim);
         let done = self.put_single(upload, sidecar);
         // If there is still something to clean up, dropping the stage does that and then removes
         // the claim. Otherwise the claim is removed here.

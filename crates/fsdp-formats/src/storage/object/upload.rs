@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use super::prefix::{Prefix, Store};
 use super::runtime::{spawn, wait};
 use crate::error::{FileError, IoOutcome as _};
-use crate::storage::backend::{StageFile, check_write};
+use crate::storage::backend::{StagedFile, check_write};
 use crate::threads::lock;
 
 /// The bytes of a part, unless that would make more than [`MAX_PARTS`]. No object store takes
@@ -57,7 +57,7 @@ pub(super) struct Upload {
     permits: Arc<Semaphore>,
     /// `true` once a part could not be sent.
     failed: Arc<AtomicBool>,
-    /// The slot in which [`StageFile::finish`] leaves the upload, if it must not publish it.
+    /// The slot in which [`StagedFile::finish`] leaves the upload, if it must not publish it.
     pub(super) parked_in: Option<FinishedUpload>,
     /// `true` if no other save writes to the key of this object. Then an object of the right length
     /// at the key must be this one.
@@ -212,7 +212,7 @@ impl Upload {
     }
 }
 
-impl StageFile for Upload {
+impl StagedFile for Upload {
     fn writers(&self, threads: usize) -> usize {
         threads.min(WRITERS)
     }
