@@ -139,12 +139,12 @@ impl PayloadSource for LocalState {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
         let length = range.end - range.start;
-        self.look(fqn, bounds, range, sink)?;
+        self.peek(fqn, bounds, range, sink)?;
         self.progress.record_written(length);
         Ok(())
     }
 
-    fn look(
+    fn peek(
         &self,
         fqn: &str,
         bounds: &TensorBox,

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use clap::Args;
 use fsdp_formats::Location;
-use fsdp_formats::checkpoint::{self, StepOfRun, steps_of_run};
+use fsdp_formats::checkpoint::{self, StepOfRun, list_steps};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use serde::Serialize;
@@ -49,7 +49,7 @@ struct ListedCheckpoint {
 pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
     // One that cannot be opened is listed too: a run with a damaged checkpoint is when this command
     // is needed.
-    let checkpoints: Vec<ListedCheckpoint> = steps_of_run(&arguments.run)?
+    let checkpoints: Vec<ListedCheckpoint> = list_steps(&arguments.run)?
         .into_iter()
         .map(ListedCheckpoint::new)
         .collect();

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use fsdp_formats::Location;
-use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps_of_run};
+use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, list_steps};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_tools::verify::{Level, verify};
@@ -48,7 +48,7 @@ const SCHEMA: u32 = 1;
 /// No checkpoint that would be kept is whole; names whose numbers count different things; a folder
 /// that cannot be listed; after the list is printed, the first error of a removal.
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
-    let all = steps_of_run(&arguments.run)?;
+    let all = list_steps(&arguments.run)?;
     if all.is_empty() && !arguments.json {
         output::talk(&no_checkpoints(&arguments.run));
     }

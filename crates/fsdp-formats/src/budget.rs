@@ -6,7 +6,7 @@
 
 /// The bytes that may be built from any input, however small. Twice as much may be taken for a
 /// moment, while it grows, so that 64 MiB are not exceeded.
-pub(crate) const FREE: u64 = 32 << 20;
+pub(crate) const FREE_BYTES: u64 = 32 << 20;
 
 /// The bytes of memory and work that are left for what is built from one input.
 #[derive(Debug, Clone)]
@@ -26,7 +26,7 @@ pub(crate) struct OverBudget {
 impl Budget {
     /// Makes the budget of an input of `length` bytes, of which each may become `factor` bytes.
     pub(crate) fn new(length: u64, factor: u64) -> Self {
-        let limit = FREE.saturating_add(length.saturating_mul(factor));
+        let limit = FREE_BYTES.saturating_add(length.saturating_mul(factor));
         Budget { left: limit, limit }
     }
 
@@ -66,7 +66,7 @@ impl Budget {
         what: &'static str,
         json: &[u8],
     ) -> Result<(), OverBudget> {
-        const ELEMENT: u64 = 48;
+        const ELEMENT_COST_BYTES: u64 = 48;
         let mut elements = 0u64;
         let mut is_text = false;
         let mut is_escaped = false;
@@ -83,7 +83,7 @@ impl Budget {
         self.charge(
             what,
             elements
-                .saturating_mul(ELEMENT)
+                .saturating_mul(ELEMENT_COST_BYTES)
                 .saturating_add(json.len() as u64),
         )
     }

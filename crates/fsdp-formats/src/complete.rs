@@ -176,6 +176,7 @@ fn check_chunk_ends(
     }
     let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
     let mut opaque = None;
+    let problems = &mut findings.problems;
     for Chunk { bounds, stored } in &tensor.chunks {
         // Chunks that are stored nowhere have been reported above.
         let Some(stored) = stored else {
@@ -201,18 +202,14 @@ fn check_chunk_ends(
             continue;
         };
         let Some(of) = error.opaque_type() else {
-            findings
-                .problems
-                .push(Problem::of_key(fqn, Some(stored), &error));
+            problems.push(Problem::of_key(fqn, Some(stored), &error));
             continue;
         };
         // An opaque tensor cannot be read here, but its bytes must be there, up to the last.
         opaque = Some(of);
         let end = stored.length.saturating_sub(1);
         if let Err(error) = refuse_paths(checkpoint.read_stored(fqn, stored, end, &mut [0]))? {
-            findings
-                .problems
-                .push(Problem::of_key(fqn, Some(stored), &error));
+            problems.push(Problem::of_key(fqn, Some(stored), &error));
         }
     }
     findings

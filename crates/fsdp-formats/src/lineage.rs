@@ -116,10 +116,6 @@ fn add_notes(links: &mut [Link]) {
         .enumerate()
         .filter_map(|(index, link)| Some((link.digest?, index)))
         .collect();
-    let steps: Vec<Option<u64>> = links
-        .iter()
-        .map(|link| Some(link.lineage.as_ref()?.step))
-        .collect();
     let mut first_child: BTreeMap<Digest, String> = BTreeMap::new();
     for index in 0..links.len() {
         let Some(lineage) = links[index].lineage.clone() else {
@@ -138,8 +134,14 @@ fn add_notes(links: &mut [Link]) {
         // The parent is known by its state, since steps may come twice in the life of a run.
         let notes = match by_digest.get(&parent.digest) {
             Some(&found) => changes(links[found].lineage.as_ref(), &lineage),
-            None if steps.contains(&Some(parent.step)) => vec![Note::ParentIsAnother],
-            None => vec![Note::ParentIsElsewhere],
+            None => {
+                let mut others = links.iter().filter_map(|link| link.lineage.as_ref());
+                vec![if others.any(|other| other.step == parent.step) {
+                    Note::ParentIsAnother
+                } else {
+                    Note::ParentIsElsewhere
+                }]
+            }
         };
         links[index].notes.extend(notes);
     }

@@ -14,7 +14,7 @@ use crate::metadata::METADATA_FILE;
 use crate::numpy;
 use crate::rank_files;
 use crate::safetensors::read::SafetensorsCheckpoint;
-use crate::steps::steps_of_run;
+use crate::steps::list_steps;
 use crate::storage::backend::{EntryKind, Links};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::checked_file::CheckedFile;
@@ -105,14 +105,11 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         ) => Err(not_replaceable(location, "checkpoint directory")),
         // A damaged checkpoint may be replaced. It is not known any more which files are its own,
         // but directories are not, so there must be none.
-        Err(_) => match location
-            .names()?
-            .into_iter()
-            .find(|name| is_directory(location, name))
-        {
-            None => Ok(()),
-            Some(name) => Err(holds_others(location, name)),
-        },
+        Err(_) => {
+            let mut names = location.names()?.into_iter();
+            let other = names.find(|name| is_directory(location, name));
+            other.map_or(Ok(()), |name| Err(holds_others(location, name)))
+        }
     }
 }
 
@@ -182,13 +179,13 @@ fn open_directory(
     if !files.is_empty() {
         return Ok(Box::new(torch::index::open(location, &files, options)?));
     }
-    if !steps_of_run(location)?.is_empty() {
+    if !list_steps(location)?.is_empty() {
         return Err(FileError::NotCommitted {
             path: location.name().to_owned(),
             reason: "it is the folder of a run, whose checkpoints lie below it",
         });
     }
-    if let Some(what) = megatron(&directory, &names)? {
+    if let Some(what) = megatron_format(&directory, &names)? {
         return Err(unsupported(location, what));
     }
     // A directory of no known format gets the error of a DCP directory without metadata.
@@ -197,7 +194,7 @@ fn open_directory(
 
 /// Returns what a directory is in one of Megatron's formats that are not read; `None` for any other
 /// directory.
-fn megatron(
+fn megatron_format(
     directory: &CheckedDirectory,
     names: &[String],
 ) -> Result<Option<&'static str>, FileError> {
@@ -256,7 +253,7 @@ fn open_content(
         }
         error => error,
     })?;
-    match first_bytes(location, &file)?.as_slice() {
+    match read_first_bytes(location, &file)?.as_slice() {
         [b'P', b'K', 3 | 5, ..] => open_archive(location, directory),
         bytes if legacy::is_start(bytes) => {
             Ok(Box::new(torch::read::open(location, directory, None)?))
@@ -282,14 +279,11 @@ fn open_content(
 
 /// Reads the first bytes of a file, by which its format is recognized. They are not checked yet,
 /// because a file of no known format may have no hashes that are meant for it.
-fn first_bytes(location: &Location, file: &CheckedFile) -> Result<Vec<u8>, FileError> {
+fn read_first_bytes(location: &Location, file: &CheckedFile) -> Result<Vec<u8>, FileError> {
     let mut bytes = vec![0; file.len().min(16) as usize];
     file.unchecked()
         .read_exact_at(0, &mut bytes)
-        .map_err(|source| FileError::File {
-            path: location.name().to_owned(),
-            source,
-        })?;
+        .map_err(|error| error.in_file(location.name()))?;
     Ok(bytes)
 }
 
@@ -321,8 +315,5 @@ fn open_archive(
 }
 
 fn unsupported(location: &Location, what: &str) -> FileError {
-    FileError::File {
-        path: location.name().to_owned(),
-        source: FormatError::unsupported(what),
-    }
+    FormatError::unsupported(what).in_file(location.name())
 }

@@ -22,13 +22,13 @@ const BELOW: [&str; 4] = ["", "checkpoint", "checkpoints", "outputs/checkpoint"]
 /// The words before the number in the name of a checkpoint.
 const WORDS: [&str; 5] = ["step", "checkpoint", "iter", "epoch", "ckpt"];
 
-/// Lists the checkpoints of a run by their steps, the oldest first: `step-40`, `checkpoint-40`,
+/// Returns the checkpoints of a run by their steps, the oldest first: `step-40`, `checkpoint-40`,
 /// `checkpoint_3`, `global_step40`, `iter_0000040`, `epoch=1-step=40.ckpt`, and their like. They
 /// are in the folder itself, or below `checkpoint`, `checkpoints` or `outputs/checkpoint`.
 ///
 /// # Errors
 /// A folder that cannot be listed.
-pub fn steps_of_run(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError> {
+pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError> {
     let run = run.into();
     for below in BELOW {
         let folder = if below.is_empty() {

@@ -147,7 +147,7 @@ impl Iterator for StridedRuns {
 }
 
 /// A gap between runs up to which it is cheaper to read on than to read again.
-const NEAR: u64 = 16 << 10;
+const NEAR_BYTES: u64 = 16 << 10;
 
 /// Elements in a source of bytes.
 pub(crate) struct StoredElements<'l> {
@@ -179,7 +179,7 @@ impl StoredElements<'_> {
             let end = start + ((run.len - 1) * run.src_step * element + element) as u64;
             let is_near = runs
                 .peek()
-                .is_some_and(|next| self.storage + next.src * (element as u64) < end + NEAR);
+                .is_some_and(|next| self.storage + next.src * (element as u64) < end + NEAR_BYTES);
             let limit = if is_near { last } else { end };
             if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
                 let at = run.dst * element;
@@ -193,9 +193,11 @@ impl StoredElements<'_> {
             }
             is_scattered = true;
             // Elements lie apart, here or there: read what spans some of them, then pick.
-            const SPAN: usize = 64 << 10;
+            const SPAN_BYTES: usize = 64 << 10;
             let step = run.src_step * element;
-            let at_once = SPAN.checked_div(step).map_or(run.len, |count| count.max(1));
+            let at_once = SPAN_BYTES
+                .checked_div(step)
+                .map_or(run.len, |count| count.max(1));
             for done in (0..run.len).step_by(at_once) {
                 let count = at_once.min(run.len - done);
                 scratch.resize((count - 1) * step + element, 0);

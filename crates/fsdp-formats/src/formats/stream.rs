@@ -7,7 +7,7 @@ use fsdp_layout::{DType, TensorBox};
 
 use super::checkpoint::Checkpoint;
 use super::lookup::request_of;
-use crate::budget::{Budget, FREE};
+use crate::budget::{Budget, FREE_BYTES};
 use crate::error::FileError;
 use crate::payload::slot::Slot;
 use crate::plan::plan_load;
@@ -54,7 +54,7 @@ pub fn check_expansion(
     fqn: &str,
     length: u64,
 ) -> Result<(), FileError> {
-    if length <= FREE {
+    if length <= FREE_BYTES {
         return Ok(());
     }
     let mut bytes = 0u64;

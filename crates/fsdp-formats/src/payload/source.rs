@@ -23,7 +23,7 @@ pub trait PayloadSource: Sync {
 
     /// Passes the same bytes as [`PayloadSource::payload`], for a caller that only reads them and
     /// does not count them as written.
-    fn look(
+    fn peek(
         &self,
         fqn: &str,
         bounds: &TensorBox,

@@ -18,9 +18,9 @@ use crate::storage::integrity::block_length;
 use crate::threads::{lock, on_threads, unlocked};
 
 /// The number of bytes that are hashed, and then written, at a time.
-pub(crate) const AT_ONCE: u64 = 1 << 20;
+pub(crate) const WRITE_BYTES: u64 = 1 << 20;
 /// The length of the parts in which threads share a payload: a multiple of every block length.
-const PART: u64 = 32 << 20;
+const PART_BYTES: u64 = 32 << 20;
 
 /// The outcome of a task.
 #[derive(Debug, Default)]
@@ -118,8 +118,8 @@ pub fn write_payloads(
 /// Returns the parts in which threads share a payload of this length.
 pub(crate) fn parts_of(length: u64) -> impl Iterator<Item = Range<u64>> {
     (0..length)
-        .step_by(PART as usize)
-        .map(move |start| start..length.min(start + PART))
+        .step_by(PART_BYTES as usize)
+        .map(move |start| start..length.min(start + PART_BYTES))
 }
 
 /// A writer of parts of payloads to a file.
@@ -253,7 +253,7 @@ impl PartSink<'_> {
             let left = self.end - self.at;
             // A write has whole blocks, or all that is left of the part, so that no block is hashed
             // in two pieces.
-            let wanted = left.min(AT_ONCE.max(self.block)) as usize;
+            let wanted = left.min(WRITE_BYTES.max(self.block)) as usize;
             let have = bytes.len() as u64;
             let direct = if have >= left {
                 left

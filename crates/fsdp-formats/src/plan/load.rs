@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::validate::{ChunkError, validate_chunks};
-use crate::metadata::{Chunk, Entry, Metadata, TensorEntry};
+use crate::metadata::{Entry, Metadata, TensorEntry};
 
 /// A tensor that a rank wants parts of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -198,21 +198,13 @@ fn plan_tensor<'m>(
             });
         }
         let mut covered = 0;
-        for (
-            chunk,
-            Chunk {
-                bounds: held,
-                stored,
-            },
-        ) in saved.chunks.iter().enumerate()
-        {
-            let Some(overlap) = held.intersect(bounds) else {
+        for (chunk, saved) in saved.chunks.iter().enumerate() {
+            let Some(overlap) = saved.bounds.intersect(bounds) else {
                 continue;
             };
             covered += overlap.numel();
-            let place = stored
-                .as_ref()
-                .map(|stored| (stored.relative_path.as_str(), stored.offset));
+            let stored = saved.stored.as_ref();
+            let place = stored.map(|stored| (stored.relative_path.as_str(), stored.offset));
             let read = ReadItem {
                 request: index,
                 wanted,

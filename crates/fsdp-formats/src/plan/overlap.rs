@@ -20,20 +20,20 @@ pub(super) fn find_overlap<'c>(
     // The dimension along which the boxes are shortest comes first, because it leaves the fewest
     // pairs for the others. The bits of numbers that are not negative are in the order of the
     // numbers.
-    dims.sort_by_cached_key(|&dim| share(shape, boxes, dim).to_bits());
+    dims.sort_by_cached_key(|&dim| sum_of_shares(shape, boxes, dim).to_bits());
     let (first, second) = match dims[..] {
         [] => (0, 1),
-        [dim] => neighbours(
+        [dim] => find_overlap_of_ranges(
             boxes
                 .iter()
                 .enumerate()
                 .map(|(index, b)| (b.offsets[dim]..b.offsets[dim] + b.sizes[dim], index)),
         )?,
         _ => match flat_ranges(shape, boxes) {
-            Some(ranges) => neighbours(ranges)?,
+            Some(ranges) => find_overlap_of_ranges(ranges)?,
             None => {
                 let all: Vec<usize> = (0..boxes.len()).collect();
-                Search { boxes }.between(&all, &all, &dims)?
+                Search { boxes }.find_between(&all, &all, &dims)?
             }
         },
     };
@@ -41,7 +41,7 @@ pub(super) fn find_overlap<'c>(
 }
 
 /// Returns the sum over all boxes of the share of a dimension that each of them spans.
-fn share(shape: &[usize], boxes: &[&TensorBox], dim: usize) -> f64 {
+fn sum_of_shares(shape: &[usize], boxes: &[&TensorBox], dim: usize) -> f64 {
     boxes
         .iter()
         .map(|bounds| bounds.sizes[dim] as f64 / shape[dim] as f64)
@@ -50,7 +50,9 @@ fn share(shape: &[usize], boxes: &[&TensorBox], dim: usize) -> f64 {
 
 /// Finds two ranges that overlap, and returns what belongs to them. In the order of their starts
 /// only neighbours can.
-fn neighbours(ranges: impl IntoIterator<Item = (Range<usize>, usize)>) -> Option<(usize, usize)> {
+fn find_overlap_of_ranges(
+    ranges: impl IntoIterator<Item = (Range<usize>, usize)>,
+) -> Option<(usize, usize)> {
     let mut ranges: Vec<(usize, usize, usize)> = ranges
         .into_iter()
         .map(|(range, index)| (range.start, range.end, index))
@@ -72,7 +74,7 @@ fn flat_ranges(shape: &[usize], boxes: &[&TensorBox]) -> Option<Vec<(Range<usize
 }
 
 /// The lengths up to which each box of a list is compared with each of another list.
-const FEW: usize = 16;
+const FEW_BOXES: usize = 16;
 
 /// A search for two boxes that overlap. Each box is given as its index in `boxes`.
 ///
@@ -107,30 +109,30 @@ impl Search<'_, '_> {
 
     /// Finds a box of `a` and another one of `b` that overlap along all of these dimensions, of
     /// which there is one at least.
-    fn between(&self, a: &[usize], b: &[usize], dims: &[usize]) -> Option<(usize, usize)> {
-        if a.len().min(b.len()) <= FEW {
-            return self.among_few(a, b, dims);
+    fn find_between(&self, a: &[usize], b: &[usize], dims: &[usize]) -> Option<(usize, usize)> {
+        if a.len().min(b.len()) <= FEW_BOXES {
+            return self.find_among_few(a, b, dims);
         }
         if let [dim] = *dims {
-            return self.along(a, b, dim);
+            return self.find_along(a, b, dim);
         }
         // Starts that are equal are found the first time.
-        self.holding(a, &self.by_start(b, dims[0]), dims, false)
-            .or_else(|| self.holding(b, &self.by_start(a, dims[0]), dims, true))
+        self.find_holding(a, &self.by_start(b, dims[0]), dims, false)
+            .or_else(|| self.find_holding(b, &self.by_start(a, dims[0]), dims, true))
     }
 
     /// Finds a box of `a` that holds the start of a box of `b` along the first of these dimensions
     /// (and does not start there itself, if `starts_before`), and that overlaps with it along the
     /// others. `b` is sorted by these starts.
-    fn holding(
+    fn find_holding(
         &self,
         a: &[usize],
         b: &[usize],
         dims: &[usize],
         starts_before: bool,
     ) -> Option<(usize, usize)> {
-        if a.len().min(b.len()) <= FEW {
-            return self.among_few(a, b, dims);
+        if a.len().min(b.len()) <= FEW_BOXES {
+            return self.find_among_few(a, b, dims);
         }
         let dim = dims[0];
         let first = self.start(b[0], dim);
@@ -146,7 +148,7 @@ impl Search<'_, '_> {
                 hold_some.push(index);
             }
         }
-        let found = self.between(&hold_all, b, &dims[1..]);
+        let found = self.find_between(&hold_all, b, &dims[1..]);
         if found.is_some() || hold_some.is_empty() {
             return found;
         }
@@ -158,12 +160,12 @@ impl Search<'_, '_> {
             split => split,
         };
         let (low, high) = b.split_at(split);
-        self.holding(&hold_some, low, dims, starts_before)
-            .or_else(|| self.holding(&hold_some, high, dims, starts_before))
+        self.find_holding(&hold_some, low, dims, starts_before)
+            .or_else(|| self.find_holding(&hold_some, high, dims, starts_before))
     }
 
-    /// Finds what [`between`](Self::between) finds along a single dimension.
-    fn along(&self, a: &[usize], b: &[usize], dim: usize) -> Option<(usize, usize)> {
+    /// Finds what [`find_between`](Self::find_between) finds along a single dimension.
+    fn find_along(&self, a: &[usize], b: &[usize], dim: usize) -> Option<(usize, usize)> {
         // The start, the box, and the list that it is in.
         let mut order: Vec<(usize, usize, usize)> = [a, b]
             .into_iter()
@@ -190,8 +192,8 @@ impl Search<'_, '_> {
         None
     }
 
-    /// Finds what [`between`](Self::between) finds by comparing each box with each.
-    fn among_few(&self, a: &[usize], b: &[usize], dims: &[usize]) -> Option<(usize, usize)> {
+    /// Finds what [`find_between`](Self::find_between) finds by comparing each box with each.
+    fn find_among_few(&self, a: &[usize], b: &[usize], dims: &[usize]) -> Option<(usize, usize)> {
         for &one in a {
             for &other in b {
                 if one != other && dims.iter().all(|&dim| self.do_overlap(one, other, dim)) {

@@ -129,13 +129,10 @@ fn plan_checked(
     must_cover: bool,
 ) -> Result<GlobalPlan, SavePlanError> {
     // Step 1: find out who holds what, and that all agree about it.
-    let mut holders = Holders {
-        of_schema: vec![Vec::new(); schemas.len()],
-        of_offer: vec![Vec::new(); offers.len()],
-    };
+    let mut ranks_of = vec![Vec::new(); schemas.len() + offers.len()];
     for (rank, &offer) in of_ranks.iter().enumerate() {
-        holders.of_offer[offer].push(rank as u32);
-        holders.of_schema[offers[offer].schema].push(rank as u32);
+        ranks_of[offers[offer].schema].push(rank as u32);
+        ranks_of[schemas.len() + offer].push(rank as u32);
     }
     let groups = group_by_key(schemas, offers, of_ranks)?;
     // Readers would refuse such a key only after the checkpoint is written.
@@ -145,7 +142,7 @@ fn plan_checked(
 
     // Step 2: make the entry of each key, and assign what only one rank holds.
     let mut assignment = Assignment {
-        holders: &holders,
+        ranks_of: &ranks_of,
         weights: vec![0; of_ranks.len()],
         loads: vec![0; of_ranks.len()],
         kept: vec![Vec::new(); of_ranks.len()],
@@ -198,7 +195,7 @@ fn plan_checked(
                 };
                 checked.map_err(|source| SavePlanError::Chunks {
                     fqn: fqn.clone(),
-                    ranks: holders.first_ranks(&all_holders),
+                    ranks: first_ranks(&ranks_of, &all_holders),
                     source: Box::new(source),
                 })?;
                 Entry::Tensor(TensorEntry {
@@ -247,42 +244,29 @@ fn payload_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
         })
 }
 
-/// A holder of a chunk or a value.
+/// The ranks that hold a chunk or a value at the same place of their plans: every rank with the same
+/// schema, if that implies the box, or every rank with the same offer.
 #[derive(Debug, Clone, Copy)]
-enum Holder {
-    /// Every rank with this offer, as a box of the offer.
-    Offer { offer: u32, item: u32, index: u32 },
-    /// Every rank with this schema, whole.
-    Schema { schema: u32, item: u32 },
+struct Holder {
+    /// Position of the list of its ranks: there is one for each schema, then one for each offer.
+    ranks: u32,
+    /// Position of the item in the plan of each of them.
+    item: u32,
+    /// Position of the box in the item; 0 for a whole tensor or a value.
+    index: u32,
 }
 
-/// The ranks that each [`Holder`] stands for.
-struct Holders {
-    of_schema: Vec<Vec<u32>>,
-    of_offer: Vec<Vec<u32>>,
-}
-
-impl Holders {
-    /// Returns the ranks of a holder, in order.
-    fn ranks(&self, holder: Holder) -> &[u32] {
-        match holder {
-            Holder::Offer { offer, .. } => &self.of_offer[offer as usize],
-            Holder::Schema { schema, .. } => &self.of_schema[schema as usize],
-        }
-    }
-
-    /// Returns the first eight of the ranks that these holders stand for.
-    fn first_ranks(&self, holders: &[Holder]) -> Vec<usize> {
-        let mut ranks: Vec<usize> = holders
-            .iter()
-            .flat_map(|&holder| self.ranks(holder))
-            .map(|&rank| rank as usize)
-            .collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks.truncate(8);
-        ranks
-    }
+/// Returns the first eight of the ranks that these holders stand for.
+fn first_ranks(ranks_of: &[Vec<u32>], holders: &[Holder]) -> Vec<usize> {
+    let mut ranks: Vec<usize> = holders
+        .iter()
+        .flat_map(|holder| &ranks_of[holder.ranks as usize])
+        .map(|&rank| rank as usize)
+        .collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks.truncate(8);
+    ranks
 }
 
 /// All ranks' items of one flat key.
@@ -317,7 +301,8 @@ struct SharedChunk {
 
 /// The boxes and values that each rank has been given to write.
 struct Assignment<'a> {
-    holders: &'a Holders,
+    /// The ranks of each [`Holder`], by its list, in order.
+    ranks_of: &'a [Vec<u32>],
     /// The weights of what each rank has been given.
     weights: Vec<u64>,
     /// The bytes of what each rank has been given.
@@ -331,7 +316,7 @@ impl Assignment<'_> {
     /// Assigns a chunk to its only holder, or sets it aside if there are several.
     fn add(&mut self, chunk: SharedChunk) {
         match chunk.holders[..] {
-            [holder] if self.holders.ranks(holder).len() == 1 => {
+            [holder] if self.ranks_of[holder.ranks as usize].len() == 1 => {
                 self.assign(&chunk, Deduplicate::LowestRank);
             }
             _ => self.shared.push(chunk),
@@ -362,12 +347,8 @@ impl Assignment<'_> {
     fn assign(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
         // The load that counts, the rank, and the item and index of the box in its plan.
         let mut best: Option<((u64, u32), u32, u32)> = None;
-        for &holder in &chunk.holders {
-            let (item, index) = match holder {
-                Holder::Offer { item, index, .. } => (item, index),
-                Holder::Schema { item, .. } => (item, 0),
-            };
-            for &rank in self.holders.ranks(holder) {
+        for &Holder { ranks, item, index } in &chunk.holders {
+            for &rank in &self.ranks_of[ranks as usize] {
                 let load = match rule {
                     Deduplicate::Balanced => self.weights[rank as usize],
                     Deduplicate::LowestRank => 0,
@@ -430,8 +411,8 @@ fn group_by_key<'p>(
             let Some(group) = group.and_then(|&group| groups.get_mut(group)) else {
                 continue;
             };
-            let holder = Holder::Offer {
-                offer: offer as u32,
+            let holder = Holder {
+                ranks: (schemas.len() + offer) as u32,
                 item: held.item,
                 index: held.index,
             };
@@ -458,9 +439,10 @@ impl KeyGroup<'_> {
         }
         self.check_agreement(rank, item)?;
         self.last_schema = Some(schema);
-        let holder = Holder::Schema {
-            schema: schema as u32,
+        let holder = Holder {
+            ranks: schema as u32,
             item: index as u32,
+            index: 0,
         };
         match &item.content {
             WriteContent::Value { .. } => self.candidates.push((None, holder)),

@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use crate::budget::{Budget, FREE};
+use crate::budget::{Budget, FREE_BYTES};
 use crate::error::FormatError;
 use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
 use crate::storage::read_at::{ReadAt, read_whole};
@@ -105,7 +105,10 @@ pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
 /// Limits the memory that the JSON of a header takes, by its length: a file may well have a hundred
 /// thousand tensors.
 fn charge_header(json: &[u8]) -> Result<(), FormatError> {
-    Ok(Budget::new(json.len() as u64 + FREE, 1).charge_json("memory for the header", json)?)
+    Ok(
+        Budget::new(json.len() as u64 + FREE_BYTES, 1)
+            .charge_json("memory for the header", json)?,
+    )
 }
 
 /// Checks the length of the JSON of a header.

@@ -153,10 +153,7 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
 
     /// Adds a finished file of another checkpoint to this one, under the name `as_name`, without
     /// moving its bytes through this process. Returns `false` if the storage cannot do that.
-    fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError> {
-        let _ = (from, name, as_name);
-        Ok(false)
-    }
+    fn link(&self, from: &dyn Storage, name: &str, as_name: &str) -> Result<bool, FileError>;
 
     /// Creates the file of a checkpoint that is one file.
     fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError>;

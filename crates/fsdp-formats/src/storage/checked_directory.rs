@@ -37,7 +37,12 @@ impl CheckedDirectory {
     /// Opens a directory. With `verify`, its integrity file is read, if there is one.
     #[doc(hidden)]
     pub fn open(location: &Location, verify: bool, links: Links) -> Result<Self, FileError> {
-        let mut directory = Self::open_unchecked(location, links)?;
+        let mut directory = CheckedDirectory {
+            directory: location.storage()?.open(links)?,
+            integrity: None,
+            files: Mutex::default(),
+            bytes_read: Arc::default(),
+        };
         if verify {
             directory.integrity = directory.read_directory_integrity()?;
         }
@@ -67,7 +72,7 @@ impl CheckedDirectory {
         name: &str,
         verify: bool,
     ) -> Result<Self, FileError> {
-        let mut directory = Self::open_unchecked(location, Links::Follow)?;
+        let mut directory = Self::open(location, false, Links::Follow)?;
         let integrity = integrity_beside(name);
         if verify && directory.has(&integrity)? {
             directory.integrity = Some(directory.read_integrity(&integrity)?);
@@ -93,16 +98,6 @@ impl CheckedDirectory {
         Ok(directory)
     }
 
-    fn open_unchecked(location: &Location, links: Links) -> Result<Self, FileError> {
-        let directory = location.storage()?.open(links)?;
-        Ok(CheckedDirectory {
-            directory,
-            integrity: None,
-            files: Mutex::default(),
-            bytes_read: Arc::default(),
-        })
-    }
-
     /// Reads the integrity file of a directory.
     ///
     /// In an object store several saves to one target may have left theirs, each under a name of
@@ -118,12 +113,10 @@ impl CheckedDirectory {
         });
         let mut found = None;
         for name in &names {
-            let integrity = self.read_integrity(name)?;
-            let is_right = names.len() == 1 || self.covers_metadata(&integrity)?;
             // If none is right, the last one is used, so that reading the `.metadata` fails with
             // the right error.
-            found = Some(integrity);
-            if is_right {
+            let integrity = found.insert(self.read_integrity(name)?);
+            if names.len() == 1 || self.covers_metadata(integrity)? {
                 break;
             }
         }

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use tracing::debug_span;
 
 use super::file_system::{FileSystem, NewFile};
-use super::os::OperatingSystem;
+use super::os::{OperatingSystem, UNSUPPORTED};
 use crate::error::{FileError, IoOutcome as _};
 
 /// One kind of durable step.
@@ -286,10 +286,7 @@ fn is_refused(error: &io::Error) -> bool {
 
 /// Returns `true` if the file system does not know the operation.
 fn is_unsupported(error: &io::Error) -> bool {
-    let codes = [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP];
-    error
-        .raw_os_error()
-        .is_some_and(|code| codes.iter().any(|errno| errno.raw_os_error() == code))
+    Errno::from_io_error(error).is_some_and(|errno| UNSUPPORTED.contains(&errno))
 }
 
 /// Returns the directory that a path lies in: the current one for a bare name.

@@ -20,6 +20,9 @@ use super::file_system::{
 use super::read_at::ReadAt;
 use crate::error::FormatError;
 
+/// The errors of a file system that does not know an operation.
+pub(super) const UNSUPPORTED: [Errno; 3] = [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP];
+
 /// The file system of the operating system.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OperatingSystem;
@@ -88,13 +91,13 @@ impl FileSystem for OperatingSystem {
             Ok(()) => Ok(()),
             // A file system without this flag: its plain rename still refuses a directory that
             // holds something.
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if !self.exists(to) => {
+            Err(errno) if UNSUPPORTED.contains(&errno) => {
+                if self.exists(to) {
+                    return Err(io::ErrorKind::AlreadyExists.into());
+                }
                 self.rename_over(from, to)
             }
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                Err(io::ErrorKind::AlreadyExists.into())
-            }
-            Err(error) => Err(error.into()),
+            Err(errno) => Err(errno.into()),
         }
     }
 
@@ -181,8 +184,8 @@ impl NewFile for OsFile {
         }
         match rustix::fs::fallocate(&self.0, FallocateFlags::empty(), 0, length) {
             Ok(()) => Ok(()),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => self.0.set_len(length),
-            Err(error) => Err(error.into()),
+            Err(errno) if UNSUPPORTED.contains(&errno) => self.0.set_len(length),
+            Err(errno) => Err(errno.into()),
         }
     }
 

@@ -25,7 +25,11 @@ impl Sidecar<'_> {
     ///
     /// # Errors
     /// [`FileError::HoldsOthers`] if the sidecar would replace a file that must stay.
-    pub fn unneeded(&self, parent: &Path, names: Vec<String>) -> Result<Vec<String>, FileError> {
+    pub fn find_unneeded(
+        &self,
+        parent: &Path,
+        names: Vec<String>,
+    ) -> Result<Vec<String>, FileError> {
         let mut unneeded = Vec::new();
         for name in names.into_iter().filter(|name| name.starts_with(self.name)) {
             if (self.is_unneeded)(&name) {

@@ -371,7 +371,7 @@ pub(super) fn write_file(
     // The commit checks this again. A conversion that would be refused there need not begin.
     if values.is_some() && old.folder.join(&values_name).exists()? {
         staging.check_sidecar(&values_name)?;
-        sidecar.unneeded(old.folder.name(), vec![values_name.clone()])?;
+        sidecar.find_unneeded(old.folder.name(), vec![values_name.clone()])?;
     }
     // The digests are in the header, which is written again once the elements are summed.
     let mut sums = Sums::new();

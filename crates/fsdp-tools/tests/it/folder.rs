@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fsdp_formats::FileError;
-use fsdp_formats::checkpoint::{Checkpoint, Format, steps_of_run};
+use fsdp_formats::checkpoint::{Checkpoint, Format, list_steps};
 use fsdp_formats::internals::encode_value;
 use fsdp_formats::metadata::Entry;
 use fsdp_layout::{PlainValue, TensorBox};
@@ -442,7 +442,7 @@ fn the_checkpoints_of_a_run_are_found_by_their_names() {
         std::fs::create_dir_all(outputs.join(format!("step-{step}"))).unwrap();
     }
     let steps = |run: &Path| {
-        steps_of_run(run)
+        list_steps(run)
             .unwrap()
             .iter()
             .map(|found| found.step)
@@ -461,5 +461,5 @@ fn the_checkpoints_of_a_run_are_found_by_their_names() {
     std::fs::create_dir(&run).unwrap();
     assert!(steps(&run).is_empty());
     std::os::unix::fs::symlink("checkpoints", run.join("checkpoints")).unwrap();
-    assert!(steps_of_run(&run).is_err());
+    assert!(list_steps(&run).is_err());
 }

@@ -8,7 +8,7 @@ use super::layout::{Content, FileLayout, ItemLayout};
 use crate::error::FileError;
 use crate::payload::source::PayloadSource;
 use crate::payload::write::{
-    AT_ONCE, Done, PartWriter, PlannedPayload, check_length, in_parallel, parts_of,
+    Done, PartWriter, PlannedPayload, WRITE_BYTES, check_length, in_parallel, parts_of,
 };
 use crate::storage::StagedFile;
 use crate::storage::integrity::{FileIntegrity, block_length};
@@ -66,7 +66,7 @@ fn tasks(layout: &FileLayout<'_>) -> Vec<Task> {
         match tasks.last_mut() {
             Some(Task::Batch { first, count })
                 if *first + *count == index
-                    && placed.end() - layout.items[*first].offset <= AT_ONCE =>
+                    && placed.end() - layout.items[*first].offset <= WRITE_BYTES =>
             {
                 *count += 1;
             }

@@ -118,7 +118,7 @@ fn sum_of(
     let place = tensor.place()?;
     let mut sum = Sum::default();
     let mut at = 0;
-    source.look(tensor.fqn, tensor.bounds, 0..place.length(), &mut |bytes| {
+    source.peek(tensor.fqn, tensor.bounds, 0..place.length(), &mut |bytes| {
         sum.add_piece(&place, at, bytes);
         at += bytes.len() as u64;
         Ok(())

@@ -229,7 +229,9 @@ impl LocalStage {
         // Nothing has changed yet: a sidecar that would replace the file of somebody else is
         // refused here.
         let unneeded = match sidecar {
-            Some(sidecar) => sidecar.unneeded(&parent, list_names(durable.files(), &parent)?.0)?,
+            Some(sidecar) => {
+                sidecar.find_unneeded(&parent, list_names(durable.files(), &parent)?.0)?
+            }
             None => Vec::new(),
         };
         // Step 1: publish the sidecar under its pending name, which readers of the old file do not

@@ -114,14 +114,10 @@ impl Prefix {
     }
 
     /// Puts an object in one request, either replacing an existing one or only if there is none.
-    pub(super) fn put(
-        &self,
-        below: &str,
-        bytes: PutPayload,
-        mode: PutMode,
-    ) -> Result<(), FileError> {
+    pub(super) fn put(&self, below: &str, bytes: &[u8], mode: PutMode) -> Result<(), FileError> {
         let key = self.key(below)?;
-        wait(self.store.put_opts(&key, bytes, mode.into()))
+        let payload = PutPayload::from(bytes.to_vec());
+        wait(self.store.put_opts(&key, payload, mode.into()))
             .map(drop)
             .during("write", self.name_of(below))
     }

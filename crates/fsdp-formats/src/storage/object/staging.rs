@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use object_store::{PutMode, PutPayload};
+use object_store::PutMode;
 
 use super::prefix::Prefix;
 use super::upload::{FinishedUpload, Upload};
@@ -142,7 +142,7 @@ impl ObjectStage {
             Some(sidecar) => {
                 let parent = self.parent()?;
                 let there = parent.head(sidecar.name)?.map(|_| sidecar.name.to_owned());
-                sidecar.unneeded(&parent.name, there.into_iter().collect())?
+                sidecar.find_unneeded(&parent.name, there.into_iter().collect())?
             }
             None => Vec::new(),
         };
@@ -155,11 +155,7 @@ impl ObjectStage {
         {
             let parent = self.parent()?;
             self.note_unmarked(parent, pending_name);
-            parent.put(
-                pending_name,
-                PutPayload::from(bytes.to_vec()),
-                PutMode::Overwrite,
-            )?;
+            parent.put(pending_name, bytes, PutMode::Overwrite)?;
         }
         // Step 2: put the object itself. This is the commit.
         let length = upload.length;
@@ -185,17 +181,11 @@ impl ObjectStage {
         // Step 3: give the sidecar its final name. If there is none, remove that of the old object.
         // A failure is ignored, since the commit is done: readers look for both names, and can tell
         // if a sidecar belongs to the checkpoint.
-        let Some(Sidecar {
-            name,
-            pending_name,
-            bytes,
-            ..
-        }) = sidecar
-        else {
+        let Some(sidecar) = sidecar else {
             return Ok(());
         };
         let parent = self.parent()?;
-        let Some(bytes) = bytes else {
+        let Some(bytes) = sidecar.bytes else {
             for old in &unneeded {
                 let _ = parent.delete(old);
             }
@@ -208,11 +198,8 @@ impl ObjectStage {
         } else {
             PutMode::Overwrite
         };
-        if parent
-            .put(name, PutPayload::from(bytes.to_vec()), mode)
-            .is_ok()
-        {
-            let _ = parent.delete(pending_name);
+        if parent.put(sidecar.name, bytes, mode).is_ok() {
+            let _ = parent.delete(sidecar.pending_name);
         }
         Ok(())
     }
@@ -400,7 +387,7 @@ fn put_new(prefix: &Prefix, name: &str, bytes: &[u8], taken: &Path) -> Result<()
     let mut pause = COMMIT_PAUSE;
     let mut attempt = 1;
     loop {
-        let error = match prefix.put(name, PutPayload::from(bytes.to_vec()), PutMode::Create) {
+        let error = match prefix.put(name, bytes, PutMode::Create) {
             Ok(()) => return Ok(()),
             Err(error) => error,
         };
