@@ -244,8 +244,8 @@ fn payload_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
         })
 }
 
-/// The ranks that hold a chunk or a value at the same place of their plans: every rank with the same
-/// schema, if that implies the box, or every rank with the same offer.
+/// The ranks that hold a chunk or a value at the same place of their plans: every rank with the
+/// same schema, if that implies the box, or every rank with the same offer.
 #[derive(Debug, Clone, Copy)]
 struct Holder {
     /// Position of the list of its ranks: there is one for each schema, then one for each offer.

@@ -158,8 +158,8 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Creates the file of a checkpoint that is one file.
     fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError>;
 
-    /// Returns `true` if nothing is at the target, or something that an entry of this kind replaces:
-    /// files replace files, and directories replace directories.
+    /// Returns `true` if nothing is at the target, or something that an entry of this kind
+    /// replaces: files replace files, and directories replace directories.
     fn may_be_replaced_by(&self, wanted: EntryKind) -> Result<bool, FileError>;
 
     /// Checks that no file of this name lies beside the target, unless that may be overwritten.

@@ -7,15 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use fsdp_digest::StateDigest;
-use twox_hash::XxHash3_64;
 
 use super::backend::{Links, ReadDirectory};
 use super::checked_file::CheckedFile;
-use super::integrity::{FileIntegrity, HashedBlock, INTEGRITY_FILE, Integrity, integrity_beside};
+use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
 use super::lineage::Lineage;
 use super::location::Location;
-use super::read_at::{ReadAt, read_file};
-use crate::error::{FileError, FormatError};
+use super::read_at::{ReadAt, read_whole};
+use crate::error::{FileError, FormatError, check_limit};
 use crate::limits::{MAX_INTEGRITY_BYTES, MAX_LISTED_FILES, MAX_PICKLE_BYTES};
 use crate::metadata::METADATA_FILE;
 use crate::threads::lock;
@@ -49,9 +48,9 @@ impl CheckedDirectory {
         Ok(directory)
     }
 
-    /// Opens a directory whose format has no list of its files, and checks that all those exist that
-    /// the integrity file lists: a missing one would go unnoticed otherwise. Symbolic links are
-    /// followed.
+    /// Opens a directory whose format has no list of its files, and checks that all those exist
+    /// that the integrity file lists: a missing one would go unnoticed otherwise. Symbolic links
+    /// are followed.
     pub(crate) fn open_covered(location: &Location, verify: bool) -> Result<Self, FileError> {
         let directory = Self::open(location, verify, Links::Follow)?;
         let mut missing = Vec::new();
@@ -131,11 +130,13 @@ impl CheckedDirectory {
     /// Returns `true` if an integrity file has the hash of the `.metadata` that is here, or none of
     /// a `.metadata`.
     fn covers_metadata(&self, integrity: &Integrity) -> Result<bool, FileError> {
-        let Some(metadata) = integrity.files.get(METADATA_FILE) else {
+        let Some(hashes) = integrity.files.get(METADATA_FILE) else {
             return Ok(true);
         };
-        let bytes = self.read_checked(METADATA_FILE, MAX_PICKLE_BYTES)?;
-        Ok(check(metadata, METADATA_FILE, &bytes).is_ok())
+        let file = self.directory.file(METADATA_FILE)?;
+        // Why it could not be read is told when it is read to be used.
+        let read = self.read_by_hashes(file, METADATA_FILE, Some(hashes), MAX_PICKLE_BYTES);
+        Ok(read.is_ok())
     }
 
     /// Returns the number of threads that should read in place of each one that would read from a
@@ -283,12 +284,26 @@ impl CheckedDirectory {
     #[doc(hidden)]
     pub fn read_checked(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let file = self.directory.file(relative)?;
-        let bytes = read_file(&*file, limit).map_err(|source| self.file_error(relative, source))?;
-        if let Some(integrity) = self.integrity_of(relative)? {
-            check(integrity, relative, &bytes)
-                .map_err(|source| self.file_error(relative, source))?;
-        }
-        Ok(bytes)
+        self.read_by_hashes(file, relative, self.integrity_of(relative)?, limit)
+    }
+
+    /// Reads all of an open file of at most `limit` bytes, and checks it by these hashes.
+    fn read_by_hashes(
+        &self,
+        file: Box<dyn ReadAt>,
+        name: &str,
+        hashes: Option<&FileIntegrity>,
+        limit: u64,
+    ) -> Result<Vec<u8>, FileError> {
+        let file = CheckedFile {
+            // Only what is read of the checkpoint's items is counted.
+            bytes_read: Arc::default(),
+            ..self.checked(file, name, hashes)
+        };
+        check_limit("file length", file.len(), limit)
+            .and_then(|()| file.check_length())
+            .and_then(|()| read_whole(&file, 0, file.len()))
+            .map_err(|source| self.file_error(name, source))
     }
 
     /// Returns the error of a file from the reason.
@@ -306,30 +321,5 @@ impl CheckedDirectory {
         }
         let reason = "the integrity file does not list it";
         Err(self.file_error(relative, FormatError::malformed("checkpoint", reason)))
-    }
-}
-
-/// Checks a file that is in memory.
-fn check(integrity: &FileIntegrity, name: &str, bytes: &[u8]) -> Result<(), FormatError> {
-    let length = bytes.len() as u64;
-    let expected = integrity.length();
-    let differing = if length == expected {
-        integrity
-            .blocks()
-            .find(|HashedBlock { range, hash }| {
-                let block = &bytes[range.start as usize..range.end as usize];
-                XxHash3_64::oneshot(block) != *hash
-            })
-            .map(|block| block.range)
-    } else {
-        Some(length.min(expected)..length.max(expected))
-    };
-    match differing {
-        None => Ok(()),
-        Some(range) => Err(FormatError::Corrupt {
-            file: name.to_owned(),
-            offset: range.start,
-            end: range.end,
-        }),
     }
 }

@@ -56,6 +56,17 @@ impl CheckedFile {
         Ok(())
     }
 
+    /// Checks that the file has the length that is in the integrity file, if there is one.
+    pub(super) fn check_length(&self) -> Result<(), FormatError> {
+        let length = self.len();
+        let integrity = self.integrity.as_ref();
+        let expected = integrity.map_or(length, |integrity| integrity.length());
+        if expected != length {
+            return Err(self.corrupt(length.min(expected)..length.max(expected)));
+        }
+        Ok(())
+    }
+
     /// Returns the same file without its hashes, for bytes that are checked in another way.
     pub(crate) fn unchecked(&self) -> Self {
         CheckedFile {
@@ -69,20 +80,16 @@ impl CheckedFile {
     /// in the integrity file is an error.
     #[doc(hidden)]
     pub fn parts(&self) -> Result<Vec<Range<u64>>, FormatError> {
-        const PART: u64 = 64 << 20;
+        const PART_BYTES: u64 = 64 << 20;
         let Some(integrity) = &self.integrity else {
             return Ok(Vec::new());
         };
-        let length = self.len();
-        let expected = integrity.length();
-        if expected != length {
-            return Err(self.corrupt(length.min(expected)..length.max(expected)));
-        }
+        self.check_length()?;
         // A part ends with a block, because half a block cannot be checked.
         let mut parts = Vec::new();
         let mut start = 0;
         for block in integrity.blocks() {
-            if block.range.end - start >= PART || block.range.end == length {
+            if block.range.end - start >= PART_BYTES || block.range.end == self.len() {
                 parts.push(start..block.range.end);
                 start = block.range.end;
             }

@@ -30,8 +30,8 @@ impl Durable {
     /// Removes a checkpoint, unless a reader holds its lock. Returns `true` if it was removed.
     ///
     /// A directory disappears in one step; a crash in the middle leaves a part of it under a name
-    /// that [`list_stale`] lists. Readers hold a shared lock on the directory; where locks do not work,
-    /// nobody is known to read.
+    /// that [`list_stale`] lists. Readers hold a shared lock on the directory; where locks do not
+    /// work, nobody is known to read.
     ///
     /// In an object store `.metadata` goes first. Readers are not known there: they find that the
     /// rest is missing.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use tracing::debug_span;
 
-use super::file_system::{FileSystem, NewFile};
+use super::file_system::FileSystem;
 use super::os::{OperatingSystem, UNSUPPORTED};
 use crate::error::{FileError, IoOutcome as _};
 
@@ -106,8 +106,8 @@ impl Durable {
         &self.files
     }
 
-    /// Runs one step between the two calls of the hook.
-    fn step<T>(
+    /// Runs one step between the two calls of the hook. The operation is for errors.
+    pub(super) fn step<T>(
         &self,
         step: Step,
         operation: &'static str,
@@ -170,44 +170,6 @@ impl Durable {
             Err(FileError::Io { source, .. }) if existed && is_refused(&source) => Ok(()),
             synced => synced,
         }
-    }
-
-    /// Creates a file that must not exist.
-    pub(super) fn create_file(&self, path: &Path) -> Result<Box<dyn NewFile>, FileError> {
-        self.step(Step::CreateFile, "create", path, || {
-            self.files.create_file(path)
-        })
-    }
-
-    /// Gives a new file its full length, so that a full disk is found before the writing.
-    pub(super) fn preallocate(
-        &self,
-        file: &dyn NewFile,
-        path: &Path,
-        length: u64,
-    ) -> Result<(), FileError> {
-        if length == 0 {
-            return Ok(());
-        }
-        self.step(Step::Preallocate, "allocate space for", path, || {
-            file.allocate(length)
-        })
-    }
-
-    /// Writes bytes at a position of a file.
-    pub(super) fn write_at(
-        &self,
-        file: &dyn NewFile,
-        path: &Path,
-        offset: u64,
-        bytes: &[u8],
-    ) -> Result<(), FileError> {
-        self.step(Step::Write, "write", path, || file.write_at(offset, bytes))
-    }
-
-    /// Fsyncs a file.
-    pub(super) fn sync_file(&self, file: &dyn NewFile, path: &Path) -> Result<(), FileError> {
-        self.step(Step::SyncFile, "sync", path, || file.sync())
     }
 
     /// Fsyncs a directory, which makes the names in it durable.

@@ -20,8 +20,8 @@
 //!   not touched until the rename.
 //! * Overwriting exchanges the two directories in one step (`renameat2` with `RENAME_EXCHANGE`),
 //!   and then removes the old one. If another process is reading the old one, it stays, and
-//!   [`list_stale`] lists it once nobody reads it. If the file system cannot exchange directories, the
-//!   old one is first renamed to `.NAME.old-<nonce>`. A crash between the two renames leaves no
+//!   [`list_stale`] lists it once nobody reads it. If the file system cannot exchange directories,
+//!   the old one is first renamed to `.NAME.old-<nonce>`. A crash between the two renames leaves no
 //!   target, but both checkpoints whole; the next [`Durable::prepare`] puts the old one back. Older
 //!   versions that are still there have lost such names before, durably.
 //! * A failed fsync fails the save. It is never retried, because the kernel may have dropped the

@@ -118,7 +118,8 @@ impl Storage for LocalStorage {
             return Ok(false);
         }
         // Removing takes many steps. One rename takes the checkpoint away first, to a name that
-        // `list_stale` lists, so that a crash in the middle leaves nothing that looks like a checkpoint.
+        // `list_stale` lists, so that a crash in the middle leaves nothing that looks like a
+        // checkpoint.
         let doomed = staging_path(&self.path, &new_staging_name(&*self.files))?;
         durable.rename_new(&self.path, &doomed)?;
         durable.sync_directory(parent_of(&self.path))?;

@@ -9,7 +9,7 @@ use super::read::list_names;
 use crate::error::{FileError, IoOutcome as _};
 use crate::storage::backend::{EntryKind, Links, Stage, StagedFile, Storage, check_write};
 use crate::storage::file_system::{FileSystem, Identity, NewFile, OpenEntry};
-use crate::storage::fs::{Durable, parent_of, staging_path, staging_prefix};
+use crate::storage::fs::{Durable, Step, parent_of, staging_path, staging_prefix};
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
 
@@ -298,8 +298,16 @@ impl Stage for LocalStage {
             self.durable.create_directory(&path)?;
         }
         path.push(name);
-        let file = self.durable.create_file(&path)?;
-        self.durable.preallocate(&*file, &path, length)?;
+        let durable = &self.durable;
+        let file = durable.step(Step::CreateFile, "create", &path, || {
+            durable.files().create_file(&path)
+        })?;
+        // A file gets its full length first, so that a full disk is found before the writing.
+        if length > 0 {
+            durable.step(Step::Preallocate, "allocate space for", &path, || {
+                file.allocate(length)
+            })?;
+        }
         Ok(Box::new(LocalFile {
             durable: self.durable.clone(),
             file,
@@ -411,11 +419,13 @@ struct LocalFile {
 impl StagedFile for LocalFile {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), FileError> {
         check_write(&self.path, self.length, offset, bytes)?;
-        self.durable
-            .write_at(&*self.file, &self.path, offset, bytes)
+        self.durable.step(Step::Write, "write", &self.path, || {
+            self.file.write_at(offset, bytes)
+        })
     }
 
     fn finish(self: Box<Self>) -> Result<(), FileError> {
-        self.durable.sync_file(&*self.file, &self.path)
+        self.durable
+            .step(Step::SyncFile, "sync", &self.path, || self.file.sync())
     }
 }

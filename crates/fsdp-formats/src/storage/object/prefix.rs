@@ -122,14 +122,6 @@ impl Prefix {
             .during("write", self.name_of(below))
     }
 
-    /// Copies an object from another prefix of the same store. The store does this itself, so no
-    /// bytes are transferred here.
-    pub(super) fn copy(&self, from: &Prefix, name: &str, to: &str) -> Result<(), FileError> {
-        let source = from.key(name)?;
-        let target = self.key(to)?;
-        wait(self.store.copy(&source, &target)).during("copy to", self.name_of(to))
-    }
-
     /// Removes an object, if it is there.
     pub(super) fn delete(&self, below: &str) -> Result<(), FileError> {
         let key = self.key(below)?;

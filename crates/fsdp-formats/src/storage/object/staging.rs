@@ -7,9 +7,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use object_store::PutMode;
+use object_store::{ObjectStoreExt as _, PutMode};
 
 use super::prefix::Prefix;
+use super::runtime::wait;
 use super::upload::{FinishedUpload, Upload};
 use crate::error::{FileError, IoOutcome as _};
 use crate::metadata::METADATA_FILE;
@@ -45,7 +46,8 @@ pub(super) struct ObjectStage {
     /// `true` on the rank that prepared the stage, until the commit: dropping the stage then
     /// removes what was written.
     cleans: bool,
-    /// The objects of this save whose names do not contain its nonce, below the target or beside it.
+    /// The objects of this save whose names do not contain its nonce, below the target or beside
+    /// it.
     unmarked: Mutex<Vec<(Prefix, String)>>,
     single: FinishedUpload,
 }
@@ -273,9 +275,11 @@ impl Stage for ObjectStage {
         {
             return Ok(false);
         }
-        // An object that is gone, or too large to be copied in one request, is written by the
-        // caller.
-        Ok(self.prefix.copy(&from_prefix, name, as_name).is_ok())
+        let source = from_prefix.key(name)?;
+        let target = self.prefix.key(as_name)?;
+        // The store copies the object itself, so no bytes come here. An object that is gone, or too
+        // large to be copied in one request, is written by the caller.
+        Ok(wait(self.prefix.store.copy(&source, &target)).is_ok())
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError> {

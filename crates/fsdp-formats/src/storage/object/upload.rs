@@ -26,8 +26,8 @@ const PART_BYTES: u64 = 5 << 20;
 const MAX_PARTS: u64 = 10_000;
 /// The most parts of an object that are under way at once.
 const PARTS_IN_FLIGHT: usize = 6;
-/// The most threads that write an object at once. Each holds up to three parts: with those under way 60 MiB
-/// in all.
+/// The most threads that write an object at once. Each holds up to three parts: with those under
+/// way 60 MiB in all.
 const WRITERS: usize = 2;
 
 /// The operation of sending a part, for errors.
@@ -39,8 +39,8 @@ pub(super) type FinishedUpload = Arc<Mutex<Option<Upload>>>;
 /// An object that is being written.
 ///
 /// It appears when it is complete, or not at all. It takes memory for the parts that are begun
-/// (about two for each of [`WRITERS`] threads, and one that waits), and for the [`PARTS_IN_FLIGHT`] parts
-/// that are being sent.
+/// (about two for each of [`WRITERS`] threads, and one that waits), and for the [`PARTS_IN_FLIGHT`]
+/// parts that are being sent.
 pub(super) struct Upload {
     store: Arc<dyn Store>,
     key: Key,
