@@ -1,5 +1,6 @@
 //! The place of a checkpoint: a path, or the URL of an object store.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -294,6 +295,18 @@ impl PartialEq for Location {
 }
 
 impl Eq for Location {}
+
+impl PartialOrd for Location {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Location {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.name().cmp(other.name())
+    }
+}
 
 /// Paths, and texts that are paths or URLs.
 impl<P: Into<PathBuf>> From<P> for Location {
