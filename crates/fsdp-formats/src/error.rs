@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use fsdp_digest::DigestError;
 use thiserror::Error;
 
-use crate::pickle::{PickleError, PickleErrorKind};
+use crate::pickle::PickleError;
 use crate::plan::{LoadPlanError, SavePlanError};
 
 /// Bytes that could not be read, or are not as expected. Offsets count from the start of the item
@@ -127,6 +127,15 @@ impl FormatError {
     /// Makes the error of something that is legal, but not supported.
     pub(crate) fn unsupported(what: impl Into<String>) -> Self {
         FormatError::Unsupported { what: what.into() }
+    }
+
+    /// Returns the type that makes a value opaque, if that is the error.
+    pub(crate) fn opaque_type(&self) -> Option<String> {
+        match self {
+            FormatError::Pickle(error) => error.opaque_type(),
+            FormatError::Opaque { of } => Some(of.clone()),
+            _ => None,
+        }
     }
 
     /// Names the key that the error belongs to, in an error that says nothing else about the place.
@@ -415,14 +424,7 @@ impl FileError {
         let (FileError::Item { source, .. } | FileError::File { source, .. }) = self else {
             return None;
         };
-        match source {
-            FormatError::Pickle(PickleError {
-                kind: PickleErrorKind::Global { module, name },
-                ..
-            }) => Some(format!("{module}.{name}")),
-            FormatError::Opaque { of } => Some(of.clone()),
-            _ => None,
-        }
+        source.opaque_type()
     }
 
     /// Makes the error [`FileError::NotStored`] of the flat key `fqn`.

@@ -20,8 +20,8 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
-use crate::torch::zip::Directory;
 use crate::torch::{self, legacy};
+use crate::zip::Directory;
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
 ///

@@ -12,11 +12,11 @@ use fsdp_layout::{DType, TensorBox};
 use crate::error::FormatError;
 use crate::limits::MAX_OBJECT_BYTES;
 use crate::payload::slot::Slot;
-use crate::pickle::{PickleError, PickleErrorKind, parse, write};
+use crate::pickle::{parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::StoredElements;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
-use crate::torch::zip::{ArchiveLayout, Directory, ROOT};
+use crate::zip::{ArchiveLayout, Directory, ROOT};
 
 /// The bytes of one tensor item around its payload, in a form that `torch.load(weights_only=True)`
 /// accepts.
@@ -111,30 +111,30 @@ pub(crate) struct KnownItem {
 #[derive(Debug)]
 struct EndBytes {
     bytes: Vec<u8>,
-    crc: usize,
+    crc_offset: usize,
 }
 
 /// The length of a CRC-32 in bytes.
 const CRC_BYTES: usize = 4;
 
 impl EndBytes {
-    /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two
-    /// of them.
-    fn new(with_crc: impl Fn(u32) -> Vec<u8>) -> Self {
-        let bytes = with_crc(0);
-        let crc = bytes
+    /// Makes the bytes of an end, which `make_end` returns for a given CRC of the payload. The offset
+    /// of the CRC in them is found by comparing the bytes for two CRCs.
+    fn new(make_end: impl Fn(u32) -> Vec<u8>) -> Self {
+        let bytes = make_end(0);
+        let crc_offset = bytes
             .iter()
-            .zip(with_crc(u32::MAX))
+            .zip(make_end(u32::MAX))
             .position(|(a, b)| *a != b)
             .expect("both ends of an item have the CRC of its payload");
-        EndBytes { bytes, crc }
+        EndBytes { bytes, crc_offset }
     }
 
     /// Returns `true` if other bytes are the same, except for the CRC.
     fn is_same(&self, other: &[u8]) -> bool {
-        let after = self.crc + CRC_BYTES;
+        let after = self.crc_offset + CRC_BYTES;
         self.bytes.len() == other.len()
-            && self.bytes[..self.crc] == other[..self.crc]
+            && self.bytes[..self.crc_offset] == other[..self.crc_offset]
             && self.bytes[after..] == other[after..]
     }
 }
@@ -187,13 +187,14 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Finds the tensor in the item that is all of `item`, reading its ends only.
+    /// Finds the tensor in the item that is all of `item`, and returns what its pickle says and where
+    /// its storage begins. Only the ends of the item are read.
     pub fn locate(item: &dyn ReadAt) -> Result<Self, FormatError> {
         Self::locate_known(item, None)
     }
 
-    /// Finds the tensor as [`Self::locate`] does, but without parsing an item that is the `known`
-    /// one.
+    /// Finds the tensor as [`Self::locate`] does. An item that has the same ends as the `known` one
+    /// is not parsed.
     pub(crate) fn locate_known(
         item: &dyn ReadAt,
         known: Option<&KnownItem>,
@@ -209,21 +210,18 @@ impl StoredTensor {
         let Some(tensor) = TensorRef::from_node(&parsed, parsed.root())? else {
             // A class or object of unknown type is opaque; any other value is not what the metadata
             // says.
-            return Err(match parsed.wrong(parsed.root(), "a tensor") {
-                error @ PickleError {
-                    kind: PickleErrorKind::Global { .. },
-                    ..
-                } => error.into(),
-                _ => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),
+            let error = parsed.wrong(parsed.root(), "a tensor");
+            return Err(match error.opaque_type() {
+                Some(_) => error.into(),
+                None => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),
             });
         };
         let name = format!("data/{}", tensor.storage);
         let record = directory.get(&name)?;
         if record.length < tensor.storage_bytes {
-            let found = format!("one of {}", record.length);
             return Err(FormatError::unexpected(
                 format!("a storage of {} bytes", tensor.storage_bytes),
-                found,
+                format!("one of {}", record.length),
             ));
         }
         let storage_offset = directory.data_offset(item, &name, record)?;
@@ -265,11 +263,11 @@ struct Ends<'a> {
 }
 
 /// Bytes at the start of an item: enough for the head of any tensor item of ours or torch's.
-const HEAD: u64 = 1536;
+const HEAD_BYTES: u64 = 1536;
 /// Bytes at the end of an item: enough for its directory.
-const TAIL: u64 = 1024;
+const TAIL_BYTES: u64 = 1024;
 /// The length up to which an item is read at once.
-const WHOLE: u64 = 8 << 10;
+const WHOLE_ITEM_BYTES: u64 = 8 << 10;
 
 impl<'a> Ends<'a> {
     /// Reads the beginning and the end of an item, where the small records of its archive are, or
@@ -278,13 +276,15 @@ impl<'a> Ends<'a> {
         let len = item.len();
         let mut head_length = len;
         let mut tail_length = 0;
-        if len > WHOLE {
+        if len > WHOLE_ITEM_BYTES {
             // Read no more than one hash block at each end. The payload between them has large
             // blocks.
-            head_length = item.block_at(0).map_or(HEAD, |block| block.end.min(HEAD));
+            head_length = item
+                .block_at(0)
+                .map_or(HEAD_BYTES, |block| block.end.min(HEAD_BYTES));
             tail_length = item
                 .block_at(len - 1)
-                .map_or(TAIL, |block| (len - block.start).min(TAIL));
+                .map_or(TAIL_BYTES, |block| (len - block.start).min(TAIL_BYTES));
         }
         let mut ends = Ends {
             item: Window::new(item, 0, len)?,

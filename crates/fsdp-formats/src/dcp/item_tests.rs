@@ -3,6 +3,7 @@
 use super::*;
 use crate::FormatError;
 use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint as _;
 use crate::plan::{LocalPlan, PlanOptions, plan_save};
 use crate::reader::CheckpointReader;
 use crate::storage::Durable;

@@ -12,7 +12,6 @@ use super::layer::{Layer, LayerSource, LayerView, Origin};
 use super::structure::Structure;
 use crate::error::{FileError, FormatError};
 use crate::metadata::{Entry, Metadata, Replica, StorageInfo};
-use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// The place of a part, and how its keys are renamed.
@@ -90,13 +89,12 @@ impl Joined {
             path: path.to_owned(),
             directory,
             view: LayerView {
-                sources: Vec::new(),
                 // The keys that are added have paths, unless no part has some.
                 metadata: Metadata {
                     planner_data: Some(IndexMap::new()),
                     ..Metadata::default()
                 },
-                structure: None,
+                ..LayerView::default()
             },
             structures: Vec::new(),
             parts: Vec::new(),
@@ -214,12 +212,6 @@ impl Layer for Joined {
         let (index, name) = &self.origins[fqn];
         Origin::Source(*index, name)
     }
-
-    fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
-        Err(FileError::not_stored(fqn))
-    }
-
-    fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
 
     fn format(&self) -> Format {
         self.format

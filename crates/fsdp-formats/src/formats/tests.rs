@@ -12,7 +12,8 @@ use super::checkpoint::{Checkpoint, Format};
 use super::read::{Destination, OpenOptions, ReadOptions};
 use crate::error::{FileError, FormatError};
 use crate::metadata::{
-    Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
+    Chunk, Entry, METADATA_FILE, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
+    encode,
 };
 use crate::open::open;
 use crate::pickle::write;
@@ -22,7 +23,7 @@ use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt;
 use crate::storage::{Durable, Staging};
 use crate::torch::tensor_ref::write_tensor;
-use crate::torch::zip::{ArchiveLayout, ROOT};
+use crate::zip::{ArchiveLayout, ROOT};
 
 /// The number of tensors in the checkpoint.
 const TENSORS: usize = 6;
@@ -372,5 +373,25 @@ impl ReadAt for WatchedFile {
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         self.meeting
             .attend(|| self.inner.read_exact_at(offset, dst))
+    }
+}
+
+#[test]
+fn a_copy_without_a_box_is_not_read_as_a_tensor_in_any_format() {
+    let parent = tempfile::tempdir().unwrap();
+    for (format, path) in every_format(parent.path()) {
+        let checkpoint = open(&path, OpenOptions::default()).unwrap();
+        let (_, _, stored) = checkpoint.metadata().stored().next().unwrap();
+        let replica = Replica {
+            fqn: name(0),
+            bounds: None,
+            stored: stored.clone(),
+        };
+        let bounds = TensorBox::whole(&[BYTES]);
+        let error = checkpoint.read_replica(&replica, &bounds, &mut vec![0; BYTES]);
+        assert!(
+            matches!(error, Err(FileError::NotStored { .. })),
+            "{format}: {error:?}"
+        );
     }
 }

@@ -16,7 +16,7 @@ use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
 pub(crate) use self::header::START;
 use self::header::{GgufHeader, TensorInfo};
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, Start};
+use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, StorageStart};
 use crate::formats::blocks::{BLOCK, BlockFormat};
 use crate::formats::checkpoint::Format;
 use crate::limits::is_sane_shape;
@@ -49,7 +49,7 @@ pub(crate) fn open(
             };
             let piece = Piece {
                 file: name.clone(),
-                start: Start::At(range.start),
+                start: StorageStart::Offset(range.start),
                 layout,
                 elements,
             };

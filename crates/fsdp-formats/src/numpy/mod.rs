@@ -13,12 +13,12 @@ use fsdp_layout::{KeyPath, PathPart};
 use self::header::ArrayHeader;
 pub(crate) use self::header::START;
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, Start};
+use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, StorageStart};
 use crate::formats::checkpoint::Format;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
-use crate::torch::zip::{Deflated, Directory, ReadStates};
+use crate::zip::{Deflated, Directory, ReadStates};
 
 /// The ending of the names of records.
 const RECORD_END: &str = ".npy";
@@ -43,7 +43,7 @@ pub(crate) fn open_array(
     assemble(
         location,
         directory,
-        vec![(key, Start::At(header.length), header)],
+        vec![(key, StorageStart::Offset(header.length), header)],
     )
 }
 
@@ -63,7 +63,7 @@ pub(crate) fn open_archive(
 fn assemble(
     location: &Location,
     directory: CheckedDirectory,
-    arrays: Vec<(String, Start, ArrayHeader)>,
+    arrays: Vec<(String, StorageStart, ArrayHeader)>,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
     let file: Arc<str> = Arc::from(name);
@@ -85,7 +85,7 @@ fn assemble(
 fn arrays(
     file: &dyn ReadAt,
     archive: &Directory,
-) -> Result<Vec<(String, Start, ArrayHeader)>, FormatError> {
+) -> Result<Vec<(String, StorageStart, ArrayHeader)>, FormatError> {
     let states = ReadStates::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
@@ -103,9 +103,9 @@ fn arrays(
         }
         .map_err(|error| error.of_key(key))?;
         let start = if record.is_deflated {
-            Start::In(Arc::new(deflated), header.length)
+            StorageStart::Deflated(Arc::new(deflated), header.length)
         } else {
-            Start::At(data + header.length)
+            StorageStart::Offset(data + header.length)
         };
         arrays.push((key.to_owned(), start, header));
     }

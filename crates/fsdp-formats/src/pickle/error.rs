@@ -13,6 +13,16 @@ pub struct PickleError {
     pub kind: PickleErrorKind,
 }
 
+impl PickleError {
+    /// Returns the type of the object that only running code could build, if that is the error.
+    pub(crate) fn opaque_type(&self) -> Option<String> {
+        match &self.kind {
+            PickleErrorKind::Global { module, name } => Some(format!("{module}.{name}")),
+            _ => None,
+        }
+    }
+}
+
 /// The reason why a pickle was refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]

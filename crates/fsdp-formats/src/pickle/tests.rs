@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::error::FormatError;
-use crate::torch::value::opaque_type;
 
 fn refused(bytes: &[u8]) -> PickleErrorKind {
     parse(bytes).expect_err("must be refused").kind
@@ -146,7 +145,7 @@ fn unknown_globals_are_named_and_never_built() {
     ] {
         let refused = value_of(bytes);
         assert!(
-            matches!(&refused, FormatError::Pickle(error) if opaque_type(error).is_some()),
+            matches!(&refused, FormatError::Pickle(error) if error.opaque_type().is_some()),
             "{bytes:?}"
         );
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::budget::{Budget, FREE};
 use crate::error::FormatError;
-use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
+use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, check_limit, is_sane_shape};
 use crate::storage::read_at::{ReadAt, read_whole};
 
 /// The content of a file's header.
@@ -22,7 +22,7 @@ pub struct Header {
     /// The tensors, in the header's order.
     pub tensors: IndexMap<String, TensorInfo>,
     /// The start of the data in the file.
-    pub data: u64,
+    pub data_offset: u64,
 }
 
 /// One tensor of a file.
@@ -110,14 +110,11 @@ fn charge_header(json: &[u8]) -> Result<(), FormatError> {
 
 /// Checks the length of the JSON of a header.
 fn check_header_length(length: u64) -> Result<(), FormatError> {
-    if length > MAX_SAFETENSORS_HEADER_BYTES {
-        return Err(FormatError::Limit {
-            what: "safetensors header length",
-            value: length,
-            limit: MAX_SAFETENSORS_HEADER_BYTES,
-        });
-    }
-    Ok(())
+    check_limit(
+        "safetensors header length",
+        length,
+        MAX_SAFETENSORS_HEADER_BYTES,
+    )
 }
 
 /// Returns the bytes of a tensor; `None` if they are more than 64 bits can count.
@@ -167,7 +164,7 @@ impl Header {
             return Err(malformed("it does not start with `{`"));
         }
         let raw: RawHeader = serde_json::from_slice(&json).map_err(malformed)?;
-        let data = 8 + length;
+        let data_offset = 8 + length;
         let mut dtypes = raw_dtypes(&raw.metadata)?;
         let mut tensors = IndexMap::with_capacity(raw.tensors.len());
         for (name, mut info) in raw.tensors {
@@ -227,13 +224,13 @@ impl Header {
             }
             covered = end;
         }
-        if data.checked_add(covered) != Some(source.len()) {
+        if data_offset.checked_add(covered) != Some(source.len()) {
             return Err(malformed("the tensors do not end where the file does"));
         }
         Ok(Header {
             metadata: raw.metadata,
             tensors,
-            data,
+            data_offset,
         })
     }
 

@@ -14,16 +14,16 @@ use tracing::warn;
 use super::Result;
 use super::legacy;
 use super::sharded::{ShardedRef, is_sharded};
-use super::storages::{InStorage, Storages};
+use super::storages::Storages;
 use super::tensor_ref::TensorRef;
-use super::value::{COPIES, LoadTensors as _, TensorLoader, convert, opaque_type};
-use super::zip::Directory;
+use super::value::{COPIES, LoadTensors as _, TensorLoader, convert};
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Elements, Held, Piece, Start};
+use crate::formats::assembled::{Elements, Held, Piece};
 use crate::formats::structure::{Structure, key_texts};
 use crate::pickle::{Fields, Node, NodeId, OpaqueNode, Pickle, Walk, parse};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::ReadAt;
+use crate::zip::Directory;
 
 /// The content of a file.
 #[derive(Debug, Clone)]
@@ -37,7 +37,7 @@ pub(crate) struct FlatFile {
     /// The containers that they came from.
     pub(crate) structure: Structure,
     /// The names of the archive's storages, or where a legacy file has them.
-    storages: Arc<Storages>,
+    storages: Storages,
 }
 
 /// The tensors and values of a file with their paths, by flat key.
@@ -72,7 +72,7 @@ impl FlatFile {
             path: directory.path().join(name),
             found,
             structure,
-            storages: Arc::new(storages),
+            storages,
         };
         let mut simplified = flat.found.iter().filter(
             |(_, (_, leaf))| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes),
@@ -101,18 +101,13 @@ impl FlatFile {
     /// Returns where a tensor of this file lies. A storage that is missing or too short is an
     /// error.
     pub(crate) fn piece(&self, tensor: &TensorRef) -> Result<Piece, FileError> {
-        let about = self
+        let start = self
             .storages
-            .start(&tensor.storage, tensor.storage_bytes)
+            .find_start(&tensor.storage, tensor.storage_bytes)
             .map_err(|source| self.error(source))?;
-        let storage = InStorage {
-            storages: self.storages.clone(),
-            key: tensor.storage.clone(),
-            bytes: tensor.storage_bytes,
-        };
         Ok(Piece {
             file: self.name.clone(),
-            start: Start::Near(about, Arc::new(storage)),
+            start,
             layout: tensor.layout.clone(),
             elements: Elements::Plain,
         })
@@ -157,7 +152,10 @@ fn flattened(
                 what: what.to_owned(),
             });
         }
-        (archive.read_pickle(file)?, Storages::Archive(archive))
+        (
+            archive.read_pickle(file)?,
+            Storages::Archive(Arc::new(archive)),
+        )
     };
     let parsed = parse(&pickle)?;
     let mut flattener = Flattener {
@@ -271,7 +269,7 @@ impl Flattener<'_, '_> {
                 continue;
             }
             match self.key(key) {
-                Err(FormatError::Pickle(error)) if opaque_type(&error).is_some() => {
+                Err(FormatError::Pickle(error)) if error.opaque_type().is_some() => {
                     return Ok(true);
                 }
                 key => drop(key?),
@@ -313,14 +311,14 @@ impl Flattener<'_, '_> {
             },
             Err(error) => error,
         };
-        let Some(of) = opaque_type(&error) else {
+        let Some(opaque_type) = error.opaque_type() else {
             return Err(error.into());
         };
         // Describe the opaque value now, because the pickle is not kept.
         let description = convert(&mut describing, id, &mut self.loader)?;
         describing.describes = false;
         self.walk = describing;
-        Ok(Leaf::Value(Held::Opaque(of, description)))
+        Ok(Leaf::Value(Held::Opaque(opaque_type, description)))
     }
 
     /// Adds what lies below the items of a list or tuple.

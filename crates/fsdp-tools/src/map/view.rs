@@ -129,10 +129,11 @@ impl Layer for Mapped<'_> {
         }
     }
 
-    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+    fn inputs_of_made(&self, fqn: &str) -> Vec<(usize, String)> {
         let mut sources = Vec::new();
         self.tensors[fqn].0.sources(&mut sources);
-        inputs.extend(sources.into_iter().map(|name| (0, name.to_owned())));
+        let sources = sources.into_iter();
+        sources.map(|name| (0, name.to_owned())).collect()
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {

@@ -79,7 +79,7 @@ mod unchanged;
 mod written;
 
 pub use crate::payload::source::PayloadSource;
-pub use crate::torch::value::{decode_item, describe_item, encode_value, value_item_length};
+pub use crate::torch::value::{decode_value, describe_item, encode_value, value_item_length};
 pub use predict::predict_file_lengths;
 pub use selected::RankItems;
 pub use unchanged::{Before, BoxSum, box_sums, unchanged_entries};
