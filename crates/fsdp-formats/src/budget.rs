@@ -4,9 +4,6 @@
 //! pickle, values, keys, copies of shared text, elements of JSON. So a small file cannot take all
 //! memory, and the work grows linearly with the file.
 
-use crate::error::FormatError;
-use crate::pickle::PickleErrorKind;
-
 /// The bytes that may be built from any input, however small. Twice as much may be taken for a
 /// moment, while it grows, so that 64 MiB are not exceeded.
 pub(crate) const FREE: u64 = 32 << 20;
@@ -21,9 +18,9 @@ pub(crate) struct Budget {
 /// A charge that the budget does not cover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OverBudget {
-    what: &'static str,
-    value: u64,
-    limit: u64,
+    pub(crate) what: &'static str,
+    pub(crate) value: u64,
+    pub(crate) limit: u64,
 }
 
 impl Budget {
@@ -89,17 +86,5 @@ impl Budget {
                 .saturating_mul(ELEMENT)
                 .saturating_add(json.len() as u64),
         )
-    }
-}
-
-impl From<OverBudget> for PickleErrorKind {
-    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
-        PickleErrorKind::TooLarge { what, value, limit }
-    }
-}
-
-impl From<OverBudget> for FormatError {
-    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
-        FormatError::TooLarge { what, value, limit }
     }
 }

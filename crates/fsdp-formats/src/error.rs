@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use fsdp_digest::DigestError;
 use thiserror::Error;
 
+use crate::budget::OverBudget;
 use crate::pickle::{PickleError, PickleErrorKind};
 use crate::plan::{LoadPlanError, SavePlanError};
 
@@ -141,6 +142,29 @@ impl FormatError {
             other => other,
         }
     }
+
+    /// Makes the error of the file at this path, or of the checkpoint there, from its reason.
+    #[doc(hidden)]
+    pub fn in_file(self, path: impl Into<PathBuf>) -> FileError {
+        FileError::File {
+            path: path.into(),
+            source: self,
+        }
+    }
+}
+
+impl From<OverBudget> for FormatError {
+    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
+        FormatError::TooLarge { what, value, limit }
+    }
+}
+
+/// Refuses a value that a file claims, if it is beyond its limit.
+pub(crate) fn check_limit(what: &'static str, value: u64, limit: u64) -> Result<(), FormatError> {
+    if value > limit {
+        return Err(FormatError::Limit { what, value, limit });
+    }
+    Ok(())
 }
 
 /// The error of this crate. A `path` in it may be the URL of something in an object store.
@@ -176,7 +200,7 @@ pub enum FileError {
         reason: &'static str,
     },
     /// Files of the checkpoint are missing.
-    #[error("`{}` lacks {}", path.display(), listed_files(files))]
+    #[error("`{}` lacks {}", path.display(), listed(files, " files", |file| format!("`{file}`")))]
     MissingFiles {
         /// The checkpoint.
         path: PathBuf,
@@ -313,7 +337,12 @@ pub enum FileError {
     #[error(transparent)]
     LoadPlan(#[from] LoadPlanError),
     /// Tensors or values do not have the digests that the checkpoint recorded.
-    #[error("the contents of `{}` are not those that were saved: {} not the recorded digest", path.display(), have(names))]
+    #[error(
+        "the contents of `{}` are not those that were saved: {} {} not the recorded digest",
+        path.display(),
+        listed(names, "", |name| format!("`{name}`")),
+        if names.len() == 1 { "has" } else { "have" }
+    )]
     Digests {
         /// The checkpoint.
         path: PathBuf,
@@ -342,7 +371,7 @@ pub enum FileError {
     /// format.
     #[error(
         "cannot write opaque values, which only running code could build: {}",
-        listed_opaque(values)
+        listed(values, " values", |(key, of)| format!("`{key}` ({of})"))
     )]
     Opaque {
         /// Their flat keys, and the type of each.
@@ -378,7 +407,7 @@ pub fn wrong_box(fqn: &str, error: &DigestError) -> FileError {
     }
 }
 
-/// Lists the first few of some items for a message, as `show` writes each, and says how many more
+/// Returns the first few of some items for a message, as `show` writes each, and how many more
 /// there are of this kind.
 fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
     // A checkpoint may have a million keys, of which a message can only give an impression.
@@ -389,22 +418,6 @@ fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
         0 => first,
         more => format!("{first} and {more} more{kind}"),
     }
-}
-
-/// Lists the first few files for a message.
-fn listed_files(files: &[String]) -> String {
-    listed(files, " files", |file| format!("`{file}`"))
-}
-
-/// Lists the first few keys for a message, and the verb for what they have.
-fn have(names: &[String]) -> String {
-    let verb = if names.len() == 1 { "has" } else { "have" };
-    format!("{} {verb}", listed(names, "", |name| format!("`{name}`")))
-}
-
-/// Lists the first few opaque values for a message.
-fn listed_opaque(values: &[(String, String)]) -> String {
-    listed(values, " values", |(key, of)| format!("`{key}` ({of})"))
 }
 
 impl FileError {
@@ -440,6 +453,27 @@ impl FileError {
             path: path.into(),
             source,
         }
+    }
+
+    /// Returns `true` if the error says that nothing is at a path.
+    pub(crate) fn is_absence(&self) -> bool {
+        matches!(self, FileError::Io { source, .. } if matches!(
+            source.kind(),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+        ))
+    }
+}
+
+/// The outcome of an operation of the system.
+pub(crate) trait IoOutcome<T> {
+    /// Adds to the error, if there is one, the operation that failed and the path of what it was
+    /// done to.
+    fn during(self, operation: &'static str, path: impl Into<PathBuf>) -> Result<T, FileError>;
+}
+
+impl<T> IoOutcome<T> for io::Result<T> {
+    fn during(self, operation: &'static str, path: impl Into<PathBuf>) -> Result<T, FileError> {
+        self.map_err(|error| FileError::io(operation, path, error))
     }
 }
 

@@ -136,7 +136,6 @@ pub mod internals {
     pub use crate::error::wrong_box;
     pub use crate::limits::{MAX_DEPTH, MAX_INDEX_BYTES, is_sane_shape};
     pub use crate::payload::write::{PlannedPayload, write_payloads};
-    pub use crate::storage::cleanup::recover;
     pub use crate::storage::integrity::{
         FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside,
     };

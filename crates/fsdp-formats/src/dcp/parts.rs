@@ -7,8 +7,8 @@
 //! send a part to another host, [`PartFiles`] reads it as a sequence of bytes, and [`NewPart`]
 //! writes such a sequence as a part. [`join`] makes one checkpoint of all parts.
 
-use crate::error::{FileError, FormatError};
-use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES, check_limit};
+use crate::error::{FileError, FormatError, check_limit};
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
 use crate::metadata::{METADATA_FILE, Metadata, encode};
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::integrity::INTEGRITY_FILE;

@@ -2,6 +2,8 @@
 
 use thiserror::Error;
 
+use crate::budget::OverBudget;
+
 /// The reason why a pickle was refused, and the position.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("pickle refused at byte {offset}: {kind}")]
@@ -103,6 +105,12 @@ pub enum PickleErrorKind {
 /// Returns `true` for an opcode of protocol 0 or 1 that has a better successor.
 fn is_old(opcode: u8) -> bool {
     b"ILFSVPpgio".contains(&opcode)
+}
+
+impl From<OverBudget> for PickleErrorKind {
+    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
+        PickleErrorKind::TooLarge { what, value, limit }
+    }
 }
 
 impl PickleErrorKind {
