@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use fsdp_digest::DigestError;
 use thiserror::Error;
 
+use crate::budget::OverBudget;
+use crate::limits::BeyondLimit;
 use crate::pickle::PickleError;
 use crate::plan::{LoadPlanError, SavePlanError};
 
@@ -53,26 +55,12 @@ pub enum FormatError {
         name: String,
     },
     /// A length or count in the file is beyond its limit.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    Limit {
-        /// The quantity.
-        what: &'static str,
-        /// The value claimed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    Limit(#[from] BeyondLimit),
     /// More than the budget of memory and work for an input allows. A file of which that is true
     /// may be sound.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    TooLarge {
-        /// The quantity.
-        what: &'static str,
-        /// The amount needed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
     /// The pickle inside was refused.
     #[error(transparent)]
     Pickle(#[from] PickleError),
@@ -150,6 +138,15 @@ impl FormatError {
             other => other,
         }
     }
+
+    /// Makes the error of the file at this path, or of the checkpoint there, from its reason.
+    #[doc(hidden)]
+    pub fn in_file(self, path: impl Into<PathBuf>) -> FileError {
+        FileError::File {
+            path: path.into(),
+            source: self,
+        }
+    }
 }
 
 /// The error of this crate. A `path` in it may be the URL of something in an object store.
@@ -185,7 +182,7 @@ pub enum FileError {
         reason: &'static str,
     },
     /// Files of the checkpoint are missing.
-    #[error("`{}` lacks {}", path.display(), listed_files(files))]
+    #[error("`{}` lacks {}", path.display(), listed(files, " files", |file| format!("`{file}`")))]
     MissingFiles {
         /// The checkpoint.
         path: PathBuf,
@@ -322,7 +319,12 @@ pub enum FileError {
     #[error(transparent)]
     LoadPlan(#[from] LoadPlanError),
     /// Tensors or values do not have the digests that the checkpoint recorded.
-    #[error("the contents of `{}` are not those that were saved: {} not the recorded digest", path.display(), have(names))]
+    #[error(
+        "the contents of `{}` are not those that were saved: {} {} not the recorded digest",
+        path.display(),
+        listed(names, "", |name| format!("`{name}`")),
+        if names.len() == 1 { "has" } else { "have" }
+    )]
     Digests {
         /// The checkpoint.
         path: PathBuf,
@@ -351,7 +353,7 @@ pub enum FileError {
     /// format.
     #[error(
         "cannot write opaque values, which only running code could build: {}",
-        listed_opaque(values)
+        listed(values, " values", |(key, of)| format!("`{key}` ({of})"))
     )]
     Opaque {
         /// Their flat keys, and the type of each.
@@ -387,7 +389,7 @@ pub fn wrong_box(fqn: &str, error: &DigestError) -> FileError {
     }
 }
 
-/// Lists the first few of some items for a message, as `show` writes each, and says how many more
+/// Returns the first few of some items for a message, as `show` writes each, and how many more
 /// there are of this kind.
 fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
     // A checkpoint may have a million keys, of which a message can only give an impression.
@@ -398,22 +400,6 @@ fn listed<T>(items: &[T], kind: &str, show: impl Fn(&T) -> String) -> String {
         0 => first,
         more => format!("{first} and {more} more{kind}"),
     }
-}
-
-/// Lists the first few files for a message.
-fn listed_files(files: &[String]) -> String {
-    listed(files, " files", |file| format!("`{file}`"))
-}
-
-/// Lists the first few keys for a message, and the verb for what they have.
-fn have(names: &[String]) -> String {
-    let verb = if names.len() == 1 { "has" } else { "have" };
-    format!("{} {verb}", listed(names, "", |name| format!("`{name}`")))
-}
-
-/// Lists the first few opaque values for a message.
-fn listed_opaque(values: &[(String, String)]) -> String {
-    listed(values, " values", |(key, of)| format!("`{key}` ({of})"))
 }
 
 impl FileError {
@@ -442,6 +428,27 @@ impl FileError {
             path: path.into(),
             source,
         }
+    }
+
+    /// Returns `true` if the error says that nothing is at a path.
+    pub(crate) fn is_absence(&self) -> bool {
+        matches!(self, FileError::Io { source, .. } if matches!(
+            source.kind(),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+        ))
+    }
+}
+
+/// The outcome of an operation of the system.
+pub(crate) trait IoOutcome<T> {
+    /// Adds to the error, if there is one, the operation that failed and the path of what it was
+    /// done to.
+    fn during(self, operation: &'static str, path: impl Into<PathBuf>) -> Result<T, FileError>;
+}
+
+impl<T> IoOutcome<T> for io::Result<T> {
+    fn during(self, operation: &'static str, path: impl Into<PathBuf>) -> Result<T, FileError> {
+        self.map_err(|error| FileError::io(operation, path, error))
     }
 }
 

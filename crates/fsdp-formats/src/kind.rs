@@ -48,7 +48,7 @@ impl Failure for FormatError {
                 Failure::kind(source)
             }
             FormatError::Opaque { .. } => ErrorKind::Unsafe,
-            FormatError::Unsupported { .. } | FormatError::TooLarge { .. } => {
+            FormatError::Unsupported { .. } | FormatError::TooLarge(_) => {
                 ErrorKind::UnsupportedVersion
             }
             FormatError::Pickle(error) if error.kind.is_unsupported() => {

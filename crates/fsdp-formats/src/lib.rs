@@ -61,6 +61,7 @@ mod threads;
 mod torch;
 mod zip;
 
+pub use budget::OverBudget;
 pub use dcp::{parts, writer};
 pub use error::{FileError, FormatError, LocationError};
 pub use pickle::{PickleError, PickleErrorKind};
@@ -133,11 +134,11 @@ pub mod internals {
 
     // Writing the files of other formats, and of hashes, with the same guarantees as those of a
     // DCP directory.
+    pub use crate::budget::check_depth;
     pub use crate::dcp::writer::finish_copy;
     pub use crate::error::wrong_box;
-    pub use crate::limits::{MAX_DEPTH, MAX_INDEX_BYTES, is_sane_shape};
+    pub use crate::limits::{MAX_INDEX_BYTES, is_sane_shape};
     pub use crate::payload::write::{PlannedPayload, write_payloads};
-    pub use crate::storage::cleanup::recover;
     pub use crate::storage::integrity::{
         FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside,
     };

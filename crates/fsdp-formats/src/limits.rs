@@ -18,7 +18,27 @@
 //! | the integrity file, a hashed block | 4 GiB, 16 MiB |
 //! | a signature, a key file | 256 MiB, 64 KiB |
 
-use crate::error::FormatError;
+use thiserror::Error;
+
+/// An amount that is beyond its limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("{what} of {value} is beyond the limit of {limit}")]
+pub struct BeyondLimit {
+    /// The quantity.
+    pub what: &'static str,
+    /// The amount that a file claims, or that it takes to read it.
+    pub value: u64,
+    /// The limit.
+    pub limit: u64,
+}
+
+/// Refuses a value that a file claims, if it is beyond its limit.
+pub(crate) fn check_limit(what: &'static str, value: u64, limit: u64) -> Result<(), BeyondLimit> {
+    if value > limit {
+        return Err(BeyondLimit { what, value, limit });
+    }
+    Ok(())
+}
 
 /// The most bytes of one pickle (a `.metadata` of a million chunks is about 150 MiB).
 pub(crate) const MAX_PICKLE_BYTES: u64 = 2 << 30;
@@ -57,14 +77,6 @@ pub const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// The most missing files that an error names: the number of files that are expected may come from
 /// a file.
 pub(crate) const MAX_LISTED_FILES: usize = 1000;
-
-/// Refuses a value that a file claims, if it is beyond its limit.
-pub(crate) fn check_limit(what: &'static str, value: u64, limit: u64) -> Result<(), FormatError> {
-    if value > limit {
-        return Err(FormatError::Limit { what, value, limit });
-    }
-    Ok(())
-}
 
 /// Returns `true` if some machine could hold a tensor of this shape.
 pub fn is_sane_shape(shape: &[usize]) -> bool {

@@ -7,10 +7,10 @@ use fsdp_digest::Digest;
 use crate::dcp::reader::CheckpointReader;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint as _;
+use crate::metadata::METADATA_FILE;
 use crate::steps::step_of;
 pub use crate::storage::lineage::{DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
-use crate::storage::names::METADATA_FILE;
 
 /// A checkpoint of a run, as [`chain`] found it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 use crate::storage::location::Location;
 
 /// The links in a folder, or in several, each with the file or directory that it leads to.
@@ -48,12 +48,8 @@ impl LinksInFolder {
     fn in_folders(root: &Path, folders: &[&Path]) -> Result<Self, FileError> {
         let mut links = Vec::new();
         for &folder in folders {
-            for entry in
-                fs::read_dir(folder).map_err(|error| FileError::io("list", folder, error))?
-            {
-                let link = entry
-                    .map_err(|error| FileError::io("list", folder, error))?
-                    .path();
+            for entry in fs::read_dir(folder).during("list", folder)? {
+                let link = entry.during("list", folder)?.path();
                 // A link that leads nowhere protects nothing.
                 if link.is_symlink()
                     && let Ok(target) = link.canonicalize()

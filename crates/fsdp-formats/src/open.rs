@@ -178,7 +178,7 @@ fn open_directory(
             location, options,
         )?));
     }
-    let files = torch::index::weights(&names);
+    let files = torch::index::weight_files(&names);
     if !files.is_empty() {
         return Ok(Box::new(torch::index::open(location, &files, options)?));
     }
@@ -265,10 +265,10 @@ fn open_content(
             location,
             "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
         )),
-        bytes if bytes.starts_with(numpy::START) => {
+        bytes if bytes.starts_with(numpy::MAGIC) => {
             Ok(Box::new(numpy::open_array(location, directory)?))
         }
-        bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, directory)?)),
+        bytes if bytes.starts_with(gguf::MAGIC) => Ok(Box::new(gguf::open(location, directory)?)),
         // Eight bytes of length, and JSON.
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
             location, directory, options,

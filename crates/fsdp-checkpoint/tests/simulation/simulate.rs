@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use anyhow::{Context as _, Result, ensure};
 use fsdp_checkpoint::{Location, list_checkpoints, step_name};
 use fsdp_formats::checkpoint::open;
-use fsdp_formats::internals::recover;
 use fsdp_formats::reader::OpenOptions;
+use fsdp_formats::storage::Durable;
 use fsdp_tools::verify::{Level, verify_on_threads};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
@@ -138,7 +138,7 @@ fn check(shared: &Shared, has_lost_power: bool) -> Result<()> {
         let path = run.join(&name);
         // Where directories cannot be exchanged, the next save would put the old checkpoint back.
         if !shared.machine.exchanges && run.exists()? {
-            recover(&path)?;
+            Durable::new().prepare(&path, true)?;
         }
         let found = path.exists()?.then(|| whole(&path)).transpose()?;
         journal.check(&name, found)?;

@@ -10,7 +10,7 @@ use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
-use crate::limits::MAX_OBJECT_BYTES;
+use crate::limits::{MAX_OBJECT_BYTES, check_limit};
 use crate::payload::slot::Slot;
 use crate::pickle::{parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
@@ -44,16 +44,10 @@ impl TensorItem {
     /// Lays out the item of a row-major tensor of this type and shape.
     pub fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
         check_writable(dtype)?;
-        let length = checked_numel(shape)
-            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-        let payload_length =
-            length
-                .filter(|&length| length < i64::MAX as u64)
-                .ok_or(FormatError::Limit {
-                    what: "tensor length",
-                    value: u64::MAX,
-                    limit: i64::MAX as u64,
-                })?;
+        let payload_length = checked_numel(shape)
+            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()))
+            .unwrap_or(u64::MAX);
+        check_limit("tensor length", payload_length, i64::MAX as u64)?;
         let mut pickle = Vec::with_capacity(256);
         write::proto(&mut pickle, 2);
         write_tensor(&mut pickle, 0, dtype, shape);

@@ -253,7 +253,7 @@ fn lengths_need_no_data() {
     );
     assert!(matches!(
         TensorItem::new(DType::F64, &[usize::MAX, 2]),
-        Err(FormatError::Limit { .. })
+        Err(FormatError::Limit(_))
     ));
 }
 

@@ -69,7 +69,7 @@ const MODELS: [(&str, PartKind); 5] = [
 
 /// Returns the path of keys below which a part with this file name lies, or `None` if the name is
 /// not that of a part.
-fn item(name: &str) -> Option<Vec<String>> {
+fn item_keys(name: &str) -> Option<Vec<String>> {
     if let Some((_, item)) = SINGLE.iter().find(|(single, _)| *single == name) {
         return Some(vec![(*item).to_owned()]);
     }
@@ -91,12 +91,14 @@ fn digits_between<'n>(name: &'n str, start: &str, end: &str) -> Option<&'n str> 
     is_number.then_some(digits)
 }
 
-/// Finds the parts among the names in a folder, the model first; none if it has nothing beside a
+/// Returns the parts among the names in a folder, the model first; none if it has nothing beside a
 /// model.
-pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
+pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
     let mut parts = Vec::new();
     for name in names {
-        let Some(item) = item(name) else { continue };
+        let Some(item) = item_keys(name) else {
+            continue;
+        };
         let kind = if name.ends_with(".json") {
             PartKind::Json
         } else {
@@ -160,7 +162,7 @@ mod tests {
 
     fn items(names: &[&str]) -> Vec<String> {
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-        parts(&names, false)
+        find_parts(&names, false)
             .iter()
             .map(|part| format!("{}={}", part.place, part.item.join(".")))
             .collect()

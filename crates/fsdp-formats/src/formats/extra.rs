@@ -5,9 +5,10 @@ use std::collections::HashSet;
 
 use super::checkpoint::{Checkpoint, Format};
 use crate::error::FileError;
+use crate::metadata::METADATA_FILE;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::integrity::INTEGRITY_FILE;
-use crate::storage::names::{CLAIM_FILE, METADATA_FILE, VALUES_FILE};
+use crate::storage::names::{CLAIM_FILE, VALUES_FILE};
 
 /// The files beside a checkpoint's own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

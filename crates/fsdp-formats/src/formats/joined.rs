@@ -48,7 +48,7 @@ impl Part {
         if !self.has_other_keys() {
             return own;
         }
-        let KeyPath(parts) = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.to_owned())]));
+        let KeyPath(parts) = own.unwrap_or_else(|| KeyPath::from_key(fqn));
         let mut path = self.prefix.clone();
         path.extend(parts.into_iter().skip(self.skip));
         Some(KeyPath(path))

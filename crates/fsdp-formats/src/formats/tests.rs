@@ -301,8 +301,8 @@ impl Storage for Watched {
         self.inner.names()
     }
 
-    fn tree(&self) -> Result<Vec<String>, FileError> {
-        self.inner.tree()
+    fn files(&self) -> Result<Vec<String>, FileError> {
+        self.inner.files()
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {

@@ -72,16 +72,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
 /// Reads a flat key.
 fn fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
     let fqn = p.str(id)?;
-    if fqn.len() > MAX_KEY_BYTES {
-        return Err(p.error(
-            id,
-            PickleErrorKind::Limit {
-                what: "key length",
-                value: fqn.len() as u64,
-                limit: MAX_KEY_BYTES as u64,
-            },
-        ));
-    }
+    p.check_limit(id, "key length", fqn.len(), MAX_KEY_BYTES)?;
     Ok(fqn)
 }
 

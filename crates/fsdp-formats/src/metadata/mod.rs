@@ -17,7 +17,9 @@ use serde::{Deserialize, Serialize};
 pub use decode::decode;
 pub use encode::{encode, encode_in_pieces};
 
-pub use crate::storage::names::METADATA_FILE;
+/// The name of the metadata file in a checkpoint's directory: its presence is what makes the
+/// directory a checkpoint.
+pub const METADATA_FILE: &str = ".metadata";
 
 /// The version that torch writes.
 pub(crate) const VERSION: &str = "1.0.0";

@@ -8,10 +8,10 @@ mod header;
 
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart};
+use fsdp_layout::KeyPath;
 
 use self::header::ArrayHeader;
-pub(crate) use self::header::START;
+pub(crate) use self::header::MAGIC;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, StorageStart};
 use crate::formats::checkpoint::Format;
@@ -54,7 +54,7 @@ pub(crate) fn open_archive(
     archive: &Directory,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
-    let arrays = arrays(&*directory.file(name)?, archive)
+    let arrays = find_arrays(&*directory.file(name)?, archive)
         .map_err(|source| directory.file_error(name, source))?;
     assemble(location, directory, arrays)
 }
@@ -69,7 +69,7 @@ fn assemble(
     let file: Arc<str> = Arc::from(name);
     let mut assembler = Assembler::new(Format::Numpy, location.name(), directory);
     for (key, start, header) in arrays {
-        let path = KeyPath(vec![PathPart::Key(key)]);
+        let path = KeyPath::from_key(key);
         let piece = Piece {
             file: file.clone(),
             start,
@@ -81,8 +81,8 @@ fn assemble(
     Ok(assembler.finish(None))
 }
 
-/// Finds the arrays of an archive: key, start of the elements, header.
-fn arrays(
+/// Returns the arrays of an archive: key, start of the elements, header.
+fn find_arrays(
     file: &dyn ReadAt,
     archive: &Directory,
 ) -> Result<Vec<(String, StorageStart, ArrayHeader)>, FormatError> {
@@ -92,20 +92,21 @@ fn arrays(
         let Some(key) = name.strip_suffix(RECORD_END) else {
             let what =
                 format!("the record `{name}` of an archive of NumPy, which is not an array,");
-            return Err(FormatError::Unsupported { what });
+            return Err(FormatError::unsupported(what));
         };
-        let data = archive.data_offset(file, name, record)?;
-        let deflated = Deflated::new(data, record, &states);
+        let data_offset = archive.data_offset(file, name, record)?;
+        let deflated = Deflated::new(data_offset, record, &states);
         let header = if record.is_deflated {
             ArrayHeader::read(&deflated.reader(file))
         } else {
-            Window::new(file, data, record.length).and_then(|array| ArrayHeader::read(&array))
+            Window::new(file, data_offset, record.length)
+                .and_then(|array| ArrayHeader::read(&array))
         }
         .map_err(|error| error.of_key(key))?;
         let start = if record.is_deflated {
             StorageStart::Deflated(Arc::new(deflated), header.length)
         } else {
-            StorageStart::Offset(data + header.length)
+            StorageStart::Offset(data_offset + header.length)
         };
         arrays.push((key.to_owned(), start, header));
     }

@@ -2,6 +2,9 @@
 
 use thiserror::Error;
 
+use crate::budget::OverBudget;
+use crate::limits::BeyondLimit;
+
 /// The reason why a pickle was refused, and the position.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("pickle refused at byte {offset}: {kind}")]
@@ -56,26 +59,12 @@ pub enum PickleErrorKind {
         name: String,
     },
     /// A length or count beyond its limit.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    Limit {
-        /// The quantity.
-        what: &'static str,
-        /// The value claimed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    Limit(#[from] BeyondLimit),
     /// More than the budget of memory and work for an input allows. A file of which that is true
     /// may be sound.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    TooLarge {
-        /// The quantity.
-        what: &'static str,
-        /// The amount needed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
     /// An opcode needs more operands than the stack holds, or a mark that is not there.
     #[error("the stack does not hold what the opcode needs")]
     Stack,
@@ -120,12 +109,12 @@ impl PickleErrorKind {
     pub(crate) fn is_unsupported(&self) -> bool {
         match self {
             PickleErrorKind::Opcode { opcode } => is_old(*opcode),
-            PickleErrorKind::TooLarge { .. } | PickleErrorKind::Protocol { .. } => true,
+            PickleErrorKind::TooLarge(_) | PickleErrorKind::Protocol { .. } => true,
             _ => false,
         }
     }
 
-    /// Returns an error with this reason at a position in the pickle.
+    /// Makes the error with this reason at a position in the pickle.
     pub(crate) fn at(self, offset: usize) -> PickleError {
         PickleError {
             offset: offset as u64,

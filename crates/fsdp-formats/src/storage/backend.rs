@@ -9,7 +9,7 @@ pub(crate) use super::file_system::{EntryKind, Links};
 use super::fs::Durable;
 use super::read_at::ReadAt;
 use super::sidecar::Sidecar;
-use crate::error::{FileError, LocationError};
+use crate::error::{FileError, IoOutcome as _, LocationError};
 
 /// A place where a checkpoint, or a directory of checkpoints, can be.
 ///
@@ -51,7 +51,7 @@ pub(crate) trait Storage: Send + Sync {
     ///
     /// # Errors
     /// Links, devices and names that are not UTF-8.
-    fn tree(&self) -> Result<Vec<String>, FileError>;
+    fn files(&self) -> Result<Vec<String>, FileError>;
 
     /// Opens it as a directory of files to read.
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError>;
@@ -73,22 +73,15 @@ pub(crate) trait Storage: Send + Sync {
         Ok(false)
     }
 
-    /// Lists what crashed saves to this place left beside it.
-    fn stale(&self) -> Result<Vec<PathBuf>, FileError> {
+    /// Returns the paths of what crashed saves to this place left beside it.
+    fn list_stale(&self) -> Result<Vec<PathBuf>, FileError> {
         Ok(Vec::new())
     }
 
-    /// Removes what [`Storage::stale`] lists, and returns that list.
+    /// Removes what [`Storage::list_stale`] lists, and returns that list.
     fn clean_stale(&self, durable: &Durable) -> Result<Vec<PathBuf>, FileError> {
         let _ = durable;
         Ok(Vec::new())
-    }
-
-    /// Puts the old checkpoint back if a crash in the middle of an overwrite left none here.
-    /// Returns `true` if it did.
-    fn recover(&self, durable: &Durable) -> Result<bool, FileError> {
-        let _ = durable;
-        Ok(false)
     }
 }
 
@@ -168,8 +161,9 @@ pub(crate) trait Stage: fmt::Debug + Send + Sync {
     /// Creates the file of a checkpoint that is one file.
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError>;
 
-    /// Checks that the target, if it exists, is of the same kind as what will replace it.
-    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError>;
+    /// Returns `true` if nothing is at the target, or something that an entry of this kind replaces:
+    /// files replace files, and directories replace directories.
+    fn may_be_replaced_by(&self, wanted: EntryKind) -> Result<bool, FileError>;
 
     /// Checks that no file of this name lies beside the target, unless that may be overwritten.
     fn check_sidecar(&self, name: &str) -> Result<(), FileError>;
@@ -215,8 +209,10 @@ pub(crate) fn check_write(
     {
         return Ok(());
     }
-    let error = std::io::Error::other("the write reaches beyond the planned length");
-    Err(FileError::io("write", path, error))
+    Err(std::io::Error::other(
+        "the write reaches beyond the planned length",
+    ))
+    .during("write", path)
 }
 
 /// A URL that cannot be used, and the reason.

@@ -1,7 +1,7 @@
 //! The files of a checkpoint: opened safely, counted, and checked where an integrity file covers
 //! them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,29 +14,21 @@ use super::checked_file::CheckedFile;
 use super::integrity::{FileIntegrity, HashedBlock, INTEGRITY_FILE, Integrity, integrity_beside};
 use super::lineage::Lineage;
 use super::location::Location;
-use super::read_at::{ReadAt, read_whole};
+use super::read_at::{ReadAt, read_file};
 use crate::error::{FileError, FormatError};
-use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES, check_limit};
-use crate::storage::names::METADATA_FILE;
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
+use crate::metadata::METADATA_FILE;
 use crate::threads::lock;
 
 /// The number of files that are kept open; a load that needs more opens them again.
 const OPEN_FILES: usize = 200;
 
-/// The content of an integrity file.
-#[derive(Debug)]
-struct Recorded {
-    /// The hashes of files, by their paths.
-    hashes: HashMap<String, Arc<FileIntegrity>>,
-    digests: Option<StateDigest>,
-    lineage: Option<Lineage>,
-}
-
 /// The directory, or the prefix in an object store, of a checkpoint.
 #[derive(Debug)]
 pub struct CheckedDirectory {
     directory: Box<dyn ReadDirectory>,
-    integrity: Option<Recorded>,
+    /// The content of the integrity file.
+    integrity: Option<Integrity>,
     files: Mutex<HashMap<String, Arc<CheckedFile>>>,
     bytes_read: Arc<AtomicU64>,
 }
@@ -63,7 +55,7 @@ impl CheckedDirectory {
         let mut directory = Self::open_unchecked(location, Links::Follow)?;
         let integrity = integrity_beside(name);
         if verify && directory.has(&integrity)? {
-            directory.integrity = Some(directory.read_integrity(&integrity)?.into());
+            directory.integrity = Some(directory.read_integrity(&integrity)?);
         }
         Ok(directory)
     }
@@ -76,15 +68,13 @@ impl CheckedDirectory {
         verify: bool,
     ) -> Result<Self, FileError> {
         let mut directory = Self::open(location, verify, Links::Refuse)?;
-        let known = directory.integrity.take().map(|mut known| {
-            known.hashes.retain(|file, _| file == name);
-            Recorded {
-                digests: None,
-                lineage: None,
-                ..known
-            }
+        directory.integrity = directory.integrity.and_then(|mut known| {
+            let files = BTreeMap::from([known.files.remove_entry(name)?]);
+            Some(Integrity {
+                files,
+                ..Integrity::default()
+            })
         });
-        directory.integrity = known.filter(|known| !known.hashes.is_empty());
         Ok(directory)
     }
 
@@ -102,9 +92,9 @@ impl CheckedDirectory {
     ///
     /// In an object store several saves to one target may have left theirs, each under a name of
     /// its own. The right one has the hash of the `.metadata` that was committed.
-    fn read_directory_integrity(&self) -> Result<Option<Recorded>, FileError> {
+    fn read_directory_integrity(&self) -> Result<Option<Integrity>, FileError> {
         if self.has(INTEGRITY_FILE)? {
-            return Ok(Some(self.read_integrity(INTEGRITY_FILE)?.into()));
+            return self.read_integrity(INTEGRITY_FILE).map(Some);
         }
         let mut names = self.names()?;
         names.retain(|name| {
@@ -122,7 +112,7 @@ impl CheckedDirectory {
                 break;
             }
         }
-        Ok(found.map(Recorded::from))
+        Ok(found)
     }
 
     fn read_integrity(&self, name: &str) -> Result<Integrity, FileError> {
@@ -172,7 +162,7 @@ impl CheckedDirectory {
 
     /// Returns the hashes that the integrity file has of a file.
     pub(crate) fn hashes(&self, relative: &str) -> Option<&FileIntegrity> {
-        Some(self.integrity.as_ref()?.hashes.get(relative)?)
+        self.integrity.as_ref()?.files.get(relative)
     }
 
     /// Returns the lineage that the integrity file has.
@@ -183,13 +173,11 @@ impl CheckedDirectory {
     /// Returns the files that the integrity file covers, sorted.
     #[doc(hidden)]
     pub fn covered(&self) -> Vec<String> {
-        let mut names: Vec<String> = self
-            .integrity
-            .iter()
-            .flat_map(|known| known.hashes.keys().cloned())
-            .collect();
-        names.sort();
-        names
+        let known = self.integrity.iter();
+        known
+            .flat_map(|known| known.files.keys())
+            .cloned()
+            .collect()
     }
 
     /// Checks that all files that the integrity file lists exist. Some formats have no list of
@@ -224,12 +212,9 @@ impl CheckedDirectory {
     /// Returns `true` if there is a regular file of this name.
     pub fn has(&self, relative: &str) -> Result<bool, FileError> {
         match self.directory.file(relative) {
-            Ok(_) => Ok(true),
-            Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                Ok(false)
-            }
             // A link, a directory or a file that may not be read is an error, and not an absence.
-            Err(error) => Err(error),
+            Err(error) if error.is_absence() => Ok(false),
+            file => file.map(|_| true),
         }
     }
 
@@ -253,7 +238,7 @@ impl CheckedDirectory {
             return Ok(file.clone());
         }
         let opened = self.directory.file(relative)?;
-        let integrity = self.integrity_of(relative)?.cloned();
+        let integrity = self.integrity_of(relative)?;
         let file = Arc::new(self.checked(opened, relative, integrity));
         // Drop all files when there are too many: which of them will be needed again is not
         // known. Readers that hold a file keep it open.
@@ -269,12 +254,7 @@ impl CheckedDirectory {
     #[doc(hidden)]
     pub fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
         let opened = self.directory.file(relative)?;
-        let integrity = self
-            .integrity
-            .as_ref()
-            .and_then(|known| known.hashes.get(relative))
-            .cloned();
-        Ok(self.checked(opened, relative, integrity))
+        Ok(self.checked(opened, relative, self.hashes(relative)))
     }
 
     /// Returns an open file that counts and checks what is read from it.
@@ -282,13 +262,13 @@ impl CheckedDirectory {
         &self,
         file: Box<dyn ReadAt>,
         name: &str,
-        integrity: Option<Arc<FileIntegrity>>,
+        integrity: Option<&FileIntegrity>,
     ) -> CheckedFile {
         CheckedFile {
             file: file.into(),
             bytes_per_read: self.directory.bytes_per_read(),
             name: name.to_owned(),
-            integrity,
+            integrity: integrity.cloned().map(Arc::new),
             bytes_read: self.bytes_read.clone(),
         }
     }
@@ -302,9 +282,7 @@ impl CheckedDirectory {
     #[doc(hidden)]
     pub fn read_checked(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let file = self.directory.file(relative)?;
-        let bytes = check_limit("file length", file.len(), limit)
-            .and_then(|()| read_whole(&*file, 0, file.len()))
-            .map_err(|source| self.file_error(relative, source))?;
+        let bytes = read_file(&*file, limit).map_err(|source| self.file_error(relative, source))?;
         if let Some(integrity) = self.integrity_of(relative)? {
             check(integrity, relative, &bytes)
                 .map_err(|source| self.file_error(relative, source))?;
@@ -315,44 +293,18 @@ impl CheckedDirectory {
     /// Returns the error of a file from the reason.
     #[doc(hidden)]
     pub fn file_error(&self, relative: &str, source: FormatError) -> FileError {
-        FileError::File {
-            path: self.path().join(relative),
-            source,
-        }
+        source.in_file(self.path().join(relative))
     }
 
     /// Returns the hashes of a file. Where there is an integrity file, a file that it does not list
     /// is an error.
-    fn integrity_of(&self, relative: &str) -> Result<Option<&Arc<FileIntegrity>>, FileError> {
-        let Some(known) = &self.integrity else {
-            return Ok(None);
-        };
-        if let Some(integrity) = known.hashes.get(relative) {
-            return Ok(Some(integrity));
+    fn integrity_of(&self, relative: &str) -> Result<Option<&FileIntegrity>, FileError> {
+        let hashes = self.hashes(relative);
+        if hashes.is_some() || self.integrity.is_none() {
+            return Ok(hashes);
         }
-        let reason = "the integrity file does not list it".to_owned();
-        Err(self.file_error(
-            relative,
-            FormatError::Malformed {
-                what: "checkpoint",
-                reason,
-            },
-        ))
-    }
-}
-
-impl From<Integrity> for Recorded {
-    /// Converts to the form in which readers of the files can share their hashes.
-    fn from(integrity: Integrity) -> Self {
-        Recorded {
-            hashes: integrity
-                .files
-                .into_iter()
-                .map(|(path, file)| (path, Arc::new(file)))
-                .collect(),
-            digests: integrity.digests,
-            lineage: integrity.lineage,
-        }
+        let reason = "the integrity file does not list it";
+        Err(self.file_error(relative, FormatError::malformed("checkpoint", reason)))
     }
 }
 

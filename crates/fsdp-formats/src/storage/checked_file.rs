@@ -11,6 +11,7 @@ use super::read_at::{ReadAt, end_within};
 use crate::error::FormatError;
 
 /// A file whose bytes are checked against its hashes, if it has any.
+#[derive(Clone)]
 pub struct CheckedFile {
     pub(super) file: Arc<dyn ReadAt>,
     /// The number of bytes that are read at once before they are hashed.
@@ -58,11 +59,8 @@ impl CheckedFile {
     /// Returns the same file without its hashes, for bytes that are checked in another way.
     pub(crate) fn unchecked(&self) -> Self {
         CheckedFile {
-            file: self.file.clone(),
-            bytes_per_read: self.bytes_per_read,
-            name: self.name.clone(),
             integrity: None,
-            bytes_read: self.bytes_read.clone(),
+            ..self.clone()
         }
     }
 

@@ -6,19 +6,19 @@ use super::fs::Durable;
 use super::location::Location;
 use crate::error::FileError;
 
-/// Lists what crashed saves to `target` left: staging directories that nobody writes to any more,
-/// and old versions that were replaced but not removed.
+/// Returns the paths of what crashed saves to `target` left: staging directories that nobody writes
+/// to any more, and old versions that were replaced but not removed.
 ///
 /// For an object store the list is empty: leftovers disturb nobody there, and the next save to the
 /// same target removes them once it is committed.
 ///
 /// # Errors
 /// A directory that cannot be listed.
-pub fn stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
-    target.into().storage()?.stale()
+pub fn list_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileError> {
+    target.into().storage()?.list_stale()
 }
 
-/// Removes what [`stale`] lists, and returns that list.
+/// Removes what [`list_stale`] lists, and returns that list.
 ///
 /// # Errors
 /// A directory that cannot be listed or removed.
@@ -26,23 +26,11 @@ pub fn clean_stale(target: impl Into<Location>) -> Result<Vec<PathBuf>, FileErro
     target.into().storage()?.clean_stale(&Durable::new())
 }
 
-/// Puts the old checkpoint back where a crash in the middle of an overwrite left none. Returns
-/// `true` if it did.
-///
-/// Only file systems that cannot exchange two directories need this, and every [`Durable::prepare`]
-/// does it.
-///
-/// # Errors
-/// A directory that cannot be listed or renamed.
-pub fn recover(target: impl Into<Location>) -> Result<bool, FileError> {
-    target.into().storage()?.recover(&Durable::new())
-}
-
 impl Durable {
     /// Removes a checkpoint, unless a reader holds its lock. Returns `true` if it was removed.
     ///
     /// A directory disappears in one step; a crash in the middle leaves a part of it under a name
-    /// that [`stale`] lists. Readers hold a shared lock on the directory; where locks do not work,
+    /// that [`list_stale`] lists. Readers hold a shared lock on the directory; where locks do not work,
     /// nobody is known to read.
     ///
     /// In an object store `.metadata` goes first. Readers are not known there: they find that the

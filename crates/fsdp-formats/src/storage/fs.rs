@@ -10,7 +10,7 @@ use tracing::debug_span;
 
 use super::file_system::{FileSystem, NewFile};
 use super::os::OperatingSystem;
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 
 /// One kind of durable step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -127,12 +127,9 @@ impl Durable {
             Some(hook) => hook
                 .before(step, path)
                 .and_then(|()| run())
-                .and_then(|done| {
-                    hook.after(step, path)?;
-                    Ok(done)
-                }),
+                .and_then(|done| hook.after(step, path).map(|()| done)),
         };
-        outcome.map_err(|error| FileError::io(operation, path, error))
+        outcome.during(operation, path)
     }
 
     /// Creates one directory, whose parent must exist. Returns `false` if it existed already.
@@ -310,14 +307,18 @@ pub(super) fn staging_prefix(target: &Path) -> Result<(PathBuf, String), FileErr
     Ok((parent_of(target).to_owned(), format!(".{name}.")))
 }
 
+/// Returns the path of what belongs to `target` beside it, by the rest of its name: `.NAME.<rest>`.
+pub(super) fn staging_path(target: &Path, rest: &str) -> Result<PathBuf, FileError> {
+    let (parent, prefix) = staging_prefix(target)?;
+    Ok(parent.join(format!("{prefix}{rest}")))
+}
+
 /// Returns the last part of a path; an error of this operation if that has no name in UTF-8.
 pub(super) fn utf8_name<'p>(operation: &'static str, path: &'p Path) -> Result<&'p str, FileError> {
     path.file_name()
         .and_then(|name| name.to_str())
-        .ok_or_else(|| {
-            let error = io::Error::new(io::ErrorKind::InvalidInput, "it has no name in UTF-8");
-            FileError::io(operation, path, error)
-        })
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "it has no name in UTF-8"))
+        .during(operation, path)
 }
 
 /// Returns `true` if `text` has the form of a nonce in a file name: 16 hexadecimal digits.

@@ -49,10 +49,10 @@ const INTEGRITY_VERSION: u32 = 2;
 /// The version of a file without digests.
 const WITHOUT_DIGESTS: u32 = 1;
 
-/// Bytes of the smallest block.
-const SMALLEST_BLOCK: u64 = 16 << 10;
-/// Bytes of the largest block.
-const LARGEST_BLOCK: u64 = 1 << 20;
+/// The bytes of the smallest block.
+const SMALLEST_BLOCK_BYTES: u64 = 16 << 10;
+/// The bytes of the largest block.
+const LARGEST_BLOCK_BYTES: u64 = 1 << 20;
 
 /// Returns the length in bytes of the blocks into which a segment of this length is divided for
 /// hashing.
@@ -60,7 +60,7 @@ const LARGEST_BLOCK: u64 = 1 << 20;
 pub fn block_length(segment: u64) -> u64 {
     (segment / 128)
         .next_power_of_two()
-        .clamp(SMALLEST_BLOCK, LARGEST_BLOCK)
+        .clamp(SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES)
 }
 
 /// The hashes of a whole checkpoint, by file (relative to its directory).
@@ -259,10 +259,7 @@ fn parse_line<'l, T: Deserialize<'l>>(line: Option<&'l [u8]>) -> Result<T, Forma
 }
 
 fn malformed(reason: impl ToString) -> FormatError {
-    FormatError::Malformed {
-        what: "integrity file",
-        reason: reason.to_string(),
-    }
+    FormatError::malformed("integrity file", reason)
 }
 
 impl Integrity {
@@ -337,11 +334,10 @@ impl Integrity {
             || header.version > INTEGRITY_VERSION
             || header.hash != "xxh3-64"
         {
-            let what = format!(
+            return Err(FormatError::unsupported(format!(
                 "integrity file version {} with hash `{}`",
                 header.version, header.hash
-            );
-            return Err(FormatError::Unsupported { what });
+            )));
         }
         let mut lines = all_lines.filter(|line| !line.is_empty());
         let mut files = BTreeMap::new();

@@ -12,9 +12,8 @@ use super::file_system::FileSystem;
 use super::fs::utf8_name;
 use super::local::LocalStorage;
 use super::paths::check_relative;
-use super::read_at::read_whole;
+use super::read_at::read_file;
 use crate::error::{FileError, LocationError};
-use crate::limits::check_limit;
 
 /// The place of a checkpoint, or of a directory of checkpoints.
 ///
@@ -70,9 +69,12 @@ impl Location {
         if !is_key(prefix) {
             return Self::unusable(name, LocationError::Key);
         }
-        let bucket = Arc::new(super::object::Bucket::new(store));
+        Self::in_bucket(super::object::Bucket::new(store), prefix, name)
+    }
+
+    fn in_bucket(bucket: super::object::Bucket, prefix: &str, name: PathBuf) -> Self {
         Self::with_storage(Arc::new(super::object::ObjectStorage::new(
-            bucket,
+            Arc::new(bucket),
             prefix.to_owned(),
             name,
         )))
@@ -155,11 +157,7 @@ impl Location {
         settings: Settings,
     ) -> Self {
         let bucket = super::object::Bucket::from_url(scheme, bucket, settings);
-        Self::with_storage(Arc::new(super::object::ObjectStorage::new(
-            Arc::new(bucket),
-            key.to_owned(),
-            name,
-        )))
+        Self::in_bucket(bucket, key, name)
     }
 
     #[cfg(not(feature = "object-store"))]
@@ -235,7 +233,7 @@ impl Location {
     /// # Errors
     /// The errors of [`Location::names`]; a link or a device below it, or a name that is not UTF-8.
     pub fn files(&self) -> Result<Vec<String>, FileError> {
-        self.storage()?.tree()
+        self.storage()?.files()
     }
 
     /// Reads all of the file or object at this location.
@@ -245,12 +243,7 @@ impl Location {
     pub fn read_file(&self, limit: u64) -> Result<Vec<u8>, FileError> {
         let (directory, name) = self.split()?;
         let file = directory.storage()?.open(Links::Follow)?.file(name)?;
-        check_limit("file length", file.len(), limit)
-            .and_then(|()| read_whole(&*file, 0, file.len()))
-            .map_err(|source| FileError::File {
-                path: self.name().to_owned(),
-                source,
-            })
+        read_file(&*file, limit).map_err(|error| error.in_file(self.name()))
     }
 
     /// Returns `true` if a file or an object is here.

@@ -13,14 +13,14 @@
 //! it to the target, and the parent directory is fsynced.
 //!
 //! * A process that is killed at any point leaves either the old checkpoint or the new one at the
-//!   target, never a mixture, and at most one staging directory, which [`stale()`] lists and
+//!   target, never a mixture, and at most one staging directory, which [`list_stale`] lists and
 //!   [`clean_stale`] removes.
 //! * After [`Staging::commit`] has returned, the new checkpoint survives a power loss, provided
 //!   that the file system honours fsync. Before that, the old checkpoint survives, because it is
 //!   not touched until the rename.
 //! * Overwriting exchanges the two directories in one step (`renameat2` with `RENAME_EXCHANGE`),
 //!   and then removes the old one. If another process is reading the old one, it stays, and
-//!   [`stale()`] lists it once nobody reads it. If the file system cannot exchange directories, the
+//!   [`list_stale`] lists it once nobody reads it. If the file system cannot exchange directories, the
 //!   old one is first renamed to `.NAME.old-<nonce>`. A crash between the two renames leaves no
 //!   target, but both checkpoints whole; the next [`Durable::prepare`] puts the old one back. Older
 //!   versions that are still there have lost such names before, durably.
@@ -71,7 +71,7 @@ pub(crate) mod staging;
 
 pub use checked_directory::CheckedDirectory;
 pub use checked_file::CheckedFile;
-pub use cleanup::{clean_stale, stale};
+pub use cleanup::{clean_stale, list_stale};
 pub use file_system::{
     EntryKind, FileSystem, Identity, Links, LockKind, NewFile, OpenEntry, OpenError, Status,
 };

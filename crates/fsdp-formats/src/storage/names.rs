@@ -1,9 +1,5 @@
 //! Names of files in and beside checkpoints, which several formats share.
 
-/// The name of the metadata file in a checkpoint's directory: its presence is what makes the
-/// directory a checkpoint.
-pub const METADATA_FILE: &str = ".metadata";
-
 /// The name of the object that claims a place in an object store, for files whose names are not the
 /// saver's own.
 pub(crate) const CLAIM_FILE: &str = ".fsdp-claim";

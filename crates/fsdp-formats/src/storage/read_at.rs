@@ -1,8 +1,10 @@
 //! Bytes that can be read by position: files, checked or not, memory, and windows into them.
 
+use std::io::{Error, ErrorKind};
 use std::ops::Range;
 
 use crate::error::FormatError;
+use crate::limits::check_limit;
 
 /// A source of bytes that several threads read by position.
 pub trait ReadAt: Send + Sync {
@@ -46,7 +48,7 @@ pub trait ReadAt: Send + Sync {
 }
 
 /// The length from which bytes that are read whole are looked at for holes.
-const LARGE: u64 = 1 << 20;
+const LARGE_BYTES: u64 = 1 << 20;
 
 /// Reads a whole range into memory. It is for metadata, headers, directories and values, not for
 /// elements of tensors.
@@ -59,18 +61,21 @@ pub fn read_whole<S: ReadAt + ?Sized>(
     length: u64,
 ) -> Result<Vec<u8>, FormatError> {
     let end = end_within(source.len(), offset, length)?;
-    if length >= LARGE && source.has_hole(offset..end) {
+    if length >= LARGE_BYTES && source.has_hole(offset..end) {
         let reason = format!(
             "{length} bytes at byte {offset} are to be read, and nothing was ever written to some of them"
         );
-        return Err(FormatError::Malformed {
-            what: "file",
-            reason,
-        });
+        return Err(FormatError::malformed("file", reason));
     }
     let mut bytes = vec![0; length as usize];
     source.read_exact_at(offset, &mut bytes)?;
     Ok(bytes)
+}
+
+/// Reads all of a file of at most `limit` bytes.
+pub(crate) fn read_file(file: &dyn ReadAt, limit: u64) -> Result<Vec<u8>, FormatError> {
+    check_limit("file length", file.len(), limit)?;
+    read_whole(file, 0, file.len())
 }
 
 /// Returns the end of a range of a source that has `available` bytes. A range that goes beyond them
@@ -78,35 +83,11 @@ pub fn read_whole<S: ReadAt + ?Sized>(
 pub(crate) fn end_within(available: u64, offset: u64, length: u64) -> Result<u64, FormatError> {
     match offset.checked_add(length) {
         Some(end) if end <= available => Ok(end),
-        _ => Err(beyond_the_end(offset, length)),
-    }
-}
-
-/// Returns the error of a read that goes beyond the end.
-fn beyond_the_end(offset: u64, length: u64) -> FormatError {
-    let source = std::io::Error::new(
-        std::io::ErrorKind::UnexpectedEof,
-        "the file ends before that",
-    );
-    FormatError::Read {
-        offset,
-        length,
-        source,
-    }
-}
-
-impl ReadAt for [u8] {
-    fn len(&self) -> u64 {
-        <[u8]>::len(self) as u64
-    }
-
-    fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        let bytes = usize::try_from(offset)
-            .ok()
-            .and_then(|start| self.get(start..start.checked_add(dst.len())?))
-            .ok_or_else(|| beyond_the_end(offset, dst.len() as u64))?;
-        dst.copy_from_slice(bytes);
-        Ok(())
+        _ => Err(FormatError::Read {
+            offset,
+            length,
+            source: Error::new(ErrorKind::UnexpectedEof, "the file ends before that"),
+        }),
     }
 }
 
@@ -116,7 +97,9 @@ impl ReadAt for &[u8] {
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
-        (**self).read_exact_at(offset, dst)
+        let end = end_within(self.len(), offset, dst.len() as u64)?;
+        dst.copy_from_slice(&self[offset as usize..end as usize]);
+        Ok(())
     }
 }
 
@@ -143,15 +126,6 @@ impl<'a> Window<'a> {
     pub fn new(source: &'a dyn ReadAt, start: u64, len: u64) -> Result<Self, FormatError> {
         end_within(source.len(), start, len)?;
         Ok(Window { source, start, len })
-    }
-}
-
-impl std::fmt::Debug for Window<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Window")
-            .field("start", &self.start)
-            .field("len", &self.len)
-            .finish_non_exhaustive()
     }
 }
 
@@ -188,9 +162,9 @@ pub(crate) struct BlockReader<'a, S: ?Sized> {
 
 /// The size from which pieces are read straight into their destination, where no hash asks for
 /// more.
-const DIRECT: usize = 32 << 10;
+const DIRECT_BYTES: usize = 32 << 10;
 /// The number of bytes that are read at once around small pieces.
-const READ_AHEAD: u64 = 256 << 10;
+const READ_AHEAD_BYTES: u64 = 256 << 10;
 
 impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
     /// Makes a reader that has read nothing yet.
@@ -237,9 +211,9 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
                     self.load(block)?;
                     continue;
                 }
-                None if dst.len() >= DIRECT => end,
+                None if dst.len() >= DIRECT_BYTES => end,
                 None => {
-                    let ahead = (offset + READ_AHEAD)
+                    let ahead = (offset + READ_AHEAD_BYTES)
                         .min(limit)
                         .min(self.source.len())
                         .max(end);

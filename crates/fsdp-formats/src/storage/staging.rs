@@ -174,7 +174,7 @@ impl Staging {
     /// # Errors
     /// [`FileError::NotReplaceable`].
     pub fn check_replaces_directory(&self) -> Result<(), FileError> {
-        self.0.check_kind(EntryKind::Directory)
+        self.check_replaces(EntryKind::Directory, "directory")
     }
 
     /// Checks that a single file can be published at the target: nothing is there, or a file.
@@ -183,7 +183,19 @@ impl Staging {
     /// [`FileError::NotReplaceable`].
     #[doc(hidden)]
     pub fn check_replaces_file(&self) -> Result<(), FileError> {
-        self.0.check_kind(EntryKind::File)
+        self.check_replaces(EntryKind::File, "file")
+    }
+
+    /// Checks that an entry of this kind can be published at the target. `wanted` is the kind in
+    /// words.
+    fn check_replaces(&self, kind: EntryKind, wanted: &'static str) -> Result<(), FileError> {
+        if self.0.may_be_replaced_by(kind)? {
+            return Ok(());
+        }
+        Err(FileError::NotReplaceable {
+            path: self.target().to_owned(),
+            wanted,
+        })
     }
 
     /// Checks that no file of this name lies beside the target, unless that may be overwritten.

@@ -3,7 +3,6 @@
 
 use super::backend::Links;
 use super::checked_directory::CheckedDirectory;
-use super::cleanup::recover;
 use super::*;
 use crate::error::FileError;
 use std::path::Path;
@@ -183,7 +182,7 @@ fn what_is_being_read_stays_when_it_is_replaced() {
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"new");
     // The reader opens its files only now.
     assert_eq!(reader.read_checked("a", 3).unwrap(), b"old");
-    assert_eq!(stale(&target).unwrap().len(), 0);
+    assert_eq!(list_stale(&target).unwrap().len(), 0);
     drop(reader);
     assert_eq!(clean_stale(&target).unwrap().len(), 1);
     assert_eq!(names(parent.path()), ["c"]);
@@ -223,7 +222,10 @@ fn a_save_in_progress_is_not_stale_and_a_dropped_one_is_gone() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("c");
     let staging = Durable::new().prepare(&target, false).unwrap();
-    assert_eq!(stale(&target).unwrap(), Vec::<std::path::PathBuf>::new());
+    assert_eq!(
+        list_stale(&target).unwrap(),
+        Vec::<std::path::PathBuf>::new()
+    );
     assert_eq!(
         Durable::new()
             .join(&target, staging.name())
@@ -238,7 +240,7 @@ fn a_save_in_progress_is_not_stale_and_a_dropped_one_is_gone() {
     let left = parent.path().join(".c.tmp-0123456789abcdef");
     std::fs::create_dir(&left).unwrap();
     std::fs::create_dir(parent.path().join(".c.tmp-backup")).unwrap();
-    assert_eq!(stale(&target).unwrap(), std::slice::from_ref(&left));
+    assert_eq!(list_stale(&target).unwrap(), std::slice::from_ref(&left));
     assert_eq!(clean_stale(&target).unwrap(), [left]);
     assert_eq!(names(parent.path()), [".c.tmp-backup"]);
 }
@@ -249,9 +251,8 @@ fn an_old_checkpoint_without_a_new_one_is_put_back() {
     let target = parent.path().join("c");
     let old = parent.path().join(".c.old-0123456789abcdef");
     std::fs::create_dir(&old).unwrap();
-    assert!(recover(&target).unwrap());
+    drop(Durable::new().prepare(&target, true).unwrap());
     assert!(target.is_dir() && !old.exists());
-    assert!(!recover(&target).unwrap());
 }
 
 /// A hook of a file system that cannot exchange directories, and on which nothing can be renamed to
@@ -286,7 +287,7 @@ fn an_overwrite_that_ends_between_its_renames_puts_back_the_last_version_and_no_
         .commit("a", b"new")
         .unwrap_err();
     assert!(!target.exists());
-    assert!(recover(&target).unwrap());
+    drop(Durable::new().prepare(&target, true).unwrap());
     assert_eq!(std::fs::read(target.join("a")).unwrap(), b"last");
 }
 

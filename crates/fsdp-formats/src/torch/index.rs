@@ -20,7 +20,7 @@ use crate::storage::location::Location;
 const ENDING: &str = ".bin";
 
 /// Returns those names in a directory that are of a model's weights, or of an index of them.
-pub(crate) fn weights(names: &[String]) -> Vec<String> {
+pub(crate) fn weight_files(names: &[String]) -> Vec<String> {
     names
         .iter()
         .filter(|name| is_known(name, ENDING))
@@ -62,10 +62,7 @@ pub(crate) fn open(
         let flat = FlatFile::read(assembler.directory(), file, None)?;
         if let Some(missing) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
             let reason = format!("it does not hold `{missing}`, which the index looks for here");
-            return Err(flat.error(FormatError::Malformed {
-                what: "checkpoint",
-                reason,
-            }));
+            return Err(flat.error(FormatError::malformed("checkpoint", reason)));
         }
         add_new_keys(&mut assembler, &mut taken, &flat, index)?;
         structure = Some(flat.structure);

@@ -9,9 +9,9 @@ use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
 use super::Result;
 use super::storages::Storages;
 use super::tensor_ref::{StorageRef, TensorRef, check_writable, write_tensor};
-use crate::budget::Budget;
+use crate::budget::{Budget, check_depth};
 use crate::error::FormatError;
-use crate::limits::{MAX_DEPTH, PICKLE_FACTOR};
+use crate::limits::PICKLE_FACTOR;
 use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
@@ -101,13 +101,7 @@ struct ValueWriter<'o, 'v> {
 impl<'v> ValueWriter<'_, 'v> {
     /// Writes the opcodes of a value with so many containers around it.
     fn write(&mut self, value: &'v PlainValue, depth: usize) -> Result<()> {
-        if depth >= MAX_DEPTH {
-            return Err(FormatError::TooLarge {
-                what: "nesting",
-                value: depth as u64 + 1,
-                limit: MAX_DEPTH as u64,
-            });
-        }
+        check_depth(depth)?;
         match value {
             PlainValue::None => write::none(self.out),
             PlainValue::Bool(value) => write::bool(self.out, *value),

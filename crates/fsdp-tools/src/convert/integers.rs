@@ -71,7 +71,7 @@ impl<'a> Integers<'a> {
                 };
                 match path.0.last_mut() {
                     Some(PathPart::Key(last)) => last.push_str(".quantizer"),
-                    _ => path = KeyPath(vec![PathPart::Key(key.clone())]),
+                    _ => path = KeyPath::from_key(&key),
                 }
                 paths.insert(key.clone(), path);
             }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use fsdp_formats::checkpoint::{Checkpoint, Structure};
 use fsdp_formats::internals::{
-    ArchiveLayout, MAX_DEPTH, PlannedPayload, ROOT, check_writable, pickle_write as write,
+    ArchiveLayout, PlannedPayload, ROOT, check_depth, check_writable, pickle_write as write,
     write_payloads, write_tensor, write_value,
 };
 use fsdp_formats::metadata::Metadata;
@@ -131,19 +131,6 @@ impl<'a> Pickled<'a> {
             .iter()
             .try_for_each(|item| self.write(item, depth + 1))
     }
-}
-
-/// Checks that a structure is not too deep. Paths come from files, and the functions that walk them
-/// are recursive.
-fn check_depth(depth: usize) -> Result<(), FormatError> {
-    if depth >= MAX_DEPTH {
-        return Err(FormatError::TooLarge {
-            what: "nesting",
-            value: depth as u64,
-            limit: MAX_DEPTH as u64,
-        });
-    }
-    Ok(())
 }
 
 /// Returns the structure to write: the source's own, or else that of its keys' paths. All keys have

@@ -5,7 +5,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, LayerView, Origin};
 use fsdp_formats::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_formats::reader::Slot;
-use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
+use fsdp_layout::{DType, KeyPath, TensorBox};
 use indexmap::IndexMap;
 
 use super::match_keys::{Matched, matched};
@@ -81,7 +81,7 @@ impl<'a> Mapped<'a> {
                 // A key that changes has no place in the nested state dict of the source.
                 let path = match old_paths.get(fqn) {
                     Some(path) if renamed.get(fqn) == Some(fqn) => path.clone(),
-                    _ => KeyPath(vec![PathPart::Key(fqn.clone())]),
+                    _ => KeyPath::from_key(fqn),
                 };
                 paths.insert(fqn.clone(), path);
             }

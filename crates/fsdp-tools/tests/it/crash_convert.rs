@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::open;
-use fsdp_formats::internals::recover;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_layout::{DType, PlainValue};
@@ -131,7 +130,7 @@ fn a_failure_at_any_step_leaves_the_source_and_an_old_or_new_destination() {
                 );
                 finished = outcome.is_ok();
                 assert!(step < 99, "more than a hundred steps");
-                recover(&destination).unwrap();
+                drop(Durable::new().prepare(&destination, true).unwrap());
                 if destination.exists() {
                     let opened = open(&destination, OpenOptions::default())
                         .unwrap_or_else(|e| panic!("{case}: {e}"));

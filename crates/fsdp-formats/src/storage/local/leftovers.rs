@@ -4,22 +4,21 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 use crate::storage::backend::EntryKind;
 use crate::storage::file_system::{FileSystem, LockKind, OpenEntry};
-use crate::storage::fs::{Durable, is_nonce, parent_of, staging_prefix};
+use crate::storage::fs::{Durable, is_nonce, parent_of, staging_path, staging_prefix};
 
-/// Lists the staging directories of crashed saves to `target`, and the old versions that were
+/// Returns the staging directories of crashed saves to `target`, and the old versions that were
 /// replaced but not removed.
-pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf>, FileError> {
-    let mut found = leftovers(files, target, "tmp")?;
-    found.retain(|directory| lock(files, directory).is_some());
+pub(super) fn list_stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf>, FileError> {
+    let mut found = list_leftovers(files, target, "tmp")?;
     // Without a target the old version is the only one: it is put back, and not removed. With one,
     // a reader may still have the old version open, which its lock tells.
     if files.exists(target) {
-        let old = leftovers(files, target, "old")?.into_iter();
-        found.extend(old.filter(|directory| lock(files, directory).is_some()));
+        found.extend(list_leftovers(files, target, "old")?);
     }
+    found.retain(|directory| lock(files, directory).is_some());
     Ok(found)
 }
 
@@ -27,8 +26,8 @@ pub(super) fn stale(files: &dyn FileSystem, target: &Path) -> Result<Vec<PathBuf
 /// before `target` itself becomes an old version, because [`recover`] puts an old version back,
 /// which must be the last one. After this, no crash brings back a version that was removed.
 pub(super) fn rename_old_versions(durable: &Durable, target: &Path) -> Result<(), FileError> {
-    let (parent, prefix) = staging_prefix(target)?;
-    let old = leftovers(durable.files(), target, "old")?;
+    let parent = parent_of(target);
+    let old = list_leftovers(durable.files(), target, "old")?;
     // The target is looked for after the old versions were listed. If there is none, another
     // process is between its two renames, and one of the old versions is the only version there is.
     if !durable.files().exists(target) {
@@ -36,37 +35,40 @@ pub(super) fn rename_old_versions(durable: &Durable, target: &Path) -> Result<()
     }
     // The target that has replaced the old checkpoints must be durable before they lose their
     // names.
-    durable.sync_directory(&parent)?;
+    durable.sync_directory(parent)?;
     for directory in &old {
-        durable.rename_new(
-            directory,
-            &parent.join(format!("{prefix}tmp-{:016x}", durable.files().nonce())),
-        )?;
+        let name = new_staging_name(durable.files());
+        durable.rename_new(directory, &staging_path(target, &name)?)?;
     }
     if old.is_empty() {
         Ok(())
     } else {
-        durable.sync_directory(&parent)
+        durable.sync_directory(parent)
     }
 }
 
-/// Puts the old version back where a crash in the middle of an overwrite left no target. Returns
-/// `true` if it did.
-pub(super) fn recover(durable: &Durable, target: &Path) -> Result<bool, FileError> {
+/// Puts the old version back where a crash in the middle of an overwrite left no target.
+pub(super) fn recover(durable: &Durable, target: &Path) -> Result<(), FileError> {
     if durable.files().exists(target) {
-        return Ok(false);
+        return Ok(());
     }
-    let old = leftovers(durable.files(), target, "old")?;
+    let old = list_leftovers(durable.files(), target, "old")?;
     let Some(newest) = old.last() else {
-        return Ok(false);
+        return Ok(());
     };
     durable.rename_new(newest, target)?;
-    durable.sync_directory(parent_of(target))?;
-    Ok(true)
+    durable.sync_directory(parent_of(target))
 }
 
-/// Lists the directories beside `target` that are called `.NAME.<kind>-<nonce>`, sorted.
-pub(super) fn leftovers(
+/// Returns a name that no other staging directory has, without what all names of the target's
+/// staging directories begin with.
+pub(super) fn new_staging_name(files: &dyn FileSystem) -> String {
+    format!("tmp-{:016x}", files.nonce())
+}
+
+/// Returns the paths of the directories beside `target` that are called `.NAME.<kind>-<nonce>`,
+/// sorted.
+pub(super) fn list_leftovers(
     files: &dyn FileSystem,
     target: &Path,
     kind: &str,
@@ -74,9 +76,8 @@ pub(super) fn leftovers(
     let (parent, prefix) = staging_prefix(target)?;
     let prefix = format!("{prefix}{kind}-");
     let list = match files.list(&parent) {
-        Ok(list) => list,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(FileError::io("list", parent, error)),
+        list => list.during("list", &parent)?,
     };
     let mut found = Vec::new();
     for (name, entry) in list {
@@ -122,10 +123,10 @@ mod tests {
         // The target is about to be replaced in two steps, and there is a crash between them.
         rename_old_versions(&durable, &target).unwrap();
         durable.rename_new(&target, &last).unwrap();
-        assert!(recover(&durable, &target).unwrap());
-        assert!(!last.exists() && !replaced.exists());
+        recover(&durable, &target).unwrap();
+        assert!(target.exists() && !last.exists() && !replaced.exists());
         // Removed with everything else that crashes leave.
-        let [left] = &stale(durable.files(), &target).unwrap()[..] else {
+        let [left] = &list_stale(durable.files(), &target).unwrap()[..] else {
             panic!("one is left")
         };
         assert!(
@@ -145,6 +146,8 @@ mod tests {
         let durable = Durable::new();
         assert!(durable.create_directory(&only).unwrap());
         rename_old_versions(&durable, &target).unwrap();
-        assert!(only.exists() && recover(&durable, &target).unwrap() && target.exists());
+        assert!(only.exists());
+        recover(&durable, &target).unwrap();
+        assert!(target.exists());
     }
 }

@@ -4,10 +4,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 use crate::storage::backend::Links;
 use crate::storage::file_system::{FileSystem, OpenEntry};
-use crate::storage::fs::staging_prefix;
+use crate::storage::fs::staging_path;
 
 /// The lock of a file: another file beside it, `.NAME.lock`, which goes with the lock. That of a
 /// killed process stays, and is taken over by the next one.
@@ -25,19 +25,13 @@ impl FileLock {
     ///
     /// Where the file system has no locks, there is none to wait for.
     pub(super) fn wait(files: &Arc<dyn FileSystem>, target: &Path) -> Result<Self, FileError> {
-        let (parent, prefix) = staging_prefix(target)?;
-        let path = parent.join(format!("{prefix}lock"));
+        let path = staging_path(target, "lock")?;
         loop {
-            let file = files
-                .open_lock(&path)
-                .map_err(|error| FileError::io("create", &path, error))?;
+            let file = files.open_lock(&path).during("create", &path)?;
             let locked = file.lock();
             // The last holder may have removed the file meanwhile, and a lock on a removed file
             // keeps nobody away.
-            if locked.is_err()
-                || is_at(&**files, &*file, &path)
-                    .map_err(|error| FileError::io("inspect", &path, error))?
-            {
+            if locked.is_err() || is_at(&**files, &*file, &path).during("inspect", &path)? {
                 return Ok(FileLock {
                     files: files.clone(),
                     path,

@@ -6,18 +6,17 @@ mod read;
 mod staging;
 mod tree;
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use self::leftovers::is_being_read;
+use self::leftovers::{is_being_read, new_staging_name};
 use self::read::LocalDirectory;
 use self::staging::LocalStage;
 use super::backend::{EntryKind, Links, ReadDirectory, Stage, Storage, UnusableUrl};
-use super::file_system::FileSystem;
-use super::fs::{Durable, parent_of, staging_prefix};
+use super::file_system::{FileSystem, Status};
+use super::fs::{Durable, parent_of, staging_path};
 use super::os::OperatingSystem;
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 
 /// A path in a file system.
 #[derive(Debug, Clone)]
@@ -36,14 +35,19 @@ impl LocalStorage {
     pub(crate) fn within(files: Arc<dyn FileSystem>, path: PathBuf) -> Self {
         LocalStorage { files, path }
     }
-}
 
-/// Returns `true` if an error says that nothing is at a path.
-fn is_absence(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
-    )
+    /// Returns what is at the path; `None` if there is nothing.
+    fn status(&self, links: Links) -> Result<Option<Status>, FileError> {
+        match self
+            .files
+            .status(&self.path, links)
+            .during("inspect", &self.path)
+        {
+            // A path that cannot be looked at may well have a checkpoint: that stays an error.
+            Err(error) if error.is_absence() => Ok(None),
+            status => status.map(Some),
+        }
+    }
 }
 
 impl Storage for LocalStorage {
@@ -66,52 +70,35 @@ impl Storage for LocalStorage {
     }
 
     fn exists(&self) -> Result<bool, FileError> {
-        match self.files.status(&self.path, Links::Refuse) {
-            Ok(_) => Ok(true),
-            Err(error) if is_absence(&error) => Ok(false),
-            // A path that cannot be looked at may well have a checkpoint.
-            Err(error) => Err(FileError::io("inspect", &self.path, error)),
-        }
+        Ok(self.status(Links::Refuse)?.is_some())
     }
 
     fn kind(&self) -> Result<Option<EntryKind>, FileError> {
-        match self.files.status(&self.path, Links::Follow) {
-            Ok(status) => Ok(Some(status.kind)),
-            Err(error) if is_absence(&error) => Ok(None),
-            Err(error) => Err(FileError::io("inspect", &self.path, error)),
-        }
+        Ok(self.status(Links::Follow)?.map(|status| status.kind))
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
-        read::names(&*self.files, &self.path)
+        Ok(read::list_names(&*self.files, &self.path)?.0)
     }
 
-    fn tree(&self) -> Result<Vec<String>, FileError> {
-        tree::tree(&*self.files, &self.path)
+    fn files(&self) -> Result<Vec<String>, FileError> {
+        tree::list_files(&*self.files, &self.path)
     }
 
     fn open(&self, links: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
-        Ok(Box::new(LocalDirectory::open(
-            &self.files,
-            &self.path,
-            links,
-        )?))
+        let directory = LocalDirectory::open(&self.files, &self.path, links)?;
+        Ok(Box::new(directory))
     }
 
     fn prepare(&self, durable: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(LocalStage::prepare(
-            &durable.within(&self.files),
-            &self.path,
-            overwrite,
-        )?))
+        let durable = durable.within(&self.files);
+        let stage = LocalStage::prepare(&durable, &self.path, overwrite)?;
+        Ok(Box::new(stage))
     }
 
     fn join(&self, durable: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(LocalStage::join(
-            &durable.within(&self.files),
-            &self.path,
-            name,
-        )?))
+        let durable = durable.within(&self.files);
+        Ok(Box::new(LocalStage::join(&durable, &self.path, name)?))
     }
 
     fn remove_checkpoint(&self, durable: &Durable) -> Result<bool, FileError> {
@@ -119,7 +106,7 @@ impl Storage for LocalStorage {
         let directory = self
             .files
             .open_directory(&self.path)
-            .map_err(|error| FileError::io("open", &self.path, error))?;
+            .during("open", &self.path)?;
         // Readers hold a shared lock for as long as they have the checkpoint open.
         if is_being_read(&*directory) {
             return Ok(false);
@@ -127,27 +114,26 @@ impl Storage for LocalStorage {
         // Once the checkpoint is gone, an old version beside it would count as what a crash has
         // left, and be put back.
         self.clean_stale(&durable)?;
-        if !leftovers::leftovers(&*self.files, &self.path, "old")?.is_empty() {
+        if !leftovers::list_leftovers(&*self.files, &self.path, "old")?.is_empty() {
             return Ok(false);
         }
         // Removing takes many steps. One rename takes the checkpoint away first, to a name that
-        // `stale` lists, so that a crash in the middle leaves nothing that looks like a checkpoint.
-        let (parent, prefix) = staging_prefix(&self.path)?;
-        let doomed = parent.join(format!("{prefix}tmp-{:016x}", self.files.nonce()));
+        // `list_stale` lists, so that a crash in the middle leaves nothing that looks like a checkpoint.
+        let doomed = staging_path(&self.path, &new_staging_name(&*self.files))?;
         durable.rename_new(&self.path, &doomed)?;
-        durable.sync_directory(&parent)?;
+        durable.sync_directory(parent_of(&self.path))?;
         durable.remove_directory(&doomed)?;
         Ok(true)
     }
 
-    fn stale(&self) -> Result<Vec<PathBuf>, FileError> {
-        leftovers::stale(&*self.files, &self.path)
+    fn list_stale(&self) -> Result<Vec<PathBuf>, FileError> {
+        leftovers::list_stale(&*self.files, &self.path)
     }
 
     fn clean_stale(&self, durable: &Durable) -> Result<Vec<PathBuf>, FileError> {
         let durable = durable.within(&self.files);
         let mut removed = Vec::new();
-        for path in self.stale()? {
+        for path in self.list_stale()? {
             // The lock is held until the directory is gone, so that a save which has just made it
             // does not go on in it.
             let Some(_lock) = leftovers::lock(&*self.files, &path) else {
@@ -162,9 +148,5 @@ impl Storage for LocalStorage {
             durable.sync_directory(parent_of(&self.path))?;
         }
         Ok(removed)
-    }
-
-    fn recover(&self, durable: &Durable) -> Result<bool, FileError> {
-        leftovers::recover(&durable.within(&self.files), &self.path)
     }
 }

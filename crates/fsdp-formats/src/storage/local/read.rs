@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 use crate::storage::backend::{Links, ReadDirectory};
 use crate::storage::file_system::{FileSystem, LockKind, OpenEntry, OpenError};
 use crate::storage::paths::relative_parts;
@@ -37,7 +37,7 @@ impl LocalDirectory {
         let directory = loop {
             let directory = files
                 .open_directory(path)
-                .map_err(|error| FileError::io("open the directory", path, error))?;
+                .during("open the directory", path)?;
             if attempts == LOCK_ATTEMPTS {
                 break directory;
             }
@@ -79,11 +79,11 @@ impl ReadDirectory for LocalDirectory {
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
-        names(&*self.files, &self.path)
+        Ok(list_names(&*self.files, &self.path)?.0)
     }
 
     fn names_not_utf8(&self) -> Result<Vec<String>, FileError> {
-        names_not_utf8(&*self.files, &self.path)
+        Ok(list_names(&*self.files, &self.path)?.1)
     }
 
     /// Opens a regular file below the directory. Unless links are followed, no part of the path may
@@ -113,32 +113,21 @@ impl ReadDirectory for LocalDirectory {
     }
 }
 
-/// Returns the names of the entries of a directory, sorted; those that are not UTF-8 are left out.
-pub(super) fn names(files: &dyn FileSystem, path: &Path) -> Result<Vec<String>, FileError> {
-    let list = files
-        .list(path)
-        .map_err(|error| FileError::io("list", path, error))?;
-    let mut names: Vec<String> = list
-        .into_iter()
-        .filter_map(|(name, _)| name.into_string().ok())
-        .collect();
-    names.sort();
-    Ok(names)
-}
-
-/// Returns the names that [`names`] leaves out, sorted. What is not UTF-8 in them is replaced.
-pub(super) fn names_not_utf8(
+/// Returns the names of the entries of a directory, sorted. The second list has those that are not
+/// UTF-8, as messages show them.
+pub(super) fn list_names(
     files: &dyn FileSystem,
     path: &Path,
-) -> Result<Vec<String>, FileError> {
-    let list = files
-        .list(path)
-        .map_err(|error| FileError::io("list", path, error))?;
-    let mut names: Vec<String> = list
-        .into_iter()
-        .filter_map(|(name, _)| name.into_string().err())
-        .map(|name| name.to_string_lossy().into_owned())
-        .collect();
+) -> Result<(Vec<String>, Vec<String>), FileError> {
+    let mut names = Vec::new();
+    let mut not_utf8 = Vec::new();
+    for (name, _) in files.list(path).during("list", path)? {
+        match name.into_string() {
+            Ok(name) => names.push(name),
+            Err(name) => not_utf8.push(name.to_string_lossy().into_owned()),
+        }
+    }
     names.sort();
-    Ok(names)
+    not_utf8.sort();
+    Ok((names, not_utf8))
 }

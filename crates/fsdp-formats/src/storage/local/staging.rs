@@ -2,14 +2,14 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use super::leftovers::{is_being_read, recover, rename_old_versions};
+use super::leftovers::{is_being_read, new_staging_name, recover, rename_old_versions};
 use super::lock::FileLock;
-use crate::error::FileError;
+use super::read::list_names;
+use crate::error::{FileError, IoOutcome as _};
 use crate::storage::backend::{EntryKind, Links, Stage, StageFile, Storage, check_write};
 use crate::storage::file_system::{FileSystem, Identity, NewFile, OpenEntry};
-use crate::storage::fs::{Durable, parent_of, staging_prefix};
+use crate::storage::fs::{Durable, parent_of, staging_path, staging_prefix};
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
 
@@ -38,8 +38,7 @@ impl LocalStage {
         target: &Path,
         overwrite: bool,
     ) -> Result<Self, FileError> {
-        let (parent, _) = staging_prefix(target)?;
-        durable.create_directories(&parent)?;
+        durable.create_directories(&staging_prefix(target)?.0)?;
         // A crashed overwrite may have left the old checkpoint under another name.
         recover(durable, target)?;
         if !overwrite && durable.files().exists(target) {
@@ -49,18 +48,14 @@ impl LocalStage {
         }
         // `mkdir` is atomic: of two savers with the same nonce, one gets `false` and draws another.
         loop {
-            let mut staging = Self::at(
-                durable,
-                target,
-                format!("tmp-{:016x}", durable.files().nonce()),
-                overwrite,
-            )?;
+            let name = new_staging_name(durable.files());
+            let mut staging = Self::at(durable, target, name, overwrite)?;
             if !durable.create_directory(&staging.directory)? {
                 continue;
             }
             let lock = match durable.files().open_directory(&staging.directory) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                lock => lock.map_err(|error| FileError::io("open", &staging.directory, error))?,
+                lock => lock.during("open", &staging.directory)?,
             };
             // Where locks do not work, nobody takes the directory for stale either.
             let _ = lock.lock();
@@ -99,12 +94,10 @@ impl LocalStage {
         name: String,
         overwrite: bool,
     ) -> Result<Self, FileError> {
-        let (parent, prefix) = staging_prefix(target)?;
-        let directory = parent.join(format!("{prefix}{name}"));
         Ok(LocalStage {
             durable: durable.clone(),
             target: target.to_owned(),
-            directory,
+            directory: staging_path(target, &name)?,
             name,
             overwrite,
             lock: None,
@@ -118,7 +111,7 @@ impl LocalStage {
 
     /// Gives a new file or directory the permissions of the one that it replaces: what was private
     /// stays private.
-    fn take_mode(&self, path: &Path) -> Result<(), FileError> {
+    fn copy_permissions(&self, path: &Path) -> Result<(), FileError> {
         let files = self.durable.files();
         // Where nothing is replaced, the permissions are those that the system gives to new files.
         let Ok(replaced) = files.status(&self.target, Links::Follow) else {
@@ -129,7 +122,28 @@ impl LocalStage {
         }
         files
             .set_permissions(path, replaced.mode)
-            .map_err(|error| FileError::io("set the permissions of", path, error))
+            .during("set the permissions of", path)
+    }
+
+    /// Publishes what is at `from`. An error after which it is at the target nevertheless becomes
+    /// [`FileError::AfterCommit`].
+    fn commit_by(
+        self,
+        from: &Path,
+        publish: impl FnOnce(Self) -> Result<(), FileError>,
+    ) -> Result<(), FileError> {
+        let files = self.durable.shared_files().clone();
+        let target = self.target.clone();
+        let published = identity(&*files, from);
+        publish(self).map_err(|error| {
+            if published.is_none() || identity(&*files, &target) != published {
+                return error;
+            }
+            FileError::AfterCommit {
+                path: target,
+                source: Box::new(error),
+            }
+        })
     }
 
     /// Puts the directory in the target's place. All files must be finished.
@@ -150,7 +164,7 @@ impl LocalStage {
     fn replace(mut self) -> Result<(), FileError> {
         let durable = self.durable.clone();
         let parent = parent_of(&self.target);
-        self.take_mode(&self.directory)?;
+        self.copy_permissions(&self.directory)?;
         if durable.exchange(&self.directory, &self.target)? {
             if let Err(error) = durable.sync_directory(parent) {
                 // The exchange may not be durable, so the save has failed: the old checkpoint goes
@@ -165,11 +179,7 @@ impl LocalStage {
             // Two renames, between which there is no target. If there is a crash at that point,
             // `recover` puts the old checkpoint back. It must not find still older ones.
             rename_old_versions(&durable, &self.target)?;
-            let (_, prefix) = staging_prefix(&self.target)?;
-            let old = parent.join(format!(
-                "{prefix}old-{}",
-                self.name.trim_start_matches("tmp-")
-            ));
+            let old = staging_path(&self.target, &self.name.replacen("tmp-", "old-", 1))?;
             let replaced = durable
                 .rename_new(&self.target, &old)
                 .and_then(|()| durable.rename_new(&self.directory, &self.target));
@@ -196,7 +206,7 @@ impl LocalStage {
             .durable
             .files()
             .list(directory)
-            .map_err(|error| FileError::io("list", directory, error))?;
+            .during("list", directory)?;
         for (name, kind) in list {
             if kind == EntryKind::Directory {
                 self.sync_directories(&directory.join(name))?;
@@ -219,9 +229,7 @@ impl LocalStage {
         // Nothing has changed yet: a sidecar that would replace the file of somebody else is
         // refused here.
         let unneeded = match sidecar {
-            Some(sidecar) => {
-                sidecar.unneeded(&parent, super::read::names(durable.files(), &parent)?)?
-            }
+            Some(sidecar) => sidecar.unneeded(&parent, list_names(durable.files(), &parent)?.0)?,
             None => Vec::new(),
         };
         // Step 1: publish the sidecar under its pending name, which readers of the old file do not
@@ -230,7 +238,7 @@ impl LocalStage {
             sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
         if let Some((path, bytes)) = &pending {
             self.write(SINGLE_SIDECAR, bytes)?;
-            self.take_mode(&self.directory.join(SINGLE_SIDECAR))?;
+            self.copy_permissions(&self.directory.join(SINGLE_SIDECAR))?;
             durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
             durable.sync_directory(&parent)?;
         }
@@ -319,22 +327,13 @@ impl Stage for LocalStage {
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
         let file = self.create(SINGLE, length)?;
-        self.take_mode(&self.directory.join(SINGLE))?;
+        self.copy_permissions(&self.directory.join(SINGLE))?;
         Ok(file)
     }
 
-    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
-        let wants_directory = wanted == EntryKind::Directory;
-        if self.exists(&self.target)
-            && self.durable.files().is_directory(&self.target) != wants_directory
-        {
-            let wanted = if wants_directory { "directory" } else { "file" };
-            return Err(FileError::NotReplaceable {
-                path: self.target.clone(),
-                wanted,
-            });
-        }
-        Ok(())
+    fn may_be_replaced_by(&self, wanted: EntryKind) -> Result<bool, FileError> {
+        let is_directory = self.durable.files().is_directory(&self.target);
+        Ok(!self.exists(&self.target) || is_directory == (wanted == EntryKind::Directory))
     }
 
     fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
@@ -370,49 +369,18 @@ impl Stage for LocalStage {
 
     fn commit(self: Box<Self>, marker: &str, bytes: &[u8]) -> Result<(), FileError> {
         self.write(marker, bytes)?;
-        let published = Published::new(&self, &self.directory);
-        self.publish().map_err(|error| published.explain(error))
+        let from = self.directory.clone();
+        self.commit_by(&from, Self::publish)
     }
 
     fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
-        let published = Published::new(&self, &self.directory.join(SINGLE));
-        self.publish_single(sidecar)
-            .map_err(|error| published.explain(error))
+        let from = self.directory.join(SINGLE);
+        self.commit_by(&from, |stage| stage.publish_single(sidecar))
     }
 }
 
-/// A target at which something is being published, by the numbers that it has under any name.
-struct Published {
-    files: Arc<dyn FileSystem>,
-    target: PathBuf,
-    identity: Option<Identity>,
-}
-
-impl Published {
-    fn new(stage: &LocalStage, path: &Path) -> Self {
-        let files = stage.durable.shared_files().clone();
-        Published {
-            identity: identity(&*files, path),
-            files,
-            target: stage.target.clone(),
-        }
-    }
-
-    /// Turns an error into [`FileError::AfterCommit`] if the checkpoint is at its target
-    /// nevertheless.
-    fn explain(self, error: FileError) -> FileError {
-        if self.identity.is_none() || identity(&*self.files, &self.target) != self.identity {
-            return error;
-        }
-        FileError::AfterCommit {
-            path: self.target,
-            source: Box::new(error),
-        }
-    }
-}
-
-/// Returns the numbers by which the system identifies a file or directory; `None` if it does not
-/// exist.
+/// Returns the numbers by which the system identifies a file or directory under any name; `None` if
+/// it does not exist.
 fn identity(files: &dyn FileSystem, path: &Path) -> Option<Identity> {
     files
         .status(path, Links::Refuse)

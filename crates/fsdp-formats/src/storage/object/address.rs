@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::client::Bucket;
 use super::prefix::Prefix;
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 
 /// A bucket and a key in it: that of one object, or a prefix of others.
 pub(crate) struct ObjectStorage {
@@ -26,10 +26,10 @@ impl ObjectStorage {
 
     /// Connects to the store, if that was not done before.
     pub(super) fn open(&self) -> Result<Prefix, FileError> {
-        let store = self
-            .bucket
-            .store()
-            .map_err(|error| FileError::io("open", &self.name, error))?;
-        Ok(Prefix::new(store, self.prefix.clone(), self.name.clone()))
+        Ok(Prefix {
+            store: self.bucket.store().during("open", &self.name)?,
+            prefix: self.prefix.clone(),
+            name: self.name.clone(),
+        })
     }
 }

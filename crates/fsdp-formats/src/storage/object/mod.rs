@@ -17,32 +17,26 @@ use std::path::Path;
 use std::sync::Arc;
 
 use self::prefix::{Prefix, join};
-use self::read::ObjectDirectory;
 use self::staging::{ObjectStage, nonce_of};
 use super::backend::{EntryKind, Links, ReadDirectory, Stage, Storage, UnusableUrl};
 use super::fs::Durable;
 use super::paths::check_relative;
 use crate::error::{FileError, LocationError};
-use crate::storage::names::METADATA_FILE;
+use crate::metadata::METADATA_FILE;
 
 impl ObjectStorage {
-    /// Returns the key and the name of the prefix that this one lies in.
-    fn above(&self) -> (&str, &Path) {
+    /// Returns the place of the prefix that this one lies in. That of the root of a bucket is the
+    /// root.
+    fn above(&self) -> ObjectStorage {
         let key = self.prefix.rsplit_once('/').map_or("", |(above, _)| above);
-        (key, self.name.parent().unwrap_or(Path::new("")))
+        let name = self.name.parent().unwrap_or(Path::new(""));
+        ObjectStorage::new(self.bucket.clone(), key.to_owned(), name.to_owned())
     }
 
-    /// Returns the prefix that this one lies in; `None` for the root of a bucket.
-    fn parent_prefix(&self) -> Result<Option<Prefix>, FileError> {
-        if self.prefix.is_empty() {
-            return Ok(None);
-        }
-        let store = self
-            .bucket
-            .store()
-            .map_err(|error| FileError::io("open", &self.name, error))?;
-        let (key, name) = self.above();
-        Ok(Some(Prefix::new(store, key.to_owned(), name.to_owned())))
+    /// Connects to the prefix that this one lies in; `None` for the root of a bucket.
+    fn open_parent(&self) -> Result<Option<Prefix>, FileError> {
+        let is_root = self.prefix.is_empty();
+        (!is_root).then(|| self.above().open()).transpose()
     }
 }
 
@@ -71,12 +65,7 @@ impl Storage for ObjectStorage {
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
-        let (key, name) = self.above();
-        Arc::new(ObjectStorage::new(
-            self.bucket.clone(),
-            key.to_owned(),
-            name.to_owned(),
-        ))
+        Arc::new(self.above())
     }
 
     fn kind(&self) -> Result<Option<EntryKind>, FileError> {
@@ -89,44 +78,34 @@ impl Storage for ObjectStorage {
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
-        self.open()?.names()
+        self.open()?.list_names()
     }
 
-    fn tree(&self) -> Result<Vec<String>, FileError> {
-        let mut all = self.open()?.all()?;
-        all.sort();
-        Ok(all)
+    fn files(&self) -> Result<Vec<String>, FileError> {
+        self.open()?.list_all()
     }
 
     fn open(&self, _: Links) -> Result<Box<dyn ReadDirectory>, FileError> {
-        Ok(Box::new(ObjectDirectory::new(self.open()?)))
+        Ok(Box::new(self.open()?))
     }
 
     fn prepare(&self, _: &Durable, overwrite: bool) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(ObjectStage::prepare(
-            self.open()?,
-            self.parent_prefix()?,
-            overwrite,
-        )?))
+        let stage = ObjectStage::prepare(self.open()?, self.open_parent()?, overwrite)?;
+        Ok(Box::new(stage))
     }
 
     fn join(&self, _: &Durable, name: &str) -> Result<Box<dyn Stage>, FileError> {
-        Ok(Box::new(ObjectStage::join(
-            self.open()?,
-            self.parent_prefix()?,
-            name,
-        )?))
+        let stage = ObjectStage::join(self.open()?, self.open_parent()?, name)?;
+        Ok(Box::new(stage))
     }
 
     fn remove_checkpoint(&self, _: &Durable) -> Result<bool, FileError> {
         let prefix = self.open()?;
         // Without its `.metadata` it is not a checkpoint, so a crash in the middle leaves nothing
         // that looks like one.
-        let (first, rest): (Vec<_>, Vec<_>) = prefix
-            .all()?
-            .into_iter()
-            .partition(|name| name.ends_with(METADATA_FILE));
-        for name in first.iter().chain(&rest) {
+        let mut names = prefix.list_all()?;
+        names.sort_by_key(|name| !name.ends_with(METADATA_FILE));
+        for name in &names {
             prefix.delete(name)?;
         }
         Ok(true)
@@ -134,7 +113,7 @@ impl Storage for ObjectStorage {
 
     fn remove_uncommitted(&self) -> Result<bool, FileError> {
         let prefix = self.open()?;
-        let all = prefix.all()?;
+        let all = prefix.list_all()?;
         // Only names that carry a nonce are those of a save; among them is no `.metadata`.
         if all.is_empty() || all.iter().any(|name| nonce_of(name).is_none()) {
             return Ok(false);
@@ -171,12 +150,16 @@ mod tests {
         }
         let bucket = || Arc::new(Bucket::from_url("s3", "b", Vec::new()));
         let storage = ObjectStorage::new(bucket(), "a/x".to_owned(), "s3://b/a/x".into());
-        assert_eq!(storage.above(), ("a", Path::new("s3://b/a")));
+        let above = storage.above();
+        assert_eq!(
+            (above.prefix.as_str(), above.name()),
+            ("a", Path::new("s3://b/a"))
+        );
         let storage = ObjectStorage::new(bucket(), String::new(), "s3://b".into());
         assert_eq!(
             storage.child("x").ok().unwrap().name(),
             Path::new("s3://b/x")
         );
-        assert!(storage.parent_prefix().unwrap().is_none());
+        assert!(storage.open_parent().unwrap().is_none());
     }
 }

@@ -1,8 +1,9 @@
 //! A key in an object store, and the keys below it.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -12,7 +13,7 @@ use object_store::path::Path as Key;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode, PutPayload};
 
 use super::runtime::wait;
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 
 /// A store that checkpoints can be read from and written to. All stores of [`object_store`] are.
 pub trait Store: ObjectStore + MultipartStore {}
@@ -31,9 +32,10 @@ pub(super) fn join(prefix: &str, below: &str) -> String {
 /// A key in a store, and the keys below it.
 #[derive(Clone)]
 pub(super) struct Prefix {
-    store: Arc<dyn Store>,
-    prefix: String,
-    name: PathBuf,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) prefix: String,
+    /// The URL, for messages.
+    pub(super) name: PathBuf,
 }
 
 // Not derived: the debug form of a store shows credentials.
@@ -44,23 +46,6 @@ impl fmt::Debug for Prefix {
 }
 
 impl Prefix {
-    pub(super) fn new(store: Arc<dyn Store>, prefix: String, name: PathBuf) -> Self {
-        Prefix {
-            store,
-            prefix,
-            name,
-        }
-    }
-
-    pub(super) fn store(&self) -> &Arc<dyn Store> {
-        &self.store
-    }
-
-    /// Returns its name for messages.
-    pub(super) fn name(&self) -> &Path {
-        &self.name
-    }
-
     /// Returns the name for messages of what lies below.
     pub(super) fn name_of(&self, below: &str) -> PathBuf {
         if below.is_empty() {
@@ -72,10 +57,9 @@ impl Prefix {
 
     /// Returns the key of an object below the prefix.
     pub(super) fn key(&self, below: &str) -> Result<Key, FileError> {
-        Key::parse(join(&self.prefix, below)).map_err(|error| {
-            let error = io::Error::new(io::ErrorKind::InvalidInput, error);
-            FileError::io("open", self.name_of(below), error)
-        })
+        Key::parse(join(&self.prefix, below))
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))
+            .during("open", self.name_of(below))
     }
 
     /// Asks for the length and version of an object; `None` if there is none.
@@ -85,61 +69,48 @@ impl Prefix {
         if key.as_ref().is_empty() {
             return Ok(None);
         }
-        match wait(self.store.head(&key)) {
-            Ok(meta) => Ok(Some(meta)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(FileError::io("look at", self.name_of(below), error)),
-        }
+        self.found("look at", below, wait(self.store.head(&key)))
     }
 
-    /// Lists the names directly below, sorted: objects, and prefixes of others.
-    pub(super) fn names(&self) -> Result<Vec<String>, FileError> {
+    /// Returns the names directly below, sorted: of objects, and of prefixes of others.
+    pub(super) fn list_names(&self) -> Result<Vec<String>, FileError> {
         let prefix = self.key("")?;
-        let listed = wait(self.store.list_with_delimiter(Some(&prefix)))
-            .map_err(|error| FileError::io("list", &self.name, error))?;
-        let objects = listed
-            .objects
-            .iter()
-            .filter_map(|meta| meta.location.filename());
-        let prefixes = listed
-            .common_prefixes
-            .iter()
-            .filter_map(|prefix| prefix.filename());
-        let mut names: Vec<String> = objects.chain(prefixes).map(str::to_owned).collect();
-        names.sort();
-        names.dedup();
-        Ok(names)
+        let listed =
+            wait(self.store.list_with_delimiter(Some(&prefix))).during("list", &self.name)?;
+        let objects = listed.objects.iter().map(|meta| &meta.location);
+        let names: BTreeSet<&str> = objects
+            .chain(&listed.common_prefixes)
+            .filter_map(Key::filename)
+            .collect();
+        Ok(names.into_iter().map(str::to_owned).collect())
     }
 
-    /// Lists the names of all objects below, at any depth.
-    pub(super) fn all(&self) -> Result<Vec<String>, FileError> {
+    /// Returns the names of all objects below, at any depth, sorted.
+    pub(super) fn list_all(&self) -> Result<Vec<String>, FileError> {
         let prefix = self.key("")?;
         let listed = wait(async { self.store.list(Some(&prefix)).try_collect::<Vec<_>>().await })
-            .map_err(|error| FileError::io("list", &self.name, error))?;
-        Ok(listed
+            .during("list", &self.name)?;
+        let mut names: Vec<String> = listed
             .iter()
             .filter_map(|meta| meta.location.as_ref().strip_prefix(prefix.as_ref()))
             .map(|name| name.trim_start_matches('/').to_owned())
-            .collect())
+            .collect();
+        names.sort();
+        Ok(names)
     }
 
     /// Returns `true` if nothing lies below.
     pub(super) fn is_empty(&self) -> Result<bool, FileError> {
         let prefix = self.key("")?;
         let first = async { self.store.list(Some(&prefix)).try_next().await };
-        Ok(wait(first)
-            .map_err(|error| FileError::io("list", &self.name, error))?
-            .is_none())
+        Ok(wait(first).during("list", &self.name)?.is_none())
     }
 
     /// Reads all of an object that is known to be small; `None` if there is none.
     pub(super) fn get(&self, below: &str) -> Result<Option<Bytes>, FileError> {
         let key = self.key(below)?;
-        match wait(async { self.store.get(&key).await?.bytes().await }) {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(FileError::io("read", self.name_of(below), error)),
-        }
+        let got = wait(async { self.store.get(&key).await?.bytes().await });
+        self.found("read", below, got)
     }
 
     /// Puts an object in one request, either replacing an existing one or only if there is none.
@@ -150,9 +121,9 @@ impl Prefix {
         mode: PutMode,
     ) -> Result<(), FileError> {
         let key = self.key(below)?;
-        let put = wait(self.store.put_opts(&key, bytes, mode.into()));
-        put.map(|_| ())
-            .map_err(|error| FileError::io("write", self.name_of(below), error))
+        wait(self.store.put_opts(&key, bytes, mode.into()))
+            .map(drop)
+            .during("write", self.name_of(below))
     }
 
     /// Copies an object from another prefix of the same store. The store does this itself, so no
@@ -160,18 +131,26 @@ impl Prefix {
     pub(super) fn copy(&self, from: &Prefix, name: &str, to: &str) -> Result<(), FileError> {
         let source = from.key(name)?;
         let target = self.key(to)?;
-        wait(self.store.copy(&source, &target))
-            .map_err(|error| FileError::io("copy to", self.name_of(to), error))
+        wait(self.store.copy(&source, &target)).during("copy to", self.name_of(to))
     }
 
     /// Removes an object, if it is there.
     pub(super) fn delete(&self, below: &str) -> Result<(), FileError> {
         let key = self.key(below)?;
-        match wait(self.store.delete(&key)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(FileError::io("remove", self.name_of(below), error))
-            }
-            _ => Ok(()),
+        self.found("remove", below, wait(self.store.delete(&key)))
+            .map(drop)
+    }
+
+    /// Returns the outcome of an operation on an object; `None` if there is no such object.
+    fn found<T>(
+        &self,
+        operation: &'static str,
+        below: &str,
+        outcome: io::Result<T>,
+    ) -> Result<Option<T>, FileError> {
+        match outcome {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            outcome => outcome.during(operation, self.name_of(below)).map(Some),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! Reads an object by position, one range per request.
 
-use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,40 +10,38 @@ use object_store::{Error, GetOptions};
 
 use super::prefix::{Prefix, Store};
 use super::runtime::wait;
-use crate::error::{FileError, FormatError};
+use crate::error::{FileError, FormatError, IoOutcome as _};
 use crate::storage::backend::ReadDirectory;
 use crate::storage::paths::relative_parts;
 use crate::storage::read_at::{ReadAt, end_within};
 
-/// Bytes of one request; a longer read is several.
-const REQUEST: usize = 8 << 20;
-/// Requests of one read that are under way at once.
-const AT_ONCE: usize = 4;
+/// The bytes of one request; a longer read is several.
+const REQUEST_BYTES: usize = 8 << 20;
+/// The requests of one read that are under way at once.
+const REQUESTS_AT_ONCE: usize = 4;
 
-/// The objects below a prefix.
-#[derive(Debug)]
-pub(super) struct ObjectDirectory {
-    prefix: Prefix,
-}
-
-impl ObjectDirectory {
-    pub(super) fn new(prefix: Prefix) -> Self {
-        ObjectDirectory { prefix }
-    }
-}
-
-impl ReadDirectory for ObjectDirectory {
+impl ReadDirectory for Prefix {
     fn name(&self) -> &Path {
-        self.prefix.name()
+        &self.name
     }
 
     fn names(&self) -> Result<Vec<String>, FileError> {
-        self.prefix.names()
+        self.list_names()
     }
 
+    /// Opens an object: one request.
     fn file(&self, relative: &str) -> Result<Box<dyn ReadAt>, FileError> {
-        relative_parts(self.prefix.name(), relative)?;
-        Ok(Box::new(ObjectFile::open(&self.prefix, relative)?))
+        relative_parts(&self.name, relative)?;
+        let meta = self
+            .head(relative)?
+            .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "there is no such object"))
+            .during("open", self.name_of(relative))?;
+        Ok(Box::new(ObjectFile {
+            store: self.store.clone(),
+            key: meta.location,
+            length: meta.size,
+            version: meta.e_tag,
+        }))
     }
 
     fn is_object_store(&self) -> bool {
@@ -70,30 +67,7 @@ struct ObjectFile {
     version: Option<String>,
 }
 
-impl fmt::Debug for ObjectFile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ObjectFile")
-            .field("key", &self.key)
-            .field("length", &self.length)
-            .finish_non_exhaustive()
-    }
-}
-
 impl ObjectFile {
-    /// Opens an object: one request.
-    fn open(prefix: &Prefix, below: &str) -> Result<Self, FileError> {
-        let meta = prefix.head(below)?.ok_or_else(|| {
-            let missing = io::Error::new(io::ErrorKind::NotFound, "there is no such object");
-            FileError::io("open", prefix.name_of(below), missing)
-        })?;
-        Ok(ObjectFile {
-            store: prefix.store().clone(),
-            key: meta.location,
-            length: meta.size,
-            version: meta.e_tag,
-        })
-    }
-
     /// Fills `dst` with one request.
     async fn fill(&self, offset: u64, dst: &mut [u8]) -> Result<(), Error> {
         let range = offset..offset + dst.len() as u64;
@@ -140,11 +114,11 @@ impl ReadAt for ObjectFile {
             return Ok(());
         }
         let requests = dst
-            .chunks_mut(REQUEST)
+            .chunks_mut(REQUEST_BYTES)
             .enumerate()
-            .map(|(index, part)| self.fill(offset + (index * REQUEST) as u64, part));
+            .map(|(index, part)| self.fill(offset + (index * REQUEST_BYTES) as u64, part));
         let all_done = futures_util::stream::iter(requests)
-            .buffer_unordered(AT_ONCE)
+            .buffer_unordered(REQUESTS_AT_ONCE)
             .try_collect::<()>();
         wait(all_done).map_err(|source| FormatError::Read {
             offset,

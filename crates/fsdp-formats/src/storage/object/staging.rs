@@ -11,11 +11,12 @@ use object_store::{PutMode, PutPayload};
 
 use super::prefix::Prefix;
 use super::upload::{FinishedUpload, Upload};
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
+use crate::metadata::METADATA_FILE;
 use crate::storage::backend::{EntryKind, Stage, StageFile, Storage};
 use crate::storage::fs::is_nonce;
 use crate::storage::integrity::INTEGRITY_FILE;
-use crate::storage::names::{CLAIM_FILE, METADATA_FILE};
+use crate::storage::names::CLAIM_FILE;
 use crate::storage::os::nonce;
 use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
@@ -30,8 +31,8 @@ const RELEASE_ATTEMPTS: u32 = 3;
 /// The ending of the name of the object that claims the key of a single file; the name of the file
 /// is before it.
 const CLAIM_END: &str = ".claim";
-/// The name of a stage, without the nonce.
-const NAME: &str = "tmp-";
+/// The start of the name of a stage; the nonce is after it.
+const NAME_START: &str = "tmp-";
 
 /// A checkpoint that is being written.
 #[derive(Debug)]
@@ -65,23 +66,27 @@ impl ObjectStage {
         parent: Option<Prefix>,
         overwrite: bool,
     ) -> Result<Self, FileError> {
-        let path = prefix.name().to_owned();
+        let path = prefix.name.clone();
         if !overwrite && prefix.head("")?.is_some() {
             return Err(FileError::Exists { path });
         }
         // Objects with a nonce are leftovers of crashed saves, or belong to saves in progress. They
         // do no harm.
-        if prefix.names()?.iter().any(|name| nonce_of(name).is_none()) {
+        if prefix
+            .list_names()?
+            .iter()
+            .any(|name| nonce_of(name).is_none())
+        {
             return Err(if overwrite {
                 FileError::Overwrite { path }
             } else {
                 FileError::Exists { path }
             });
         }
-        let mut staging = Self::join(prefix, parent, &format!("{NAME}{:016x}", nonce()))?;
-        staging.overwrite = overwrite;
-        staging.cleans = true;
-        Ok(staging)
+        let mut stage = Self::join(prefix, parent, &format!("{NAME_START}{:016x}", nonce()))?;
+        stage.overwrite = overwrite;
+        stage.cleans = true;
+        Ok(stage)
     }
 
     /// Returns the stage that another rank prepared under this name.
@@ -91,9 +96,9 @@ impl ObjectStage {
         name: &str,
     ) -> Result<Self, FileError> {
         // The name that a rank sends which saves to a directory, for example.
-        if !name.strip_prefix(NAME).is_some_and(is_nonce) {
+        if !name.strip_prefix(NAME_START).is_some_and(is_nonce) {
             return Err(FileError::TargetMismatch {
-                path: prefix.name().to_owned(),
+                path: prefix.name,
                 file: name.to_owned(),
             });
         }
@@ -110,7 +115,7 @@ impl ObjectStage {
 
     fn nonce(&self) -> &str {
         self.name
-            .strip_prefix(NAME)
+            .strip_prefix(NAME_START)
             .expect("a stage has a name that `join` has checked")
     }
 
@@ -120,13 +125,11 @@ impl ObjectStage {
 
     /// Returns the prefix that the target lies in.
     fn parent(&self) -> Result<&Prefix, FileError> {
-        self.parent.as_ref().ok_or_else(|| {
-            let error = io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "it is a bucket, which cannot be a file",
-            );
-            FileError::io("write to", self.target(), error)
-        })
+        let reason = "it is a bucket, which cannot be a file";
+        self.parent
+            .as_ref()
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, reason))
+            .during("write to", self.target())
     }
 
     /// Puts the object of a single file to its key, and its sidecar beside it. The claim excludes
@@ -147,7 +150,7 @@ impl ObjectStage {
             Some(sidecar) => {
                 let parent = self.parent()?;
                 let there = parent.head(sidecar.name)?.map(|_| sidecar.name.to_owned());
-                sidecar.unneeded(parent.name(), there.into_iter().collect())?
+                sidecar.unneeded(&parent.name, there.into_iter().collect())?
             }
             None => Vec::new(),
         };
@@ -167,8 +170,8 @@ impl ObjectStage {
             )?;
         }
         // Step 2: put the object itself. This is the commit.
-        let length = upload.length();
-        if let Err(error) = upload.complete(PutMode::Overwrite) {
+        let length = upload.length;
+        if let Err(error) = upload.complete() {
             // Without an object of this length in its place, the upload has certainly not been
             // done.
             if self
@@ -222,6 +225,15 @@ impl ObjectStage {
         Ok(())
     }
 
+    /// Removes the objects of saves with such a nonce, as far as the store allows it.
+    fn delete_marked(&self, has_nonce: impl Fn(&str) -> bool) {
+        for name in self.prefix.list_names().into_iter().flatten() {
+            if nonce_of(&name).is_some_and(&has_nonce) {
+                let _ = self.prefix.delete(&name);
+            }
+        }
+    }
+
     /// Removes what was written, as far as the store allows it.
     fn clean(&self) {
         // An upload that waits for the commit is aborted by its drop.
@@ -234,11 +246,7 @@ impl ObjectStage {
                 (Unmarked::Beside(_), None) => Ok(()),
             };
         }
-        for name in self.prefix.names().into_iter().flatten() {
-            if nonce_of(&name) == Some(self.nonce()) {
-                let _ = self.prefix.delete(&name);
-            }
-        }
+        self.delete_marked(|nonce| nonce == self.nonce());
     }
 }
 
@@ -248,7 +256,7 @@ impl Stage for ObjectStage {
     }
 
     fn target(&self) -> &Path {
-        self.prefix.name()
+        &self.prefix.name
     }
 
     fn directory(&self) -> &Path {
@@ -286,7 +294,7 @@ impl Stage for ObjectStage {
             return Ok(false);
         };
         let from_prefix = from.open()?;
-        if !Arc::ptr_eq(from_prefix.store(), self.prefix.store())
+        if !Arc::ptr_eq(&from_prefix.store, &self.prefix.store)
             || nonce_of(as_name) != Some(self.nonce())
         {
             return Ok(false);
@@ -299,23 +307,16 @@ impl Stage for ObjectStage {
     fn create_single(&self, length: u64) -> Result<Box<dyn StageFile>, FileError> {
         // The last request of this upload is the commit, so finishing the file only keeps the
         // upload for later.
-        Ok(Box::new(
-            Upload::new(&self.prefix, "", length, false)?.parked_in(self.single.clone()),
-        ))
+        let mut upload = Upload::new(&self.prefix, "", length, false)?;
+        upload.parked_in = Some(self.single.clone());
+        Ok(Box::new(upload))
     }
 
-    fn check_kind(&self, wanted: EntryKind) -> Result<(), FileError> {
-        let (is_other_kind, wanted) = match wanted {
-            EntryKind::Directory => (self.prefix.head("")?.is_some(), "directory"),
-            EntryKind::File | EntryKind::Special => (!self.prefix.is_empty()?, "file"),
-        };
-        if is_other_kind {
-            return Err(FileError::NotReplaceable {
-                path: self.target().to_owned(),
-                wanted,
-            });
+    fn may_be_replaced_by(&self, wanted: EntryKind) -> Result<bool, FileError> {
+        match wanted {
+            EntryKind::Directory => Ok(self.prefix.head("")?.is_none()),
+            EntryKind::File | EntryKind::Special => self.prefix.is_empty(),
         }
-        Ok(())
     }
 
     fn check_sidecar(&self, name: &str) -> Result<(), FileError> {
@@ -334,7 +335,7 @@ impl Stage for ObjectStage {
 
     fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
         // A rank that was given another URL or endpoint has written its files elsewhere.
-        let here: HashSet<String> = self.prefix.all()?.into_iter().collect();
+        let here: HashSet<String> = self.prefix.list_all()?.into_iter().collect();
         let path = self.target().to_owned();
         for file in files {
             if here.contains(file) {
@@ -369,18 +370,16 @@ impl Stage for ObjectStage {
         if has_claim {
             let _ = self.prefix.delete(CLAIM_FILE);
         }
-        for name in self.prefix.names().into_iter().flatten() {
-            if nonce_of(&name).is_some_and(|nonce| nonce != self.nonce()) {
-                let _ = self.prefix.delete(&name);
-            }
-        }
+        self.delete_marked(|nonce| nonce != self.nonce());
         Ok(())
     }
 
     fn commit_single(mut self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
         let Some(upload) = lock(&self.single).take() else {
-            let error = io::Error::other("its file was not finished before the commit");
-            return Err(FileError::io("write to", self.target(), error));
+            return Err(io::Error::other(
+                "its file was not finished before the commit",
+            ))
+            .during("write to", self.target());
         };
         // A multipart upload cannot be made conditional, and the file and its sidecar are two
         // objects. If two writers did this at once, the file of one could end up with the sidecar

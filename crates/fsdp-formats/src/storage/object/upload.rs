@@ -9,26 +9,29 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use object_store::multipart::PartId;
 use object_store::path::Path as Key;
-use object_store::{Error, MultipartId, ObjectStoreExt as _, PutMode, PutPayload};
+use object_store::{Error, MultipartId, ObjectStoreExt as _, PutPayload};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use super::prefix::{Prefix, Store};
 use super::runtime::{spawn, wait};
-use crate::error::FileError;
+use crate::error::{FileError, IoOutcome as _};
 use crate::storage::backend::{StageFile, check_write};
 use crate::threads::lock;
 
-/// Bytes of a part, unless that would make more than [`MAX_PARTS`]. No object store takes smaller
-/// parts.
-const PART: u64 = 5 << 20;
-/// Most parts that an object may have.
+/// The bytes of a part, unless that would make more than [`MAX_PARTS`]. No object store takes
+/// smaller parts.
+const PART_BYTES: u64 = 5 << 20;
+/// The most parts that an object may have.
 const MAX_PARTS: u64 = 10_000;
-/// Parts of an object that are under way at once.
-const IN_FLIGHT: usize = 6;
-/// Threads that write an object at once. Each holds up to three parts: with those under way 60 MiB
+/// The most parts of an object that are under way at once.
+const PARTS_IN_FLIGHT: usize = 6;
+/// The most threads that write an object at once. Each holds up to three parts: with those under way 60 MiB
 /// in all.
 const WRITERS: usize = 2;
+
+/// The operation of sending a part, for errors.
+const UPLOAD_PART: &str = "upload a part of";
 
 /// A slot in which a finished upload waits for the commit.
 pub(super) type FinishedUpload = Arc<Mutex<Option<Upload>>>;
@@ -36,16 +39,17 @@ pub(super) type FinishedUpload = Arc<Mutex<Option<Upload>>>;
 /// An object that is being written.
 ///
 /// It appears when it is complete, or not at all. It takes memory for the parts that are begun
-/// (about two for each of [`WRITERS`] threads, and one that waits), and for the [`IN_FLIGHT`] parts
+/// (about two for each of [`WRITERS`] threads, and one that waits), and for the [`PARTS_IN_FLIGHT`] parts
 /// that are being sent.
 pub(super) struct Upload {
     store: Arc<dyn Store>,
     key: Key,
     /// The URL, for messages.
     name: PathBuf,
-    length: u64,
-    /// Bytes of a part.
-    part: u64,
+    /// The bytes of the whole object.
+    pub(super) length: u64,
+    /// The bytes of a part.
+    part_bytes: u64,
     /// The upload in parts; `None` for an object that is small enough for one request.
     id: Option<MultipartId>,
     parts: Mutex<Parts>,
@@ -53,8 +57,8 @@ pub(super) struct Upload {
     permits: Arc<Semaphore>,
     /// `true` once a part could not be sent.
     failed: Arc<AtomicBool>,
-    /// The slot in which the finished upload waits, if it must not be published immediately.
-    parked_in: Option<FinishedUpload>,
+    /// The slot in which [`StageFile::finish`] leaves the upload, if it must not publish it.
+    pub(super) parked_in: Option<FinishedUpload>,
     /// `true` if no other save writes to the key of this object. Then an object of the right length
     /// at the key must be this one.
     is_own_key: bool,
@@ -84,42 +88,26 @@ impl Upload {
     ) -> Result<Self, FileError> {
         let key = prefix.key(below)?;
         let name = prefix.name_of(below);
-        let store = prefix.store().clone();
+        let store = prefix.store.clone();
         // A store limits the number of parts, so those of a large object are larger. An object of
         // one part is put at once.
-        let part = PART.max(length.div_ceil(MAX_PARTS));
-        let id = if length > part {
-            Some(
-                wait(store.create_multipart(&key))
-                    .map_err(|error| FileError::io("begin the upload of", &name, error))?,
-            )
-        } else {
-            None
-        };
+        let part_bytes = PART_BYTES.max(length.div_ceil(MAX_PARTS));
+        let id = (length > part_bytes)
+            .then(|| wait(store.create_multipart(&key)).during("begin the upload of", &name))
+            .transpose()?;
         Ok(Upload {
             store,
             key,
             name,
             length,
-            part,
+            part_bytes,
             id,
             parts: Mutex::default(),
-            permits: Arc::new(Semaphore::new(IN_FLIGHT)),
+            permits: Arc::new(Semaphore::new(PARTS_IN_FLIGHT)),
             failed: Arc::default(),
             parked_in: None,
             is_own_key,
         })
-    }
-
-    /// Returns the bytes of the whole object.
-    pub(super) fn length(&self) -> u64 {
-        self.length
-    }
-
-    /// Makes [`StageFile::finish`] leave the upload in a slot, instead of publishing it.
-    pub(super) fn parked_in(mut self, slot: FinishedUpload) -> Self {
-        self.parked_in = Some(slot);
-        self
     }
 
     fn parts(&self) -> MutexGuard<'_, Parts> {
@@ -128,7 +116,7 @@ impl Upload {
 
     /// Returns the length of a part: the last one may be shorter.
     fn part_length(&self, index: u64) -> u64 {
-        self.part.min(self.length - index * self.part)
+        self.part_bytes.min(self.length - index * self.part_bytes)
     }
 
     /// Starts to send a part, once there is room for it.
@@ -147,7 +135,7 @@ impl Upload {
         // This thread waits for a permit, so that it does not fill further parts meanwhile: memory
         // stays bounded.
         let permit = wait(async { Ok(permits.acquire_owned().await.ok()) })
-            .map_err(|error| self.part_failed(error))?;
+            .during(UPLOAD_PART, &self.name)?;
         let sending = spawn(async move {
             let sent = store
                 .put_part(&key, &id, index as usize, PutPayload::from(bytes))
@@ -155,15 +143,10 @@ impl Upload {
             has_failed.fetch_or(sent.is_err(), Ordering::Relaxed);
             drop(permit);
             sent
-        });
-        let sending = sending.map_err(|error| self.part_failed(error))?;
+        })
+        .during(UPLOAD_PART, &self.name)?;
         self.parts().sent.insert(index, sending);
         Ok(())
-    }
-
-    /// Returns the error of a part that could not be sent.
-    fn part_failed(&self, error: std::io::Error) -> FileError {
-        FileError::io("upload a part of", &self.name, error)
     }
 
     /// Sends what is left; holes are zeros. Afterwards only the last request is missing.
@@ -173,7 +156,7 @@ impl Upload {
             return Ok(Vec::new());
         }
         let mut begun = std::mem::take(&mut self.parts().begun);
-        for index in 0..self.length.div_ceil(self.part) {
+        for index in 0..self.length.div_ceil(self.part_bytes) {
             if let Some(part) = begun.remove(&index) {
                 self.send(index, part.bytes)?;
             } else if !self.parts().sent.contains_key(&index) {
@@ -187,45 +170,37 @@ impl Upload {
     fn wait_for_sent(&self) -> Result<Vec<PartId>, FileError> {
         let sent = std::mem::take(&mut self.parts().sent);
         let mut parts = Vec::with_capacity(sent.len());
-        let mut first_error = None;
-        for (_, sending) in sent {
+        let mut outcome = Ok(());
+        for sending in sent.into_values() {
             // After an error too, so that no part is under way when the upload is aborted.
-            match wait(async {
+            let sent = wait(async {
                 sending
                     .await
                     .unwrap_or_else(|error| Err(Error::JoinError { source: error }))
-            }) {
-                Ok(part) => parts.push(part),
-                Err(error) => _ = first_error.get_or_insert(error),
-            }
+            });
+            outcome = outcome.and(sent.map(|part| parts.push(part)));
         }
-        match first_error {
-            Some(error) => Err(self.part_failed(error)),
-            None => Ok(parts),
-        }
+        outcome.during(UPLOAD_PART, &self.name)?;
+        Ok(parts)
     }
 
-    /// Publishes the object. The mode is that of an object of one request.
-    pub(super) fn complete(mut self, mode: PutMode) -> Result<(), FileError> {
+    /// Publishes the object.
+    pub(super) fn complete(mut self) -> Result<(), FileError> {
         let parts = self.flush()?;
         let done = match &self.id {
-            Some(id) => wait(self.store.complete_multipart(&self.key, id, parts)),
+            Some(id) => wait(self.store.complete_multipart(&self.key, id, parts)).map(drop),
             None => {
                 // An object without any bytes has no part.
                 let only = self.parts().begun.remove(&0);
                 let mut bytes = only.map_or_else(Vec::new, |part| part.bytes);
                 bytes.resize(self.length as usize, 0);
-                wait(
-                    self.store
-                        .put_opts(&self.key, PutPayload::from(bytes), mode.into()),
-                )
+                let bytes = PutPayload::from(bytes);
+                wait(self.store.put(&self.key, bytes)).map(drop)
             }
         };
-        if let Err(error) = done {
-            // The request may have succeeded, and only the answer was lost.
-            if !(self.is_own_key && self.exists()) {
-                return Err(FileError::io("upload", &self.name, error));
-            }
+        // If the request failed, it may have succeeded, and only the answer was lost.
+        if done.is_err() && !(self.is_own_key && self.exists()) {
+            return done.during("upload", &self.name);
         }
         self.id = None;
         Ok(())
@@ -246,8 +221,8 @@ impl StageFile for Upload {
     fn write_at(&self, mut offset: u64, mut bytes: &[u8]) -> Result<(), FileError> {
         check_write(&self.name, self.length, offset, bytes)?;
         while !bytes.is_empty() {
-            let index = offset / self.part;
-            let from = (offset % self.part) as usize;
+            let index = offset / self.part_bytes;
+            let from = (offset % self.part_bytes) as usize;
             let length = self.part_length(index);
             let (now, rest) = bytes.split_at(bytes.len().min(length as usize - from));
             // The lock is held for the copy only, not while a full part waits to be sent.
@@ -277,7 +252,7 @@ impl StageFile for Upload {
     /// Publishes the object, or leaves it ready for that.
     fn finish(mut self: Box<Self>) -> Result<(), FileError> {
         match self.parked_in.take() {
-            None => self.complete(PutMode::Overwrite),
+            None => self.complete(),
             Some(slot) => {
                 *lock(&slot) = Some(*self);
                 Ok(())
