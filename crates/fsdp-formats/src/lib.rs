@@ -96,7 +96,7 @@ pub mod reader {
 #[doc(hidden)]
 pub mod internals {
     // Items and archives of torch: the converters write them, and the tests craft damaged ones.
-    pub use crate::dcp::item::{StoredTensor, TensorItem};
+    pub use crate::dcp::item::{StoredTensor, lay_out_tensor};
     pub use crate::pickle::{parse, write as pickle_write};
     pub use crate::torch::tensor_ref::{check_writable, write_tensor};
     pub use crate::torch::value::{decode_value, encode_value, value_of, write_value};

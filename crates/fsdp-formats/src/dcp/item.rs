@@ -18,75 +18,33 @@ use crate::strided::StoredElements;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
 use crate::zip::{ArchiveLayout, Directory, ROOT};
 
-/// The bytes of one tensor item around its payload, in a form that `torch.load(weights_only=True)`
-/// accepts.
+/// Lays out the item of a row-major tensor of this type and shape, in a form that
+/// `torch.load(weights_only=True)` accepts. The only storage of the archive is the payload.
 ///
 /// ```
-/// use fsdp_formats::internals::TensorItem;
+/// use fsdp_formats::internals::lay_out_tensor;
 /// use fsdp_layout::DType;
-/// let item = TensorItem::new(DType::F32, &[2, 3])?;
-/// assert_eq!(item.payload_length(), 24);
-/// assert_eq!(item.payload_offset() % 64, 0);
+/// let item = lay_out_tensor(DType::F32, &[2, 3])?;
+/// assert_eq!(item.storage_length(0), 24);
+/// assert_eq!(item.storage_offset(0) % 64, 0);
 ///
 /// let payload: Vec<u8> = [1f32, 2., 3., 4., 5., 6.].iter().flat_map(|v| v.to_le_bytes()).collect();
 /// let crc = crc32fast::hash(&payload);
-/// let whole = [item.head(crc), payload, item.tail(crc)].concat();
+/// let whole = [item.head(crc), payload, item.tail(&[crc])].concat();
 /// assert_eq!(whole.len() as u64, item.length());
 /// # Ok::<(), fsdp_formats::FormatError>(())
 /// ```
-#[derive(Debug, Clone)]
-pub struct TensorItem {
-    layout: ArchiveLayout,
-    payload_length: u64,
-}
-
-impl TensorItem {
-    /// Lays out the item of a row-major tensor of this type and shape.
-    pub fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
-        check_writable(dtype)?;
-        let payload_length = checked_numel(shape)
-            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()))
-            .unwrap_or(u64::MAX);
-        check_limit("tensor length", payload_length, i64::MAX as u64)?;
-        let mut pickle = Vec::with_capacity(256);
-        write::proto(&mut pickle, 2);
-        write_tensor(&mut pickle, 0, dtype, shape);
-        write::op(&mut pickle, write::STOP);
-        Ok(TensorItem {
-            layout: ArchiveLayout::new(ROOT, pickle, &[payload_length]),
-            payload_length,
-        })
-    }
-
-    /// Returns the bytes of the whole item.
-    #[must_use]
-    pub fn length(&self) -> u64 {
-        self.layout.length()
-    }
-
-    /// Returns where the payload starts, from the start of the item: a multiple of 64.
-    #[must_use]
-    pub fn payload_offset(&self) -> u64 {
-        self.layout.storage_offset(0)
-    }
-
-    /// Returns the bytes of the payload.
-    #[must_use]
-    pub fn payload_length(&self) -> u64 {
-        self.payload_length
-    }
-
-    /// Returns the bytes before the payload, given its CRC-32.
-    #[must_use]
-    pub fn head(&self, crc: u32) -> Vec<u8> {
-        self.layout.head(crc)
-    }
-
-    /// Returns the bytes after the payload, given its CRC-32.
-    #[must_use]
-    pub fn tail(&self, crc: u32) -> Vec<u8> {
-        self.layout.tail(&[crc])
-    }
+pub fn lay_out_tensor(dtype: DType, shape: &[usize]) -> Result<ArchiveLayout, FormatError> {
+    check_writable(dtype)?;
+    let payload_length = checked_numel(shape)
+        .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()))
+        .unwrap_or(u64::MAX);
+    check_limit("tensor length", payload_length, i64::MAX as u64)?;
+    let mut pickle = Vec::with_capacity(256);
+    write::proto(&mut pickle, 2);
+    write_tensor(&mut pickle, 0, dtype, shape);
+    pickle.push(write::STOP);
+    Ok(ArchiveLayout::new(ROOT, pickle, &[payload_length]))
 }
 
 /// The bytes of an item around its payload. An item that this library has written is recognized by
@@ -136,16 +94,16 @@ impl EndBytes {
 impl KnownItem {
     /// Makes the item of a row-major tensor of this type and shape.
     pub(crate) fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
-        let item = TensorItem::new(dtype, shape)?;
-        // `TensorItem` has a single storage, whose key is 0.
-        let tensor = TensorRef::row_major("0".to_owned(), item.payload_length(), dtype, shape);
+        let item = lay_out_tensor(dtype, shape)?;
+        // An item has a single storage, whose key is 0.
+        let tensor = TensorRef::row_major("0".to_owned(), item.storage_length(0), dtype, shape);
         Ok(KnownItem {
             length: item.length(),
             head: EndBytes::new(|crc| item.head(crc)),
-            tail: EndBytes::new(|crc| item.tail(crc)),
+            tail: EndBytes::new(|crc| item.tail(&[crc])),
             tensor: StoredTensor {
                 tensor,
-                storage_offset: item.payload_offset(),
+                storage_offset: item.storage_offset(0),
             },
         })
     }

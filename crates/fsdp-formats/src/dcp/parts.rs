@@ -67,10 +67,8 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
         let reader = CheckpointReader::open(part)?;
         for name in data_files(&reader)? {
             if written.files.iter().any(|file| file.name == name) {
-                return Err(FileError::File {
-                    path: reader.path().to_owned(),
-                    source: malformed(&format!("two parts have a file `{name}`")),
-                });
+                let source = malformed(&format!("two parts have a file `{name}`"));
+                return Err(source.in_file(reader.path()));
             }
             // A link needs no space, but works only within one file system.
             if !staging.link(part, &name, &name)? {
@@ -181,10 +179,7 @@ impl NewPart {
     /// exists already; errors of the storage.
     pub fn create(target: impl Into<Location>, list: PartList) -> Result<Self, FileError> {
         let target = target.into();
-        check_list(&list).map_err(|source| FileError::File {
-            path: target.name().to_owned(),
-            source,
-        })?;
+        check_list(&list).map_err(|source| source.in_file(target.name()))?;
         let staging = Durable::new().prepare(&target, false)?;
         let mut files = Vec::with_capacity(list.len());
         for (name, length) in &list {

@@ -56,7 +56,7 @@ pub(crate) fn open(
     for (name, sidecar) in sidecars {
         joined.add(
             Part {
-                place: name.to_owned(),
+                path: name.to_owned(),
                 ..Part::default()
             },
             Box::new(sidecar),

@@ -55,7 +55,7 @@ pub(crate) fn open(
     let directory = CheckedDirectory::open(location, false, Links::Follow)?;
     let mut folder = Joined::new(Format::Folder, location.name(), directory);
     let mut parts = names::find_parts(names, rank_files::is_there(names));
-    if let Some(place) = shards::find_directory(location, names)? {
+    if let Some(path) = shards::find_directory(location, names)? {
         let mut item = Vec::new();
         if parts
             .iter()
@@ -64,15 +64,15 @@ pub(crate) fn open(
             item.push("deepspeed".to_owned());
         }
         parts.push(FolderPart {
-            place,
+            path,
             item,
             kind: PartKind::Own,
         });
     }
     for part in parts {
         let checkpoint: Box<dyn Checkpoint> = match part.kind {
-            PartKind::Own => open(&location.join(&part.place), options)?,
-            PartKind::Json => Box::new(json::open(&location.join(&part.place), options)?),
+            PartKind::Own => open(&location.join(&part.path), options)?,
+            PartKind::Json => Box::new(json::open(&location.join(&part.path), options)?),
             PartKind::Safetensors => {
                 Box::new(SafetensorsCheckpoint::open_directory(location, options)?)
             }
@@ -90,9 +90,9 @@ pub(crate) fn open(
 
 /// Returns how the keys of a part go into the folder: all below those of the part.
 fn place_in_folder(part: FolderPart, checkpoint: &dyn Checkpoint) -> Part {
-    let FolderPart { place, item, kind } = part;
+    let FolderPart { path, item, kind } = part;
     let metadata = checkpoint.metadata();
-    let is_directory = kind == PartKind::Own && !checkpoint.format().is_file() && !place.is_empty();
+    let is_directory = kind == PartKind::Own && !checkpoint.format().is_file() && !path.is_empty();
     let mut prefix: Vec<PathPart> = item.into_iter().map(PathPart::Key).collect();
     if kind == PartKind::RankFiles && are_below_items(metadata) {
         prefix.clear();
@@ -101,10 +101,11 @@ fn place_in_folder(part: FolderPart, checkpoint: &dyn Checkpoint) -> Part {
     // prefix replaces.
     let skip = usize::from(is_directory && !prefix.is_empty() && have_item_name(metadata));
     Part {
-        place,
+        path,
         is_directory,
         prefix,
         skip,
+        ..Part::default()
     }
 }
 

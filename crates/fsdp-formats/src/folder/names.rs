@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FolderPart {
     /// The file or directory; empty for the folder itself.
-    pub(super) place: String,
+    pub(super) path: String,
     /// The keys before those of the part.
     pub(super) item: Vec<String>,
     /// The way to read it.
@@ -105,7 +105,7 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
             PartKind::Own
         };
         parts.push(FolderPart {
-            place: name.clone(),
+            path: name.clone(),
             item,
             kind,
         });
@@ -113,7 +113,7 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
     // The second models of accelerate stand beside its first one. By themselves such files are
     // shards of one model.
     if !names.iter().any(|name| name == "model.safetensors") {
-        parts.retain(|part| !part.place.ends_with(".safetensors"));
+        parts.retain(|part| !part.path.ends_with(".safetensors"));
     }
     if parts.is_empty() {
         return parts;
@@ -129,9 +129,9 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
     }
     if let Some((file, kind)) = model {
         // A model in several files lies in the folder itself.
-        let place = if kind == PartKind::Own { file } else { "" };
+        let path = if kind == PartKind::Own { file } else { "" };
         parts.push(FolderPart {
-            place: place.to_owned(),
+            path: path.to_owned(),
             item: vec!["model".to_owned()],
             kind,
         });
@@ -164,7 +164,7 @@ mod tests {
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
         find_parts(&names, false)
             .iter()
-            .map(|part| format!("{}={}", part.place, part.item.join(".")))
+            .map(|part| format!("{}={}", part.path, part.item.join(".")))
             .collect()
     }
 

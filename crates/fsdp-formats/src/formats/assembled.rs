@@ -15,8 +15,8 @@ use indexmap::IndexMap;
 
 use super::blocks::{BlockFormat, BlockedTensor};
 use super::checkpoint::{Checkpoint, Format, KeyFilter};
-use super::lookup::{check_replica, fill_from_chunks, item_error, not_a_value, tensor_of};
-use super::opaque::hash_of_item;
+use super::lookup::{check_replica, fill_from_chunks, item_error, lookup_error, tensor_of};
+use super::opaque::{describe_bytes, hash_of_item};
 use super::replicas::check_replicas;
 use super::structure::Structure;
 use crate::budget::Budget;
@@ -522,12 +522,9 @@ impl Checkpoint for Assembled {
                 let hash = hash_of_item(self, fqn, stored)?.to_le_bytes();
                 let digest = Digest::of_value(&PlainValue::Bytes(hash.to_vec()));
                 let data = format!("{} bytes with the digest {digest}", stored.length);
-                Ok(PlainValue::Dict(vec![
-                    ("$type".into(), kind.as_str().into()),
-                    ("data".into(), data.as_str().into()),
-                ]))
+                Ok(describe_bytes(kind.clone(), data.into()))
             }
-            None => Err(not_a_value(&self.metadata, fqn)),
+            None => Err(lookup_error(&self.metadata, fqn, "value")),
         }
     }
 
@@ -535,7 +532,7 @@ impl Checkpoint for Assembled {
         let kind = match self.values.get(fqn) {
             Some(Held::Plain(value)) => return Ok(value.clone()),
             Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => kind.clone(),
-            None => return Err(not_a_value(&self.metadata, fqn)),
+            None => return Err(lookup_error(&self.metadata, fqn, "value")),
         };
         let Some(Entry::Bytes(BytesEntry {
             stored: Some(stored),

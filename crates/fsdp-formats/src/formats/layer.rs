@@ -12,7 +12,7 @@ use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 
 use super::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
-use super::lookup::not_a_value;
+use super::lookup::lookup_error;
 use super::structure::Structure;
 use crate::error::FileError;
 use crate::metadata::{Metadata, Replica, StorageInfo};
@@ -146,7 +146,7 @@ pub trait Layer: Send + Sync {
 fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
     let metadata = &layer.view().metadata;
     if !metadata.entries.contains_key(fqn) {
-        return Err(not_a_value(metadata, fqn));
+        return Err(lookup_error(metadata, fqn, "value"));
     }
     Ok(layer.origin(fqn))
 }
@@ -248,7 +248,7 @@ impl<L: Layer> Checkpoint for L {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_value(name),
             Origin::Value(value) => Ok(value.clone()),
-            Origin::Made => Err(not_a_value(&self.view().metadata, fqn)),
+            Origin::Made => Err(lookup_error(&self.view().metadata, fqn, "value")),
         }
     }
 

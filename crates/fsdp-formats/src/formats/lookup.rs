@@ -10,18 +10,8 @@ use crate::storage::checked_directory::CheckedDirectory;
 
 /// Returns the entry of a tensor, or the error that there is none.
 pub fn tensor_of<'m>(metadata: &'m Metadata, fqn: &str) -> Result<&'m TensorEntry, FileError> {
-    let error = match metadata.entries.get(fqn) {
-        Some(Entry::Tensor(tensor)) => return Ok(tensor),
-        Some(Entry::Bytes(_)) => LoadPlanError::Kind {
-            fqn: fqn.to_owned(),
-            saved: "value",
-            wanted: "tensor",
-        },
-        None => LoadPlanError::Missing {
-            fqn: fqn.to_owned(),
-        },
-    };
-    Err(error.into())
+    let tensor = metadata.tensor(fqn);
+    tensor.ok_or_else(|| lookup_error(metadata, fqn, "tensor"))
 }
 
 /// Makes the request for one box of a tensor, in the dtype and shape that it has.
@@ -39,18 +29,16 @@ pub(crate) fn request_of(
     })
 }
 
-/// Returns the error of a key that is missing, or has a tensor, where a value is wanted.
-pub(crate) fn not_a_value(metadata: &Metadata, fqn: &str) -> FileError {
+/// Returns the error of a key that is missing, or is not of the kind that is `wanted`: `tensor` or
+/// `value`.
+pub(crate) fn lookup_error(metadata: &Metadata, fqn: &str, wanted: &'static str) -> FileError {
     let fqn = fqn.to_owned();
-    let error = match metadata.tensor(&fqn) {
-        Some(_) => LoadPlanError::Kind {
-            fqn,
-            saved: "tensor",
-            wanted: "value",
-        },
-        None => LoadPlanError::Missing { fqn },
+    let saved = match metadata.entries.get(&fqn) {
+        None => return LoadPlanError::Missing { fqn }.into(),
+        Some(Entry::Tensor(_)) => "tensor",
+        Some(Entry::Bytes(_)) => "value",
     };
-    error.into()
+    LoadPlanError::Kind { fqn, saved, wanted }.into()
 }
 
 /// Returns the error of a tensor or value that is stored in a file of `directory`.

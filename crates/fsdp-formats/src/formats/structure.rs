@@ -88,7 +88,8 @@ impl Structure {
         }
     }
 
-    /// Returns the same containers with a prefix before the keys of all leaves.
+    /// Returns this structure in nested dicts with these keys, the first of them outermost. The
+    /// flat keys of all leaves begin with the prefix.
     pub(crate) fn below(mut self, prefix: &[PathPart]) -> Self {
         if !prefix.is_empty() {
             let prefix = KeyPath(prefix.to_vec()).flat_key();
@@ -97,7 +98,9 @@ impl Structure {
                 fqn => format!("{prefix}.{fqn}"),
             });
         }
-        self
+        prefix.iter().rev().fold(self, |structure, part| {
+            Structure::Dict(vec![(part.to_string().into(), structure)])
+        })
     }
 
     /// Replaces the key of each leaf.

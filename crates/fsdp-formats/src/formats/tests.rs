@@ -43,7 +43,7 @@ fn bytes_of(tensor: usize) -> Vec<u8> {
 /// Writes a DCP directory by hand.
 fn write_dcp(path: &Path) {
     let staging: Staging = Durable::new().prepare(path, false).unwrap();
-    let item = crate::dcp::item::TensorItem::new(DType::U8, &[BYTES]).unwrap();
+    let item = crate::dcp::item::lay_out_tensor(DType::U8, &[BYTES]).unwrap();
     let file = staging
         .create("__0_0.distcp", item.length() * TENSORS as u64)
         .unwrap();
@@ -51,7 +51,7 @@ fn write_dcp(path: &Path) {
     for tensor in 0..TENSORS {
         let bytes = bytes_of(tensor);
         let (offset, crc) = (item.length() * tensor as u64, crc32fast::hash(&bytes));
-        file.write_at(offset, &[item.head(crc), bytes, item.tail(crc)].concat())
+        file.write_at(offset, &[item.head(crc), bytes, item.tail(&[crc])].concat())
             .unwrap();
         let stored = StorageInfo {
             relative_path: "__0_0.distcp".to_owned(),
@@ -91,14 +91,14 @@ fn write_safetensors(path: &Path, tensors: std::ops::Range<usize>) {
 fn write_torch(path: &Path) {
     let mut pickle = Vec::new();
     write::proto(&mut pickle, 2);
-    write::op(&mut pickle, write::EMPTY_DICT);
-    write::op(&mut pickle, write::MARK);
+    pickle.push(write::EMPTY_DICT);
+    pickle.push(write::MARK);
     for tensor in 0..TENSORS {
         write::text(&mut pickle, &name(tensor));
         write_tensor(&mut pickle, tensor, DType::U8, &[BYTES]);
     }
-    write::op(&mut pickle, write::SETITEMS);
-    write::op(&mut pickle, write::STOP);
+    pickle.push(write::SETITEMS);
+    pickle.push(write::STOP);
     let layout = ArchiveLayout::new(ROOT, pickle, &[BYTES as u64; TENSORS]);
     let storages: Vec<Vec<u8>> = (0..TENSORS).map(bytes_of).collect();
     let crcs: Vec<u32> = storages

@@ -95,10 +95,7 @@ impl Weights {
                 let what = format!(
                     "a directory with both `{first}` and `{second}` (name a file of one of them)"
                 );
-                return Err(FileError::File {
-                    path: directory.path().to_owned(),
-                    source: FormatError::unsupported(what),
-                });
+                return Err(FormatError::unsupported(what).in_file(directory.path()));
             }
         }
         // Without an index, only the names tell how many files there should be.

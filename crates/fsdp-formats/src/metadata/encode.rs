@@ -48,7 +48,7 @@ pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
             });
         });
         e.field("planner_data", |e| match &metadata.planner_data {
-            None => write::none(&mut e.out),
+            None => e.out.push(write::NONE),
             Some(paths) => e.dict(paths.iter(), |e, (fqn, path)| {
                 e.text(fqn);
                 write::open_tuple(&mut e.out, path.0.len());
@@ -63,12 +63,12 @@ pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
         });
         e.field("storage_data", |e| e.storage_data(metadata));
         e.field("storage_meta", |e| match &metadata.storage_meta {
-            None => write::none(&mut e.out),
+            None => e.out.push(write::NONE),
             Some(meta) => e.storage_meta(meta),
         });
         e.field("version", |e| e.optional_text(metadata.version.as_deref()));
     });
-    write::op(&mut e.out, write::STOP);
+    e.out.push(write::STOP);
     (e.sink)(&e.out);
 }
 
@@ -108,7 +108,7 @@ impl<'m> Encoder<'m, '_> {
             None => {
                 value(self);
                 // `MEMOIZE` numbers values by itself, in the order in which they are written.
-                write::op(&mut self.out, 0x94);
+                self.out.push(0x94);
                 self.memo.insert((kind, key), self.memoized);
                 self.memoized += 1;
             }
@@ -122,7 +122,7 @@ impl<'m> Encoder<'m, '_> {
     fn optional_text(&mut self, text: Option<&'m str>) {
         match text {
             Some(text) => self.text(text),
-            None => write::none(&mut self.out),
+            None => self.out.push(write::NONE),
         }
     }
 
@@ -131,25 +131,25 @@ impl<'m> Encoder<'m, '_> {
         self.shared(module, name, |e| {
             e.text(module);
             e.text(name);
-            write::op(&mut e.out, 0x93);
+            e.out.push(0x93);
         });
     }
 
     /// Writes an object of a class, without attributes.
     fn new_object(&mut self, module: &'static str, name: &'static str) {
         self.global(module, name);
-        write::op(&mut self.out, write::EMPTY_TUPLE);
-        write::op(&mut self.out, write::NEWOBJ);
+        self.out.push(write::EMPTY_TUPLE);
+        self.out.push(write::NEWOBJ);
     }
 
     /// Writes an object whose state is a dict of fields.
     fn object(&mut self, module: &'static str, name: &'static str, fields: impl FnOnce(&mut Self)) {
         self.new_object(module, name);
-        write::op(&mut self.out, write::EMPTY_DICT);
-        write::op(&mut self.out, write::MARK);
+        self.out.push(write::EMPTY_DICT);
+        self.out.push(write::MARK);
         fields(self);
-        write::op(&mut self.out, write::SETITEMS);
-        write::op(&mut self.out, write::BUILD);
+        self.out.push(write::SETITEMS);
+        self.out.push(write::BUILD);
     }
 
     /// Writes an attribute of an object: its name, then its value.
@@ -160,13 +160,13 @@ impl<'m> Encoder<'m, '_> {
 
     /// Writes a dict, of which `item` writes each key and value.
     fn dict<T>(&mut self, items: impl Iterator<Item = T>, mut item: impl FnMut(&mut Self, T)) {
-        write::op(&mut self.out, write::EMPTY_DICT);
-        write::op(&mut self.out, write::MARK);
+        self.out.push(write::EMPTY_DICT);
+        self.out.push(write::MARK);
         for value in items {
             item(self, value);
             self.spill();
         }
-        write::op(&mut self.out, write::SETITEMS);
+        self.out.push(write::SETITEMS);
     }
 
     /// Writes a `torch.Size`.
@@ -174,7 +174,7 @@ impl<'m> Encoder<'m, '_> {
         self.global("torch", "Size");
         write::sizes(&mut self.out, sizes);
         write::close_tuple(&mut self.out, 1);
-        write::op(&mut self.out, write::REDUCE);
+        self.out.push(write::REDUCE);
     }
 
     /// Writes the entry of a tensor: its properties, its shape, and its boxes.
@@ -183,8 +183,8 @@ impl<'m> Encoder<'m, '_> {
             e.field("properties", |e| e.properties(&tensor.properties));
             e.field("size", |e| e.size(&tensor.shape));
             e.field("chunks", |e| {
-                write::op(&mut e.out, write::EMPTY_LIST);
-                write::op(&mut e.out, write::MARK);
+                e.out.push(write::EMPTY_LIST);
+                e.out.push(write::MARK);
                 for chunk in &tensor.chunks {
                     e.object(METADATA, "ChunkStorageMetadata", |e| {
                         e.field("offsets", |e| e.size(&chunk.bounds.offsets));
@@ -192,7 +192,7 @@ impl<'m> Encoder<'m, '_> {
                     });
                     e.spill();
                 }
-                write::op(&mut e.out, write::APPENDS);
+                e.out.push(write::APPENDS);
             });
         });
     }
@@ -200,14 +200,14 @@ impl<'m> Encoder<'m, '_> {
     /// Writes the properties of a tensor: torch builds them from a tuple.
     fn properties(&mut self, properties: &TensorProperties) {
         self.new_object(METADATA, "TensorProperties");
-        write::op(&mut self.out, write::MARK);
+        self.out.push(write::MARK);
         self.global("torch", properties.dtype.torch_name());
         // The layout and the memory format are the same objects in all tensors.
         self.shared("a layout", "torch.strided", |e| {
             e.global("torch.serialization", "_get_layout");
             e.text("torch.strided");
             write::close_tuple(&mut e.out, 1);
-            write::op(&mut e.out, write::REDUCE);
+            e.out.push(write::REDUCE);
         });
         write::bool(&mut self.out, properties.requires_grad);
         let (format, name) = match properties.memory_format {
@@ -219,21 +219,21 @@ impl<'m> Encoder<'m, '_> {
             e.global(METADATA, "_MEM_FORMAT_ENCODING");
             write::int(&mut e.out, format);
             write::close_tuple(&mut e.out, 1);
-            write::op(&mut e.out, write::REDUCE);
+            e.out.push(write::REDUCE);
         });
         write::bool(&mut self.out, properties.pin_memory);
         match &properties.strides {
             Some(strides) => write::sizes(&mut self.out, strides),
-            None => write::none(&mut self.out),
+            None => self.out.push(write::NONE),
         }
-        write::op(&mut self.out, write::TUPLE);
-        write::op(&mut self.out, write::BUILD);
+        self.out.push(write::TUPLE);
+        self.out.push(write::BUILD);
     }
 
     /// Writes the dict that leads from each value and box to the place of its bytes.
     fn storage_data(&mut self, metadata: &'m Metadata) {
-        write::op(&mut self.out, write::EMPTY_DICT);
-        write::op(&mut self.out, write::MARK);
+        self.out.push(write::EMPTY_DICT);
+        self.out.push(write::MARK);
         for (fqn, entry) in &metadata.entries {
             match entry {
                 Entry::Bytes(bytes) => {
@@ -253,7 +253,7 @@ impl<'m> Encoder<'m, '_> {
                 }
             }
         }
-        write::op(&mut self.out, write::SETITEMS);
+        self.out.push(write::SETITEMS);
     }
 
     /// Writes the key of a value, or of a box of a tensor, in the dict of places.
@@ -262,7 +262,7 @@ impl<'m> Encoder<'m, '_> {
             e.field("fqn", |e| e.text(fqn));
             e.field("index", |e| match chunk {
                 Some((index, _)) => write::unsigned(&mut e.out, index as u64),
-                None => write::none(&mut e.out),
+                None => e.out.push(write::NONE),
             });
             if let Some((_, offsets)) = chunk {
                 e.field("offset", |e| e.size(offsets));
@@ -281,12 +281,12 @@ impl<'m> Encoder<'m, '_> {
                 e.field("length", |e| write::unsigned(&mut e.out, stored.length));
                 if !stored.transforms.is_empty() {
                     e.field("transform_descriptors", |e| {
-                        write::op(&mut e.out, write::EMPTY_LIST);
-                        write::op(&mut e.out, write::MARK);
+                        e.out.push(write::EMPTY_LIST);
+                        e.out.push(write::MARK);
                         for transform in &stored.transforms {
                             e.text(transform);
                         }
-                        write::op(&mut e.out, write::APPENDS);
+                        e.out.push(write::APPENDS);
                     });
                 }
             },
@@ -301,7 +301,7 @@ impl<'m> Encoder<'m, '_> {
             });
             e.field("save_id", |e| e.optional_text(meta.save_id.as_deref()));
             e.field("load_id", |e| e.optional_text(meta.load_id.as_deref()));
-            e.field("modules", |e| write::op(&mut e.out, write::EMPTY_LIST));
+            e.field("modules", |e| e.out.push(write::EMPTY_LIST));
         });
     }
 }

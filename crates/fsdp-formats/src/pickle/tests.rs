@@ -28,13 +28,13 @@ fn integers_keep_their_value_in_every_form() {
         let mut bytes = Vec::new();
         write::proto(&mut bytes, 2);
         write::int(&mut bytes, value);
-        write::op(&mut bytes, write::STOP);
+        bytes.push(write::STOP);
         let pickle = parse(&bytes).unwrap();
         assert_eq!(pickle.int(pickle.root()).unwrap(), value);
     }
     let mut bytes = Vec::new();
     write::unsigned(&mut bytes, u64::MAX);
-    write::op(&mut bytes, write::STOP);
+    bytes.push(write::STOP);
     let pickle = parse(&bytes).unwrap();
     assert_eq!(
         *pickle.node(pickle.root()),

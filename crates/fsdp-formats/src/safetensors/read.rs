@@ -24,7 +24,9 @@ use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::index::Index;
-use crate::formats::lookup::{check_replica, fill_from_chunks, item_error, not_a_value, tensor_of};
+use crate::formats::lookup::{
+    check_replica, fill_from_chunks, item_error, lookup_error, tensor_of,
+};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
 use crate::formats::weights::{SHARD, Weights, in_two_files};
@@ -707,6 +709,6 @@ impl Checkpoint for SafetensorsCheckpoint {
         self.values
             .get(fqn)
             .cloned()
-            .ok_or_else(|| not_a_value(&self.metadata, fqn))
+            .ok_or_else(|| lookup_error(&self.metadata, fqn, "value"))
     }
 }

@@ -11,6 +11,7 @@ use super::storages::Storages;
 use super::tensor_ref::{StorageRef, TensorRef, check_writable, write_tensor};
 use crate::budget::{Budget, check_depth};
 use crate::error::FormatError;
+use crate::formats::opaque::describe_bytes;
 use crate::limits::PICKLE_FACTOR;
 use crate::payload::slot::Slot;
 use crate::pickle::write;
@@ -74,19 +75,19 @@ fn lay_out(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
 }
 
 /// Appends the opcodes of a value to `out`, and its tensors to `tensors`. Their storages are
-/// numbered from `first` on, in the order in which they are met. `depth` is the number of
+/// numbered from `first_storage` on, in the order in which they are met. `depth` is the number of
 /// containers around the value.
 pub fn write_value<'v>(
     out: &mut Vec<u8>,
     value: &'v PlainValue,
     tensors: &mut Vec<&'v PlainTensor>,
-    first: usize,
+    first_storage: usize,
     depth: usize,
 ) -> Result<()> {
     ValueWriter {
         out,
         tensors,
-        first,
+        first_storage,
     }
     .write(value, depth)
 }
@@ -95,7 +96,7 @@ pub fn write_value<'v>(
 struct ValueWriter<'o, 'v> {
     out: &'o mut Vec<u8>,
     tensors: &'o mut Vec<&'v PlainTensor>,
-    first: usize,
+    first_storage: usize,
 }
 
 impl<'v> ValueWriter<'_, 'v> {
@@ -103,7 +104,7 @@ impl<'v> ValueWriter<'_, 'v> {
     fn write(&mut self, value: &'v PlainValue, depth: usize) -> Result<()> {
         check_depth(depth)?;
         match value {
-            PlainValue::None => write::none(self.out),
+            PlainValue::None => self.out.push(write::NONE),
             PlainValue::Bool(value) => write::bool(self.out, *value),
             PlainValue::Int(value) => write::int(self.out, *value),
             PlainValue::BigInt(bytes) => write::big_int(self.out, bytes),
@@ -119,7 +120,7 @@ impl<'v> ValueWriter<'_, 'v> {
                 write::close_tuple(self.out, 2);
                 self.out.push(write::REDUCE);
             }
-            PlainValue::List(items) => self.list(items, depth)?,
+            PlainValue::List(items) => self.write_list(items, depth)?,
             PlainValue::Tuple(items) => {
                 write::open_tuple(self.out, items.len());
                 for item in items {
@@ -127,8 +128,8 @@ impl<'v> ValueWriter<'_, 'v> {
                 }
                 write::close_tuple(self.out, items.len());
             }
-            PlainValue::Set(items) => self.set("set", items, depth)?,
-            PlainValue::Typed(of, description) => self.typed(*of, description, depth)?,
+            PlainValue::Set(items) => self.write_set("set", items, depth)?,
+            PlainValue::Typed(of, description) => self.write_typed(*of, description, depth)?,
             PlainValue::Dict(entries) => {
                 self.out.push(write::EMPTY_DICT);
                 if !entries.is_empty() {
@@ -140,7 +141,7 @@ impl<'v> ValueWriter<'_, 'v> {
                     self.out.push(write::SETITEMS);
                 }
             }
-            PlainValue::Tensor(tensor) => self.tensor(tensor)?,
+            PlainValue::Tensor(tensor) => self.write_tensor(tensor)?,
             other => {
                 let what = format!("writing a value of type `{}`", other.type_name());
                 return Err(FormatError::unsupported(what));
@@ -150,7 +151,7 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 
     /// Writes the opcodes of a tensor, whose elements follow the pickle in a storage.
-    fn tensor(&mut self, tensor: &'v PlainTensor) -> Result<()> {
+    fn write_tensor(&mut self, tensor: &'v PlainTensor) -> Result<()> {
         check_writable(tensor.dtype)?;
         let length = tensor
             .shape
@@ -166,14 +167,14 @@ impl<'v> ValueWriter<'_, 'v> {
             let found = format!("{} bytes", tensor.data.len());
             return Err(FormatError::unexpected(expected, found));
         }
-        let key = self.first + self.tensors.len();
+        let key = self.first_storage + self.tensors.len();
         write_tensor(self.out, key, tensor.dtype, &tensor.shape);
         self.tensors.push(tensor);
         Ok(())
     }
 
     /// Writes the opcodes of a list.
-    fn list(&mut self, items: &'v [PlainValue], depth: usize) -> Result<()> {
+    fn write_list(&mut self, items: &'v [PlainValue], depth: usize) -> Result<()> {
         self.out.push(write::EMPTY_LIST);
         if !items.is_empty() {
             self.out.push(write::MARK);
@@ -186,16 +187,21 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 
     /// Writes the opcodes of a set, which a builtin function makes of a list.
-    fn set(&mut self, function: &str, items: &'v [PlainValue], depth: usize) -> Result<()> {
+    fn write_set(&mut self, function: &str, items: &'v [PlainValue], depth: usize) -> Result<()> {
         write::global(self.out, "__builtin__", function);
-        self.list(items, depth)?;
+        self.write_list(items, depth)?;
         write::close_tuple(self.out, 1);
         self.out.push(write::REDUCE);
         Ok(())
     }
 
     /// Writes the opcodes of an object of a type that a simpler value describes.
-    fn typed(&mut self, of: PythonType, description: &'v PlainValue, depth: usize) -> Result<()> {
+    fn write_typed(
+        &mut self,
+        of: PythonType,
+        description: &'v PlainValue,
+        depth: usize,
+    ) -> Result<()> {
         match (of, description) {
             // Dtypes and quantization schemes are attributes of the module `torch`, not the results
             // of calls.
@@ -208,7 +214,7 @@ impl<'v> ValueWriter<'_, 'v> {
                 return Ok(());
             }
             (PythonType::FrozenSet, PlainValue::Set(items)) => {
-                return self.set("frozenset", items, depth);
+                return self.write_set("frozenset", items, depth);
             }
             (PythonType::Device, PlainValue::Str(name)) => {
                 write::global(self.out, "torch", "device");
@@ -507,10 +513,7 @@ fn describe_storage(
     // Two keys and two values, with their texts.
     walk.charge(id, COPIES, 3 * DESCRIPTION_COST_BYTES)?;
     let bytes = loader.storage(&storage.key, storage.bytes)?;
-    Ok(PlainValue::Dict(vec![
-        ("$type".into(), storage.class().into()),
-        ("data".into(), bytes),
-    ]))
+    Ok(describe_bytes(storage.class(), bytes))
 }
 
 /// Returns a tensor inside a value. One that is quantized is opaque there, because nothing would

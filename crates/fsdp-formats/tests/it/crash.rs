@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint as _;
-use fsdp_formats::internals::recover;
 use fsdp_formats::reader::CheckpointReader;
 use fsdp_formats::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_layout::{DType, PlainValue};

@@ -43,26 +43,26 @@ impl<'a> Pickled<'a> {
         match structure {
             // The state dict of a module is flat, whatever modules it consists of.
             Structure::Module(_, items) => {
-                write::op(&mut self.bytes, write::EMPTY_DICT);
-                write::op(&mut self.bytes, write::MARK);
+                self.bytes.push(write::EMPTY_DICT);
+                self.bytes.push(write::MARK);
                 self.write_module("", items, depth)?;
-                write::op(&mut self.bytes, write::SETITEMS);
+                self.bytes.push(write::SETITEMS);
             }
             Structure::Dict(items) => {
-                write::op(&mut self.bytes, write::EMPTY_DICT);
-                write::op(&mut self.bytes, write::MARK);
+                self.bytes.push(write::EMPTY_DICT);
+                self.bytes.push(write::MARK);
                 for (key, item) in items {
                     // Keys hold no tensors.
                     write_value(&mut self.bytes, key, &mut Vec::new(), 0, depth + 1)?;
                     self.write(item, depth + 1)?;
                 }
-                write::op(&mut self.bytes, write::SETITEMS);
+                self.bytes.push(write::SETITEMS);
             }
             Structure::List(items) => {
-                write::op(&mut self.bytes, write::EMPTY_LIST);
-                write::op(&mut self.bytes, write::MARK);
+                self.bytes.push(write::EMPTY_LIST);
+                self.bytes.push(write::MARK);
                 self.write_all(items, depth)?;
-                write::op(&mut self.bytes, write::APPENDS);
+                self.bytes.push(write::APPENDS);
             }
             Structure::Tuple(items) => {
                 write::open_tuple(&mut self.bytes, items.len());
@@ -181,7 +181,7 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
             fqn: "data.pkl".to_owned(),
             source,
         })?;
-    write::op(&mut pickled.bytes, write::STOP);
+    pickled.bytes.push(write::STOP);
     let mut lengths = Vec::with_capacity(pickled.storages.len());
     let mut boxes = Vec::with_capacity(pickled.storages.len());
     let mut extra = IndexMap::new();

@@ -9,7 +9,7 @@ use fsdp_layout::{DType, PlainValue};
 use super::CheckpointReader;
 use super::chunk_item::{ChunkItem, max_item_bytes};
 use crate::budget::Budget;
-use crate::dcp::item::{KnownItem, StoredTensor, TensorItem};
+use crate::dcp::item::{KnownItem, StoredTensor, lay_out_tensor};
 use crate::error::{FileError, FormatError};
 use crate::formats::lookup::item_error;
 use crate::formats::read::byte_length;
@@ -64,25 +64,20 @@ impl CheckpointReader {
         file: &Arc<CheckedFile>,
         item: ChunkItem<'_>,
     ) -> Result<Located, FormatError> {
-        let ChunkItem {
-            dtype,
-            bounds,
-            stored,
-            ..
-        } = item;
         let located = match self.locate_in_archive(file, item) {
             // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the
             // offset given for each.
-            Err(error @ FormatError::Archive { .. }) if stored.transforms.is_empty() => {
-                self.locate_in_blob(file, item.fqn, stored).ok_or(error)?
-            }
+            Err(error @ FormatError::Archive { .. }) if item.stored.transforms.is_empty() => self
+                .locate_in_blob(file, item.fqn, item.stored)
+                .ok_or(error)?,
             located => located?,
         };
         // The dtype and shape in the item must be those of the chunk in the metadata.
         let found = &located.tensor.tensor;
-        if found.dtype != dtype || found.shape != bounds.sizes {
+        let sizes = &item.bounds.sizes;
+        if found.dtype != item.dtype || found.shape != *sizes {
             return Err(FormatError::unexpected(
-                format!("a `{dtype}` tensor of shape {:?}", bounds.sizes),
+                format!("a `{}` tensor of shape {sizes:?}", item.dtype),
                 format!("a `{}` tensor of shape {:?}", found.dtype, found.shape),
             ));
         }
@@ -185,7 +180,7 @@ impl CheckpointReader {
             .find_map(|chunk| ChunkItem::new(fqn, tensor, chunk).ok())?;
         // An item with the length that this crate would give it is a plain tensor. Any other one is
         // examined.
-        if TensorItem::new(item.dtype, &item.bounds.sizes)
+        if lay_out_tensor(item.dtype, &item.bounds.sizes)
             .is_ok_and(|plain| plain.length() == item.stored.length)
         {
             return None;

@@ -28,7 +28,7 @@ use crate::torch::value::{
 use self::chunk_item::{ChunkItem, max_item_bytes};
 use self::items::{read_item_bytes, read_quantizer};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
-use crate::formats::lookup::{check_replica, not_a_value, tensor_of};
+use crate::formats::lookup::{check_replica, lookup_error, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
 use crate::metadata::Replica;
@@ -110,7 +110,7 @@ impl CheckpointReader {
     /// is an error.
     fn find_value(&self, fqn: &str) -> Result<&StorageInfo, FileError> {
         let Some(Entry::Bytes(bytes)) = self.metadata.entries.get(fqn) else {
-            return Err(not_a_value(&self.metadata, fqn));
+            return Err(lookup_error(&self.metadata, fqn, "value"));
         };
         bytes
             .stored
