@@ -15,7 +15,10 @@ use indexmap::IndexMap;
 
 use super::blocks::{BlockFormat, BlockedTensor};
 use super::checkpoint::{Checkpoint, Format, KeyFilter};
-use super::lookup::{check_replica, fill_from_chunks, item_error, lookup_error, tensor_of};
+use super::index::Index;
+use super::lookup::{
+    check_replica, fill_from_chunks, find_value, item_error, lookup_error, tensor_of,
+};
 use super::opaque::{describe_bytes, hash_of_item};
 use super::replicas::check_replicas;
 use super::structure::Structure;
@@ -334,12 +337,9 @@ impl Assembler {
         }
     }
 
-    /// Sorts the keys in this order. Keys that are not in it come last.
-    pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
-        self.opened
-            .metadata
-            .entries
-            .sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+    /// Sorts the keys in the order of an index.
+    pub(crate) fn sort_as(&mut self, index: &Index) {
+        index.sort(&mut self.opened.metadata);
     }
 }
 
@@ -534,12 +534,7 @@ impl Checkpoint for Assembled {
             Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => kind.clone(),
             None => return Err(lookup_error(&self.metadata, fqn, "value")),
         };
-        let Some(Entry::Bytes(BytesEntry {
-            stored: Some(stored),
-        })) = self.metadata.entries.get(fqn)
-        else {
-            unreachable!("each value was added with an entry that has its file");
-        };
+        let stored = find_value(&self.metadata, fqn)?;
         let source = FormatError::Opaque { of: kind };
         Err(item_error(&self.directory, fqn, stored, source))
     }

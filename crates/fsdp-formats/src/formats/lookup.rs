@@ -29,6 +29,18 @@ pub(crate) fn request_of(
     })
 }
 
+/// Returns where the bytes of a value are stored. A key that is missing or has a tensor is an error.
+pub(crate) fn find_value<'m>(
+    metadata: &'m Metadata,
+    fqn: &str,
+) -> Result<&'m StorageInfo, FileError> {
+    let Some(Entry::Bytes(value)) = metadata.entries.get(fqn) else {
+        return Err(lookup_error(metadata, fqn, "value"));
+    };
+    let stored = value.stored.as_ref();
+    stored.ok_or_else(|| FileError::not_stored(fqn))
+}
+
 /// Returns the error of a key that is missing, or is not of the kind that is `wanted`: `tensor` or
 /// `value`.
 pub(crate) fn lookup_error(metadata: &Metadata, fqn: &str, wanted: &'static str) -> FileError {

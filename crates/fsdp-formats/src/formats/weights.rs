@@ -158,7 +158,7 @@ pub(crate) fn is_known(name: &str, ending: &str) -> bool {
 
 /// Returns the error of a key that is in two files of a directory, where nothing tells which of
 /// them counts.
-pub(crate) fn in_two_files(
+pub(crate) fn key_in_two_files(
     directory: &CheckedDirectory,
     key: &str,
     first: &str,

@@ -29,7 +29,7 @@ use crate::formats::lookup::{
 };
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
-use crate::formats::weights::{SHARD, Weights, in_two_files};
+use crate::formats::weights::{SHARD, Weights, key_in_two_files};
 use crate::limits::{MAX_INDEX_BYTES, MAX_LISTED_FILES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{
     BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
@@ -384,11 +384,7 @@ impl SafetensorsCheckpoint {
         for (file, keys) in index.files(&self.directory)? {
             self.add_file(file, Some((&index, &keys)))?;
         }
-        // In the order of the index, which is the model's.
-        let order = index.weight_map;
-        self.metadata
-            .entries
-            .sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+        index.sort(&mut self.metadata);
         Ok(())
     }
 
@@ -435,7 +431,7 @@ impl SafetensorsCheckpoint {
                 .entry(fqn.clone())
                 .or_insert_with(|| (name.to_owned(), is_noted));
             if first != name && !(is_noted && *is_first_noted) {
-                return Err(in_two_files(&self.directory, fqn, first, name));
+                return Err(key_in_two_files(&self.directory, fqn, first, name));
             }
             notes
                 .parts_of(fqn, info, &mut budget)

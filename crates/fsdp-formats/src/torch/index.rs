@@ -11,7 +11,7 @@ use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::index::Index;
 use crate::formats::read::OpenOptions;
-use crate::formats::weights::{Weights, in_two_files, is_known};
+use crate::formats::weights::{Weights, is_known, key_in_two_files};
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
@@ -69,7 +69,7 @@ pub(crate) fn open(
     }
     // The containers of one file are those of all keys, but an index may leave keys out.
     if let Some(index) = index {
-        assembler.sort_by_order(&index.weight_map);
+        assembler.sort_as(index);
         structure = None;
     }
     Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
@@ -88,7 +88,12 @@ fn add_new_keys(
             continue;
         }
         if let Some(first) = taken.insert(key.clone(), flat.name.clone()) {
-            return Err(in_two_files(assembler.directory(), key, &first, &flat.name));
+            return Err(key_in_two_files(
+                assembler.directory(),
+                key,
+                &first,
+                &flat.name,
+            ));
         }
         add_leaf(assembler, flat, path, leaf)?;
     }

@@ -15,7 +15,7 @@ use crate::budget::Budget;
 use crate::dcp::item::KnownItem;
 use crate::error::FileError;
 use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
-use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
+use crate::metadata::{METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::safetensors::header::Header;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -28,7 +28,7 @@ use crate::torch::value::{
 use self::chunk_item::{ChunkItem, max_item_bytes};
 use self::items::{read_item_bytes, read_quantizer};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
-use crate::formats::lookup::{check_replica, lookup_error, tensor_of};
+use crate::formats::lookup::{check_replica, find_value, tensor_of};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
 use crate::metadata::Replica;
@@ -106,18 +106,6 @@ impl CheckpointReader {
         })
     }
 
-    /// Returns where the bytes of a value are stored. A key that is missing, or that has a tensor,
-    /// is an error.
-    fn find_value(&self, fqn: &str) -> Result<&StorageInfo, FileError> {
-        let Some(Entry::Bytes(bytes)) = self.metadata.entries.get(fqn) else {
-            return Err(lookup_error(&self.metadata, fqn, "value"));
-        };
-        bytes
-            .stored
-            .as_ref()
-            .ok_or_else(|| FileError::not_stored(fqn))
-    }
-
     /// Reads and decodes the value that is stored at a place, which may be that of a copy. With
     /// `describes`, objects that cannot be built become descriptions of themselves instead of
     /// errors.
@@ -193,14 +181,14 @@ impl Checkpoint for CheckpointReader {
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        self.read_value_at(fqn, self.find_value(fqn)?, false)
+        self.read_value_at(fqn, find_value(&self.metadata, fqn)?, false)
     }
 
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         if let Some(tensor) = self.metadata.tensor(fqn) {
             return Ok(self.opaque_type_of_tensor(fqn, tensor));
         }
-        self.read_object(fqn, self.find_value(fqn)?, opaque_type_of)
+        self.read_object(fqn, find_value(&self.metadata, fqn)?, opaque_type_of)
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
@@ -209,7 +197,7 @@ impl Checkpoint for CheckpointReader {
         {
             return self.read_object(fqn, stored, describe_object);
         }
-        self.read_value_at(fqn, self.find_value(fqn)?, true)
+        self.read_value_at(fqn, find_value(&self.metadata, fqn)?, true)
     }
 
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
