@@ -159,7 +159,7 @@ impl Joined {
             }
         }
         self.structures.push(match checkpoint.structure() {
-            Some(own) if part.skip == 0 => own.clone().below(&part.prefix),
+            Some(own) if part.skip == 0 => own.clone().below(&part.prefix).nested_in(&part.prefix),
             _ => Structure::from_paths(&added)?,
         });
         self.view.metadata.entries.extend(added.entries);

@@ -88,8 +88,7 @@ impl Structure {
         }
     }
 
-    /// Returns this structure in nested dicts with these keys, the first of them outermost. The
-    /// flat keys of all leaves begin with the prefix.
+    /// Returns the same containers with a prefix before the flat keys of all leaves.
     pub(crate) fn below(mut self, prefix: &[PathPart]) -> Self {
         if !prefix.is_empty() {
             let prefix = KeyPath(prefix.to_vec()).flat_key();
@@ -98,8 +97,13 @@ impl Structure {
                 fqn => format!("{prefix}.{fqn}"),
             });
         }
-        prefix.iter().rev().fold(self, |structure, part| {
-            Structure::Dict(vec![(part.to_string().into(), structure)])
+        self
+    }
+
+    /// Returns this structure in nested dicts with these keys, the first of them outermost.
+    pub(crate) fn nested_in(self, keys: &[PathPart]) -> Self {
+        keys.iter().rev().fold(self, |structure, key| {
+            Structure::Dict(vec![(key.to_string().into(), structure)])
         })
     }
 
