@@ -274,7 +274,7 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
         assert!(StoredTensor::locate(&tensor[..end].to_vec()).is_err());
     }
     for end in 0..value.len() {
-        assert!(decode_value(&value[..end].to_vec()).is_err());
+        assert!(decode_value(&value[..end]).is_err());
     }
     for bit in 0..tensor.len() * 8 {
         let mut flipped = tensor.clone();

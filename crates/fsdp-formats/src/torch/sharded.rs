@@ -321,8 +321,8 @@ fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Re
         return Err(malformed("its rank lies outside its mesh"));
     }
     let ranks = mesh_size(&mesh_shape)?;
-    let boxes = boxes_of_placements(&shape, &placements, &mesh_shape, &coordinate)
-        .map_err(|error| malformed(error))?;
+    let boxes =
+        boxes_of_placements(&shape, &placements, &mesh_shape, &coordinate).map_err(malformed)?;
     charge_parts(walk, state, &local, boxes.len())?;
     let parts = cut_into_boxes(&local, &boxes, &shape)?;
     if local.dtype != dtype {
