@@ -97,7 +97,8 @@ pub fn safetensors_header(data: &[u8]) {
         let tensor = theirs.tensor(name).expect("it has the same tensors");
         // Types that safetensors does not know are bytes there, in a dimension more.
         assert_eq!(&tensor.shape()[..info.shape.len()], info.shape);
-        let range = (header.data + info.start) as usize..(header.data + info.end) as usize;
+        let range =
+            (header.data_offset + info.start) as usize..(header.data_offset + info.end) as usize;
         assert_eq!(tensor.data(), &data[range]);
     }
 }

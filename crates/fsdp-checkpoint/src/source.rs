@@ -10,7 +10,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::metadata::Entry;
 use fsdp_formats::plan::LoadRequest;
 use fsdp_formats::reader::{Destination, ReadOptions};
-use fsdp_layout::{ErrorKind, Failure as _, KeyPath, PathPart, TensorBox};
+use fsdp_layout::{ErrorKind, Failure as _, KeyPath, TensorBox};
 use fsdp_state::engine::{LoadCall, Wanted, WantedOn};
 use fsdp_state::{
     Leaf, Lend, LoadError as _, Memory, Schema, Source, StateDict, StateValue, lent_bytes,
@@ -547,5 +547,5 @@ fn leaf(entry: &Entry) -> Leaf {
 
 /// Returns the path that has a flat key as its only part.
 fn flat_path(key: &str) -> KeyPath {
-    KeyPath(vec![PathPart::Key(key.to_owned())])
+    KeyPath::from_key(key)
 }

@@ -4,9 +4,26 @@
 //! pickle, values, keys, copies of shared text, elements of JSON. So a small file cannot take all
 //! memory, and the work grows linearly with the file.
 
+use thiserror::Error;
+
+use crate::limits::{BeyondLimit, MAX_DEPTH};
+
 /// The bytes that may be built from any input, however small. Twice as much may be taken for a
 /// moment, while it grows, so that 64 MiB are not exceeded.
 pub(crate) const FREE_BYTES: u64 = 32 << 20;
+
+/// Refuses a value that is nested in `depth` others, if it is too deep. The functions that walk
+/// values are recursive.
+pub fn check_depth(depth: usize) -> Result<(), OverBudget> {
+    if depth >= MAX_DEPTH {
+        return Err(OverBudget(BeyondLimit {
+            what: "nesting",
+            value: depth as u64 + 1,
+            limit: MAX_DEPTH as u64,
+        }));
+    }
+    Ok(())
+}
 
 /// The bytes of memory and work that are left for what is built from one input.
 #[derive(Debug, Clone)]
@@ -15,13 +32,10 @@ pub(crate) struct Budget {
     limit: u64,
 }
 
-/// A charge that the budget does not cover.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct OverBudget {
-    pub(crate) what: &'static str,
-    pub(crate) value: u64,
-    pub(crate) limit: u64,
-}
+/// A charge that the budget does not cover: all that was asked for so far, with this.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error(transparent)]
+pub struct OverBudget(pub BeyondLimit);
 
 impl Budget {
     /// Makes the budget of an input of `length` bytes, of which each may become `factor` bytes.
@@ -48,15 +62,11 @@ impl Budget {
                 self.left = left;
                 Ok(())
             }
-            None => {
-                // All that was asked for so far, with this.
-                let value = (self.limit - self.left).saturating_add(bytes);
-                Err(OverBudget {
-                    what,
-                    value,
-                    limit: self.limit,
-                })
-            }
+            None => Err(OverBudget(BeyondLimit {
+                what,
+                value: (self.limit - self.left).saturating_add(bytes),
+                limit: self.limit,
+            })),
         }
     }
 

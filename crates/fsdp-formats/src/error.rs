@@ -8,7 +8,8 @@ use fsdp_digest::DigestError;
 use thiserror::Error;
 
 use crate::budget::OverBudget;
-use crate::pickle::{PickleError, PickleErrorKind};
+use crate::limits::BeyondLimit;
+use crate::pickle::PickleError;
 use crate::plan::{LoadPlanError, SavePlanError};
 
 /// Bytes that could not be read, or are not as expected. Offsets count from the start of the item
@@ -54,26 +55,12 @@ pub enum FormatError {
         name: String,
     },
     /// A length or count in the file is beyond its limit.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    Limit {
-        /// The quantity.
-        what: &'static str,
-        /// The value claimed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    Limit(#[from] BeyondLimit),
     /// More than the budget of memory and work for an input allows. A file of which that is true
     /// may be sound.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    TooLarge {
-        /// The quantity.
-        what: &'static str,
-        /// The amount needed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
     /// The pickle inside was refused.
     #[error(transparent)]
     Pickle(#[from] PickleError),
@@ -130,6 +117,15 @@ impl FormatError {
         FormatError::Unsupported { what: what.into() }
     }
 
+    /// Returns the type that makes a value opaque, if that is the error.
+    pub(crate) fn opaque_type(&self) -> Option<String> {
+        match self {
+            FormatError::Pickle(error) => error.opaque_type(),
+            FormatError::Opaque { of } => Some(of.clone()),
+            _ => None,
+        }
+    }
+
     /// Names the key that the error belongs to, in an error that says nothing else about the place.
     pub(crate) fn of_key(self, key: &str) -> Self {
         match self {
@@ -151,20 +147,6 @@ impl FormatError {
             source: self,
         }
     }
-}
-
-impl From<OverBudget> for FormatError {
-    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
-        FormatError::TooLarge { what, value, limit }
-    }
-}
-
-/// Refuses a value that a file claims, if it is beyond its limit.
-pub(crate) fn check_limit(what: &'static str, value: u64, limit: u64) -> Result<(), FormatError> {
-    if value > limit {
-        return Err(FormatError::Limit { what, value, limit });
-    }
-    Ok(())
 }
 
 /// The error of this crate. A `path` in it may be the URL of something in an object store.
@@ -428,14 +410,7 @@ impl FileError {
         let (FileError::Item { source, .. } | FileError::File { source, .. }) = self else {
             return None;
         };
-        match source {
-            FormatError::Pickle(PickleError {
-                kind: PickleErrorKind::Global { module, name },
-                ..
-            }) => Some(format!("{module}.{name}")),
-            FormatError::Opaque { of } => Some(of.clone()),
-            _ => None,
-        }
+        source.opaque_type()
     }
 
     /// Makes the error [`FileError::NotStored`] of the flat key `fqn`.

@@ -6,7 +6,6 @@ use std::io;
 use fsdp_layout::{ErrorKind, Failure};
 
 use crate::error::{FileError, FormatError};
-use crate::pickle::PickleErrorKind;
 use crate::plan::{LoadPlanError, SavePlanError};
 
 impl Failure for FileError {
@@ -36,7 +35,7 @@ impl Failure for FileError {
             | FileError::Differing { .. }
             | FileError::LoadPlan(LoadPlanError::Chunks { .. }) => ErrorKind::Corrupt,
             FileError::LoadPlan(_) | FileError::Unlike { .. } => ErrorKind::Difference,
-            _ => kind_of_cause(self),
+            _ => self.source().map_or(ErrorKind::Other, kind_of),
         }
     }
 }
@@ -47,16 +46,13 @@ impl Failure for FormatError {
             FormatError::Read { source, .. } if source.kind() != io::ErrorKind::UnexpectedEof => {
                 Failure::kind(source)
             }
-            FormatError::Opaque { .. } => ErrorKind::Unsafe,
-            FormatError::Unsupported { .. } | FormatError::TooLarge { .. } => {
+            FormatError::Unsupported { .. } | FormatError::TooLarge(_) => {
                 ErrorKind::UnsupportedVersion
             }
             FormatError::Pickle(error) if error.kind.is_unsupported() => {
                 ErrorKind::UnsupportedVersion
             }
-            FormatError::Pickle(error) if matches!(error.kind, PickleErrorKind::Global { .. }) => {
-                ErrorKind::Unsafe
-            }
+            _ if self.opaque_type().is_some() => ErrorKind::Unsafe,
             _ => ErrorKind::Corrupt,
         }
     }
@@ -64,34 +60,20 @@ impl Failure for FormatError {
 
 impl Failure for SavePlanError {}
 
-/// Returns the kind of an error of this crate, or of the first of its causes that has one.
+/// Returns the kind of an error, or of the first of its causes that has one.
 pub(crate) fn kind_of(error: &(dyn Error + 'static)) -> ErrorKind {
-    if let Some(error) = error.downcast_ref::<FileError>() {
-        return error.kind();
-    }
-    if let Some(error) = error.downcast_ref::<FormatError>() {
-        return error.kind();
-    }
-    match error
-        .source()
-        .and_then(|cause| cause.downcast_ref::<FileError>())
-    {
-        Some(cause) => cause.kind(),
-        None => kind_of_cause(error),
-    }
-}
-
-/// Returns the kind of the first cause that has one.
-fn kind_of_cause(error: &(dyn Error + 'static)) -> ErrorKind {
-    let mut cause = error.source();
-    while let Some(error) = cause {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(error) = error.downcast_ref::<FileError>() {
+            return error.kind();
+        }
         if let Some(error) = error.downcast_ref::<FormatError>() {
             return error.kind();
         }
         if let Some(error) = error.downcast_ref::<io::Error>() {
             return Failure::kind(error);
         }
-        cause = error.source();
+        next = error.source();
     }
     ErrorKind::Other
 }

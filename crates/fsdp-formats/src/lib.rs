@@ -59,7 +59,9 @@ pub mod storage;
 mod strided;
 mod threads;
 mod torch;
+mod zip;
 
+pub use budget::OverBudget;
 pub use dcp::{parts, writer};
 pub use error::{FileError, FormatError, LocationError};
 pub use pickle::{PickleError, PickleErrorKind};
@@ -94,11 +96,11 @@ pub mod reader {
 #[doc(hidden)]
 pub mod internals {
     // Items and archives of torch: the converters write them, and the tests craft damaged ones.
-    pub use crate::dcp::item::{StoredTensor, TensorItem};
+    pub use crate::dcp::item::{StoredTensor, lay_out_tensor};
     pub use crate::pickle::{parse, write as pickle_write};
     pub use crate::torch::tensor_ref::{check_writable, write_tensor};
     pub use crate::torch::value::{decode_value, encode_value, value_of, write_value};
-    pub use crate::torch::zip::{ArchiveLayout, Directory, ROOT, check_records};
+    pub use crate::zip::{ArchiveLayout, Directory, ROOT, check_records};
 
     // The texts in the headers of safetensors files, and the names of the files that belong to
     // them: reading and writing must agree on each.
@@ -132,9 +134,10 @@ pub mod internals {
 
     // Writing the files of other formats, and of hashes, with the same guarantees as those of a
     // DCP directory.
+    pub use crate::budget::check_depth;
     pub use crate::dcp::writer::finish_copy;
     pub use crate::error::wrong_box;
-    pub use crate::limits::{MAX_DEPTH, MAX_INDEX_BYTES, is_sane_shape};
+    pub use crate::limits::{MAX_INDEX_BYTES, is_sane_shape};
     pub use crate::payload::write::{PlannedPayload, write_payloads};
     pub use crate::storage::integrity::{
         FileIntegrity, INTEGRITY_FILE, Integrity, block_length, integrity_beside,

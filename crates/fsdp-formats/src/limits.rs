@@ -18,6 +18,28 @@
 //! | the integrity file, a hashed block | 4 GiB, 16 MiB |
 //! | a signature, a key file | 256 MiB, 64 KiB |
 
+use thiserror::Error;
+
+/// An amount that is beyond its limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("{what} of {value} is beyond the limit of {limit}")]
+pub struct BeyondLimit {
+    /// The quantity.
+    pub what: &'static str,
+    /// The amount that a file claims, or that it takes to read it.
+    pub value: u64,
+    /// The limit.
+    pub limit: u64,
+}
+
+/// Refuses a value that a file claims, if it is beyond its limit.
+pub(crate) fn check_limit(what: &'static str, value: u64, limit: u64) -> Result<(), BeyondLimit> {
+    if value > limit {
+        return Err(BeyondLimit { what, value, limit });
+    }
+    Ok(())
+}
+
 /// The most bytes of one pickle (a `.metadata` of a million chunks is about 150 MiB).
 pub(crate) const MAX_PICKLE_BYTES: u64 = 2 << 30;
 /// The bytes that may be built from a byte of a pickle: a list of small numbers, two bytes each,

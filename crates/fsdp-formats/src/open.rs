@@ -20,8 +20,8 @@ use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::checked_file::CheckedFile;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
-use crate::torch::zip::Directory;
 use crate::torch::{self, legacy};
+use crate::zip::Directory;
 
 /// Opens the checkpoint that is at a path, or at the URL of an object store.
 ///
@@ -175,7 +175,7 @@ fn open_directory(
             location, options,
         )?));
     }
-    let files = torch::index::weights(&names);
+    let files = torch::index::weight_files(&names);
     if !files.is_empty() {
         return Ok(Box::new(torch::index::open(location, &files, options)?));
     }
@@ -262,10 +262,10 @@ fn open_content(
             location,
             "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
         )),
-        bytes if bytes.starts_with(numpy::START) => {
+        bytes if bytes.starts_with(numpy::MAGIC) => {
             Ok(Box::new(numpy::open_array(location, directory)?))
         }
-        bytes if bytes.starts_with(gguf::START) => Ok(Box::new(gguf::open(location, directory)?)),
+        bytes if bytes.starts_with(gguf::MAGIC) => Ok(Box::new(gguf::open(location, directory)?)),
         // Eight bytes of length, and JSON.
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
             location, directory, options,

@@ -3,14 +3,14 @@
 use fsdp_layout::{PlainValue, PythonType};
 
 /// The maximum length of a text in bytes. Longer ones are cut off.
-const LONGEST: usize = 200;
+const MAX_BYTES: usize = 200;
 
 /// Returns the text of a value.
 pub fn shown(value: &PlainValue) -> String {
     let mut text = String::new();
     append(value, &mut text);
-    if text.len() > LONGEST {
-        text.truncate(text.floor_char_boundary(LONGEST));
+    if text.len() > MAX_BYTES {
+        text.truncate(text.floor_char_boundary(MAX_BYTES));
         text.push('…');
     }
     text
@@ -18,7 +18,7 @@ pub fn shown(value: &PlainValue) -> String {
 
 /// Appends the text of a value, unless the text is long enough already.
 fn append(value: &PlainValue, text: &mut String) {
-    if text.len() > LONGEST {
+    if text.len() > MAX_BYTES {
         return;
     }
     match value {
@@ -30,7 +30,7 @@ fn append(value: &PlainValue, text: &mut String) {
         PlainValue::Float(number) => text.push_str(&format!("{number:?}")),
         PlainValue::Str(string) => {
             // Escape no more of a long string than is shown.
-            let start: String = string.chars().take(LONGEST).collect();
+            let start: String = string.chars().take(MAX_BYTES).collect();
             text.push_str(&format!("{start:?}"));
         }
         PlainValue::Bytes(bytes) => text.push_str(&format!("{} bytes", bytes.len())),
@@ -40,7 +40,7 @@ fn append(value: &PlainValue, text: &mut String) {
         PlainValue::Set(items) => append_all("{", items, "}", text),
         PlainValue::Dict(items) => {
             text.push('{');
-            for (index, (key, value)) in items.iter().enumerate().take(LONGEST) {
+            for (index, (key, value)) in items.iter().enumerate().take(MAX_BYTES) {
                 text.push_str(if index > 0 { ", " } else { "" });
                 append(key, text);
                 text.push_str(": ");
@@ -67,7 +67,7 @@ fn append(value: &PlainValue, text: &mut String) {
 /// shown.
 fn append_all(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
     text.push_str(open);
-    for (index, item) in items.iter().enumerate().take(LONGEST) {
+    for (index, item) in items.iter().enumerate().take(MAX_BYTES) {
         text.push_str(if index > 0 { ", " } else { "" });
         append(item, text);
     }
@@ -114,7 +114,7 @@ mod tests {
         for value in [&deep, &long] {
             let text = shown(value);
             assert!(
-                text.len() <= LONGEST + '…'.len_utf8() && text.ends_with('…'),
+                text.len() <= MAX_BYTES + '…'.len_utf8() && text.ends_with('…'),
                 "{text}"
             );
         }

@@ -39,6 +39,12 @@ impl fmt::Display for PathPart {
 pub struct KeyPath(pub Vec<PathPart>);
 
 impl KeyPath {
+    /// Makes the path of a value at the top level of a state dict.
+    #[must_use]
+    pub fn from_key(key: impl Into<String>) -> Self {
+        KeyPath(vec![PathPart::Key(key.into())])
+    }
+
     /// Returns the parts joined with dots: the key in a checkpoint.
     ///
     /// Two different paths may have the same flat key, so code that flattens a state dict must
@@ -72,7 +78,7 @@ impl KeyPath {
                 // The dot belongs to the prefix: `model` is no prefix of `model2.bias`.
                 rest = rest.strip_prefix(key.as_ref())?.strip_prefix('.')?;
             }
-            return Some(KeyPath(vec![PathPart::Key(rest.to_owned())]));
+            return Some(KeyPath::from_key(rest));
         }
         let (start, rest) = self.0.split_at_checked(prefix.len())?;
         let is_prefix = start

@@ -10,7 +10,7 @@ use fsdp_formats::checkpoint::check_replaceable;
 use fsdp_formats::plan::{LocalPlan, SelectedItem, Selection};
 use fsdp_formats::storage::{self, Durable};
 use fsdp_formats::writer::{
-    PayloadSource, RankItems, RankWritten, WriteOptions, decode_item, describe_item,
+    PayloadSource, RankItems, RankWritten, WriteOptions, decode_value, describe_item,
     finish_encoded, write_rank,
 };
 use fsdp_formats::{FileError, Location};
@@ -126,7 +126,7 @@ impl Staging {
             plan.add_value(&fqn, None, item.len() as u64);
             // Read the value as a reader will, for its digest. If one value cannot even be
             // described, the checkpoint has no digests.
-            let value = match decode_item(&item) {
+            let value = match decode_value(&item) {
                 Ok(value) => Some(value),
                 Err(error) => {
                     opaque.push((fqn.clone(), error.to_string()));

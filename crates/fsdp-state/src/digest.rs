@@ -6,7 +6,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_digest::{Digest, StateDigest, Sum};
 use fsdp_flat::ShardedTensor;
 use fsdp_flat::storage::zeroed_vec;
-use fsdp_layout::{KeyPath, PathPart, TensorBox};
+use fsdp_layout::{KeyPath, TensorBox};
 use twox_hash::XxHash3_64;
 
 use crate::engine::LoadError as _;
@@ -106,7 +106,7 @@ pub(crate) struct FlatValue {
 pub(crate) fn flat_values(state: &StateDict) -> Result<Vec<FlatValue>, StateError> {
     let mut flat = Vec::new();
     for (key, value) in flatten_state_dict(state)?.values {
-        let leaf = Leaf::from_value(&KeyPath(vec![PathPart::Key(key.clone())]), &value)?;
+        let leaf = Leaf::from_value(&KeyPath::from_key(&key), &value)?;
         flat.push(FlatValue { key, value, leaf });
     }
     flat.sort_by(|a, b| a.key.cmp(&b.key));

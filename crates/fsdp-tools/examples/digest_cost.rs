@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::plan::{Deduplicate, LoadRequest, LocalPlan, plan_save};
 use fsdp_formats::reader::{CheckpointReader, Destination, ReadOptions};
 use fsdp_formats::storage::Durable;

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use fsdp_formats::checkpoint::open;
-use fsdp_formats::internals::TensorItem;
+use fsdp_formats::internals::lay_out_tensor;
 use fsdp_formats::metadata::{
     Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
@@ -62,7 +62,7 @@ fn make(directory: &Path, rows: impl Iterator<Item = u64>) -> Result<()> {
     let mut at = 0;
     for (index, rows) in rows.enumerate() {
         let shape = vec![rows as usize, 1024];
-        let item = TensorItem::new(DType::F32, &shape)?;
+        let item = lay_out_tensor(DType::F32, &shape)?;
         let (relative_path, length) = ("__0_0.distcp".to_owned(), item.length());
         let stored = StorageInfo {
             relative_path,
@@ -90,8 +90,8 @@ fn make(directory: &Path, rows: impl Iterator<Item = u64>) -> Result<()> {
     for (at, item) in items {
         file.write_at(at, &item.head(0))?;
         file.write_at(
-            at + item.payload_offset() + item.payload_length(),
-            &item.tail(0),
+            at + item.storage_offset(0) + item.storage_length(0),
+            &item.tail(&[0]),
         )?;
     }
     file.finish()?;

@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::checkpoint::open;
-use fsdp_formats::internals::TensorItem;
+use fsdp_formats::internals::lay_out_tensor;
 use fsdp_formats::metadata::{
     Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
@@ -42,11 +42,11 @@ fn sparse(directory: &Path, total: u64) -> Vec<String> {
     let small = (0..1000).map(|index| (format!("small.{index}"), 1));
     for (index, (fqn, rows)) in large.chain(medium).chain(small).enumerate() {
         let shape = vec![rows as usize, COLUMNS];
-        let item = TensorItem::new(DType::F32, &shape).unwrap();
+        let item = lay_out_tensor(DType::F32, &shape).unwrap();
         file.write_all_at(&item.head(0), at).unwrap();
-        let end = at + item.payload_offset() + item.payload_length();
+        let end = at + item.storage_offset(0) + item.storage_length(0);
         file.write_all_at(&row(index), end - ROW).unwrap();
-        file.write_all_at(&item.tail(0), end).unwrap();
+        file.write_all_at(&item.tail(&[0]), end).unwrap();
         let stored = StorageInfo {
             relative_path: "__0_0.distcp".to_owned(),
             offset: at,

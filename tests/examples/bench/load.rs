@@ -3,6 +3,7 @@
 
 use anyhow::Result;
 use fsdp::checkpoint::{load, load_in_place, save};
+use fsdp::formats::checkpoint::Checkpoint as _;
 use fsdp::formats::reader::CheckpointReader;
 use fsdp::prelude::*;
 

@@ -9,6 +9,7 @@ use fsdp::checkpoint::{
     Checkpointer, CheckpointerOptions, Retention, SaveOptions, prune, step_name,
 };
 use fsdp::flat::{LocalShard, ShardedTensor};
+use fsdp::formats::checkpoint::Checkpoint as _;
 use fsdp::formats::checkpoint::{self, Format};
 use fsdp::formats::object_store::ObjectStoreExt as _;
 use fsdp::formats::object_store::memory::InMemory;

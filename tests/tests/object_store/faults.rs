@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use fsdp::checkpoint::{Checkpointer, CheckpointerOptions, Retention};
 use fsdp::formats::checkpoint;
+use fsdp::formats::checkpoint::Checkpoint as _;
 use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::formats::storage::Durable;
 use fsdp::formats::{FileError, Location};

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{LoadOptions, SaveOptions, Stateful as _, save};
 use fsdp_comm::run_local;
 use fsdp_flat::ShardedTensor;
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::reader::CheckpointReader;
 use fsdp_layout::FlatLayout;
 use fsdp_state::{StateDict, StateValue};

@@ -13,6 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{CheckpointError, Checkpointer, CheckpointerOptions, StepCheckpoint};
 use fsdp_comm::{ProcessGroup, run_local};
 use fsdp_flat::{LocalShard, ShardedTensor};
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::TensorBox;
 use fsdp_state::StateDict;

@@ -13,6 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_checkpoint::{LoadOptions, SaveOptions, Stateful as _, save};
 use fsdp_comm::{Operation, ProcessGroup, run_local};
 use fsdp_flat::ShardedTensor;
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::reader::CheckpointReader;
 use fsdp_layout::{Failure as _, FlatLayout};
 use fsdp_state::{StateDict, StateValue};

@@ -10,89 +10,41 @@ use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
-use crate::limits::MAX_OBJECT_BYTES;
+use crate::limits::{MAX_OBJECT_BYTES, check_limit};
 use crate::payload::slot::Slot;
-use crate::pickle::{PickleError, PickleErrorKind, parse, write};
+use crate::pickle::{parse, write};
 use crate::storage::read_at::{BlockReader, ReadAt, Window};
 use crate::strided::StoredElements;
 use crate::torch::tensor_ref::{TensorRef, check_writable, write_tensor};
-use crate::torch::zip::{ArchiveLayout, Directory, ROOT};
+use crate::zip::{ArchiveLayout, Directory, ROOT};
 
-/// The bytes of one tensor item around its payload, in a form that `torch.load(weights_only=True)`
-/// accepts.
+/// Lays out the item of a row-major tensor of this type and shape, in a form that
+/// `torch.load(weights_only=True)` accepts. The only storage of the archive is the payload.
 ///
 /// ```
-/// use fsdp_formats::internals::TensorItem;
+/// use fsdp_formats::internals::lay_out_tensor;
 /// use fsdp_layout::DType;
-/// let item = TensorItem::new(DType::F32, &[2, 3])?;
-/// assert_eq!(item.payload_length(), 24);
-/// assert_eq!(item.payload_offset() % 64, 0);
+/// let item = lay_out_tensor(DType::F32, &[2, 3])?;
+/// assert_eq!(item.storage_length(0), 24);
+/// assert_eq!(item.storage_offset(0) % 64, 0);
 ///
 /// let payload: Vec<u8> = [1f32, 2., 3., 4., 5., 6.].iter().flat_map(|v| v.to_le_bytes()).collect();
 /// let crc = crc32fast::hash(&payload);
-/// let whole = [item.head(crc), payload, item.tail(crc)].concat();
+/// let whole = [item.head(crc), payload, item.tail(&[crc])].concat();
 /// assert_eq!(whole.len() as u64, item.length());
 /// # Ok::<(), fsdp_formats::FormatError>(())
 /// ```
-#[derive(Debug, Clone)]
-pub struct TensorItem {
-    layout: ArchiveLayout,
-    payload_length: u64,
-}
-
-impl TensorItem {
-    /// Lays out the item of a row-major tensor of this type and shape.
-    pub fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
-        check_writable(dtype)?;
-        let length = checked_numel(shape)
-            .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()));
-        let payload_length =
-            length
-                .filter(|&length| length < i64::MAX as u64)
-                .ok_or(FormatError::Limit {
-                    what: "tensor length",
-                    value: u64::MAX,
-                    limit: i64::MAX as u64,
-                })?;
-        let mut pickle = Vec::with_capacity(256);
-        write::proto(&mut pickle, 2);
-        write_tensor(&mut pickle, 0, dtype, shape);
-        write::op(&mut pickle, write::STOP);
-        Ok(TensorItem {
-            layout: ArchiveLayout::new(ROOT, pickle, &[payload_length]),
-            payload_length,
-        })
-    }
-
-    /// Returns the bytes of the whole item.
-    #[must_use]
-    pub fn length(&self) -> u64 {
-        self.layout.length()
-    }
-
-    /// Returns where the payload starts, from the start of the item: a multiple of 64.
-    #[must_use]
-    pub fn payload_offset(&self) -> u64 {
-        self.layout.storage_offset(0)
-    }
-
-    /// Returns the bytes of the payload.
-    #[must_use]
-    pub fn payload_length(&self) -> u64 {
-        self.payload_length
-    }
-
-    /// Returns the bytes before the payload, given its CRC-32.
-    #[must_use]
-    pub fn head(&self, crc: u32) -> Vec<u8> {
-        self.layout.head(crc)
-    }
-
-    /// Returns the bytes after the payload, given its CRC-32.
-    #[must_use]
-    pub fn tail(&self, crc: u32) -> Vec<u8> {
-        self.layout.tail(&[crc])
-    }
+pub fn lay_out_tensor(dtype: DType, shape: &[usize]) -> Result<ArchiveLayout, FormatError> {
+    check_writable(dtype)?;
+    let payload_length = checked_numel(shape)
+        .and_then(|numel| (numel as u64).checked_mul(dtype.size_in_bytes()))
+        .unwrap_or(u64::MAX);
+    check_limit("tensor length", payload_length, i64::MAX as u64)?;
+    let mut pickle = Vec::with_capacity(256);
+    write::proto(&mut pickle, 2);
+    write_tensor(&mut pickle, 0, dtype, shape);
+    pickle.push(write::STOP);
+    Ok(ArchiveLayout::new(ROOT, pickle, &[payload_length]))
 }
 
 /// The bytes of an item around its payload. An item that this library has written is recognized by
@@ -111,30 +63,30 @@ pub(crate) struct KnownItem {
 #[derive(Debug)]
 struct EndBytes {
     bytes: Vec<u8>,
-    crc: usize,
+    crc_offset: usize,
 }
 
 /// The length of a CRC-32 in bytes.
 const CRC_BYTES: usize = 4;
 
 impl EndBytes {
-    /// Returns the bytes that `with_crc` makes with a CRC. Their position is found by comparing two
-    /// of them.
-    fn new(with_crc: impl Fn(u32) -> Vec<u8>) -> Self {
-        let bytes = with_crc(0);
-        let crc = bytes
+    /// Makes the bytes of an end, which `make_end` returns for a given CRC of the payload. The offset
+    /// of the CRC in them is found by comparing the bytes for two CRCs.
+    fn new(make_end: impl Fn(u32) -> Vec<u8>) -> Self {
+        let bytes = make_end(0);
+        let crc_offset = bytes
             .iter()
-            .zip(with_crc(u32::MAX))
+            .zip(make_end(u32::MAX))
             .position(|(a, b)| *a != b)
             .expect("both ends of an item have the CRC of its payload");
-        EndBytes { bytes, crc }
+        EndBytes { bytes, crc_offset }
     }
 
     /// Returns `true` if other bytes are the same, except for the CRC.
     fn is_same(&self, other: &[u8]) -> bool {
-        let after = self.crc + CRC_BYTES;
+        let after = self.crc_offset + CRC_BYTES;
         self.bytes.len() == other.len()
-            && self.bytes[..self.crc] == other[..self.crc]
+            && self.bytes[..self.crc_offset] == other[..self.crc_offset]
             && self.bytes[after..] == other[after..]
     }
 }
@@ -142,16 +94,16 @@ impl EndBytes {
 impl KnownItem {
     /// Makes the item of a row-major tensor of this type and shape.
     pub(crate) fn new(dtype: DType, shape: &[usize]) -> Result<Self, FormatError> {
-        let item = TensorItem::new(dtype, shape)?;
-        // `TensorItem` has a single storage, whose key is 0.
-        let tensor = TensorRef::row_major("0".to_owned(), item.payload_length(), dtype, shape);
+        let item = lay_out_tensor(dtype, shape)?;
+        // An item has a single storage, whose key is 0.
+        let tensor = TensorRef::row_major("0".to_owned(), item.storage_length(0), dtype, shape);
         Ok(KnownItem {
             length: item.length(),
             head: EndBytes::new(|crc| item.head(crc)),
-            tail: EndBytes::new(|crc| item.tail(crc)),
+            tail: EndBytes::new(|crc| item.tail(&[crc])),
             tensor: StoredTensor {
                 tensor,
-                storage_offset: item.payload_offset(),
+                storage_offset: item.storage_offset(0),
             },
         })
     }
@@ -187,13 +139,14 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Finds the tensor in the item that is all of `item`, reading its ends only.
+    /// Finds the tensor in the item that is all of `item`, and returns what its pickle says and where
+    /// its storage begins. Only the ends of the item are read.
     pub fn locate(item: &dyn ReadAt) -> Result<Self, FormatError> {
         Self::locate_known(item, None)
     }
 
-    /// Finds the tensor as [`Self::locate`] does, but without parsing an item that is the `known`
-    /// one.
+    /// Finds the tensor as [`Self::locate`] does. An item that has the same ends as the `known` one
+    /// is not parsed.
     pub(crate) fn locate_known(
         item: &dyn ReadAt,
         known: Option<&KnownItem>,
@@ -209,21 +162,18 @@ impl StoredTensor {
         let Some(tensor) = TensorRef::from_node(&parsed, parsed.root())? else {
             // A class or object of unknown type is opaque; any other value is not what the metadata
             // says.
-            return Err(match parsed.wrong(parsed.root(), "a tensor") {
-                error @ PickleError {
-                    kind: PickleErrorKind::Global { .. },
-                    ..
-                } => error.into(),
-                _ => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),
+            let error = parsed.wrong(parsed.root(), "a tensor");
+            return Err(match error.opaque_type() {
+                Some(_) => error.into(),
+                None => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),
             });
         };
         let name = format!("data/{}", tensor.storage);
         let record = directory.get(&name)?;
         if record.length < tensor.storage_bytes {
-            let found = format!("one of {}", record.length);
             return Err(FormatError::unexpected(
                 format!("a storage of {} bytes", tensor.storage_bytes),
-                found,
+                format!("one of {}", record.length),
             ));
         }
         let storage_offset = directory.data_offset(item, &name, record)?;
@@ -265,11 +215,11 @@ struct Ends<'a> {
 }
 
 /// Bytes at the start of an item: enough for the head of any tensor item of ours or torch's.
-const HEAD: u64 = 1536;
+const HEAD_BYTES: u64 = 1536;
 /// Bytes at the end of an item: enough for its directory.
-const TAIL: u64 = 1024;
+const TAIL_BYTES: u64 = 1024;
 /// The length up to which an item is read at once.
-const WHOLE: u64 = 8 << 10;
+const WHOLE_ITEM_BYTES: u64 = 8 << 10;
 
 impl<'a> Ends<'a> {
     /// Reads the beginning and the end of an item, where the small records of its archive are, or
@@ -278,13 +228,15 @@ impl<'a> Ends<'a> {
         let len = item.len();
         let mut head_length = len;
         let mut tail_length = 0;
-        if len > WHOLE {
+        if len > WHOLE_ITEM_BYTES {
             // Read no more than one hash block at each end. The payload between them has large
             // blocks.
-            head_length = item.block_at(0).map_or(HEAD, |block| block.end.min(HEAD));
+            head_length = item
+                .block_at(0)
+                .map_or(HEAD_BYTES, |block| block.end.min(HEAD_BYTES));
             tail_length = item
                 .block_at(len - 1)
-                .map_or(TAIL, |block| (len - block.start).min(TAIL));
+                .map_or(TAIL_BYTES, |block| (len - block.start).min(TAIL_BYTES));
         }
         let mut ends = Ends {
             item: Window::new(item, 0, len)?,

@@ -3,6 +3,7 @@
 use super::*;
 use crate::FormatError;
 use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint as _;
 use crate::plan::{Deduplicate, LocalPlan, plan_save};
 use crate::reader::CheckpointReader;
 use crate::storage::Durable;
@@ -56,21 +57,21 @@ proptest! {
 fn tensors_of_every_dtype_survive() {
     for &dtype in DType::ALL {
         for shape in [&[][..], &[0], &[3, 0, 2], &[5], &[2, 3], &[1, 1, 1]] {
-            let Ok(item) = TensorItem::new(dtype, shape) else {
+            let Ok(item) = lay_out_tensor(dtype, shape) else {
                 assert!(dtype.torch_name().starts_with('q'), "{dtype}");
                 continue;
             };
-            let payload: Vec<u8> = (0..item.payload_length()).map(|i| i as u8).collect();
+            let payload: Vec<u8> = (0..item.storage_length(0)).map(|i| i as u8).collect();
             let crc = crc32fast::hash(&payload);
-            let bytes = [item.head(crc), payload.clone(), item.tail(crc)].concat();
-            assert_eq!(item.head(crc).len() as u64, item.payload_offset());
+            let bytes = [item.head(crc), payload.clone(), item.tail(&[crc])].concat();
+            assert_eq!(item.head(crc).len() as u64, item.storage_offset(0));
             assert_eq!(bytes.len() as u64, item.length());
             let stored = StoredTensor::locate(&bytes).unwrap();
             assert_eq!(
                 (stored.tensor.dtype, &stored.tensor.shape[..]),
                 (dtype, shape)
             );
-            assert_eq!(stored.storage_offset, item.payload_offset());
+            assert_eq!(stored.storage_offset, item.storage_offset(0));
             let known = KnownItem::new(dtype, shape).unwrap();
             assert!(
                 known.is_same(&Ends::new(&bytes).unwrap()),
@@ -93,11 +94,11 @@ fn tensors_of_every_dtype_survive() {
 
 #[test]
 fn a_large_item_is_known_by_its_ends() {
-    let item = TensorItem::new(DType::F32, &[5000]).unwrap();
+    let item = lay_out_tensor(DType::F32, &[5000]).unwrap();
     let known = KnownItem::new(DType::F32, &[5000]).unwrap();
     let crc = 0x0102_0304;
-    let bytes = [item.head(crc), vec![7; 20_000], item.tail(crc)].concat();
-    let ends = item.head(crc).len()..bytes.len() - item.tail(crc).len();
+    let bytes = [item.head(crc), vec![7; 20_000], item.tail(&[crc])].concat();
+    let ends = item.head(crc).len()..bytes.len() - item.tail(&[crc]).len();
     let located = StoredTensor::locate(&bytes).unwrap();
     assert!(known.is_same(&Ends::new(&bytes).unwrap()));
     assert_eq!(
@@ -150,13 +151,13 @@ impl ReadAt for Sparse {
 fn an_item_beyond_4_gib_is_known_by_its_ends() {
     // Its zip directory has the 64-bit fields of lengths and offsets.
     let (dtype, shape) = (DType::F32, [5 << 28]);
-    let item = TensorItem::new(dtype, &shape).unwrap();
+    let item = lay_out_tensor(dtype, &shape).unwrap();
     let known = KnownItem::new(dtype, &shape).unwrap();
     let crc = 0x0102_0304;
     let mut sparse = Sparse {
         head: item.head(crc),
-        payload: item.payload_length(),
-        tail: item.tail(crc),
+        payload: item.storage_length(0),
+        tail: item.tail(&[crc]),
     };
     let located = StoredTensor::locate(&sparse).unwrap();
     assert_eq!(
@@ -244,25 +245,25 @@ fn items_in_a_file_with_hashes_are_known_by_their_ends() {
 #[test]
 fn lengths_need_no_data() {
     // 5 GiB, and a tensor larger than any file.
-    let item = TensorItem::new(DType::F32, &[5 << 28]).unwrap();
-    assert_eq!(item.payload_length(), 5 << 30);
+    let item = lay_out_tensor(DType::F32, &[5 << 28]).unwrap();
+    assert_eq!(item.storage_length(0), 5 << 30);
     assert_eq!(
-        item.head(0).len() as u64 + item.payload_length() + item.tail(0).len() as u64,
+        item.head(0).len() as u64 + item.storage_length(0) + item.tail(&[0]).len() as u64,
         item.length()
     );
     assert!(matches!(
-        TensorItem::new(DType::F64, &[usize::MAX, 2]),
-        Err(FormatError::Limit { .. })
+        lay_out_tensor(DType::F64, &[usize::MAX, 2]),
+        Err(FormatError::Limit(_))
     ));
 }
 
 #[test]
 fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
-    let tensor = TensorItem::new(DType::I16, &[2, 2]).unwrap();
+    let tensor = lay_out_tensor(DType::I16, &[2, 2]).unwrap();
     let known = KnownItem::new(DType::I16, &[2, 2]).unwrap();
     let payload = [1u8, 2, 3, 4, 5, 6, 7, 8];
     let crc = crc32fast::hash(&payload);
-    let tensor = [tensor.head(crc), payload.to_vec(), tensor.tail(crc)].concat();
+    let tensor = [tensor.head(crc), payload.to_vec(), tensor.tail(&[crc])].concat();
     let value = encode_value(&PlainValue::Tuple(vec![
         1.into(),
         "a".into(),
@@ -273,7 +274,7 @@ fn every_prefix_and_every_flip_of_an_item_is_an_error_or_harmless() {
         assert!(StoredTensor::locate(&tensor[..end].to_vec()).is_err());
     }
     for end in 0..value.len() {
-        assert!(decode_value(&value[..end].to_vec()).is_err());
+        assert!(decode_value(&value[..end]).is_err());
     }
     for bit in 0..tensor.len() * 8 {
         let mut flipped = tensor.clone();

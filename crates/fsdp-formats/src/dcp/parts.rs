@@ -7,10 +7,10 @@
 //! send a part to another host, [`PartFiles`] reads it as a sequence of bytes, and [`NewPart`]
 //! writes such a sequence as a part. [`join`] makes one checkpoint of all parts.
 
-use crate::error::{FileError, FormatError, check_limit};
-use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES};
+use crate::error::{FileError, FormatError};
+use crate::formats::checkpoint::Checkpoint as _;
+use crate::limits::{MAX_INTEGRITY_BYTES, MAX_PICKLE_BYTES, check_limit};
 use crate::metadata::{METADATA_FILE, Metadata, encode};
-use crate::storage::checked_file::CheckedFile;
 use crate::storage::integrity::INTEGRITY_FILE;
 use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt as _;
@@ -29,7 +29,7 @@ const COPY_BYTES: u64 = 4 << 20;
 pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
     let reader = CheckpointReader::open(part)?;
     let directory = reader.directory();
-    for name in covered(&reader)? {
+    for name in data_files(&reader)? {
         let file = directory.file(&name)?;
         file.verify_whole()
             .map_err(|source| directory.file_error(&name, source))?;
@@ -38,7 +38,7 @@ pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
 }
 
 /// Returns the names of a part's data files. A part without hashes is an error.
-fn covered(reader: &CheckpointReader) -> Result<Vec<String>, FileError> {
+fn data_files(reader: &CheckpointReader) -> Result<Vec<String>, FileError> {
     let directory = reader.directory();
     if !directory.has_integrity() {
         return Err(FileError::MissingFiles {
@@ -65,21 +65,19 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
     let mut metadata = Vec::with_capacity(parts.len());
     for part in parts {
         let reader = CheckpointReader::open(part)?;
-        for name in covered(&reader)? {
+        for name in data_files(&reader)? {
             if written.files.iter().any(|file| file.name == name) {
-                return Err(FileError::File {
-                    path: reader.path().to_owned(),
-                    source: malformed(format!("two parts have a file `{name}`")),
-                });
+                let source = malformed(&format!("two parts have a file `{name}`"));
+                return Err(source.in_file(reader.path()));
             }
             // A link needs no space, but works only within one file system.
             if !staging.link(part, &name, &name)? {
-                copy(&*reader.directory().file(&name)?, &staging, &reader, &name)?;
+                copy_file(&reader, &name, &staging)?;
             }
             let integrity = reader
                 .directory()
                 .hashes(&name)
-                .expect("the covered files are those that have hashes")
+                .expect("the data files of a part are those that have hashes")
                 .clone();
             written.files.push(WrittenFile { name, integrity });
         }
@@ -90,19 +88,16 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
 }
 
 /// Copies a file of a part, and checks its hashes while reading.
-fn copy(
-    file: &CheckedFile,
-    staging: &Staging,
-    reader: &CheckpointReader,
-    name: &str,
-) -> Result<(), FileError> {
+fn copy_file(reader: &CheckpointReader, name: &str, staging: &Staging) -> Result<(), FileError> {
+    let directory = reader.directory();
+    let file = directory.file(name)?;
     let new = staging.create(name, file.len())?;
     let mut buffer = Vec::new();
     let mut at = 0;
     while at < file.len() {
         buffer.resize(COPY_BYTES.min(file.len() - at) as usize, 0);
         file.read_exact_at(at, &mut buffer)
-            .map_err(|source| reader.directory().file_error(name, source))?;
+            .map_err(|source| directory.file_error(name, source))?;
         new.write_at(at, &buffer)?;
         at += buffer.len() as u64;
     }
@@ -128,7 +123,7 @@ impl PartFiles {
     pub fn open(part: impl Into<Location>) -> Result<Self, FileError> {
         let reader = CheckpointReader::open(part)?;
         let mut files = Vec::new();
-        for name in covered(&reader)? {
+        for name in data_files(&reader)? {
             let length = reader.directory().file(&name)?.len();
             files.push((name, length));
         }
@@ -152,7 +147,7 @@ impl PartFiles {
     /// The part is damaged, or cannot be read.
     pub fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FileError> {
         let directory = self.reader.directory();
-        for FileRun { file, at, bytes } in runs(&self.files, offset, dst.len()) {
+        for FileRun { file, at, bytes } in split_by_file(&self.files, offset, dst.len()) {
             let (name, _) = &self.files[file];
             directory
                 .extra_file(name)?
@@ -184,10 +179,7 @@ impl NewPart {
     /// exists already; errors of the storage.
     pub fn create(target: impl Into<Location>, list: PartList) -> Result<Self, FileError> {
         let target = target.into();
-        check_list(&list).map_err(|source| FileError::File {
-            path: target.name().to_owned(),
-            source,
-        })?;
+        check_list(&list).map_err(|source| source.in_file(target.name()))?;
         let staging = Durable::new().prepare(&target, false)?;
         let mut files = Vec::with_capacity(list.len());
         for (name, length) in &list {
@@ -215,7 +207,7 @@ impl NewPart {
             file,
             at,
             bytes: range,
-        } in runs(&self.list, self.written, bytes.len())
+        } in split_by_file(&self.list, self.written, bytes.len())
         {
             match &self.files[file] {
                 Some(file) => file.write_at(at, &bytes[range])?,
@@ -257,21 +249,19 @@ fn check_list(list: &PartList) -> Result<(), FormatError> {
         let (_, length) = list
             .iter()
             .find(|(name, _)| name == wanted)
-            .ok_or_else(|| malformed(format!("no `{wanted}`")))?;
+            .ok_or_else(|| malformed(&format!("no `{wanted}`")))?;
         check_limit("file length", *length, limit)?;
     }
     // From here on, positions in the sequence cannot overflow.
     list.iter()
         .try_fold(0u64, |sum, (_, length)| sum.checked_add(*length))
         .map(drop)
-        .ok_or_else(|| malformed("its files are longer than any can be".to_owned()))
+        .ok_or_else(|| malformed("its files are longer than any can be"))
 }
 
-fn malformed(reason: String) -> FormatError {
-    FormatError::Malformed {
-        what: "part of a checkpoint",
-        reason,
-    }
+/// Makes the error of a part that is not what it should be.
+fn malformed(reason: &str) -> FormatError {
+    FormatError::malformed("part of a checkpoint", reason)
 }
 
 /// A range of bytes of the sequence that lies in one file.
@@ -284,9 +274,9 @@ struct FileRun {
     bytes: std::ops::Range<usize>,
 }
 
-/// Splits the `length` bytes of the sequence from `offset` by file. Bytes beyond the end of the
-/// sequence are in no range.
-fn runs(list: &PartList, offset: u64, length: usize) -> Vec<FileRun> {
+/// Splits the `length` bytes of the sequence from `offset` by file, and returns a range for each file
+/// that has some of them. Bytes beyond the end of the sequence are in no range.
+fn split_by_file(list: &PartList, offset: u64, length: usize) -> Vec<FileRun> {
     let end = offset.saturating_add(length as u64);
     let mut runs = Vec::new();
     let mut start = 0u64;
@@ -318,7 +308,7 @@ mod tests {
             ("b".to_owned(), 4),
         ];
         let cut = |offset, length| -> Vec<(usize, u64, std::ops::Range<usize>)> {
-            runs(&list, offset, length)
+            split_by_file(&list, offset, length)
                 .into_iter()
                 .map(|run| (run.file, run.at, run.bytes))
                 .collect()

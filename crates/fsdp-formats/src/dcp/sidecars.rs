@@ -12,7 +12,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart};
+use fsdp_layout::KeyPath;
 
 use super::reader::CheckpointReader;
 use crate::error::{FileError, FormatError};
@@ -56,7 +56,7 @@ pub(crate) fn open(
     for (name, sidecar) in sidecars {
         joined.add(
             Part {
-                place: name.to_owned(),
+                path: name.to_owned(),
                 ..Part::default()
             },
             Box::new(sidecar),
@@ -94,7 +94,7 @@ fn open_sidecar(
     let directory = CheckedDirectory::open_for(location, name, options.verify)?;
     let mut assembler = Assembler::new(Format::Torch, location.join(name).name(), directory);
     let name: Arc<str> = Arc::from(name);
-    let of = match FlatFile::read(assembler.directory(), &name, None) {
+    let description = match FlatFile::read(assembler.directory(), &name, None) {
         Ok(flat) => match flat.found.keys().find(|key| taken.contains(*key)) {
             Some(key) => {
                 format!("a state dict with `{key}`, which another file of the directory has too")
@@ -111,8 +111,8 @@ fn open_sidecar(
         }) => what,
         Err(error) => return Err(error),
     };
-    let path = KeyPath(vec![PathPart::Key(name.to_string())]);
+    let path = KeyPath::from_key(&*name);
     let length = assembler.directory().file(&name)?.len();
-    assembler.add_value(&path, &name, Held::whole_file(of, &name, length))?;
+    assembler.add_value(&path, &name, Held::whole_file(description, &name, length))?;
     Ok(assembler.finish(None))
 }

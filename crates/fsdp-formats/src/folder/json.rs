@@ -39,12 +39,8 @@ pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
         return Ok(flat.assembler.finish(None));
     }
     let bytes = flat.assembler.directory().read_checked(name, MAX_BYTES)?;
-    let read = python_json::parse(&bytes).map_err(|error| {
-        flat.error(FormatError::Malformed {
-            what: "JSON",
-            reason: error.to_string(),
-        })
-    })?;
+    let read = python_json::parse(&bytes)
+        .map_err(|error| flat.error(FormatError::malformed("JSON", error)))?;
     let structure = flat.flatten(read, &KeyPath::default())?;
     Ok(flat.assembler.finish(Some(structure)))
 }
@@ -57,11 +53,12 @@ struct JsonFlattener {
 }
 
 impl JsonFlattener {
+    /// Makes the error of this file from the reason.
     fn error(&self, source: FormatError) -> FileError {
         self.assembler.directory().file_error(&self.file, source)
     }
 
-    /// Adds what lies below a value, whose place is `path`.
+    /// Adds what lies below a value, whose place is `path`, and returns its containers.
     fn flatten(&mut self, value: PlainValue, path: &KeyPath) -> Result<Structure, FileError> {
         // All of the path is copied for whatever lies there.
         let length: usize = path

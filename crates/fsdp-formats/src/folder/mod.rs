@@ -39,7 +39,7 @@ use crate::torch::index;
 
 /// Returns `true` if a directory with entries of these names is a trainer's folder.
 pub(crate) fn is_there(names: &[String]) -> bool {
-    !names::parts(names, rank_files::is_there(names)).is_empty()
+    !names::find_parts(names, rank_files::is_there(names)).is_empty()
 }
 
 /// A function that opens a checkpoint of any format.
@@ -54,8 +54,8 @@ pub(crate) fn open(
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Follow)?;
     let mut folder = Joined::new(Format::Folder, location.name(), directory);
-    let mut parts = names::parts(names, rank_files::is_there(names));
-    if let Some(place) = shards::place(location, names)? {
+    let mut parts = names::find_parts(names, rank_files::is_there(names));
+    if let Some(path) = shards::find_directory(location, names)? {
         let mut item = Vec::new();
         if parts
             .iter()
@@ -64,15 +64,15 @@ pub(crate) fn open(
             item.push("deepspeed".to_owned());
         }
         parts.push(FolderPart {
-            place,
+            path,
             item,
             kind: PartKind::Own,
         });
     }
     for part in parts {
         let checkpoint: Box<dyn Checkpoint> = match part.kind {
-            PartKind::Own => open(&location.join(&part.place), options)?,
-            PartKind::Json => Box::new(json::open(&location.join(&part.place), options)?),
+            PartKind::Own => open(&location.join(&part.path), options)?,
+            PartKind::Json => Box::new(json::open(&location.join(&part.path), options)?),
             PartKind::Safetensors => {
                 Box::new(SafetensorsCheckpoint::open_directory(location, options)?)
             }
@@ -83,34 +83,35 @@ pub(crate) fn open(
             )?),
             PartKind::RankFiles => Box::new(rank_files::open(location, options)?),
         };
-        folder.add(joined_part(part, &*checkpoint), checkpoint)?;
+        folder.add(place_in_folder(part, &*checkpoint), checkpoint)?;
     }
     Ok(Box::new(folder.finish()))
 }
 
 /// Returns how the keys of a part go into the folder: all below those of the part.
-fn joined_part(part: FolderPart, checkpoint: &dyn Checkpoint) -> Part {
-    let FolderPart { place, item, kind } = part;
-    let of = checkpoint.metadata();
-    let is_directory = kind == PartKind::Own && !checkpoint.format().is_file() && !place.is_empty();
+fn place_in_folder(part: FolderPart, checkpoint: &dyn Checkpoint) -> Part {
+    let FolderPart { path, item, kind } = part;
+    let metadata = checkpoint.metadata();
+    let is_directory = kind == PartKind::Own && !checkpoint.format().is_file() && !path.is_empty();
     let mut prefix: Vec<PathPart> = item.into_iter().map(PathPart::Key).collect();
-    if kind == PartKind::RankFiles && are_items(of) {
+    if kind == PartKind::RankFiles && are_below_items(metadata) {
         prefix.clear();
     }
-    // The keys in accelerate's directories begin with `model.` or `optimizer.` already. So that
-    // part of the key is skipped: the prefix of this part of the folder is the same.
-    let skip = usize::from(is_directory && !prefix.is_empty() && have_item(of));
+    // The keys in accelerate's directories begin with `model.` or `optimizer.` already, which the
+    // prefix replaces.
+    let skip = usize::from(is_directory && !prefix.is_empty() && have_item_name(metadata));
     Part {
-        place,
+        path,
         is_directory,
         prefix,
         skip,
+        ..Part::default()
     }
 }
 
 /// Returns `true` if the paths of all keys begin with the same part, `model` or `optimizer`, and
 /// have something below it: so it is where a state dict was saved as `{"model": …}`.
-fn have_item(metadata: &Metadata) -> bool {
+fn have_item_name(metadata: &Metadata) -> bool {
     let Some(paths) = &metadata.planner_data else {
         return false;
     };
@@ -127,7 +128,7 @@ fn have_item(metadata: &Metadata) -> bool {
 }
 
 /// Returns `true` if the keys of files of ranks begin with the names of their items.
-fn are_items(metadata: &Metadata) -> bool {
+fn are_below_items(metadata: &Metadata) -> bool {
     let mut has_optimizer = false;
     for fqn in metadata.entries.keys() {
         if fqn.starts_with("optim") {

@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FolderPart {
     /// The file or directory; empty for the folder itself.
-    pub(super) place: String,
+    pub(super) path: String,
     /// The keys before those of the part.
     pub(super) item: Vec<String>,
     /// The way to read it.
@@ -69,7 +69,7 @@ const MODELS: [(&str, PartKind); 5] = [
 
 /// Returns the path of keys below which a part with this file name lies, or `None` if the name is
 /// not that of a part.
-fn item(name: &str) -> Option<Vec<String>> {
+fn item_keys(name: &str) -> Option<Vec<String>> {
     if let Some((_, item)) = SINGLE.iter().find(|(single, _)| *single == name) {
         return Some(vec![(*item).to_owned()]);
     }
@@ -91,19 +91,21 @@ fn digits_between<'n>(name: &'n str, start: &str, end: &str) -> Option<&'n str> 
     is_number.then_some(digits)
 }
 
-/// Finds the parts among the names in a folder, the model first; none if it has nothing beside a
+/// Returns the parts among the names in a folder, the model first; none if it has nothing beside a
 /// model.
-pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
+pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
     let mut parts = Vec::new();
     for name in names {
-        let Some(item) = item(name) else { continue };
+        let Some(item) = item_keys(name) else {
+            continue;
+        };
         let kind = if name.ends_with(".json") {
             PartKind::Json
         } else {
             PartKind::Own
         };
         parts.push(FolderPart {
-            place: name.clone(),
+            path: name.clone(),
             item,
             kind,
         });
@@ -111,7 +113,7 @@ pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
     // The second models of accelerate stand beside its first one. By themselves such files are
     // shards of one model.
     if !names.iter().any(|name| name == "model.safetensors") {
-        parts.retain(|part| !part.place.ends_with(".safetensors"));
+        parts.retain(|part| !part.path.ends_with(".safetensors"));
     }
     if parts.is_empty() {
         return parts;
@@ -127,9 +129,9 @@ pub(super) fn parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
     }
     if let Some((file, kind)) = model {
         // A model in several files lies in the folder itself.
-        let place = if kind == PartKind::Own { file } else { "" };
+        let path = if kind == PartKind::Own { file } else { "" };
         parts.push(FolderPart {
-            place: place.to_owned(),
+            path: path.to_owned(),
             item: vec!["model".to_owned()],
             kind,
         });
@@ -160,9 +162,9 @@ mod tests {
 
     fn items(names: &[&str]) -> Vec<String> {
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-        parts(&names, false)
+        find_parts(&names, false)
             .iter()
-            .map(|part| format!("{}={}", part.place, part.item.join(".")))
+            .map(|part| format!("{}={}", part.path, part.item.join(".")))
             .collect()
     }
 

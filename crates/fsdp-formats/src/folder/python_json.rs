@@ -12,34 +12,36 @@ const WORDS: [(&[u8], f64); 3] = [
 ];
 
 /// The most markers that are tried.
-const ATTEMPTS: u32 = 16;
+const MAX_ATTEMPTS: u32 = 16;
 
 /// Reads a text of JSON, in which a number may be one of Python's words.
 pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
     let error = match serde_json::from_slice(text) {
-        Ok(value) => return Ok(plain(value, None)),
+        Ok(value) => return Ok(into_plain(value, None, &mut 0)),
         Err(error) => error,
     };
     // Each word becomes a string that begins with a marker, because strings are what a parser gives
     // back unchanged.
-    for attempt in 0..ATTEMPTS {
+    for attempt in 0..MAX_ATTEMPTS {
         let marker = format!("number {attempt}: ");
-        let (marked, words) = mark(text, &marker);
+        let (marked, words) = mark_words(text, &marker);
         if words == 0 {
             return Err(error);
         }
         let value = serde_json::from_slice(&marked)?;
         // A string of the text itself that looks like a marked word would be taken for a number:
         // try another marker.
-        if count_marked(&value, &marker) == words {
-            return Ok(plain(value, Some(&marker)));
+        let mut found = 0;
+        let plain = into_plain(value, Some(&marker), &mut found);
+        if found == words {
+            return Ok(plain);
         }
     }
     Err(error)
 }
 
 /// Returns the text with every word outside of strings as a string, and the number of words.
-fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
+fn mark_words(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
     let mut marked = Vec::with_capacity(text.len());
     let mut words = 0;
     let mut at = 0;
@@ -71,7 +73,7 @@ fn mark(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
 }
 
 /// Returns the value of a marked word; `None` for any other text.
-fn marked_number(text: &str, marker: &str) -> Option<f64> {
+fn number_of_marked(text: &str, marker: &str) -> Option<f64> {
     let word = text.strip_prefix(marker)?.as_bytes();
     WORDS
         .iter()
@@ -79,19 +81,9 @@ fn marked_number(text: &str, marker: &str) -> Option<f64> {
         .map(|(_, value)| *value)
 }
 
-/// Returns the number of marked words among the values. As a key a word is an error, so those are
-/// not counted.
-fn count_marked(value: &Value, marker: &str) -> usize {
-    match value {
-        Value::String(text) => usize::from(marked_number(text, marker).is_some()),
-        Value::Array(items) => items.iter().map(|item| count_marked(item, marker)).sum(),
-        Value::Object(items) => items.values().map(|item| count_marked(item, marker)).sum(),
-        _ => 0,
-    }
-}
-
-/// Returns a value of JSON as Python would hold it.
-fn plain(value: Value, marker: Option<&str>) -> PlainValue {
+/// Returns a value of JSON as Python would hold it. Adds the number of marked words among the values
+/// to `found`; as a key a word is an error, so those are not counted.
+fn into_plain(value: Value, marker: Option<&str>, found: &mut usize) -> PlainValue {
     match value {
         Value::Null => PlainValue::None,
         Value::Bool(value) => PlainValue::Bool(value),
@@ -101,17 +93,23 @@ fn plain(value: Value, marker: Option<&str>) -> PlainValue {
             (None, Some(number)) => PlainValue::BigInt([&number.to_le_bytes()[..], &[0]].concat()),
             (None, None) => PlainValue::Float(number.as_f64().unwrap_or(f64::NAN)),
         },
-        Value::String(text) => match marker.and_then(|marker| marked_number(&text, marker)) {
-            Some(number) => PlainValue::Float(number),
+        Value::String(text) => match marker.and_then(|marker| number_of_marked(&text, marker)) {
+            Some(number) => {
+                *found += 1;
+                PlainValue::Float(number)
+            }
             None => PlainValue::Str(text),
         },
-        Value::Array(items) => {
-            PlainValue::List(items.into_iter().map(|item| plain(item, marker)).collect())
-        }
+        Value::Array(items) => PlainValue::List(
+            items
+                .into_iter()
+                .map(|item| into_plain(item, marker, found))
+                .collect(),
+        ),
         Value::Object(items) => PlainValue::Dict(
             items
                 .into_iter()
-                .map(|(key, value)| (key.into(), plain(value, marker)))
+                .map(|(key, value)| (key.into(), into_plain(value, marker, found)))
                 .collect(),
         ),
     }

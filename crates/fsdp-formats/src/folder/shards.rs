@@ -8,27 +8,25 @@ use crate::storage::location::Location;
 
 /// The file that holds the name of the directory.
 const LATEST: &str = "latest";
-/// The longest such file.
-const MAX_BYTES: u64 = 4096;
+/// The most bytes of such a file.
+const MAX_LATEST_BYTES: u64 = 4096;
 /// The beginning of the names that DeepSpeed gives to its directories.
-const STEP: &str = "global_step";
+const STEP_PREFIX: &str = "global_step";
 
-/// Finds the directory of DeepSpeed's shards among the names in a folder: the one that `latest`
+/// Returns the name of the directory of DeepSpeed's shards among the names in a folder: the one that `latest`
 /// names, or else the only one that has a name of DeepSpeed's.
-pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<String>, FileError> {
+pub(super) fn find_directory(
+    location: &Location,
+    names: &[String],
+) -> Result<Option<String>, FileError> {
     if names.iter().any(|name| name == LATEST) && !is_directory(location, LATEST)? {
         let directory = CheckedDirectory::open(location, false, Links::Follow)?;
-        let text = directory.read_checked(LATEST, MAX_BYTES)?;
+        let text = directory.read_checked(LATEST, MAX_LATEST_BYTES)?;
         let name = String::from_utf8_lossy(&text).trim().to_owned();
         if name.is_empty() || name.contains(['/', '\\', '\0']) || name == "." || name == ".." {
-            let reason = "it is no name of a directory beside it".to_owned();
-            return Err(directory.file_error(
-                LATEST,
-                FormatError::Malformed {
-                    what: "name of a checkpoint",
-                    reason,
-                },
-            ));
+            let reason = "it is no name of a directory beside it";
+            let source = FormatError::malformed("name of a checkpoint", reason);
+            return Err(directory.file_error(LATEST, source));
         }
         if !is_directory(location, &name)? {
             return Err(FileError::MissingFiles {
@@ -40,7 +38,7 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
     }
     let mut found = Vec::new();
     for name in names {
-        let is_step = name.strip_prefix(STEP).is_some_and(|step| {
+        let is_step = name.strip_prefix(STEP_PREFIX).is_some_and(|step| {
             !step.is_empty() && step.bytes().all(|digit| digit.is_ascii_digit())
         });
         if is_step
@@ -53,14 +51,8 @@ pub(super) fn place(location: &Location, names: &[String]) -> Result<Option<Stri
     if let [first, second, ..] = &found[..] {
         let reason =
             format!("it has both `{first}` and `{second}`, and no `{LATEST}` that names one");
-        let source = FormatError::Malformed {
-            what: "folder of checkpoints",
-            reason,
-        };
-        return Err(FileError::File {
-            path: location.name().to_owned(),
-            source,
-        });
+        let source = FormatError::malformed("folder of checkpoints", reason);
+        return Err(source.in_file(location.name()));
     }
     Ok(found.pop())
 }

@@ -6,7 +6,6 @@
 //! of copies and error messages are shared.
 
 use std::collections::{HashMap, HashSet};
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,8 +15,11 @@ use indexmap::IndexMap;
 
 use super::blocks::{BlockFormat, BlockedTensor};
 use super::checkpoint::{Checkpoint, Format, KeyFilter};
-use super::lookup::{check_length, item_error, no_value, tensor_of};
-use super::opaque::hash_of_item;
+use super::index::Index;
+use super::lookup::{
+    check_replica, fill_from_chunks, find_value, item_error, lookup_error, tensor_of,
+};
+use super::opaque::{describe_bytes, hash_of_item};
 use super::replicas::check_replicas;
 use super::structure::Structure;
 use crate::budget::Budget;
@@ -30,33 +32,18 @@ use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::{StoredElements, StridedLayout};
-
-/// A way to find where the bytes of a piece begin, for formats in which that can be found only by
-/// reading the file.
-pub(crate) trait FindStart: fmt::Debug + Send + Sync {
-    /// Returns the offset of the storage's first byte in its file.
-    fn find(&self, file: &dyn ReadAt) -> Result<u64, FormatError>;
-}
-
-/// A part of a file that is stored compressed.
-pub(crate) trait Packed: fmt::Debug + Send + Sync {
-    /// Returns the offset and the number of its compressed bytes.
-    fn place(&self) -> (u64, u64);
-
-    /// Returns its decompressed bytes, which are read from this file.
-    fn unpacked<'f>(&'f self, file: &'f dyn ReadAt) -> Box<dyn ReadAt + 'f>;
-}
+use crate::zip::{Deflated, Directory};
 
 /// The place in its file where the storage of a piece begins.
 #[derive(Debug, Clone)]
-pub(crate) enum Start {
+pub(crate) enum StorageStart {
     /// The storage begins at this offset.
-    At(u64),
-    /// The storage begins a little after this offset. The exact place is found when the piece is
-    /// read.
-    Near(u64, Arc<dyn FindStart>),
+    Offset(u64),
+    /// The storage is the data of the record at this position in the directory of a zip archive.
+    /// The header of the record tells where its data begins, and is read with the piece.
+    Record(Arc<Directory>, usize),
     /// The storage begins at this offset of the decompressed bytes of a record.
-    In(Arc<dyn Packed>, u64),
+    Deflated(Arc<Deflated>, u64),
 }
 
 /// The way in which the elements of a piece are stored.
@@ -74,7 +61,7 @@ pub(crate) struct Piece {
     /// The file, relative to the checkpoint.
     pub(crate) file: Arc<str>,
     /// The beginning of its storage.
-    pub(crate) start: Start,
+    pub(crate) start: StorageStart,
     /// The places of its elements in the storage; its bounds are the box in the whole tensor.
     pub(crate) layout: StridedLayout,
     /// The kind of its elements.
@@ -96,15 +83,7 @@ pub(crate) enum Held {
 impl Held {
     /// Makes the opaque value of a whole file, which is of this kind.
     pub(crate) fn whole_file(kind: String, file: &str, length: u64) -> Self {
-        Held::Stored(
-            kind,
-            StorageInfo {
-                relative_path: file.to_owned(),
-                offset: 0,
-                length,
-                transforms: Vec::new(),
-            },
-        )
+        Held::Stored(kind, StorageInfo::new(file, 0, length))
     }
 
     /// Returns `true` if two files hold the same.
@@ -132,7 +111,7 @@ pub(crate) struct Assembled {
 }
 
 /// The approximate number of bytes of memory that the description of a piece takes.
-const PIECE_BYTES: usize = 512;
+const PIECE_COST_BYTES: usize = 512;
 
 /// The parts of a checkpoint that are known so far.
 #[derive(Debug)]
@@ -190,7 +169,7 @@ impl Assembler {
         let fqn = path.flat_key();
         self.charge(
             file,
-            fqn.len() + pieces.len() * (PIECE_BYTES + 64 * shape.len()),
+            fqn.len() + pieces.len() * (PIECE_COST_BYTES + 64 * shape.len()),
         )?;
         let first = self
             .first
@@ -211,12 +190,7 @@ impl Assembler {
             })
         });
         let Entry::Tensor(tensor) = entry else {
-            return Err(FileError::Differing {
-                fqn,
-                what: "is a value in one and a tensor in the other".to_owned(),
-                first: first.to_string(),
-                second: file.to_string(),
-            });
+            return Err(self.differing(fqn, file, "is a value in one and a tensor in the other"));
         };
         if tensor.shape != shape && *first != **file {
             let what = format!(
@@ -230,18 +204,11 @@ impl Assembler {
                 .file_error(file, FormatError::unsupported(what)));
         }
         if tensor.properties.dtype != dtype || tensor.shape != shape {
-            let there = format!(
-                "a `{}` tensor of shape {:?}",
+            let what = format!(
+                "is a `{}` tensor of shape {:?} in one, and a `{dtype}` tensor of shape {shape:?} in the other",
                 tensor.properties.dtype, tensor.shape
             );
-            return Err(FileError::Differing {
-                fqn,
-                what: format!(
-                    "is {there} in one, and a `{dtype}` tensor of shape {shape:?} in the other"
-                ),
-                first: first.to_string(),
-                second: file.to_string(),
-            });
+            return Err(self.differing(fqn, file, what));
         }
         let boxes = self.boxes.entry(fqn.clone()).or_default();
         let of_tensor = self.opened.pieces.entry(fqn.clone()).or_default();
@@ -276,7 +243,7 @@ impl Assembler {
             Held::Plain(value) | Held::Opaque(_, value) => memory_of(value),
             Held::Stored(..) => 0,
         };
-        self.charge(file, PIECE_BYTES + bytes)
+        self.charge(file, PIECE_COST_BYTES + bytes)
     }
 
     /// Charges memory for the description of pieces to the budget.
@@ -301,24 +268,15 @@ impl Assembler {
         let fqn = path.flat_key();
         let metadata = &mut self.opened.metadata;
         if metadata.entries.contains_key(&fqn) {
-            if self
-                .opened
-                .values
-                .get(&fqn)
-                .is_some_and(|first| first.is_same(&value))
-            {
+            let first = self.opened.values.get(&fqn);
+            if first.is_some_and(|first| first.is_same(&value)) {
                 return Ok(());
             }
             return Err(self.differing(fqn, file, "is not the same in both"));
         }
         let stored = match &value {
             Held::Stored(_, stored) => stored.clone(),
-            Held::Plain(_) | Held::Opaque(..) => StorageInfo {
-                relative_path: file.to_string(),
-                offset: 0,
-                length: 0,
-                transforms: Vec::new(),
-            },
+            Held::Plain(_) | Held::Opaque(..) => StorageInfo::new(&**file, 0, 0),
         };
         metadata
             .planner_data
@@ -355,12 +313,12 @@ impl Assembler {
     }
 
     /// Returns the error of a key that has other content in `file` than where it was found first.
-    fn differing(&self, fqn: String, file: &str, what: &str) -> FileError {
+    fn differing(&self, fqn: String, file: &str, what: impl Into<String>) -> FileError {
         let first = self.first.get(&fqn).map(ToString::to_string);
         FileError::Differing {
             first: first.expect("the file of each key is recorded when the key is added"),
             second: file.to_owned(),
-            what: what.to_owned(),
+            what: what.into(),
             fqn,
         }
     }
@@ -379,12 +337,9 @@ impl Assembler {
         }
     }
 
-    /// Sorts the keys in this order. Keys that are not in it come last.
-    pub(crate) fn sort_by_order(&mut self, order: &IndexMap<String, String>) {
-        self.opened
-            .metadata
-            .entries
-            .sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+    /// Sorts the keys in the order of an index.
+    pub(crate) fn sort_as(&mut self, index: &Index) {
+        index.sort(&mut self.opened.metadata);
     }
 }
 
@@ -411,13 +366,19 @@ impl Piece {
     /// Returns the place of the piece for the metadata. The places of two pieces of a tensor always
     /// differ.
     fn stored(&self, dtype: DType) -> StorageInfo {
-        let mut transforms = Vec::new();
-        let (offset, length) = match (&self.start, self.elements) {
-            (Start::In(record, _), _) => {
-                transforms.push("deflate".to_owned());
-                record.place()
+        let start = match &self.start {
+            StorageStart::Offset(start) => *start,
+            StorageStart::Record(archive, index) => archive.records[*index].header,
+            StorageStart::Deflated(record, _) => {
+                let (offset, length) = record.stored_range();
+                return StorageInfo {
+                    transforms: vec!["deflate".to_owned()],
+                    ..StorageInfo::new(&*self.file, offset, length)
+                };
             }
-            (Start::At(start) | Start::Near(start, _), Elements::Plain) => {
+        };
+        let (offset, length) = match self.elements {
+            Elements::Plain => {
                 // Strides and offsets come from a file, which may say anything: a read checks them.
                 let first = self.layout.offset;
                 let element = dtype.size_in_bytes();
@@ -432,16 +393,9 @@ impl Piece {
                     count.saturating_mul(element),
                 )
             }
-            (Start::At(start) | Start::Near(start, _), Elements::Blocks(format)) => {
-                (*start, format.bytes(self.layout.bounds.numel() as u64))
-            }
+            Elements::Blocks(format) => (start, format.bytes(self.layout.bounds.numel() as u64)),
         };
-        StorageInfo {
-            relative_path: self.file.to_string(),
-            offset,
-            length,
-            transforms,
-        }
+        StorageInfo::new(&*self.file, offset, length)
     }
 
     /// Reads `overlap` into its place in a slot.
@@ -452,13 +406,13 @@ impl Piece {
         overlap: &TensorBox,
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
-        let unpacked;
-        let (bytes, start) = match &self.start {
-            Start::At(start) => (file, *start),
-            Start::Near(_, find) => (file, find.find(file)?),
-            Start::In(record, start) => {
-                unpacked = record.unpacked(file);
-                (&*unpacked, *start)
+        let decompressed;
+        let (bytes, start): (&dyn ReadAt, u64) = match &self.start {
+            StorageStart::Offset(start) => (file, *start),
+            StorageStart::Record(archive, index) => (file, archive.data_offset_at(file, *index)?),
+            StorageStart::Deflated(record, start) => {
+                decompressed = record.reader(file);
+                (&decompressed, *start)
             }
         };
         match self.elements {
@@ -480,15 +434,7 @@ impl Piece {
 }
 
 impl Assembled {
-    /// Returns the piece of a tensor that is stored at a place.
-    fn piece(&self, fqn: &str, stored: &StorageInfo) -> Result<&Piece, FileError> {
-        self.pieces
-            .get(fqn)
-            .and_then(|pieces| pieces.get(stored))
-            .ok_or_else(|| FileError::not_stored(fqn))
-    }
-
-    /// Reads the part of a box that is in one piece.
+    /// Reads the part of a box that is in the piece which is stored at a place.
     fn fill(
         &self,
         fqn: &str,
@@ -496,7 +442,10 @@ impl Assembled {
         stored: &StorageInfo,
         slot: &mut Slot<'_>,
     ) -> Result<(), FileError> {
-        let piece = self.piece(fqn, stored)?;
+        let pieces = self.pieces.get(fqn);
+        let piece = pieces
+            .and_then(|pieces| pieces.get(stored))
+            .ok_or_else(|| FileError::not_stored(fqn))?;
         let Some(overlap) = piece.layout.bounds.intersect(&slot.bounds) else {
             return Ok(());
         };
@@ -534,22 +483,10 @@ impl Checkpoint for Assembled {
     }
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let Some(tensor) = self.metadata.tensor(fqn) else {
-            return Err(no_value(&self.metadata, fqn));
-        };
-        for chunk in &tensor.chunks {
-            let stored = chunk
-                .stored
-                .as_ref()
-                .expect("each chunk was added with the place of its piece");
-            for slot in slots
-                .iter_mut()
-                .filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
-            {
-                self.fill(fqn, tensor.properties.dtype, stored, slot)?;
-            }
-        }
-        Ok(())
+        let tensor = tensor_of(&self.metadata, fqn)?;
+        fill_from_chunks(fqn, tensor, slots, &|_, stored, slot| {
+            self.fill(fqn, tensor.properties.dtype, stored, slot)
+        })
     }
 
     fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
@@ -562,14 +499,9 @@ impl Checkpoint for Assembled {
         bounds: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
-        let dtype = tensor_of(&self.metadata, &replica.fqn)?.properties.dtype;
-        check_length(&replica.fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.fill(
-            &replica.fqn,
-            dtype,
-            &replica.stored,
-            &mut Slot::new(bounds.clone(), dst),
-        )
+        let (dtype, _) = check_replica(&self.metadata, replica, bounds, dst)?;
+        let mut slot = Slot::new(bounds.clone(), dst);
+        self.fill(&replica.fqn, dtype, &replica.stored, &mut slot)
     }
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
@@ -590,33 +522,20 @@ impl Checkpoint for Assembled {
                 let hash = hash_of_item(self, fqn, stored)?.to_le_bytes();
                 let digest = Digest::of_value(&PlainValue::Bytes(hash.to_vec()));
                 let data = format!("{} bytes with the digest {digest}", stored.length);
-                Ok(PlainValue::Dict(vec![
-                    ("$type".into(), kind.as_str().into()),
-                    ("data".into(), data.as_str().into()),
-                ]))
+                Ok(describe_bytes(kind.clone(), data.into()))
             }
-            None => Err(no_value(&self.metadata, fqn)),
+            None => Err(lookup_error(&self.metadata, fqn, "value")),
         }
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        match self.values.get(fqn) {
-            Some(Held::Plain(value)) => Ok(value.clone()),
-            Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => {
-                let Some(Entry::Bytes(BytesEntry {
-                    stored: Some(stored),
-                })) = self.metadata.entries.get(fqn)
-                else {
-                    unreachable!("each value was added with an entry that has its file");
-                };
-                Err(FileError::Item {
-                    fqn: fqn.to_owned(),
-                    path: self.directory.path().join(&stored.relative_path),
-                    offset: 0,
-                    source: FormatError::Opaque { of: kind.clone() },
-                })
-            }
-            None => Err(no_value(&self.metadata, fqn)),
-        }
+        let kind = match self.values.get(fqn) {
+            Some(Held::Plain(value)) => return Ok(value.clone()),
+            Some(Held::Opaque(kind, _) | Held::Stored(kind, _)) => kind.clone(),
+            None => return Err(lookup_error(&self.metadata, fqn, "value")),
+        };
+        let stored = find_value(&self.metadata, fqn)?;
+        let source = FormatError::Opaque { of: kind };
+        Err(item_error(&self.directory, fqn, stored, source))
     }
 }

@@ -13,7 +13,7 @@ use crate::error::FormatError;
 use crate::payload::slot::Slot;
 use crate::storage::read_at::ReadAt;
 
-/// The elements of a block.
+/// The number of elements of a block.
 pub(crate) const BLOCK: usize = 32;
 
 /// The kinds of blocks that are read.
@@ -26,7 +26,7 @@ pub(crate) enum BlockFormat {
 }
 
 impl BlockFormat {
-    /// Returns the bytes of a block.
+    /// Returns how many bytes a block has.
     const fn block_bytes(self) -> usize {
         match self {
             BlockFormat::Q8_0 => 34,
@@ -34,7 +34,7 @@ impl BlockFormat {
         }
     }
 
-    /// Returns the bytes of so many elements, a multiple of [`BLOCK`].
+    /// Returns how many bytes so many elements take, a multiple of [`BLOCK`].
     pub(crate) const fn bytes(self, elements: u64) -> u64 {
         (elements / BLOCK as u64).saturating_mul(self.block_bytes() as u64)
     }
@@ -62,7 +62,7 @@ impl BlockFormat {
 }
 
 /// The blocks that are read at once.
-const AT_ONCE: usize = 2048;
+const MAX_BLOCKS_AT_ONCE: usize = 2048;
 
 /// The place of a tensor of whole blocks in its file.
 pub(crate) struct BlockedTensor<'b> {
@@ -84,7 +84,7 @@ impl BlockedTensor<'_> {
             while at < end {
                 // A run may begin and end inside of a block, which can be decoded only as a whole.
                 let block = at / BLOCK;
-                let blocks = (end.div_ceil(BLOCK) - block).min(AT_ONCE);
+                let blocks = (end.div_ceil(BLOCK) - block).min(MAX_BLOCKS_AT_ONCE);
                 let mut bytes = vec![0; blocks * block_bytes];
                 self.file
                     .read_exact_at(self.start + (block * block_bytes) as u64, &mut bytes)?;

@@ -8,8 +8,9 @@ use indexmap::IndexMap;
 
 use super::key_move::KeyMove;
 use super::structure::Structure;
+use crate::budget::check_depth;
 use crate::error::{FileError, FormatError};
-use crate::limits::MAX_DEPTH;
+use crate::limits::BeyondLimit;
 use crate::metadata::Metadata;
 
 /// The largest number of list positions without a value in a checkpoint. It is limited because
@@ -40,17 +41,11 @@ impl Structure {
             let path = paths
                 .and_then(|paths| paths.get(fqn))
                 .cloned()
-                .unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.clone())]));
-            if path.0.len() >= MAX_DEPTH {
-                return Err(FileError::Encode {
-                    fqn: fqn.clone(),
-                    source: FormatError::TooLarge {
-                        what: "nesting",
-                        value: path.0.len() as u64,
-                        limit: MAX_DEPTH as u64,
-                    },
-                });
-            }
+                .unwrap_or_else(|| KeyPath::from_key(fqn));
+            check_depth(path.0.len()).map_err(|over| FileError::Encode {
+                fqn: fqn.clone(),
+                source: over.into(),
+            })?;
             if path.0.is_empty() && metadata.entries.len() == 1 {
                 // The root itself is a tensor, or one value.
                 return Ok(Structure::Leaf(fqn.clone()));
@@ -292,11 +287,11 @@ fn finish_list(
     let mut items = Vec::with_capacity(list.len());
     for (index, child) in list {
         let Some(left) = gaps.checked_sub(index - items.len()) else {
-            return Err(FormatError::Limit {
+            return Err(FormatError::Limit(BeyondLimit {
                 what: "number of list positions without a value",
                 value: index as u64,
                 limit: MAX_GAPS as u64,
-            });
+            }));
         };
         *gaps = left;
         // A list has no holes. A missing position was an empty dict, which flattening leaves out.

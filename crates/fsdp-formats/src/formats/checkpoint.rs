@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lookup::{item_error, request_of};
 use super::read::{
-    Destination, Files, LARGE_DESTINATION, ReadDone, ReadOptions, check_buffers, read_in_parallel,
+    Destination, LARGE_BOX_BYTES, ReadDone, ReadOptions, check_buffers, read_in_parallel,
 };
 use super::structure::Structure;
 use crate::error::FileError;
@@ -100,8 +100,8 @@ impl fmt::Display for Format {
 pub struct PartOf<'c> {
     /// Its file or directory in the whole checkpoint; empty for files directly in the directory of
     /// the whole.
-    pub place: &'c str,
-    /// `true` if it is a directory, so that the names of its files are relative to `place`.
+    pub path: &'c str,
+    /// `true` if it is a directory, so that the names of its files are relative to `path`.
     pub is_directory: bool,
     /// The checkpoint.
     pub checkpoint: &'c dyn Checkpoint,
@@ -112,7 +112,7 @@ pub struct PartOf<'c> {
 impl fmt::Debug for PartOf<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PartOf")
-            .field("place", &self.place)
+            .field("path", &self.path)
             .finish_non_exhaustive()
     }
 }
@@ -183,7 +183,7 @@ pub trait Checkpoint: Send + Sync {
     /// [`Checkpoint::metadata`] says.
     fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
         let request = request_of(self.metadata(), fqn, bounds)?;
-        if dst.len() > LARGE_DESTINATION {
+        if dst.len() > LARGE_BOX_BYTES {
             // The threads of a whole read share a large box.
             let destination = Destination::new(request, vec![dst]);
             self.read(vec![destination], ReadOptions::default())?;
@@ -206,14 +206,7 @@ pub trait Checkpoint: Send + Sync {
         destinations: Vec<Destination<'_>>,
         options: ReadOptions,
     ) -> Result<ReadDone, FileError> {
-        let files = Files {
-            metadata: self.metadata(),
-            directory: self.directory(),
-            digests: self.digests(),
-        };
-        read_in_parallel(files, destinations, options, &|fqn, slots| {
-            self.read_boxes(fqn, slots)
-        })
+        read_in_parallel(self, destinations, options)
     }
 
     /// Makes the checks of a [`Checkpoint::read`] that are possible before tensor bytes are read:

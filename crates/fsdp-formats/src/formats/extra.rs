@@ -47,7 +47,7 @@ impl ExtraFiles {
             .collect();
         // A part of a folder may be a directory of its own, or hold nothing.
         if checkpoint.format() == Format::Folder {
-            stored.extend(checkpoint.parts().iter().map(|part| part.place));
+            stored.extend(checkpoint.parts().iter().map(|part| part.path));
         }
         let mut found = ExtraFiles::default();
         for name in directory.names()? {

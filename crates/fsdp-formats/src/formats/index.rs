@@ -7,6 +7,7 @@ use serde::Deserialize;
 use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::limits::MAX_INDEX_BYTES;
+use crate::metadata::Metadata;
 use crate::storage::checked_directory::CheckedDirectory;
 
 /// The content of an index.
@@ -32,6 +33,14 @@ impl Index {
     /// the files.
     pub(crate) fn is_elsewhere(&self, key: &str, file: &str) -> bool {
         self.weight_map.get(key).is_some_and(|other| other != file)
+    }
+
+    /// Sorts keys in the order of the index, which is the model's. Keys that it does not list come
+    /// last.
+    pub(crate) fn sort(&self, metadata: &mut Metadata) {
+        let position = |key: &String| self.weight_map.get_index_of(key);
+        let entries = &mut metadata.entries;
+        entries.sort_by_cached_key(|key, _| position(key).unwrap_or(usize::MAX));
     }
 
     /// Returns the keys of each file. A file that is not in the directory of the index is an error.

@@ -12,20 +12,22 @@ use super::layer::{Layer, LayerSource, LayerView, Origin};
 use super::structure::Structure;
 use crate::error::{FileError, FormatError};
 use crate::metadata::{Entry, Metadata, Replica, StorageInfo};
-use crate::payload::slot::Slot;
 use crate::storage::checked_directory::CheckedDirectory;
 
-/// The place of a part, and how its keys are renamed.
-#[derive(Debug, Clone, Default)]
+/// One of the checkpoints, and how its keys are renamed.
+#[derive(Default)]
 pub(crate) struct Part {
-    /// The file or directory; empty for the checkpoint's own directory.
-    pub(crate) place: String,
-    /// `true` if `place` is a directory, to which the names of the part's files are relative.
+    /// The file or directory; empty for the whole checkpoint's own directory.
+    pub(crate) path: String,
+    /// `true` if `path` is a directory, to which the names of the part's files are relative.
     pub(crate) is_directory: bool,
     /// The keys that are put before each path of the part.
     pub(crate) prefix: Vec<PathPart>,
     /// The number of leading parts of its paths that the prefix replaces.
     pub(crate) skip: usize,
+    /// The keys in the joined checkpoint, by the keys in this one. They are known once the part was
+    /// added.
+    pub(crate) keys: HashMap<String, String>,
 }
 
 impl Part {
@@ -33,7 +35,7 @@ impl Part {
     fn stored_in_whole(&self, stored: &StorageInfo) -> StorageInfo {
         let mut stored = stored.clone();
         if self.is_directory {
-            stored.relative_path = format!("{}/{}", self.place, stored.relative_path);
+            stored.relative_path = format!("{}/{}", self.path, stored.relative_path);
         }
         stored
     }
@@ -49,7 +51,7 @@ impl Part {
         if !self.has_other_keys() {
             return own;
         }
-        let KeyPath(parts) = own.unwrap_or_else(|| KeyPath(vec![PathPart::Key(fqn.to_owned())]));
+        let KeyPath(parts) = own.unwrap_or_else(|| KeyPath::from_key(fqn));
         let mut path = self.prefix.clone();
         path.extend(parts.into_iter().skip(self.skip));
         Some(KeyPath(path))
@@ -61,13 +63,6 @@ impl Part {
     }
 }
 
-/// One of the checkpoints, and its keys.
-struct JoinedPart {
-    part: Part,
-    /// The keys in the joined checkpoint, by the keys in this one.
-    keys: HashMap<String, String>,
-}
-
 /// Several checkpoints as one.
 pub(crate) struct Joined {
     format: Format,
@@ -77,7 +72,7 @@ pub(crate) struct Joined {
     /// The containers of each part, until the last part has been added.
     structures: Vec<Structure>,
     /// The parts, in the order of the sources.
-    parts: Vec<JoinedPart>,
+    parts: Vec<Part>,
     /// For each key, the source, and the key in that source.
     origins: HashMap<String, (usize, String)>,
 }
@@ -90,13 +85,12 @@ impl Joined {
             path: path.to_owned(),
             directory,
             view: LayerView {
-                sources: Vec::new(),
                 // The keys that are added have paths, unless no part has some.
                 metadata: Metadata {
                     planner_data: Some(IndexMap::new()),
                     ..Metadata::default()
                 },
-                structure: None,
+                ..LayerView::default()
             },
             structures: Vec::new(),
             parts: Vec::new(),
@@ -107,11 +101,10 @@ impl Joined {
     /// Adds a part. A key that another part has already is an error.
     pub(crate) fn add(
         &mut self,
-        part: Part,
+        mut part: Part,
         checkpoint: Box<dyn Checkpoint>,
     ) -> Result<(), FileError> {
         let own = checkpoint.metadata();
-        let mut keys = HashMap::new();
         let mut added = Metadata::default();
         for (fqn, entry) in &own.entries {
             let path = part.path_in_whole(own, fqn);
@@ -122,15 +115,14 @@ impl Joined {
             // The prefixes of parts come from what lies in a folder, so two may give one key.
             if self.view.metadata.entries.contains_key(&key) || added.entries.contains_key(&key) {
                 // A key that is twice in this part has no other place yet.
-                let first = self.place_of(&key).unwrap_or("");
+                let first = self.origins.get(&key);
+                let first = first.and_then(|(index, _)| self.parts.get(*index));
                 let what = format!(
-                    "`{key}` in both `{first}` and `{}` of one folder",
-                    part.place
+                    "`{key}` in both `{}` and `{}` of one folder",
+                    first.map_or("", |first| &first.path),
+                    part.path
                 );
-                return Err(FileError::File {
-                    path: checkpoint.path().to_owned(),
-                    source: FormatError::unsupported(what),
-                });
+                return Err(FormatError::unsupported(what).in_file(checkpoint.path()));
             }
             let mut entry = entry.clone();
             match &mut entry {
@@ -154,11 +146,11 @@ impl Joined {
             }
             self.origins
                 .insert(key.clone(), (self.parts.len(), fqn.clone()));
-            keys.insert(fqn.clone(), key);
+            part.keys.insert(fqn.clone(), key);
         }
         for replica in &own.replicas {
             // A replica of a tensor that the metadata does not have is a copy of nothing.
-            if let Some(fqn) = keys.get(&replica.fqn) {
+            if let Some(fqn) = part.keys.get(&replica.fqn) {
                 self.view.metadata.replicas.push(Replica {
                     fqn: fqn.clone(),
                     bounds: replica.bounds.clone(),
@@ -167,7 +159,7 @@ impl Joined {
             }
         }
         self.structures.push(match checkpoint.structure() {
-            Some(own) if part.skip == 0 => below(&part.prefix, own.clone().below(&part.prefix)),
+            Some(own) if part.skip == 0 => own.clone().below(&part.prefix).nested_in(&part.prefix),
             _ => Structure::from_paths(&added)?,
         });
         self.view.metadata.entries.extend(added.entries);
@@ -177,7 +169,7 @@ impl Joined {
             .get_or_insert_default()
             .extend(added.planner_data.into_iter().flatten());
         self.view.sources.push(LayerSource::Own(checkpoint));
-        self.parts.push(JoinedPart { part, keys });
+        self.parts.push(part);
         Ok(())
     }
 
@@ -189,20 +181,6 @@ impl Joined {
         self.view.structure = does_fit.then_some(structure);
         self
     }
-
-    /// Returns the place of the part that has a key, for errors; `None` if the part is still being
-    /// added.
-    fn place_of(&self, key: &str) -> Option<&str> {
-        let (index, _) = self.origins.get(key)?;
-        Some(&self.parts.get(*index)?.part.place)
-    }
-}
-
-/// Wraps a structure in nested dicts with these keys, the first of them outermost.
-fn below(prefix: &[PathPart], structure: Structure) -> Structure {
-    prefix.iter().rev().fold(structure, |structure, part| {
-        Structure::Dict(vec![(part.to_string().into(), structure)])
-    })
 }
 
 impl Layer for Joined {
@@ -214,12 +192,6 @@ impl Layer for Joined {
         let (index, name) = &self.origins[fqn];
         Origin::Source(*index, name)
     }
-
-    fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
-        Err(FileError::not_stored(fqn))
-    }
-
-    fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
 
     fn format(&self) -> Format {
         self.format
@@ -234,16 +206,15 @@ impl Layer for Joined {
     }
 
     fn parts(&self) -> Vec<PartOf<'_>> {
-        let mut parts = Vec::with_capacity(self.parts.len());
-        for (JoinedPart { part, keys }, source) in self.parts.iter().zip(&self.view.sources) {
-            parts.push(PartOf {
-                place: &part.place,
+        let parts = self.parts.iter().zip(&self.view.sources);
+        parts
+            .map(|(part, source)| PartOf {
+                path: &part.path,
                 is_directory: part.is_directory,
                 checkpoint: &**source,
-                keys,
-            });
-        }
-        parts
+                keys: &part.keys,
+            })
+            .collect()
     }
 
     fn key_in_parts<'o>(&'o self, fqn: &'o str) -> Option<&'o str> {
@@ -253,10 +224,10 @@ impl Layer for Joined {
     /// Translates a place in this checkpoint to a place in one of its sources: file names lose the
     /// name of the source's directory.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
-        let part = &self.parts[source].part;
+        let part = &self.parts[source];
         let below = stored
             .relative_path
-            .strip_prefix(part.place.as_str())
+            .strip_prefix(part.path.as_str())
             .and_then(|rest| rest.strip_prefix('/'));
         match below {
             Some(below) if part.is_directory => Cow::Owned(StorageInfo {

@@ -12,7 +12,7 @@ use fsdp_digest::StateDigest;
 use fsdp_layout::{PlainValue, TensorBox};
 
 use super::checkpoint::{Checkpoint, Format, KeyFilter, PartOf};
-use super::lookup::no_value;
+use super::lookup::lookup_error;
 use super::structure::Structure;
 use crate::error::FileError;
 use crate::metadata::{Metadata, Replica, StorageInfo};
@@ -50,6 +50,7 @@ impl<'s> std::ops::Deref for LayerSource<'s> {
 }
 
 /// The checkpoints under a layer, and what the layer shows of them.
+#[derive(Default)]
 pub struct LayerView<'s> {
     /// At least one checkpoint, once the layer is read.
     pub sources: Vec<LayerSource<'s>>,
@@ -57,6 +58,8 @@ pub struct LayerView<'s> {
     pub metadata: Metadata,
     /// The nested containers of the keys, where they are known.
     pub structure: Option<Structure>,
+    /// The digests of the tensors and values, if some were recorded.
+    pub digests: Option<StateDigest>,
 }
 
 impl<'s> LayerView<'s> {
@@ -70,6 +73,7 @@ impl<'s> LayerView<'s> {
             sources: vec![LayerSource::Lent(source)],
             metadata,
             structure,
+            digests: None,
         }
     }
 }
@@ -87,12 +91,19 @@ pub trait Layer: Send + Sync {
     /// Returns the origin of the content at a key, which must be in the metadata.
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o>;
 
-    /// Fills boxes of a tensor whose origin is [`Origin::Made`].
-    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError>;
+    /// Fills boxes of a tensor whose origin is [`Origin::Made`]. A layer without such tensors need
+    /// not implement it.
+    fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
+        let _ = slots;
+        Err(FileError::not_stored(fqn))
+    }
 
-    /// Adds the sources, by position, and the keys that a tensor of [`Origin::Made`] is computed
-    /// from.
-    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>);
+    /// Returns the sources, by position, and the keys that a tensor of [`Origin::Made`] is computed
+    /// from. A layer without such tensors need not implement it.
+    fn inputs_of_made(&self, fqn: &str) -> Vec<(usize, String)> {
+        let _ = fqn;
+        Vec::new()
+    }
 
     /// Returns its format.
     fn format(&self) -> Format {
@@ -123,25 +134,11 @@ pub trait Layer: Send + Sync {
         }
     }
 
-    /// Returns the digests of its tensors and values, if some were recorded.
-    fn digests(&self) -> Option<&StateDigest> {
-        None
-    }
-
     /// Turns a place from this layer's metadata into that of a source, whose paths are relative to
     /// the source.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
         let _ = source;
         Cow::Borrowed(stored)
-    }
-
-    /// Returns the number of bytes that were read from data files so far.
-    fn bytes_read(&self) -> u64 {
-        self.view()
-            .sources
-            .iter()
-            .map(|source| source.bytes_read())
-            .sum()
     }
 }
 
@@ -149,7 +146,7 @@ pub trait Layer: Send + Sync {
 fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
     let metadata = &layer.view().metadata;
     if !metadata.entries.contains_key(fqn) {
-        return Err(no_value(metadata, fqn));
+        return Err(lookup_error(metadata, fqn, "value"));
     }
     Ok(layer.origin(fqn))
 }
@@ -180,17 +177,17 @@ fn check_sources<L: Layer>(
     check: &dyn Fn(&dyn Checkpoint, KeyFilter<'_>) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
     let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.view().sources.len()];
-    let mut inputs = Vec::new();
     let entries = &layer.view().metadata.entries;
     for fqn in entries.keys().filter(|fqn| keys(fqn)) {
         match layer.origin(fqn) {
             Origin::Source(source, name) => drop(needed[source].insert(name.to_owned())),
             Origin::Value(_) => {}
-            Origin::Made => layer.inputs_of_made(fqn, &mut inputs),
+            Origin::Made => {
+                for (source, name) in layer.inputs_of_made(fqn) {
+                    needed[source].insert(name);
+                }
+            }
         }
-    }
-    for (source, name) in inputs {
-        needed[source].insert(name);
     }
     for (source, keys) in layer.view().sources.iter().zip(&needed) {
         check(&**source, &|fqn| keys.contains(fqn))?;
@@ -228,7 +225,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn digests(&self) -> Option<&StateDigest> {
-        Layer::digests(self)
+        self.view().digests.as_ref()
     }
 
     fn notes(&self) -> Vec<(&str, &str)> {
@@ -251,7 +248,7 @@ impl<L: Layer> Checkpoint for L {
         match origin_of(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_value(name),
             Origin::Value(value) => Ok(value.clone()),
-            Origin::Made => Err(no_value(&self.view().metadata, fqn)),
+            Origin::Made => Err(lookup_error(&self.view().metadata, fqn, "value")),
         }
     }
 
@@ -327,6 +324,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn bytes_read(&self) -> u64 {
-        Layer::bytes_read(self)
+        let sources = self.view().sources.iter();
+        sources.map(|source| source.bytes_read()).sum()
     }
 }

@@ -12,7 +12,7 @@ use crate::metadata::StorageInfo;
 use crate::threads::on_each;
 
 /// The bytes of an item that are read at once.
-const AT_ONCE: u64 = 1 << 20;
+const PIECE_BYTES: u64 = 1 << 20;
 
 /// Returns the keys of the values and tensors that are opaque, and the type of each, in the order
 /// of the metadata.
@@ -50,6 +50,14 @@ pub fn stream_stored(
     Ok(())
 }
 
+/// Describes bytes of a type of Python: `data` is what is known of them.
+pub(crate) fn describe_bytes(type_name: String, data: PlainValue) -> PlainValue {
+    PlainValue::Dict(vec![
+        ("$type".into(), type_name.into()),
+        ("data".into(), data),
+    ])
+}
+
 /// Returns a hash over the bytes of an item as they are stored.
 pub(crate) fn hash_of_item(
     source: &dyn Checkpoint,
@@ -57,7 +65,7 @@ pub(crate) fn hash_of_item(
     stored: &StorageInfo,
 ) -> Result<u128, FileError> {
     let mut hasher = XxHash3_128::new();
-    stream_stored(source, fqn, stored, AT_ONCE, &mut |bytes| {
+    stream_stored(source, fqn, stored, PIECE_BYTES, &mut |bytes| {
         hasher.write(bytes);
         Ok(())
     })?;

@@ -1,20 +1,20 @@
 //! Reading parts of many tensors at once, by several threads: the same for every format.
 
 use std::collections::{BTreeSet, HashSet};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
-use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
+use fsdp_digest::{BoxPlace, Digest, Sum};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
+use super::checkpoint::Checkpoint;
 use crate::error::{FileError, wrong_box};
-use crate::metadata::{Metadata, TensorEntry};
+use crate::metadata::TensorEntry;
 use crate::payload::slot::{Slot, SlotDigest};
 use crate::plan::{LoadRequest, plan_load};
-use crate::storage::checked_directory::CheckedDirectory;
-use crate::threads::{default_threads, on_threads};
+use crate::threads::{default_threads, lock, on_threads, unlocked};
 
 /// The options of opening a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl Default for ReadOptions {
 }
 
 /// The size from which destinations are cut, so that threads can share them.
-pub(super) const LARGE_DESTINATION: usize = 64 << 20;
+pub(super) const LARGE_BOX_BYTES: usize = 64 << 20;
 
 /// Boxes of one tensor that one thread fills.
 struct FillJob<'d> {
@@ -91,18 +91,6 @@ struct FillJob<'d> {
     /// The position in the request of the box that each slot is of.
     boxes: Vec<usize>,
     slots: Vec<Slot<'d>>,
-}
-
-/// A function that fills boxes of one tensor, which a plan has checked. Called from several threads
-/// at once.
-pub(crate) type FillBoxes<'f> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync + 'f;
-
-/// A checkpoint's files, and all that was recorded of their content.
-#[derive(Clone, Copy)]
-pub(crate) struct Files<'c> {
-    pub(crate) metadata: &'c Metadata,
-    pub(crate) directory: &'c CheckedDirectory,
-    pub(crate) digests: Option<&'c StateDigest>,
 }
 
 /// A request, and what was recorded of its tensor.
@@ -131,60 +119,40 @@ impl RecordedRequest<'_> {
     }
 }
 
-impl<'c> Files<'c> {
-    /// Looks up what was recorded of the tensor of a request.
-    fn look_up(
-        &self,
-        request: LoadRequest,
-        is_compared: bool,
-        with_digest: bool,
-    ) -> RecordedRequest<'c> {
-        let digest = match self.digests {
-            Some(digests) if with_digest => digests.get(&request.fqn),
-            _ => None,
+/// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without
+/// checking hashes. The error tells which bytes are wrong. If none are, the sums tell the caller that
+/// something else is.
+fn check_differing<C: Checkpoint + ?Sized>(
+    checkpoint: &C,
+    wanted: &[RecordedRequest<'_>],
+    sums: &[Vec<Sum>],
+) -> Result<(), FileError> {
+    let mut differing = HashSet::new();
+    for (wanted, sums) in wanted.iter().zip(sums) {
+        let Some((tensor, recorded)) = wanted.whole() else {
+            continue;
         };
-        RecordedRequest {
-            tensor: self.metadata.tensor(&request.fqn),
-            request,
-            digest,
-            is_compared,
+        // A request for a whole tensor has one box, and so one sum.
+        if sums[0].finish(tensor.properties.dtype, &tensor.shape) != recorded {
+            differing.insert(wanted.request.fqn.as_str());
         }
     }
-
-    /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read
-    /// without checking hashes. The error tells which bytes are wrong. If none are, the sums tell
-    /// the caller that something else is.
-    fn check_differing(
-        &self,
-        wanted: &[RecordedRequest<'_>],
-        sums: &[Vec<Sum>],
-    ) -> Result<(), FileError> {
-        let mut differing = HashSet::new();
-        for (wanted, sums) in wanted.iter().zip(sums) {
-            let Some((tensor, recorded)) = wanted.whole() else {
-                continue;
-            };
-            // A request for a whole tensor has one box, and so one sum.
-            if sums[0].finish(tensor.properties.dtype, &tensor.shape) != recorded {
-                differing.insert(wanted.request.fqn.as_str());
-            }
-        }
-        if differing.is_empty() {
-            return Ok(());
-        }
-        let mut names = BTreeSet::new();
-        for (fqn, _, stored) in self.metadata.stored() {
-            if differing.contains(fqn) {
-                names.insert(stored.relative_path.as_str());
-            }
-        }
-        for name in names {
-            let file = self.directory.file(name)?;
-            file.verify_whole()
-                .map_err(|source| self.directory.file_error(name, source))?;
-        }
-        Ok(())
+    if differing.is_empty() {
+        return Ok(());
     }
+    let mut names = BTreeSet::new();
+    for (fqn, _, stored) in checkpoint.metadata().stored() {
+        if differing.contains(fqn) {
+            names.insert(stored.relative_path.as_str());
+        }
+    }
+    for name in names {
+        let directory = checkpoint.directory();
+        let file = directory.file(name)?;
+        file.verify_whole()
+            .map_err(|source| directory.file_error(name, source))?;
+    }
+    Ok(())
 }
 
 /// Plans and reads many tensors at once: in the order of the files, by several threads, each byte
@@ -193,21 +161,29 @@ impl<'c> Files<'c> {
 /// Where sums are asked for, tensors that are read whole are checked by their digests, and by their
 /// hashes only if those differ. So are tensors of which the caller compares the sums
 /// ([`Destination::is_compared`]).
-pub(crate) fn read_in_parallel(
-    files: Files<'_>,
+pub(super) fn read_in_parallel<C: Checkpoint + ?Sized>(
+    checkpoint: &C,
     destinations: Vec<Destination<'_>>,
     options: ReadOptions,
-    fill: &FillBoxes<'_>,
 ) -> Result<ReadDone, FileError> {
+    let metadata = checkpoint.metadata();
+    // Digests are needed only where sums are asked for.
+    let digests = checkpoint.digests().filter(|_| options.digest);
     let mut wanted = Vec::with_capacity(destinations.len());
     let mut buffers = Vec::with_capacity(destinations.len());
     for destination in destinations {
-        wanted.push(files.look_up(destination.request, destination.is_compared, options.digest));
+        let request = destination.request;
+        wanted.push(RecordedRequest {
+            tensor: metadata.tensor(&request.fqn),
+            digest: digests.and_then(|digests| digests.get(&request.fqn)),
+            is_compared: destination.is_compared,
+            request,
+        });
         buffers.push(destination.buffers);
     }
     // Nothing is read before all requests and all buffers are known to be right.
-    let reads = plan_load(files.metadata, wanted.iter().map(|wanted| &wanted.request))?;
-    let mut jobs = jobs(&wanted, buffers, options.threads)?;
+    let reads = plan_load(metadata, wanted.iter().map(|wanted| &wanted.request))?;
+    let mut jobs = make_jobs(&wanted, buffers, options.threads)?;
     // The jobs are taken in the order of the files: a job stands where the first read of its
     // request does.
     let mut position = vec![usize::MAX; wanted.len()];
@@ -218,7 +194,7 @@ pub(crate) fn read_in_parallel(
     if options.digest {
         for job in &mut jobs {
             let wanted = &wanted[job.request];
-            sum_over(job, wanted)?;
+            request_sums(job, wanted)?;
             // The digest says more than the hashes do, so these need not be checked too.
             let is_compared =
                 (wanted.digest.is_some() && wanted.is_compared) || wanted.whole().is_some();
@@ -234,7 +210,7 @@ pub(crate) fn read_in_parallel(
     let shared_sums = Mutex::new(sums);
     let threads = options
         .threads
-        .saturating_mul(files.directory.threads_per_reader())
+        .saturating_mul(checkpoint.directory().threads_per_reader())
         .clamp(1, jobs.len().max(1));
     let bytes: usize = jobs
         .iter()
@@ -247,13 +223,14 @@ pub(crate) fn read_in_parallel(
         on_threads(threads, || {
             // After an error the others stop at their next job.
             while !failed.load(Ordering::Relaxed) {
-                let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let job = lock(&queue).next();
                 let Some(mut job) = job else { break };
                 let fqn = &wanted[job.request].request.fqn;
-                let done = debug_span!("tensor", fqn).in_scope(|| fill(fqn, &mut job.slots));
+                let done = debug_span!("tensor", fqn)
+                    .in_scope(|| checkpoint.read_boxes(fqn, &mut job.slots));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
-                let mut sums = shared_sums.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut sums = lock(&shared_sums);
                 for (&index, slot) in job.boxes.iter().zip(&job.slots) {
                     if let Some(digest) = &slot.digest {
                         sums[job.request][index].add(digest.sum());
@@ -263,22 +240,20 @@ pub(crate) fn read_in_parallel(
             Ok(())
         })
     })?;
-    let mut summed = shared_sums
-        .into_inner()
-        .unwrap_or_else(PoisonError::into_inner);
+    let mut sums = unlocked(shared_sums);
     if options.digest {
-        files.check_differing(&wanted, &summed)?;
+        check_differing(checkpoint, &wanted, &sums)?;
     } else {
-        summed.clear();
+        sums.clear();
     }
     Ok(ReadDone {
-        sums: summed,
+        sums,
         requests: wanted.into_iter().map(|wanted| wanted.request).collect(),
     })
 }
 
-/// Asks for sums over what the slots of a job are filled with.
-fn sum_over(job: &mut FillJob<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
+/// Makes each slot of a job sum over the elements that it is filled with.
+fn request_sums(job: &mut FillJob<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
     let tensor = wanted
         .tensor
         .expect("a job is made only for a tensor that is there");
@@ -291,8 +266,8 @@ fn sum_over(job: &mut FillJob<'_>, wanted: &RecordedRequest<'_>) -> Result<(), F
     Ok(())
 }
 
-/// Checks the buffers, and makes a job of each tensor; several of a large one.
-fn jobs<'d>(
+/// Checks the buffers, and returns a job for each tensor; several for a large one.
+fn make_jobs<'d>(
     wanted: &[RecordedRequest<'_>],
     buffers: Vec<Vec<&'d mut [u8]>>,
     threads: usize,
@@ -311,8 +286,8 @@ fn jobs<'d>(
             slots: Vec::with_capacity(buffers.len()),
         };
         for (number, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {
-            if buffer.len() > LARGE_DESTINATION && threads > 1 {
-                for part in split(bounds, buffer, dtype.size_in_bytes() as usize) {
+            if buffer.len() > LARGE_BOX_BYTES && threads > 1 {
+                for part in split_large_box(bounds, buffer, dtype.size_in_bytes() as usize) {
                     jobs.push(FillJob {
                         request: index,
                         boxes: vec![number],
@@ -359,19 +334,23 @@ pub(super) fn check_buffers(
     })
 }
 
-/// Returns the bytes of a box; `None` if they are more than this machine can count.
+/// Returns how many bytes a box has; `None` if they are more than this machine can count.
 pub fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
     checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
 }
 
-/// Cuts a box and its bytes along its first dimension that has an extent, into parts of about
-/// [`LARGE_DESTINATION`].
-fn split<'d>(bounds: &TensorBox, mut buffer: &'d mut [u8], element: usize) -> Vec<Slot<'d>> {
+/// Returns the parts of a box and its bytes, cut along its first dimension that has an extent, into parts of about
+/// [`LARGE_BOX_BYTES`].
+fn split_large_box<'d>(
+    bounds: &TensorBox,
+    mut buffer: &'d mut [u8],
+    element: usize,
+) -> Vec<Slot<'d>> {
     let Some(dim) = bounds.sizes.iter().position(|&size| size > 1) else {
         return vec![Slot::new(bounds.clone(), buffer)];
     };
     let row = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
-    let rows_at_once = (LARGE_DESTINATION / row.max(1)).max(1);
+    let rows_at_once = (LARGE_BOX_BYTES / row.max(1)).max(1);
     let mut parts = Vec::new();
     let mut start = 0;
     while start < bounds.sizes[dim] {

@@ -6,11 +6,11 @@ use fsdp_layout::TensorBox;
 use thiserror::Error;
 
 use super::checkpoint::{Checkpoint, KeyFilter};
-use super::lookup::tensor_of;
+use super::lookup::{find_value, tensor_of};
 use super::opaque::hash_of_item;
 use super::stream::{check_expansion, stream_boxes};
 use crate::error::FileError;
-use crate::metadata::{BytesEntry, Entry, Replica, StorageInfo, TensorEntry};
+use crate::metadata::{Metadata, Replica, StorageInfo};
 use crate::plan::{ChunkError, validate_chunks};
 
 /// An error in the comparison of two copies.
@@ -37,8 +37,8 @@ pub fn compare(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<(), ReplicaError> {
     match &replica.bounds {
-        Some(bounds) => tensor(checkpoint, replica, bounds, progress),
-        None => value(checkpoint, replica),
+        Some(bounds) => compare_tensor(checkpoint, replica, bounds, progress),
+        None => compare_value(checkpoint, replica),
     }
 }
 
@@ -59,28 +59,19 @@ pub(crate) fn check_replicas(
         return Err(FileError::Differing {
             fqn: replica.fqn.clone(),
             what,
-            first: first_file(checkpoint, replica).to_owned(),
+            // There is no single first file of a box that is covered by other boxes.
+            first: first_copy(checkpoint.metadata(), replica)
+                .map_or_else(String::new, |first| first.relative_path.clone()),
             second: replica.stored.relative_path.clone(),
         });
     }
     Ok(())
 }
 
-/// Returns the file of the copy that a load takes, for a message: an empty text if there is no
-/// single one, as for the copy of a box that is covered by other boxes.
-fn first_file<'c>(checkpoint: &'c dyn Checkpoint, replica: &Replica) -> &'c str {
-    let tensor = checkpoint.metadata().tensor(&replica.fqn);
-    match (tensor, &replica.bounds) {
-        (Some(tensor), Some(bounds)) => {
-            first_copy(tensor, bounds).map_or("", |stored| &stored.relative_path)
-        }
-        _ => "",
-    }
-}
-
 /// Returns the place of the copy of a box that a load takes; `None` if it takes no such box.
-fn first_copy<'t>(tensor: &'t TensorEntry, bounds: &TensorBox) -> Option<&'t StorageInfo> {
-    let mut chunks = tensor.chunks.iter();
+fn first_copy<'m>(metadata: &'m Metadata, replica: &Replica) -> Option<&'m StorageInfo> {
+    let bounds = replica.bounds.as_ref()?;
+    let mut chunks = metadata.tensor(&replica.fqn)?.chunks.iter();
     chunks
         .find(|chunk| chunk.bounds == *bounds)?
         .stored
@@ -88,16 +79,11 @@ fn first_copy<'t>(tensor: &'t TensorEntry, bounds: &TensorBox) -> Option<&'t Sto
 }
 
 /// Compares a replica of a value with the first copy.
-fn value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
+fn compare_value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), ReplicaError> {
     let is_same = match checkpoint.read_value(&replica.fqn) {
         // A value that cannot be read is compared by its stored bytes.
         Err(error) if error.opaque_type().is_some() => {
-            let Some(Entry::Bytes(BytesEntry {
-                stored: Some(stored),
-            })) = checkpoint.metadata().entries.get(&replica.fqn)
-            else {
-                return Err(error.into());
-            };
+            let stored = find_value(checkpoint.metadata(), &replica.fqn)?;
             let first = checkpoint.read_item(&replica.fqn, stored)?;
             first == checkpoint.read_item(&replica.fqn, &replica.stored)?
         }
@@ -123,7 +109,7 @@ fn same_stored(
 
 /// Compares a replica of a tensor's box with the elements that the checkpoint gives there, piece by
 /// piece.
-fn tensor(
+fn compare_tensor(
     checkpoint: &dyn Checkpoint,
     replica: &Replica,
     whole: &TensorBox,
@@ -133,7 +119,7 @@ fn tensor(
     validate_chunks(&entry.shape, [whole])?;
     if checkpoint.opaque_type(&replica.fqn)?.is_some() {
         // Its elements cannot be read, so the items are compared as they are stored.
-        return match first_copy(entry, whole) {
+        return match first_copy(checkpoint.metadata(), replica) {
             Some(first) if same_stored(checkpoint, &replica.fqn, first, &replica.stored)? => Ok(()),
             _ => Err(ReplicaError::Differs { what: "chunk" }),
         };

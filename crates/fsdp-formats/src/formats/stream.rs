@@ -13,7 +13,7 @@ use crate::payload::slot::Slot;
 use crate::plan::plan_load;
 
 /// The bytes of a tensor that [`stream`] reads at once.
-const PIECE: usize = 16 << 20;
+const PIECE_BYTES: usize = 16 << 20;
 
 /// Reads bytes `range` of the row-major box `bounds` of a tensor, in order, in pieces of bounded
 /// size.
@@ -45,16 +45,16 @@ pub fn stream<E: From<FileError>>(
 
 /// The largest ratio of a tensor's bytes to its stored bytes, for tensors whose elements are
 /// repeated by strides of 0.
-const EXPANSION: u64 = 16;
+const MAX_EXPANSION: u64 = 16;
 
 /// Refuses a tensor with vastly more elements than are stored, so that a small file cannot cause an
 /// unbounded amount of work.
 pub fn check_expansion(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
-    length: u64,
+    length_bytes: u64,
 ) -> Result<(), FileError> {
-    if length <= FREE_BYTES {
+    if length_bytes <= FREE_BYTES {
         return Ok(());
     }
     let mut bytes = 0u64;
@@ -67,11 +67,11 @@ pub fn check_expansion(
         // The growth of a transformed item is bounded where the transform is undone.
         bytes = bytes.saturating_add(match stored.transforms[..] {
             [] => stored.length,
-            _ => u64::MAX / EXPANSION,
+            _ => u64::MAX / MAX_EXPANSION,
         });
     }
-    Budget::new(bytes, EXPANSION)
-        .charge("bytes of elements that are not stored", length)
+    Budget::new(bytes, MAX_EXPANSION)
+        .charge("bytes of elements that are not stored", length_bytes)
         .map_err(|over| FileError::Item {
             fqn: fqn.to_owned(),
             path: checkpoint.path().to_owned(),
@@ -83,10 +83,10 @@ pub fn check_expansion(
 /// A function that fills a buffer with the row-major bytes of a box.
 type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'r;
 
-/// Streams as [`stream`] does, but calls `read` for the bytes of each box instead of reading a
+/// Streams as [`stream`] does, but calls `read_box` for the bytes of each box instead of reading a
 /// checkpoint.
 pub fn stream_boxes<E: From<FileError>>(
-    read: &mut ReadBox<'_>,
+    read_box: &mut ReadBox<'_>,
     dtype: DType,
     bounds: &TensorBox,
     range: Range<u64>,
@@ -100,10 +100,10 @@ pub fn stream_boxes<E: From<FileError>>(
     let end = range.end as usize / element;
     // A scalar is one row of one element.
     let row: usize = bounds.sizes.iter().skip(1).product();
-    let most = (PIECE / element).max(1);
-    let mut buffer = vec![0; (end - at).min(most) * element];
+    let max_elements = (PIECE_BYTES / element).max(1);
+    let mut buffer = vec![0; (end - at).min(max_elements) * element];
     while at < end {
-        let mut next = end.min(at + most);
+        let mut next = end.min(at + max_elements);
         // End the piece at the end of a row, if at least one whole row fits: then fewer boxes make
         // up the piece.
         if next < end && row > 0 && next / row > at.div_ceil(row) {
@@ -117,7 +117,7 @@ pub fn stream_boxes<E: From<FileError>>(
                 *offset += start;
             }
             let length = part.numel() * element;
-            read(&part, &mut buffer[filled..filled + length])?;
+            read_box(&part, &mut buffer[filled..filled + length])?;
             filled += length;
         }
         sink(&buffer[..filled])?;

@@ -46,12 +46,12 @@ impl Structure {
     #[doc(hidden)]
     pub fn places(&self) -> IndexMap<String, Place<'_>> {
         let mut places = IndexMap::new();
-        self.collect(&mut KeyPath::default(), &mut places);
+        self.collect_places(&mut KeyPath::default(), &mut places);
         places
     }
 
     /// Adds the place of this part at `path`, and those of all parts below it.
-    fn collect<'s>(&'s self, path: &mut KeyPath, places: &mut IndexMap<String, Place<'s>>) {
+    fn collect_places<'s>(&'s self, path: &mut KeyPath, places: &mut IndexMap<String, Place<'s>>) {
         let place = match self {
             Structure::Leaf(_) => Place::Leaf,
             Structure::Dict(items) | Structure::Module(_, items) => {
@@ -63,7 +63,7 @@ impl Structure {
         places.insert(path.flat_key(), place);
         for (part, child) in self.children() {
             path.0.push(part);
-            child.collect(path, places);
+            child.collect_places(path, places);
             path.0.pop();
         }
     }
@@ -88,7 +88,7 @@ impl Structure {
         }
     }
 
-    /// Returns the same containers with a prefix before the keys of all leaves.
+    /// Returns the same containers with a prefix before the flat keys of all leaves.
     pub(crate) fn below(mut self, prefix: &[PathPart]) -> Self {
         if !prefix.is_empty() {
             let prefix = KeyPath(prefix.to_vec()).flat_key();
@@ -98,6 +98,13 @@ impl Structure {
             });
         }
         self
+    }
+
+    /// Returns this structure in nested dicts with these keys, the first of them outermost.
+    pub(crate) fn nested_in(self, keys: &[PathPart]) -> Self {
+        keys.iter().rev().fold(self, |structure, key| {
+            Structure::Dict(vec![(key.to_string().into(), structure)])
+        })
     }
 
     /// Replaces the key of each leaf.
@@ -205,12 +212,12 @@ impl Structure {
         None
     }
 
-    /// Adds a leaf for each of some others: `siblings` has the keys of the new ones, by those of
-    /// the others. A leaf goes into the same dict, at the key of the other one with `suffix`, or to
-    /// the top level, if the other one is in a list.
+    /// Adds leaves beside existing ones. `siblings` has the flat key of each new leaf, by that of the
+    /// existing leaf to which it belongs. The new leaf goes into the dict that has the existing one,
+    /// at the same key with `suffix` behind it. Beside a leaf in a list, it goes to the top level.
     ///
     /// # Errors
-    /// The key of one of the others for which there is no such place.
+    /// The flat key of a leaf in a list, where the top level is no dict.
     #[doc(hidden)]
     pub fn add_siblings(
         &mut self,

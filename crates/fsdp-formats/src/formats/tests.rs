@@ -12,7 +12,8 @@ use super::checkpoint::{Checkpoint, Format};
 use super::read::{Destination, OpenOptions, ReadOptions};
 use crate::error::{FileError, FormatError};
 use crate::metadata::{
-    Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
+    Chunk, Entry, METADATA_FILE, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
+    encode,
 };
 use crate::open::open;
 use crate::pickle::write;
@@ -22,7 +23,7 @@ use crate::storage::location::Location;
 use crate::storage::read_at::ReadAt;
 use crate::storage::{Durable, Staging};
 use crate::torch::tensor_ref::write_tensor;
-use crate::torch::zip::{ArchiveLayout, ROOT};
+use crate::zip::{ArchiveLayout, ROOT};
 
 /// The number of tensors in the checkpoint.
 const TENSORS: usize = 6;
@@ -42,7 +43,7 @@ fn bytes_of(tensor: usize) -> Vec<u8> {
 /// Writes a DCP directory by hand.
 fn write_dcp(path: &Path) {
     let staging: Staging = Durable::new().prepare(path, false).unwrap();
-    let item = crate::dcp::item::TensorItem::new(DType::U8, &[BYTES]).unwrap();
+    let item = crate::dcp::item::lay_out_tensor(DType::U8, &[BYTES]).unwrap();
     let file = staging
         .create("__0_0.distcp", item.length() * TENSORS as u64)
         .unwrap();
@@ -50,7 +51,7 @@ fn write_dcp(path: &Path) {
     for tensor in 0..TENSORS {
         let bytes = bytes_of(tensor);
         let (offset, crc) = (item.length() * tensor as u64, crc32fast::hash(&bytes));
-        file.write_at(offset, &[item.head(crc), bytes, item.tail(crc)].concat())
+        file.write_at(offset, &[item.head(crc), bytes, item.tail(&[crc])].concat())
             .unwrap();
         let stored = StorageInfo {
             relative_path: "__0_0.distcp".to_owned(),
@@ -90,14 +91,14 @@ fn write_safetensors(path: &Path, tensors: std::ops::Range<usize>) {
 fn write_torch(path: &Path) {
     let mut pickle = Vec::new();
     write::proto(&mut pickle, 2);
-    write::op(&mut pickle, write::EMPTY_DICT);
-    write::op(&mut pickle, write::MARK);
+    pickle.push(write::EMPTY_DICT);
+    pickle.push(write::MARK);
     for tensor in 0..TENSORS {
         write::text(&mut pickle, &name(tensor));
         write_tensor(&mut pickle, tensor, DType::U8, &[BYTES]);
     }
-    write::op(&mut pickle, write::SETITEMS);
-    write::op(&mut pickle, write::STOP);
+    pickle.push(write::SETITEMS);
+    pickle.push(write::STOP);
     let layout = ArchiveLayout::new(ROOT, pickle, &[BYTES as u64; TENSORS]);
     let storages: Vec<Vec<u8>> = (0..TENSORS).map(bytes_of).collect();
     let crcs: Vec<u32> = storages
@@ -372,5 +373,25 @@ impl ReadAt for WatchedFile {
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         self.meeting
             .attend(|| self.inner.read_exact_at(offset, dst))
+    }
+}
+
+#[test]
+fn a_copy_without_a_box_is_not_read_as_a_tensor_in_any_format() {
+    let parent = tempfile::tempdir().unwrap();
+    for (format, path) in every_format(parent.path()) {
+        let checkpoint = open(&path, OpenOptions::default()).unwrap();
+        let (_, _, stored) = checkpoint.metadata().stored().next().unwrap();
+        let replica = Replica {
+            fqn: name(0),
+            bounds: None,
+            stored: stored.clone(),
+        };
+        let bounds = TensorBox::whole(&[BYTES]);
+        let error = checkpoint.read_replica(&replica, &bounds, &mut vec![0; BYTES]);
+        assert!(
+            matches!(error, Err(FileError::NotStored { .. })),
+            "{format}: {error:?}"
+        );
     }
 }

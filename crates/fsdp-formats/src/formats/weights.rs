@@ -94,10 +94,7 @@ impl Weights {
                 let what = format!(
                     "a directory with both `{first}` and `{second}` (name a file of one of them)"
                 );
-                return Err(FileError::File {
-                    path: directory.path().to_owned(),
-                    source: FormatError::unsupported(what),
-                });
+                return Err(FormatError::unsupported(what).in_file(directory.path()));
             }
         }
         // Without an index, only the names tell how many files there should be.
@@ -160,7 +157,7 @@ pub(crate) fn is_known(name: &str, ending: &str) -> bool {
 
 /// Returns the error of a key that is in two files of a directory, where nothing tells which of
 /// them counts.
-pub(crate) fn in_two_files(
+pub(crate) fn key_in_two_files(
     directory: &CheckedDirectory,
     key: &str,
     first: &str,

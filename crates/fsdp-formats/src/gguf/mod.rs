@@ -11,12 +11,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use fsdp_layout::boxes::{checked_numel, row_major_strides};
-use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
+use fsdp_layout::{DType, KeyPath, PlainValue, TensorBox};
 
-pub(crate) use self::header::START;
+pub(crate) use self::header::MAGIC;
 use self::header::{GgufHeader, TensorInfo};
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, Start};
+use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, StorageStart};
 use crate::formats::blocks::{BLOCK, BlockFormat};
 use crate::formats::checkpoint::Format;
 use crate::limits::is_sane_shape;
@@ -34,14 +34,11 @@ pub(crate) fn open(
     let (_, name) = location.split()?;
     let mut assembler = Assembler::new(Format::Gguf, location.name(), directory);
     let file = assembler.directory().file(name)?;
-    let (header, ranges) = read(&*file).map_err(|source| FileError::File {
-        path: location.name().to_owned(),
-        source,
-    })?;
+    let (header, ranges) = read_header(&*file).map_err(|source| source.in_file(location.name()))?;
     let name: Arc<str> = Arc::from(name);
     for (info, range) in header.tensors.into_iter().zip(ranges) {
-        let path = KeyPath(vec![PathPart::Key(info.name)]);
-        if let Some((dtype, elements)) = readable(info.kind) {
+        let path = KeyPath::from_key(info.name);
+        if let Some((dtype, elements)) = readable_type(info.ggml_type) {
             let layout = StridedLayout {
                 bounds: TensorBox::whole(&info.shape),
                 offset: 0,
@@ -49,32 +46,23 @@ pub(crate) fn open(
             };
             let piece = Piece {
                 file: name.clone(),
-                start: Start::At(range.start),
+                start: StorageStart::Offset(range.start),
                 layout,
                 elements,
             };
             assembler.add_tensor(&path, &name, dtype, &info.shape, vec![piece])?;
             continue;
         }
-        let kind = match opaque_blocks(info.kind) {
-            Some((kind, ..)) => kind.to_owned(),
-            None => format!("kind {}", info.kind),
+        let type_name = match opaque_type(info.ggml_type) {
+            Some((type_name, ..)) => type_name.to_owned(),
+            None => format!("kind {}", info.ggml_type),
         };
-        let of = format!("GGUF tensor of {kind} {:?}", info.shape);
-        let stored = StorageInfo {
-            relative_path: name.to_string(),
-            offset: range.start,
-            length: range.end - range.start,
-            transforms: Vec::new(),
-        };
-        assembler.add_value(&path, &name, Held::Stored(of, stored))?;
+        let description = format!("GGUF tensor of {type_name} {:?}", info.shape);
+        let stored = StorageInfo::new(&*name, range.start, range.end - range.start);
+        assembler.add_value(&path, &name, Held::Stored(description, stored))?;
     }
-    for (key, value) in header.values {
-        assembler.add_value(
-            &KeyPath(vec![PathPart::Key(key)]),
-            &name,
-            Held::Plain(value),
-        )?;
+    for (key, value) in header.entries {
+        assembler.add_value(&KeyPath::from_key(key), &name, Held::Plain(value))?;
     }
     Ok(assembler.finish(None))
 }
@@ -82,23 +70,16 @@ pub(crate) fn open(
 /// Refuses one of several files into which a model was split: the tensors of the others would be
 /// missing.
 fn check_not_split(header: &GgufHeader) -> Result<(), FormatError> {
-    let count = header
-        .values
-        .iter()
-        .find(|(key, _)| key == "split.count")
-        .and_then(|(_, count)| count.as_int());
-    match count {
-        Some(count) if count > 1 => Err(FormatError::Unsupported {
-            what: format!(
-                "one of the {count} files of a split model (join them with `llama-gguf-split --merge`)"
-            ),
-        }),
+    match header.value("split.count").and_then(PlainValue::as_int) {
+        Some(count) if count > 1 => Err(FormatError::unsupported(format!(
+            "one of the {count} files of a split model (join them with `llama-gguf-split --merge`)"
+        ))),
         _ => Ok(()),
     }
 }
 
-/// Reads the header, and finds where each tensor lies.
-fn read(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), FormatError> {
+/// Reads the header, and returns it with the range of each tensor in the file.
+fn read_header(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), FormatError> {
     let header = GgufHeader::read(file)?;
     check_not_split(&header)?;
     let mut starts: Vec<u64> = header.tensors.iter().map(|info| info.offset).collect();
@@ -108,43 +89,47 @@ fn read(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), FormatError>
         let next = starts.get(starts.partition_point(|start| *start <= info.offset));
         // Blocks of an unknown kind may take all bytes up to the next tensor, or up to the end of
         // the file.
-        let most = match next {
+        let max_bytes = match next {
             Some(next) => next - info.offset,
             None => file
                 .len()
-                .saturating_sub(header.data.saturating_add(info.offset)),
+                .saturating_sub(header.data_offset.saturating_add(info.offset)),
         };
-        let bytes = length(info, most)?;
-        let range = header.data.checked_add(info.offset).and_then(|start| {
-            let end = start.checked_add(bytes)?;
-            (end <= file.len()).then_some(start..end)
-        });
-        ranges.push(range.ok_or_else(|| malformed(info, "reaches beyond the end of the file"))?);
+        let bytes = tensor_bytes(info, max_bytes)?;
+        let range = header
+            .data_offset
+            .checked_add(info.offset)
+            .and_then(|start| {
+                let end = start.checked_add(bytes)?;
+                (end <= file.len()).then_some(start..end)
+            });
+        ranges.push(range.ok_or_else(|| info.malformed("reaches beyond the end of the file"))?);
     }
     Ok((header, ranges))
 }
 
-/// Returns the bytes of a tensor: `most` if it is of an unknown kind.
-fn length(info: &TensorInfo, most: u64) -> Result<u64, FormatError> {
+/// Returns how many bytes a tensor takes in the file: `max_bytes` if its type is not known.
+fn tensor_bytes(info: &TensorInfo, max_bytes: u64) -> Result<u64, FormatError> {
     let numel = checked_numel(&info.shape)
         .filter(|_| is_sane_shape(&info.shape))
-        .ok_or_else(|| malformed(info, "has too many elements"))? as u64;
-    let (elements, bytes) = match (readable(info.kind), opaque_blocks(info.kind)) {
+        .ok_or_else(|| info.malformed("has too many elements"))? as u64;
+    let (elements, bytes) = match (readable_type(info.ggml_type), opaque_type(info.ggml_type)) {
         // No sane shape is so large that its bytes overflow.
         (Some((dtype, Elements::Plain)), _) => return Ok(numel * dtype.size_in_bytes()),
         (Some((_, Elements::Blocks(format))), _) => (BLOCK as u64, format.bytes(BLOCK as u64)),
         (None, Some((_, elements, bytes))) => (elements, bytes),
-        (None, None) => return Ok(most),
+        (None, None) => return Ok(max_bytes),
     };
     match info.shape.last() {
         Some(size) if (*size as u64).is_multiple_of(elements) => Ok(numel / elements * bytes),
-        _ => Err(malformed(info, "is not made of whole blocks")),
+        _ => Err(info.malformed("is not made of whole blocks")),
     }
 }
 
-/// Returns the type as which a kind of tensors is read; `None` for a kind that cannot be read.
-fn readable(kind: u32) -> Option<(DType, Elements)> {
-    let dtype = match kind {
+/// Returns the dtype as which tensors of a type of ggml are read, and how their elements are stored;
+/// `None` for a type that cannot be read.
+fn readable_type(ggml_type: u32) -> Option<(DType, Elements)> {
+    let dtype = match ggml_type {
         2 => return Some((DType::F32, Elements::Blocks(BlockFormat::Q4_0))),
         8 => return Some((DType::F32, Elements::Blocks(BlockFormat::Q8_0))),
         0 => DType::F32,
@@ -160,17 +145,10 @@ fn readable(kind: u32) -> Option<(DType, Elements)> {
     Some((dtype, Elements::Plain))
 }
 
-fn malformed(info: &TensorInfo, reason: &str) -> FormatError {
-    FormatError::Malformed {
-        what: "GGUF file",
-        reason: format!("the tensor `{}` {reason}", info.name),
-    }
-}
-
-/// Returns the name of a kind of blocks that is not read, the elements of a block, and its bytes;
-/// `None` if it is not known.
-fn opaque_blocks(kind: u32) -> Option<(&'static str, u64, u64)> {
-    const KINDS: [(u32, &str, u64, u64); 24] = [
+/// Returns the name of a type of ggml that is not read, the elements of one of its blocks, and the
+/// bytes of a block; `None` if the type is not known.
+fn opaque_type(ggml_type: u32) -> Option<(&'static str, u64, u64)> {
+    const TYPES: [(u32, &str, u64, u64); 24] = [
         (3, "Q4_1", 32, 20),
         (6, "Q5_0", 32, 22),
         (7, "Q5_1", 32, 24),
@@ -196,6 +174,6 @@ fn opaque_blocks(kind: u32) -> Option<(&'static str, u64, u64)> {
         (40, "NVFP4", 64, 36),
         (41, "Q1_0", 128, 18),
     ];
-    let found = KINDS.iter().find(|(number, ..)| *number == kind);
+    let found = TYPES.iter().find(|(number, ..)| *number == ggml_type);
     found.map(|(_, name, elements, bytes)| (*name, *elements, *bytes))
 }

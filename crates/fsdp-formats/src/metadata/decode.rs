@@ -10,9 +10,7 @@ use super::{
     TensorProperties,
 };
 use crate::limits::{MAX_KEY_BYTES, is_sane_shape};
-use crate::pickle::{
-    Fields, Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, Walk, parse,
-};
+use crate::pickle::{Fields, Global, Node, NodeId, Pickle, PickleError, Walk, parse};
 
 /// The name of what is charged, for errors.
 const MEMORY: &str = "memory for metadata";
@@ -76,16 +74,7 @@ fn read_text(
 /// Reads a flat key.
 fn read_fqn<'a>(p: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
     let fqn = p.str(id)?;
-    if fqn.len() > MAX_KEY_BYTES {
-        return Err(p.error(
-            id,
-            PickleErrorKind::Limit {
-                what: "key length",
-                value: fqn.len() as u64,
-                limit: MAX_KEY_BYTES as u64,
-            },
-        ));
-    }
+    p.check_limit(id, "key length", fqn.len(), MAX_KEY_BYTES)?;
     Ok(fqn)
 }
 

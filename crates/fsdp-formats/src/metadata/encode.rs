@@ -48,7 +48,7 @@ pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
             });
         });
         e.field("planner_data", |e| match &metadata.planner_data {
-            None => write::none(&mut e.out),
+            None => e.out.push(write::NONE),
             Some(paths) => e.dict(paths.iter(), |e, (fqn, path)| {
                 e.text(fqn);
                 write::open_tuple(&mut e.out, path.0.len());
@@ -63,7 +63,7 @@ pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
         });
         e.field("storage_data", |e| e.storage_data(metadata));
         e.field("storage_meta", |e| match &metadata.storage_meta {
-            None => write::none(&mut e.out),
+            None => e.out.push(write::NONE),
             Some(meta) => e.storage_meta(meta),
         });
         e.field("version", |e| e.optional_text(metadata.version.as_deref()));
@@ -95,7 +95,7 @@ impl<'m> Encoder<'m, '_> {
     }
 
     fn op(&mut self, opcode: u8) {
-        write::op(&mut self.out, opcode);
+        self.out.push(opcode);
     }
 
     /// Writes a value once, and afterwards only refers to it.
@@ -126,7 +126,7 @@ impl<'m> Encoder<'m, '_> {
     fn optional_text(&mut self, text: Option<&'m str>) {
         match text {
             Some(text) => self.text(text),
-            None => write::none(&mut self.out),
+            None => self.out.push(write::NONE),
         }
     }
 
@@ -239,7 +239,7 @@ impl<'m> Encoder<'m, '_> {
         write::bool(&mut self.out, properties.pin_memory);
         match &properties.strides {
             Some(strides) => write::sizes(&mut self.out, strides),
-            None => write::none(&mut self.out),
+            None => self.out.push(write::NONE),
         }
         self.op(write::TUPLE);
         self.op(write::BUILD);
@@ -263,7 +263,7 @@ impl<'m> Encoder<'m, '_> {
             e.field("fqn", |e| e.text(fqn));
             e.field("index", |e| match chunk {
                 Some((index, _)) => write::unsigned(&mut e.out, index as u64),
-                None => write::none(&mut e.out),
+                None => e.out.push(write::NONE),
             });
             if let Some((_, offsets)) = chunk {
                 e.field("offset", |e| e.size(offsets));

@@ -4,15 +4,15 @@ use fsdp_layout::boxes::{checked_numel, row_major_strides};
 use fsdp_layout::{DType, TensorBox};
 
 use crate::error::FormatError;
-use crate::limits::is_sane_shape;
+use crate::limits::{check_limit, is_sane_shape};
 use crate::storage::read_at::{ReadAt, read_whole};
 use crate::strided::StridedLayout;
 
 /// The bytes with which an array begins.
-pub(crate) const START: &[u8; 6] = b"\x93NUMPY";
+pub(crate) const MAGIC: &[u8; 6] = b"\x93NUMPY";
 
 /// The most bytes of a header: NumPy itself refuses longer ones.
-const MAX_HEADER: u64 = 64 << 10;
+const MAX_HEADER_BYTES: u64 = 64 << 10;
 
 /// The content of a header.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,11 +27,9 @@ pub(super) struct ArrayHeader {
     pub(super) length: u64,
 }
 
-fn malformed(reason: impl Into<String>) -> FormatError {
-    FormatError::Malformed {
-        what: "array",
-        reason: reason.into(),
-    }
+/// Makes the error of an array that is not what it should be.
+fn malformed(reason: impl ToString) -> FormatError {
+    FormatError::malformed("array", reason)
 }
 
 impl ArrayHeader {
@@ -40,27 +38,20 @@ impl ArrayHeader {
     pub(super) fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
         let fixed = read_whole(source, 0, source.len().min(12))?;
         // After the magic word come the two numbers of the version, and the length of the dict.
-        let (text, length) = match fixed.strip_prefix(START) {
+        let (dict_offset, length) = match fixed.strip_prefix(MAGIC) {
             Some([1, _, a, b, ..]) => (10, u64::from(u16::from_le_bytes([*a, *b]))),
             Some([2 | 3, _, a, b, c, d]) => (12, u64::from(u32::from_le_bytes([*a, *b, *c, *d]))),
             Some([1..=3, ..]) => return Err(malformed("it is cut short")),
             Some([version, _, ..]) => {
-                return Err(FormatError::Unsupported {
-                    what: format!("version {version} of NumPy's format"),
-                });
+                let what = format!("version {version} of NumPy's format");
+                return Err(FormatError::unsupported(what));
             }
             _ => return Err(malformed("it does not begin as one")),
         };
-        if length > MAX_HEADER {
-            return Err(FormatError::Limit {
-                what: "array header length",
-                value: length,
-                limit: MAX_HEADER,
-            });
-        }
-        let bytes = read_whole(source, text, length)?;
+        check_limit("array header length", length, MAX_HEADER_BYTES)?;
+        let bytes = read_whole(source, dict_offset, length)?;
         let dict = std::str::from_utf8(&bytes).map_err(|_| malformed("its header is no text"))?;
-        let header = Self::parse(dict, text + length)?;
+        let header = Self::parse(dict, dict_offset + length)?;
         let end = checked_numel(&header.shape)
             .filter(|_| is_sane_shape(&header.shape))
             .and_then(|count| (count as u64).checked_mul(header.dtype.size_in_bytes()))
@@ -71,24 +62,22 @@ impl ArrayHeader {
         Ok(header)
     }
 
-    /// Reads `{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
+    /// Reads the dict of a header of `length` bytes, such as `{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
     fn parse(dict: &str, length: u64) -> Result<Self, FormatError> {
-        let name = value_of_key(dict, "descr")?
+        let name = text_after_key(dict, "descr")?
             .strip_prefix('\'')
             .and_then(|rest| rest.split_once('\''));
         let Some((name, _)) = name else {
-            return Err(FormatError::Unsupported {
-                what: "an array of structures".to_owned(),
-            });
+            return Err(FormatError::unsupported("an array of structures"));
         };
-        let order = value_of_key(dict, "fortran_order")?;
+        let order = text_after_key(dict, "fortran_order")?;
         let is_fortran = order.starts_with("True");
         if !is_fortran && !order.starts_with("False") {
             return Err(malformed(
                 "its order is neither that of C nor that of Fortran",
             ));
         }
-        let (sizes, _) = value_of_key(dict, "shape")?
+        let (sizes, _) = text_after_key(dict, "shape")?
             .strip_prefix('(')
             .and_then(|rest| rest.split_once(')'))
             .ok_or_else(|| malformed("its shape is no tuple"))?;
@@ -103,7 +92,7 @@ impl ArrayHeader {
             }
         }
         Ok(ArrayHeader {
-            dtype: dtype(name)?,
+            dtype: dtype_from_name(name)?,
             shape,
             is_fortran,
             length,
@@ -126,8 +115,8 @@ impl ArrayHeader {
     }
 }
 
-/// Returns what follows a key of the dict.
-fn value_of_key<'t>(dict: &'t str, key: &str) -> Result<&'t str, FormatError> {
+/// Returns the text that follows a key of the dict and its colon.
+fn text_after_key<'t>(dict: &'t str, key: &str) -> Result<&'t str, FormatError> {
     let (_, rest) = dict
         .split_once(&format!("'{key}'"))
         .ok_or_else(|| malformed(format!("its header has no `{key}`")))?;
@@ -137,8 +126,8 @@ fn value_of_key<'t>(dict: &'t str, key: &str) -> Result<&'t str, FormatError> {
         .ok_or_else(|| malformed("its header is no dict"))
 }
 
-/// Returns the type of NumPy's name for it.
-fn dtype(name: &str) -> Result<DType, FormatError> {
+/// Returns the dtype that has this name in NumPy.
+fn dtype_from_name(name: &str) -> Result<DType, FormatError> {
     Ok(match name {
         "<f2" => DType::F16,
         "<f4" => DType::F32,
@@ -155,9 +144,8 @@ fn dtype(name: &str) -> Result<DType, FormatError> {
         "<c8" => DType::Complex64,
         "<c16" => DType::Complex128,
         name => {
-            return Err(FormatError::Unsupported {
-                what: format!("an array of NumPy's type `{name}`"),
-            });
+            let what = format!("an array of NumPy's type `{name}`");
+            return Err(FormatError::unsupported(what));
         }
     })
 }

@@ -8,17 +8,17 @@ mod header;
 
 use std::sync::Arc;
 
-use fsdp_layout::{KeyPath, PathPart};
+use fsdp_layout::KeyPath;
 
 use self::header::ArrayHeader;
-pub(crate) use self::header::START;
+pub(crate) use self::header::MAGIC;
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, Start};
+use crate::formats::assembled::{Assembled, Assembler, Elements, Piece, StorageStart};
 use crate::formats::checkpoint::Format;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::storage::read_at::{ReadAt, Window};
-use crate::torch::zip::{Deflated, Directory, ReadStates};
+use crate::zip::{Deflated, Directory, ReadStates};
 
 /// The ending of the names of records.
 const RECORD_END: &str = ".npy";
@@ -43,7 +43,7 @@ pub(crate) fn open_array(
     assemble(
         location,
         directory,
-        vec![(key, Start::At(header.length), header)],
+        vec![(key, StorageStart::Offset(header.length), header)],
     )
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn open_archive(
     archive: &Directory,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
-    let arrays = arrays(&*directory.file(name)?, archive)
+    let arrays = find_arrays(&*directory.file(name)?, archive)
         .map_err(|source| directory.file_error(name, source))?;
     assemble(location, directory, arrays)
 }
@@ -63,13 +63,13 @@ pub(crate) fn open_archive(
 fn assemble(
     location: &Location,
     directory: CheckedDirectory,
-    arrays: Vec<(String, Start, ArrayHeader)>,
+    arrays: Vec<(String, StorageStart, ArrayHeader)>,
 ) -> Result<Assembled, FileError> {
     let (_, name) = location.split()?;
     let file: Arc<str> = Arc::from(name);
     let mut assembler = Assembler::new(Format::Numpy, location.name(), directory);
     for (key, start, header) in arrays {
-        let path = KeyPath(vec![PathPart::Key(key)]);
+        let path = KeyPath::from_key(key);
         let piece = Piece {
             file: file.clone(),
             start,
@@ -81,31 +81,32 @@ fn assemble(
     Ok(assembler.finish(None))
 }
 
-/// Finds the arrays of an archive: key, start of the elements, header.
-fn arrays(
+/// Returns the arrays of an archive: key, start of the elements, header.
+fn find_arrays(
     file: &dyn ReadAt,
     archive: &Directory,
-) -> Result<Vec<(String, Start, ArrayHeader)>, FormatError> {
+) -> Result<Vec<(String, StorageStart, ArrayHeader)>, FormatError> {
     let states = ReadStates::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
         let Some(key) = name.strip_suffix(RECORD_END) else {
             let what =
                 format!("the record `{name}` of an archive of NumPy, which is not an array,");
-            return Err(FormatError::Unsupported { what });
+            return Err(FormatError::unsupported(what));
         };
-        let data = archive.data_offset(file, name, record)?;
-        let deflated = Deflated::new(data, record, &states);
+        let data_offset = archive.data_offset(file, name, record)?;
+        let deflated = Deflated::new(data_offset, record, &states);
         let header = if record.is_deflated {
             ArrayHeader::read(&deflated.reader(file))
         } else {
-            Window::new(file, data, record.length).and_then(|array| ArrayHeader::read(&array))
+            Window::new(file, data_offset, record.length)
+                .and_then(|array| ArrayHeader::read(&array))
         }
         .map_err(|error| error.of_key(key))?;
         let start = if record.is_deflated {
-            Start::In(Arc::new(deflated), header.length)
+            StorageStart::Deflated(Arc::new(deflated), header.length)
         } else {
-            Start::At(data + header.length)
+            StorageStart::Offset(data_offset + header.length)
         };
         arrays.push((key.to_owned(), start, header));
     }

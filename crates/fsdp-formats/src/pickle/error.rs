@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use crate::budget::OverBudget;
+use crate::limits::BeyondLimit;
 
 /// The reason why a pickle was refused, and the position.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -13,6 +14,16 @@ pub struct PickleError {
     pub offset: u64,
     /// The reason.
     pub kind: PickleErrorKind,
+}
+
+impl PickleError {
+    /// Returns the type of the object that only running code could build, if that is the error.
+    pub(crate) fn opaque_type(&self) -> Option<String> {
+        match &self.kind {
+            PickleErrorKind::Global { module, name } => Some(format!("{module}.{name}")),
+            _ => None,
+        }
+    }
 }
 
 /// The reason why a pickle was refused.
@@ -48,26 +59,12 @@ pub enum PickleErrorKind {
         name: String,
     },
     /// A length or count beyond its limit.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    Limit {
-        /// The quantity.
-        what: &'static str,
-        /// The value claimed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    Limit(#[from] BeyondLimit),
     /// More than the budget of memory and work for an input allows. A file of which that is true
     /// may be sound.
-    #[error("{what} of {value} is beyond the limit of {limit}")]
-    TooLarge {
-        /// The quantity.
-        what: &'static str,
-        /// The amount needed.
-        value: u64,
-        /// The limit; see [`crate::limits`].
-        limit: u64,
-    },
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
     /// An opcode needs more operands than the stack holds, or a mark that is not there.
     #[error("the stack does not hold what the opcode needs")]
     Stack,
@@ -107,23 +104,17 @@ fn is_old(opcode: u8) -> bool {
     b"ILFSVPpgio".contains(&opcode)
 }
 
-impl From<OverBudget> for PickleErrorKind {
-    fn from(OverBudget { what, value, limit }: OverBudget) -> Self {
-        PickleErrorKind::TooLarge { what, value, limit }
-    }
-}
-
 impl PickleErrorKind {
     /// Returns `true` for a reason that a sound pickle may have too.
     pub(crate) fn is_unsupported(&self) -> bool {
         match self {
             PickleErrorKind::Opcode { opcode } => is_old(*opcode),
-            PickleErrorKind::TooLarge { .. } | PickleErrorKind::Protocol { .. } => true,
+            PickleErrorKind::TooLarge(_) | PickleErrorKind::Protocol { .. } => true,
             _ => false,
         }
     }
 
-    /// Returns an error with this reason at a position in the pickle.
+    /// Makes the error with this reason at a position in the pickle.
     pub(crate) fn at(self, offset: usize) -> PickleError {
         PickleError {
             offset: offset as u64,

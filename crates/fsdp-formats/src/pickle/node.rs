@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use super::error::{PickleError, PickleErrorKind};
 use super::global::Global;
 use crate::budget::Budget;
-use crate::limits::MAX_ATTRIBUTES;
+use crate::limits::{MAX_ATTRIBUTES, MAX_TENSOR_RANK, check_limit};
 
 /// The number of a node: one that all pickles share, or, after those, one of its [`Pickle`]'s own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -236,6 +236,18 @@ impl<'a> Pickle<'a> {
         self.error(id, kind)
     }
 
+    /// Refuses a length or count of what this node holds, if it is beyond its limit.
+    pub(crate) fn check_limit(
+        &self,
+        id: NodeId,
+        what: &'static str,
+        value: usize,
+        limit: usize,
+    ) -> Result<(), PickleError> {
+        check_limit(what, value as u64, limit as u64)
+            .map_err(|beyond| self.error(id, beyond.into()))
+    }
+
     /// Returns the node as text.
     pub(crate) fn str(&self, id: NodeId) -> Result<&'a str, PickleError> {
         match self.node(id) {
@@ -304,6 +316,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
+    /// Returns the items of a tuple.
     pub(super) fn tuple(&self, tuple: TupleNode) -> &[NodeId] {
         &self.items[tuple.start as usize..(tuple.start + tuple.len) as usize]
     }
@@ -356,15 +369,7 @@ impl<'a> Pickle<'a> {
             },
             _ => self.sequence(id)?,
         };
-        let limit = crate::limits::MAX_TENSOR_RANK;
-        if items.len() > limit {
-            let kind = PickleErrorKind::Limit {
-                what: "number of dimensions",
-                value: items.len() as u64,
-                limit: limit as u64,
-            };
-            return Err(self.error(id, kind));
-        }
+        self.check_limit(id, "number of dimensions", items.len(), MAX_TENSOR_RANK)?;
         items.iter().map(|&item| self.usize(item)).collect()
     }
 }
@@ -373,15 +378,15 @@ impl<'a> Pickle<'a> {
 /// function.
 fn foreign(module: &str, name: &str) -> PickleErrorKind {
     PickleErrorKind::Global {
-        module: excerpt(module),
-        name: excerpt(name),
+        module: shorten(module),
+        name: shorten(name),
     }
 }
 
-/// Shortens a name for an error message to the length of a line.
-fn excerpt(name: &str) -> String {
-    const LONGEST: usize = 120;
-    match name.char_indices().nth(LONGEST) {
+/// Returns a name for an error message, of which no more is left than a line can hold.
+fn shorten(name: &str) -> String {
+    const MAX_CHARACTERS: usize = 120;
+    match name.char_indices().nth(MAX_CHARACTERS) {
         Some((end, _)) => format!("{}…", &name[..end]),
         None => name.to_owned(),
     }
@@ -391,11 +396,14 @@ fn excerpt(name: &str) -> String {
 /// search.
 pub(crate) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> {
     match state {
-        Node::Dict(entries) if entries.len() > MAX_ATTRIBUTES => Err(PickleErrorKind::Limit {
-            what: "number of attributes",
-            value: entries.len() as u64,
-            limit: MAX_ATTRIBUTES as u64,
-        }),
+        Node::Dict(entries) => {
+            let limit = MAX_ATTRIBUTES as u64;
+            Ok(check_limit(
+                "number of attributes",
+                entries.len() as u64,
+                limit,
+            )?)
+        }
         _ => Ok(()),
     }
 }

@@ -6,10 +6,11 @@ use super::error::PickleErrorKind;
 use super::global::Global;
 use super::node::{Node, NodeId, ObjectNode, OpaqueNode, check_attributes};
 use super::read::{Machine, Result};
+use crate::limits::check_limit;
 
 impl<'a> Machine<'a> {
     /// Pushes a class or function: a known one, or the module and name of an unknown one.
-    pub(super) fn global(&mut self, module: &'a str, name: &'a str) -> Result<()> {
+    pub(super) fn push_global(&mut self, module: &'a str, name: &'a str) -> Result<()> {
         match Global::lookup(module, name) {
             Some(global) => self.push(Node::Global(global)),
             None => self.push(Node::Foreign(module, name)),
@@ -30,13 +31,13 @@ impl<'a> Machine<'a> {
             .then_some(class)
     }
 
-    /// Records the application `global(*args)`. Calls that build containers and bytes become plain
-    /// nodes.
-    pub(super) fn object(&mut self, global: NodeId, args: NodeId) -> Result<()> {
+    /// Pushes a node that records the application `global(*args)`. Calls that build containers and
+    /// bytes become plain nodes.
+    pub(super) fn push_object(&mut self, global: NodeId, args: NodeId) -> Result<()> {
         let global = match self.node(global) {
             Node::Global(global) => *global,
-            Node::Foreign(module, name) => return self.opaque(module, name, args),
-            Node::Opaque(object) => return self.opaque(object.module, object.name, args),
+            Node::Foreign(module, name) => return self.push_opaque(module, name, args),
+            Node::Opaque(object) => return self.push_opaque(object.module, object.name, args),
             other => return Err(other.mismatch("a global to apply")),
         };
         let Node::Tuple(values) = *self.node(args) else {
@@ -45,18 +46,18 @@ impl<'a> Machine<'a> {
         let first = self.pickle.tuple(values).first().copied();
         let second = self.pickle.tuple(values).get(1).copied();
         let node = match global {
-            Global::OrderedDict => Node::Dict(self.dict_of(first)?),
+            Global::OrderedDict => Node::Dict(self.copy_dict(first)?),
             // The factory of its values comes first.
-            Global::DefaultDict => Node::Dict(self.dict_of(second)?),
-            Global::Set => Node::Set(self.items_of(first)?),
-            Global::FrozenSet => Node::FrozenSet(self.items_of(first)?),
-            Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encoded(first, second)?)),
+            Global::DefaultDict => Node::Dict(self.copy_dict(second)?),
+            Global::Set => Node::Set(self.copy_items(first)?),
+            Global::FrozenSet => Node::FrozenSet(self.copy_items(first)?),
+            Global::CodecsEncode => Node::Bytes(Cow::Owned(self.encode_latin1(first, second)?)),
             // Python before 3.8 spells its bytes as text.
             Global::ByteArray if second.is_some() => {
-                Node::ByteArray(Cow::Owned(self.encoded(first, second)?))
+                Node::ByteArray(Cow::Owned(self.encode_latin1(first, second)?))
             }
-            Global::ByteArray => Node::ByteArray(self.bytes_of(first)?),
-            Global::Bytes => Node::Bytes(self.bytes_of(first)?),
+            Global::ByteArray => Node::ByteArray(self.copy_bytes(first)?),
+            Global::Bytes => Node::Bytes(self.copy_bytes(first)?),
             _ => Node::Object(ObjectNode {
                 global,
                 args,
@@ -68,7 +69,12 @@ impl<'a> Machine<'a> {
 
     /// Pushes an opaque node for an object of an unknown class, or for the result of an unknown
     /// function.
-    pub(super) fn opaque(&mut self, module: &'a str, name: &'a str, args: NodeId) -> Result<()> {
+    pub(super) fn push_opaque(
+        &mut self,
+        module: &'a str,
+        name: &'a str,
+        args: NodeId,
+    ) -> Result<()> {
         let node = OpaqueNode {
             module,
             name,
@@ -91,19 +97,13 @@ impl<'a> Machine<'a> {
             _ => 0,
         };
         self.copied = self.copied.saturating_add(extent);
-        if self.copied > self.bytes.len() {
-            return Err(PickleErrorKind::Limit {
-                what: "copies of shared values",
-                value: self.copied as u64,
-                limit: self.bytes.len() as u64,
-            });
-        }
-        Ok(())
+        let (value, limit) = (self.copied as u64, self.bytes.len() as u64);
+        Ok(check_limit("copies of shared values", value, limit)?)
     }
 
-    /// Makes the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory,
+    /// Returns the entries of the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory,
     /// {key: value, …})`.
-    fn dict_of(&mut self, pairs: Option<NodeId>) -> Result<Vec<(NodeId, NodeId)>> {
+    fn copy_dict(&mut self, pairs: Option<NodeId>) -> Result<Vec<(NodeId, NodeId)>> {
         let Some(id) = pairs else {
             return Ok(Vec::new());
         };
@@ -125,8 +125,8 @@ impl<'a> Machine<'a> {
             .collect()
     }
 
-    /// Makes the items of `set([…])`.
-    fn items_of(&mut self, items: Option<NodeId>) -> Result<Vec<NodeId>> {
+    /// Returns the items of `set([…])`.
+    fn copy_items(&mut self, items: Option<NodeId>) -> Result<Vec<NodeId>> {
         let Some(id) = items else {
             return Ok(Vec::new());
         };
@@ -138,8 +138,8 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Makes the bytes of `bytearray(b'…')`.
-    fn bytes_of(&mut self, bytes: Option<NodeId>) -> Result<Cow<'a, [u8]>> {
+    /// Returns the bytes of `bytearray(b'…')`.
+    fn copy_bytes(&mut self, bytes: Option<NodeId>) -> Result<Cow<'a, [u8]>> {
         let Some(id) = bytes else {
             return Ok(Cow::Borrowed(&[]));
         };
@@ -150,8 +150,8 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Makes the bytes of `_codecs.encode(text, 'latin1')`, and of `bytearray(text, 'latin-1')`.
-    fn encoded(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result<Vec<u8>> {
+    /// Returns the bytes of `_codecs.encode(text, 'latin1')`, and of `bytearray(text, 'latin-1')`.
+    fn encode_latin1(&mut self, text: Option<NodeId>, encoding: Option<NodeId>) -> Result<Vec<u8>> {
         let refused = PickleErrorKind::Value {
             what: "bytes must be spelled as latin1 text",
         };
@@ -170,7 +170,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Sets the state of the object on top.
-    pub(super) fn build(&mut self, state: NodeId) -> Result<()> {
+    pub(super) fn set_state(&mut self, state: NodeId) -> Result<()> {
         let expected = "an object without state";
         match self.top_node(expected)? {
             Node::Object(object) if object.state.is_none() => {

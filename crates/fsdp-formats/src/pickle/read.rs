@@ -7,10 +7,12 @@ use super::node::{
     FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, own_node, position, small_int,
 };
 use crate::budget::Budget;
-use crate::limits::{MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR};
+use crate::limits::{
+    MAX_INTEGER_BYTES, MAX_MEMO_GAP, MAX_PICKLE_BYTES, PICKLE_FACTOR, check_limit,
+};
 
 /// The most nodes for which memory is reserved before the first opcode.
-const MOST_NODES_AT_FIRST: usize = 1 << 16;
+const MAX_RESERVED_NODES: usize = 1 << 16;
 
 /// Parses one pickle. Bytes after its `STOP` are ignored, as Python does.
 pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
@@ -20,20 +22,14 @@ pub fn parse(bytes: &[u8]) -> Result<Pickle<'_>, PickleError> {
 /// Parses one pickle, with a budget for its nodes and for the values that are built from them.
 pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, PickleError> {
     let limit = MAX_PICKLE_BYTES.min(u64::from(u32::MAX));
-    if bytes.len() as u64 > limit {
-        return Err(PickleErrorKind::Limit {
-            what: "pickle length",
-            value: bytes.len() as u64,
-            limit,
-        }
-        .at(0));
-    }
+    check_limit("pickle length", bytes.len() as u64, limit)
+        .map_err(|beyond| PickleErrorKind::from(beyond).at(0))?;
     // A checkpoint's metadata has about this many nodes, and as many items of tuples.
-    let nodes = (bytes.len() / 16).min(MOST_NODES_AT_FIRST);
+    let nodes = (bytes.len() / 16).min(MAX_RESERVED_NODES);
     let mut machine = Machine {
         bytes,
         at: 0,
-        op: 0,
+        op_offset: 0,
         pickle: Pickle {
             nodes: Vec::with_capacity(nodes),
             offsets: Vec::with_capacity(nodes),
@@ -47,7 +43,7 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
         memo: Vec::new(),
         copied: 0,
     };
-    machine.pickle.root = machine.run().map_err(|kind| kind.at(machine.op))?;
+    machine.pickle.root = machine.run().map_err(|kind| kind.at(machine.op_offset))?;
     machine.pickle.end = machine.at;
     Ok(machine.pickle)
 }
@@ -59,8 +55,8 @@ pub(super) type Result<T, E = PickleErrorKind> = std::result::Result<T, E>;
 pub(super) struct Machine<'a> {
     pub(super) bytes: &'a [u8],
     at: usize,
-    /// Position of the current opcode.
-    op: usize,
+    /// The position of the current opcode.
+    op_offset: usize,
     /// The nodes that have been built so far.
     pub(super) pickle: Pickle<'a>,
     stack: Vec<NodeId>,
@@ -74,28 +70,28 @@ pub(super) struct Machine<'a> {
 
 /// The bytes that are charged for a node. They are the bytes of the node and of its position,
 /// twice, because an arena that grows holds the old copy and the new one at the same time.
-const NODE: u64 = 2 * (size_of::<Node<'_>>() + size_of::<u32>()) as u64;
+const NODE_COST_BYTES: u64 = 2 * (size_of::<Node<'_>>() + size_of::<u32>()) as u64;
 /// The bytes that are charged for a reference to a node, in a list, in a tuple, on the stack or in
 /// the memo.
-const REFERENCE: u64 = size_of::<Option<NodeId>>() as u64;
+const REFERENCE_COST_BYTES: u64 = size_of::<Option<NodeId>>() as u64;
 
 impl<'a> Machine<'a> {
     /// Interprets opcodes up to `STOP`, and returns the value on top.
     fn run(&mut self) -> Result<NodeId> {
         loop {
-            self.op = self.at;
-            let [opcode] = self.array()?;
+            self.op_offset = self.at;
+            let [opcode] = self.read_array()?;
             match opcode {
                 // PROTO
                 0x80 => {
-                    let [protocol] = self.array()?;
+                    let [protocol] = self.read_array()?;
                     if protocol > 5 {
                         return Err(PickleErrorKind::Protocol { protocol });
                     }
                 }
                 // FRAME: only a hint for buffered reading, but its length must not lie.
                 0x95 => {
-                    let frame = self.unsigned::<8>()?;
+                    let frame = self.read_unsigned::<8>()?;
                     self.check_remaining(frame)?;
                 }
                 // STOP
@@ -126,37 +122,37 @@ impl<'a> Machine<'a> {
                 0x89 => self.stack.push(FALSE),
                 // BININT; BININT1, whose values are nodes that all pickles share; BININT2.
                 b'J' => {
-                    let value = i32::from_le_bytes(self.array()?);
+                    let value = i32::from_le_bytes(self.read_array()?);
                     self.push(Node::Int(i64::from(value)))?;
                 }
                 b'K' => {
-                    let [small] = self.array()?;
+                    let [small] = self.read_array()?;
                     self.stack.push(small_int(small));
                 }
                 b'M' => {
-                    let short = self.unsigned::<2>()?;
+                    let short = self.read_unsigned::<2>()?;
                     self.push(Node::Int(short as i64))?;
                 }
                 // LONG1 and LONG4. The length of the latter is signed; a negative one is beyond the
                 // limit.
-                0x8a => self.long::<1>()?,
-                0x8b => self.long::<4>()?,
+                0x8a => self.push_integer::<1>()?,
+                0x8b => self.push_integer::<4>()?,
                 // BINFLOAT, which is big-endian.
                 b'G' => {
-                    let float = f64::from_be_bytes(self.array()?);
+                    let float = f64::from_be_bytes(self.read_array()?);
                     self.push(Node::Float(float))?;
                 }
                 // Text: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8, and Python 2's SHORT_BINSTRING,
                 // BINSTRING.
-                0x8c | b'U' => self.text::<1>()?,
-                b'X' | b'T' => self.text::<4>()?,
-                0x8d => self.text::<8>()?,
+                0x8c | b'U' => self.push_text::<1>()?,
+                b'X' | b'T' => self.push_text::<4>()?,
+                0x8d => self.push_text::<8>()?,
                 // Bytes: SHORT_BINBYTES, BINBYTES, BINBYTES8.
-                b'C' => self.raw::<1>(Node::Bytes)?,
-                b'B' => self.raw::<4>(Node::Bytes)?,
-                0x8e => self.raw::<8>(Node::Bytes)?,
+                b'C' => self.push_bytes::<1>(Node::Bytes)?,
+                b'B' => self.push_bytes::<4>(Node::Bytes)?,
+                0x8e => self.push_bytes::<8>(Node::Bytes)?,
                 // BYTEARRAY8
-                0x96 => self.raw::<8>(Node::ByteArray)?,
+                0x96 => self.push_bytes::<8>(Node::ByteArray)?,
                 // EMPTY_TUPLE; TUPLE, of all above the mark; TUPLE1 to TUPLE3.
                 b')' => self.push_tuple(self.stack.len())?,
                 b't' => {
@@ -164,13 +160,13 @@ impl<'a> Machine<'a> {
                     self.push_tuple(start)?;
                 }
                 0x85..=0x87 => {
-                    let start = self.below_top(usize::from(opcode - 0x84))?;
+                    let start = self.height_below(usize::from(opcode - 0x84))?;
                     self.push_tuple(start)?;
                 }
                 // EMPTY_LIST, APPEND, APPENDS; LIST, of all above the mark.
                 b']' => self.push(Node::List(Vec::new()))?,
                 b'a' => {
-                    let start = self.below_top(1)?;
+                    let start = self.height_below(1)?;
                     self.extend_list(start)?;
                 }
                 b'e' => {
@@ -184,7 +180,7 @@ impl<'a> Machine<'a> {
                 // EMPTY_DICT, SETITEM, SETITEMS; DICT, of the pairs above the mark.
                 b'}' => self.push(Node::Dict(Vec::new()))?,
                 b's' => {
-                    let start = self.below_top(2)?;
+                    let start = self.height_below(2)?;
                     self.extend_dict(start)?;
                 }
                 b'u' => {
@@ -214,12 +210,12 @@ impl<'a> Machine<'a> {
                 }
                 // GLOBAL, whose names are lines; STACK_GLOBAL, whose names are on the stack.
                 b'c' => {
-                    let module = self.line()?;
-                    let name = self.line()?;
-                    self.global(module, name)?;
+                    let module = self.read_line()?;
+                    let name = self.read_line()?;
+                    self.push_global(module, name)?;
                 }
                 0x93 => {
-                    let [module, name] = self.pop_many()?;
+                    let [module, name] = self.pop_array()?;
                     let (&Node::Str(module), &Node::Str(name)) =
                         (self.node(module), self.node(name))
                     else {
@@ -228,31 +224,31 @@ impl<'a> Machine<'a> {
                             found: "other values",
                         });
                     };
-                    self.global(module, name)?;
+                    self.push_global(module, name)?;
                 }
                 // REDUCE and NEWOBJ
                 b'R' | 0x81 => {
-                    let [global, args] = self.pop_many()?;
-                    self.object(global, args)?;
+                    let [global, args] = self.pop_array()?;
+                    self.push_object(global, args)?;
                 }
                 // NEWOBJ_EX: keyword arguments must be absent, unless the class is not known
                 // anyway.
                 0x92 => {
-                    let [class, args, keywords] = self.pop_many()?;
+                    let [class, args, keywords] = self.pop_array()?;
                     let is_foreign = matches!(self.node(class), Node::Foreign(..));
                     match self.node(keywords) {
                         Node::Dict(entries) if entries.is_empty() || is_foreign => {}
                         other => return Err(other.mismatch("no keyword arguments")),
                     }
-                    self.object(class, args)?;
+                    self.push_object(class, args)?;
                     if is_foreign {
-                        self.build(keywords)?;
+                        self.set_state(keywords)?;
                     }
                 }
                 // BUILD
                 b'b' => {
                     let state = self.pop()?;
-                    self.build(state)?;
+                    self.set_state(state)?;
                 }
                 // BINPERSID
                 b'Q' => {
@@ -263,23 +259,24 @@ impl<'a> Machine<'a> {
                     }
                 }
                 // BINGET, LONG_BINGET; BINPUT, LONG_BINPUT; MEMOIZE, into the next free entry.
-                b'h' => self.get::<1>()?,
-                b'j' => self.get::<4>()?,
+                b'h' => self.push_memo_entry::<1>()?,
+                b'j' => self.push_memo_entry::<4>()?,
                 b'q' => {
-                    let index = self.unsigned::<1>()?;
-                    self.put(index as usize)?;
+                    let index = self.read_unsigned::<1>()?;
+                    self.set_memo_entry(index as usize)?;
                 }
                 b'r' => {
-                    let index = self.unsigned::<4>()?;
-                    self.put(index as usize)?;
+                    let index = self.read_unsigned::<4>()?;
+                    self.set_memo_entry(index as usize)?;
                 }
-                0x94 => self.put(self.memo.len())?,
+                0x94 => self.set_memo_entry(self.memo.len())?,
                 opcode => return Err(PickleErrorKind::Opcode { opcode }),
             }
         }
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+    /// Reads the next `N` bytes.
+    fn read_array<const N: usize>(&mut self) -> Result<[u8; N]> {
         let rest = &self.bytes[self.at..];
         let array = *rest.first_chunk::<N>().ok_or(PickleErrorKind::Truncated)?;
         self.at += N;
@@ -287,23 +284,17 @@ impl<'a> Machine<'a> {
     }
 
     /// Reads a little-endian number of `N` bytes without a sign.
-    fn unsigned<const N: usize>(&mut self) -> Result<u64> {
+    fn read_unsigned<const N: usize>(&mut self) -> Result<u64> {
         let mut bytes = [0; 8];
-        bytes[..N].copy_from_slice(&self.array::<N>()?);
+        bytes[..N].copy_from_slice(&self.read_array::<N>()?);
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Checks a claimed length against the bytes that are left, before anything is allocated for
-    /// it.
+    /// Returns a claimed length, after checking it against the bytes that are left, before anything
+    /// is allocated for it.
     fn check_remaining(&self, length: u64) -> Result<usize> {
         let remaining = (self.bytes.len() - self.at) as u64;
-        if length > remaining {
-            return Err(PickleErrorKind::Limit {
-                what: "length",
-                value: length,
-                limit: remaining,
-            });
-        }
+        check_limit("length", length, remaining)?;
         Ok(length as usize)
     }
 
@@ -316,7 +307,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Reads text up to the end of the line.
-    fn line(&mut self) -> Result<&'a str> {
+    fn read_line(&mut self) -> Result<&'a str> {
         let rest = &self.bytes[self.at..];
         let end = rest
             .iter()
@@ -326,9 +317,9 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(&rest[..end]).map_err(|_| PickleErrorKind::Text)
     }
 
-    /// Reads a text. Its length comes before it, as a number of `N` bytes.
-    fn text<const N: usize>(&mut self) -> Result<()> {
-        let length = self.unsigned::<N>()?;
+    /// Reads a text, and pushes it. Its length comes before it, as a number of `N` bytes.
+    fn push_text<const N: usize>(&mut self) -> Result<()> {
+        let length = self.read_unsigned::<N>()?;
         let bytes = self.take(length)?;
         match std::str::from_utf8(bytes) {
             Ok(text) => self.push(Node::Str(text)),
@@ -338,30 +329,24 @@ impl<'a> Machine<'a> {
                 self.push(Node::Bytes(Cow::Borrowed(bytes)))?;
                 self.push_tuple(self.stack.len() - 1)?;
                 let args = self.pop()?;
-                self.opaque("builtins", "str (with surrogates)", args)
+                self.push_opaque("builtins", "str (with surrogates)", args)
             }
             Err(_) => Err(PickleErrorKind::Text),
         }
     }
 
-    /// Reads bytes as a node of this kind. Their length comes before them, as a number of `N`
+    /// Reads bytes, and pushes them as a node of this kind. Their length comes before them, as a number of `N`
     /// bytes.
-    fn raw<const N: usize>(&mut self, kind: fn(Cow<'a, [u8]>) -> Node<'a>) -> Result<()> {
-        let length = self.unsigned::<N>()?;
+    fn push_bytes<const N: usize>(&mut self, kind: fn(Cow<'a, [u8]>) -> Node<'a>) -> Result<()> {
+        let length = self.read_unsigned::<N>()?;
         let bytes = self.take(length)?;
         self.push(kind(Cow::Borrowed(bytes)))
     }
 
-    /// Reads an integer. The number of its bytes comes before it, as a number of `N` bytes.
-    fn long<const N: usize>(&mut self) -> Result<()> {
-        let length = self.unsigned::<N>()?;
-        if length > MAX_INTEGER_BYTES {
-            return Err(PickleErrorKind::Limit {
-                what: "integer length",
-                value: length,
-                limit: MAX_INTEGER_BYTES,
-            });
-        }
+    /// Reads an integer, and pushes it. The number of its bytes comes before it, as a number of `N` bytes.
+    fn push_integer<const N: usize>(&mut self) -> Result<()> {
+        let length = self.read_unsigned::<N>()?;
+        check_limit("integer length", length, MAX_INTEGER_BYTES)?;
         let bytes = self.take(length)?;
         let node = match int_from_le_bytes(bytes) {
             Some(value) => Node::Int(value),
@@ -370,19 +355,26 @@ impl<'a> Machine<'a> {
         self.push(node)
     }
 
+    /// Charges memory for nodes or references to the budget.
+    fn charge(&mut self, bytes: u64) -> Result<()> {
+        Ok(self.pickle.budget.charge("memory for values", bytes)?)
+    }
+
+    /// Charges the memory of so many references to the budget.
+    fn charge_references(&mut self, count: usize) -> Result<()> {
+        self.charge(count as u64 * REFERENCE_COST_BYTES)
+    }
+
     /// Adds a node to the arena, and pushes it.
     pub(super) fn push(&mut self, node: Node<'a>) -> Result<()> {
-        let boxed = if matches!(node, Node::Opaque(_)) {
-            size_of::<OpaqueNode<'_>>()
-        } else {
-            0
+        let boxed_bytes = match node {
+            Node::Opaque(_) => size_of::<OpaqueNode<'_>>() as u64,
+            _ => 0,
         };
-        self.pickle
-            .budget
-            .charge("memory for values", NODE + boxed as u64)?;
+        self.charge(NODE_COST_BYTES + boxed_bytes)?;
         let id = own_node(self.pickle.nodes.len());
         self.pickle.nodes.push(node);
-        self.pickle.offsets.push(self.op as u32);
+        self.pickle.offsets.push(self.op_offset as u32);
         self.stack.push(id);
         Ok(())
     }
@@ -393,6 +385,7 @@ impl<'a> Machine<'a> {
         self.marks.last().copied().unwrap_or(0)
     }
 
+    /// Returns the value on top.
     fn top(&self) -> Result<NodeId> {
         let above = &self.stack[self.floor()..];
         above.last().copied().ok_or(PickleErrorKind::Stack)
@@ -413,6 +406,7 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Takes away the value on top, and returns it.
     fn pop(&mut self) -> Result<NodeId> {
         let top = self.top()?;
         self.stack.pop();
@@ -420,7 +414,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Returns the stack height below the `count` values on top.
-    fn below_top(&self, count: usize) -> Result<usize> {
+    fn height_below(&self, count: usize) -> Result<usize> {
         let start = self
             .stack
             .len()
@@ -429,8 +423,9 @@ impl<'a> Machine<'a> {
         start.ok_or(PickleErrorKind::Stack)
     }
 
-    fn pop_many<const N: usize>(&mut self) -> Result<[NodeId; N]> {
-        let start = self.below_top(N)?;
+    /// Takes away the `N` values on top, and returns them, the lowest first.
+    fn pop_array<const N: usize>(&mut self) -> Result<[NodeId; N]> {
+        let start = self.height_below(N)?;
         let values = self.stack[start..]
             .try_into()
             .expect("`start` is N values below the top");
@@ -440,10 +435,8 @@ impl<'a> Machine<'a> {
 
     /// Makes a tuple of the values above a stack height.
     fn push_tuple(&mut self, start: usize) -> Result<()> {
+        self.charge_references(self.stack.len() - start)?;
         let values = &self.stack[start..];
-        self.pickle
-            .budget
-            .charge("memory for values", values.len() as u64 * REFERENCE)?;
         let tuple = TupleNode {
             start: self.pickle.items.len() as u32,
             len: values.len() as u32,
@@ -467,7 +460,7 @@ impl<'a> Machine<'a> {
     /// Returns the position in the arena of the node just below a stack height, to which the values
     /// above that height are to be added. A shared node holds no values, and is an error: it is not
     /// what was `expected`.
-    fn container(&self, start: usize, expected: &'static str) -> Result<usize> {
+    fn find_container(&self, start: usize, expected: &'static str) -> Result<usize> {
         let below = start
             .checked_sub(1)
             .filter(|&below| below >= self.floor())
@@ -480,11 +473,9 @@ impl<'a> Machine<'a> {
     /// below them.
     fn extend_list(&mut self, start: usize) -> Result<()> {
         let expected = "a list";
-        let container = self.container(start, expected)?;
+        let container = self.find_container(start, expected)?;
+        self.charge_references(self.stack.len() - start)?;
         let items = &self.stack[start..];
-        self.pickle
-            .budget
-            .charge("memory for values", items.len() as u64 * REFERENCE)?;
         match &mut self.pickle.nodes[container] {
             Node::List(list) => list.extend(items),
             Node::Opaque(object) => object.items.extend(items),
@@ -498,11 +489,9 @@ impl<'a> Machine<'a> {
     /// object of an unknown class, below them.
     fn extend_dict(&mut self, start: usize) -> Result<()> {
         let expected = "a dict";
-        let container = self.container(start, expected)?;
+        let container = self.find_container(start, expected)?;
+        self.charge_references(self.stack.len() - start)?;
         let items = &self.stack[start..];
-        self.pickle
-            .budget
-            .charge("memory for values", items.len() as u64 * REFERENCE)?;
         if !items.len().is_multiple_of(2) {
             return Err(PickleErrorKind::Stack);
         }
@@ -517,8 +506,8 @@ impl<'a> Machine<'a> {
     }
 
     /// Pushes the value of a memo entry, whose index is a number of `N` bytes.
-    fn get<const N: usize>(&mut self) -> Result<()> {
-        let index = self.unsigned::<N>()?;
+    fn push_memo_entry<const N: usize>(&mut self) -> Result<()> {
+        let index = self.read_unsigned::<N>()?;
         let entry = self.memo.get(index as usize).copied().flatten();
         let id = entry.ok_or(PickleErrorKind::Memo { index })?;
         self.stack.push(id);
@@ -526,21 +515,12 @@ impl<'a> Machine<'a> {
     }
 
     /// Makes a memo entry of the value on top.
-    fn put(&mut self, index: usize) -> Result<()> {
+    fn set_memo_entry(&mut self, index: usize) -> Result<()> {
         let top = self.top()?;
         let limit = self.memo.len() + MAX_MEMO_GAP;
-        if index > limit {
-            return Err(PickleErrorKind::Limit {
-                what: "memo index",
-                value: index as u64,
-                limit: limit as u64,
-            });
-        }
+        check_limit("memo index", index as u64, limit as u64)?;
         if index >= self.memo.len() {
-            self.pickle.budget.charge(
-                "memory for values",
-                (index + 1 - self.memo.len()) as u64 * REFERENCE,
-            )?;
+            self.charge_references(index + 1 - self.memo.len())?;
             self.memo.resize(index + 1, None);
         }
         self.memo[index] = Some(top);

@@ -3,13 +3,12 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{PickleError, PickleErrorKind};
+use super::error::PickleError;
 use super::node::{NodeId, Pickle};
-use crate::budget::Budget;
-use crate::limits::MAX_DEPTH;
+use crate::budget::{Budget, check_depth};
 
 /// The bytes that a node is charged when it is visited: those of the value that may be made of it.
-const VISIT: u64 = size_of::<PlainValue>() as u64;
+const VISIT_COST_BYTES: u64 = size_of::<PlainValue>() as u64;
 
 /// Counts what is made of a pickle's nodes, and how deep.
 #[derive(Debug, Clone)]
@@ -22,7 +21,7 @@ pub(crate) struct Walk<'p, 'a> {
 }
 
 impl<'p, 'a> Walk<'p, 'a> {
-    /// Makes a walk with what is left of this pickle's budget.
+    /// Begins a walk with what is left of this pickle's budget.
     pub(crate) fn new(pickle: &'p Pickle<'a>) -> Self {
         Walk {
             pickle,
@@ -35,20 +34,13 @@ impl<'p, 'a> Walk<'p, 'a> {
     /// Steps into a node. Every `enter` that succeeds must be followed by a [`Walk::leave`], unless
     /// the walk is given up.
     pub(crate) fn enter(&mut self, id: NodeId) -> Result<(), PickleError> {
-        if self.depth >= MAX_DEPTH {
-            let kind = PickleErrorKind::TooLarge {
-                what: "nesting",
-                value: MAX_DEPTH as u64 + 1,
-                limit: MAX_DEPTH as u64,
-            };
-            return Err(self.pickle.error(id, kind));
-        }
-        self.charge(id, "expanded size", VISIT)?;
+        check_depth(self.depth).map_err(|over| self.pickle.error(id, over.into()))?;
+        self.charge(id, "expanded size", VISIT_COST_BYTES)?;
         self.depth += 1;
         Ok(())
     }
 
-    /// Takes the bytes that are copied from a node.
+    /// Charges bytes that are copied from a node to the budget.
     pub(crate) fn charge(
         &mut self,
         id: NodeId,

@@ -33,16 +33,6 @@ pub fn proto(out: &mut Vec<u8>, protocol: u8) {
     out.extend_from_slice(&[0x80, protocol]);
 }
 
-/// Writes one opcode without operands.
-pub fn op(out: &mut Vec<u8>, opcode: u8) {
-    out.push(opcode);
-}
-
-/// Writes `None`.
-pub(crate) fn none(out: &mut Vec<u8>) {
-    out.push(NONE);
-}
-
 /// Writes a bool.
 pub(crate) fn bool(out: &mut Vec<u8>, value: bool) {
     out.push(if value { 0x88 } else { 0x89 });

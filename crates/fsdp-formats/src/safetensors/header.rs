@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::budget::{Budget, FREE_BYTES};
 use crate::error::FormatError;
-use crate::limits::{MAX_SAFETENSORS_HEADER_BYTES, is_sane_shape};
+use crate::limits::{BeyondLimit, MAX_SAFETENSORS_HEADER_BYTES, check_limit, is_sane_shape};
 use crate::storage::read_at::{ReadAt, read_whole};
 
 /// The content of a file's header.
@@ -22,7 +22,7 @@ pub struct Header {
     /// The tensors, in the header's order.
     pub tensors: IndexMap<String, TensorInfo>,
     /// The start of the data in the file.
-    pub data: u64,
+    pub data_offset: u64,
 }
 
 /// One tensor of a file.
@@ -38,6 +38,7 @@ pub struct TensorInfo {
     pub end: u64,
 }
 
+/// The JSON of one tensor.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawInfo {
@@ -87,6 +88,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
+/// Makes the error of a header that is not what it should be.
 pub(super) fn malformed(reason: impl ToString) -> FormatError {
     FormatError::malformed("safetensors header", reason)
 }
@@ -112,18 +114,12 @@ fn charge_header(json: &[u8]) -> Result<(), FormatError> {
 }
 
 /// Checks the length of the JSON of a header.
-fn check_header_length(length: u64) -> Result<(), FormatError> {
-    if length > MAX_SAFETENSORS_HEADER_BYTES {
-        return Err(FormatError::Limit {
-            what: "safetensors header length",
-            value: length,
-            limit: MAX_SAFETENSORS_HEADER_BYTES,
-        });
-    }
-    Ok(())
+fn check_header_length(length: u64) -> Result<(), BeyondLimit> {
+    let limit = MAX_SAFETENSORS_HEADER_BYTES;
+    check_limit("safetensors header length", length, limit)
 }
 
-/// Returns the bytes of a tensor; `None` if they are more than 64 bits can count.
+/// Returns how many bytes a tensor has; `None` if they are more than 64 bits can count.
 fn tensor_bytes(dtype: DType, shape: &[usize]) -> Option<u64> {
     (checked_numel(shape)? as u64).checked_mul(dtype.size_in_bytes())
 }
@@ -136,7 +132,9 @@ pub fn charge_text(text: impl AsRef<[u8]>, what: &'static str) -> Result<(), For
 }
 
 /// Reads the dtypes under [`RAW_DTYPES`].
-fn raw_dtypes(metadata: &IndexMap<String, String>) -> Result<HashMap<String, DType>, FormatError> {
+fn read_raw_dtypes(
+    metadata: &IndexMap<String, String>,
+) -> Result<HashMap<String, DType>, FormatError> {
     let Some(text) = metadata.get(RAW_DTYPES) else {
         return Ok(HashMap::new());
     };
@@ -170,8 +168,8 @@ impl Header {
             return Err(malformed("it does not start with `{`"));
         }
         let raw: RawHeader = serde_json::from_slice(&json).map_err(malformed)?;
-        let data = 8 + length;
-        let mut dtypes = raw_dtypes(&raw.metadata)?;
+        let data_offset = 8 + length;
+        let mut dtypes = read_raw_dtypes(&raw.metadata)?;
         let mut tensors = IndexMap::with_capacity(raw.tensors.len());
         for (name, mut info) in raw.tensors {
             // Shapes of 4-bit floats count the floats. Here an element is a pair of them, so the
@@ -230,13 +228,13 @@ impl Header {
             }
             covered = end;
         }
-        if data.checked_add(covered) != Some(source.len()) {
+        if data_offset.checked_add(covered) != Some(source.len()) {
             return Err(malformed("the tensors do not end where the file does"));
         }
         Ok(Header {
             metadata: raw.metadata,
             tensors,
-            data,
+            data_offset,
         })
     }
 

@@ -24,10 +24,12 @@ use crate::budget::Budget;
 use crate::error::{FileError, FormatError};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::index::Index;
-use crate::formats::lookup::{check_length, item_error, no_value, tensor_of};
+use crate::formats::lookup::{
+    check_replica, fill_from_chunks, item_error, lookup_error, tensor_of,
+};
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
-use crate::formats::weights::{SHARD, Weights, in_two_files};
+use crate::formats::weights::{SHARD, Weights, key_in_two_files};
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{
     BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
@@ -67,8 +69,8 @@ pub(crate) struct SafetensorsCheckpoint {
 /// The ending of the names of safetensors files.
 const ENDING: &str = ".safetensors";
 
-/// The memory that a part of a tensor takes, besides the first.
-const PART: u64 = 512;
+/// The bytes of memory that a part of a tensor takes, besides the first.
+const PART_COST_BYTES: u64 = 512;
 
 /// The texts in the header of a file that was added.
 struct HeaderTexts {
@@ -117,7 +119,10 @@ impl PartNotes {
         let (shape, boxes) = if let Some(slice) = slice {
             // A small note may have many ranges.
             let more = slice.ranges.len().saturating_sub(1) as u64;
-            budget.charge("memory for parts of tensors", more.saturating_mul(PART))?;
+            budget.charge(
+                "memory for parts of tensors",
+                more.saturating_mul(PART_COST_BYTES),
+            )?;
             (slice.shape.clone(), slice.boxes(&info.shape))
         } else {
             let bounds = saved_box(self.sharding.get(fqn), info).ok_or_else(|| no_sense(fqn))?;
@@ -376,11 +381,7 @@ impl SafetensorsCheckpoint {
         for (file, keys) in index.files(&self.directory)? {
             self.add_file(file, Some((&index, &keys)))?;
         }
-        // In the order of the index, which is the model's.
-        let order = index.weight_map;
-        self.metadata
-            .entries
-            .sort_by_cached_key(|key, _| order.get_index_of(key).unwrap_or(usize::MAX));
+        index.sort(&mut self.metadata);
         Ok(())
     }
 
@@ -413,8 +414,8 @@ impl SafetensorsCheckpoint {
             .tensors
             .iter()
             .map(|(fqn, info)| (fqn.as_str(), info.dtype, &info.shape[..], info.start));
-        let layout = layout_text(header.data, tensors);
-        let mut budget = Budget::new(header.data, 1);
+        let layout = layout_text(header.data_offset, tensors);
+        let mut budget = Budget::new(header.data_offset, 1);
         for (fqn, info) in &header.tensors {
             if index.is_some_and(|(index, _)| index.is_elsewhere(fqn, name)) {
                 continue;
@@ -427,11 +428,11 @@ impl SafetensorsCheckpoint {
                 .entry(fqn.clone())
                 .or_insert_with(|| (name.to_owned(), is_noted));
             if first != name && !(is_noted && *is_first_noted) {
-                return Err(in_two_files(&self.directory, fqn, first, name));
+                return Err(key_in_two_files(&self.directory, fqn, first, name));
             }
             notes
                 .parts_of(fqn, info, &mut budget)
-                .and_then(|parts| self.add_parts(name, header.data, parts))
+                .and_then(|parts| self.add_parts(name, header.data_offset, parts))
                 .map_err(|source| self.directory.file_error(name, source))?;
         }
         Ok(HeaderTexts {
@@ -460,11 +461,11 @@ impl SafetensorsCheckpoint {
         })
     }
 
-    /// Adds the parts of a tensor that a file holds, whose data begins at `data`.
+    /// Adds the parts of a tensor that a file holds, whose data begins at `data_offset`.
     fn add_parts(
         &mut self,
         file: &str,
-        data: u64,
+        data_offset: u64,
         parts: TensorParts<'_>,
     ) -> Result<(), FormatError> {
         let TensorParts {
@@ -504,12 +505,8 @@ impl SafetensorsCheckpoint {
         let known = self.boxes.entry(fqn.to_owned()).or_default();
         for part in boxes {
             let bounds = part.bounds;
-            let stored = StorageInfo {
-                relative_path: file.to_owned(),
-                offset: data + info.start + part.offset * element,
-                length: bounds.numel() as u64 * element,
-                transforms: Vec::new(),
-            };
+            let offset = data_offset + info.start + part.offset * element;
+            let stored = StorageInfo::new(file, offset, bounds.numel() as u64 * element);
             if let Some(strides) = part.strides {
                 self.strides
                     .insert((file.to_owned(), stored.offset), strides);
@@ -587,18 +584,10 @@ impl SafetensorsCheckpoint {
                 let reason = format!("`{fqn}` is a value in it, and a tensor beside it");
                 return Err(self.directory.file_error(name, values::malformed(reason)));
             }
-            let stored = StorageInfo {
-                relative_path: name.to_owned(),
-                offset: 0,
-                length: bytes.len() as u64,
-                transforms: Vec::new(),
-            };
-            self.metadata.entries.insert(
-                fqn.clone(),
-                Entry::Bytes(BytesEntry {
-                    stored: Some(stored),
-                }),
-            );
+            let entry = Entry::Bytes(BytesEntry {
+                stored: Some(StorageInfo::new(name, 0, bytes.len() as u64)),
+            });
+            self.metadata.entries.insert(fqn.clone(), entry);
             self.values.insert(fqn, value);
         }
         self.paths = self.paths.take().or(file.paths);
@@ -689,19 +678,9 @@ impl Checkpoint for SafetensorsCheckpoint {
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
-        for chunk in &tensor.chunks {
-            for slot in slots
-                .iter_mut()
-                .filter(|slot| chunk.bounds.intersect(&slot.bounds).is_some())
-            {
-                let stored = chunk
-                    .stored
-                    .as_ref()
-                    .expect("each chunk was added with its place");
-                self.read_part(fqn, &chunk.bounds, stored, slot)?;
-            }
-        }
-        Ok(())
+        fill_from_chunks(fqn, tensor, slots, &|whole, stored, slot| {
+            self.read_part(fqn, whole, stored, slot)
+        })
     }
 
     fn read_replica(
@@ -710,17 +689,9 @@ impl Checkpoint for SafetensorsCheckpoint {
         bounds: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
-        let Replica {
-            fqn,
-            bounds: Some(whole),
-            stored,
-        } = replica
-        else {
-            return Err(no_value(&self.metadata, &replica.fqn));
-        };
-        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
-        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
-        self.read_part(fqn, whole, stored, &mut Slot::new(bounds.clone(), dst))
+        let (_, whole) = check_replica(&self.metadata, replica, bounds, dst)?;
+        let mut slot = Slot::new(bounds.clone(), dst);
+        self.read_part(&replica.fqn, whole, &replica.stored, &mut slot)
     }
 
     fn check_copies(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
@@ -731,6 +702,6 @@ impl Checkpoint for SafetensorsCheckpoint {
         self.values
             .get(fqn)
             .cloned()
-            .ok_or_else(|| no_value(&self.metadata, fqn))
+            .ok_or_else(|| lookup_error(&self.metadata, fqn, "value"))
     }
 }

@@ -24,9 +24,10 @@ use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 
 use crate::error::FormatError;
+use crate::limits::check_limit;
 
 pub(super) const FORMAT: &str = "fsdp-values";
-pub(super) const VERSION: u64 = 1;
+pub(super) const VERSION: i64 = 1;
 
 pub(super) fn malformed(reason: impl ToString) -> FormatError {
     FormatError::malformed("values file", reason)
@@ -40,11 +41,11 @@ type StoreTensor<'f, 'v> = dyn FnMut(String, &'v PlainTensor) -> String + 'f;
 /// Encodes a values file. An error comes with the key of the value that cannot be written.
 pub fn encode_values<'v>(
     values: &'v IndexMap<String, PlainValue>,
-    tensor: &mut StoreTensor<'_, 'v>,
+    store_tensor: &mut StoreTensor<'_, 'v>,
 ) -> Result<Vec<u8>, (String, FormatError)> {
     let mut object = Map::new();
     for (fqn, value) in values {
-        let json = to_json(value, fqn, 0, tensor).map_err(|error| (fqn.clone(), error))?;
+        let json = to_json(value, fqn, 0, store_tensor).map_err(|error| (fqn.clone(), error))?;
         object.insert(fqn.clone(), json);
     }
     let file = json!({ "format": FORMAT, "version": VERSION, "values": object });
@@ -58,18 +59,12 @@ pub fn encode_values<'v>(
 fn to_json<'v>(
     value: &'v PlainValue,
     path: &str,
-    depth: usize,
-    tensor: &mut StoreTensor<'_, 'v>,
+    depth: u64,
+    store_tensor: &mut StoreTensor<'_, 'v>,
 ) -> Result<Value, FormatError> {
     // The JSON reader accepts 128 levels of nesting, and a dict with a tag takes three of them.
-    const DEEPEST: usize = 40;
-    if depth >= DEEPEST {
-        return Err(FormatError::Limit {
-            what: "nesting of a value in JSON",
-            value: depth as u64,
-            limit: DEEPEST as u64,
-        });
-    }
+    const DEEPEST: u64 = 39;
+    check_limit("nesting of a value in JSON", depth, DEEPEST)?;
     Ok(match value {
         PlainValue::None => Value::Null,
         PlainValue::Bool(value) => json!(value),
@@ -87,9 +82,13 @@ fn to_json<'v>(
         }
         PlainValue::Str(text) => json!(text),
         PlainValue::Bytes(bytes) => json!({ "$bytes": base16ct::lower::encode_string(bytes) }),
-        PlainValue::List(items) => items_to_json(items, path, depth, tensor)?,
-        PlainValue::Tuple(items) => json!({ "$tuple": items_to_json(items, path, depth, tensor)? }),
-        PlainValue::Set(items) => json!({ "$set": items_to_json(items, path, depth, tensor)? }),
+        PlainValue::List(items) => items_to_json(items, path, depth, store_tensor)?,
+        PlainValue::Tuple(items) => {
+            json!({ "$tuple": items_to_json(items, path, depth, store_tensor)? })
+        }
+        PlainValue::Set(items) => {
+            json!({ "$set": items_to_json(items, path, depth, store_tensor)? })
+        }
         PlainValue::Dict(entries) => {
             // The keys of a JSON object are texts that differ, and `$` begins a tag. Any other dict
             // becomes a list of pairs.
@@ -99,11 +98,11 @@ fn to_json<'v>(
             let mut object = Map::new();
             let mut pairs = Vec::new();
             for (key, value) in entries {
-                let json_key = to_json(key, path, depth + 1, tensor)?;
+                let json_key = to_json(key, path, depth + 1, store_tensor)?;
                 let name = json_key
                     .as_str()
                     .map_or_else(|| json_key.to_string(), str::to_owned);
-                let value = to_json(value, &format!("{path}.{name}"), depth + 1, tensor)?;
+                let value = to_json(value, &format!("{path}.{name}"), depth + 1, store_tensor)?;
                 if is_plain {
                     object.insert(name, value);
                 } else {
@@ -116,12 +115,12 @@ fn to_json<'v>(
                 json!({ "$dict": pairs })
             }
         }
-        PlainValue::Tensor(inside) => {
-            json!({ "$tensor": tensor(path.to_owned(), inside) })
+        PlainValue::Tensor(tensor) => {
+            json!({ "$tensor": store_tensor(path.to_owned(), tensor) })
         }
         PlainValue::Typed(python_type, description) => {
             let tag = format!("${}", python_type.name());
-            json!({ tag: to_json(description, path, depth + 1, tensor)? })
+            json!({ tag: to_json(description, path, depth + 1, store_tensor)? })
         }
         other => {
             let what = format!("a value of type `{}` in JSON", other.type_name());
@@ -134,8 +133,8 @@ fn to_json<'v>(
 fn items_to_json<'v>(
     items: &'v [PlainValue],
     path: &str,
-    depth: usize,
-    tensor: &mut StoreTensor<'_, 'v>,
+    depth: u64,
+    store_tensor: &mut StoreTensor<'_, 'v>,
 ) -> Result<Value, FormatError> {
     let mut array = Vec::with_capacity(items.len());
     for (index, item) in items.iter().enumerate() {
@@ -143,7 +142,7 @@ fn items_to_json<'v>(
             item,
             &format!("{path}.{index}"),
             depth + 1,
-            tensor,
+            store_tensor,
         )?);
     }
     Ok(Value::Array(array))

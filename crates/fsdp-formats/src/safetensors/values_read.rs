@@ -21,36 +21,67 @@ pub struct ValuesFile {
     pub paths: Option<IndexMap<String, KeyPath>>,
 }
 
-/// Reads a values file. `tensor` reads the tensor with a given key, for values that contain
+/// Reads a values file. `read_tensor` reads the tensor with a given key, for values that contain
 /// tensors.
 pub fn decode_values(
     bytes: &[u8],
-    tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
+    read_tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
 ) -> Result<ValuesFile, FormatError> {
     let mut context = Context {
         elements: Budget::new(0, 1),
         text: Budget::new(bytes.len() as u64, 1),
-        tensor,
+        read_tensor,
         error: None,
     };
     let mut json = serde_json::Deserializer::from_slice(bytes);
-    let read = FileSeed(&mut context)
+    let seed = ValueSeed {
+        context: &mut context,
+        depth: 0,
+    };
+    let read = seed
         .deserialize(&mut json)
-        .and_then(|values| json.end().map(|()| values));
+        .and_then(|file| json.end().map(|()| file));
     // The JSON reader turns an error of these visitors into a text, so the original one is returned
     // instead.
-    match (read, context.error) {
-        (Ok(values), _) => Ok(values),
-        (Err(_), Some(error)) => Err(error),
-        (Err(error), None) => Err(malformed(error)),
+    let file = read.map_err(|error| context.error.unwrap_or_else(|| malformed(error)))?;
+    let PlainValue::Dict(entries) = file else {
+        return Err(malformed("it is no object"));
+    };
+    let mut values = None;
+    let mut paths = None;
+    let mut is_format = false;
+    let mut is_version = false;
+    for entry in entries {
+        match (entry.0.as_str(), entry.1) {
+            (Some("format"), format) => is_format = format.as_str() == Some(FORMAT),
+            (Some("version"), version) => {
+                is_version = version.as_int().is_some_and(|version| version <= VERSION);
+            }
+            (Some("values"), PlainValue::Dict(items)) => values = Some(items),
+            (Some("paths"), items) => paths = Some(decode_paths(items)?),
+            _ => {}
+        }
     }
+    if !(is_format && is_version) {
+        return Err(malformed("it is of another format or a later version"));
+    }
+    let Some(items) = values else {
+        return Err(malformed("it has no `values`"));
+    };
+    let mut values = IndexMap::with_capacity(items.len());
+    for item in items {
+        if let (PlainValue::Str(fqn), value) = item {
+            values.insert(fqn, value);
+        }
+    }
+    Ok(ValuesFile { values, paths })
 }
 
 /// The state that the readers of the parts share.
 struct Context<'c> {
     elements: Budget,
     text: Budget,
-    tensor: &'c mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
+    read_tensor: &'c mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
     /// The first error that is not JSON's.
     error: Option<FormatError>,
 }
@@ -75,54 +106,8 @@ impl Context<'_> {
     }
 }
 
-/// Reads the whole file.
-struct FileSeed<'s, 'c>(&'s mut Context<'c>);
-
-impl<'de> DeserializeSeed<'de> for FileSeed<'_, '_> {
-    type Value = ValuesFile;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<ValuesFile, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for FileSeed<'_, '_> {
-    type Value = ValuesFile;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object of values")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ValuesFile, A::Error> {
-        let FileSeed(context) = self;
-        let mut values = None;
-        let mut paths = None;
-        let mut is_format = false;
-        let mut is_version = false;
-        while let Some(key) = map.next_key::<String>()? {
-            match key.as_str() {
-                "format" => is_format = map.next_value::<String>()? == FORMAT,
-                "version" => is_version = map.next_value::<u64>()? <= VERSION,
-                "values" => values = Some(map.next_value_seed(ValuesSeed(context))?),
-                "paths" => {
-                    let value = map.next_value_seed(ValueSeed(context))?;
-                    paths = Some(paths_of(value).map_err(|error| context.fail(error))?);
-                }
-                _ => drop(map.next_value::<IgnoredAny>()?),
-            }
-        }
-        if !(is_format && is_version) {
-            return Err(context.fail(malformed("it is of another format or a later version")));
-        }
-        match values {
-            Some(values) => Ok(ValuesFile { values, paths }),
-            None => Err(context.fail(malformed("it has no `values`"))),
-        }
-    }
-}
-
 /// Reads the paths of earlier files: a dict of lists of texts and positions.
-fn paths_of(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError> {
+fn decode_paths(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError> {
     let PlainValue::Dict(paths) = value else {
         return Err(malformed("the paths are no object"));
     };
@@ -144,42 +129,32 @@ fn paths_of(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatError>
     Ok(read)
 }
 
-/// Reads the values by their flat keys, which may be any text.
-struct ValuesSeed<'s, 'c>(&'s mut Context<'c>);
-
-impl<'de> DeserializeSeed<'de> for ValuesSeed<'_, '_> {
-    type Value = IndexMap<String, PlainValue>;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for ValuesSeed<'_, '_> {
-    type Value = IndexMap<String, PlainValue>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object of values by key")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut values = IndexMap::new();
-        while let Some(key) = map.next_key::<String>()? {
-            self.0.charge(key.len() + size_of::<String>())?;
-            values.insert(key, map.next_value_seed(ValueSeed(self.0))?);
-        }
-        Ok(values)
-    }
-}
+/// The depth of the values in a file: they are in an object that is in another one. The keys above
+/// them may be any text, and are no tags.
+const VALUES_DEPTH: usize = 2;
 
 /// Reads one value.
-struct ValueSeed<'s, 'c>(&'s mut Context<'c>);
+struct ValueSeed<'s, 'c> {
+    context: &'s mut Context<'c>,
+    /// The number of lists and objects around it.
+    depth: usize,
+}
+
+impl<'c> ValueSeed<'_, 'c> {
+    /// Returns the reader of an item of this value.
+    fn item(&mut self) -> ValueSeed<'_, 'c> {
+        ValueSeed {
+            context: self.context,
+            depth: self.depth + 1,
+        }
+    }
+}
 
 impl<'de> DeserializeSeed<'de> for ValueSeed<'_, '_> {
     type Value = PlainValue;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<PlainValue, D::Error> {
-        self.0.charge(0)?;
+        self.context.charge(0)?;
         deserializer.deserialize_any(self)
     }
 }
@@ -212,31 +187,29 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<PlainValue, E> {
-        self.0.charge(text.len())?;
+        self.context.charge(text.len())?;
         Ok(PlainValue::Str(text.to_owned()))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<PlainValue, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut items: A) -> Result<PlainValue, A::Error> {
         let mut list = Vec::new();
-        while let Some(item) = items.next_element_seed(ValueSeed(self.0))? {
+        while let Some(item) = items.next_element_seed(self.item())? {
             list.push(item);
         }
         Ok(PlainValue::List(list))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PlainValue, A::Error> {
-        let ValueSeed(context) = self;
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<PlainValue, A::Error> {
         let mut entries: Vec<(PlainValue, PlainValue)> = Vec::new();
         while let Some(key) = map.next_key::<String>()? {
-            context.charge(key.len())?;
-            let value = map.next_value_seed(ValueSeed(context))?;
-            if entries.is_empty() && key.starts_with('$') {
-                if map.next_key::<IgnoredAny>()?.is_some() {
-                    return Err(
-                        context.fail(malformed("an object with a tag holds more than that"))
-                    );
-                }
-                return tagged(context, &key, value).map_err(|error| context.fail(error));
+            self.context.charge(key.len())?;
+            let value = map.next_value_seed(self.item())?;
+            if self.depth >= VALUES_DEPTH && entries.is_empty() && key.starts_with('$') {
+                let converted = match map.next_key::<IgnoredAny>()? {
+                    Some(_) => Err(malformed("an object with a tag holds more than that")),
+                    None => convert_tagged(self.context, &key, value),
+                };
+                return converted.map_err(|error| self.context.fail(error));
             }
             entries.push((key.into(), value));
         }
@@ -246,7 +219,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
 
 /// Returns the value of an object with a tag, such as a tuple for `{"$tuple": [1, 2]}`. `value` is
 /// what stands behind the tag. The documentation of `values.rs` lists the tags.
-fn tagged(
+fn convert_tagged(
     context: &mut Context<'_>,
     tag: &str,
     value: PlainValue,
@@ -255,19 +228,19 @@ fn tagged(
         ("$tuple", PlainValue::List(items)) => PlainValue::Tuple(items),
         ("$set", PlainValue::List(items)) => PlainValue::Set(items),
         ("$tuple" | "$set", _) => return Err(malformed("a tagged value is no list")),
-        ("$bytes", PlainValue::Str(text)) => PlainValue::Bytes(unhex(&text)?),
-        ("$int", PlainValue::Str(text)) => PlainValue::BigInt(unhex(&text)?),
+        ("$bytes", PlainValue::Str(text)) => PlainValue::Bytes(decode_hexadecimal(&text)?),
+        ("$int", PlainValue::Str(text)) => PlainValue::BigInt(decode_hexadecimal(&text)?),
         ("$bytes" | "$int", _) => return Err(malformed("bytes are not in hexadecimal")),
         ("$float", PlainValue::Str(text)) if is_hexadecimal(&text) => PlainValue::Float(
             f64::from_bits(u64::from_str_radix(&text, 16).map_err(malformed)?),
         ),
         ("$float", _) => return Err(malformed("the bits of a float are not in hexadecimal")),
         ("$dict", PlainValue::List(pairs)) => {
-            let pairs: Option<Vec<_>> = pairs.into_iter().map(pair_of).collect();
+            let pairs: Option<Vec<_>> = pairs.into_iter().map(into_pair).collect();
             PlainValue::Dict(pairs.ok_or_else(|| malformed("a dict is no list of pairs"))?)
         }
         ("$dict", _) => return Err(malformed("a dict is no list of pairs")),
-        ("$tensor", PlainValue::Str(key)) => PlainValue::Tensor((context.tensor)(&key)?),
+        ("$tensor", PlainValue::Str(key)) => PlainValue::Tensor((context.read_tensor)(&key)?),
         ("$tensor", _) => return Err(malformed("a tensor's key is no text")),
         (tag, value) => match tag.strip_prefix('$').and_then(PythonType::from_name) {
             Some(python_type) if python_type.fits(&value) => PlainValue::typed(python_type, value),
@@ -284,7 +257,7 @@ fn tagged(
 }
 
 /// Returns the key and the value in a list of two; `None` for any other value.
-fn pair_of(pair: PlainValue) -> Option<(PlainValue, PlainValue)> {
+fn into_pair(pair: PlainValue) -> Option<(PlainValue, PlainValue)> {
     let PlainValue::List(pair) = pair else {
         return None;
     };
@@ -298,7 +271,7 @@ fn is_hexadecimal(text: &str) -> bool {
 }
 
 /// Reads bytes in hexadecimal.
-fn unhex(text: &str) -> Result<Vec<u8>, FormatError> {
+fn decode_hexadecimal(text: &str) -> Result<Vec<u8>, FormatError> {
     base16ct::mixed::decode_vec(text).map_err(|_| malformed("bytes are not in hexadecimal"))
 }
 

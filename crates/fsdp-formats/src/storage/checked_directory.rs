@@ -13,8 +13,8 @@ use super::checked_file::CheckedFile;
 use super::integrity::{FileIntegrity, INTEGRITY_FILE, Integrity, integrity_beside};
 use super::lineage::Lineage;
 use super::location::Location;
-use super::read_at::{ReadAt, read_whole};
-use crate::error::{FileError, FormatError, check_limit};
+use super::read_at::{ReadAt, read_file};
+use crate::error::{FileError, FormatError};
 use crate::limits::{MAX_INTEGRITY_BYTES, MAX_LISTED_FILES, MAX_PICKLE_BYTES};
 use crate::metadata::METADATA_FILE;
 use crate::threads::lock;
@@ -300,9 +300,8 @@ impl CheckedDirectory {
             bytes_read: Arc::default(),
             ..self.checked(file, name, hashes)
         };
-        check_limit("file length", file.len(), limit)
-            .and_then(|()| file.check_length())
-            .and_then(|()| read_whole(&file, 0, file.len()))
+        file.check_length()
+            .and_then(|()| read_file(&file, limit))
             .map_err(|source| self.file_error(name, source))
     }
 

@@ -30,8 +30,8 @@ use fsdp_digest::{Digest, StateDigest};
 use serde::{Deserialize, Serialize};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-use crate::error::{FormatError, check_limit};
-use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES};
+use crate::error::FormatError;
+use crate::limits::{MAX_BLOCK_BYTES, MAX_INTEGRITY_BYTES, check_limit};
 use crate::storage::lineage::Lineage;
 
 /// The name of the integrity file in a checkpoint's directory.

@@ -10,8 +10,8 @@ use super::file_system::FileSystem;
 use super::fs::utf8_name;
 use super::local::LocalStorage;
 use super::paths::check_relative;
-use super::read_at::read_whole;
-use crate::error::{FileError, LocationError, check_limit};
+use super::read_at::read_file;
+use crate::error::{FileError, LocationError};
 
 /// The place of a checkpoint, or of a directory of checkpoints.
 ///
@@ -241,9 +241,7 @@ impl Location {
     pub fn read_file(&self, limit: u64) -> Result<Vec<u8>, FileError> {
         let (directory, name) = self.split()?;
         let file = directory.storage()?.open(Links::Follow)?.file(name)?;
-        check_limit("file length", file.len(), limit)
-            .and_then(|()| read_whole(&*file, 0, file.len()))
-            .map_err(|error| error.in_file(self.name()))
+        read_file(&*file, limit).map_err(|error| error.in_file(self.name()))
     }
 
     /// Returns `true` if a file or an object is here.

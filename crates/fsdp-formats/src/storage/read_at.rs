@@ -4,6 +4,7 @@ use std::io::{Error, ErrorKind};
 use std::ops::Range;
 
 use crate::error::FormatError;
+use crate::limits::check_limit;
 
 /// A source of bytes that several threads read by position.
 pub trait ReadAt: Send + Sync {
@@ -69,6 +70,12 @@ pub fn read_whole<S: ReadAt + ?Sized>(
     let mut bytes = vec![0; length as usize];
     source.read_exact_at(offset, &mut bytes)?;
     Ok(bytes)
+}
+
+/// Reads all of a file of at most `limit` bytes.
+pub(crate) fn read_file(file: &dyn ReadAt, limit: u64) -> Result<Vec<u8>, FormatError> {
+    check_limit("file length", file.len(), limit)?;
+    read_whole(file, 0, file.len())
 }
 
 /// Returns the end of a range of a source that has `available` bytes. A range that goes beyond them

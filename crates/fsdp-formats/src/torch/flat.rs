@@ -14,16 +14,16 @@ use tracing::warn;
 use super::Result;
 use super::legacy;
 use super::sharded::{ShardedRef, is_sharded};
-use super::storages::{InStorage, Storages};
+use super::storages::Storages;
 use super::tensor_ref::TensorRef;
-use super::value::{COPIES, LoadTensors as _, TensorLoader, convert, opaque_type};
-use super::zip::Directory;
+use super::value::{COPIES, LoadTensors as _, TensorLoader, convert};
 use crate::error::{FileError, FormatError};
-use crate::formats::assembled::{Elements, Held, Piece, Start};
+use crate::formats::assembled::{Elements, Held, Piece};
 use crate::formats::structure::{Structure, key_texts};
 use crate::pickle::{Fields, Node, NodeId, OpaqueNode, Pickle, Walk, parse};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::read_at::ReadAt;
+use crate::zip::Directory;
 
 /// The content of a file.
 #[derive(Debug, Clone)]
@@ -37,7 +37,7 @@ pub(crate) struct FlatFile {
     /// The containers that they came from.
     pub(crate) structure: Structure,
     /// The names of the archive's storages, or where a legacy file has them.
-    storages: Arc<Storages>,
+    storages: Storages,
 }
 
 /// The tensors and values of a file with their paths, by flat key.
@@ -66,13 +66,13 @@ impl FlatFile {
     ) -> Result<Self, FileError> {
         let file = directory.file(name)?;
         let (found, structure, storages) =
-            flattened(&*file, archive).map_err(|source| directory.file_error(name, source))?;
+            flatten_file(&*file, archive).map_err(|source| directory.file_error(name, source))?;
         let flat = FlatFile {
             name: Arc::from(name),
             path: directory.path().join(name),
             found,
             structure,
-            storages: Arc::new(storages),
+            storages,
         };
         let mut simplified = flat.found.iter().filter(
             |(_, (_, leaf))| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes),
@@ -87,10 +87,7 @@ impl FlatFile {
 
     /// Makes the error of this file from the reason.
     pub(crate) fn error(&self, source: FormatError) -> FileError {
-        FileError::File {
-            path: self.path.clone(),
-            source,
-        }
+        source.in_file(&self.path)
     }
 
     /// Reads the elements of a tensor of this file, which is `file`.
@@ -101,26 +98,21 @@ impl FlatFile {
     /// Returns where a tensor of this file lies. A storage that is missing or too short is an
     /// error.
     pub(crate) fn piece(&self, tensor: &TensorRef) -> Result<Piece, FileError> {
-        let about = self
+        let start = self
             .storages
-            .start(&tensor.storage, tensor.storage_bytes)
+            .find_start(&tensor.storage, tensor.storage_bytes)
             .map_err(|source| self.error(source))?;
-        let storage = InStorage {
-            storages: self.storages.clone(),
-            key: tensor.storage.clone(),
-            bytes: tensor.storage_bytes,
-        };
         Ok(Piece {
             file: self.name.clone(),
-            start: Start::Near(about, Arc::new(storage)),
+            start,
             layout: tensor.layout.clone(),
             elements: Elements::Plain,
         })
     }
 }
 
-/// Returns about how many bytes a path takes.
-fn path_length(path: &KeyPath) -> usize {
+/// Returns about how many bytes of memory a path takes.
+fn path_bytes(path: &KeyPath) -> usize {
     let texts = path.0.iter().map(|part| match part {
         PathPart::Key(key) => key.len(),
         PathPart::Index(_) => 0,
@@ -136,7 +128,7 @@ struct Flattener<'p, 'a> {
 }
 
 /// Reads a file's pickle, finds its storages, and flattens the state dict in it.
-fn flattened(
+fn flatten_file(
     file: &dyn ReadAt,
     archive: Option<Directory>,
 ) -> Result<(Leaves, Structure, Storages)> {
@@ -153,11 +145,12 @@ fn flattened(
         };
         if !archive.records.contains_key("data.pkl") {
             let what = "an archive without the record `data.pkl` of `torch.save`, as `torch.export.save` writes it,";
-            return Err(FormatError::Unsupported {
-                what: what.to_owned(),
-            });
+            return Err(FormatError::unsupported(what));
         }
-        (archive.read_pickle(file)?, Storages::Archive(archive))
+        (
+            archive.read_pickle(file)?,
+            Storages::Archive(Arc::new(archive)),
+        )
     };
     let parsed = parse(&pickle)?;
     let mut flattener = Flattener {
@@ -171,7 +164,8 @@ fn flattened(
 }
 
 impl Flattener<'_, '_> {
-    /// Adds everything below a node, whose path in the state dict is `path`.
+    /// Adds everything below a node, whose path in the state dict is `path`, and returns its
+    /// containers.
     fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure> {
         let p = self.walk.pickle;
         self.walk.enter(id)?;
@@ -183,7 +177,7 @@ impl Flattener<'_, '_> {
             Node::Dict(entries) if !self.has_opaque_key(entries)? => {
                 Structure::Dict(self.flatten_dict(id, entries, path)?)
             }
-            Node::List(items) if self.recurses(id)? => {
+            Node::List(items) if self.holds_tensors_or_dicts(id)? => {
                 Structure::List(self.flatten_all(items, path)?)
             }
             Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
@@ -191,15 +185,14 @@ impl Flattener<'_, '_> {
             }
             _ => {
                 // The path and the flat key are kept in several places.
-                let length = 8 * path_length(path) as u64;
+                let length = 8 * path_bytes(path) as u64;
                 self.walk.charge(id, "memory for keys", length)?;
                 let fqn = path.flat_key();
-                let leaf = self.leaf(id).map_err(|error| error.of_key(&fqn))?;
+                let leaf = self.read_leaf(id).map_err(|error| error.of_key(&fqn))?;
                 let other = self.found.insert(fqn.clone(), (path.clone(), leaf));
                 if other.is_some() {
-                    return Err(FormatError::Unsupported {
-                        what: format!("two values with the flat key `{fqn}`"),
-                    });
+                    let what = format!("two values with the flat key `{fqn}`");
+                    return Err(FormatError::unsupported(what));
                 }
                 Structure::Leaf(fqn)
             }
@@ -208,7 +201,7 @@ impl Flattener<'_, '_> {
         Ok(structure)
     }
 
-    /// Adds the parameters, buffers and submodules of a module.
+    /// Adds the parameters, buffers and submodules of a module, and returns them by name.
     fn flatten_module(
         &mut self,
         id: NodeId,
@@ -218,13 +211,13 @@ impl Flattener<'_, '_> {
         let mut items = Vec::new();
         for (key, part) in self.module_parts(id, object)? {
             let text = self.walk.pickle.str(key)?;
-            let below = self.child(id, path, text.to_owned())?;
+            let below = self.child_path(id, path, text.to_owned())?;
             items.push((text.into(), self.flatten(part, &below)?));
         }
         Ok(items)
     }
 
-    /// Adds the entries of a dict.
+    /// Adds the entries of a dict, and returns them by key.
     fn flatten_dict(
         &mut self,
         id: NodeId,
@@ -233,13 +226,13 @@ impl Flattener<'_, '_> {
     ) -> Result<Vec<(PlainValue, Structure)>> {
         let mut keys = Vec::with_capacity(entries.len());
         for &(key, _) in entries {
-            keys.push(self.key(key)?);
+            keys.push(self.read_key(key)?);
         }
         let texts = key_texts(keys.iter());
         let mut items = Vec::with_capacity(entries.len());
         for ((&(key_id, value), key), text) in entries.iter().zip(keys).zip(texts) {
             let text = text.ok_or_else(|| unsupported_key(self.walk.pickle, key_id))?;
-            let below = self.child(id, path, text)?;
+            let below = self.child_path(id, path, text)?;
             items.push((key, self.flatten(value, &below)?));
         }
         Ok(items)
@@ -247,14 +240,14 @@ impl Flattener<'_, '_> {
 
     /// Returns the path of an item of a container at a path, and charges it, because all of it is
     /// copied for each item.
-    fn child(&mut self, id: NodeId, path: &KeyPath, text: String) -> Result<KeyPath> {
-        let length = path_length(path) + text.len();
+    fn child_path(&mut self, id: NodeId, path: &KeyPath, text: String) -> Result<KeyPath> {
+        let length = path_bytes(path) + text.len();
         self.walk.charge(id, "memory for keys", length as u64)?;
         Ok(path.child(PathPart::Key(text)))
     }
 
-    /// Makes the key of a dict.
-    fn key(&mut self, id: NodeId) -> Result<PlainValue> {
+    /// Returns the value of a key of a dict.
+    fn read_key(&mut self, id: NodeId) -> Result<PlainValue> {
         let p = self.walk.pickle;
         convert(&mut self.walk, id, &mut |_: &TensorRef| {
             Err(unsupported_key(p, id))
@@ -270,8 +263,8 @@ impl Flattener<'_, '_> {
             if matches!(self.walk.pickle.node(key), Node::Str(_)) {
                 continue;
             }
-            match self.key(key) {
-                Err(FormatError::Pickle(error)) if opaque_type(&error).is_some() => {
+            match self.read_key(key) {
+                Err(FormatError::Pickle(error)) if error.opaque_type().is_some() => {
                     return Ok(true);
                 }
                 key => drop(key?),
@@ -280,8 +273,8 @@ impl Flattener<'_, '_> {
         Ok(false)
     }
 
-    /// Makes the value of a flat key.
-    fn leaf(&mut self, id: NodeId) -> Result<Leaf> {
+    /// Returns the tensor or value of a flat key.
+    fn read_leaf(&mut self, id: NodeId) -> Result<Leaf> {
         match ShardedRef::from_node(&mut self.walk, id) {
             Ok(Some(sharded)) => return Ok(Leaf::Sharded(sharded)),
             Ok(None) => {}
@@ -313,17 +306,17 @@ impl Flattener<'_, '_> {
             },
             Err(error) => error,
         };
-        let Some(of) = opaque_type(&error) else {
+        let Some(opaque_type) = error.opaque_type() else {
             return Err(error.into());
         };
         // Describe the opaque value now, because the pickle is not kept.
         let description = convert(&mut describing, id, &mut self.loader)?;
         describing.describes = false;
         self.walk = describing;
-        Ok(Leaf::Value(Held::Opaque(of, description)))
+        Ok(Leaf::Value(Held::Opaque(opaque_type, description)))
     }
 
-    /// Adds what lies below the items of a list or tuple.
+    /// Adds what lies below the items of a list or tuple, and returns the items.
     fn flatten_all(&mut self, items: &[NodeId], path: &KeyPath) -> Result<Vec<Structure>> {
         let items = items.iter().enumerate();
         items
@@ -332,7 +325,7 @@ impl Flattener<'_, '_> {
     }
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
-    fn recurses(&mut self, id: NodeId) -> Result<bool> {
+    fn holds_tensors_or_dicts(&mut self, id: NodeId) -> Result<bool> {
         let p = self.walk.pickle;
         self.walk.enter(id)?;
         let items = p.sequence(id)?;
@@ -341,7 +334,7 @@ impl Flattener<'_, '_> {
         for &item in items {
             found = match p.node(item) {
                 Node::Dict(_) => true,
-                Node::List(_) => self.recurses(item)?,
+                Node::List(_) => self.holds_tensors_or_dicts(item)?,
                 Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
                 _ => self.is_tensor(item)?,
             };
@@ -382,14 +375,14 @@ impl Flattener<'_, '_> {
             return Ok(false);
         }
         // Lists may hold one object many times, so each look at its arguments is charged.
-        self.walk.charge(id, "expanded size", LOOK)?;
+        self.walk.charge(id, "expanded size", LOOK_COST_BYTES)?;
         Ok(matches!(TensorRef::from_node(p, id), Ok(Some(_))) || is_sharded(p, id))
     }
 
     /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all
     /// modules.
     fn is_module(&mut self, id: NodeId, object: &OpaqueNode<'_>) -> Result<bool> {
-        let attributes = attributes(self.walk.pickle, id, object);
+        let attributes = attributes_of(self.walk.pickle, id, object);
         // Many objects may share one list of attributes, so each look through it is charged.
         let count = attributes.entries.len() as u64;
         self.walk.charge(id, "expanded size", count)?;
@@ -408,7 +401,7 @@ impl Flattener<'_, '_> {
         let p = self.walk.pickle;
         let mut parts = Vec::new();
         let mut excluded = HashSet::new();
-        for &(key, value) in attributes(p, id, object).entries {
+        for &(key, value) in attributes_of(p, id, object).entries {
             match (p.node(key), p.node(value)) {
                 (Node::Str(NOT_PERSISTENT), Node::Set(names)) => {
                     for &name in names {
@@ -437,7 +430,9 @@ impl Flattener<'_, '_> {
             Node::Str(text) => text.len() as u64,
             _ => 0,
         };
-        Ok(self.walk.charge(id, "expanded size", NAME + length)?)
+        Ok(self
+            .walk
+            .charge(id, "expanded size", NAME_COST_BYTES + length)?)
     }
 }
 
@@ -447,17 +442,15 @@ fn unsupported_key(p: &Pickle<'_>, key: NodeId) -> FormatError {
         Node::BigInt(_) => "an int of more than 64 bits",
         other => other.kind(),
     };
-    FormatError::Unsupported {
-        what: format!("{kind} as the key of a dict"),
-    }
+    FormatError::unsupported(format!("{kind} as the key of a dict"))
 }
 
 /// The bytes that a look at the arguments of an object is charged, whether they describe a tensor.
-const LOOK: u64 = 128;
+const LOOK_COST_BYTES: u64 = 128;
 
 /// The bytes that a name in a module is charged besides its text: a set of names that grows takes
 /// most.
-const NAME: u64 = 2 * size_of::<&str>() as u64;
+const NAME_COST_BYTES: u64 = 2 * size_of::<&str>() as u64;
 
 /// The attributes of a module that hold its tensors and the modules below it.
 const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
@@ -465,8 +458,8 @@ const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
 /// The attribute of a module with the names of the buffers that its state dict leaves out.
 const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
-/// Returns the attributes of an object. One whose state is no dict has none.
-fn attributes<'p, 'a>(p: &'p Pickle<'a>, id: NodeId, object: &OpaqueNode<'_>) -> Fields<'p, 'a> {
+/// Returns the attributes of an object of an unknown class. One whose state is no dict has none.
+fn attributes_of<'p, 'a>(p: &'p Pickle<'a>, id: NodeId, object: &OpaqueNode<'_>) -> Fields<'p, 'a> {
     match object.state.map(|state| p.node(state)) {
         Some(Node::Dict(entries)) => p.fields(id, entries),
         _ => p.fields(id, &[]),

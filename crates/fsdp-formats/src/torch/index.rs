@@ -11,7 +11,7 @@ use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::index::Index;
 use crate::formats::read::OpenOptions;
-use crate::formats::weights::{Weights, in_two_files, is_known};
+use crate::formats::weights::{Weights, is_known, key_in_two_files};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 
@@ -19,7 +19,7 @@ use crate::storage::location::Location;
 const ENDING: &str = ".bin";
 
 /// Returns those names in a directory that are of a model's weights, or of an index of them.
-pub(crate) fn weights(names: &[String]) -> Vec<String> {
+pub(crate) fn weight_files(names: &[String]) -> Vec<String> {
     names
         .iter()
         .filter(|name| is_known(name, ENDING))
@@ -60,17 +60,14 @@ pub(crate) fn open(
         let flat = FlatFile::read(assembler.directory(), file, None)?;
         if let Some(missing) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
             let reason = format!("it does not hold `{missing}`, which the index looks for here");
-            return Err(flat.error(FormatError::Malformed {
-                what: "checkpoint",
-                reason,
-            }));
+            return Err(flat.error(FormatError::malformed("checkpoint", reason)));
         }
         add_new_keys(&mut assembler, &mut taken, &flat, index)?;
         structure = Some(flat.structure);
     }
     // The containers of one file are those of all keys, but an index may leave keys out.
     if let Some(index) = index {
-        assembler.sort_by_order(&index.weight_map);
+        assembler.sort_as(index);
         structure = None;
     }
     Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
@@ -89,7 +86,12 @@ fn add_new_keys(
             continue;
         }
         if let Some(first) = taken.insert(key.clone(), flat.name.clone()) {
-            return Err(in_two_files(assembler.directory(), key, &first, &flat.name));
+            return Err(key_in_two_files(
+                assembler.directory(),
+                key,
+                &first,
+                &flat.name,
+            ));
         }
         add_leaf(assembler, flat, path, leaf)?;
     }

@@ -15,7 +15,7 @@ use super::Result;
 use super::storages::Storages;
 use super::tensor_ref::storage_key;
 use crate::error::FormatError;
-use crate::limits::MAX_OBJECT_BYTES;
+use crate::limits::{BeyondLimit, MAX_OBJECT_BYTES};
 use crate::pickle::{Global, Node, Pickle, PickleError, PickleErrorKind, parse};
 use crate::storage::read_at::{ReadAt, read_whole};
 
@@ -35,17 +35,17 @@ pub(crate) fn is_start(bytes: &[u8]) -> bool {
 /// read.
 pub(crate) const OLD_START: &[u8] = b"L11954703714";
 
-/// Reads the pickle of the object, and finds the storages.
+/// Returns the pickle of the object, and the places of the storages.
 pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages)> {
     let mut at = 0;
-    let _magic = pickle_at(source, &mut at)?;
-    let _version = pickle_at(source, &mut at)?;
-    check_byte_order(&parse(&pickle_at(source, &mut at)?)?)?;
+    let _magic = read_pickle(source, &mut at)?;
+    let _version = read_pickle(source, &mut at)?;
+    check_byte_order(&parse(&read_pickle(source, &mut at)?)?)?;
     // The object names storages by their keys. Where they lie is known only from the keys' order.
-    let object = pickle_at(source, &mut at)?;
-    let key_list = pickle_at(source, &mut at)?;
+    let object = read_pickle(source, &mut at)?;
+    let key_list = read_pickle(source, &mut at)?;
     let keys = parse(&key_list)?;
-    let sizes = element_sizes(&parse(&object)?)?;
+    let sizes = element_bytes(&parse(&object)?)?;
     let mut storages = HashMap::new();
     for &key in keys.sequence(keys.root())? {
         let key = keys.str(key)?;
@@ -69,20 +69,22 @@ pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages)> {
     Ok((object, Storages::Legacy(storages)))
 }
 
-/// Reads the pickle that starts here, and moves to what follows it.
-fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>> {
+/// Returns the bytes of the pickle that starts at a position, and moves the position behind them.
+fn read_pickle(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>> {
     /// The number of bytes that are tried first. The length of a pickle is only known by parsing
     /// it.
-    const FIRST: u64 = 64 << 10;
+    const FIRST_BYTES: u64 = 64 << 10;
     let rest = source.len().saturating_sub(*at).min(MAX_OBJECT_BYTES);
-    let mut length = FIRST.min(rest);
+    let mut length = FIRST_BYTES.min(rest);
     loop {
         let mut bytes = read_whole(source, *at, length)?;
         let end = match parse(&bytes) {
             Ok(pickle) => pickle.end(),
             // More bytes may help.
             Err(PickleError {
-                kind: PickleErrorKind::Truncated | PickleErrorKind::Limit { what: "length", .. },
+                kind:
+                    PickleErrorKind::Truncated
+                    | PickleErrorKind::Limit(BeyondLimit { what: "length", .. }),
                 ..
             }) if length < rest => {
                 length = length.saturating_mul(4).min(rest);
@@ -100,16 +102,14 @@ fn pickle_at(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>> {
 fn check_byte_order(system: &Pickle<'_>) -> Result<()> {
     for &(key, value) in system.dict(system.root())? {
         if system.str(key)? == "little_endian" && !system.bool(value)? {
-            return Err(FormatError::Unsupported {
-                what: "the byte order `big`".to_owned(),
-            });
+            return Err(FormatError::unsupported("the byte order `big`"));
         }
     }
     Ok(())
 }
 
 /// Returns the bytes of an element of each storage, by key.
-fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>> {
+fn element_bytes(p: &Pickle<'_>) -> Result<HashMap<String, u64>> {
     let mut sizes = HashMap::new();
     for id in p.persistent_ids() {
         let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else {
@@ -121,9 +121,8 @@ fn element_sizes(p: &Pickle<'_>) -> Result<HashMap<String, u64>> {
             .first()
             .is_some_and(|&view| *p.node(view) != Node::None)
         {
-            return Err(FormatError::Unsupported {
-                what: "a storage that is a view of another one".to_owned(),
-            });
+            let what = "a storage that is a view of another one";
+            return Err(FormatError::unsupported(what));
         }
         let size = match p.node(class) {
             Node::Global(Global::TypedStorage(dtype)) => dtype.size_in_bytes(),

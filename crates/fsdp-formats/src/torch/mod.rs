@@ -9,7 +9,6 @@ mod sharded;
 mod storages;
 pub(crate) mod tensor_ref;
 pub(crate) mod value;
-pub(crate) mod zip;
 
 use crate::error::FormatError;
 

@@ -8,7 +8,7 @@ use crate::formats::checkpoint::Format;
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 use crate::torch::flat::{FlatFile, Leaf};
-use crate::torch::zip::Directory;
+use crate::zip::Directory;
 
 /// Opens a file of `torch.save`, written by any version of torch. `archive` is the directory of its
 /// records, if it has one.

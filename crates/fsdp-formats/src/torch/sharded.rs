@@ -32,7 +32,7 @@ pub(crate) struct ShardedRef {
 const MAX_PARTS: usize = 1024;
 
 /// Returns the class, the arguments and the state of a sharded tensor, if this node is one.
-fn subclass<'p>(p: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, NodeId)> {
+fn find_subclass<'p>(p: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, NodeId)> {
     for _ in 0..MAX_WRAPPERS {
         let Node::Object(object) = p.node(id) else {
             return None;
@@ -59,7 +59,7 @@ fn subclass<'p>(p: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, N
 /// Returns `true` if a node describes a rank's part of a tensor. Whether the description is
 /// well-formed is not checked.
 pub(crate) fn is_sharded(p: &Pickle<'_>, id: NodeId) -> bool {
-    subclass(p, id).is_some()
+    find_subclass(p, id).is_some()
 }
 
 impl ShardedRef {
@@ -67,9 +67,9 @@ impl ShardedRef {
     /// else. Many tensors may share lists and attributes, so each look through them is charged to
     /// the walk.
     pub(crate) fn from_node(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Option<Self>> {
-        match subclass(walk.pickle, id) {
-            Some(("DTensor", arguments, state)) => dtensor(walk, arguments, state).map(Some),
-            Some((_, arguments, state)) => sharded_tensor(walk, arguments, state).map(Some),
+        match find_subclass(walk.pickle, id) {
+            Some(("DTensor", arguments, state)) => read_dtensor(walk, arguments, state).map(Some),
+            Some((_, arguments, state)) => read_sharded_tensor(walk, arguments, state).map(Some),
             None => Ok(None),
         }
     }
@@ -87,27 +87,27 @@ fn charge_parts(
 }
 
 /// Returns the items of a tuple or list, and charges a look at each.
-fn items<'p>(walk: &mut Walk<'p, '_>, id: NodeId) -> Result<&'p [NodeId]> {
+fn read_items<'p>(walk: &mut Walk<'p, '_>, id: NodeId) -> Result<&'p [NodeId]> {
     let items = walk.pickle.sequence(id)?;
     walk.charge(id, "expanded size", items.len() as u64)?;
     Ok(items)
 }
 
 /// Returns the numbers in a tuple or list.
-fn numbers(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Vec<usize>> {
-    let numbers = items(walk, id)?.iter().map(|&item| walk.pickle.usize(item));
+fn read_numbers(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Vec<usize>> {
+    let numbers = read_items(walk, id)?
+        .iter()
+        .map(|&item| walk.pickle.usize(item));
     Ok(numbers.collect::<Result<_, _>>()?)
 }
 
-fn malformed(reason: impl Into<String>) -> FormatError {
-    FormatError::Malformed {
-        what: "sharded tensor",
-        reason: reason.into(),
-    }
+/// Makes the error of a sharded tensor that is not what it should be.
+fn malformed(reason: impl ToString) -> FormatError {
+    FormatError::malformed("sharded tensor", reason)
 }
 
 /// Returns dtype and shape of the whole tensor from the arguments `(class, dtype, size, …)`.
-fn whole(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>)> {
+fn read_whole_tensor(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>)> {
     let [_class, dtype, size, ..] = *p.sequence(arguments)? else {
         return Err(p
             .wrong(arguments, "the arguments of a tensor subclass")
@@ -143,26 +143,27 @@ fn attributes_in<'p, 'a>(walk: &mut Walk<'p, 'a>, state: NodeId) -> Result<Field
     Ok(p.fields(state, entries))
 }
 
-/// Returns the attributes of an object.
+/// Returns the attributes in the state of an object of an unknown class: none if it has no state.
+/// Any other node is an error.
 fn attributes_of<'p, 'a>(walk: &mut Walk<'p, 'a>, id: NodeId) -> Result<Fields<'p, 'a>> {
     match walk.pickle.node(id) {
         Node::Opaque(object) => match object.state {
             Some(state) => attributes_in(walk, state),
             None => Ok(walk.pickle.fields(id, &[])),
         },
-        _ => Err(walk.pickle.wrong(id, "an object").into()),
+        _ => Err(walk.pickle.wrong(id, "an object with attributes").into()),
     }
 }
 
 /// Returns the value of an attribute that must be there.
-fn get(attributes: Fields<'_, '_>, name: &str) -> Result<NodeId> {
+fn get_attribute(attributes: Fields<'_, '_>, name: &str) -> Result<NodeId> {
     attributes
         .find(name)
         .ok_or_else(|| malformed(format!("it has no `{name}`")))
 }
 
 /// Returns the tensor that this node describes, which is the `part` of a sharded one.
-fn plain_tensor(p: &Pickle<'_>, id: NodeId, part: &str) -> Result<TensorRef> {
+fn read_plain_tensor(p: &Pickle<'_>, id: NodeId, part: &str) -> Result<TensorRef> {
     TensorRef::from_node(p, id)?.ok_or_else(|| malformed(format!("{part} is no tensor")))
 }
 
@@ -175,28 +176,28 @@ fn mesh_size(sizes: &[usize]) -> Result<usize> {
 }
 
 /// Returns a size, or the product of a tuple of sizes.
-fn product(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<usize> {
+fn read_product(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<usize> {
     match walk.pickle.usize(id) {
         Ok(size) => Ok(size),
         // The items must be numbers: the tuples of a mesh are not nested any deeper.
-        Err(_) => mesh_size(&numbers(walk, id)?),
+        Err(_) => mesh_size(&read_numbers(walk, id)?),
     }
 }
 
 /// Returns the shape of a mesh. Different versions of torch store it in different ways: as a tensor
 /// of ranks, as a layout with a shape and strides, or as a layout of axes that each have a shape
 /// and strides.
-fn mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize>> {
+fn read_mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize>> {
     let p = walk.pickle;
     let Some(layout) = mesh.find("_layout") else {
-        return Ok(plain_tensor(p, get(mesh, "mesh")?, "its mesh")?.shape);
+        return Ok(read_plain_tensor(p, get_attribute(mesh, "mesh")?, "its mesh")?.shape);
     };
     let attributes = attributes_of(walk, layout)?;
     if let Some(axes) = attributes.find("axes") {
         let mut shape = Vec::new();
-        for &axis in items(walk, axes)? {
-            let size = get(attributes_of(walk, axis)?, "shape")?;
-            shape.push(product(walk, size)?);
+        for &axis in read_items(walk, axes)? {
+            let size = get_attribute(attributes_of(walk, axis)?, "shape")?;
+            shape.push(read_product(walk, size)?);
         }
         return Ok(shape);
     }
@@ -211,14 +212,14 @@ fn mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize
         return Ok(vec![size]);
     }
     let mut sizes = Vec::new();
-    for &size in items(walk, shape)? {
-        sizes.push(product(walk, size)?);
+    for &size in read_items(walk, shape)? {
+        sizes.push(read_product(walk, size)?);
     }
     Ok(sizes)
 }
 
 /// Reads a placement. A partial placement, whose parts would have to be summed, is an error.
-fn placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
+fn read_placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
     let p = walk.pickle;
     let Node::Opaque(object) = p.node(id) else {
         return Err(p.wrong(id, "a placement").into());
@@ -230,16 +231,14 @@ fn placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
         .rsplit_once('.')
         .map_or(object.name, |(_, class)| class);
     Ok(match class {
-        "Shard" => Placement::Shard(p.usize(get(attributes, "dim")?)?),
+        "Shard" => Placement::Shard(p.usize(get_attribute(attributes, "dim")?)?),
         "Replicate" => Placement::Replicate,
         "_StridedShard" => Placement::StridedShard {
-            dim: p.usize(get(attributes, "dim")?)?,
-            split_factor: p.usize(get(attributes, "split_factor")?)?,
+            dim: p.usize(get_attribute(attributes, "dim")?)?,
+            split_factor: p.usize(get_attribute(attributes, "split_factor")?)?,
         },
         name => {
-            return Err(FormatError::Unsupported {
-                what: format!("the placement `{name}`"),
-            });
+            return Err(FormatError::unsupported(format!("the placement `{name}`")));
         }
     })
 }
@@ -254,7 +253,7 @@ fn check_order(
     let Some(order) = spec.find_some("shard_order") else {
         return Ok(());
     };
-    for &entry in items(walk, order)? {
+    for &entry in read_items(walk, order)? {
         let dim_and_mesh_dims = match p.node(entry) {
             Node::Opaque(object) => p.sequence(object.args)?,
             _ => p.sequence(entry)?,
@@ -268,11 +267,11 @@ fn check_order(
         let is_strided = placements
             .iter()
             .any(|of| matches!(of, Placement::StridedShard { dim: of, .. } if *of == dim));
-        let mesh_dims = numbers(walk, mesh_dims)?;
+        let mesh_dims = read_numbers(walk, mesh_dims)?;
         if !is_strided && !mesh_dims.is_sorted() {
             let what =
                 format!("dimension {dim} sharded by mesh dimensions {mesh_dims:?} in that order");
-            return Err(FormatError::Unsupported { what });
+            return Err(FormatError::unsupported(what));
         }
     }
     Ok(())
@@ -281,15 +280,19 @@ fn check_order(
 /// Reads a DTensor. Its state has the local tensor and a specification: the placements, and the
 /// mesh with the coordinate of the rank. The boxes of the rank follow from these as they do in
 /// torch.
-fn dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef> {
+fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef> {
     let p = walk.pickle;
-    let (dtype, shape) = whole(p, arguments)?;
+    let (dtype, shape) = read_whole_tensor(p, arguments)?;
     let attributes = attributes_in(walk, state)?;
-    let local = plain_tensor(p, get(attributes, "_local_tensor")?, "its local part")?;
-    let spec = attributes_of(walk, get(attributes, "_spec")?)?;
+    let local = read_plain_tensor(
+        p,
+        get_attribute(attributes, "_local_tensor")?,
+        "its local part",
+    )?;
+    let spec = attributes_of(walk, get_attribute(attributes, "_spec")?)?;
     let mut placements = Vec::new();
-    for &id in items(walk, get(spec, "placements")?)? {
-        placements.push(placement(walk, id)?);
+    for &id in read_items(walk, get_attribute(spec, "placements")?)? {
+        placements.push(read_placement(walk, id)?);
     }
     check_order(walk, spec, &placements)?;
     // A strided shard has a box for each block. Their number comes from the file, so it is limited.
@@ -301,16 +304,15 @@ fn dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<
         }
     }
     if blocks > MAX_PARTS {
-        return Err(FormatError::Unsupported {
-            what: format!("a strided shard of more than {MAX_PARTS} blocks"),
-        });
+        let what = format!("a strided shard of more than {MAX_PARTS} blocks");
+        return Err(FormatError::unsupported(what));
     }
     // Each placement may cut every block.
     walk.charge(state, "expanded size", (placements.len() * blocks) as u64)?;
     // The place of this rank in the mesh, from which its part of the tensor follows.
-    let mesh = attributes_of(walk, get(spec, "mesh")?)?;
-    let mesh_shape = mesh_shape(walk, mesh)?;
-    let coordinate = numbers(walk, get(mesh, "_coordinate_on_dim")?)?;
+    let mesh = attributes_of(walk, get_attribute(spec, "mesh")?)?;
+    let mesh_shape = read_mesh_shape(walk, mesh)?;
+    let coordinate = read_numbers(walk, get_attribute(mesh, "_coordinate_on_dim")?)?;
     if coordinate
         .iter()
         .zip(&mesh_shape)
@@ -319,10 +321,10 @@ fn dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<
         return Err(malformed("its rank lies outside its mesh"));
     }
     let ranks = mesh_size(&mesh_shape)?;
-    let boxes = boxes_of_placements(&shape, &placements, &mesh_shape, &coordinate)
-        .map_err(|error| malformed(error.to_string()))?;
+    let boxes =
+        boxes_of_placements(&shape, &placements, &mesh_shape, &coordinate).map_err(malformed)?;
     charge_parts(walk, state, &local, boxes.len())?;
-    let parts = parts_of(&local, &boxes, &shape)?;
+    let parts = cut_into_boxes(&local, &boxes, &shape)?;
     if local.dtype != dtype {
         return Err(malformed("its local part has another dtype"));
     }
@@ -336,7 +338,11 @@ fn dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<
 
 /// Cuts a local tensor into the boxes of the whole tensor that it holds, one after the other along
 /// each dimension.
-fn parts_of(local: &TensorRef, boxes: &[TensorBox], shape: &[usize]) -> Result<Vec<TensorRef>> {
+fn cut_into_boxes(
+    local: &TensorRef,
+    boxes: &[TensorBox],
+    shape: &[usize],
+) -> Result<Vec<TensorRef>> {
     if boxes.is_empty() {
         if !local.shape.contains(&0) {
             let reason = "its local part has elements where its placements have none";
@@ -388,30 +394,36 @@ fn parts_of(local: &TensorRef, boxes: &[TensorBox], shape: &[usize]) -> Result<V
 }
 
 /// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`.
-fn sharded_tensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef> {
+fn read_sharded_tensor(
+    walk: &mut Walk<'_, '_>,
+    arguments: NodeId,
+    state: NodeId,
+) -> Result<ShardedRef> {
     let p = walk.pickle;
-    let (dtype, shape) = whole(p, arguments)?;
+    let (dtype, shape) = read_whole_tensor(p, arguments)?;
     let [shards, metadata, ..] = *p.sequence(state)? else {
         return Err(p.wrong(state, "the state of a ShardedTensor").into());
     };
     let ranks = p
-        .sequence(get(attributes_of(walk, metadata)?, "shards_metadata")?)?
+        .sequence(get_attribute(
+            attributes_of(walk, metadata)?,
+            "shards_metadata",
+        )?)?
         .len();
-    let shards = items(walk, shards)?;
+    let shards = read_items(walk, shards)?;
     if shards.len() > MAX_PARTS {
-        return Err(FormatError::Unsupported {
-            what: format!("a tensor of which one rank has more than {MAX_PARTS} shards"),
-        });
+        let what = format!("a tensor of which one rank has more than {MAX_PARTS} shards");
+        return Err(FormatError::unsupported(what));
     }
     let mut parts = Vec::new();
     for &id in shards {
         let shard = attributes_of(walk, id)?;
-        let local = plain_tensor(p, get(shard, "tensor")?, "a shard")?;
+        let local = read_plain_tensor(p, get_attribute(shard, "tensor")?, "a shard")?;
         charge_parts(walk, id, &local, 1)?;
-        let place = attributes_of(walk, get(shard, "metadata")?)?;
+        let place = attributes_of(walk, get_attribute(shard, "metadata")?)?;
         let bounds = TensorBox {
-            offsets: p.sizes(get(place, "shard_offsets")?)?,
-            sizes: p.sizes(get(place, "shard_sizes")?)?,
+            offsets: p.sizes(get_attribute(place, "shard_offsets")?)?,
+            sizes: p.sizes(get_attribute(place, "shard_sizes")?)?,
         };
         if !bounds.fits(&shape) || bounds.sizes != local.shape || local.dtype != dtype {
             return Err(malformed(format!(

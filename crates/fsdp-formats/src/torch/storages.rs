@@ -5,41 +5,35 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Result;
-use super::zip::Directory;
 use crate::error::FormatError;
-use crate::formats::assembled::FindStart;
+use crate::formats::assembled::StorageStart;
 use crate::storage::read_at::ReadAt;
+use crate::zip::Directory;
 
 /// The storages of a file.
 #[derive(Debug, Clone)]
 pub(crate) enum Storages {
     /// Records of a zip archive.
-    Archive(Directory),
+    Archive(Arc<Directory>),
     /// Ranges after the pickles, by key: what torch before 1.6 wrote.
     Legacy(HashMap<String, Range<u64>>),
 }
 
-/// Returns the name of the record of a storage.
-fn record_of(key: &str) -> String {
-    format!("data/{key}")
-}
-
 impl Storages {
-    /// Returns where a storage begins, including its header if it has one, after checking that it
-    /// has at least this many bytes.
-    pub(crate) fn start(&self, key: &str, bytes: u64) -> Result<u64> {
+    /// Returns where a storage begins, after checking that it has at least this many bytes.
+    pub(crate) fn find_start(&self, key: &str, bytes: u64) -> Result<StorageStart> {
+        let missing = |name: String| FormatError::MissingRecord { name };
         let (start, length) = match self {
             Storages::Archive(archive) => {
-                let record = archive.get(&record_of(key))?;
-                (record.header, record.length)
+                let name = format!("data/{key}");
+                let found = archive.records.get_full(&name);
+                let (index, _, record) = found.ok_or_else(|| missing(name))?;
+                (StorageStart::Record(archive.clone(), index), record.length)
             }
             Storages::Legacy(storages) => {
-                let storage = storages
-                    .get(key)
-                    .ok_or_else(|| FormatError::MissingRecord {
-                        name: key.to_owned(),
-                    })?;
-                (storage.start, storage.end - storage.start)
+                let found = storages.get(key);
+                let range = found.ok_or_else(|| missing(key.to_owned()))?;
+                (StorageStart::Offset(range.start), range.end - range.start)
             }
         };
         if length < bytes {
@@ -50,30 +44,12 @@ impl Storages {
         Ok(start)
     }
 
-    /// Returns the start of the data of a storage, of which this many bytes must be there. The
-    /// storage's header determines it.
-    pub(crate) fn data_offset(&self, source: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64> {
-        let start = self.start(key, bytes)?;
-        match self {
-            Storages::Archive(archive) => {
-                let name = record_of(key);
-                archive.data_offset(source, &name, archive.get(&name)?)
-            }
-            Storages::Legacy(_) => Ok(start),
+    /// Returns the offset in the file of the first byte of a storage, after checking that it has at
+    /// least this many bytes.
+    pub(crate) fn find_data(&self, file: &dyn ReadAt, key: &str, bytes: u64) -> Result<u64> {
+        match self.find_start(key, bytes)? {
+            StorageStart::Record(archive, index) => archive.data_offset_at(file, index),
+            StorageStart::Offset(start) | StorageStart::Deflated(_, start) => Ok(start),
         }
-    }
-}
-
-/// The storage of one tensor, in a file whose storages are known.
-#[derive(Debug)]
-pub(crate) struct InStorage {
-    pub(crate) storages: Arc<Storages>,
-    pub(crate) key: String,
-    pub(crate) bytes: u64,
-}
-
-impl FindStart for InStorage {
-    fn find(&self, file: &dyn ReadAt) -> Result<u64> {
-        self.storages.data_offset(file, &self.key, self.bytes)
     }
 }

@@ -6,9 +6,7 @@ use fsdp_layout::{DType, TensorBox};
 use crate::error::FormatError;
 use crate::limits::{MAX_STORAGE_KEY_BYTES, is_sane_shape};
 use crate::pickle::write;
-use crate::pickle::{
-    Global, Node, NodeId, Pickle, PickleError, PickleErrorKind, STORAGES, check_attributes,
-};
+use crate::pickle::{Global, Node, NodeId, Pickle, PickleError, STORAGES, check_attributes};
 use crate::strided::StridedLayout;
 
 /// A tensor whose bytes are in a storage record.
@@ -250,14 +248,8 @@ impl StorageRef {
 /// a number.
 pub(super) fn storage_key<'a>(p: &Pickle<'a>, key: NodeId) -> Result<&'a str, PickleError> {
     let text = p.str(key)?;
-    if text.len() > MAX_STORAGE_KEY_BYTES {
-        let kind = PickleErrorKind::Limit {
-            what: "length of a storage's key",
-            value: text.len() as u64,
-            limit: MAX_STORAGE_KEY_BYTES as u64,
-        };
-        return Err(p.error(key, kind));
-    }
+    let limit = MAX_STORAGE_KEY_BYTES;
+    p.check_limit(key, "length of a storage's key", text.len(), limit)?;
     Ok(text)
 }
 
@@ -320,9 +312,8 @@ fn storage_class(dtype: DType) -> Option<&'static str> {
 pub fn check_writable(dtype: DType) -> Result<(), FormatError> {
     if dtype.is_quantized() {
         // Scale and zero point are not part of the elements.
-        return Err(FormatError::Unsupported {
-            what: format!("writing the quantized dtype `{dtype}` as a torch tensor"),
-        });
+        let what = format!("writing the quantized dtype `{dtype}` as a torch tensor");
+        return Err(FormatError::unsupported(what));
     }
     Ok(())
 }

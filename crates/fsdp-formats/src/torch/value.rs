@@ -1,6 +1,7 @@
 //! Non-tensor values: items of `torch.save`, from and to plain values.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use fsdp_digest::{Digest, Sum};
 use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
@@ -8,18 +9,19 @@ use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType, TensorBox};
 use super::Result;
 use super::storages::Storages;
 use super::tensor_ref::{StorageRef, TensorRef, check_writable, write_tensor};
-use super::zip::{ArchiveLayout, Directory, ROOT};
-use crate::budget::Budget;
+use crate::budget::{Budget, check_depth};
 use crate::error::FormatError;
-use crate::limits::{MAX_DEPTH, PICKLE_FACTOR};
+use crate::formats::opaque::describe_bytes;
+use crate::limits::PICKLE_FACTOR;
 use crate::payload::slot::Slot;
 use crate::pickle::write;
 use crate::pickle::{
-    BUILTINS, Global, Node, NodeId, ObjectNode, OpaqueNode, Pickle, PickleError, PickleErrorKind,
-    QSCHEMES, Walk, name_at, parse, parse_within,
+    BUILTINS, Global, Node, NodeId, ObjectNode, OpaqueNode, Pickle, PickleError, QSCHEMES, Walk,
+    name_at, parse, parse_within,
 };
 use crate::storage::read_at::{BlockReader, ReadAt};
 use crate::strided::StoredElements;
+use crate::zip::{ArchiveLayout, Directory, ROOT};
 
 /// Encodes the item of a value: the same as `torch.save(value)` writes, except for the order of the
 /// zip's records.
@@ -34,7 +36,7 @@ use crate::strided::StoredElements;
 /// # Ok::<(), fsdp_formats::FormatError>(())
 /// ```
 pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>> {
-    let (layout, tensors) = layout_of(value)?;
+    let (layout, tensors) = lay_out(value)?;
     let crcs: Vec<u32> = tensors
         .iter()
         .map(|tensor| crc32fast::hash(&tensor.data))
@@ -54,11 +56,11 @@ pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>> {
 
 /// Returns the length of the result of [`encode_value`].
 pub fn value_item_length(value: &PlainValue) -> Result<u64> {
-    Ok(layout_of(value)?.0.length())
+    Ok(lay_out(value)?.0.length())
 }
 
 /// Lays out the item of a value, and lists the tensors inside it.
-fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
+fn lay_out(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
     let mut pickle = Vec::new();
     let mut tensors = Vec::new();
     write::proto(&mut pickle, 2);
@@ -73,19 +75,19 @@ fn layout_of(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
 }
 
 /// Appends the opcodes of a value to `out`, and its tensors to `tensors`. Their storages are
-/// numbered from `first` on, in the order in which they are met. `depth` is the number of
+/// numbered from `first_storage` on, in the order in which they are met. `depth` is the number of
 /// containers around the value.
 pub fn write_value<'v>(
     out: &mut Vec<u8>,
     value: &'v PlainValue,
     tensors: &mut Vec<&'v PlainTensor>,
-    first: usize,
+    first_storage: usize,
     depth: usize,
 ) -> Result<()> {
     ValueWriter {
         out,
         tensors,
-        first,
+        first_storage,
     }
     .write(value, depth)
 }
@@ -94,21 +96,15 @@ pub fn write_value<'v>(
 struct ValueWriter<'o, 'v> {
     out: &'o mut Vec<u8>,
     tensors: &'o mut Vec<&'v PlainTensor>,
-    first: usize,
+    first_storage: usize,
 }
 
 impl<'v> ValueWriter<'_, 'v> {
     /// Writes the opcodes of a value with so many containers around it.
     fn write(&mut self, value: &'v PlainValue, depth: usize) -> Result<()> {
-        if depth >= MAX_DEPTH {
-            return Err(FormatError::TooLarge {
-                what: "nesting",
-                value: depth as u64 + 1,
-                limit: MAX_DEPTH as u64,
-            });
-        }
+        check_depth(depth)?;
         match value {
-            PlainValue::None => write::none(self.out),
+            PlainValue::None => self.out.push(write::NONE),
             PlainValue::Bool(value) => write::bool(self.out, *value),
             PlainValue::Int(value) => write::int(self.out, *value),
             PlainValue::BigInt(bytes) => write::big_int(self.out, bytes),
@@ -124,7 +120,7 @@ impl<'v> ValueWriter<'_, 'v> {
                 write::close_tuple(self.out, 2);
                 self.out.push(write::REDUCE);
             }
-            PlainValue::List(items) => self.list(items, depth)?,
+            PlainValue::List(items) => self.write_list(items, depth)?,
             PlainValue::Tuple(items) => {
                 write::open_tuple(self.out, items.len());
                 for item in items {
@@ -132,8 +128,8 @@ impl<'v> ValueWriter<'_, 'v> {
                 }
                 write::close_tuple(self.out, items.len());
             }
-            PlainValue::Set(items) => self.set("set", items, depth)?,
-            PlainValue::Typed(of, description) => self.typed(*of, description, depth)?,
+            PlainValue::Set(items) => self.write_set("set", items, depth)?,
+            PlainValue::Typed(of, description) => self.write_typed(*of, description, depth)?,
             PlainValue::Dict(entries) => {
                 self.out.push(write::EMPTY_DICT);
                 if !entries.is_empty() {
@@ -145,18 +141,17 @@ impl<'v> ValueWriter<'_, 'v> {
                     self.out.push(write::SETITEMS);
                 }
             }
-            PlainValue::Tensor(tensor) => self.tensor(tensor)?,
+            PlainValue::Tensor(tensor) => self.write_tensor(tensor)?,
             other => {
-                return Err(FormatError::Unsupported {
-                    what: format!("writing a value of type `{}`", other.type_name()),
-                });
+                let what = format!("writing a value of type `{}`", other.type_name());
+                return Err(FormatError::unsupported(what));
             }
         }
         Ok(())
     }
 
     /// Writes the opcodes of a tensor, whose elements follow the pickle in a storage.
-    fn tensor(&mut self, tensor: &'v PlainTensor) -> Result<()> {
+    fn write_tensor(&mut self, tensor: &'v PlainTensor) -> Result<()> {
         check_writable(tensor.dtype)?;
         let length = tensor
             .shape
@@ -172,14 +167,14 @@ impl<'v> ValueWriter<'_, 'v> {
             let found = format!("{} bytes", tensor.data.len());
             return Err(FormatError::unexpected(expected, found));
         }
-        let key = self.first + self.tensors.len();
+        let key = self.first_storage + self.tensors.len();
         write_tensor(self.out, key, tensor.dtype, &tensor.shape);
         self.tensors.push(tensor);
         Ok(())
     }
 
     /// Writes the opcodes of a list.
-    fn list(&mut self, items: &'v [PlainValue], depth: usize) -> Result<()> {
+    fn write_list(&mut self, items: &'v [PlainValue], depth: usize) -> Result<()> {
         self.out.push(write::EMPTY_LIST);
         if !items.is_empty() {
             self.out.push(write::MARK);
@@ -192,16 +187,21 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 
     /// Writes the opcodes of a set, which a builtin function makes of a list.
-    fn set(&mut self, function: &str, items: &'v [PlainValue], depth: usize) -> Result<()> {
+    fn write_set(&mut self, function: &str, items: &'v [PlainValue], depth: usize) -> Result<()> {
         write::global(self.out, "__builtin__", function);
-        self.list(items, depth)?;
+        self.write_list(items, depth)?;
         write::close_tuple(self.out, 1);
         self.out.push(write::REDUCE);
         Ok(())
     }
 
     /// Writes the opcodes of an object of a type that a simpler value describes.
-    fn typed(&mut self, of: PythonType, description: &'v PlainValue, depth: usize) -> Result<()> {
+    fn write_typed(
+        &mut self,
+        of: PythonType,
+        description: &'v PlainValue,
+        depth: usize,
+    ) -> Result<()> {
         match (of, description) {
             // Dtypes and quantization schemes are attributes of the module `torch`, not the results
             // of calls.
@@ -214,7 +214,7 @@ impl<'v> ValueWriter<'_, 'v> {
                 return Ok(());
             }
             (PythonType::FrozenSet, PlainValue::Set(items)) => {
-                return self.set("frozenset", items, depth);
+                return self.write_set("frozenset", items, depth);
             }
             (PythonType::Device, PlainValue::Str(name)) => {
                 write::global(self.out, "torch", "device");
@@ -248,39 +248,14 @@ impl<'v> ValueWriter<'_, 'v> {
     }
 }
 
-/// Reads the value in an item, with the tensors in it. `item` must hold exactly the item.
-///
-/// An `OrderedDict` or `defaultdict` becomes a dict.
-pub fn decode_value<S: ReadAt>(item: &S) -> Result<PlainValue> {
-    decode_value_within(item, Budget::new(item.len(), PICKLE_FACTOR), false)
-}
-
-/// Does the same as [`decode_value`], with a budget for the values. With `describes`, opaque
-/// objects in it become dicts that describe them.
-pub(crate) fn decode_value_within(
-    item: &dyn ReadAt,
-    budget: Budget,
-    describes: bool,
-) -> Result<PlainValue> {
-    let directory = Directory::read(item)?;
-    let pickle = directory.read_pickle(item)?;
-    let parsed = parse_within(&pickle, budget)?;
-    let storages = Storages::Archive(directory);
-    let mut walk = Walk::new(&parsed);
-    walk.describes = describes;
-    convert(
-        &mut walk,
-        parsed.root(),
-        &mut TensorLoader::new(&storages, item),
-    )
-}
-
-/// Reads the value of an item that `torch.save` made.
+/// Reads the value of an item that `torch.save` made, with the tensors in it. An `OrderedDict` or
+/// `defaultdict` becomes a dict.
 ///
 /// # Errors
 /// Bytes that are no such item; a value that is opaque.
-pub fn decode_item(item: &[u8]) -> Result<PlainValue> {
-    decode_value(&item)
+pub fn decode_value(item: &[u8]) -> Result<PlainValue> {
+    let budget = Budget::new(item.len() as u64, PICKLE_FACTOR);
+    decode_value_within(&item, budget, false)
 }
 
 /// Reads the value of an item that `torch.save` made, to be digested: opaque objects in it become
@@ -293,29 +268,48 @@ pub fn describe_item(item: &[u8]) -> Result<PlainValue> {
     decode_value_within(&item, budget, true)
 }
 
+/// Does the same as [`decode_value`], with a budget for the values. With `describes`, opaque
+/// objects in it become dicts that describe them.
+pub(crate) fn decode_value_within(
+    item: &dyn ReadAt,
+    budget: Budget,
+    describes: bool,
+) -> Result<PlainValue> {
+    let archive = Directory::read(item)?;
+    let pickle = archive.read_pickle(item)?;
+    let storages = Storages::Archive(Arc::new(archive));
+    let mut loader = TensorLoader::new(&storages, item);
+    convert_root(&pickle, budget, describes, &mut loader)
+}
+
+/// Turns the root object of a pickle into a value. With `describes`, opaque objects in it become
+/// dicts that describe them.
+fn convert_root(
+    pickle: &[u8],
+    budget: Budget,
+    describes: bool,
+    loader: &mut dyn LoadTensors,
+) -> Result<PlainValue> {
+    let parsed = parse_within(pickle, budget)?;
+    let mut walk = Walk::new(&parsed);
+    walk.describes = describes;
+    convert(&mut walk, parsed.root(), loader)
+}
+
 /// Returns the type of the object that makes the value of an item opaque, from its pickle alone;
 /// `None` for a plain value.
 pub(crate) fn opaque_type_of(item: &dyn ReadAt, budget: Budget) -> Result<Option<String>> {
     let pickle = Directory::read(item)?.read_pickle(item)?;
-    let parsed = parse_within(&pickle, budget)?;
-    let mut walk = Walk::new(&parsed);
-    match convert(&mut walk, parsed.root(), &mut without_elements) {
+    match convert_root(&pickle, budget, false, &mut without_elements) {
         Ok(_) => Ok(None),
-        Err(FormatError::Pickle(error)) => match opaque_type(&error) {
-            Some(of) => Ok(Some(of)),
-            None => Err(error.into()),
-        },
-        Err(error) => Err(error),
+        Err(error) => error.opaque_type().map(Some).ok_or(error),
     }
 }
 
 /// Describes the object of an item, without the elements of the tensors in it.
 pub(crate) fn describe_object(item: &dyn ReadAt, budget: Budget) -> Result<PlainValue> {
     let pickle = Directory::read(item)?.read_pickle(item)?;
-    let parsed = parse_within(&pickle, budget)?;
-    let mut walk = Walk::new(&parsed);
-    walk.describes = true;
-    convert(&mut walk, parsed.root(), &mut without_elements)
+    convert_root(&pickle, budget, true, &mut without_elements)
 }
 
 /// Returns a placeholder without elements for a tensor inside a value that is not read.
@@ -346,7 +340,7 @@ pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<O
     else {
         return Ok(None);
     };
-    let storages = Storages::Archive(archive.clone());
+    let storages = Storages::Archive(Arc::new(archive.clone()));
     let mut loader = TensorLoader::new(&storages, source);
     convert(&mut Walk::new(&parsed), quantizer, &mut loader).map(Some)
 }
@@ -399,7 +393,7 @@ impl<'a> TensorLoader<'a> {
     fn digest(&self, key: &str, bytes: u64) -> Result<Digest> {
         /// The bytes that are read at once.
         const AT_ONCE: u64 = 1 << 20;
-        let start = self.storages.data_offset(self.source, key, bytes)?;
+        let start = self.storages.find_data(self.source, key, bytes)?;
         let mut buffer = vec![0; bytes.min(AT_ONCE) as usize];
         let mut sum = Sum::default();
         let mut at = 0;
@@ -419,7 +413,7 @@ impl LoadTensors for TensorLoader<'_> {
         let length = tensor.shape.iter().product::<usize>() * element;
         let storage =
             self.storages
-                .data_offset(self.source, &tensor.storage, tensor.storage_bytes)?;
+                .find_data(self.source, &tensor.storage, tensor.storage_bytes)?;
         // An expanded tensor is larger than its storage, and several tensors may share one.
         self.budget
             .charge("bytes of tensors in values", length as u64)?;
@@ -459,14 +453,12 @@ impl LoadTensors for TensorLoader<'_> {
 /// not hold its bytes.
 pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue> {
     convert(&mut Walk::new(pickle), id, &mut |_: &TensorRef| {
-        Err(FormatError::Unsupported {
-            what: "a tensor inside this value".to_owned(),
-        })
+        Err(FormatError::unsupported("a tensor inside this value"))
     })
 }
 
-/// Returns the error of a value that is of a known class, but is not a plain value.
-fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
+/// Makes the error of a value that is of a known class, but is not a plain value.
+fn opaque_error(p: &Pickle<'_>, id: NodeId) -> PickleError {
     let name = match p.node(id) {
         Node::Global(global) => global.description(),
         Node::Object(object) => object.global.description(),
@@ -476,24 +468,16 @@ fn unnamed(p: &Pickle<'_>, id: NodeId) -> PickleError {
     p.opaque(id, name)
 }
 
-/// Returns the type of an opaque object, if the error is that of one.
-pub(crate) fn opaque_type(error: &PickleError) -> Option<String> {
-    match &error.kind {
-        PickleErrorKind::Global { module, name } => Some(format!("{module}.{name}")),
-        _ => None,
-    }
-}
-
 /// Describes an opaque object as a dict: its type, its arguments, its state, and the items and
 /// entries that were added to it.
-fn described(
+fn describe_opaque(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
     object: &OpaqueNode<'_>,
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
     // Its type, and the names of its other parts, whose values are charged when they are made.
-    let names = 2 * DESCRIBED + (object.module.len() + object.name.len()) as u64;
+    let names = 2 * DESCRIPTION_COST_BYTES + (object.module.len() + object.name.len()) as u64;
     walk.charge(id, COPIES, names)?;
     let class = format!("{}.{}", object.module, object.name);
     let mut parts = vec![("$type".into(), class.into())];
@@ -520,24 +504,21 @@ fn described(
 }
 
 /// Describes a storage that is itself in an opaque object: its class, and its bytes.
-fn described_storage(
+fn describe_storage(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
     storage: &StorageRef,
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
     // Two keys and two values, with their texts.
-    walk.charge(id, COPIES, 3 * DESCRIBED)?;
+    walk.charge(id, COPIES, 3 * DESCRIPTION_COST_BYTES)?;
     let bytes = loader.storage(&storage.key, storage.bytes)?;
-    Ok(PlainValue::Dict(vec![
-        ("$type".into(), storage.class().into()),
-        ("data".into(), bytes),
-    ]))
+    Ok(describe_bytes(storage.class(), bytes))
 }
 
 /// Returns a tensor inside a value. One that is quantized is opaque there, because nothing would
 /// keep its scale.
-fn tensor_in_value(
+fn convert_tensor(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
     tensor: &TensorRef,
@@ -577,18 +558,18 @@ pub(crate) fn convert(
         Node::List(items) => PlainValue::List(convert_all(walk, items, loader)?),
         Node::Set(items) => PlainValue::Set(convert_all(walk, items, loader)?),
         Node::FrozenSet(items) => {
-            walk.charge(id, COPIES, DESCRIBED)?;
+            walk.charge(id, COPIES, DESCRIPTION_COST_BYTES)?;
             let set = PlainValue::Set(convert_all(walk, items, loader)?);
             PlainValue::typed(PythonType::FrozenSet, set)
         }
         Node::Dict(entries) => convert_dict(walk, id, entries, loader)?,
         Node::Object(object) => {
-            walk.charge(id, COPIES, DESCRIBED)?;
+            walk.charge(id, COPIES, DESCRIPTION_COST_BYTES)?;
             convert_object(walk, id, object, loader)?
         }
-        Node::Opaque(object) if walk.describes => described(walk, id, object, loader)?,
+        Node::Opaque(object) if walk.describes => describe_opaque(walk, id, object, loader)?,
         Node::PersistentId(inner) if walk.describes => match StorageRef::from_node(p, id) {
-            Ok(storage) => described_storage(walk, id, &storage, loader)?,
+            Ok(storage) => describe_storage(walk, id, &storage, loader)?,
             // A persistent id that is not that of a storage of a known class.
             Err(_) => convert(walk, *inner, loader)?,
         },
@@ -603,7 +584,7 @@ pub(crate) const COPIES: &str = "copies of text and bytes";
 
 /// The bytes that a node of a known type is charged: the object and its description are a value
 /// each, and names are texts.
-const DESCRIBED: u64 = 2 * size_of::<PlainValue>() as u64;
+const DESCRIPTION_COST_BYTES: u64 = 2 * size_of::<PlainValue>() as u64;
 
 /// Turns a node that holds no other ones into a value. A pickle may refer to one text many times,
 /// so each copy is charged: a small file cannot fill the memory. In a walk that describes, types
@@ -615,7 +596,7 @@ fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
         Node::Str(text) => text.len() as u64,
         Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len() as u64,
         Node::BigInt(bytes) => size_of_val(*bytes) as u64,
-        Node::Global(_) => DESCRIBED,
+        Node::Global(_) => DESCRIPTION_COST_BYTES,
         Node::Foreign(module, name) => (module.len() + name.len()) as u64,
         _ => 0,
     };
@@ -644,7 +625,7 @@ fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
             Global::Builtin(name) => format!("builtins.{}", name_at(BUILTINS, *name)).into(),
             other => other.description().into(),
         },
-        Node::Global(_) | Node::PersistentId(_) => return Err(unnamed(p, id).into()),
+        Node::Global(_) | Node::PersistentId(_) => return Err(opaque_error(p, id).into()),
         _ => return Err(p.wrong(id, "a plain value").into()),
     })
 }
@@ -698,19 +679,19 @@ fn convert_object(
     object: &ObjectNode,
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
-    if let Some(value) = plain_object(walk, id, object)? {
+    if let Some(value) = convert_plain_object(walk, id, object)? {
         return Ok(value);
     }
     match TensorRef::from_node(walk.pickle, id) {
-        Ok(Some(tensor)) => return tensor_in_value(walk, id, &tensor, loader),
+        Ok(Some(tensor)) => return convert_tensor(walk, id, &tensor, loader),
         // An opaque tensor can be described, but one that is malformed cannot.
-        Err(error) if !walk.describes || opaque_type(&error).is_none() => {
+        Err(error) if !walk.describes || error.opaque_type().is_none() => {
             return Err(error.into());
         }
         Ok(None) | Err(_) => {}
     }
     if !walk.describes {
-        return Err(unnamed(walk.pickle, id).into());
+        return Err(opaque_error(walk.pickle, id).into());
     }
     let mut parts = vec![("$type".into(), object.global.description().into())];
     parts.push(("args".into(), convert(walk, object.args, loader)?));
@@ -721,7 +702,7 @@ fn convert_object(
 }
 
 /// Returns the text of a node, and charges this reference and a copy of it.
-fn copied_text<'a>(walk: &mut Walk<'_, 'a>, id: NodeId) -> Result<&'a str, PickleError> {
+fn copy_text<'a>(walk: &mut Walk<'_, 'a>, id: NodeId) -> Result<&'a str, PickleError> {
     let text = walk.pickle.str(id)?;
     walk.charge(id, COPIES, (size_of::<&str>() + text.len()) as u64)?;
     Ok(text)
@@ -729,7 +710,7 @@ fn copied_text<'a>(walk: &mut Walk<'_, 'a>, id: NodeId) -> Result<&'a str, Pickl
 
 /// Returns the value of a `torch.Size`, a path or a device; `None` for objects of other types. Many
 /// references may lead to one object, so all that is copied of it is charged.
-fn plain_object(
+fn convert_plain_object(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
     object: &ObjectNode,
@@ -747,16 +728,14 @@ fn plain_object(
         (Global::Path(of), args) => {
             let mut parts = Vec::new();
             for &part in args {
-                parts.push(copied_text(walk, part)?);
+                parts.push(copy_text(walk, part)?);
             }
             // The first part of an absolute path is `/` itself.
             PlainValue::typed(of, parts.join("/").replacen("//", "/", 1))
         }
-        (Global::Device, [kind]) => {
-            PlainValue::typed(PythonType::Device, copied_text(walk, *kind)?)
-        }
+        (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, copy_text(walk, *kind)?),
         (Global::Device, [kind, index]) => {
-            let name = format!("{}:{}", copied_text(walk, *kind)?, p.int(*index)?);
+            let name = format!("{}:{}", copy_text(walk, *kind)?, p.int(*index)?);
             PlainValue::typed(PythonType::Device, name)
         }
         _ => return Ok(None),

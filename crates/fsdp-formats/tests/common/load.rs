@@ -1,6 +1,7 @@
 //! A load of a state by N ranks, one after the other.
 
 use fsdp_formats::Location;
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::plan::LoadRequest;
 use fsdp_formats::reader::{CheckpointReader, Destination, ReadOptions};
 
@@ -10,7 +11,7 @@ use crate::state::{State, shard};
 /// needed.
 pub(crate) fn load(state: &State, ranks: usize, from: impl Into<Location>) -> (u64, u64) {
     let checkpoint = CheckpointReader::open(from).unwrap();
-    assert!(checkpoint.has_integrity());
+    assert!(checkpoint.directory().has_integrity());
     let mut needed = 0;
     for rank in 0..ranks {
         let mut wanted = Vec::new();

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::reader::CheckpointReader;
 use fsdp_formats::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_layout::{DType, PlainValue};

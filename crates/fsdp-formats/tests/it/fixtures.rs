@@ -1,5 +1,6 @@
 //! Every checkpoint that PyTorch wrote for us is read bit for bit.
 
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::metadata::{decode, encode};
 use fsdp_formats::reader::CheckpointReader;
 use fsdp_layout::{PlainTensor, PlainValue};

@@ -93,7 +93,7 @@ struct Entry {
 impl Entry {
     /// Describes a state entry. The value itself goes with it if that is small.
     fn new(name: &str, value: &StateValue) -> Result<Self> {
-        let leaf = Leaf::from_value(&KeyPath(vec![PathPart::Key(name.to_owned())]), value)?;
+        let leaf = Leaf::from_value(&KeyPath::from_key(name), value)?;
         Ok(Entry {
             leaf,
             small: value.to_plain()?,

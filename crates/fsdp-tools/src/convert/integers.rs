@@ -6,7 +6,6 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, LayerView, Origin, quantizer_key};
 use fsdp_formats::metadata::{BytesEntry, Entry};
-use fsdp_formats::reader::Slot;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
@@ -72,7 +71,7 @@ impl<'a> Integers<'a> {
                 };
                 match path.0.last_mut() {
                     Some(PathPart::Key(last)) => last.push_str(".quantizer"),
-                    _ => path = KeyPath(vec![PathPart::Key(key.clone())]),
+                    _ => path = KeyPath::from_key(&key),
                 }
                 paths.insert(key.clone(), path);
             }
@@ -106,11 +105,5 @@ impl Layer for Integers<'_> {
         self.quantizers
             .get(fqn)
             .map_or(Origin::Source(0, fqn), Origin::Value)
-    }
-
-    fn inputs_of_made(&self, _: &str, _: &mut Vec<(usize, String)>) {}
-
-    fn read_made(&self, fqn: &str, _: &mut [Slot<'_>]) -> Result<(), FileError> {
-        Err(FileError::not_stored(fqn))
     }
 }

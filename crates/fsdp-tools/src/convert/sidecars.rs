@@ -25,7 +25,7 @@ impl CopiedSidecars {
         }
         for part in checkpoint.parts() {
             if is_sidecar(&part) && is_unchanged(checkpoint, &part) {
-                copied.files.push(part.place.to_owned());
+                copied.files.push(part.path.to_owned());
                 copied.keys.extend(part.keys.values().cloned());
             }
         }
@@ -40,7 +40,7 @@ impl CopiedSidecars {
             && checkpoint
                 .parts()
                 .iter()
-                .any(|part| is_sidecar(part) && part.place == file)
+                .any(|part| is_sidecar(part) && part.path == file)
     }
 }
 
@@ -67,5 +67,5 @@ fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>) -> bool {
 
 /// Returns `true` if a part of a checkpoint is a sidecar file.
 fn is_sidecar(part: &PartOf<'_>) -> bool {
-    SIDECAR_FILES.contains(&part.place)
+    SIDECAR_FILES.contains(&part.path)
 }

@@ -72,7 +72,8 @@ pub(super) fn write(
         }
         written.push(files);
     }
-    finish_copy(staging, global.metadata, &written, source)?;
+    let (lineage, digests) = (source.lineage().cloned(), source.digests());
+    finish_copy(staging, global.metadata, &written, lineage, digests)?;
     Ok(summary(source))
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use fsdp_formats::checkpoint::{Checkpoint, Structure};
 use fsdp_formats::internals::{
-    ArchiveLayout, MAX_DEPTH, PlannedPayload, ROOT, check_writable, pickle_write as write,
+    ArchiveLayout, PlannedPayload, ROOT, check_depth, check_writable, pickle_write as write,
     write_payloads, write_tensor, write_value,
 };
 use fsdp_formats::metadata::Metadata;
@@ -43,26 +43,26 @@ impl<'a> Pickled<'a> {
         match structure {
             // The state dict of a module is flat, whatever modules it consists of.
             Structure::Module(_, items) => {
-                write::op(&mut self.bytes, write::EMPTY_DICT);
-                write::op(&mut self.bytes, write::MARK);
+                self.bytes.push(write::EMPTY_DICT);
+                self.bytes.push(write::MARK);
                 self.write_module("", items, depth)?;
-                write::op(&mut self.bytes, write::SETITEMS);
+                self.bytes.push(write::SETITEMS);
             }
             Structure::Dict(items) => {
-                write::op(&mut self.bytes, write::EMPTY_DICT);
-                write::op(&mut self.bytes, write::MARK);
+                self.bytes.push(write::EMPTY_DICT);
+                self.bytes.push(write::MARK);
                 for (key, item) in items {
                     // Keys hold no tensors.
                     write_value(&mut self.bytes, key, &mut Vec::new(), 0, depth + 1)?;
                     self.write(item, depth + 1)?;
                 }
-                write::op(&mut self.bytes, write::SETITEMS);
+                self.bytes.push(write::SETITEMS);
             }
             Structure::List(items) => {
-                write::op(&mut self.bytes, write::EMPTY_LIST);
-                write::op(&mut self.bytes, write::MARK);
+                self.bytes.push(write::EMPTY_LIST);
+                self.bytes.push(write::MARK);
                 self.write_all(items, depth)?;
-                write::op(&mut self.bytes, write::APPENDS);
+                self.bytes.push(write::APPENDS);
             }
             Structure::Tuple(items) => {
                 write::open_tuple(&mut self.bytes, items.len());
@@ -133,19 +133,6 @@ impl<'a> Pickled<'a> {
     }
 }
 
-/// Checks that a structure is not too deep. Paths come from files, and the functions that walk them
-/// are recursive.
-fn check_depth(depth: usize) -> Result<(), FormatError> {
-    if depth >= MAX_DEPTH {
-        return Err(FormatError::TooLarge {
-            what: "nesting",
-            value: depth as u64,
-            limit: MAX_DEPTH as u64,
-        });
-    }
-    Ok(())
-}
-
 /// Returns the structure to write: the source's own, or else that of its keys' paths. All keys have
 /// a place in it.
 fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
@@ -194,7 +181,7 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
             fqn: "data.pkl".to_owned(),
             source,
         })?;
-    write::op(&mut pickled.bytes, write::STOP);
+    pickled.bytes.push(write::STOP);
     let mut lengths = Vec::with_capacity(pickled.storages.len());
     let mut boxes = Vec::with_capacity(pickled.storages.len());
     let mut extra = IndexMap::new();

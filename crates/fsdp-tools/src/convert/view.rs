@@ -30,8 +30,6 @@ pub struct View<'a> {
     view: LayerView<'a>,
     /// The source's key for each new one.
     names: IndexMap<String, String>,
-    /// The source's digests under the new keys; `None` if something is cast.
-    digests: Option<StateDigest>,
 }
 
 impl std::fmt::Debug for View<'_> {
@@ -116,9 +114,12 @@ impl<'a> View<'a> {
             None => None,
         };
         Ok(View {
-            view: LayerView::new(source, metadata, structure),
+            // The digests are the source's, unless something is cast.
+            view: LayerView {
+                digests,
+                ..LayerView::new(source, metadata, structure)
+            },
             names,
-            digests,
         })
     }
 
@@ -133,10 +134,6 @@ impl Layer for View<'_> {
         &self.view
     }
 
-    fn digests(&self) -> Option<&StateDigest> {
-        self.digests.as_ref()
-    }
-
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         let name = self.source_name(fqn);
         let own = self.view.metadata.tensor(fqn);
@@ -149,8 +146,8 @@ impl Layer for View<'_> {
         }
     }
 
-    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
-        inputs.push((0, self.source_name(fqn).to_owned()));
+    fn inputs_of_made(&self, fqn: &str) -> Vec<(usize, String)> {
+        vec![(0, self.source_name(fqn).to_owned())]
     }
 
     /// Casts boxes of a tensor.

@@ -5,7 +5,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, LayerView, Origin};
 use fsdp_formats::metadata::{Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties};
 use fsdp_formats::reader::Slot;
-use fsdp_layout::{DType, KeyPath, PathPart, TensorBox};
+use fsdp_layout::{DType, KeyPath, TensorBox};
 use indexmap::IndexMap;
 
 use super::match_keys::{Matched, matched};
@@ -81,7 +81,7 @@ impl<'a> Mapped<'a> {
                 // A key that changes has no place in the nested state dict of the source.
                 let path = match old_paths.get(fqn) {
                     Some(path) if renamed.get(fqn) == Some(fqn) => path.clone(),
-                    _ => KeyPath(vec![PathPart::Key(fqn.clone())]),
+                    _ => KeyPath::from_key(fqn),
                 };
                 paths.insert(fqn.clone(), path);
             }
@@ -129,10 +129,11 @@ impl Layer for Mapped<'_> {
         }
     }
 
-    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+    fn inputs_of_made(&self, fqn: &str) -> Vec<(usize, String)> {
         let mut sources = Vec::new();
         self.tensors[fqn].0.sources(&mut sources);
-        inputs.extend(sources.into_iter().map(|name| (0, name.to_owned())));
+        let sources = sources.into_iter();
+        sources.map(|name| (0, name.to_owned())).collect()
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {

@@ -92,6 +92,7 @@ impl<'a> Average<'a> {
                 metadata,
                 structure: first.structure().cloned(),
                 sources: sources.into_iter().map(LayerSource::Lent).collect(),
+                digests: None,
             },
             weights,
             averaged,
@@ -190,8 +191,9 @@ impl Layer for Average<'_> {
         }
     }
 
-    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
-        inputs.extend((0..self.view.sources.len()).map(|index| (index, fqn.to_owned())));
+    fn inputs_of_made(&self, fqn: &str) -> Vec<(usize, String)> {
+        let sources = 0..self.view.sources.len();
+        sources.map(|index| (index, fqn.to_owned())).collect()
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {

@@ -265,6 +265,7 @@ impl<'a> Lora<'a> {
                 sources: vec![LayerSource::Lent(base), LayerSource::Lent(adapter)],
                 metadata,
                 structure: base.structure().cloned(),
+                digests: None,
             },
             updates,
             replaced,
@@ -578,14 +579,14 @@ impl Layer for Lora<'_> {
         Origin::Source(source, key)
     }
 
-    fn inputs_of_made(&self, fqn: &str, inputs: &mut Vec<(usize, String)>) {
+    fn inputs_of_made(&self, fqn: &str) -> Vec<(usize, String)> {
         let update = &self.updates[fqn];
         let (source, key) = self.weight(fqn);
-        inputs.extend([
+        vec![
             (source, key.to_owned()),
             (1, update.a.clone()),
             (1, update.b.clone()),
-        ]);
+        ]
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {

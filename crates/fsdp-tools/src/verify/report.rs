@@ -51,7 +51,7 @@ impl Report {
                 fqn: problem.fqn.map(|fqn| key_in_whole(fqn, of)),
                 file: problem.file.map(|file| {
                     if of.is_directory {
-                        format!("{}/{file}", of.place)
+                        format!("{}/{file}", of.path)
                     } else {
                         file
                     }

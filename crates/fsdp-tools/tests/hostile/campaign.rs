@@ -265,9 +265,9 @@ fn any_damage_to_a_sealed_part_of_a_folder_is_found() {
         for part in folder
             .parts()
             .iter()
-            .filter(|part| !part.place.ends_with(".json"))
+            .filter(|part| !part.path.ends_with(".json"))
         {
-            let place = path.join(part.place);
+            let place = path.join(part.path);
             files.extend(if place.is_dir() {
                 files_of(&place)
             } else {

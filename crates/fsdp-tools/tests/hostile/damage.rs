@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::FileError;
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::checkpoint::open;
 use fsdp_formats::internals::INTEGRITY_FILE;
 use fsdp_formats::metadata::{Entry, METADATA_FILE, decode, encode};

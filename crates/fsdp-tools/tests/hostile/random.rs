@@ -1,5 +1,6 @@
 //! Bytes of every kind into every parser: an error or a value, never a panic, and little memory.
 
+use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::internals::{
     ArchiveLayout, Directory, Header, Integrity, StoredTensor, decode_value, encode_value, parse,
 };

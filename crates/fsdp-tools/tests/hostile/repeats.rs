@@ -4,7 +4,7 @@
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::open;
 use fsdp_formats::digest::digest;
-use fsdp_formats::internals::{ArchiveLayout, TensorItem};
+use fsdp_formats::internals::{ArchiveLayout, lay_out_tensor};
 use fsdp_formats::metadata::{
     Chunk, Entry, METADATA_FILE, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
@@ -104,8 +104,8 @@ fn repeated_elements_are_not_all_counted() {
 /// of old checkpoints.
 #[test]
 fn a_tensor_of_many_chunks_is_verified_in_linear_time() {
-    let (chunks, item) = (60_000, TensorItem::new(DType::U8, &[1]).unwrap());
-    let bytes = [item.head(0), vec![0], item.tail(0)].concat();
+    let (chunks, item) = (60_000, lay_out_tensor(DType::U8, &[1]).unwrap());
+    let bytes = [item.head(0), vec![0], item.tail(&[0])].concat();
     let stored = StorageInfo {
         relative_path: "__0_0.distcp".to_owned(),
         offset: 0,

@@ -567,7 +567,7 @@ fn reading_an_opaque_tensor_names_its_type() {
 fn looking_for_what_is_opaque_reads_no_elements() {
     let path = foreign("obj/cust");
     let source = CheckpointReader::open(&path).unwrap();
-    let before = Checkpoint::bytes_read(&source);
+    let before = source.bytes_read();
     let fqns: Vec<String> = source
         .metadata()
         .values()
@@ -575,10 +575,10 @@ fn looking_for_what_is_opaque_reads_no_elements() {
         .collect();
     fqns.iter()
         .for_each(|fqn| drop(source.opaque_type(fqn).unwrap()));
-    let looked = Checkpoint::bytes_read(&source) - before;
+    let looked = source.bytes_read() - before;
     fqns.iter()
         .for_each(|fqn| drop(source.describe_value(fqn).unwrap()));
-    let read = Checkpoint::bytes_read(&source) - before - looked;
+    let read = source.bytes_read() - before - looked;
     assert!(looked < read, "{looked} of {read}");
 }
 

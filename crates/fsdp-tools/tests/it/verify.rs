@@ -4,7 +4,7 @@ use std::path::Path;
 
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::open;
-use fsdp_formats::internals::{TensorItem, encode_value};
+use fsdp_formats::internals::{encode_value, lay_out_tensor};
 use fsdp_formats::metadata::{
     BytesEntry, Chunk, Entry, Metadata, StorageInfo, TensorEntry, TensorProperties, encode,
 };
@@ -443,9 +443,9 @@ fn copies_that_differ_are_found_at_the_deepest_level() {
 #[test]
 fn what_is_a_tensor_on_one_rank_and_a_value_on_another_is_found() {
     let parent = tempfile::tempdir().unwrap();
-    let plain = TensorItem::new(DType::U8, &[1]).unwrap();
+    let plain = lay_out_tensor(DType::U8, &[1]).unwrap();
     let items = [
-        [plain.head(0), vec![0], plain.tail(0)].concat(),
+        [plain.head(0), vec![0], plain.tail(&[0])].concat(),
         encode_value(&PlainValue::Int(0)).unwrap(),
     ];
     let entry = |rank: usize| {

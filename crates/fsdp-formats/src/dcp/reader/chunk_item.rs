@@ -7,7 +7,7 @@ use crate::formats::read::byte_length;
 use crate::metadata::{Chunk, StorageInfo, TensorEntry};
 
 /// The most bytes that an item may have around its payload.
-const ITEM_OVERHEAD: u64 = 64 << 10;
+const MAX_OVERHEAD_BYTES: u64 = 64 << 10;
 
 /// A chunk of a tensor, and the item that it is stored in.
 #[derive(Clone, Copy)]
@@ -40,7 +40,7 @@ impl<'m> ChunkItem<'m> {
 
 /// Returns the most bytes that the item of a box may have. A box whose bytes cannot be counted fits
 /// in no item.
-pub(super) fn most_item_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
+pub(super) fn max_item_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
     let payload = byte_length(bounds, dtype).map_or(0, |bytes| bytes as u64);
-    payload.saturating_add(ITEM_OVERHEAD)
+    payload.saturating_add(MAX_OVERHEAD_BYTES)
 }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use fsdp_layout::{DType, PlainValue};
 
 use super::CheckpointReader;
-use super::chunk_item::{ChunkItem, most_item_bytes};
-use super::error::ReadError;
+use super::chunk_item::{ChunkItem, max_item_bytes};
 use crate::budget::Budget;
-use crate::dcp::item::{KnownItem, StoredTensor, TensorItem};
-use crate::error::{FileError, FormatError, check_limit};
+use crate::dcp::item::{KnownItem, StoredTensor, lay_out_tensor};
+use crate::error::{FileError, FormatError};
+use crate::formats::lookup::item_error;
 use crate::formats::read::byte_length;
-use crate::limits::{MAX_OBJECT_BYTES, PICKLE_FACTOR};
+use crate::limits::{MAX_OBJECT_BYTES, PICKLE_FACTOR, check_limit};
 use crate::metadata::{StorageInfo, TensorEntry};
 use crate::safetensors::header::Header;
 use crate::storage::checked_file::CheckedFile;
@@ -21,10 +21,10 @@ use crate::storage::read_at::{ReadAt, Window, read_whole};
 use crate::threads::lock;
 use crate::torch::tensor_ref::TensorRef;
 use crate::torch::value::quantizer_of;
-use crate::torch::zip::Directory;
+use crate::zip::Directory;
 
 /// The length up to which items are read whole, in one go.
-const SMALL_ITEM: u64 = 64 << 10;
+const SMALL_ITEM_BYTES: u64 = 64 << 10;
 /// The most items that are kept to recognize others by. Each takes about 2 KiB.
 const MAX_KNOWN_ITEMS: usize = 1024;
 
@@ -44,49 +44,52 @@ pub(super) enum Bytes {
     File(Arc<CheckedFile>),
 }
 
-impl Bytes {
-    pub(super) fn source(&self) -> &dyn ReadAt {
-        match self {
-            Bytes::Memory(bytes) => bytes,
-            Bytes::File(file) => &**file,
-        }
-    }
-}
-
 impl CheckpointReader {
-    /// Finds the tensor of a chunk. Small items are read whole; of large ones only the ends are
-    /// read.
-    pub(super) fn locate(&self, item: ChunkItem<'_>) -> Result<Located, ReadError> {
-        let ChunkItem {
-            dtype,
-            bounds,
-            stored,
-            ..
-        } = item;
-        let located = match self.locate_in_archive(item) {
+    /// Opens the file in which the item of a key is stored, and returns what `read` makes of it. An
+    /// error of `read` is told with the key and the place of the item.
+    pub(super) fn read_from_file<T>(
+        &self,
+        fqn: &str,
+        stored: &StorageInfo,
+        read: impl FnOnce(&Arc<CheckedFile>) -> Result<T, FormatError>,
+    ) -> Result<T, FileError> {
+        let file = self.directory.file(&stored.relative_path)?;
+        read(&file).map_err(|source| item_error(&self.directory, fqn, stored, source))
+    }
+
+    /// Finds the tensor of a chunk in its file. Small items are read whole; of large ones only the
+    /// ends are read.
+    pub(super) fn locate_tensor(
+        &self,
+        file: &Arc<CheckedFile>,
+        item: ChunkItem<'_>,
+    ) -> Result<Located, FormatError> {
+        let located = match self.locate_in_archive(file, item) {
             // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the
             // offset given for each.
-            Err(ReadError::Format(error @ FormatError::Archive { .. }))
-                if stored.transforms.is_empty() =>
-            {
-                self.locate_in_blob(item.fqn, stored).ok_or(error)?
-            }
+            Err(error @ FormatError::Archive { .. }) if item.stored.transforms.is_empty() => self
+                .locate_in_blob(file, item.fqn, item.stored)
+                .ok_or(error)?,
             located => located?,
         };
         // The dtype and shape in the item must be those of the chunk in the metadata.
         let found = &located.tensor.tensor;
-        if found.dtype != dtype || found.shape != bounds.sizes {
+        let sizes = &item.bounds.sizes;
+        if found.dtype != item.dtype || found.shape != *sizes {
             return Err(FormatError::unexpected(
-                format!("a `{dtype}` tensor of shape {:?}", bounds.sizes),
+                format!("a `{}` tensor of shape {sizes:?}", item.dtype),
                 format!("a `{}` tensor of shape {:?}", found.dtype, found.shape),
-            )
-            .into());
+            ));
         }
         Ok(located)
     }
 
     /// Finds the tensor of a chunk in an item that is an archive of torch.
-    fn locate_in_archive(&self, item: ChunkItem<'_>) -> Result<Located, ReadError> {
+    fn locate_in_archive(
+        &self,
+        file: &Arc<CheckedFile>,
+        item: ChunkItem<'_>,
+    ) -> Result<Located, FormatError> {
         let ChunkItem {
             dtype,
             bounds,
@@ -95,8 +98,8 @@ impl CheckpointReader {
         } = item;
         // One read for a small item; two, of its ends, for a large one. A transform must be undone
         // from the start.
-        if stored.length <= SMALL_ITEM || !stored.transforms.is_empty() {
-            let bytes = self.item_bytes(stored, most_item_bytes(bounds, dtype))?;
+        if stored.length <= SMALL_ITEM_BYTES || !stored.transforms.is_empty() {
+            let bytes = read_item_bytes(&**file, stored, max_item_bytes(bounds, dtype))?;
             let known = self.known_item(dtype, &bounds.sizes, bytes.len() as u64);
             return Ok(Located {
                 tensor: StoredTensor::locate_known(&bytes, known.as_deref())?,
@@ -104,12 +107,11 @@ impl CheckpointReader {
                 start: 0,
             });
         }
-        let file = self.directory.file(&stored.relative_path)?;
         let known = self.known_item(dtype, &bounds.sizes, stored.length);
-        let window = Window::new(&*file, stored.offset, stored.length)?;
+        let window = Window::new(&**file, stored.offset, stored.length)?;
         Ok(Located {
             tensor: StoredTensor::locate_known(&window, known.as_deref())?,
-            bytes: Bytes::File(file),
+            bytes: Bytes::File(file.clone()),
             start: stored.offset,
         })
     }
@@ -131,12 +133,16 @@ impl CheckpointReader {
 
     /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends
     /// with the file.
-    fn locate_in_blob(&self, fqn: &str, stored: &StorageInfo) -> Option<Located> {
-        let file = self.directory.file(&stored.relative_path).ok()?;
-        let header = self.blob_header(&file, stored)?;
+    fn locate_in_blob(
+        &self,
+        file: &Arc<CheckedFile>,
+        fqn: &str,
+        stored: &StorageInfo,
+    ) -> Option<Located> {
+        let header = self.blob_header(file, stored)?;
         let info = header.tensors.get(fqn)?;
         Some(Located {
-            bytes: Bytes::File(file),
+            bytes: Bytes::File(file.clone()),
             start: stored.offset,
             tensor: StoredTensor {
                 tensor: TensorRef::row_major(
@@ -145,7 +151,7 @@ impl CheckpointReader {
                     info.dtype,
                     &info.shape,
                 ),
-                storage_offset: header.data + info.start,
+                storage_offset: header.data_offset + info.start,
             },
         })
     }
@@ -165,34 +171,8 @@ impl CheckpointReader {
             .clone()
     }
 
-    /// Reads all bytes of an item, and undoes its stream transforms. The result may have at most
-    /// `expected` bytes.
-    pub(super) fn item_bytes(
-        &self,
-        stored: &StorageInfo,
-        expected: u64,
-    ) -> Result<Vec<u8>, ReadError> {
-        let file = self.directory.file(&stored.relative_path)?;
-        let item = Window::new(&*file, stored.offset, stored.length)?;
-        check_limit("item length", stored.length, MAX_OBJECT_BYTES)?;
-        let mut bytes = read_whole(&item, 0, stored.length)?;
-        // The transforms were applied one after the other, so the last one is undone first.
-        for transform in stored.transforms.iter().rev() {
-            bytes = match transform.split('/').next() {
-                Some("stream.zstd") => unzstd(&bytes, expected.min(MAX_OBJECT_BYTES))?,
-                _ => {
-                    return Err(FormatError::Unsupported {
-                        what: format!("the stream transform `{transform}`"),
-                    }
-                    .into());
-                }
-            };
-        }
-        Ok(bytes)
-    }
-
     /// Returns the type of a tensor's first item, if it is not that of a plain tensor.
-    pub(super) fn opaque_tensor(&self, fqn: &str, tensor: &TensorEntry) -> Option<String> {
+    pub(super) fn opaque_type_of_tensor(&self, fqn: &str, tensor: &TensorEntry) -> Option<String> {
         let item = tensor
             .chunks
             .iter()
@@ -200,14 +180,14 @@ impl CheckpointReader {
             .find_map(|chunk| ChunkItem::new(fqn, tensor, chunk).ok())?;
         // An item with the length that this crate would give it is a plain tensor. Any other one is
         // examined.
-        if TensorItem::new(item.dtype, &item.bounds.sizes)
+        if lay_out_tensor(item.dtype, &item.bounds.sizes)
             .is_ok_and(|plain| plain.length() == item.stored.length)
         {
             return None;
         }
         // A damaged item is not opaque. The error is reported by whatever reads it.
-        let error = self.locate(item).err()?;
-        self.item_error(fqn, item.stored, error).opaque_type()
+        let file = self.directory.file(&item.stored.relative_path).ok()?;
+        self.locate_tensor(&file, item).err()?.opaque_type()
     }
 
     /// Calls a function with an item that may be any object, and with the budget for reading it.
@@ -218,23 +198,11 @@ impl CheckpointReader {
         read: impl FnOnce(&dyn ReadAt, Budget) -> Result<T, FormatError>,
     ) -> Result<T, FileError> {
         let budget = Budget::new(stored.length, PICKLE_FACTOR);
-        self.with_item(stored, budget.left() / 2, |item| read(item, budget))
-            .map_err(|error| self.item_error(fqn, stored, error))
-    }
-
-    /// Calls a function with an item. Stream transforms are undone in memory, where they may make
-    /// `expected` bytes at most; without any, nothing is read before the function reads it.
-    fn with_item<T>(
-        &self,
-        stored: &StorageInfo,
-        expected: u64,
-        read: impl FnOnce(&dyn ReadAt) -> Result<T, FormatError>,
-    ) -> Result<T, ReadError> {
-        if !stored.transforms.is_empty() {
-            return Ok(read(&self.item_bytes(stored, expected)?)?);
-        }
-        let file = self.directory.file(&stored.relative_path)?;
-        Ok(read(&Window::new(&*file, stored.offset, stored.length)?)?)
+        self.read_from_file(fqn, stored, |file| {
+            read_item(&**file, stored, budget.left() / 2, |item| {
+                read(item, budget)
+            })
+        })
     }
 
     /// Checks one item as [`check_stored`] does.
@@ -242,75 +210,90 @@ impl CheckpointReader {
     /// [`check_stored`]: crate::formats::checkpoint::Checkpoint::check_stored
     pub(super) fn check_item(&self, item: ChunkItem<'_>) -> Result<(), FileError> {
         let ChunkItem { fqn, stored, .. } = item;
-        let file = self.directory.file(&stored.relative_path)?;
-        Window::new(&*file, stored.offset, stored.length)
-            .map_err(|error| self.item_error(fqn, stored, error.into()))?;
-        let payload = byte_length(item.bounds, item.dtype).unwrap_or(usize::MAX);
-        if !stored.transforms.is_empty() || payload as u64 <= stored.length {
-            return Ok(());
-        }
-        // If the item is opaque, report that: it is more helpful than a wrong length.
-        if let Err(error) = self.locate(item) {
-            let error = self.item_error(fqn, stored, error);
-            if error.opaque_type().is_some() {
+        self.read_from_file(fqn, stored, |file| {
+            Window::new(&**file, stored.offset, stored.length)?;
+            let payload = byte_length(item.bounds, item.dtype).unwrap_or(usize::MAX);
+            if !stored.transforms.is_empty() || payload as u64 <= stored.length {
+                return Ok(());
+            }
+            // If the item is opaque, report that: it is more helpful than a wrong length.
+            if let Err(error) = self.locate_tensor(file, item)
+                && error.opaque_type().is_some()
+            {
                 return Err(error);
             }
-        }
-        let error = FormatError::unexpected(
-            format!("an item of at least {payload} bytes"),
-            format!("one of {}", stored.length),
-        );
-        Err(self.item_error(fqn, stored, error.into()))
+            Err(FormatError::unexpected(
+                format!("an item of at least {payload} bytes"),
+                format!("one of {}", stored.length),
+            ))
+        })
     }
+}
 
-    /// Reads how the tensor in one item of `most` bytes at most is quantized; `None` if it is not.
-    pub(super) fn quantizer_in(
-        &self,
-        stored: &StorageInfo,
-        most: u64,
-    ) -> Result<Option<PlainValue>, ReadError> {
-        self.with_item(stored, most, |item| match Directory::read(item) {
+/// Reads how the tensor in an item of at most `max_bytes` bytes is quantized; `None` if it is not.
+pub(super) fn read_quantizer(
+    file: &dyn ReadAt,
+    stored: &StorageInfo,
+    max_bytes: u64,
+) -> Result<Option<PlainValue>, FormatError> {
+    read_item(file, stored, max_bytes, |item| {
+        match Directory::read(item) {
             Ok(archive) => quantizer_of(&archive, item),
             // torch's SAFETENSORS format has no archives, nor quantized tensors, nor transforms.
             Err(FormatError::Archive { .. }) if stored.transforms.is_empty() => Ok(None),
             Err(error) => Err(error),
-        })
-    }
-
-    /// Adds the key and the place of an item to an error of its contents.
-    pub(super) fn item_error(
-        &self,
-        fqn: &str,
-        stored: &StorageInfo,
-        error: ReadError,
-    ) -> FileError {
-        match error {
-            ReadError::File(error) => error,
-            ReadError::Format(source) => FileError::Item {
-                fqn: fqn.to_owned(),
-                path: self.path().join(&stored.relative_path),
-                offset: stored.offset,
-                source,
-            },
         }
+    })
+}
+
+/// Calls a function with an item. Stream transforms are undone in memory, where they may make at
+/// most `max_bytes` bytes; without any, nothing is read before the function reads it.
+fn read_item<T>(
+    file: &dyn ReadAt,
+    stored: &StorageInfo,
+    max_bytes: u64,
+    read: impl FnOnce(&dyn ReadAt) -> Result<T, FormatError>,
+) -> Result<T, FormatError> {
+    if stored.transforms.is_empty() {
+        read(&Window::new(file, stored.offset, stored.length)?)
+    } else {
+        read(&read_item_bytes(file, stored, max_bytes)?)
     }
 }
 
-fn bad_stream(error: impl ToString) -> FormatError {
-    FormatError::Malformed {
-        what: "zstd stream",
-        reason: error.to_string(),
+/// Reads all bytes of an item, and undoes its stream transforms, after which it may have at most
+/// `max_bytes` bytes.
+pub(super) fn read_item_bytes(
+    file: &dyn ReadAt,
+    stored: &StorageInfo,
+    max_bytes: u64,
+) -> Result<Vec<u8>, FormatError> {
+    let item = Window::new(file, stored.offset, stored.length)?;
+    check_limit("item length", stored.length, MAX_OBJECT_BYTES)?;
+    let mut bytes = read_whole(&item, 0, stored.length)?;
+    // The transforms were applied one after the other, so the last one is undone first.
+    for transform in stored.transforms.iter().rev() {
+        bytes = match transform.split('/').next() {
+            Some("stream.zstd") => decompress_zstd(&bytes, max_bytes.min(MAX_OBJECT_BYTES))?,
+            _ => {
+                let what = format!("the stream transform `{transform}`");
+                return Err(FormatError::unsupported(what));
+            }
+        };
     }
+    Ok(bytes)
 }
 
-/// Decompresses one zstd stream, to at most `limit` bytes.
-fn unzstd(compressed: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
-    let decoder = ruzstd::decoding::StreamingDecoder::new(compressed).map_err(bad_stream)?;
+/// Decompresses one zstd stream, to at most `max_bytes` bytes.
+fn decompress_zstd(compressed: &[u8], max_bytes: u64) -> Result<Vec<u8>, FormatError> {
+    let malformed = |error: &dyn ToString| FormatError::malformed("zstd stream", error.to_string());
+    let decoder =
+        ruzstd::decoding::StreamingDecoder::new(compressed).map_err(|error| malformed(&error))?;
     let mut bytes = Vec::new();
     decoder
-        .take(limit + 1)
+        .take(max_bytes + 1)
         .read_to_end(&mut bytes)
-        .map_err(bad_stream)?;
-    check_limit("decompressed length", bytes.len() as u64, limit)?;
+        .map_err(|error| malformed(&error))?;
+    check_limit("decompressed length", bytes.len() as u64, max_bytes)?;
     Ok(bytes)
 }

@@ -1,12 +1,10 @@
 //! Reading a DCP checkpoint: by ranges, in parallel, directly into the destination.
 
 mod chunk_item;
-mod error;
 mod items;
 mod read;
 
 use std::collections::HashMap;
-use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -15,10 +13,9 @@ use fsdp_layout::{DType, PlainValue, TensorBox};
 
 use crate::budget::Budget;
 use crate::dcp::item::KnownItem;
-use crate::error::{FileError, FormatError};
+use crate::error::FileError;
 use crate::limits::{MAX_PICKLE_BYTES, PICKLE_FACTOR};
-use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode};
-use crate::plan::{LoadPlanError, plan_load};
+use crate::metadata::{METADATA_FILE, Metadata, StorageInfo, decode};
 use crate::safetensors::header::Header;
 use crate::storage::backend::Links;
 use crate::storage::checked_directory::CheckedDirectory;
@@ -28,15 +25,15 @@ use crate::torch::value::{
     decode_value_within, describe_object, is_same_quantizer, opaque_type_of,
 };
 
-use self::chunk_item::{ChunkItem, most_item_bytes};
-use self::error::ReadError;
+use self::chunk_item::{ChunkItem, max_item_bytes};
+use self::items::{read_item_bytes, read_quantizer};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
-use crate::formats::lookup::{check_length, tensor_of};
-use crate::formats::read::{Destination, OpenOptions, ReadDone, ReadOptions};
+use crate::formats::lookup::{check_replica, find_value, tensor_of};
+use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
 use crate::metadata::Replica;
 use crate::payload::slot::Slot;
-use crate::plan::LoadRequest;
+use crate::plan::{LoadRequest, plan_load};
 
 /// The headers of safetensors blobs that were looked for, by file and offset; `None` where there is
 /// none.
@@ -48,22 +45,24 @@ type KnownItems = HashMap<(DType, Vec<usize>), Option<Arc<KnownItem>>>;
 /// An open DCP checkpoint. Threads can share it, and nothing is ever written to it.
 ///
 /// Data files are opened when they are first needed. If the checkpoint has an integrity file, every
-/// byte that is read is checked against it.
+/// byte that is read is checked against it. [`Checkpoint`] has the methods that all formats share:
+///
+/// ```no_run
+/// use fsdp_formats::checkpoint::Checkpoint as _;
+/// use fsdp_formats::reader::CheckpointReader;
+/// use fsdp_layout::TensorBox;
+/// let checkpoint = CheckpointReader::open("checkpoints/step-20")?;
+/// // Rows 2 and 3 of a [1024, 768] tensor of f32.
+/// let mut rows = vec![0; 2 * 768 * 4];
+/// checkpoint.read_box("model.wte.weight", &TensorBox::new(vec![2, 0], vec![2, 768]), &mut rows)?;
+/// # Ok::<(), fsdp_formats::FileError>(())
+/// ```
+#[derive(Debug)]
 pub struct CheckpointReader {
     directory: CheckedDirectory,
     metadata: Metadata,
     blobs: Mutex<Blobs>,
     known_items: Mutex<KnownItems>,
-}
-
-impl fmt::Debug for CheckpointReader {
-    /// Writes the directory and the metadata, and not what was read of the files so far.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut text = f.debug_struct("CheckpointReader");
-        text.field("directory", &self.directory)
-            .field("metadata", &self.metadata)
-            .finish_non_exhaustive()
-    }
 }
 
 impl CheckpointReader {
@@ -107,109 +106,25 @@ impl CheckpointReader {
         })
     }
 
-    /// Returns what the checkpoint holds.
-    #[must_use]
-    pub fn metadata(&self) -> &Metadata {
-        &self.metadata
-    }
-
-    /// Returns the checkpoint's path or URL.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        self.directory.path()
-    }
-
-    /// Returns the checkpoint's directory, which opens its files.
-    #[must_use]
-    pub fn directory(&self) -> &CheckedDirectory {
-        &self.directory
-    }
-
-    /// Returns `true` if what is read is checked against an integrity file.
-    #[must_use]
-    pub fn has_integrity(&self) -> bool {
-        self.directory.has_integrity()
-    }
-
-    /// Returns the bytes of data files that were read so far.
-    #[must_use]
-    pub fn bytes_read(&self) -> u64 {
-        self.directory.bytes_read()
-    }
-
-    /// Reads boxes of many tensors into buffers; see [`Checkpoint::read`].
-    pub fn read(
+    /// Reads and decodes the value that is stored at a place, which may be that of a copy. With
+    /// `describes`, objects that cannot be built become descriptions of themselves instead of
+    /// errors.
+    fn read_value_at(
         &self,
-        destinations: Vec<Destination<'_>>,
-        options: ReadOptions,
-    ) -> Result<ReadDone, FileError> {
-        Checkpoint::read(self, destinations, options)
-    }
-
-    /// Reads one box of a tensor into its row-major bytes, in the checkpoint's dtype.
-    ///
-    /// ```no_run
-    /// use fsdp_formats::reader::CheckpointReader;
-    /// use fsdp_layout::TensorBox;
-    /// let checkpoint = CheckpointReader::open("checkpoints/step-20")?;
-    /// // Rows 2 and 3 of a [1024, 768] tensor of f32.
-    /// let mut rows = vec![0; 2 * 768 * 4];
-    /// checkpoint.read_box("model.wte.weight", &TensorBox::new(vec![2, 0], vec![2, 768]), &mut rows)?;
-    /// # Ok::<(), fsdp_formats::FileError>(())
-    /// ```
-    pub fn read_box(&self, fqn: &str, bounds: &TensorBox, dst: &mut [u8]) -> Result<(), FileError> {
-        Checkpoint::read_box(self, fqn, bounds, dst)
-    }
-
-    /// Reads a non-tensor value.
-    pub fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        self.read_value_at(fqn, self.place_of_value(fqn)?)
-    }
-
-    /// Reads the value that is stored at a place, which may be that of a copy.
-    fn read_value_at(&self, fqn: &str, stored: &StorageInfo) -> Result<PlainValue, FileError> {
-        self.stored_value(stored, false)
-            .map_err(|error| self.item_error(fqn, stored, error))
-    }
-
-    /// Returns where the bytes of a value are stored. A key that is missing, or that has a tensor,
-    /// is an error.
-    fn place_of_value(&self, fqn: &str) -> Result<&StorageInfo, FileError> {
-        let stored = match self.metadata.entries.get(fqn) {
-            None => {
-                return Err(LoadPlanError::Missing {
-                    fqn: fqn.to_owned(),
-                }
-                .into());
-            }
-            Some(Entry::Tensor(_)) => {
-                return Err(LoadPlanError::Kind {
-                    fqn: fqn.to_owned(),
-                    saved: "tensor",
-                    wanted: "value",
-                }
-                .into());
-            }
-            Some(Entry::Bytes(bytes)) => bytes.stored.as_ref(),
-        };
-        stored.ok_or_else(|| FileError::not_stored(fqn))
-    }
-
-    /// Reads and decodes a value. With `describes`, objects that cannot be built become
-    /// descriptions of themselves instead of errors.
-    fn stored_value(&self, stored: &StorageInfo, describes: bool) -> Result<PlainValue, ReadError> {
-        // The budget is computed from the stored length and not from the decompressed one, so that
-        // a small compressed file cannot take much memory.
-        let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
-        // A buffer that grows takes up to three times what is in it.
-        let bytes = self.item_bytes(stored, budget.left() / 2)?;
-        budget
-            .charge(
-                "decompressed length",
-                (bytes.len() as u64).saturating_sub(stored.length),
-            )
-            .map_err(FormatError::from)?;
-        Ok(decode_value_within(&bytes, budget, describes)?)
+        fqn: &str,
+        stored: &StorageInfo,
+        describes: bool,
+    ) -> Result<PlainValue, FileError> {
+        self.read_from_file(fqn, stored, |file| {
+            // The budget is computed from the stored length and not from the decompressed one, so
+            // that a small compressed file cannot take much memory.
+            let mut budget = Budget::new(stored.length, PICKLE_FACTOR);
+            // A buffer that grows takes up to three times what is in it.
+            let bytes = read_item_bytes(&**file, stored, budget.left() / 2)?;
+            let growth = (bytes.len() as u64).saturating_sub(stored.length);
+            budget.charge("decompressed length", growth)?;
+            decode_value_within(&bytes, budget, describes)
+        })
     }
 }
 
@@ -219,15 +134,15 @@ impl Checkpoint for CheckpointReader {
     }
 
     fn path(&self) -> &Path {
-        CheckpointReader::path(self)
+        self.directory.path()
     }
 
     fn metadata(&self) -> &Metadata {
-        CheckpointReader::metadata(self)
+        &self.metadata
     }
 
     fn directory(&self) -> &CheckedDirectory {
-        CheckpointReader::directory(self)
+        &self.directory
     }
 
     fn digests(&self) -> Option<&StateDigest> {
@@ -245,7 +160,7 @@ impl Checkpoint for CheckpointReader {
                 .iter()
                 .any(|slot| chunk.bounds.intersect(&slot.bounds).is_some());
             if is_wanted {
-                self.fill_from(ChunkItem::new(fqn, tensor, chunk)?, slots)?;
+                self.fill_from_chunk(ChunkItem::new(fqn, tensor, chunk)?, slots)?;
             }
         }
         Ok(())
@@ -261,15 +176,14 @@ impl Checkpoint for CheckpointReader {
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        CheckpointReader::read_value(self, fqn)
+        self.read_value_at(fqn, find_value(&self.metadata, fqn)?, false)
     }
 
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
         if let Some(tensor) = self.metadata.tensor(fqn) {
-            return Ok(self.opaque_tensor(fqn, tensor));
+            return Ok(self.opaque_type_of_tensor(fqn, tensor));
         }
-        let stored = self.place_of_value(fqn)?;
-        self.read_object(fqn, stored, opaque_type_of)
+        self.read_object(fqn, find_value(&self.metadata, fqn)?, opaque_type_of)
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
@@ -278,15 +192,14 @@ impl Checkpoint for CheckpointReader {
         {
             return self.read_object(fqn, stored, describe_object);
         }
-        let stored = self.place_of_value(fqn)?;
-        self.stored_value(stored, true)
-            .map_err(|error| self.item_error(fqn, stored, error))
+        self.read_value_at(fqn, find_value(&self.metadata, fqn)?, true)
     }
 
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
-        let most = Budget::new(stored.length, PICKLE_FACTOR).left() / 2;
-        self.item_bytes(stored, most)
-            .map_err(|error| self.item_error(fqn, stored, error))
+        let max_bytes = Budget::new(stored.length, PICKLE_FACTOR).left() / 2;
+        self.read_from_file(fqn, stored, |file| {
+            read_item_bytes(&**file, stored, max_bytes)
+        })
     }
 
     /// A stream transform may have made an item shorter than its chunk, and an opaque item has a
@@ -319,10 +232,10 @@ impl Checkpoint for CheckpointReader {
             let Some(stored) = &chunk.stored else {
                 continue;
             };
-            let most = most_item_bytes(&chunk.bounds, tensor.properties.dtype);
-            let found = self
-                .quantizer_in(stored, most)
-                .map_err(|error| self.item_error(fqn, stored, error))?;
+            let max_bytes = max_item_bytes(&chunk.bounds, tensor.properties.dtype);
+            let found = self.read_from_file(fqn, stored, |file| {
+                read_quantizer(&**file, stored, max_bytes)
+            })?;
             let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
             if !is_same_quantizer(quantizer.as_ref(), found.as_ref()) {
                 return Err(FileError::Differing {
@@ -342,27 +255,18 @@ impl Checkpoint for CheckpointReader {
         bounds: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
-        let Replica {
-            fqn,
-            bounds: Some(whole),
-            stored,
-        } = replica
-        else {
-            return Err(FileError::not_stored(&replica.fqn));
-        };
-        let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
-        check_length(fqn, bounds, dtype.size_in_bytes(), dst)?;
+        let (dtype, whole) = check_replica(&self.metadata, replica, bounds, dst)?;
         let item = ChunkItem {
-            fqn,
+            fqn: &replica.fqn,
             dtype,
             bounds: whole,
-            stored,
+            stored: &replica.stored,
         };
-        self.fill_from(item, &mut [Slot::new(bounds.clone(), dst)])
+        self.fill_from_chunk(item, &mut [Slot::new(bounds.clone(), dst)])
     }
 
     fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
-        self.read_value_at(&replica.fqn, &replica.stored)
+        self.read_value_at(&replica.fqn, &replica.stored, false)
     }
 }
 

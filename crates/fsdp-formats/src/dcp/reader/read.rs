@@ -4,31 +4,26 @@ use fsdp_layout::TensorBox;
 
 use super::CheckpointReader;
 use super::chunk_item::ChunkItem;
-use super::error::ReadError;
 use super::items::Bytes;
 use crate::error::FileError;
+use crate::formats::checkpoint::Checkpoint as _;
 use crate::formats::lookup::{request_of, tensor_of};
 use crate::formats::read::{Destination, ReadOptions, byte_length};
-use crate::metadata::Chunk;
+use crate::formats::stream::check_expansion;
 use crate::payload::slot::Slot;
-use crate::plan::{LoadPlanError, plan_load};
-use crate::storage::read_at::BlockReader;
+use crate::plan::plan_load;
+use crate::storage::read_at::{BlockReader, ReadAt};
 
 impl CheckpointReader {
-    /// Reads a whole tensor.
+    /// Reads a whole tensor, and returns its row-major bytes, in the checkpoint's dtype.
     pub fn read_tensor(&self, fqn: &str) -> Result<Vec<u8>, FileError> {
         let tensor = tensor_of(&self.metadata, fqn)?;
-        // Plan before allocating, so that an absurd shape allocates nothing.
         let bounds = TensorBox::whole(&tensor.shape);
         let request = request_of(&self.metadata, fqn, &bounds)?;
+        // Plan before allocating, so that an absurd shape allocates nothing.
         plan_load(&self.metadata, [&request])?;
-        let length = byte_length(&bounds, tensor.properties.dtype)
-            .filter(|&length| can_hold(&tensor.chunks, length))
-            .ok_or_else(|| LoadPlanError::Size {
-                fqn: fqn.to_owned(),
-                saved: tensor.shape.clone(),
-                wanted: Vec::new(),
-            })?;
+        let length = byte_length(&bounds, request.dtype).unwrap_or(usize::MAX);
+        check_expansion(self, fqn, length as u64)?;
         let mut bytes = vec![0; length];
         self.read(
             vec![Destination::new(request, vec![&mut bytes])],
@@ -38,48 +33,30 @@ impl CheckpointReader {
     }
 
     /// Fills the parts of boxes that lie in one chunk.
-    pub(super) fn fill_from(
+    pub(super) fn fill_from_chunk(
         &self,
         item: ChunkItem<'_>,
         slots: &mut [Slot<'_>],
     ) -> Result<(), FileError> {
-        self.fill_located(item, slots)
-            .map_err(|error| self.item_error(item.fqn, item.stored, error))
-    }
-
-    fn fill_located(&self, item: ChunkItem<'_>, slots: &mut [Slot<'_>]) -> Result<(), ReadError> {
-        let located = self.locate(item)?;
-        // Bytes whose sums will be compared with a digest need no check of their hashes.
-        let unchecked = match &located.bytes {
-            Bytes::File(file) if slots.iter().all(|slot| slot.is_compared) => {
-                Some(file.unchecked())
+        self.read_from_file(item.fqn, item.stored, |file| {
+            let located = self.locate_tensor(file, item)?;
+            let unchecked;
+            let source: &dyn ReadAt = match &located.bytes {
+                Bytes::Memory(bytes) => bytes,
+                // Bytes whose sums will be compared with a digest need no check of their hashes.
+                Bytes::File(file) if slots.iter().all(|slot| slot.is_compared) => {
+                    unchecked = file.unchecked();
+                    &unchecked
+                }
+                Bytes::File(file) => &**file,
+            };
+            let mut reader = BlockReader::new(source);
+            for slot in slots {
+                located
+                    .tensor
+                    .read(&mut reader, located.start, item.bounds, slot)?;
             }
-            _ => None,
-        };
-        let source = unchecked
-            .as_ref()
-            .map_or(located.bytes.source(), |file| file);
-        let mut reader = BlockReader::new(source);
-        for slot in slots {
-            located
-                .tensor
-                .read(&mut reader, located.start, item.bounds, slot)?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
-}
-
-/// Returns `true` if items of these lengths can hold this many bytes. Without a transform, an item
-/// is never shorter than its data.
-fn can_hold(chunks: &[Chunk], length: usize) -> bool {
-    let stored = chunks.iter().filter_map(|chunk| chunk.stored.as_ref());
-    let total = stored.fold(0u64, |total, stored| {
-        let most = if stored.transforms.is_empty() {
-            stored.length
-        } else {
-            u64::MAX
-        };
-        total.saturating_add(most)
-    });
-    length as u64 <= total
 }

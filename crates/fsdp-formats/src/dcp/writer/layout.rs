@@ -6,18 +6,19 @@ use fsdp_digest::{BoxPlace, Digest};
 use fsdp_layout::TensorBox;
 
 use super::selected::{RankItems, cannot_write, selected_box, selected_item};
-use crate::dcp::item::TensorItem;
+use crate::dcp::item::lay_out_tensor;
 use crate::error::FileError;
 use crate::plan::SelectedItem;
 use crate::torch::value::encode_value;
+use crate::zip::ArchiveLayout;
 
 /// The alignment of large payloads in the file, for mapping and direct I/O.
-const PAGE: u64 = 4096;
+const PAGE_BYTES: u64 = 4096;
 /// The length from which payloads are aligned to pages. Shorter payloads keep the alignment that
 /// they have in their item.
-const PAGE_ALIGNED: u64 = 64 << 10;
+const MIN_PAGE_ALIGNED_BYTES: u64 = 64 << 10;
 /// The length from which a payload has its own hash segment.
-pub(super) const OWN_SEGMENT: u64 = 16 << 10;
+pub(super) const MIN_SEGMENT_BYTES: u64 = 16 << 10;
 
 /// The plan of one file.
 #[derive(Debug)]
@@ -45,7 +46,8 @@ pub(super) enum Content<'p> {
         bounds: &'p TensorBox,
         /// The place of the box in its tensor, for its digest.
         place: Option<BoxPlace>,
-        around: TensorItem,
+        /// The bytes of the item around the payload, which is its only storage.
+        around: ArchiveLayout,
     },
 }
 
@@ -53,7 +55,7 @@ impl ItemLayout<'_> {
     pub(super) fn payload_length(&self) -> u64 {
         match &self.content {
             Content::Value(..) => 0,
-            Content::Tensor { around, .. } => around.payload_length(),
+            Content::Tensor { around, .. } => around.storage_length(0),
         }
     }
 
@@ -65,10 +67,12 @@ impl ItemLayout<'_> {
     /// own.
     pub(super) fn own_payload(&self) -> Option<(u64, u64)> {
         match &self.content {
-            Content::Tensor { around, .. } if around.payload_length() >= OWN_SEGMENT => Some((
-                self.offset + around.payload_offset(),
-                around.payload_length(),
-            )),
+            Content::Tensor { around, .. } if around.storage_length(0) >= MIN_SEGMENT_BYTES => {
+                Some((
+                    self.offset + around.storage_offset(0),
+                    around.storage_length(0),
+                ))
+            }
             _ => None,
         }
     }
@@ -118,7 +122,7 @@ fn item_layout<'p>(
         Some(tensor) => Content::Tensor {
             bounds: tensor.bounds,
             place: digests.then(|| tensor.place()).transpose()?,
-            around: TensorItem::new(tensor.dtype, &tensor.bounds.sizes)
+            around: lay_out_tensor(tensor.dtype, &tensor.bounds.sizes)
                 .map_err(|source| cannot_write(fqn.clone(), source))?,
         },
     };
@@ -135,11 +139,11 @@ fn item_layout<'p>(
 }
 
 /// Returns where a tensor's item starts in the file, if the item before it ends at `at`.
-pub(super) fn tensor_offset(at: u64, around: &TensorItem) -> u64 {
-    let align = if around.payload_length() >= PAGE_ALIGNED {
-        PAGE
+pub(super) fn tensor_offset(at: u64, around: &ArchiveLayout) -> u64 {
+    let align = if around.storage_length(0) >= MIN_PAGE_ALIGNED_BYTES {
+        PAGE_BYTES
     } else {
         64
     };
-    (at + around.payload_offset()).next_multiple_of(align) - around.payload_offset()
+    (at + around.storage_offset(0)).next_multiple_of(align) - around.storage_offset(0)
 }

@@ -79,7 +79,7 @@ mod unchanged;
 mod written;
 
 pub use crate::payload::source::PayloadSource;
-pub use crate::torch::value::{decode_item, describe_item, encode_value, value_item_length};
+pub use crate::torch::value::{decode_value, describe_item, encode_value, value_item_length};
 pub use predict::predict_file_lengths;
 pub use selected::RankItems;
 pub use unchanged::{Before, BoxSum, box_sums, unchanged_entries};
@@ -91,8 +91,7 @@ use fsdp_digest::{StateDigest, Sum};
 use fsdp_layout::DType;
 
 use crate::digest::check_copy;
-use crate::error::FileError;
-use crate::formats::checkpoint::Checkpoint;
+use crate::error::{FileError, FormatError};
 use crate::metadata::{Entry, METADATA_FILE, Metadata, StorageInfo, decode, encode};
 use crate::plan::Selection;
 use crate::storage::Staging;
@@ -254,29 +253,12 @@ pub fn finish(
     written: &[RankWritten],
     lineage: Option<Lineage>,
 ) -> Result<Option<StateDigest>, FileError> {
-    finish_with(staging, metadata, written, lineage, None)
+    finish_copy(staging, metadata, written, lineage, None)
 }
 
-/// Ends the copy of a checkpoint like [`finish`], with the lineage of the original. If the original
-/// has digests, and those of the copy differ, nothing is committed.
+/// Ends a save like [`finish`]. If it is the copy of a checkpoint with the digests `original`, and
+/// those of the copy differ, nothing is committed.
 pub fn finish_copy(
-    staging: Staging,
-    metadata: Metadata,
-    written: &[RankWritten],
-    original: &dyn Checkpoint,
-) -> Result<Option<StateDigest>, FileError> {
-    finish_with(
-        staging,
-        metadata,
-        written,
-        original.lineage().cloned(),
-        original.digests(),
-    )
-}
-
-/// Puts the places of all written items into the metadata, and commits. Digests that differ from
-/// those of `original`, whose copy this is, are an error.
-fn finish_with(
     staging: Staging,
     mut metadata: Metadata,
     written: &[RankWritten],
@@ -284,7 +266,7 @@ fn finish_with(
     original: Option<&StateDigest>,
 ) -> Result<Option<StateDigest>, FileError> {
     place_items(&mut metadata, written)?;
-    let digests = digests(&metadata, written);
+    let digests = compute_digests(&metadata, written);
     if let Some(digests) = &digests {
         check_copy(staging.target(), original, digests)?;
     }
@@ -293,7 +275,7 @@ fn finish_with(
 
 /// Returns the digests of all tensors and values, from the parts that the ranks report. An item of
 /// the metadata has the part that was written at its place. Returns `None` if some item has none.
-fn digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
+fn compute_digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
     let mut parts: HashMap<(&str, u64), Sum> = HashMap::new();
     for rank in written {
         for item in &rank.items {
@@ -330,10 +312,7 @@ pub fn finish_encoded(
     written: &[RankWritten],
 ) -> Result<(), FileError> {
     let path = staging.directory().join(METADATA_FILE);
-    let decoded = decode(metadata).map_err(|error| FileError::File {
-        path,
-        source: error.into(),
-    })?;
+    let decoded = decode(metadata).map_err(|error| FormatError::from(error).in_file(path))?;
     check_placed(&decoded)?;
     let files: HashSet<&str> = written
         .iter()
@@ -346,7 +325,7 @@ pub fn finish_encoded(
             return Err(FileError::not_stored(fqn));
         }
     }
-    let digests = digests(&decoded, written);
+    let digests = compute_digests(&decoded, written);
     commit(staging, metadata, written, digests, None).map(drop)
 }
 
@@ -374,10 +353,9 @@ pub(super) fn commit(
     own.push_bytes(metadata);
     integrity.files.insert(METADATA_FILE.to_owned(), own);
     let name = staging.integrity_file();
-    let encoded = integrity.encode().map_err(|source| FileError::File {
-        path: staging.directory().join(&name),
-        source,
-    })?;
+    let encoded = integrity
+        .encode()
+        .map_err(|source| source.in_file(staging.directory().join(&name)))?;
     // The hashes come first: once the `.metadata` is there, the checkpoint is, and must be whole.
     staging.write(&name, &encoded)?;
     staging.commit(METADATA_FILE, metadata)?;

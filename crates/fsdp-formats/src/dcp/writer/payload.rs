@@ -158,8 +158,8 @@ fn small_item(
         } => (bounds, place, around),
     };
     let start = buffer.len();
-    let head = around.payload_offset() as usize;
-    let length = around.payload_length();
+    let head = around.storage_offset(0) as usize;
+    let length = around.storage_length(0);
     // The head has the checksum of the payload, so it is filled in after the payload.
     buffer.resize(start + head, 0);
     let mut given = 0u64;
@@ -176,7 +176,7 @@ fn small_item(
     if let Some(place) = place {
         sum.add_piece(place, 0, &buffer[start + head..]);
     }
-    buffer.extend_from_slice(&around.tail(crc));
+    buffer.extend_from_slice(&around.tail(&[crc]));
     Ok(sum)
 }
 
@@ -193,7 +193,7 @@ fn bytes_around(layout: &FileLayout<'_>, item: usize, crc: u32) -> [(u64, Vec<u8
     let from = segment_start(layout, item);
     let mut head = vec![0; (placed.offset - from) as usize];
     head.extend_from_slice(&around.head(crc));
-    [(from, head), (payload + length, around.tail(crc))]
+    [(from, head), (payload + length, around.tail(&[crc]))]
 }
 
 /// Puts all hashes in order.

@@ -2,7 +2,7 @@
 
 use super::layout::tensor_offset;
 use super::selected::cannot_write;
-use crate::dcp::item::TensorItem;
+use crate::dcp::item::lay_out_tensor;
 use crate::error::FileError;
 use crate::metadata::{Entry, Metadata, StorageInfo};
 use crate::plan::{GlobalPlan, SelectedItem};
@@ -35,7 +35,7 @@ pub fn predict_file_lengths(
         for selected in &selection.kept {
             if let (fqn, Entry::Tensor(tensor)) = entry_of(&mut global.metadata, selected) {
                 let chunk = &mut tensor.chunks[selected.chunk as usize];
-                let item = TensorItem::new(tensor.properties.dtype, &chunk.bounds.sizes)
+                let item = lay_out_tensor(tensor.properties.dtype, &chunk.bounds.sizes)
                     .map_err(|source| cannot_write(fqn.to_owned(), source))?;
                 let offset = tensor_offset(end, &item);
                 chunk.stored = Some(StorageInfo::new(&name, offset, item.length()));

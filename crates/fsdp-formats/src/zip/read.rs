@@ -3,14 +3,13 @@
 use indexmap::IndexMap;
 
 use super::{
-    DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, ZIP64_END, ZIP64_EXTRA,
-    ZIP64_LOCATOR,
+    DIRECTORY_ENTRY, END, IN_ZIP64, LOCAL_HEADER, LOCAL_HEADER_BYTES, Result, ZIP64_END,
+    ZIP64_EXTRA, ZIP64_LOCATOR,
 };
 use crate::budget::Budget;
 use crate::error::FormatError;
-use crate::limits::{MAX_OBJECT_BYTES, MAX_ZIP_DIRECTORY_BYTES};
+use crate::limits::{MAX_OBJECT_BYTES, MAX_ZIP_DIRECTORY_BYTES, check_limit};
 use crate::storage::read_at::{ReadAt, read_whole};
-use crate::torch::Result;
 
 /// The records of an archive, by their name below its root.
 #[derive(Debug, Clone)]
@@ -52,7 +51,8 @@ const DEFLATED: u16 = 8;
 /// The most bytes that DEFLATE makes of one.
 const MAX_DEFLATION: u64 = 1032;
 
-fn bad(offset: u64, what: &'static str) -> FormatError {
+/// Makes the error of an archive that has a defect at this offset.
+fn malformed(offset: u64, what: &'static str) -> FormatError {
     FormatError::Archive { offset, what }
 }
 
@@ -87,9 +87,9 @@ impl Directory {
         let records = read_records(source, false, &mut |name, here| {
             let (top, below) = name
                 .split_once('/')
-                .ok_or_else(|| bad(here, "a record lies outside the root directory"))?;
+                .ok_or_else(|| malformed(here, "a record lies outside the root directory"))?;
             if *root.get_or_insert_with(|| top.to_owned()) != top {
-                return Err(bad(here, "the archive has several root directories"));
+                return Err(malformed(here, "the archive has several root directories"));
             }
             Ok(below.to_owned())
         })?;
@@ -127,7 +127,7 @@ impl Directory {
             LOCAL_HEADER_BYTES + u64::from(record.name_length),
         )?;
         if u32_at(&header, 0) != LOCAL_HEADER {
-            return Err(bad(
+            return Err(malformed(
                 record.header,
                 "no local header where the directory says",
             ));
@@ -140,10 +140,13 @@ impl Directory {
             .strip_prefix(root.as_bytes())
             .is_some_and(|below| below == name.as_bytes());
         if u16_at(&header, 26) != record.name_length || !is_named {
-            return Err(bad(record.header, "the local header is another record's"));
+            return Err(malformed(
+                record.header,
+                "the local header is another record's",
+            ));
         }
         if u16_at(&header, 8) != if record.is_deflated { DEFLATED } else { STORED } {
-            return Err(bad(
+            return Err(malformed(
                 record.header,
                 "the local header and the directory disagree on whether the record is compressed",
             ));
@@ -154,7 +157,7 @@ impl Directory {
         let deferred = u16_at(&header, 6) & 8 != 0 && stored == 0 && full == 0;
         let agree = is_length(stored, record.stored) && is_length(full, record.length);
         if !deferred && !agree {
-            return Err(bad(
+            return Err(malformed(
                 record.header,
                 "the local header and the directory disagree on the length",
             ));
@@ -165,8 +168,21 @@ impl Directory {
             + u64::from(u16_at(&header, 28));
         match data.checked_add(record.stored) {
             Some(end) if end <= source.len() => Ok(data),
-            _ => Err(bad(record.header, "the record ends beyond the archive")),
+            _ => Err(malformed(
+                record.header,
+                "the record ends beyond the archive",
+            )),
         }
+    }
+
+    /// Returns where the data of the record at a position in the directory starts, after checking
+    /// its local header.
+    pub(crate) fn data_offset_at(&self, source: &dyn ReadAt, index: usize) -> Result<u64> {
+        let (name, record) = self
+            .records
+            .get_index(index)
+            .expect("the position was found in this directory");
+        self.data_offset(source, name, record)
     }
 
     /// Refuses archives of big-endian machines. Older torch wrote no record of it, and
@@ -176,7 +192,7 @@ impl Directory {
             let order = self.read_record(source, "byteorder", 16)?;
             if order != b"little" {
                 let what = format!("the byte order `{}`", String::from_utf8_lossy(&order));
-                return Err(FormatError::Unsupported { what });
+                return Err(FormatError::unsupported(what));
             }
         }
         Ok(())
@@ -191,48 +207,37 @@ impl Directory {
     /// Reads all bytes of a small record.
     pub fn read_record(&self, source: &dyn ReadAt, name: &str, limit: u64) -> Result<Vec<u8>> {
         let record = self.get(name)?;
-        if record.length > limit {
-            return Err(FormatError::Limit {
-                what: "record length",
-                value: record.length,
-                limit,
-            });
-        }
+        check_limit("record length", record.length, limit)?;
         let data = self.data_offset(source, name, record)?;
         read_whole(source, data, record.length)
     }
 }
 
-/// Reads all entries of a directory; `name` gives each record its name.
+/// Reads all entries of a directory, and returns the records by their names, in its order. `name_of`
+/// turns the name in the entry at a position into that of the record.
 fn read_records(
     source: &dyn ReadAt,
     may_deflate: bool,
     name_of: &mut dyn FnMut(&str, u64) -> Result<String>,
 ) -> Result<IndexMap<String, Record>> {
-    let (start, length, count) = locate(source)?;
-    if length > MAX_ZIP_DIRECTORY_BYTES {
-        return Err(FormatError::Limit {
-            what: "zip directory length",
-            value: length,
-            limit: MAX_ZIP_DIRECTORY_BYTES,
-        });
-    }
+    let (start, length, count) = find_directory(source)?;
+    check_limit("zip directory length", length, MAX_ZIP_DIRECTORY_BYTES)?;
     // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the
     // directory itself.
     if count > length / 46 {
-        return Err(bad(
+        return Err(malformed(
             start,
             "the directory is too short for its number of entries",
         ));
     }
     // A record takes about so much, besides its name.
-    const RECORD: u64 = 128;
-    Budget::new(length, 1).charge("memory for records", count * RECORD + length)?;
+    const RECORD_COST_BYTES: u64 = 128;
+    Budget::new(length, 1).charge("memory for records", count * RECORD_COST_BYTES + length)?;
     let bytes = read_whole(source, start, length)?;
     let mut records = IndexMap::with_capacity(count as usize);
     let mut at = 0usize;
     for _ in 0..count {
-        let (name, record, next) = entry(&bytes, at, start)?;
+        let (name, record, next) = read_entry(&bytes, at, start)?;
         let here = start + at as u64;
         if record.is_deflated && !may_deflate {
             let kind = if name.contains("/code/") {
@@ -240,32 +245,38 @@ fn read_records(
             } else {
                 "torch"
             };
-            return Err(FormatError::Unsupported {
-                what: format!("the compressed record `{name}` in an archive of {kind}"),
-            });
+            let what = format!("the compressed record `{name}` in an archive of {kind}");
+            return Err(FormatError::unsupported(what));
         }
         let end = record
             .header
             .checked_add(LOCAL_HEADER_BYTES + u64::from(record.name_length))
             .and_then(|at| at.checked_add(record.stored));
         if end.is_none_or(|end| end > start) {
-            return Err(bad(here, "a record does not lie before the directory"));
+            return Err(malformed(
+                here,
+                "a record does not lie before the directory",
+            ));
         }
         if records.insert(name_of(name, here)?, record).is_some() {
-            return Err(bad(here, "a record stands twice in the directory"));
+            return Err(malformed(here, "a record stands twice in the directory"));
         }
         at = next;
     }
     if at as u64 != length {
-        return Err(bad(start + at as u64, "the directory's length is wrong"));
+        return Err(malformed(
+            start + at as u64,
+            "the directory's length is wrong",
+        ));
     }
     // After the single records have been checked, so that their ranges cannot overflow.
     check_disjoint(records.values())?;
     Ok(records)
 }
 
-/// Finds the directory: its start, length and number of entries.
-fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
+/// Finds the directory of an archive by the records at its end, and returns where the directory
+/// starts, its length in bytes, and the number of its entries.
+fn find_directory(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
     let total = source.len();
     // Mostly there is no comment, and the end record is the last bytes; only otherwise more is
     // read.
@@ -286,7 +297,7 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
                 && at + END_LENGTH as usize + usize::from(u16_at(&tail, at + 20)) == tail.len()
         })
         .ok_or_else(|| {
-            bad(
+            malformed(
                 total,
                 "no zip end record: the archive is cut short, or is none",
             )
@@ -303,18 +314,21 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
     {
         let locator_at = end_at
             .checked_sub(20)
-            .ok_or_else(|| bad(end_at, "no zip64 locator"))?;
+            .ok_or_else(|| malformed(end_at, "no zip64 locator"))?;
         let locator = read_whole(source, locator_at, 20)?;
         if u32_at(&locator, 0) != ZIP64_LOCATOR {
-            return Err(bad(locator_at, "no zip64 locator"));
+            return Err(malformed(locator_at, "no zip64 locator"));
         }
         limit = u64_at(&locator, 8);
         if limit.checked_add(56).is_none_or(|end| end > locator_at) {
-            return Err(bad(locator_at, "the zip64 locator points nowhere"));
+            return Err(malformed(locator_at, "the zip64 locator points nowhere"));
         }
         let record = read_whole(source, limit, 56)?;
         if u32_at(&record, 0) != ZIP64_END {
-            return Err(bad(limit, "no zip64 end record where the locator says"));
+            return Err(malformed(
+                limit,
+                "no zip64 end record where the locator says",
+            ));
         }
         count = u64_at(&record, 32);
         length = u64_at(&record, 40);
@@ -329,7 +343,7 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
         .is_some_and(|at| u32_at(&tail, at) == ZIP64_END);
     let directory_end = start.checked_add(length);
     if directory_end != Some(limit) && !(has_zip64 && directory_end == zip64_at) {
-        return Err(bad(
+        return Err(malformed(
             end_at,
             "the directory does not lie just before its end record",
         ));
@@ -339,15 +353,16 @@ fn locate(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
 
 /// Returns the error of a directory that ends inside the entry at a position.
 fn cut_short(here: u64) -> FormatError {
-    bad(here, "the directory is cut short")
+    malformed(here, "the directory is cut short")
 }
 
-/// Reads the directory's entry at `at`: name, record, and where the next one starts.
-fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize)> {
+/// Reads the entry at `at` of a directory that begins at `start` in the archive. Returns the name,
+/// the record, and where the next entry starts in `bytes`.
+fn read_entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize)> {
     let here = start + at as u64;
     let fixed = bytes.get(at..at + 46).ok_or_else(|| cut_short(here))?;
     if u32_at(fixed, 0) != DIRECTORY_ENTRY {
-        return Err(bad(here, "not a directory entry"));
+        return Err(malformed(here, "not a directory entry"));
     }
     let name_length = u16_at(fixed, 28);
     let name_end = at + 46 + usize::from(name_length);
@@ -362,19 +377,27 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize)> {
     if next > bytes.len() {
         return Err(cut_short(here));
     }
-    let name =
-        std::str::from_utf8(name_bytes).map_err(|_| bad(here, "a record's name is not UTF-8"))?;
+    let name = std::str::from_utf8(name_bytes)
+        .map_err(|_| malformed(here, "a record's name is not UTF-8"))?;
     let is_plain = !name.contains(['\\', '\0'])
         && name
             .split('/')
             .all(|part| !part.is_empty() && part != "." && part != "..");
     if !is_plain {
-        return Err(bad(here, "a record's name is not a plain relative path"));
+        return Err(malformed(
+            here,
+            "a record's name is not a plain relative path",
+        ));
     }
     let is_deflated = match u16_at(fixed, 10) {
         STORED => false,
         DEFLATED => true,
-        _ => return Err(bad(here, "the record is compressed in an unknown way")),
+        _ => {
+            return Err(malformed(
+                here,
+                "the record is compressed in an unknown way",
+            ));
+        }
     };
     let stored32 = u32_at(fixed, 20);
     let full32 = u32_at(fixed, 24);
@@ -398,7 +421,7 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize)> {
                 if value32 == IN_ZIP64 {
                     let large = values
                         .next()
-                        .ok_or_else(|| bad(here, "a zip64 value is missing"))?;
+                        .ok_or_else(|| malformed(here, "a zip64 value is missing"))?;
                     *value = u64_at(large, 0);
                 }
             }
@@ -406,10 +429,10 @@ fn entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize)> {
         extra = &extra[4 + length..];
     }
     if !is_deflated && stored != full {
-        return Err(bad(here, "a stored record has two lengths"));
+        return Err(malformed(here, "a stored record has two lengths"));
     }
     if full > stored.saturating_mul(MAX_DEFLATION) {
-        return Err(bad(
+        return Err(malformed(
             here,
             "a record is longer than what is stored of it can become",
         ));
@@ -441,7 +464,7 @@ fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<()> {
         .collect();
     ranges.sort_unstable();
     match ranges.windows(2).find(|pair| pair[1].0 < pair[0].1) {
-        Some(pair) => Err(bad(pair[1].0, "two records overlap")),
+        Some(pair) => Err(malformed(pair[1].0, "two records overlap")),
         None => Ok(()),
     }
 }

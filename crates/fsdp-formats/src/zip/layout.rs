@@ -185,7 +185,7 @@ impl ArchiveLayout {
         layout
     }
 
-    /// Returns the bytes of the whole archive.
+    /// Returns how many bytes the whole archive has.
     #[must_use]
     pub fn length(&self) -> u64 {
         self.length
@@ -197,12 +197,19 @@ impl ArchiveLayout {
         self.storage(index).data
     }
 
+    /// Returns how many bytes storage `index` has.
+    #[must_use]
+    pub fn storage_length(&self, index: usize) -> u64 {
+        self.storage(index).length
+    }
+
     /// Returns where [`ArchiveLayout::tail`] starts: right after the last storage.
     #[must_use]
     pub fn tail_offset(&self) -> u64 {
         self.directory
     }
 
+    /// Returns the record of storage `index`.
     fn storage(&self, index: usize) -> &PlannedRecord {
         &self.records[self.records.len() - self.storages + index]
     }

@@ -1,6 +1,6 @@
 //! The checksums of the records of an archive.
 
-use super::{Deflated, Directory, ReadStates, Record};
+use super::{Deflated, Directory, ReadStates, Record, Result};
 use crate::error::FormatError;
 use crate::metadata::StorageInfo;
 use crate::storage::read_at::{ReadAt, Window};
@@ -13,7 +13,7 @@ pub fn check_records(
     stored: &StorageInfo,
     threads: usize,
     progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<(), FormatError> {
+) -> Result<()> {
     let item = Window::new(file, stored.offset, stored.length)?;
     // Items of the SAFETENSORS format are no archives, and have no checksums.
     let Ok(archive) = Directory::read(&item).or_else(|_| Directory::read_rootless(&item)) else {
@@ -24,15 +24,11 @@ pub fn check_records(
         let start = archive.data_offset(&item, name, record)?;
         // The range is read even where there is no checksum, so that a range that cannot be read is
         // found.
+        let deflated = Deflated::new(start, record, &ReadStates::default());
         let crc = if record.is_deflated {
-            crc(
-                &Deflated::new(start, record, &ReadStates::default()).reader(&item),
-                0,
-                record.length,
-                progress,
-            )?
+            compute_crc(&deflated.reader(&item), 0, record.length, progress)?
         } else {
-            crc(&item, start, record.length, progress)?
+            compute_crc(&item, start, record.length, progress)?
         };
         // A checksum of 0 says nothing: some writers leave it so, and torch accepts that.
         if record.crc != 0 && record.crc != crc {
@@ -47,18 +43,19 @@ pub fn check_records(
     checked.into_iter().collect()
 }
 
-/// Computes the checksum of a range.
-fn crc(
+/// Computes the CRC-32 of `length` bytes from `start` on.
+fn compute_crc(
     item: &dyn ReadAt,
     start: u64,
     length: u64,
     progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<u32, FormatError> {
+) -> Result<u32> {
     // Read in pieces, because a record may be larger than the memory.
+    const PIECE_BYTES: u64 = 1 << 20;
     let mut hasher = crc32fast::Hasher::new();
     let mut buffer = Vec::new();
-    for at in (start..start + length).step_by(1 << 20) {
-        buffer.resize((start + length - at).min(1 << 20) as usize, 0);
+    for at in (start..start + length).step_by(PIECE_BYTES as usize) {
+        buffer.resize((start + length - at).min(PIECE_BYTES) as usize, 0);
         item.read_exact_at(at, &mut buffer)?;
         hasher.update(&buffer);
         if let Some(progress) = progress {

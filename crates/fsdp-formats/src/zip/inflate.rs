@@ -4,23 +4,22 @@
 //! begin there, the state of the last ones is kept: a read that goes on where one has ended costs
 //! what it reads.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use miniz_oxide::inflate::stream::{InflateState, inflate};
 use miniz_oxide::{DataFormat, MZError, MZFlush, MZStatus};
 
-use super::Record;
+use super::{Record, Result};
 use crate::error::FormatError;
-use crate::formats::assembled::Packed;
 use crate::storage::read_at::{ReadAt, end_within};
-use crate::torch::Result;
+use crate::threads::lock;
 
 /// The bytes of input that are read at once.
-const INPUT: u64 = 64 << 10;
+const INPUT_BYTES: u64 = 64 << 10;
 /// The bytes of output that are skipped at once.
-const SKIPPED: u64 = 64 << 10;
+const SKIPPED_BYTES: u64 = 64 << 10;
 /// The most reads of an archive whose state is kept.
-const MOST_STATES: usize = 16;
+const MAX_STATES: usize = 16;
 
 /// A compressed record.
 #[derive(Debug, Clone)]
@@ -64,7 +63,7 @@ impl std::fmt::Debug for ReadState {
 impl ReadStates {
     /// Takes out the state of the read that has ended closest before a position of a record.
     fn take(&self, record: u64, at: u64) -> Option<ReadState> {
-        let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut states = lock(&self.0);
         let before = states
             .iter()
             .enumerate()
@@ -75,8 +74,8 @@ impl ReadStates {
 
     /// Inserts a state, in place of the oldest one if there are many.
     fn insert(&self, state: ReadState) {
-        let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if states.len() >= MOST_STATES {
+        let mut states = lock(&self.0);
+        if states.len() >= MAX_STATES {
             states.remove(0);
         }
         states.push(state);
@@ -84,7 +83,7 @@ impl ReadStates {
 }
 
 impl Deflated {
-    /// Makes the reader of a record whose stored bytes begin at `start`.
+    /// Describes a record whose stored bytes begin at `start` in the file.
     pub(crate) fn new(start: u64, record: &Record, states: &ReadStates) -> Self {
         Deflated {
             start,
@@ -94,23 +93,18 @@ impl Deflated {
         }
     }
 
-    /// Returns the bytes that the record becomes, which are read from this file.
+    /// Returns where the stored bytes begin in the file, and how many they are.
+    pub(crate) fn stored_range(&self) -> (u64, u64) {
+        (self.start, self.stored)
+    }
+
+    /// Returns a reader of the bytes that the record in this file becomes.
     pub(crate) fn reader<'f>(&'f self, file: &'f dyn ReadAt) -> Inflated<'f> {
         Inflated {
             file,
             record: self,
             current: Mutex::default(),
         }
-    }
-}
-
-impl Packed for Deflated {
-    fn place(&self) -> (u64, u64) {
-        (self.start, self.stored)
-    }
-
-    fn unpacked<'f>(&'f self, file: &'f dyn ReadAt) -> Box<dyn ReadAt + 'f> {
-        Box::new(self.reader(file))
     }
 }
 
@@ -122,16 +116,15 @@ pub(crate) struct Inflated<'f> {
     current: Mutex<Option<ReadState>>,
 }
 
+/// Makes the error of a record that cannot be decompressed.
 fn malformed(reason: &str) -> FormatError {
-    FormatError::Malformed {
-        what: "compressed record",
-        reason: reason.to_owned(),
-    }
+    FormatError::malformed("compressed record", reason)
 }
 
 impl Inflated<'_> {
-    /// Returns a read that stands at or before a position.
-    fn reading(&self, at: u64) -> ReadState {
+    /// Returns the state of a read that stands at or before a position: that of an earlier read, or
+    /// else of one from the beginning.
+    fn start_reading(&self, at: u64) -> ReadState {
         let record = self.record.start;
         match self.record.states.take(record, at) {
             Some(state) => state,
@@ -156,7 +149,10 @@ impl Inflated<'_> {
             reading.input.clear();
             return Ok(());
         }
-        let at_once = self.file.block_at(at).map_or(INPUT, |block| block.end - at);
+        let at_once = self
+            .file
+            .block_at(at)
+            .map_or(INPUT_BYTES, |block| block.end - at);
         reading.input.resize(left.min(at_once) as usize, 0);
         self.file.read_exact_at(at, &mut reading.input)
     }
@@ -201,7 +197,7 @@ impl Inflated<'_> {
     fn fill(&self, reading: &mut ReadState, offset: u64, dst: &mut [u8]) -> Result<()> {
         let mut skipped = Vec::new();
         while reading.at < offset {
-            skipped.resize((offset - reading.at).min(SKIPPED) as usize, 0);
+            skipped.resize((offset - reading.at).min(SKIPPED_BYTES) as usize, 0);
             self.read_next(reading, &mut skipped)?;
         }
         self.read_next(reading, dst)
@@ -218,9 +214,9 @@ impl ReadAt for Inflated<'_> {
         if dst.is_empty() {
             return Ok(());
         }
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = lock(&self.current);
         let before = current.take().filter(|reading| reading.at <= offset);
-        let mut reading = before.unwrap_or_else(|| self.reading(offset));
+        let mut reading = before.unwrap_or_else(|| self.start_reading(offset));
         self.fill(&mut reading, offset, dst)?;
         *current = Some(reading);
         Ok(())
@@ -229,11 +225,7 @@ impl ReadAt for Inflated<'_> {
 
 impl Drop for Inflated<'_> {
     fn drop(&mut self) {
-        let current = self
-            .current
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let current = lock(&self.current).take();
         if let Some(mut state) = current.filter(|state| state.at < self.record.length) {
             // A state that is kept must not take much memory.
             state.input = Vec::new();

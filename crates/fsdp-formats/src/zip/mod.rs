@@ -1,4 +1,5 @@
-//! The zip container of torch: stored entries only, one root directory, tensor storages aligned.
+//! The zip container of torch and NumPy. torch's has stored entries only, one root
+//! directory, and aligned storages of tensors:
 //!
 //! ```text
 //! header  <root>/data.pkl           a pickle, protocol 2
@@ -26,6 +27,11 @@ pub use layout::ArchiveLayout;
 use layout::STORAGE_ALIGNMENT;
 pub use read::Directory;
 pub(crate) use read::Record;
+
+use crate::error::FormatError;
+
+/// The result of reading an archive.
+type Result<T, E = FormatError> = std::result::Result<T, E>;
 
 /// The root directory of the archives in `.distcp` files.
 pub const ROOT: &str = "archive";
