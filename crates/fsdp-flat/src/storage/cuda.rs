@@ -1,6 +1,7 @@
 //! The memory behind tensors on NVIDIA GPUs: as bytes, to the host and back, released and filled.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, CudaView, CudaViewMut, DeviceRepr, DriverError,
@@ -188,7 +189,7 @@ fn replace(
     storage: &mut CudaStorage,
     dtype: DType,
     numel: usize,
-    copy: impl FnOnce(&CudaStream, &mut CudaViewMut<'_, u8>) -> Result<(), DriverError>,
+    copy: impl FnOnce(&Arc<CudaStream>, &mut CudaViewMut<'_, u8>) -> Result<(), DriverError>,
 ) -> Result<(), FlatError> {
     let mut fresh = uninitialized(&storage.device, dtype, numel)?;
     let stream = fresh.device.cuda_stream();
