@@ -13,7 +13,7 @@ use fsdp_formats::plan::LoadPlanError;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
-use fsdp_tools::elements::{Census, for_each};
+use fsdp_tools::elements::{Census, for_each_number};
 use fsdp_tools::verify;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -192,7 +192,7 @@ impl NamedTensor<'_> {
             self.write_npy(file)?;
             shown.npy = Some(file.display().to_string());
         } else if arguments.stats {
-            let Some(census) = verify::census(self.source, self.name, None)? else {
+            let Some(census) = verify::compute_census(self.source, self.name)? else {
                 let dtype = self.dtype();
                 bail!(UsageError::NoNumbers { dtype });
             };
@@ -298,13 +298,14 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
                 _ => DType::F64,
             };
             let mut parts = Vec::new();
-            for_each(part, bytes, &mut |value| parts.push(value));
+            for_each_number(part, bytes, &mut |value| parts.push(value));
             for &[real, imaginary] in parts.as_chunks().0 {
                 values.push(complex(real, imaginary, part != DType::F64).into());
             }
         }
         _ => {
-            let is_number = for_each(dtype, bytes, &mut |value| values.push(number(value, dtype)));
+            let is_number =
+                for_each_number(dtype, bytes, &mut |value| values.push(number(value, dtype)));
             if !is_number {
                 let size = dtype.size_in_bytes() as usize;
                 values.extend(bytes.chunks_exact(size).map(|element| hex(element).into()));

@@ -6,7 +6,7 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, steps_of_run};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use serde::Serialize;
 
 use crate::failure::UsageError;
@@ -189,5 +189,5 @@ fn is_whole(path: &Location) -> bool {
     let Ok(opened) = checkpoint::open(path, OpenOptions::default()) else {
         return false;
     };
-    verify(&*opened, Level::Sizes, None).is_ok_and(|report| report.is_ok())
+    verify(&*opened, Level::Sizes, VerifyOptions::default()).is_ok_and(|report| report.is_ok())
 }

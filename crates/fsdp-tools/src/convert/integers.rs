@@ -13,7 +13,7 @@ use indexmap::IndexMap;
 use super::output::unsupported;
 
 /// A checkpoint whose quantized tensors are integers.
-pub(super) struct Integers<'a> {
+pub(super) struct IntegerView<'a> {
     view: LayerView<'a>,
     /// The keys of the quantized tensors.
     pub(super) quantized: Vec<String>,
@@ -21,8 +21,8 @@ pub(super) struct Integers<'a> {
     quantizers: IndexMap<String, PlainValue>,
 }
 
-/// Returns the integers of a quantized type.
-fn integer(dtype: DType) -> Option<DType> {
+/// Returns the type of the integers that elements of a quantized type are; `None` for other types.
+fn integer_dtype(dtype: DType) -> Option<DType> {
     match dtype {
         DType::QInt8 => Some(DType::I8),
         DType::QUInt8 => Some(DType::U8),
@@ -31,13 +31,13 @@ fn integer(dtype: DType) -> Option<DType> {
     }
 }
 
-impl<'a> Integers<'a> {
+impl<'a> IntegerView<'a> {
     /// Makes the view; `None` if nothing is quantized.
     pub(super) fn new(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
         if !from
             .tensors()
-            .any(|(_, tensor)| integer(tensor.properties.dtype).is_some())
+            .any(|(_, tensor)| integer_dtype(tensor.properties.dtype).is_some())
         {
             return Ok(None);
         }
@@ -46,7 +46,7 @@ impl<'a> Integers<'a> {
         // The keys of the quantizers, by those of their tensors.
         let mut siblings = IndexMap::new();
         for (fqn, tensor) in from.tensors() {
-            let Some(dtype) = integer(tensor.properties.dtype) else {
+            let Some(dtype) = integer_dtype(tensor.properties.dtype) else {
                 continue;
             };
             let quantizer = source.quantizer(fqn)?.ok_or_else(|| {
@@ -88,7 +88,7 @@ impl<'a> Integers<'a> {
                     unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
                 })?;
         }
-        Ok(Some(Integers {
+        Ok(Some(IntegerView {
             view: LayerView::new(source, metadata, structure),
             quantized: siblings.into_keys().collect(),
             quantizers,
@@ -96,7 +96,7 @@ impl<'a> Integers<'a> {
     }
 }
 
-impl Layer for Integers<'_> {
+impl Layer for IntegerView<'_> {
     fn view(&self) -> &LayerView<'_> {
         &self.view
     }

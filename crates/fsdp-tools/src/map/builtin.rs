@@ -1,7 +1,7 @@
 //! The maps that are built in.
 
 /// The names of the maps that are built in, and what each is for.
-pub const NAMES: [(&str, &str); 8] = [
+pub const BUILTIN: [(&str, &str); 8] = [
     (
         "llama-to-hf",
         "Llama of Meta and torchtitan to that of Hugging Face; needs `heads` and `kv_heads`",
@@ -21,17 +21,18 @@ pub const NAMES: [(&str, &str); 8] = [
     ("hf-to-fused", "the other way"),
 ];
 
-/// Returns the text of a map, and `true` if it is to be reversed.
-pub(super) fn text(name: &str) -> Option<(String, bool)> {
-    let (text, is_reversed) = match name {
-        "llama-to-hf" => (LLAMA.to_owned(), false),
-        "hf-to-llama" => (LLAMA.to_owned(), true),
-        "nanogpt-to-hf" => (NANOGPT.to_owned(), false),
-        "hf-to-nanogpt" => (NANOGPT.to_owned(), true),
-        "megatron-to-hf" => (megatron(), false),
-        "hf-to-megatron" => (megatron(), true),
-        "fused-to-hf" => (FUSED.to_owned(), false),
-        "hf-to-fused" => (FUSED.to_owned(), true),
+/// Returns the text of the map of this name, and `true` if it is to be reversed; `None` for a name
+/// that is not in [`BUILTIN`].
+pub(super) fn find_text(name: &str) -> Option<(String, bool)> {
+    let (framework, is_reversed) = match name.strip_suffix("-to-hf") {
+        Some(framework) => (framework, false),
+        None => (name.strip_prefix("hf-to-")?, true),
+    };
+    let text = match framework {
+        "llama" => LLAMA.to_owned(),
+        "nanogpt" => NANOGPT.to_owned(),
+        "megatron" => megatron_text(),
+        "fused" => FUSED.to_owned(),
         _ => return None,
     };
     Some((text, is_reversed))
@@ -78,7 +79,7 @@ mlp.linear_fc1.layer_norm_weight -> model.layers.{i}.post_attention_layernorm.we
 
 /// Returns the map of Megatron-core's Llama. Layers are stacked along a first dimension
 /// (`torch_dist`), or have keys of their own.
-fn megatron() -> String {
+fn megatron_text() -> String {
     let mut text = "embedding.word_embeddings.weight -> model.embed_tokens.weight\n".to_owned();
     for (start, operation) in [
         ("decoder.layers.", " | unstack(i)"),

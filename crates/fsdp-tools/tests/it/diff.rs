@@ -9,7 +9,7 @@ use fsdp_formats::internals::encode_value;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_tools::diff::{Difference, Tolerance, diff, diff_digests};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::foreign::{fixture, opened};
 
@@ -252,7 +252,9 @@ fn what_differs_in_one_thing_other_than_elements_is_found() {
             add_integrity(copy.as_path(), None).unwrap();
             let sealed = opened(&copy);
             assert!(
-                verify(&*sealed, Level::Deep, None).unwrap().is_ok(),
+                verify(&*sealed, Level::Deep, VerifyOptions::default())
+                    .unwrap()
+                    .is_ok(),
                 "{name}"
             );
             sealed
