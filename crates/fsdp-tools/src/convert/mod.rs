@@ -280,7 +280,14 @@ fn choose_extra_files<'c>(
         .partition(|name| sidecars.is_taken_apart(source, name));
     let mut copied = Vec::new();
     let mut left_behind = [others, written].concat();
-    if target.keeps_framework(source.format()) {
+    // Where the format is that of the framework that wrote the source, files beside the source's own
+    // go with it, such as a trainer's loop state or a model's configuration.
+    if let (Format::Dcp, OutputFormat::Dcp { .. })
+    | (
+        Format::SafetensorsDirectory,
+        OutputFormat::SafetensorsDirectory { .. } | OutputFormat::SafetensorsShards { .. },
+    ) = (source.format(), target)
+    {
         copied = files;
     } else if matches!(target, OutputFormat::SafetensorsDirectory { .. })
         && !source.format().is_file()

@@ -43,22 +43,6 @@ pub enum OutputFormat {
     Torch,
 }
 
-impl OutputFormat {
-    /// Returns `true` if what is written is for the framework that wrote the source: files beside
-    /// the source's own, such as a trainer's loop state or a model's configuration, go with it.
-    pub(super) const fn keeps_framework(self, source: Format) -> bool {
-        matches!(
-            (source, self),
-            (Format::Dcp, OutputFormat::Dcp { .. })
-                | (
-                    Format::SafetensorsDirectory,
-                    OutputFormat::SafetensorsDirectory { .. }
-                        | OutputFormat::SafetensorsShards { .. }
-                )
-        )
-    }
-}
-
 /// The options of a conversion.
 #[derive(Clone, Copy, Default)]
 pub struct ConvertOptions<'o> {
@@ -148,7 +132,7 @@ pub(super) type InnerTensors<'a> = IndexMap<String, &'a PlainTensor>;
 pub(super) struct CheckpointPayloads<'a> {
     pub(super) source: &'a dyn Checkpoint,
     pub(super) options: ConvertOptions<'a>,
-    pub(super) inner_tensors: InnerTensors<'a>,
+    pub(super) inner_tensors: &'a InnerTensors<'a>,
 }
 
 impl PayloadSource for CheckpointPayloads<'_> {

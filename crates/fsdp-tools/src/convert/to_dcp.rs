@@ -37,7 +37,7 @@ pub(super) fn write(
     let payloads = CheckpointPayloads {
         source,
         options: conversion.options,
-        inner_tensors: IndexMap::new(),
+        inner_tensors: &IndexMap::new(),
     };
     let write_options = WriteOptions {
         threads: conversion.options.threads,

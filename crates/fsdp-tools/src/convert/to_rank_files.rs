@@ -47,7 +47,7 @@ struct RankSlices<'a> {
     rank: usize,
     /// The sums over the elements that no rank with a lower number has, by key. So each element is
     /// in one sum.
-    sums: Mutex<IndexMap<String, Sum>>,
+    sums: Mutex<Sums>,
 }
 
 impl RankSlices<'_> {
@@ -225,12 +225,7 @@ pub(super) fn write_ranks(
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner);
         for (fqn, sum) in sums {
-            let (key, _) = source
-                .metadata()
-                .entries
-                .get_key_value(&fqn)
-                .expect("only tensors of the source are summed");
-            writer.sums.entry(key).or_default().add(sum);
+            writer.sums.entry(fqn).or_default().add(sum);
         }
     }
     writer.finish(values, None)

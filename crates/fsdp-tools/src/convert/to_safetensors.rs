@@ -109,7 +109,7 @@ impl<'s> SideContents<'s> {
 
     /// Returns the digests of all that the files have: of tensors from the sums over their
     /// elements, of values from themselves.
-    fn digests(&self, sums: &Sums<'_>) -> StateDigest {
+    fn digests(&self, sums: &Sums) -> StateDigest {
         let tensors = self.source.metadata().tensors().map(|(fqn, tensor)| {
             // Before the elements are written, there are no sums yet.
             let sum = sums.get(fqn).copied().unwrap_or_default();
@@ -148,11 +148,7 @@ pub(super) fn list_whole_tensors<'a>(
 }
 
 /// The sums over the elements of tensors that files of a checkpoint have, by key.
-pub(super) type Sums<'a> = IndexMap<&'a str, Sum>;
-
-/// The texts of a file's header, made from the sums over its tensors.
-pub(super) type Texts<'t, 'a> =
-    dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
+pub(super) type Sums = IndexMap<String, Sum>;
 
 /// Encodes the header of a file, with the places of all tensors. Recorded digests are tied to this
 /// header: beside them it has a text of the layout, which no longer fits if another program writes
@@ -242,12 +238,12 @@ impl<'w> FileWriter<'w> {
     /// Writes one safetensors file, adds to the sums over its tensors, and returns the file's
     /// hashes. `texts` makes the texts of the header. It is called again once the sums are known,
     /// and must then return texts of the same lengths.
-    pub(super) fn write<'a>(
+    pub(super) fn write(
         &self,
         name: Option<&str>,
-        texts: &Texts<'_, 'a>,
-        pieces: &[Piece<'a>],
-        sums: &mut Sums<'a>,
+        texts: &dyn Fn(&Sums) -> Result<IndexMap<String, String>, FileError>,
+        pieces: &[Piece<'_>],
+        sums: &mut Sums,
     ) -> Result<FileIntegrity, FileError> {
         let places = self.find_places(pieces)?;
         // The header comes first, so its length must be known. Its text may change, its length not.
@@ -269,7 +265,9 @@ impl<'w> FileWriter<'w> {
         };
         let written = write_payloads(&file, &payloads, self.source, self.threads, None)?;
         for (piece, written) in pieces.iter().zip(&written) {
-            sums.entry(piece.fqn).or_default().add(written.sum);
+            sums.entry(piece.fqn.to_owned())
+                .or_default()
+                .add(written.sum);
         }
         let header = encode_header(&texts(sums)?, pieces)?;
         file.write_at(0, &header)?;
@@ -325,7 +323,7 @@ pub(super) fn write_file(
     let payloads = CheckpointPayloads {
         source,
         options,
-        inner_tensors: inner_tensors.clone(),
+        inner_tensors: &inner_tensors,
     };
     let old = OldValues::new(target)?;
     let hash = values.as_deref().map(values_hash);
@@ -369,7 +367,7 @@ pub(super) struct DirectoryWriter<'w> {
     pub(super) payloads: CheckpointPayloads<'w>,
     side: &'w SideContents<'w>,
     pub(super) integrity: Integrity,
-    pub(super) sums: Sums<'w>,
+    pub(super) sums: Sums,
 }
 
 impl<'w> DirectoryWriter<'w> {
@@ -377,7 +375,7 @@ impl<'w> DirectoryWriter<'w> {
     pub(super) fn new(
         conversion: Conversion<'w>,
         side: &'w SideContents<'w>,
-        inner_tensors: &InnerTensors<'w>,
+        inner_tensors: &'w InnerTensors<'w>,
     ) -> Result<Self, FileError> {
         let Conversion {
             source,
@@ -395,7 +393,7 @@ impl<'w> DirectoryWriter<'w> {
             payloads: CheckpointPayloads {
                 source,
                 options,
-                inner_tensors: inner_tensors.clone(),
+                inner_tensors,
             },
             side,
             sums: Sums::new(),
@@ -407,7 +405,7 @@ impl<'w> DirectoryWriter<'w> {
         &mut self,
         name: String,
         texts: &IndexMap<String, String>,
-        pieces: &[Piece<'w>],
+        pieces: &[Piece<'_>],
     ) -> Result<(), FileError> {
         let writer = FileWriter::new(&self.staging, &self.payloads);
         let hashes = writer.write(Some(&name), &|_| Ok(texts.clone()), pieces, &mut self.sums)?;

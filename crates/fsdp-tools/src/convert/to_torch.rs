@@ -227,7 +227,7 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Option<String>, FileEr
     let source_payloads = CheckpointPayloads {
         source,
         options,
-        inner_tensors,
+        inner_tensors: &inner_tensors,
     };
     let payloads: Vec<PlannedPayload<'_>> = pickle
         .storages

@@ -133,16 +133,17 @@ impl Matcher<'_> {
             self.add_tensors(rule, fqn, bindings, nodes)?;
             return Ok(true);
         };
-        let [node] = <[Node; 1]>::try_from(nodes)
-            .map_err(|_| mismatch(rule, fqn, "`unstack` takes one tensor"))?;
-        // Each index of the first dimension becomes the name in the new keys.
-        let unstacked = node
-            .unstack()
-            .map_err(|reason| mismatch(rule, fqn, reason))?;
-        for (index, node) in unstacked.into_iter().enumerate() {
-            let mut bindings = bindings.clone();
-            bindings.insert(name.clone(), index.to_string());
-            self.add_tensors(rule, fqn, &bindings, vec![node])?;
+        // A rule that unstacks takes one tensor. Each index of its first dimension becomes the name
+        // in the new keys.
+        for node in nodes {
+            let unstacked = node
+                .unstack()
+                .map_err(|reason| mismatch(rule, fqn, reason))?;
+            for (index, node) in unstacked.into_iter().enumerate() {
+                let mut bindings = bindings.clone();
+                bindings.insert(name.clone(), index.to_string());
+                self.add_tensors(rule, fqn, &bindings, vec![node])?;
+            }
         }
         Ok(true)
     }

@@ -68,7 +68,7 @@ impl Map {
     /// A name in the map has no value: most need `heads`, some `kv_heads`.
     pub fn builtin(name: &str, values: &Values) -> Option<Result<Self, MapError>> {
         let (text, is_reversed) = builtin::find_text(name)?;
-        Some(parse::parse_rules(&text, values).map(|rules| {
+        Some(parse::parse_rules(text, values).map(|rules| {
             let map = Map {
                 rules,
                 is_builtin: true,

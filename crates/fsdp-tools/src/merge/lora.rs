@@ -10,7 +10,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{
     Layer, LayerSource, LayerView, Origin, check_expansion, read_whole, tensor_of,
 };
-use fsdp_formats::metadata::{Entry, TensorEntry};
+use fsdp_formats::metadata::Entry;
 use fsdp_formats::reader::Slot;
 use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt as _};
 use fsdp_formats::{FileError, FormatError, Location};
@@ -224,7 +224,17 @@ impl<'a> Lora<'a> {
                 Some((module, rest)) => format!("{module}.{rest}"),
                 None => name.to_owned(),
             };
-            check_replacement(base, &key, (fqn, tensor))?;
+            let replaced_tensor = base
+                .metadata()
+                .tensor(&key)
+                .ok_or_else(|| unsupported(fqn, format!("an adapter to a base without `{key}`")))?;
+            if replaced_tensor.shape != tensor.shape {
+                let what = format!(
+                    "a tensor of shape {:?} in place of one of shape {:?}",
+                    tensor.shape, replaced_tensor.shape
+                );
+                return Err(unsupported(fqn, what));
+            }
             if !name.contains(BASE_LAYER)
                 && !config.ensure_weight_tying
                 && model.is_tied_embedding(base, &key)
@@ -385,26 +395,6 @@ impl BaseModel {
 fn layer_name(key: &str) -> &str {
     let module = key.strip_suffix(".weight").unwrap_or(key);
     module.rsplit_once('.').map_or(module, |(_, layer)| layer)
-}
-
-/// Checks that the base has a tensor of this name, with the same shape as the adapter's tensor `fqn`.
-fn check_replacement(
-    base: &dyn Checkpoint,
-    name: &str,
-    (fqn, tensor): (&str, &TensorEntry),
-) -> Result<(), FileError> {
-    let replaced = base
-        .metadata()
-        .tensor(name)
-        .ok_or_else(|| unsupported(fqn, format!("an adapter to a base without `{name}`")))?;
-    if replaced.shape != tensor.shape {
-        let what = format!(
-            "a tensor of shape {:?} in place of one of shape {:?}",
-            tensor.shape, replaced.shape
-        );
-        return Err(unsupported(fqn, what));
-    }
-    Ok(())
 }
 
 /// The parsed key of a factor of an update.

@@ -10,14 +10,12 @@ use half::{bf16, f16};
 /// times as much.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// A function that computes the row-major bytes of a box.
-pub(super) type Compute<'c> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'c;
-
-/// Fills slots with the results of `compute`, a piece at a time.
+/// Fills slots with the results of `compute`, which computes the row-major bytes of a box, a piece at a
+/// time.
 pub(super) fn fill_slots(
     slots: &mut [Slot<'_>],
     dtype: DType,
-    compute: &mut Compute<'_>,
+    compute: &mut dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
     for slot in slots {
         let length = slot.bytes.len() as u64;

@@ -546,9 +546,12 @@ fn differences_are_told_apart() {
     diff(
         &*a,
         &*b,
-        Tolerance {
-            absolute: 100.0,
-            relative: 0.0,
+        DiffOptions {
+            tolerance: Tolerance {
+                absolute: 100.0,
+                relative: 0.0,
+            },
+            threads: None,
         },
         &mut |_, _| loose += 1,
     )
