@@ -429,15 +429,15 @@ fn value_json(value: &PlainValue) -> Value {
 
 impl Stats {
     fn new(census: &Census) -> Self {
-        // Without a finite element, the extremes are still those that the count began with.
+        // Without a finite element there is no mean.
         let finite = (census.count > census.nan + census.infinite).then_some(census);
         Stats {
             count: census.count,
             nan: census.nan,
             infinite: census.infinite,
             zero: census.zero,
-            min: finite.map(|census| census.min),
-            max: finite.map(|census| census.max),
+            min: census.min,
+            max: census.max,
             mean: finite.map(Census::mean),
             std: finite.map(Census::std),
         }

@@ -4,7 +4,7 @@ use fsdp_layout::DType;
 use half::{bf16, f16};
 
 /// Counts and sums over a tensor's elements.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Census {
     /// The number of elements.
     pub count: u64,
@@ -14,36 +14,19 @@ pub struct Census {
     pub infinite: u64,
     /// Elements that are zero.
     pub zero: u64,
-    /// The smallest finite one; infinity if there is none.
-    pub min: f64,
-    /// The largest finite one; minus infinity if there is none.
-    pub max: f64,
+    /// The smallest finite one, if there is one.
+    pub min: Option<f64>,
+    /// The largest finite one, if there is one.
+    pub max: Option<f64>,
     /// The sum of the finite ones.
     pub sum: f64,
-    /// The first finite one.
+    /// The first finite one, if there is one.
     pub first: Option<f64>,
     /// The sum of the differences of the finite ones from the first.
     pub sum_from_first: f64,
     /// The sum of the squares of these differences. Squares of the elements themselves would lose
     /// the deviation of elements that lie close together, far from zero.
     pub squares_from_first: f64,
-}
-
-impl Default for Census {
-    fn default() -> Self {
-        Census {
-            count: 0,
-            nan: 0,
-            infinite: 0,
-            zero: 0,
-            min: f64::INFINITY,
-            max: f64::NEG_INFINITY,
-            sum: 0.0,
-            first: None,
-            sum_from_first: 0.0,
-            squares_from_first: 0.0,
-        }
-    }
 }
 
 impl Census {
@@ -72,8 +55,8 @@ impl Census {
                 self.infinite += 1;
             } else {
                 self.zero += u64::from(value == 0.0);
-                self.min = self.min.min(value);
-                self.max = self.max.max(value);
+                self.min = Some(self.min.map_or(value, |min| min.min(value)));
+                self.max = Some(self.max.map_or(value, |max| max.max(value)));
                 self.sum += value;
                 // Sums of differences from one element keep the digits that sums of squares lose.
                 let difference = value - *self.first.get_or_insert(value);
@@ -240,7 +223,10 @@ mod tests {
             (census.count, census.nan, census.infinite, census.zero),
             (5, 1, 1, 1)
         );
-        assert_eq!((census.min, census.max, census.sum), (0.0, 3.0, 4.0));
+        assert_eq!(
+            (census.min, census.max, census.sum),
+            (Some(0.0), Some(3.0), 4.0)
+        );
         assert!((census.mean() - 4.0 / 3.0).abs() < 1e-12);
         assert!(!is_real(DType::Complex64));
         // Close together, far from zero.

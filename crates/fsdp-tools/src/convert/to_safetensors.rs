@@ -129,22 +129,20 @@ pub(super) fn list_whole_tensors<'a>(
     source: &'a dyn Checkpoint,
     inner_tensors: &'a InnerTensors<'a>,
 ) -> Vec<Piece<'a>> {
-    let mut pieces = Vec::new();
-    for (fqn, tensor) in source.metadata().tensors() {
-        pieces.push(Piece {
+    let own = source
+        .metadata()
+        .tensors()
+        .map(|(fqn, tensor)| (fqn, tensor.properties.dtype, &tensor.shape));
+    let inner = inner_tensors
+        .iter()
+        .map(|(fqn, tensor)| (fqn.as_str(), tensor.dtype, &tensor.shape));
+    own.chain(inner)
+        .map(|(fqn, dtype, shape)| Piece {
             fqn,
-            dtype: tensor.properties.dtype,
-            bounds: TensorBox::whole(&tensor.shape),
-        });
-    }
-    for (fqn, tensor) in inner_tensors {
-        pieces.push(Piece {
-            fqn,
-            dtype: tensor.dtype,
-            bounds: TensorBox::whole(&tensor.shape),
-        });
-    }
-    pieces
+            dtype,
+            bounds: TensorBox::whole(shape),
+        })
+        .collect()
 }
 
 /// The sums over the elements of tensors that files of a checkpoint have, by key.

@@ -46,18 +46,16 @@ impl<'a> PickleWriter<'a> {
     ) -> Result<(), FormatError> {
         check_depth(depth)?;
         match structure {
-            // The state dict of a module is flat, whatever modules it consists of.
-            Structure::Module(_, items) => {
+            Structure::Module(_, items) | Structure::Dict(items) => {
                 write::op(&mut self.bytes, write::EMPTY_DICT);
                 write::op(&mut self.bytes, write::MARK);
-                self.write_module("", items, depth)?;
-                write::op(&mut self.bytes, write::SETITEMS);
-            }
-            Structure::Dict(items) => {
-                write::op(&mut self.bytes, write::EMPTY_DICT);
-                write::op(&mut self.bytes, write::MARK);
-                for (key, item) in items {
-                    self.write_item(key, item, depth + 1)?;
+                if let Structure::Module(..) = structure {
+                    // The state dict of a module is flat, whatever modules it consists of.
+                    self.write_module("", items, depth)?;
+                } else {
+                    for (key, item) in items {
+                        self.write_item(key, item, depth + 1)?;
+                    }
                 }
                 write::op(&mut self.bytes, write::SETITEMS);
             }

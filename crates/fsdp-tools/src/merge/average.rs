@@ -55,7 +55,10 @@ impl<'a> Average<'a> {
             // Complex numbers are averaged part by part.
             let is_number = CASTABLE.contains(&number_dtype(dtype));
             let what = if is_number {
-                match find_opaque_type(&sources, fqn)? {
+                let mut opaque_types = sources
+                    .iter()
+                    .filter_map(|source| source.opaque_type(fqn).transpose());
+                match opaque_types.next().transpose()? {
                     Some(opaque) => format!("is of the type {opaque}"),
                     None => {
                         averaged.insert(fqn.to_owned());
@@ -127,17 +130,6 @@ fn normalize_weights(weights: &[f64], checkpoints: usize) -> Result<Vec<f64>, Fi
         return Err(merge_error(format!("the weights add up to {sum}")));
     }
     Ok(weights.iter().map(|weight| weight / sum).collect())
-}
-
-/// Returns the type that makes a tensor opaque in the first checkpoint where it is opaque; `None` if
-/// it is in none.
-fn find_opaque_type(sources: &[&dyn Checkpoint], fqn: &str) -> Result<Option<String>, FileError> {
-    for source in sources {
-        if let Some(opaque) = source.opaque_type(fqn)? {
-            return Ok(Some(opaque));
-        }
-    }
-    Ok(None)
 }
 
 /// Returns the type of the numbers that a type's elements consist of: a complex one has two.

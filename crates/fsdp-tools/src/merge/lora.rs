@@ -300,7 +300,6 @@ const BASE_LAYER: &str = ".base_layer.";
 struct BaseModel {
     model_type: Option<String>,
     tie_word_embeddings: Option<bool>,
-    #[serde(default)]
     architectures: Option<Vec<String>>,
 }
 

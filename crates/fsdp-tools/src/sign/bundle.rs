@@ -19,14 +19,12 @@ const PAYLOAD_TYPE: &str = "application/vnd.in-toto+json";
 struct Bundle {
     media_type: String,
     verification_material: Material,
-    #[serde(default)]
     dsse_envelope: Option<Envelope>,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Material {
-    #[serde(default)]
     public_key: Option<KeyName>,
     #[serde(default)]
     tlog_entries: Vec<Value>,
@@ -35,7 +33,6 @@ struct Material {
 #[derive(Serialize, Deserialize)]
 struct KeyName {
     /// The hash of the key. Signatures of before 1.0 have none.
-    #[serde(default)]
     hint: Option<String>,
 }
 

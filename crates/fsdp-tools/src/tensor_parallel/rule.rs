@@ -9,53 +9,7 @@ use super::error::TensorParallelError;
 /// counts.
 ///
 /// The rules of GPT-NeoX name the model too: ChatGLM's `mlp.dense_h_to_4h` is two fused matrices.
-const BUILTIN: &str = "\
-vision_tower.** = replicate
-vision_model.** = replicate
-visual.** = replicate
-vision_encoder.** = replicate
-audio_tower.** = replicate
-multi_modal_projector.** = replicate
-embed_tokens = vocab
-lm_head = vocab
-self_attn.q_proj = colwise(heads)
-self_attn.k_proj = colwise(kv_heads)
-self_attn.v_proj = colwise(kv_heads)
-self_attn.qkv_proj = colwise(heads, kv_heads, kv_heads)
-self_attn.o_proj = rowwise(heads)
-self_attn.dense = rowwise(heads)
-rotary_emb.inv_freq = replicate
-gate_proj = colwise
-up_proj = colwise
-gate_up_proj = packed_colwise
-down_proj = rowwise
-mlp.fc1 = colwise
-mlp.fc2 = rowwise
-layers.*.mlp.c_fc = colwise
-layers.*.mlp.c_proj = rowwise
-block_sparse_moe.experts.*.w1 = colwise
-block_sparse_moe.experts.*.w2 = rowwise
-block_sparse_moe.experts.*.w3 = colwise
-block_sparse_moe.gate = replicate
-mlp.gate = replicate
-mlp.shared_expert_gate = replicate
-embed_in = vocab
-embed_out = vocab
-gpt_neox.layers.*.attention.query_key_value = colwise(heads)
-gpt_neox.layers.*.attention.dense = rowwise
-gpt_neox.layers.*.attention.bias = replicate
-gpt_neox.layers.*.attention.masked_bias = replicate
-gpt_neox.layers.*.mlp.dense_h_to_4h = colwise
-gpt_neox.layers.*.mlp.dense_4h_to_h = rowwise
-wte = vocab
-wpe = replicate
-h.*.attn.c_attn = conv1d_colwise(heads, heads, heads)
-h.*.attn.c_proj = conv1d_rowwise(heads)
-h.*.attn.bias = replicate
-h.*.attn.masked_bias = replicate
-h.*.mlp.c_fc = conv1d_colwise
-h.*.mlp.c_proj = conv1d_rowwise
-";
+const BUILTIN: &str = include_str!("builtin.rules");
 
 /// The way in which a tensor is cut.
 #[derive(Debug, Clone, PartialEq, Eq)]
