@@ -151,8 +151,8 @@ enum Special {
     NegativeZeroIsNan,
 }
 
-/// Returns the value of a float of 8 bits, of which `exponent_bits` are the exponent. `special` says which bits
-/// stand for infinity and NaN.
+/// Returns the value of a float of 8 bits, of which `exponent_bits` are the exponent. `special`
+/// says which bits stand for infinity and NaN.
 fn decode_float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f64 {
     let mantissa_bits = 7 - exponent_bits;
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };

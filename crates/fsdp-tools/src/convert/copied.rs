@@ -33,7 +33,8 @@ fn copy_file(
     Ok(integrity)
 }
 
-/// Copies files, each from its directory, to where a checkpoint is written, and returns their hashes.
+/// Copies files, each from its directory, to where a checkpoint is written, and returns their
+/// hashes.
 pub(super) fn copy_files(
     files: &BTreeMap<String, &CheckedDirectory>,
     staging: &Staging,

@@ -32,23 +32,23 @@ fn integer_dtype(dtype: DType) -> Option<DType> {
 }
 
 impl<'a> IntegerView<'a> {
-    /// Makes the view; `None` if nothing is quantized.
+    /// Makes the view of a checkpoint; `None` if nothing in it is quantized.
     pub(super) fn new(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
-        if !from
-            .tensors()
-            .any(|(_, tensor)| integer_dtype(tensor.properties.dtype).is_some())
-        {
+        let mut quantized = Vec::new();
+        for (fqn, tensor) in from.tensors() {
+            if let Some(dtype) = integer_dtype(tensor.properties.dtype) {
+                quantized.push((fqn, tensor, dtype));
+            }
+        }
+        if quantized.is_empty() {
             return Ok(None);
         }
         let mut metadata = from.clone();
         let mut quantizers = IndexMap::new();
         // The keys of the quantizers, by those of their tensors.
         let mut siblings = IndexMap::new();
-        for (fqn, tensor) in from.tensors() {
-            let Some(dtype) = integer_dtype(tensor.properties.dtype) else {
-                continue;
-            };
+        for (fqn, tensor, dtype) in quantized {
             let quantizer = source.quantizer(fqn)?.ok_or_else(|| {
                 unsupported(fqn, "a quantized tensor without its scale and zero point")
             })?;

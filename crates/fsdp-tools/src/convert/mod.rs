@@ -280,8 +280,8 @@ fn choose_extra_files<'c>(
         .partition(|name| sidecars.is_taken_apart(source, name));
     let mut copied = Vec::new();
     let mut left_behind = [others, written].concat();
-    // Where the format is that of the framework that wrote the source, files beside the source's own
-    // go with it, such as a trainer's loop state or a model's configuration.
+    // Where the format is that of the framework that wrote the source, files beside the source's
+    // own go with it, such as a trainer's loop state or a model's configuration.
     if let (Format::Dcp, OutputFormat::Dcp { .. })
     | (
         Format::SafetensorsDirectory,

@@ -165,8 +165,9 @@ impl PayloadSource for CheckpointPayloads<'_> {
     }
 }
 
-/// Reads the stored bytes of a value, and returns them if it is an item of a DCP checkpoint. Copying
-/// them keeps what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque objects.
+/// Reads the stored bytes of a value, and returns them if it is an item of a DCP checkpoint.
+/// Copying them keeps what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque
+/// objects.
 pub(super) fn read_stored_item(
     source: &dyn Checkpoint,
     fqn: &str,

@@ -70,8 +70,8 @@ impl RankSlices<'_> {
         let dtype = tensor_of(source.metadata(), fqn)?.properties.dtype;
         let element_bytes = dtype.size_in_bytes() as usize;
         let mut scratch = Vec::new();
-        // The ranges follow each other in the rank's part, wherever they are in the whole tensor, so
-        // each is read by itself.
+        // The ranges follow each other in the rank's part, wherever they are in the whole tensor,
+        // so each is read by itself.
         let mut local_start = 0;
         for range in &ranges {
             let mut local = part.clone();
@@ -210,12 +210,8 @@ pub(super) fn write_ranks(
             let mut texts = side.texts(rank == 0 && index == 0);
             texts.insert(RANK_NOTE.to_owned(), note);
             let name = rank_file_name(rank, index);
-            let hashes = file_writer.write(
-                Some(&name),
-                &|_| Ok(texts.clone()),
-                pieces,
-                &mut Sums::new(),
-            )?;
+            let hashes =
+                file_writer.write(Some(&name), |_| Ok(texts.clone()), pieces, &mut Sums::new())?;
             writer.integrity.files.insert(name, hashes);
         }
         // The sums of all ranks together are over each element once, so they give the digests of
@@ -237,8 +233,8 @@ fn cut_of<'p>(source: &dyn Checkpoint, plan: &'p TensorParallelPlan, fqn: &str) 
         .filter(|_| source.metadata().tensor(fqn).is_some())
 }
 
-/// Returns the parts of tensors that a rank holds. Tensors that were inside values are written once,
-/// with the first rank.
+/// Returns the parts of tensors that a rank holds. Tensors that were inside values are written
+/// once, with the first rank.
 fn pieces_of_rank<'a>(
     source: &dyn Checkpoint,
     whole: &[Piece<'a>],

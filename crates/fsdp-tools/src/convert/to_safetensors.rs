@@ -239,7 +239,7 @@ impl<'w> FileWriter<'w> {
     pub(super) fn write(
         &self,
         name: Option<&str>,
-        texts: &dyn Fn(&Sums) -> Result<IndexMap<String, String>, FileError>,
+        texts: impl Fn(&Sums) -> Result<IndexMap<String, String>, FileError>,
         pieces: &[Piece<'_>],
         sums: &mut Sums,
     ) -> Result<FileIntegrity, FileError> {
@@ -281,8 +281,8 @@ impl<'w> FileWriter<'w> {
     }
 }
 
-/// Divides tensors into files, in order, so that no file has more than this many bytes of tensors. A
-/// larger tensor gets a file of its own.
+/// Divides tensors into files, in order, so that no file has more than this many bytes of tensors.
+/// A larger tensor gets a file of its own.
 pub(super) fn split_into_files<'a>(
     pieces: impl IntoIterator<Item = Piece<'a>>,
     max_file_bytes: u64,
@@ -343,7 +343,7 @@ pub(super) fn write_file(
     let mut sums = Sums::new();
     FileWriter::new(&staging, &payloads).write(
         None,
-        &|sums| {
+        |sums: &Sums| {
             let digests = digests_text(&side.digests(sums))
                 .map_err(|source| encode_error(DIGESTS, source))?;
             let mut texts = side.texts(true);
@@ -406,7 +406,7 @@ impl<'w> DirectoryWriter<'w> {
         pieces: &[Piece<'_>],
     ) -> Result<(), FileError> {
         let writer = FileWriter::new(&self.staging, &self.payloads);
-        let hashes = writer.write(Some(&name), &|_| Ok(texts.clone()), pieces, &mut self.sums)?;
+        let hashes = writer.write(Some(&name), |_| Ok(texts.clone()), pieces, &mut self.sums)?;
         self.integrity.files.insert(name, hashes);
         Ok(())
     }

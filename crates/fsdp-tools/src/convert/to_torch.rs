@@ -157,8 +157,8 @@ fn check_depth(depth: usize) -> Result<(), FormatError> {
     Ok(())
 }
 
-/// Returns the structure to write: the source's own, or else that of its keys' paths. A key that has
-/// no place in it is an error.
+/// Returns the structure to write: the source's own, or else that of its keys' paths. A key that
+/// has no place in it is an error.
 fn choose_structure(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     let metadata = source.metadata();
     let structure = match source.structure() {

@@ -97,7 +97,8 @@ impl<'a> View<'a> {
                 ));
             }
         }
-        // Step 2: move the keys in the nested state dict in the same way, for formats that write it.
+        // Step 2: move the keys in the nested state dict in the same way, for formats that write
+        // it.
         let structure = match source.structure() {
             Some(structure) => Some(structure.rebuilt(&mut |fqn, path| match rename(fqn) {
                 Rename::Keep => KeyChange::Keep,

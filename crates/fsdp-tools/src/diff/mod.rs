@@ -365,8 +365,8 @@ pub(crate) fn metadata_difference(
     }
 }
 
-/// Compares the nested containers that the keys of two checkpoints came from, and calls `found` with
-/// the differences. A value that one checkpoint holds whole and the other in parts is compared
+/// Compares the nested containers that the keys of two checkpoints came from, and calls `found`
+/// with the differences. A value that one checkpoint holds whole and the other in parts is compared
 /// elsewhere, together with its containers.
 fn compare_containers(
     first: &Structure,

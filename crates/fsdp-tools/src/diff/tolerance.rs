@@ -94,8 +94,8 @@ impl ElementComparison {
         }
     }
 
-    /// Compares pieces whose first byte is at this offset in the tensor, and counts the elements that
-    /// differ.
+    /// Compares pieces whose first byte is at this offset in the tensor, and counts the elements
+    /// that differ.
     pub(super) fn compare(&mut self, offset_bytes: u64, first: &[u8], second: &[u8]) {
         /// The bytes of which the numbers are decoded at once, a multiple of the size of every
         /// element.

@@ -110,8 +110,8 @@ impl Matcher<'_> {
         is_used
     }
 
-    /// Applies a rule to one key, and to the others that belong to it. Returns `false` if one of them
-    /// is not there, or taken.
+    /// Applies a rule to one key, and to the others that belong to it. Returns `false` if one of
+    /// them is not there, or taken.
     fn apply_to_key(
         &mut self,
         rule: &KeyRule,

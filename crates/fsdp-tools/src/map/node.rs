@@ -39,8 +39,8 @@ struct Gathered {
     runs: Vec<Run>,
 }
 
-/// `len` indices of a result, from `to` on: they are the indices `from`, `from + step`, … of the part
-/// at position `part`.
+/// `len` indices of a result, from `to` on: they are the indices `from`, `from + step`, … of the
+/// part at position `part`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
     pub(super) to: usize,
@@ -318,9 +318,9 @@ fn spanned_range(runs: &[Run]) -> Range<usize> {
     starts.min().unwrap_or(0)..ends.max().unwrap_or(0)
 }
 
-/// Divides runs into groups of which each is read at once: all of them, if they take at least half of
-/// the range that they span in one part, and each by itself otherwise, so that not much is read that
-/// nobody wants.
+/// Divides runs into groups of which each is read at once: all of them, if they take at least half
+/// of the range that they span in one part, and each by itself otherwise, so that not much is read
+/// that nobody wants.
 fn group_runs(runs: &[Run]) -> Vec<&[Run]> {
     let taken: usize = runs.iter().map(|run| run.len).sum();
     if runs.iter().all(|run| run.part == runs[0].part) && spanned_range(runs).len() <= 2 * taken {

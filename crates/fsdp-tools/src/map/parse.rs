@@ -147,11 +147,16 @@ fn parse_operation(text: &str, values: &Values) -> Result<Operation, String> {
             heads: parse_number(heads, values)?,
             is_inverse: name == "unpermute",
         },
-        ("split_qkv", [heads, kv_heads]) => {
-            Operation::SplitQkv(parse_head_counts(heads, kv_heads, values)?)
-        }
-        ("join_qkv", [heads, kv_heads]) => {
-            Operation::JoinQkv(parse_head_counts(heads, kv_heads, values)?)
+        ("split_qkv" | "join_qkv", [heads, kv_heads]) => {
+            let counts = HeadCounts {
+                queries: parse_number(heads, values)?,
+                keys: parse_number(kv_heads, values)?,
+            };
+            if name == "split_qkv" {
+                Operation::SplitQkv(counts)
+            } else {
+                Operation::JoinQkv(counts)
+            }
         }
         ("unstack", [name]) => Operation::Unstack {
             name: (*name).to_owned(),
@@ -177,12 +182,4 @@ fn parse_number(text: &str, values: &Values) -> Result<usize, String> {
         return Err(format!("{number} is too large"));
     }
     Ok(number)
-}
-
-/// Parses two arguments that are numbers of heads.
-fn parse_head_counts(heads: &str, kv_heads: &str, values: &Values) -> Result<HeadCounts, String> {
-    Ok(HeadCounts {
-        queries: parse_number(heads, values)?,
-        keys: parse_number(kv_heads, values)?,
-    })
 }

@@ -8,7 +8,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, LayerSource, LayerView, Origin, tensor_of};
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::reader::Slot;
-use fsdp_layout::DType;
+use fsdp_layout::TensorBox;
 
 use super::numbers::{fill_slots, write_numbers};
 use crate::convert::{CASTABLE, Optimizers};
@@ -53,7 +53,7 @@ impl<'a> Average<'a> {
                 continue;
             }
             // Complex numbers are averaged part by part.
-            let is_number = CASTABLE.contains(&number_dtype(dtype));
+            let is_number = CASTABLE.contains(&parts_of_complex(dtype).unwrap_or(dtype));
             let what = if is_number {
                 let mut opaque_types = sources
                     .iter()
@@ -132,11 +132,6 @@ fn normalize_weights(weights: &[f64], checkpoints: usize) -> Result<Vec<f64>, Fi
     Ok(weights.iter().map(|weight| weight / sum).collect())
 }
 
-/// Returns the type of the numbers that a type's elements consist of: a complex one has two.
-fn number_dtype(dtype: DType) -> DType {
-    parts_of_complex(dtype).unwrap_or(dtype)
-}
-
 /// Checks that two checkpoints have the same keys, and tensors of the same types and shapes.
 fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), FileError> {
     let ours = &first.metadata().entries;
@@ -178,8 +173,9 @@ impl Layer for Average<'_> {
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let dtype = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
-        let number_dtype = number_dtype(dtype);
-        fill_slots(slots, dtype, &mut |part, bytes| {
+        // A complex number is two numbers.
+        let number_dtype = parts_of_complex(dtype).unwrap_or(dtype);
+        fill_slots(slots, dtype, |part: &TensorBox, bytes: &mut [u8]| {
             let mut sums = vec![0.0; bytes.len() / number_dtype.size_in_bytes() as usize];
             for (source, weight) in self.view.sources.iter().zip(&self.weights) {
                 source.read_box(fqn, part, bytes)?;

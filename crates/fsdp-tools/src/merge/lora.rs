@@ -577,7 +577,7 @@ impl Layer for Lora<'_> {
         let adapter = self.source(1);
         let (source, key) = self.weight_origin(fqn);
         let dtype = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
-        fill_slots(slots, dtype, &mut |part, bytes| {
+        fill_slots(slots, dtype, |part: &TensorBox, bytes: &mut [u8]| {
             self.source(source).read_box(key, part, bytes)?;
             let mut sums = Vec::with_capacity(part.numel());
             // Add the update in f64, and round the sum once.

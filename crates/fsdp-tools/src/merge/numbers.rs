@@ -10,19 +10,19 @@ use half::{bf16, f16};
 /// times as much.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Fills slots with the results of `compute`, which computes the row-major bytes of a box, a piece at a
-/// time.
+/// Fills slots with the results of `compute`, which computes the row-major bytes of a box, a piece
+/// at a time.
 pub(super) fn fill_slots(
     slots: &mut [Slot<'_>],
     dtype: DType,
-    compute: &mut dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError>,
+    mut compute: impl FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
     for slot in slots {
         let length = slot.bytes.len() as u64;
         for start in (0..length).step_by(PIECE_BYTES as usize) {
             let range = start..length.min(start + PIECE_BYTES);
             let mut end = start as usize;
-            stream_boxes::<FileError>(compute, dtype, &slot.bounds, range, &mut |bytes| {
+            stream_boxes::<FileError>(&mut compute, dtype, &slot.bounds, range, &mut |bytes| {
                 slot.bytes[end..end + bytes.len()].copy_from_slice(bytes);
                 end += bytes.len();
                 Ok(())

@@ -92,7 +92,13 @@ impl TensorParallelPlan {
             match rules.find(fqn) {
                 Some((position, rule)) => {
                     used.insert(position);
-                    cuts.insert(fqn.to_owned(), planner.cut(fqn, &tensor.shape, rule)?);
+                    let cut = planner.cut(&RuledTensor {
+                        fqn,
+                        shape: &tensor.shape,
+                        rule,
+                        ranks: planner.ranks,
+                    })?;
+                    cuts.insert(fqn.to_owned(), cut);
                 }
                 None if is_scalar_or_norm(fqn, &tensor.shape)
                     && !modules_cut_by_given.contains(module_of(fqn)) =>
@@ -208,7 +214,7 @@ fn is_scalar_or_norm(fqn: &str, shape: &[usize]) -> bool {
     shape.is_empty() || (shape.len() == 1 && is_norm)
 }
 
-/// A tensor, and the rule by which it is cut.
+/// A tensor, and the rule by which it is cut over this number of ranks.
 struct RuledTensor<'t> {
     fqn: &'t str,
     shape: &'t [usize],
@@ -244,19 +250,13 @@ impl Planner<'_> {
     /// # Errors
     /// [`TensorParallelError::Tensor`] for a shape that the rule does not fit, or that this number
     /// of ranks cannot divide.
-    fn cut(
-        &mut self,
-        fqn: &str,
-        shape: &[usize],
-        rule: &CutRule,
-    ) -> Result<Cut, TensorParallelError> {
-        let ranks = self.ranks;
-        let tensor = RuledTensor {
+    fn cut(&mut self, tensor: &RuledTensor<'_>) -> Result<Cut, TensorParallelError> {
+        let RuledTensor {
             fqn,
             shape,
             rule,
             ranks,
-        };
+        } = *tensor;
         if rule.how == How::Replicate {
             return Ok(Cut::whole(shape, ranks));
         }
@@ -292,7 +292,8 @@ impl Planner<'_> {
             How::Inputs { parts, is_conv1d } => (usize::from(!is_conv1d), Some(parts)),
             How::Vocab | How::Replicate => (0, None),
         };
-        // Divide the dimension: each part of it by itself, so that every rank has its share of each.
+        // Divide the dimension: each part of it by itself, so that every rank has its share of
+        // each.
         let size = shape[dim];
         let shares = match parts {
             None => divide_vocabulary(size, ranks).map(|share| vec![share]),
@@ -313,7 +314,7 @@ impl Planner<'_> {
                 }
                 let mut counts = Vec::new();
                 for heads in heads {
-                    counts.push(self.head_count(heads, fqn, rule)?);
+                    counts.push(self.head_count(heads, tensor)?);
                 }
                 divide_by_heads(size, &counts, ranks).and_then(|(shares, head_size)| {
                     self.check_head_size(fqn, head_size)?;
@@ -354,16 +355,15 @@ impl Planner<'_> {
     fn head_count(
         &self,
         heads: &Heads,
-        fqn: &str,
-        rule: &CutRule,
+        tensor: &RuledTensor<'_>,
     ) -> Result<(usize, bool), TensorParallelError> {
         match heads {
             Heads::Number(number) => Ok((*number, false)),
             Heads::Name(name) => match self.rules.values.get(name) {
                 Some(number) => Ok((*number, name == KV_HEADS)),
                 None => Err(TensorParallelError::NoValue {
-                    rule: rule.text.clone(),
-                    fqn: fqn.to_owned(),
+                    rule: tensor.rule.text.clone(),
+                    fqn: tensor.fqn.to_owned(),
                     name: name.clone(),
                 }),
             },
@@ -428,10 +428,10 @@ fn divide_equally(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>,
         .collect())
 }
 
-/// Returns the shares of a dimension that holds several kinds of heads, such as those of queries, keys
-/// and values, one kind after the other, and the size of a head. Each kind is divided among all ranks
-/// by itself. `counts` has the number of heads of each kind, and `true` for kinds whose heads may be
-/// repeated on several ranks where there are fewer of them than ranks.
+/// Returns the shares of a dimension that holds several kinds of heads, such as those of queries,
+/// keys and values, one kind after the other, and the size of a head. Each kind is divided among
+/// all ranks by itself. `counts` has the number of heads of each kind, and `true` for kinds whose
+/// heads may be repeated on several ranks where there are fewer of them than ranks.
 fn divide_by_heads(
     size: usize,
     counts: &[(usize, bool)],

@@ -134,7 +134,7 @@ impl Verification<'_> {
         self.report.problems.push(problem);
     }
 
-    /// Checks every byte that a hash covers.
+    /// Checks every byte that a hash covers, and reports the first error of each file.
     fn check_hashes(&mut self) {
         let directory = self.checkpoint.directory();
         // Large files are cut, so that threads can share them.
@@ -338,11 +338,7 @@ pub fn find_unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, F
         .stored()
         .map(|(_, _, stored)| stored.relative_path.as_str())
         .collect();
-    let mut unknown = Vec::new();
-    for name in checkpoint.directory().names()? {
-        if name.ends_with(".distcp") && !known.contains(name.as_str()) {
-            unknown.push(PathBuf::from(name));
-        }
-    }
-    Ok(unknown)
+    let mut names = checkpoint.directory().names()?;
+    names.retain(|name| name.ends_with(".distcp") && !known.contains(name.as_str()));
+    Ok(names.into_iter().map(PathBuf::from).collect())
 }
