@@ -10,7 +10,7 @@ use fsdp::formats::checkpoint::{self, Checkpoint};
 use fsdp::formats::reader::OpenOptions;
 use fsdp::layout::{DType, TensorBox};
 use fsdp::tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp::tools::verify::{Level, verify};
+use fsdp::tools::verify::{Level, VerifyOptions, verify};
 
 /// Prints the first row of a tensor of `float32`, reading no more than that.
 fn print_first_row(source: &dyn Checkpoint, name: &str, shape: &[usize]) -> Result<()> {
@@ -50,7 +50,7 @@ fn main() -> Result<()> {
             print_first_row(&*source, name, &tensor.shape)?;
         }
     }
-    let report = verify(&*source, Level::Deep, None)?;
+    let report = verify(&*source, Level::Deep, VerifyOptions::default())?;
     ensure!(
         report.is_ok(),
         "the checkpoint is damaged: {:?}",

@@ -12,7 +12,7 @@ use candle_nn::linear;
 use fsdp::checkpoint::{Location, list_checkpoints};
 use fsdp::formats::checkpoint;
 use fsdp::prelude::*;
-use fsdp::tools::verify::{Level, verify};
+use fsdp::tools::verify::{Level, VerifyOptions, verify};
 
 /// Takes five steps on every rank, and saves each in the background while the next one is computed.
 fn train(group: &ProcessGroup, place: &Location) -> Result<u64> {
@@ -52,7 +52,7 @@ fn main() -> Result<()> {
     let checkpoints = list_checkpoints(&place)?;
     let newest = checkpoints.last().context("no checkpoint is there")?;
     let opened = checkpoint::open(&newest.path, Default::default())?;
-    let report = verify(&*opened, Level::Hashes, None)?;
+    let report = verify(&*opened, Level::Hashes, VerifyOptions::default())?;
     println!(
         "step {} of {}: {}",
         newest.step,

@@ -13,7 +13,7 @@ use fsdp_formats::plan::{LoadRequest, plan_load};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 /// A target, by its name.
 pub type Named = (&'static str, fn(&[u8]));
@@ -193,7 +193,7 @@ fn everything(path: &Path) {
     let Ok(checkpoint) = open(path, OpenOptions::default()) else {
         return;
     };
-    let _ = verify(&*checkpoint, Level::Deep, None);
+    let _ = verify(&*checkpoint, Level::Deep, VerifyOptions::default());
     // What does not fit its files fails early; what is huge all the same would only be slow.
     let small = checkpoint
         .metadata()
@@ -213,7 +213,7 @@ fn everything(path: &Path) {
     {
         let destination = destination.with_extension(number.to_string());
         let options = ConvertOptions {
-            threads: 1,
+            threads: Some(1),
             ..ConvertOptions::default()
         };
         if convert(&*checkpoint, &destination, target, options).is_ok() {

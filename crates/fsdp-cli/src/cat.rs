@@ -13,7 +13,7 @@ use fsdp_formats::plan::LoadPlanError;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue, TensorBox};
-use fsdp_tools::elements::for_each;
+use fsdp_tools::elements::{Census, for_each_number};
 use fsdp_tools::verify;
 use serde_json::{Value, json};
 
@@ -157,7 +157,7 @@ impl NamedTensor<'_> {
             self.write_npy(file)?;
             shown["npy"] = file.display().to_string().into();
         } else if arguments.stats {
-            let Some(census) = verify::census(self.source, self.name, None)? else {
+            let Some(census) = verify::compute_census(self.source, self.name)? else {
                 bail!(usage_error(
                     format!("elements of dtype {} are not real numbers", self.dtype()),
                     "leave `--stats` out to see the elements' bytes",
@@ -169,15 +169,14 @@ impl NamedTensor<'_> {
                 ("infinite", census.infinite),
                 ("zero", census.zero),
             ];
-            // Without a finite element, the extremes are still those that the count began with.
-            let has_finite = census.count > census.nan + census.infinite;
+            // Without a finite element there is no mean.
+            let finite = (census.count > census.nan + census.infinite).then_some(&census);
             let numbers = [
                 ("min", census.min),
                 ("max", census.max),
-                ("mean", census.mean()),
-                ("std", census.std()),
-            ]
-            .map(|(name, number)| (name, has_finite.then_some(number)));
+                ("mean", finite.map(Census::mean)),
+                ("std", finite.map(Census::std)),
+            ];
             if !arguments.json {
                 let counts = counts.map(|(name, count)| format!("{name:<9} {count}"));
                 let numbers =
@@ -293,13 +292,14 @@ fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
                 _ => DType::F64,
             };
             let mut parts = Vec::new();
-            for_each(part, bytes, &mut |value| parts.push(value));
+            for_each_number(part, bytes, &mut |value| parts.push(value));
             for &[real, imaginary] in parts.as_chunks().0 {
                 values.push(complex(real, imaginary, part != DType::F64).into());
             }
         }
         _ => {
-            let is_number = for_each(dtype, bytes, &mut |value| values.push(number(value, dtype)));
+            let is_number =
+                for_each_number(dtype, bytes, &mut |value| values.push(number(value, dtype)));
             if !is_number {
                 let size = dtype.size_in_bytes() as usize;
                 values.extend(bytes.chunks_exact(size).map(|element| hex(element).into()));

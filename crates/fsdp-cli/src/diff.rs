@@ -6,7 +6,7 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, Checkpoint};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_tools::convert::View;
-use fsdp_tools::diff::{self, Difference, Tolerance};
+use fsdp_tools::diff::{self, DiffOptions, Difference, Tolerance};
 use fsdp_tools::map::Mapped;
 use serde::Serialize;
 use serde_json::json;
@@ -107,17 +107,14 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let reads = arguments.full || arguments.heatmap || arguments.tolerance > 0.0;
     let by_digests = !reads && diff::diff_digests(first, second, &mut add_to(&mut differences))?;
     if !by_digests {
-        let tolerance = Tolerance {
-            absolute: arguments.tolerance,
-            relative: 0.0,
+        let options = DiffOptions {
+            tolerance: Tolerance {
+                absolute: arguments.tolerance,
+                relative: 0.0,
+            },
+            threads: Some(arguments.threads.count()),
         };
-        diff::diff_on_threads(
-            first,
-            second,
-            tolerance,
-            arguments.threads.count(),
-            &mut add_to(&mut differences),
-        )?;
+        diff::diff(first, second, options, &mut add_to(&mut differences))?;
     }
     differences.sort_by(|a, b| natural::compare(&a.name, &b.name));
     // Keys of both count once.

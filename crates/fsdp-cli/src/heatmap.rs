@@ -5,7 +5,7 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::metadata::TensorEntry;
 use fsdp_layout::boxes::boxes_of_flat_range;
-use fsdp_tools::elements::{Census, for_each};
+use fsdp_tools::elements::{for_each_number, is_real};
 
 /// The cells down: along the first dimension.
 const ROWS: usize = 8;
@@ -43,7 +43,7 @@ pub(crate) fn heatmap_lines(
         return Ok(Vec::new());
     };
     let dtype = entry.properties.dtype;
-    if !Census::counts(dtype) || entry.shape != other.shape || dtype != other.properties.dtype {
+    if !is_real(dtype) || entry.shape != other.shape || dtype != other.properties.dtype {
         return Ok(Vec::new());
     }
     Ok(Heat::read(first, second, name, entry)?.lines())
@@ -149,7 +149,7 @@ fn values(
     for part in boxes_of_flat_range(&entry.shape, range) {
         let mut bytes = vec![0; part.numel() * element_size];
         source.read_box(name, &part, &mut bytes)?;
-        for_each(dtype, &bytes, &mut |value| values.push(value));
+        for_each_number(dtype, &bytes, &mut |value| values.push(value));
     }
     Ok(values)
 }

@@ -122,13 +122,17 @@ fn hint_for_sign_error(error: &SignError) -> Option<&'static str> {
         SignError::Key { .. } => Some(
             "`openssl ecparam -name prime256v1 -genkey -noout -out KEY` makes one, `openssl ec -in KEY -pubout` its public key",
         ),
-        SignError::OtherKey { .. } | SignError::Invalid | SignError::NotOne { .. } => {
+        SignError::WrongKey { .. }
+        | SignError::InvalidSignature
+        | SignError::SignatureCount { .. } => {
             Some("do not load it: nobody you know vouches for it")
         }
-        SignError::Differs { .. } => {
+        SignError::FilesDiffer { .. } => {
             Some("do not load it: it is not what was signed; sign again what you changed yourself")
         }
-        SignError::Beside { .. } => Some("sign a directory: `fsdp convert --to dcp` writes one"),
+        SignError::ValuesBeside { .. } => {
+            Some("sign a directory: `fsdp convert --to dcp` writes one")
+        }
         _ => None,
     }
 }

@@ -6,7 +6,7 @@ use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, list_steps};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use serde_json::{Value, json};
 
 use crate::failure::usage_error;
@@ -177,5 +177,5 @@ fn is_whole(path: &Location) -> bool {
     let Ok(opened) = checkpoint::open(path, OpenOptions::default()) else {
         return false;
     };
-    verify(&*opened, Level::Sizes, None).is_ok_and(|report| report.is_ok())
+    verify(&*opened, Level::Sizes, VerifyOptions::default()).is_ok_and(|report| report.is_ok())
 }

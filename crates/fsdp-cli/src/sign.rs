@@ -73,7 +73,7 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     let inside = path_inside(path, &signature);
     let options = SignOptions {
         signature: inside.as_deref(),
-        threads: arguments.work.threads.count(),
+        threads: Some(arguments.work.threads.count()),
         progress: Some(&|bytes| bar.add(bytes)),
     };
     let (content, signed) =
@@ -127,7 +127,7 @@ pub(crate) fn check(
     let inside = path_inside(path, signature);
     let options = SignOptions {
         signature: inside.as_deref(),
-        threads: work.threads.count(),
+        threads: Some(work.threads.count()),
         progress: Some(&|bytes| bar.add(bytes)),
     };
     sign::check(path, &content, &public, options)

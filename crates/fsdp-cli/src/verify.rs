@@ -10,7 +10,7 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::ErrorKind;
 use fsdp_tools::elements::Census;
 use fsdp_tools::sign::Signed;
-use fsdp_tools::verify::{self, Level, Problem, Report};
+use fsdp_tools::verify::{self, Level, Problem, Report, VerifyOptions};
 use serde_json::{Value, json};
 
 use crate::exit_codes;
@@ -105,9 +105,11 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     // The deepest level reads the numbers after the hashes.
     let passes = if level == Level::Deep { 2 } else { 1 };
     let bar = Progress::new(bytes(&*source).saturating_mul(passes), shows_progress);
-    let threads = arguments.work.threads.count();
-    let mut report =
-        verify::verify_on_threads(&*source, level, threads, Some(&|bytes| bar.add(bytes)))?;
+    let options = VerifyOptions {
+        threads: Some(arguments.work.threads.count()),
+        progress: Some(&|bytes| bar.add(bytes)),
+    };
+    let mut report = verify::verify(&*source, level, options)?;
     drop(bar);
     // Hashes of damaged files would make the damage look right from now on, so only a checkpoint
     // without problems gets them.
@@ -120,7 +122,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     }
     // Files that no save has written are no damage, but whoever wonders about the size of the
     // directory wants to know of them.
-    let unknown_files: Vec<String> = verify::unknown_files(&*source)?
+    let unknown_files: Vec<String> = verify::find_unknown_files(&*source)?
         .iter()
         .map(|file| file.display().to_string())
         .collect();

@@ -105,7 +105,8 @@ impl FormatError {
     }
 
     /// Makes the error of JSON or text that is not what it should be.
-    pub(crate) fn malformed(what: &'static str, reason: impl ToString) -> Self {
+    #[doc(hidden)]
+    pub fn malformed(what: &'static str, reason: impl ToString) -> Self {
         FormatError::Malformed {
             what,
             reason: reason.to_string(),
@@ -113,7 +114,8 @@ impl FormatError {
     }
 
     /// Makes the error of something that is legal, but not supported.
-    pub(crate) fn unsupported(what: impl Into<String>) -> Self {
+    #[doc(hidden)]
+    pub fn unsupported(what: impl Into<String>) -> Self {
         FormatError::Unsupported { what: what.into() }
     }
 

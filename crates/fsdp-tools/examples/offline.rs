@@ -19,7 +19,7 @@ use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, TensorBox};
 use fsdp_tests::counting_allocator::{CountingAllocator, live_bytes, peak_bytes, reset_peak};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -183,7 +183,11 @@ fn main() -> Result<()> {
         })?);
     }
     measured.push(measure("verify, hashes", bytes, runs, || {
-        let report = verify(&*open(&large, OpenOptions::default())?, Level::Hashes, None)?;
+        let report = verify(
+            &*open(&large, OpenOptions::default())?,
+            Level::Hashes,
+            VerifyOptions::default(),
+        )?;
         if report.is_ok() {
             Ok(())
         } else {

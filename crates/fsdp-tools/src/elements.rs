@@ -2,10 +2,9 @@
 
 use fsdp_layout::DType;
 use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
 
 /// Counts and sums over a tensor's elements.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Census {
     /// The number of elements.
     pub count: u64,
@@ -15,13 +14,13 @@ pub struct Census {
     pub infinite: u64,
     /// Elements that are zero.
     pub zero: u64,
-    /// The smallest finite one; infinity if there is none.
-    pub min: f64,
-    /// The largest finite one; minus infinity if there is none.
-    pub max: f64,
+    /// The smallest finite one, if there is one.
+    pub min: Option<f64>,
+    /// The largest finite one, if there is one.
+    pub max: Option<f64>,
     /// The sum of the finite ones.
     pub sum: f64,
-    /// The first finite one.
+    /// The first finite one, if there is one.
     pub first: Option<f64>,
     /// The sum of the differences of the finite ones from the first.
     pub sum_from_first: f64,
@@ -30,36 +29,13 @@ pub struct Census {
     pub squares_from_first: f64,
 }
 
-impl Default for Census {
-    fn default() -> Self {
-        Census {
-            count: 0,
-            nan: 0,
-            infinite: 0,
-            zero: 0,
-            min: f64::INFINITY,
-            max: f64::NEG_INFINITY,
-            sum: 0.0,
-            first: None,
-            sum_from_first: 0.0,
-            squares_from_first: 0.0,
-        }
-    }
-}
-
 impl Census {
-    /// Returns `true` if elements of this type are real numbers.
-    #[must_use]
-    pub fn counts(dtype: DType) -> bool {
-        for_each(dtype, &[], &mut |_| {})
-    }
-
     /// Adds the elements in these bytes. Complex ones are only counted: one is NaN if a part of it
     /// is, or else infinite if a part of it is.
     pub fn add(&mut self, dtype: DType, bytes: &[u8]) {
         if let Some(part) = parts_of_complex(dtype) {
             let mut parts = Vec::with_capacity(bytes.len() / part.size_in_bytes() as usize);
-            for_each(part, bytes, &mut |value| parts.push(value));
+            for_each_number(part, bytes, &mut |value| parts.push(value));
             // The two parts of a number are next to each other.
             for element in parts.as_chunks::<2>().0 {
                 self.count += 1;
@@ -71,7 +47,7 @@ impl Census {
             }
             return;
         }
-        for_each(dtype, bytes, &mut |value| {
+        for_each_number(dtype, bytes, &mut |value| {
             self.count += 1;
             if value.is_nan() {
                 self.nan += 1;
@@ -79,8 +55,8 @@ impl Census {
                 self.infinite += 1;
             } else {
                 self.zero += u64::from(value == 0.0);
-                self.min = self.min.min(value);
-                self.max = self.max.max(value);
+                self.min = Some(self.min.map_or(value, |min| min.min(value)));
+                self.max = Some(self.max.map_or(value, |max| max.max(value)));
                 self.sum += value;
                 // Sums of differences from one element keep the digits that sums of squares lose.
                 let difference = value - *self.first.get_or_insert(value);
@@ -107,9 +83,16 @@ impl Census {
     }
 }
 
+/// Returns `true` if elements of this type are real numbers.
+#[must_use]
+pub fn is_real(dtype: DType) -> bool {
+    for_each_number(dtype, &[], &mut |_| {})
+}
+
 /// Calls `f` with each element as a number. Returns `false`, and calls nothing, if elements of this
 /// type are no real numbers.
-pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
+pub fn for_each_number(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
+    /// Calls `f` with the number that `decode` makes of each `N` bytes.
     fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), decode: impl Fn([u8; N]) -> f64) {
         for element in bytes.as_chunks::<N>().0 {
             f(decode(*element));
@@ -128,10 +111,14 @@ pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
         DType::BF16 => each(bytes, f, |b| bf16::from_le_bytes(b).to_f64()),
         DType::F32 => each(bytes, f, |b| f64::from(f32::from_le_bytes(b))),
         DType::F64 => each(bytes, f, f64::from_le_bytes),
-        DType::F8E4M3Fn => each(bytes, f, |[b]| float8(b, 4, 7, Special::NanOnly)),
-        DType::F8E5M2 => each(bytes, f, |[b]| float8(b, 5, 15, Special::Ieee)),
-        DType::F8E4M3Fnuz => each(bytes, f, |[b]| float8(b, 4, 8, Special::NegativeZeroIsNan)),
-        DType::F8E5M2Fnuz => each(bytes, f, |[b]| float8(b, 5, 16, Special::NegativeZeroIsNan)),
+        DType::F8E4M3Fn => each(bytes, f, |[b]| decode_float8(b, 4, 7, Special::NanOnly)),
+        DType::F8E5M2 => each(bytes, f, |[b]| decode_float8(b, 5, 15, Special::Ieee)),
+        DType::F8E4M3Fnuz => each(bytes, f, |[b]| {
+            decode_float8(b, 4, 8, Special::NegativeZeroIsNan)
+        }),
+        DType::F8E5M2Fnuz => each(bytes, f, |[b]| {
+            decode_float8(b, 5, 16, Special::NegativeZeroIsNan)
+        }),
         DType::F8E8M0Fnu => each(bytes, f, |[b]| {
             if b == 255 {
                 f64::NAN
@@ -145,7 +132,6 @@ pub fn for_each(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
 }
 
 /// Returns the type of the two parts of a complex number; `None` for other types.
-#[must_use]
 pub(crate) fn parts_of_complex(dtype: DType) -> Option<DType> {
     match dtype {
         DType::Complex32 => Some(DType::F16),
@@ -165,9 +151,9 @@ enum Special {
     NegativeZeroIsNan,
 }
 
-/// Decodes a float of 8 bits, of which `exponent_bits` are the exponent. `special` says which bits
-/// stand for infinity and NaN.
-fn float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f64 {
+/// Returns the value of a float of 8 bits, of which `exponent_bits` are the exponent. `special`
+/// says which bits stand for infinity and NaN.
+fn decode_float8(bits: u8, exponent_bits: u32, bias: i32, special: Special) -> f64 {
     let mantissa_bits = 7 - exponent_bits;
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
     let largest = (1 << exponent_bits) - 1;
@@ -194,7 +180,7 @@ mod tests {
 
     fn values(dtype: DType, bytes: &[u8]) -> Vec<f64> {
         let mut values = Vec::new();
-        assert!(for_each(dtype, bytes, &mut |value| values.push(value)));
+        assert!(for_each_number(dtype, bytes, &mut |value| values.push(value)));
         values
     }
 
@@ -237,9 +223,12 @@ mod tests {
             (census.count, census.nan, census.infinite, census.zero),
             (5, 1, 1, 1)
         );
-        assert_eq!((census.min, census.max, census.sum), (0.0, 3.0, 4.0));
+        assert_eq!(
+            (census.min, census.max, census.sum),
+            (Some(0.0), Some(3.0), 4.0)
+        );
         assert!((census.mean() - 4.0 / 3.0).abs() < 1e-12);
-        assert!(!Census::counts(DType::Complex64));
+        assert!(!is_real(DType::Complex64));
         // Close together, far from zero.
         let mut census = Census::default();
         let bytes: Vec<u8> = [1e9f64, 1e9 + 1.0]

@@ -37,15 +37,15 @@ impl Nested {
                 parts: Vec::new(),
                 sequences: Vec::new(),
             };
-            unfolded.add(from.describe_value(fqn)?, fqn.to_owned());
+            unfolded.take_apart(from.describe_value(fqn)?, fqn.to_owned());
             // A value of which the other checkpoint has no part is merely missing there.
-            let before = nested.in_other.len();
+            let count_before = nested.in_other.len();
             for (key, _) in &unfolded.parts {
                 if other.metadata().entries.contains_key(key) {
                     nested.in_other.insert(key.clone());
                 }
             }
-            if nested.in_other.len() > before {
+            if nested.in_other.len() > count_before {
                 nested.parts.insert(fqn.to_owned(), unfolded.parts);
                 nested.sequences.extend(unfolded.sequences);
             }
@@ -65,34 +65,31 @@ struct Unfolded<'o> {
 impl Unfolded<'_> {
     /// Adds a value, taken apart down to what the other checkpoint has, or to what holds nothing
     /// more.
-    fn add(&mut self, value: PlainValue, key: String) {
+    fn take_apart(&mut self, value: PlainValue, key: String) {
         if self.other.entries.contains_key(&key) {
             self.parts.push((key, value));
             return;
         }
         // Containers of other kinds or lengths are differences, even if all of their items are
         // equal.
-        match &value {
-            PlainValue::List(items) => {
-                self.sequences.push((key.clone(), Place::List(items.len())));
-            }
-            PlainValue::Tuple(items) => {
-                self.sequences
-                    .push((key.clone(), Place::Tuple(items.len())));
-            }
-            _ => {}
-        }
+        let sequence = match &value {
+            PlainValue::List(items) => Some(Place::List(items.len())),
+            PlainValue::Tuple(items) => Some(Place::Tuple(items.len())),
+            _ => None,
+        };
+        self.sequences
+            .extend(sequence.map(|place| (key.clone(), place)));
         match value {
             // The parts of a dict have the texts of its keys.
             PlainValue::Dict(items) if items.iter().all(|(key, _)| key.key_text().is_some()) => {
                 for (name, item) in items {
                     let name = name.key_text().expect("all keys have a text");
-                    self.add(item, format!("{key}.{name}"));
+                    self.take_apart(item, format!("{key}.{name}"));
                 }
             }
             PlainValue::List(items) | PlainValue::Tuple(items) if !items.is_empty() => {
                 for (index, item) in items.into_iter().enumerate() {
-                    self.add(item, format!("{key}.{index}"));
+                    self.take_apart(item, format!("{key}.{index}"));
                 }
             }
             value => self.parts.push((key, value)),

@@ -129,7 +129,7 @@ fn measure(source: &Path, destination: &Path, target: OutputFormat, cast: Option
     )
     .unwrap();
     let options = ConvertOptions {
-        threads: 4,
+        threads: Some(4),
         ..ConvertOptions::default()
     };
     convert(&view, destination, target, options).unwrap();
@@ -204,7 +204,7 @@ fn parts_of_ranks(total: u64) {
     let live = live_bytes();
     reset_peak();
     let options = ConvertOptions {
-        threads: 4,
+        threads: Some(4),
         tensor_parallel: Some(&plan),
         ..ConvertOptions::default()
     };

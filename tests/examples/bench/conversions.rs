@@ -9,7 +9,7 @@ use fsdp::formats::checkpoint::open;
 use fsdp::formats::reader::OpenOptions;
 use fsdp::prelude::*;
 use fsdp::tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp::tools::verify::{Level, verify};
+use fsdp::tools::verify::{Level, VerifyOptions, verify};
 use fsdp_tests::counting_allocator::{live_bytes, peak_bytes, reset_peak};
 
 use crate::figures::{Case, Figures, Pairs};
@@ -38,7 +38,7 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
         convert(&*source, destination, target, ConvertOptions::default())?;
         Ok(())
     };
-    let threads = ConvertOptions::default().threads;
+    let threads = fsdp::formats::internals::default_threads();
     let write = || limits::write(&raw(bench), bytes as usize, threads, true);
     measure(
         bench,
@@ -85,7 +85,11 @@ pub(crate) fn run(bench: &Bench<'_>, figures: &mut Figures) -> Result<()> {
         ("raw read, fresh memory", &read),
         None,
         &|| {
-            let report = verify(&*open(&dcp, OpenOptions::default())?, Level::Hashes, None)?;
+            let report = verify(
+                &*open(&dcp, OpenOptions::default())?,
+                Level::Hashes,
+                VerifyOptions::default(),
+            )?;
             ensure!(
                 report.problems.is_empty(),
                 "a fresh checkpoint has problems"

@@ -18,8 +18,8 @@ use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::formats::storage::Durable;
 use fsdp::formats::{FileError, Location};
 use fsdp::tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp::tools::diff::{Tolerance, diff};
-use fsdp::tools::verify::{Level, add_integrity, verify};
+use fsdp::tools::diff::{DiffOptions, diff};
+use fsdp::tools::verify::{Level, VerifyOptions, add_integrity, verify};
 use fsdp_comm::run_local;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use fsdp_state::StateDict;
@@ -38,7 +38,7 @@ fn assert_same(a: &Location, b: &Location) {
         |location: &Location| checkpoint::open(location, OpenOptions { verify: true }).unwrap();
     let mut differences = Vec::new();
     let mut note = |name: &str, difference| differences.push(format!("{name}: {difference:?}"));
-    diff(&*open(a), &*open(b), Tolerance::default(), &mut note).unwrap();
+    diff(&*open(a), &*open(b), DiffOptions::default(), &mut note).unwrap();
     assert_eq!(differences, Vec::<String>::new(), "{a} and {b}");
 }
 
@@ -55,7 +55,7 @@ fn suite(root: &Location, is_object_store: bool) {
             );
         }
         let opened = checkpoint::open(&target, OpenOptions { verify: true }).unwrap();
-        let report = verify(&*opened, Level::Deep, None).unwrap();
+        let report = verify(&*opened, Level::Deep, VerifyOptions::default()).unwrap();
         assert!(
             report.has_integrity && report.is_ok(),
             "{:?}",
@@ -440,7 +440,7 @@ fn sealing_and_damage() {
     // written.
     assert!(opened.read_tensor("a").is_err());
     let opened = checkpoint::open(&target, OpenOptions { verify: true }).unwrap();
-    let report = verify(&*opened, Level::Hashes, None).unwrap();
+    let report = verify(&*opened, Level::Hashes, VerifyOptions::default()).unwrap();
     assert_eq!(
         report
             .problems
@@ -564,7 +564,7 @@ fn what_has_not_changed_since_the_last_save_is_copied_by_the_store() {
     assert_eq!(prune(&root, &retention).unwrap().len(), 2);
     let last = root.join(step_name(3));
     let opened = checkpoint::open(&last, OpenOptions { verify: true }).unwrap();
-    let report = verify(&*opened, Level::Deep, None).unwrap();
+    let report = verify(&*opened, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
         report.is_ok() && report.digests == 3,
         "{:?}",

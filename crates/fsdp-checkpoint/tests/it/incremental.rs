@@ -20,7 +20,7 @@ use fsdp_formats::checkpoint::open;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::TensorBox;
 use fsdp_state::{StateDict, StateValue};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 const RANKS: usize = 2;
 /// Elements of a row: each rank has one of each tensor.
@@ -82,7 +82,7 @@ fn saved(directory: &Path, frozen: &[f32], options: &SaveOptions) -> Vec<Vec<Sav
 /// Checks that a checkpoint is whole and holds a state.
 fn check(path: &Path, frozen: f32, step: i64) {
     let checkpoint = open(path, OpenOptions::default()).unwrap();
-    let report = verify(&*checkpoint, Level::Deep, None).unwrap();
+    let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
         report.is_ok() && report.digests == 4,
         "{}: {:?}",

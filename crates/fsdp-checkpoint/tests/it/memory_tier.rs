@@ -17,7 +17,7 @@ use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::TensorBox;
 use fsdp_state::StateDict;
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use tempfile::TempDir;
 
 /// The rows of a tensor that is dealt out to ranks.
@@ -122,7 +122,7 @@ impl Run {
             // It is an ordinary checkpoint, of which every byte has a hash, and which has all
             // values.
             let opened = fsdp_formats::reader::CheckpointReader::open(&path).unwrap();
-            let report = verify(&opened, Level::Hashes, None).unwrap();
+            let report = verify(&opened, Level::Hashes, VerifyOptions::default()).unwrap();
             assert!(report.problems.is_empty(), "{:?}", report.problems);
             assert_eq!(
                 opened.read_value("of the last rank").unwrap().as_str(),

@@ -7,7 +7,7 @@ use fsdp_checkpoint::{Location, list_checkpoints, step_name};
 use fsdp_formats::checkpoint::open;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
-use fsdp_tools::verify::{Level, verify_on_threads};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -153,7 +153,14 @@ fn check(shared: &Shared, has_lost_power: bool) -> Result<()> {
 fn whole(path: &Location) -> Result<u64> {
     let checkpoint =
         open(path, OpenOptions::default()).with_context(|| format!("`{path}` cannot be opened"))?;
-    let report = verify_on_threads(&*checkpoint, Level::Deep, 1, None)?;
+    let report = verify(
+        &*checkpoint,
+        Level::Deep,
+        VerifyOptions {
+            threads: Some(1),
+            progress: None,
+        },
+    )?;
     ensure!(
         report.is_ok() && report.has_integrity,
         "`{path}` is not whole: {:?}",

@@ -160,7 +160,7 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
             drop_opaque: destination.drop_opaque,
             with: destination.with,
             tensor_parallel: destination.plan.as_ref(),
-            threads: work.threads.count(),
+            threads: Some(work.threads.count()),
             progress: Some(&|bytes| bar.add(bytes)),
             durable: Some(&durable),
         };

@@ -252,8 +252,8 @@ impl TensorParallelReport {
             if lists {
                 tensors.push(CutTensor {
                     name: name.to_owned(),
-                    how: cut.how().to_owned(),
-                    shape: cut.shape().to_vec(),
+                    how: cut.how.clone(),
+                    shape: cut.shape.clone(),
                     ranks: shapes,
                 });
             }

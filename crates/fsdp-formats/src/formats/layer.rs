@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashSet;
+use std::fmt;
 use std::path::Path;
 
 use fsdp_digest::StateDigest;
@@ -75,6 +76,14 @@ impl<'s> LayerView<'s> {
             structure,
             digests: None,
         }
+    }
+}
+
+impl fmt::Debug for LayerView<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LayerView")
+            .field("metadata", &self.metadata)
+            .finish_non_exhaustive()
     }
 }
 

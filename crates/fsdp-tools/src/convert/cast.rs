@@ -6,7 +6,7 @@ use fsdp_formats::metadata::{Metadata, TensorEntry};
 use fsdp_layout::DType;
 use half::{bf16, f16};
 
-/// The types between which a cast goes.
+/// The types from and to which elements can be cast.
 pub(crate) const CASTABLE: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 /// A cast of the floating-point tensors of a checkpoint.
@@ -22,15 +22,6 @@ pub struct Cast {
 }
 
 impl Cast {
-    /// Returns a cast of all tensors except optimizer state.
-    #[must_use]
-    pub const fn parameters(dtype: DType) -> Self {
-        Cast {
-            dtype,
-            with_optimizer: false,
-        }
-    }
-
     /// Returns `true` if this cast changes a tensor.
     pub(super) fn changes(
         &self,
@@ -40,7 +31,7 @@ impl Cast {
     ) -> bool {
         CASTABLE.contains(&tensor.properties.dtype)
             && !is_count(fqn, tensor)
-            && (self.with_optimizer || !optimizers.hold(fqn))
+            && (self.with_optimizer || !optimizers.is_state(fqn))
     }
 }
 
@@ -70,28 +61,30 @@ impl<'m> Optimizers<'m> {
     }
 
     /// Returns `true` for the state of an optimizer, and for a count of steps.
-    pub(crate) fn is_state(&self, fqn: &str, tensor: &TensorEntry) -> bool {
-        self.hold(fqn) || is_count(fqn, tensor)
+    pub(crate) fn is_state_or_count(&self, fqn: &str, tensor: &TensorEntry) -> bool {
+        self.is_state(fqn) || is_count(fqn, tensor)
     }
 
     /// Returns `true` if a key belongs to the state of an optimizer.
-    fn hold(&self, fqn: &str) -> bool {
-        let mut at = 0;
+    fn is_state(&self, fqn: &str) -> bool {
+        let mut part_start = 0;
         // `state` alone may be anything. Beside `param_groups` it is that of an optimizer.
         for part in fqn.split('.') {
             let is_optimizer = matches!(part, "optim" | "optimizer" | "optimizers")
                 || part.starts_with("optim_")
                 || part.starts_with("optimizer_");
-            if is_optimizer || (part == "state" && self.beside_groups.contains(&fqn[..at])) {
+            if is_optimizer || (part == "state" && self.beside_groups.contains(&fqn[..part_start]))
+            {
                 return true;
             }
-            at += part.len() + 1;
+            part_start += part.len() + 1;
         }
         false
     }
 }
 
-/// Casts between two types of [`CASTABLE`], rounding to nearest, ties to even, as torch does.
+/// Writes elements of `src` to `dst` in another type of [`CASTABLE`], rounded to nearest, ties to
+/// even, as torch does.
 pub(super) fn cast_elements(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
     debug_assert_ne!(from, to, "elements of the same type are read directly");
     match from {
@@ -112,16 +105,16 @@ fn encode_floats<const A: usize>(
     decode: impl Fn([u8; A]) -> f32,
 ) {
     match to {
-        DType::F64 => each(src, dst, |b| f64::from(decode(b)).to_le_bytes()),
-        DType::F32 => each(src, dst, |b| decode(b).to_le_bytes()),
-        DType::F16 => each(src, dst, |b| f16::from_f32(decode(b)).to_le_bytes()),
-        DType::BF16 => each(src, dst, |b| bf16::from_f32(decode(b)).to_le_bytes()),
+        DType::F64 => convert_each(src, dst, |b| f64::from(decode(b)).to_le_bytes()),
+        DType::F32 => convert_each(src, dst, |b| decode(b).to_le_bytes()),
+        DType::F16 => convert_each(src, dst, |b| f16::from_f32(decode(b)).to_le_bytes()),
+        DType::BF16 => convert_each(src, dst, |b| bf16::from_f32(decode(b)).to_le_bytes()),
         _ => unreachable!("a view casts only to the types of CASTABLE"),
     }
 }
 
 /// Converts each element: `A` bytes to `B` bytes.
-fn each<const A: usize, const B: usize>(
+fn convert_each<const A: usize, const B: usize>(
     src: &[u8],
     dst: &mut [u8],
     convert: impl Fn([u8; A]) -> [u8; B],

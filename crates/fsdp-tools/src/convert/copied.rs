@@ -7,7 +7,7 @@ use fsdp_formats::internals::{FileIntegrity, block_length};
 use fsdp_formats::storage::{CheckedDirectory, ReadAt as _, Staging};
 use twox_hash::XxHash3_64;
 
-/// Copies one file, a block at a time.
+/// Copies one file, a block at a time, and returns the hashes of its blocks.
 fn copy_file(
     from: &CheckedDirectory,
     name: &str,
@@ -16,12 +16,12 @@ fn copy_file(
     let file = from.extra_file(name)?;
     let length = file.len();
     let staged = staging.create(name, length)?;
-    let block = block_length(length);
+    let block_bytes = block_length(length);
     // The hashes of the copy are made from what is read, which is checked if the source has hashes.
     let mut hashes = Vec::new();
     let mut buffer = Vec::new();
-    for at in (0..length).step_by(block as usize) {
-        buffer.resize(block.min(length - at) as usize, 0);
+    for at in (0..length).step_by(block_bytes as usize) {
+        buffer.resize(block_bytes.min(length - at) as usize, 0);
         file.read_exact_at(at, &mut buffer)
             .map_err(|source| from.file_error(name, source))?;
         staged.write_at(at, &buffer)?;
@@ -29,42 +29,18 @@ fn copy_file(
     }
     staged.finish()?;
     let mut integrity = FileIntegrity::default();
-    integrity.push(length, block, hashes);
+    integrity.push(length, block_bytes, hashes);
     Ok(integrity)
 }
 
-/// Files that go with what is written, and the directories that they come from. The last one with a
-/// name counts.
-#[derive(Default)]
-pub(super) struct CopiedFiles<'c> {
-    from: BTreeMap<String, &'c CheckedDirectory>,
-}
-
-impl<'c> CopiedFiles<'c> {
-    /// Adds files of a directory.
-    pub(super) fn add(&mut self, files: Vec<String>, from: &'c CheckedDirectory) {
-        // A later directory replaces files of the same names.
-        self.from.extend(files.into_iter().map(|name| (name, from)));
-    }
-
-    /// Returns the names, sorted.
-    pub(super) fn names(&self) -> Vec<String> {
-        self.from.keys().cloned().collect()
-    }
-
-    /// Returns `true` if there are none.
-    pub(super) fn is_empty(&self) -> bool {
-        self.from.is_empty()
-    }
-
-    /// Copies the files to where the checkpoint is written, and returns their hashes.
-    pub(super) fn copy(
-        &self,
-        staging: &Staging,
-    ) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
-        self.from
-            .iter()
-            .map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)))
-            .collect()
-    }
+/// Copies files, each from its directory, to where a checkpoint is written, and returns their
+/// hashes.
+pub(super) fn copy_files(
+    files: &BTreeMap<String, &CheckedDirectory>,
+    staging: &Staging,
+) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
+    files
+        .iter()
+        .map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)))
+        .collect()
 }

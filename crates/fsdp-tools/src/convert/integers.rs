@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 use super::output::unsupported;
 
 /// A checkpoint whose quantized tensors are integers.
-pub(super) struct Integers<'a> {
+pub(super) struct IntegerView<'a> {
     view: LayerView<'a>,
     /// The keys of the quantized tensors.
     pub(super) quantized: Vec<String>,
@@ -20,8 +20,8 @@ pub(super) struct Integers<'a> {
     quantizers: IndexMap<String, PlainValue>,
 }
 
-/// Returns the integers of a quantized type.
-fn integer(dtype: DType) -> Option<DType> {
+/// Returns the type of the integers that elements of a quantized type are; `None` for other types.
+fn integer_dtype(dtype: DType) -> Option<DType> {
     match dtype {
         DType::QInt8 => Some(DType::I8),
         DType::QUInt8 => Some(DType::U8),
@@ -30,24 +30,24 @@ fn integer(dtype: DType) -> Option<DType> {
     }
 }
 
-impl<'a> Integers<'a> {
-    /// Makes the view; `None` if nothing is quantized.
+impl<'a> IntegerView<'a> {
+    /// Makes the view of a checkpoint; `None` if nothing in it is quantized.
     pub(super) fn new(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
         let from = source.metadata();
-        if !from
-            .tensors()
-            .any(|(_, tensor)| integer(tensor.properties.dtype).is_some())
-        {
+        let mut quantized = Vec::new();
+        for (fqn, tensor) in from.tensors() {
+            if let Some(dtype) = integer_dtype(tensor.properties.dtype) {
+                quantized.push((fqn, tensor, dtype));
+            }
+        }
+        if quantized.is_empty() {
             return Ok(None);
         }
         let mut metadata = from.clone();
         let mut quantizers = IndexMap::new();
         // The keys of the quantizers, by those of their tensors.
         let mut siblings = IndexMap::new();
-        for (fqn, tensor) in from.tensors() {
-            let Some(dtype) = integer(tensor.properties.dtype) else {
-                continue;
-            };
+        for (fqn, tensor, dtype) in quantized {
             let quantizer = source.quantizer(fqn)?.ok_or_else(|| {
                 unsupported(fqn, "a quantized tensor without its scale and zero point")
             })?;
@@ -87,7 +87,7 @@ impl<'a> Integers<'a> {
                     unsupported(&fqn, "a quantized tensor in a state dict that is no dict")
                 })?;
         }
-        Ok(Some(Integers {
+        Ok(Some(IntegerView {
             view: LayerView::new(source, metadata, structure),
             quantized: siblings.into_keys().collect(),
             quantizers,
@@ -95,7 +95,7 @@ impl<'a> Integers<'a> {
     }
 }
 
-impl Layer for Integers<'_> {
+impl Layer for IntegerView<'_> {
     fn view(&self) -> &LayerView<'_> {
         &self.view
     }

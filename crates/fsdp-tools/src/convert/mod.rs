@@ -23,7 +23,7 @@ mod to_safetensors;
 mod to_torch;
 mod view;
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use fsdp_formats::checkpoint::{Checkpoint, ExtraFiles, Format, Structure};
 use fsdp_formats::internals::{
@@ -33,9 +33,8 @@ use fsdp_formats::storage::{CheckedDirectory, Links, Staging};
 use fsdp_formats::{FileError, Location};
 use fsdp_layout::TensorBox;
 
-use self::copied::CopiedFiles;
-use self::integers::Integers;
-use self::output::Conversion;
+use self::integers::IntegerView;
+use self::output::{Conversion, saturating_bytes};
 use self::sidecars::{CopiedSidecars, keys_in_sidecars};
 
 pub use self::cast::Cast;
@@ -60,10 +59,10 @@ pub fn convert(
     options: ConvertOptions<'_>,
 ) -> Result<Converted, FileError> {
     // Step 1: what is written is the source through up to three views. No format writes quantized
-    // tensors as such.
+    // tensors as such, so the first view shows them as integers.
     let mut source = source;
     let mut quantized = Vec::new();
-    let integers = Integers::new(source)?;
+    let integers = IntegerView::new(source)?;
     if let Some(integers) = &integers {
         quantized.clone_from(&integers.quantized);
         source = integers;
@@ -74,7 +73,7 @@ pub fn convert(
         OutputFormat::Dcp { .. } => CopiedSidecars::find(source),
         _ => CopiedSidecars::default(),
     };
-    let without_sidecars = without(source, &sidecars.keys)?;
+    let without_sidecars = leave_out(source, &sidecars.keys)?;
     if let Some(view) = &without_sidecars {
         source = view;
     }
@@ -82,37 +81,37 @@ pub fn convert(
     // opaque.
     let is_dcp_copy = source.format() == Format::Dcp && matches!(target, OutputFormat::Dcp { .. });
     let in_sidecars = keys_in_sidecars(source);
-    let (copied, unwritable): (Vec<_>, Vec<_>) = opaque_entries(source, options.threads)?
+    let (copied, unwritable): (Vec<_>, Vec<_>) = opaque_entries(source, options.thread_count())?
         .into_iter()
         .partition(|(fqn, _)| is_dcp_copy && !in_sidecars.contains(fqn.as_str()));
     if !unwritable.is_empty() && !options.drop_opaque {
         return Err(FileError::Opaque { values: unwritable });
     }
     let unwritable_keys = unwritable.iter().map(|(fqn, _)| fqn.clone()).collect();
-    let without_opaque = without(source, &unwritable_keys)?;
+    let without_opaque = leave_out(source, &unwritable_keys)?;
     if let Some(view) = &without_opaque {
         source = view;
     }
 
-    // Step 2: all that can be found wrong with the source is found before anything is written.
+    // Step 2: all that can be found wrong with the source is found before anything is written,
+    // because a conversion may take hours.
     check_source(source, target, &copied, options)?;
 
-    // Step 3: write it.
+    // Step 3: write it to a staging area, which replaces the destination when all of it is there.
     let destination = destination.into();
     let staging = prepare(&destination, target, options)?;
     let with = options
         .with
         .map(|with| CheckedDirectory::open(with, false, Links::Follow))
         .transpose()?;
-    let (extra, left_behind) = extra_files(source, target, &sidecars, with.as_ref())?;
-    let containers = lost_containers(source, target);
+    let (copied_files, left_behind) = choose_extra_files(source, target, &sidecars, with.as_ref())?;
     let conversion = Conversion {
         source,
         staging,
-        extra: &extra,
+        copied_files: &copied_files,
         options,
     };
-    let converted = match target {
+    let aside_file = match target {
         OutputFormat::Dcp { ranks } => to_dcp::write(conversion, ranks.max(1), &copied),
         OutputFormat::SafetensorsFile => to_safetensors::write_file(conversion, &destination),
         OutputFormat::SafetensorsDirectory { max_file_bytes } => match options.tensor_parallel {
@@ -123,28 +122,36 @@ pub fn convert(
             to_safetensors::write_shards(conversion, ranks.max(1))
         }
         OutputFormat::Torch => to_torch::write(conversion),
-    };
-    let notes_left_out = match target {
-        OutputFormat::Dcp { .. } | OutputFormat::Torch => source
-            .notes()
-            .iter()
-            .map(|(key, _)| (*key).to_owned())
-            .collect(),
-        _ => Vec::new(),
-    };
-    Ok(Converted {
+    }?;
+
+    // Step 4: report it.
+    let mut converted = Converted {
         quantized,
         dropped: unwritable,
-        containers,
-        copied: extra.names(),
+        containers: find_lost_containers(source, target),
+        copied: copied_files.into_keys().collect(),
         left_behind,
-        notes_left_out,
-        ..converted?
-    })
+        ..Converted::default()
+    };
+    for (_, tensor) in source.metadata().tensors() {
+        converted.tensors += 1;
+        let bytes = saturating_bytes(&tensor.shape, tensor.properties.dtype);
+        converted.bytes = converted.bytes.saturating_add(bytes);
+    }
+    if aside_file.is_some() {
+        let values = source.metadata().values();
+        converted.aside = values.map(|(fqn, _)| fqn.to_owned()).collect();
+    }
+    converted.aside_file = aside_file;
+    if let OutputFormat::Dcp { .. } | OutputFormat::Torch = target {
+        let notes = source.notes().into_iter();
+        converted.notes_left_out = notes.map(|(key, _)| key.to_owned()).collect();
+    }
+    Ok(converted)
 }
 
 /// Returns a view without these keys; `None` if there are none.
-fn without<'s>(
+fn leave_out<'s>(
     source: &'s dyn Checkpoint,
     keys: &HashSet<String>,
 ) -> Result<Option<View<'s>>, FileError> {
@@ -242,7 +249,8 @@ fn check_sizes(
     Ok(())
 }
 
-/// Prepares the destination, which a checkpoint of this format may replace.
+/// Prepares the destination, and returns where to write. Something at the destination that a
+/// checkpoint of this format may not replace is an error.
 fn prepare(
     destination: &Location,
     target: OutputFormat,
@@ -257,42 +265,55 @@ fn prepare(
     Ok(staging)
 }
 
-/// Returns the files beside the source's own that are copied, and the names of those that are not.
-fn extra_files<'c>(
+/// Returns the files beside the source's own that are copied, with the directory that each comes
+/// from, and the names of those that are not copied.
+fn choose_extra_files<'c>(
     source: &'c dyn Checkpoint,
     target: OutputFormat,
     sidecars: &CopiedSidecars,
     with: Option<&'c CheckedDirectory>,
-) -> Result<(CopiedFiles<'c>, Vec<String>), FileError> {
+) -> Result<(BTreeMap<String, &'c CheckedDirectory>, Vec<String>), FileError> {
     let ExtraFiles { files, others, .. } = ExtraFiles::find(source)?;
     // The keys of a sidecar file that is not copied have been written like all others.
     let (written, files): (Vec<_>, Vec<_>) = files
         .into_iter()
-        .partition(|name| sidecars.leaves_out(source, name));
-    let mut extra = CopiedFiles::default();
+        .partition(|name| sidecars.is_taken_apart(source, name));
+    let mut copied = Vec::new();
     let mut left_behind = [others, written].concat();
-    if target.keeps_framework(source.format()) {
-        extra.add(files, source.directory());
+    // Where the format is that of the framework that wrote the source, files beside the source's
+    // own go with it, such as a trainer's loop state or a model's configuration.
+    if let (Format::Dcp, OutputFormat::Dcp { .. })
+    | (
+        Format::SafetensorsDirectory,
+        OutputFormat::SafetensorsDirectory { .. } | OutputFormat::SafetensorsShards { .. },
+    ) = (source.format(), target)
+    {
+        copied = files;
     } else if matches!(target, OutputFormat::SafetensorsDirectory { .. })
         && !source.format().is_file()
     {
         // Hugging Face's libraries need the configuration and the tokenizer beside the weights, so
         // these files go with them.
-        let needed = ExtraFiles::for_hugging_face(source.directory())?;
-        left_behind.extend(files.into_iter().filter(|name| !needed.contains(name)));
-        extra.add(needed, source.directory());
+        copied = ExtraFiles::for_hugging_face(source.directory())?;
+        left_behind.extend(files.into_iter().filter(|name| !copied.contains(name)));
     } else {
         left_behind.extend(files);
     }
     left_behind.sort();
+    let mut copied_files: BTreeMap<String, &CheckedDirectory> = copied
+        .into_iter()
+        .map(|name| (name, source.directory()))
+        .collect();
+    // The files that were asked for replace the source's of the same names.
     if let Some(with) = with {
-        extra.add(ExtraFiles::for_hugging_face(with)?, with);
+        let files = ExtraFiles::for_hugging_face(with)?;
+        copied_files.extend(files.into_iter().map(|name| (name, with)));
     }
-    Ok((extra, left_behind))
+    Ok((copied_files, left_behind))
 }
 
 /// Returns the containers that a format cannot express.
-fn lost_containers(source: &dyn Checkpoint, target: OutputFormat) -> Vec<String> {
+fn find_lost_containers(source: &dyn Checkpoint, target: OutputFormat) -> Vec<String> {
     let Some(structure) = source.structure() else {
         return Vec::new();
     };

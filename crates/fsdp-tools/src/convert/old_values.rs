@@ -16,7 +16,7 @@ pub(super) struct OldValues {
     /// The name of the values file.
     pub(super) name: String,
     /// The only other file that may refer to a values file of this name.
-    other: Location,
+    other_target: Location,
 }
 
 impl OldValues {
@@ -26,13 +26,13 @@ impl OldValues {
         Ok(OldValues {
             target: target.clone(),
             name: values_beside(name),
-            other: folder.join(other_with_values_of(name)),
+            other_target: folder.join(other_with_values_of(name)),
             folder,
         })
     }
 
     /// Returns `true` if a file of this name is there, and holds values that nothing refers to once
-    /// the target is replaced. What cannot be read may be needed.
+    /// the target is replaced. Returns `false` for what cannot be read, because it may be needed.
     pub(super) fn is_unneeded(&self, name: &str) -> bool {
         let Some(ending) = name.strip_prefix(&self.name) else {
             return false;
@@ -45,7 +45,10 @@ impl OldValues {
         };
         let hash = values_hash(&bytes);
         // The values are read first: whoever puts new ones there has put the file before.
-        let (Ok(own), Ok(other)) = (referred(&self.target), referred(&self.other)) else {
+        let (Ok(own), Ok(other)) = (
+            read_values_hash(&self.target),
+            read_values_hash(&self.other_target),
+        ) else {
             return false;
         };
         if other.as_ref() == Some(&hash) {
@@ -66,7 +69,7 @@ impl OldValues {
 
 /// Returns the hash of the values file that a single file refers to; `None` if it refers to none,
 /// is no safetensors file, or is not there.
-fn referred(file: &Location) -> Result<Option<String>, FileError> {
+fn read_values_hash(file: &Location) -> Result<Option<String>, FileError> {
     if !file.is_file()? {
         return Ok(None);
     }

@@ -2,19 +2,19 @@
 //! the source of payloads, a rank's rows, and the commit of a single file.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use fsdp_formats::checkpoint::{Checkpoint, Format, stream};
 use fsdp_formats::internals::{Sidecar, default_threads, integrity_beside};
 use fsdp_formats::metadata::{BytesEntry, Entry};
-use fsdp_formats::storage::{Durable, Staging};
+use fsdp_formats::storage::{CheckedDirectory, Durable, Staging};
 use fsdp_formats::writer::PayloadSource;
 use fsdp_formats::{FileError, FormatError, Location};
 use fsdp_layout::shard::chunk_range;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::copied::CopiedFiles;
 use crate::tensor_parallel::TensorParallelPlan;
 
 /// The format to write.
@@ -43,29 +43,13 @@ pub enum OutputFormat {
     Torch,
 }
 
-impl OutputFormat {
-    /// Returns `true` if what is written is for the framework that wrote the source: files beside
-    /// the source's own, such as a trainer's loop state or a model's configuration, go with it.
-    pub(super) const fn keeps_framework(self, source: Format) -> bool {
-        matches!(
-            (source, self),
-            (Format::Dcp, OutputFormat::Dcp { .. })
-                | (
-                    Format::SafetensorsDirectory,
-                    OutputFormat::SafetensorsDirectory { .. }
-                        | OutputFormat::SafetensorsShards { .. }
-                )
-        )
-    }
-}
-
 /// The options of a conversion.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub struct ConvertOptions<'o> {
     /// `true` to replace a checkpoint at the destination.
     pub overwrite: bool,
-    /// Threads that read, hash and write.
-    pub threads: usize,
+    /// The number of threads that read, hash and write. `None` takes one for each core, up to four.
+    pub threads: Option<usize>,
     /// A function that is called with the number of bytes of every piece that was read.
     pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
     /// The [`Durable`] to write with; [`Durable::new`] if `None`. Tests use it to watch the steps
@@ -77,32 +61,15 @@ pub struct ConvertOptions<'o> {
     /// A directory whose configuration and tokenizer are copied beside weights in Hugging Face's
     /// layout.
     pub with: Option<&'o Location>,
-    /// The plan for tensor-parallel ranks, for
-    /// [`OutputFormat::SafetensorsDirectory`]. Each rank then gets
-    /// files of its own with its parts of the tensors, and there is no index.
+    /// The plan for tensor-parallel ranks, for [`OutputFormat::SafetensorsDirectory`]. Each rank
+    /// then gets files of its own with its parts of the tensors, and there is no index.
     pub tensor_parallel: Option<&'o TensorParallelPlan>,
 }
 
-impl Default for ConvertOptions<'_> {
-    fn default() -> Self {
-        ConvertOptions {
-            overwrite: false,
-            threads: default_threads(),
-            progress: None,
-            durable: None,
-            drop_opaque: false,
-            with: None,
-            tensor_parallel: None,
-        }
-    }
-}
-
-impl std::fmt::Debug for ConvertOptions<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ConvertOptions")
-            .field("overwrite", &self.overwrite)
-            .field("threads", &self.threads)
-            .finish_non_exhaustive()
+impl ConvertOptions<'_> {
+    /// Returns the number of threads to use.
+    pub(super) fn thread_count(&self) -> usize {
+        self.threads.unwrap_or_else(default_threads)
     }
 }
 
@@ -139,28 +106,36 @@ pub(super) struct Conversion<'c> {
     pub(super) source: &'c dyn Checkpoint,
     /// The prepared destination.
     pub(super) staging: Staging,
-    /// The files of other programs that are copied beside it.
-    pub(super) extra: &'c CopiedFiles<'c>,
+    /// The files of other programs that are copied beside it, by name, and the directory that each
+    /// comes from.
+    pub(super) copied_files: &'c BTreeMap<String, &'c CheckedDirectory>,
     pub(super) options: ConvertOptions<'c>,
 }
 
-/// Returns the error that something cannot be written.
-pub(crate) fn unsupported(fqn: &str, what: impl Into<String>) -> FileError {
+/// Returns the error that what has this key cannot be written.
+pub(super) fn encode_error(fqn: &str, source: FormatError) -> FileError {
     FileError::Encode {
         fqn: fqn.to_owned(),
-        source: FormatError::Unsupported { what: what.into() },
+        source,
     }
 }
 
-/// A checkpoint as the source of payloads for a writer.
-pub(super) struct Streamed<'a> {
-    pub(super) source: &'a dyn Checkpoint,
-    pub(super) options: ConvertOptions<'a>,
-    /// Tensors by value, under keys of their own.
-    pub(super) extra: IndexMap<String, &'a PlainTensor>,
+/// Returns the error that what has this key is of a kind that cannot be written.
+pub(crate) fn unsupported(fqn: &str, what: impl Into<String>) -> FileError {
+    encode_error(fqn, FormatError::unsupported(what))
 }
 
-impl PayloadSource for Streamed<'_> {
+/// The tensors that were inside values, by the keys that they get.
+pub(super) type InnerTensors<'a> = IndexMap<String, &'a PlainTensor>;
+
+/// A checkpoint as the source of payloads for a writer.
+pub(super) struct CheckpointPayloads<'a> {
+    pub(super) source: &'a dyn Checkpoint,
+    pub(super) options: ConvertOptions<'a>,
+    pub(super) inner_tensors: &'a InnerTensors<'a>,
+}
+
+impl PayloadSource for CheckpointPayloads<'_> {
     fn payload(
         &self,
         fqn: &str,
@@ -169,7 +144,7 @@ impl PayloadSource for Streamed<'_> {
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
         // A tensor that was inside a value is in memory already.
-        if let Some(tensor) = self.extra.get(fqn) {
+        if let Some(tensor) = self.inner_tensors.get(fqn) {
             return sink(&tensor.data[range.start as usize..range.end as usize]);
         }
         stream(self.source, fqn, bounds, range, &mut |bytes| {
@@ -181,7 +156,7 @@ impl PayloadSource for Streamed<'_> {
     }
 
     fn stored_item(&self, fqn: &str) -> Result<Option<Cow<'_, [u8]>>, FileError> {
-        Ok(stored_item(self.source, fqn)?.map(Cow::Owned))
+        Ok(read_stored_item(self.source, fqn)?.map(Cow::Owned))
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
@@ -190,9 +165,10 @@ impl PayloadSource for Streamed<'_> {
     }
 }
 
-/// Returns the stored bytes of a value, if it is an item of a DCP checkpoint. Copying them keeps
-/// what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque objects.
-pub(super) fn stored_item(
+/// Reads the stored bytes of a value, and returns them if it is an item of a DCP checkpoint.
+/// Copying them keeps what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque
+/// objects.
+pub(super) fn read_stored_item(
     source: &dyn Checkpoint,
     fqn: &str,
 ) -> Result<Option<Vec<u8>>, FileError> {
@@ -238,17 +214,6 @@ pub(super) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Res
         Some(sidecar) => staging.commit_single_with(sidecar),
         None => staging.commit_single(),
     }
-}
-
-/// Counts the tensors and their bytes for the report.
-pub(super) fn summary(source: &dyn Checkpoint) -> Converted {
-    let mut summary = Converted::default();
-    for (_, tensor) in source.metadata().tensors() {
-        summary.tensors += 1;
-        let bytes = saturating_bytes(&tensor.shape, tensor.properties.dtype);
-        summary.bytes = summary.bytes.saturating_add(bytes);
-    }
-    summary
 }
 
 /// Returns the bytes of a tensor, or the largest number if they are more.

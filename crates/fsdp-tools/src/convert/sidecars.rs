@@ -32,10 +32,9 @@ impl CopiedSidecars {
         copied
     }
 
-    /// Returns `true` if a file is a sidecar with keys that is not copied as it is.
-    pub(super) fn leaves_out(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
-        // The keys of such a file are written like all others, so a copy of it would hold them
-        // twice.
+    /// Returns `true` if a file is a sidecar with keys that is not copied as it is: its keys are
+    /// written like all others.
+    pub(super) fn is_taken_apart(&self, checkpoint: &dyn Checkpoint, file: &str) -> bool {
         !self.files.iter().any(|copied| copied == file)
             && checkpoint
                 .parts()

@@ -12,23 +12,21 @@ use fsdp_formats::writer::{
 };
 use indexmap::IndexMap;
 
-use super::opaque::OpaqueCopy;
-use super::output::{Conversion, Converted, Streamed, rows_of_rank, stored_item, summary};
+use super::copied::copy_files;
+use super::opaque::copy_opaque;
+use super::output::{CheckpointPayloads, Conversion, encode_error, read_stored_item, rows_of_rank};
 
-/// Writes all of a checkpoint as a DCP directory for `ranks` ranks.
+/// Writes all of a checkpoint as a DCP directory for `ranks` ranks. It holds any value, so no file
+/// has to hold values beside it, and `None` is returned.
 pub(super) fn write(
     conversion: Conversion<'_>,
     ranks: usize,
     opaque: &[(String, String)],
-) -> Result<Converted, FileError> {
-    let Conversion {
-        source,
-        staging,
-        extra,
-        options,
-    } = conversion;
+) -> Result<Option<String>, FileError> {
+    let source = conversion.source;
+    let staging = &conversion.staging;
     let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
-    let plans = plans(source, ranks, &opaque)?;
+    let plans = make_plans(source, ranks, &opaque)?;
     let mut global = plan_save(&plans, Deduplicate::default())?;
     // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are
     // dropped.
@@ -36,13 +34,13 @@ pub(super) fn write(
         Some(paths) if !paths.is_empty() || source.metadata().entries.is_empty() => {}
         _ => global.metadata.planner_data = None,
     }
-    let streamed = Streamed {
+    let payloads = CheckpointPayloads {
         source,
-        options,
-        extra: IndexMap::new(),
+        options: conversion.options,
+        inner_tensors: &IndexMap::new(),
     };
     let write_options = WriteOptions {
-        threads: Some(options.threads),
+        threads: conversion.options.threads,
         ..WriteOptions::default()
     };
     // The ranks write one after the other; the threads of each share its tensors.
@@ -52,34 +50,35 @@ pub(super) fn write(
             rank,
             plan,
             selection,
-            source: &streamed,
+            source: &payloads,
         };
-        written.push(write_rank(&staging, &items, &write_options, None)?);
+        written.push(write_rank(staging, &items, &write_options, None)?);
     }
-    let copy = OpaqueCopy {
-        source,
-        staging: &staging,
-        progress: options.progress,
-    };
-    copy.copy(&opaque, &mut global.metadata, &mut written)?;
-    if !extra.is_empty() {
+    copy_opaque(&conversion, &opaque, &mut global.metadata, &mut written)?;
+    if !conversion.copied_files.is_empty() {
         // The names of these files are the same in every save, so another save at the same place
         // could write them too: exclude that.
         staging.claim()?;
         let mut files = RankWritten::default();
-        for (name, integrity) in extra.copy(&staging)? {
+        for (name, integrity) in copy_files(conversion.copied_files, staging)? {
             files.files.push(WrittenFile { name, integrity });
         }
         written.push(files);
     }
     let (lineage, digests) = (source.lineage().cloned(), source.digests());
-    finish_copy(staging, global.metadata, &written, lineage, digests)?;
-    Ok(summary(source))
+    finish_copy(
+        conversion.staging,
+        global.metadata,
+        &written,
+        lineage,
+        digests,
+    )?;
+    Ok(None)
 }
 
 /// Makes the local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on
 /// every rank.
-fn plans(
+fn make_plans(
     source: &dyn Checkpoint,
     ranks: usize,
     opaque: &HashSet<&str>,
@@ -98,14 +97,10 @@ fn plans(
             .cloned();
         let content = match entry {
             Entry::Bytes(_) => {
-                let length = match stored_item(source, fqn)? {
+                let length = match read_stored_item(source, fqn)? {
                     Some(item) => item.len() as u64,
-                    None => value_item_length(&source.read_value(fqn)?).map_err(|source| {
-                        FileError::Encode {
-                            fqn: fqn.clone(),
-                            source,
-                        }
-                    })?,
+                    None => value_item_length(&source.read_value(fqn)?)
+                        .map_err(|source| encode_error(fqn, source))?,
                 };
                 WriteContent::Value { length }
             }

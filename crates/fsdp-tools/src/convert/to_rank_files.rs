@@ -18,9 +18,9 @@ use fsdp_layout::boxes::copy_runs;
 use fsdp_layout::{PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::output::{Conversion, Converted, Streamed, unsupported};
+use super::output::{CheckpointPayloads, Conversion, unsupported};
 use super::to_safetensors::{
-    DirectoryWriter, Files, Inside, Piece, SideContents, Sums, files_of, whole_tensors,
+    DirectoryWriter, FileWriter, Piece, SideContents, Sums, list_whole_tensors, split_into_files,
 };
 use crate::tensor_parallel::{Cut, TensorParallelPlan};
 
@@ -30,7 +30,7 @@ pub(super) fn check_plan(
     plan: &TensorParallelPlan,
 ) -> Result<(), FileError> {
     for (fqn, tensor) in source.metadata().tensors() {
-        if plan.cut(fqn).map(Cut::shape) != Some(&tensor.shape[..]) {
+        if plan.cut(fqn).map(|cut| &cut.shape) != Some(&tensor.shape) {
             return Err(unsupported(
                 fqn,
                 "a tensor that the plan for tensor-parallel ranks does not have, or has in another shape",
@@ -42,12 +42,12 @@ pub(super) fn check_plan(
 
 /// The parts of one rank, as a source of payloads.
 struct RankSlices<'a> {
-    streamed: &'a Streamed<'a>,
+    payloads: &'a CheckpointPayloads<'a>,
     plan: &'a TensorParallelPlan,
     rank: usize,
     /// The sums over the elements that no rank with a lower number has, by key. So each element is
     /// in one sum.
-    sums: Mutex<IndexMap<String, Sum>>,
+    sums: Mutex<Sums>,
 }
 
 impl RankSlices<'_> {
@@ -60,41 +60,43 @@ impl RankSlices<'_> {
         part: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
-        let source = self.streamed.source;
+        let source = self.payloads.source;
         let ranges = cut.ranges(self.rank);
         if ranges.is_empty() {
             source.read_box(fqn, part, dst)?;
-            return self.add(fqn, part, dst, self.rank == 0);
+            return self.add_to_sums(fqn, part, dst, self.rank == 0);
         }
-        let dim = cut.dim();
+        let dim = cut.dim;
         let dtype = tensor_of(source.metadata(), fqn)?.properties.dtype;
-        let element = dtype.size_in_bytes() as usize;
+        let element_bytes = dtype.size_in_bytes() as usize;
         let mut scratch = Vec::new();
-        // The ranges follow each other in the rank's part.
-        let mut local = 0;
+        // The ranges follow each other in the rank's part, wherever they are in the whole tensor,
+        // so each is read by itself.
+        let mut local_start = 0;
         for range in &ranges {
-            let mut here = part.clone();
-            here.offsets[dim] = local;
-            here.sizes[dim] = range.len;
-            local += range.len;
-            let Some(overlap) = part.intersect(&here) else {
+            let mut local = part.clone();
+            local.offsets[dim] = local_start;
+            local.sizes[dim] = range.len;
+            local_start += range.len;
+            let Some(overlap) = part.intersect(&local) else {
                 continue;
             };
             // The same box in the whole tensor.
             let mut whole = overlap.clone();
-            whole.offsets[dim] = range.start + overlap.offsets[dim] - here.offsets[dim];
+            whole.offsets[dim] = range.start + overlap.offsets[dim] - local.offsets[dim];
             // A box that lies in one range is read in place.
             if overlap == *part {
                 source.read_box(fqn, &whole, dst)?;
-                self.add(fqn, &whole, dst, range.is_first)?;
+                self.add_to_sums(fqn, &whole, dst, range.is_first)?;
                 continue;
             }
-            scratch.resize(overlap.numel() * element, 0);
+            // Otherwise its rows do not follow each other in `dst`, and are copied there.
+            scratch.resize(overlap.numel() * element_bytes, 0);
             source.read_box(fqn, &whole, &mut scratch)?;
-            self.add(fqn, &whole, &scratch, range.is_first)?;
+            self.add_to_sums(fqn, &whole, &scratch, range.is_first)?;
             for run in copy_runs(&overlap, &overlap, part) {
-                let from = run.src * element..(run.src + run.len) * element;
-                let to = run.dst * element..(run.dst + run.len) * element;
+                let from = run.src * element_bytes..(run.src + run.len) * element_bytes;
+                let to = run.dst * element_bytes..(run.dst + run.len) * element_bytes;
                 dst[to].copy_from_slice(&scratch[from]);
             }
         }
@@ -102,7 +104,7 @@ impl RankSlices<'_> {
     }
 
     /// Adds a box of the whole tensor to the sums, if no rank with a lower number has it.
-    fn add(
+    fn add_to_sums(
         &self,
         fqn: &str,
         bounds: &TensorBox,
@@ -112,14 +114,14 @@ impl RankSlices<'_> {
         if !is_first {
             return Ok(());
         }
-        if let Some(progress) = self.streamed.options.progress {
+        if let Some(progress) = self.payloads.options.progress {
             progress(bytes.len() as u64);
         }
-        let tensor = tensor_of(self.streamed.source.metadata(), fqn)?;
-        let element = tensor.properties.dtype.size_in_bytes() as usize;
+        let tensor = tensor_of(self.payloads.source.metadata(), fqn)?;
+        let element_bytes = tensor.properties.dtype.size_in_bytes() as usize;
         // Threads share a tensor, so each box is summed by itself and then added.
         let mut sum = Sum::default();
-        sum.add_box(&tensor.shape, bounds, element, bytes)
+        sum.add_box(&tensor.shape, bounds, element_bytes, bytes)
             .map_err(|error| wrong_box(fqn, &error))?;
         let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
         sums.entry(fqn.to_owned()).or_default().add(sum);
@@ -135,10 +137,10 @@ impl PayloadSource for RankSlices<'_> {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let source = self.streamed.source;
+        let source = self.payloads.source;
         // A tensor that was inside a value is not in the plan, and is written whole.
         let (Some(tensor), Some(cut)) = (source.metadata().tensor(fqn), self.plan.cut(fqn)) else {
-            return self.streamed.payload(fqn, bounds, range, sink);
+            return self.payloads.payload(fqn, bounds, range, sink);
         };
         // A small file must not cause an unbounded number of elements.
         check_expansion(source, fqn, range.end)?;
@@ -152,35 +154,31 @@ impl PayloadSource for RankSlices<'_> {
     }
 
     fn value(&self, fqn: &str) -> Result<Cow<'_, PlainValue>, FileError> {
-        self.streamed.value(fqn)
+        self.payloads.value(fqn)
     }
 }
 
 /// Writes files of at most `max_file_bytes` for each rank, with its parts of all tensors under the
-/// source's keys.
+/// source's keys. Returns the name of the values file, if there are values.
 pub(super) fn write_ranks(
     conversion: Conversion<'_>,
     plan: &TensorParallelPlan,
     max_file_bytes: u64,
-) -> Result<Converted, FileError> {
+) -> Result<Option<String>, FileError> {
     let source = conversion.source;
     let side = SideContents::read(source)?;
-    let (values, inside) = side.encode()?;
-    let whole = whole_tensors(source, &inside);
-    let parts = Parts {
-        whole: &whole,
-        inside: &inside,
-        plan,
-        max_file_bytes,
-    };
-    // Every file notes how many files each rank has, so that a reader notices when one is missing.
-    let files: Vec<usize> = (0..plan.ranks())
-        .map(|rank| parts.files_of_rank(rank).len())
+    let (values, inner_tensors) = side.encode()?;
+    let whole = list_whole_tensors(source, &inner_tensors);
+    // The files of all ranks are chosen first: every file notes how many files each rank has, so
+    // that a reader notices when one is missing.
+    let files_by_rank: Vec<Vec<Vec<Piece<'_>>>> = (0..plan.ranks())
+        .map(|rank| split_into_files(pieces_of_rank(source, &whole, plan, rank), max_file_bytes))
         .collect();
-    let mut writer = DirectoryWriter::new(conversion, &side, &inside)?;
-    for rank in 0..plan.ranks() {
+    let file_counts: Vec<usize> = files_by_rank.iter().map(Vec::len).collect();
+    let mut writer = DirectoryWriter::new(conversion, &side, &inner_tensors)?;
+    for (rank, files) in files_by_rank.iter().enumerate() {
         let slices = RankSlices {
-            streamed: &writer.streamed,
+            payloads: &writer.payloads,
             plan,
             rank,
             sums: Mutex::default(),
@@ -188,21 +186,21 @@ pub(super) fn write_ranks(
         // The writer would compute sums over parts, which are of no whole tensor. `RankSlices`
         // computes them instead.
         let nothing_digested = Metadata::default();
-        let writer_of_files = Files {
+        let file_writer = FileWriter {
             staging: &writer.staging,
             source: &slices,
             digested: &nothing_digested,
-            threads: writer.streamed.options.threads,
+            threads: writer.payloads.options.thread_count(),
         };
-        for (index, pieces) in parts.files_of_rank(rank).iter().enumerate() {
+        for (index, pieces) in files.iter().enumerate() {
             // The note tells from which part of which tensor each tensor of this file was cut.
             let mut note = RankNote {
                 rank,
-                files: files.clone(),
+                files: file_counts.clone(),
                 tensors: IndexMap::new(),
             };
             for piece in pieces {
-                if let Some(cut) = parts.cut(piece.fqn)
+                if let Some(cut) = cut_of(source, plan, piece.fqn)
                     && let Some(slice) = slice_note(cut, rank)
                 {
                     note.tensors.insert(piece.fqn.to_owned(), slice);
@@ -212,12 +210,8 @@ pub(super) fn write_ranks(
             let mut texts = side.texts(rank == 0 && index == 0);
             texts.insert(RANK_NOTE.to_owned(), note);
             let name = rank_file_name(rank, index);
-            let hashes = writer_of_files.write(
-                Some(&name),
-                &|_| Ok(texts.clone()),
-                pieces,
-                &mut Sums::new(),
-            )?;
+            let hashes =
+                file_writer.write(Some(&name), |_| Ok(texts.clone()), pieces, &mut Sums::new())?;
             writer.integrity.files.insert(name, hashes);
         }
         // The sums of all ranks together are over each element once, so they give the digests of
@@ -227,58 +221,47 @@ pub(super) fn write_ranks(
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner);
         for (fqn, sum) in sums {
-            let (key, _) = source
-                .metadata()
-                .entries
-                .get_key_value(&fqn)
-                .expect("only tensors of the source are summed");
-            writer.sums.entry(key).or_default().add(sum);
+            writer.sums.entry(fqn).or_default().add(sum);
         }
     }
     writer.finish(values, None)
 }
 
-/// The tensors of a checkpoint, and how ranks get their parts of them.
-struct Parts<'p, 'a> {
-    whole: &'p [Piece<'a>],
-    inside: &'p Inside<'a>,
-    plan: &'p TensorParallelPlan,
-    max_file_bytes: u64,
+/// Returns how a tensor is cut; `None` for one that was inside a value, which no plan has.
+fn cut_of<'p>(source: &dyn Checkpoint, plan: &'p TensorParallelPlan, fqn: &str) -> Option<&'p Cut> {
+    plan.cut(fqn)
+        .filter(|_| source.metadata().tensor(fqn).is_some())
 }
 
-impl<'a> Parts<'_, 'a> {
-    /// Returns how a tensor is cut; `None` for one that was inside a value, which no plan has.
-    fn cut(&self, fqn: &str) -> Option<&Cut> {
-        self.plan
-            .cut(fqn)
-            .filter(|_| !self.inside.contains_key(fqn))
-    }
-
-    /// Returns the files of a rank, each with the parts of tensors that it holds. Tensors that were
-    /// inside values are written once, with the first rank.
-    fn files_of_rank(&self, rank: usize) -> Vec<Vec<Piece<'a>>> {
-        let mut pieces = Vec::new();
-        for piece in self.whole {
-            if let Some(cut) = self.cut(piece.fqn) {
-                let bounds = TensorBox::whole(&cut.shape_of(rank));
-                pieces.push(Piece { bounds, ..*piece });
-            } else if rank == 0 {
-                pieces.push(piece.clone());
-            }
+/// Returns the parts of tensors that a rank holds. Tensors that were inside values are written
+/// once, with the first rank.
+fn pieces_of_rank<'a>(
+    source: &dyn Checkpoint,
+    whole: &[Piece<'a>],
+    plan: &TensorParallelPlan,
+    rank: usize,
+) -> Vec<Piece<'a>> {
+    let mut pieces = Vec::new();
+    for piece in whole {
+        if let Some(cut) = cut_of(source, plan, piece.fqn) {
+            let bounds = TensorBox::whole(&cut.shape_of(rank));
+            pieces.push(Piece { bounds, ..*piece });
+        } else if rank == 0 {
+            pieces.push(piece.clone());
         }
-        files_of(pieces, self.max_file_bytes)
     }
+    pieces
 }
 
 /// Returns the note of a rank's part of a tensor; `None` if the rank has the whole tensor.
 fn slice_note(cut: &Cut, rank: usize) -> Option<SliceNote> {
-    if cut.shape_of(rank) == cut.shape() {
+    if cut.shape_of(rank) == cut.shape {
         return None;
     }
     Some(SliceNote {
-        how: cut.how().to_owned(),
-        shape: cut.shape().to_vec(),
-        dim: cut.dim(),
+        how: cut.how.clone(),
+        shape: cut.shape.clone(),
+        dim: cut.dim,
         ranges: cut
             .ranges(rank)
             .iter()

@@ -1,7 +1,5 @@
 //! Writing safetensors: one file, Hugging Face's layout, or torch's shards.
 
-use std::collections::HashSet;
-
 use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_formats::checkpoint::{Checkpoint, VALUES_FILE};
 use fsdp_formats::internals::{
@@ -17,9 +15,11 @@ use fsdp_formats::{FileError, Location};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
+use super::copied::copy_files;
 use super::old_values::OldValues;
 use super::output::{
-    Conversion, Converted, Streamed, commit_file, rows_of_rank, saturating_bytes, summary,
+    CheckpointPayloads, Conversion, InnerTensors, commit_file, encode_error, rows_of_rank,
+    saturating_bytes,
 };
 
 /// A tensor of the file to be written: its key, its dtype, and the box of it that the file holds.
@@ -31,54 +31,39 @@ pub(super) struct Piece<'a> {
 }
 
 impl Piece<'_> {
+    /// Returns the bytes of the box.
     fn bytes(&self) -> u64 {
         saturating_bytes(&self.bounds.sizes, self.dtype)
     }
 }
 
-/// The tensors that were inside values, by the keys that they get.
-pub(super) type Inside<'a> = IndexMap<String, &'a PlainTensor>;
-
 /// The contents of a checkpoint besides tensors: the values that safetensors cannot hold, the paths
 /// of keys that cannot be told from the flat keys, and the notes in its headers.
-pub(super) struct SideContents {
+pub(super) struct SideContents<'s> {
+    source: &'s dyn Checkpoint,
     values: IndexMap<String, PlainValue>,
-    paths: Option<String>,
-    notes: IndexMap<String, String>,
-    /// The keys of the tensors that have keys of their own.
-    tensors: HashSet<String>,
 }
 
-impl SideContents {
-    /// Reads all values and notes of a checkpoint.
-    pub(super) fn read(source: &dyn Checkpoint) -> Result<Self, FileError> {
-        let metadata = source.metadata();
+impl<'s> SideContents<'s> {
+    /// Reads all values of a checkpoint.
+    pub(super) fn read(source: &'s dyn Checkpoint) -> Result<Self, FileError> {
         let mut values = IndexMap::new();
-        for (fqn, _) in metadata.values() {
+        for (fqn, _) in source.metadata().values() {
             values.insert(fqn.to_owned(), source.read_value(fqn)?);
         }
-        Ok(SideContents {
-            values,
-            paths: encode_paths(metadata),
-            notes: source
-                .notes()
-                .into_iter()
-                .map(|(key, text)| (key.to_owned(), text.to_owned()))
-                .collect(),
-            tensors: metadata.tensors().map(|(fqn, _)| fqn.to_owned()).collect(),
-        })
+        Ok(SideContents { source, values })
     }
 
-    /// Encodes the values file, if there are values, and returns the tensors that were inside
-    /// values.
-    pub(super) fn encode(&self) -> Result<(Option<Vec<u8>>, Inside<'_>), FileError> {
-        let mut inside = IndexMap::new();
+    /// Encodes the values, and returns the content of the values file, if there are values, and the
+    /// tensors that were inside values.
+    pub(super) fn encode(&self) -> Result<(Option<Vec<u8>>, InnerTensors<'_>), FileError> {
+        let mut inner_tensors = IndexMap::new();
         if self.values.is_empty() {
-            return Ok((None, inside));
+            return Ok((None, inner_tensors));
         }
         let bytes = encode_values(&self.values, &mut |path, tensor| {
-            let key = self.free_key(path, &inside);
-            inside.insert(key.clone(), tensor);
+            let key = self.find_free_key(path, &inner_tensors);
+            inner_tensors.insert(key.clone(), tensor);
             key
         })
         .map_err(|(fqn, source)| FileError::Encode { fqn, source })?;
@@ -89,22 +74,18 @@ impl SideContents {
             shape: Vec::new(),
             data: Vec::new(),
         };
-        decode_values(&bytes, &mut |_| Ok(empty.clone())).map_err(|source| FileError::Encode {
-            fqn: VALUES_FILE.to_owned(),
-            source,
-        })?;
-        Ok((Some(bytes), inside))
+        decode_values(&bytes, &mut |_| Ok(empty.clone()))
+            .map_err(|source| encode_error(VALUES_FILE, source))?;
+        Ok((Some(bytes), inner_tensors))
     }
 
     /// Returns the key for a tensor that was inside a value: its path, with a number behind it if
     /// that is taken.
-    fn free_key(&self, path: String, inside: &Inside<'_>) -> String {
+    fn find_free_key(&self, path: String, inner_tensors: &InnerTensors<'_>) -> String {
         let mut key = path.clone();
         // Many tensors may have one path. A number that counts all of them is mostly free at once.
-        let mut number = inside.len();
-        while inside.contains_key(&key)
-            || self.tensors.contains(&key)
-            || self.values.contains_key(&key)
+        let mut number = inner_tensors.len();
+        while inner_tensors.contains_key(&key) || self.source.metadata().entries.contains_key(&key)
         {
             key = format!("{path}.{number}");
             number += 1;
@@ -116,113 +97,108 @@ impl SideContents {
     pub(super) fn texts(&self, is_first: bool) -> IndexMap<String, String> {
         let mut texts = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
         if is_first {
-            texts.extend(self.notes.clone());
-            if let Some(paths) = &self.paths {
-                texts.insert(PATHS.to_owned(), paths.clone());
+            for (key, text) in self.source.notes() {
+                texts.insert(key.to_owned(), text.to_owned());
+            }
+            if let Some(paths) = encode_paths(self.source.metadata()) {
+                texts.insert(PATHS.to_owned(), paths);
             }
         }
         texts
     }
+
+    /// Returns the digests of all that the files have: of tensors from the sums over their
+    /// elements, of values from themselves.
+    fn digests(&self, sums: &Sums) -> StateDigest {
+        let tensors = self.source.metadata().tensors().map(|(fqn, tensor)| {
+            // Before the elements are written, there are no sums yet.
+            let sum = sums.get(fqn).copied().unwrap_or_default();
+            let digest = sum.finish(tensor.properties.dtype, &tensor.shape);
+            (fqn.to_owned(), digest)
+        });
+        let values = self
+            .values
+            .iter()
+            .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
+        tensors.chain(values).collect()
+    }
 }
 
 /// Returns all tensors of the source, whole, and those that were inside values.
-pub(super) fn whole_tensors<'a>(
+pub(super) fn list_whole_tensors<'a>(
     source: &'a dyn Checkpoint,
-    inside: &'a Inside<'a>,
+    inner_tensors: &'a InnerTensors<'a>,
 ) -> Vec<Piece<'a>> {
-    let mut pieces = Vec::new();
-    for (fqn, tensor) in source.metadata().tensors() {
-        pieces.push(Piece {
+    let own = source
+        .metadata()
+        .tensors()
+        .map(|(fqn, tensor)| (fqn, tensor.properties.dtype, &tensor.shape));
+    let inner = inner_tensors
+        .iter()
+        .map(|(fqn, tensor)| (fqn.as_str(), tensor.dtype, &tensor.shape));
+    own.chain(inner)
+        .map(|(fqn, dtype, shape)| Piece {
             fqn,
-            dtype: tensor.properties.dtype,
-            bounds: TensorBox::whole(&tensor.shape),
-        });
-    }
-    for (fqn, tensor) in inside {
-        pieces.push(Piece {
-            fqn,
-            dtype: tensor.dtype,
-            bounds: TensorBox::whole(&tensor.shape),
-        });
-    }
-    pieces
+            dtype,
+            bounds: TensorBox::whole(shape),
+        })
+        .collect()
 }
 
 /// The sums over the elements of tensors that files of a checkpoint have, by key.
-pub(super) type Sums<'a> = IndexMap<&'a str, Sum>;
-
-/// The texts of a file's header, made from the sums over its tensors.
-pub(super) type Texts<'t, 'a> =
-    dyn Fn(&Sums<'a>) -> Result<IndexMap<String, String>, FileError> + 't;
+pub(super) type Sums = IndexMap<String, Sum>;
 
 /// Encodes the header of a file, with the places of all tensors. Recorded digests are tied to this
-/// header.
-fn header(texts: &IndexMap<String, String>, pieces: &[Piece<'_>]) -> Result<Vec<u8>, FileError> {
+/// header: beside them it has a text of the layout, which no longer fits if another program writes
+/// the file again.
+fn encode_header(
+    texts: &IndexMap<String, String>,
+    pieces: &[Piece<'_>],
+) -> Result<Vec<u8>, FileError> {
     if !texts.contains_key(DIGESTS) {
-        return encode_header(texts, pieces);
+        return encode_texts(texts, pieces);
     }
     // The layout includes the length of the header, in which its text stands: one of the same
     // length holds its place.
     let mut texts = texts.clone();
     texts.insert(DIGESTS_LAYOUT.to_owned(), layout_text(0, []));
-    let data = encode_header(&texts, pieces)?.len() as u64;
-    let mut at = 0u64;
+    let header_bytes = encode_texts(&texts, pieces)?.len() as u64;
+    let mut end = 0u64;
     let tensors = pieces.iter().map(|piece| {
-        let start = at;
-        at = at.saturating_add(piece.bytes());
+        let start = end;
+        end = end.saturating_add(piece.bytes());
         (piece.fqn, piece.dtype, &piece.bounds.sizes[..], start)
     });
-    texts.insert(DIGESTS_LAYOUT.to_owned(), layout_text(data, tensors));
-    encode_header(&texts, pieces)
+    texts.insert(
+        DIGESTS_LAYOUT.to_owned(),
+        layout_text(header_bytes, tensors),
+    );
+    encode_texts(&texts, pieces)
 }
 
 /// The texts of a header that readers take as JSON, within limits.
 const JSON_TEXTS: [&str; 4] = [PATHS, DIGESTS, SHARDING, RANK_NOTE];
 
-/// Encodes the header of a file. One that readers would refuse for its size is an error.
-fn encode_header(
+/// Encodes the header of a file with these texts. One that readers would refuse for its size is an
+/// error.
+fn encode_texts(
     texts: &IndexMap<String, String>,
     pieces: &[Piece<'_>],
 ) -> Result<Vec<u8>, FileError> {
     for key in JSON_TEXTS {
         if let Some(text) = texts.get(key) {
-            charge_text(text, "memory for a text of the header").map_err(|source| {
-                FileError::Encode {
-                    fqn: key.to_owned(),
-                    source,
-                }
-            })?;
+            charge_text(text, "memory for a text of the header")
+                .map_err(|source| encode_error(key, source))?;
         }
     }
     let tensors = pieces
         .iter()
         .map(|piece| (piece.fqn, piece.dtype, &piece.bounds.sizes[..]));
-    Header::encode(texts, tensors).map_err(|source| FileError::Encode {
-        fqn: String::new(),
-        source,
-    })
+    Header::encode(texts, tensors).map_err(|source| encode_error("", source))
 }
 
-/// Returns the digests of all that the files have: of tensors from the sums over their elements, of
-/// values from themselves.
-fn digests(streamed: &Streamed<'_>, side: &SideContents, sums: &Sums<'_>) -> StateDigest {
-    let tensors = streamed.source.metadata().tensors().map(|(fqn, tensor)| {
-        // Before the elements are written, there are no sums yet.
-        let sum = sums.get(fqn).copied().unwrap_or_default();
-        (
-            fqn.to_owned(),
-            sum.finish(tensor.properties.dtype, &tensor.shape),
-        )
-    });
-    let values = side
-        .values
-        .iter()
-        .map(|(fqn, value)| (fqn.clone(), Digest::of_value(value)));
-    tensors.chain(values).collect()
-}
-
-/// The safetensors files of a checkpoint that is being written.
-pub(super) struct Files<'w> {
+/// A writer of safetensors files.
+pub(super) struct FileWriter<'w> {
     pub(super) staging: &'w Staging,
     pub(super) source: &'w dyn PayloadSource,
     /// The tensors over whose elements sums are made. A tensor that was inside a value is digested
@@ -231,65 +207,67 @@ pub(super) struct Files<'w> {
     pub(super) threads: usize,
 }
 
-impl<'w> Files<'w> {
-    fn new(staging: &'w Staging, streamed: &'w Streamed<'_>) -> Self {
-        Files {
+impl<'w> FileWriter<'w> {
+    /// Makes the writer of a checkpoint's own tensors, over all of which sums are made.
+    fn new(staging: &'w Staging, payloads: &'w CheckpointPayloads<'_>) -> Self {
+        FileWriter {
             staging,
-            source: streamed,
-            digested: streamed.source.metadata(),
-            threads: streamed.options.threads,
+            source: payloads,
+            digested: payloads.source.metadata(),
+            threads: payloads.options.thread_count(),
         }
     }
 
-    /// Returns the position of each piece in its tensor.
-    fn places(&self, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
+    /// Returns the position of each piece in its tensor; `None` for a piece that is not digested.
+    fn find_places(&self, pieces: &[Piece<'_>]) -> Result<Vec<Option<BoxPlace>>, FileError> {
         let mut places = Vec::with_capacity(pieces.len());
         for piece in pieces {
-            let element = piece.dtype.size_in_bytes() as usize;
-            places.push(match self.digested.tensor(piece.fqn) {
-                Some(tensor) => Some(
-                    BoxPlace::new(&tensor.shape, &piece.bounds, element)
-                        .map_err(|error| wrong_box(piece.fqn, &error))?,
-                ),
-                None => None,
-            });
+            let element_bytes = piece.dtype.size_in_bytes() as usize;
+            let tensor = self.digested.tensor(piece.fqn);
+            let place = tensor
+                .map(|tensor| BoxPlace::new(&tensor.shape, &piece.bounds, element_bytes))
+                .transpose()
+                .map_err(|error| wrong_box(piece.fqn, &error))?;
+            places.push(place);
         }
         Ok(places)
     }
 
-    /// Writes one safetensors file and adds to the sums over its tensors. `texts` makes the texts
-    /// of the header. It is called again once the sums are known, and must then return texts of the
-    /// same lengths.
-    pub(super) fn write<'a>(
+    /// Writes one safetensors file, adds to the sums over its tensors, and returns the file's
+    /// hashes. `texts` makes the texts of the header. It is called again once the sums are known,
+    /// and must then return texts of the same lengths.
+    pub(super) fn write(
         &self,
         name: Option<&str>,
-        texts: &Texts<'_, 'a>,
-        pieces: &[Piece<'a>],
-        sums: &mut Sums<'a>,
+        texts: impl Fn(&Sums) -> Result<IndexMap<String, String>, FileError>,
+        pieces: &[Piece<'_>],
+        sums: &mut Sums,
     ) -> Result<FileIntegrity, FileError> {
-        let places = self.places(pieces)?;
+        let places = self.find_places(pieces)?;
         // The header comes first, so its length must be known. Its text may change, its length not.
-        let mut at = header(&texts(sums)?, pieces)?.len() as u64;
+        let mut end = encode_header(&texts(sums)?, pieces)?.len() as u64;
         let mut payloads = Vec::with_capacity(pieces.len());
         for (piece, place) in pieces.iter().zip(&places) {
             payloads.push(PlannedPayload {
                 fqn: piece.fqn,
                 bounds: &piece.bounds,
-                offset: at,
+                offset: end,
                 length: piece.bytes(),
                 place: place.as_ref(),
             });
-            at = at.saturating_add(piece.bytes());
+            end = end.saturating_add(piece.bytes());
         }
         let file = match name {
-            Some(name) => self.staging.create(name, at)?,
-            None => self.staging.create_single(at)?,
+            Some(name) => self.staging.create(name, end)?,
+            None => self.staging.create_single(end)?,
         };
         let written = write_payloads(&*file, &payloads, self.source, self.threads, None)?;
         for (piece, written) in pieces.iter().zip(&written) {
-            sums.entry(piece.fqn).or_default().add(written.sum);
+            sums.entry(piece.fqn.to_owned())
+                .or_default()
+                .add(written.sum);
         }
-        let header = header(&texts(sums)?, pieces)?;
+        let header = encode_header(&texts(sums)?, pieces)?;
         file.write_at(0, &header)?;
         file.finish()?;
         // The header and each tensor are segments of their own, so that reading one checks little
@@ -303,9 +281,9 @@ impl<'w> Files<'w> {
     }
 }
 
-/// Distributes tensors over files, in order, so that no file has more than this many bytes of
-/// tensors. A larger tensor gets a file of its own.
-pub(super) fn files_of<'a>(
+/// Divides tensors into files, in order, so that no file has more than this many bytes of tensors.
+/// A larger tensor gets a file of its own.
+pub(super) fn split_into_files<'a>(
     pieces: impl IntoIterator<Item = Piece<'a>>,
     max_file_bytes: u64,
 ) -> Vec<Vec<Piece<'a>>> {
@@ -326,24 +304,12 @@ pub(super) fn files_of<'a>(
     files
 }
 
-/// Returns the report of a conversion whose values are in a file beside the tensors.
-fn with_sidecar(source: &dyn Checkpoint, file: Option<String>) -> Converted {
-    Converted {
-        aside: source
-            .metadata()
-            .values()
-            .map(|(fqn, _)| fqn.to_owned())
-            .collect(),
-        aside_file: file,
-        ..summary(source)
-    }
-}
-
-/// Writes one file to `target`, and its values beside it.
+/// Writes one file to `target`, and its values beside it. Returns the name of the values file, if
+/// there are values.
 pub(super) fn write_file(
     conversion: Conversion<'_>,
     target: &Location,
-) -> Result<Converted, FileError> {
+) -> Result<Option<String>, FileError> {
     let Conversion {
         source,
         staging,
@@ -351,11 +317,11 @@ pub(super) fn write_file(
         ..
     } = conversion;
     let side = SideContents::read(source)?;
-    let (values, inside) = side.encode()?;
-    let streamed = Streamed {
+    let (values, inner_tensors) = side.encode()?;
+    let payloads = CheckpointPayloads {
         source,
         options,
-        extra: inside.clone(),
+        inner_tensors: &inner_tensors,
     };
     let old = OldValues::new(target)?;
     let hash = values.as_deref().map(values_hash);
@@ -375,65 +341,57 @@ pub(super) fn write_file(
     }
     // The digests are in the header, which is written again once the elements are summed.
     let mut sums = Sums::new();
-    Files::new(&staging, &streamed).write(
+    FileWriter::new(&staging, &payloads).write(
         None,
-        &|sums| {
-            let digests = digests_text(&digests(&streamed, &side, sums)).map_err(|source| {
-                FileError::Encode {
-                    fqn: DIGESTS.to_owned(),
-                    source,
-                }
-            })?;
+        |sums: &Sums| {
+            let digests = digests_text(&side.digests(sums))
+                .map_err(|source| encode_error(DIGESTS, source))?;
             let mut texts = side.texts(true);
             texts.extend(hash.clone().map(|hash| (VALUES_HASH.to_owned(), hash)));
             texts.insert(DIGESTS.to_owned(), digests);
             Ok(texts)
         },
-        &whole_tensors(source, &inside),
+        &list_whole_tensors(source, &inner_tensors),
         &mut sums,
     )?;
-    check_copy(
-        staging.target(),
-        source.digests(),
-        &digests(&streamed, &side, &sums),
-    )?;
+    check_copy(staging.target(), source.digests(), &side.digests(&sums))?;
     commit_file(staging, Some(sidecar))?;
-    Ok(with_sidecar(source, values.map(|_| values_name)))
+    Ok(values.map(|_| values_name))
 }
 
-/// A directory of safetensors files that is being written.
+/// A writer of a directory of safetensors files.
 pub(super) struct DirectoryWriter<'w> {
     pub(super) staging: Staging,
-    pub(super) streamed: Streamed<'w>,
-    side: &'w SideContents,
+    pub(super) payloads: CheckpointPayloads<'w>,
+    side: &'w SideContents<'w>,
     pub(super) integrity: Integrity,
-    pub(super) sums: Sums<'w>,
+    pub(super) sums: Sums,
 }
 
 impl<'w> DirectoryWriter<'w> {
     /// Claims the directory, and copies the files of other programs.
     pub(super) fn new(
         conversion: Conversion<'w>,
-        side: &'w SideContents,
-        inside: &Inside<'w>,
+        side: &'w SideContents<'w>,
+        inner_tensors: &'w InnerTensors<'w>,
     ) -> Result<Self, FileError> {
         let Conversion {
             source,
             staging,
-            extra,
+            copied_files,
             options,
         } = conversion;
         staging.claim()?;
         Ok(DirectoryWriter {
             integrity: Integrity {
-                files: extra.copy(&staging)?,
+                files: copy_files(copied_files, &staging)?,
                 ..Integrity::default()
             },
             staging,
-            streamed: Streamed {
+            payloads: CheckpointPayloads {
                 source,
                 options,
-                extra: inside.clone(),
+                inner_tensors,
             },
             side,
             sums: Sums::new(),
@@ -445,23 +403,24 @@ impl<'w> DirectoryWriter<'w> {
         &mut self,
         name: String,
         texts: &IndexMap<String, String>,
-        pieces: &[Piece<'w>],
+        pieces: &[Piece<'_>],
     ) -> Result<(), FileError> {
-        let files = Files::new(&self.staging, &self.streamed);
-        let written = files.write(Some(&name), &|_| Ok(texts.clone()), pieces, &mut self.sums)?;
-        self.integrity.files.insert(name, written);
+        let writer = FileWriter::new(&self.staging, &self.payloads);
+        let hashes = writer.write(Some(&name), |_| Ok(texts.clone()), pieces, &mut self.sums)?;
+        self.integrity.files.insert(name, hashes);
         Ok(())
     }
 
-    /// Writes the small files and the hashes of all files, and commits the directory.
+    /// Writes the small files and the hashes of all files, and commits the directory. Returns the
+    /// name of the values file, if there are values.
     pub(super) fn finish(
         mut self,
         values: Option<Vec<u8>>,
         index: Option<Vec<u8>>,
-    ) -> Result<Converted, FileError> {
-        let source = self.streamed.source;
-        let digests = digests(&self.streamed, self.side, &self.sums);
-        check_copy(self.staging.target(), source.digests(), &digests)?;
+    ) -> Result<Option<String>, FileError> {
+        let digests = self.side.digests(&self.sums);
+        let source_digests = self.side.source.digests();
+        check_copy(self.staging.target(), source_digests, &digests)?;
         self.integrity.digests = Some(digests);
         // The integrity file covers the small files too, so they are hashed before it is written.
         let values_file = values.as_ref().map(|_| VALUES_FILE.to_owned());
@@ -478,37 +437,34 @@ impl<'w> DirectoryWriter<'w> {
             source,
         })?;
         self.staging.commit(INTEGRITY_FILE, &bytes)?;
-        Ok(with_sidecar(source, values_file))
+        Ok(values_file)
     }
 }
 
 /// The file with the index of a directory.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Returns the name of one of several files.
-fn file_name(number: usize, count: usize) -> String {
-    format!("model-{:05}-of-{count:05}.safetensors", number + 1)
+/// Returns the name of the file at this index, from 0, of `count` files.
+fn numbered_file_name(index: usize, count: usize) -> String {
+    format!("model-{:05}-of-{count:05}.safetensors", index + 1)
 }
 
 /// Encodes the index of files with these tensors. One that readers would refuse for its size is an
 /// error.
-fn encode_index(files: &[Vec<Piece<'_>>], total_size: u64) -> Result<Vec<u8>, FileError> {
+fn encode_index(files: &[Vec<Piece<'_>>], total_bytes: u64) -> Result<Vec<u8>, FileError> {
     let mut weight_map = serde_json::Map::new();
-    for (number, file) in files.iter().enumerate() {
-        let name = file_name(number, files.len());
+    for (index, file) in files.iter().enumerate() {
+        let name = numbered_file_name(index, files.len());
         for piece in file {
             weight_map.insert(piece.fqn.to_owned(), name.clone().into());
         }
     }
     let index = serde_json::to_vec_pretty(&serde_json::json!({
-        "metadata": { "total_size": total_size },
+        "metadata": { "total_size": total_bytes },
         "weight_map": weight_map,
     }))
     .expect("a JSON value can be written as JSON");
-    charge_text(&index, "memory for the index").map_err(|source| FileError::Encode {
-        fqn: INDEX.to_owned(),
-        source,
-    })?;
+    charge_text(&index, "memory for the index").map_err(|source| encode_error(INDEX, source))?;
     Ok(index)
 }
 
@@ -516,22 +472,22 @@ fn encode_index(files: &[Vec<Piece<'_>>], total_size: u64) -> Result<Vec<u8>, Fi
 pub(super) fn write_directory(
     conversion: Conversion<'_>,
     max_file_bytes: u64,
-) -> Result<Converted, FileError> {
+) -> Result<Option<String>, FileError> {
     let side = SideContents::read(conversion.source)?;
-    let (values, inside) = side.encode()?;
-    let pieces = whole_tensors(conversion.source, &inside);
-    let total = pieces
+    let (values, inner_tensors) = side.encode()?;
+    let pieces = list_whole_tensors(conversion.source, &inner_tensors);
+    let total_bytes = pieces
         .iter()
         .fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
-    let files = files_of(pieces, max_file_bytes);
+    let files = split_into_files(pieces, max_file_bytes);
     // An index that readers would refuse is found before anything is written.
-    let index = encode_index(&files, total)?;
-    let mut writer = DirectoryWriter::new(conversion, &side, &inside)?;
-    for (number, file) in files.iter().enumerate() {
-        let name = file_name(number, files.len());
-        writer.write_file(name, &side.texts(number == 0), file)?;
+    let json = encode_index(&files, total_bytes)?;
+    let mut writer = DirectoryWriter::new(conversion, &side, &inner_tensors)?;
+    for (index, file) in files.iter().enumerate() {
+        let name = numbered_file_name(index, files.len());
+        writer.write_file(name, &side.texts(index == 0), file)?;
     }
-    writer.finish(values, Some(index))
+    writer.finish(values, Some(json))
 }
 
 /// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each
@@ -539,18 +495,18 @@ pub(super) fn write_directory(
 pub(super) fn write_shards(
     conversion: Conversion<'_>,
     ranks: usize,
-) -> Result<Converted, FileError> {
+) -> Result<Option<String>, FileError> {
     let side = SideContents::read(conversion.source)?;
-    let (values, inside) = side.encode()?;
-    let whole = whole_tensors(conversion.source, &inside);
-    let mut writer = DirectoryWriter::new(conversion, &side, &inside)?;
+    let (values, inner_tensors) = side.encode()?;
+    let whole = list_whole_tensors(conversion.source, &inner_tensors);
+    let mut writer = DirectoryWriter::new(conversion, &side, &inner_tensors)?;
     // torch's rule gives rows to the first ranks: the others have no file.
     let shards = (1..ranks)
-        .take_while(|&rank| !pieces_of_rank(&whole, &inside, rank, ranks).is_empty())
+        .take_while(|&rank| !pieces_of_rank(&whole, &inner_tensors, rank, ranks).is_empty())
         .count()
         + 1;
     for rank in 0..shards {
-        let pieces = pieces_of_rank(&whole, &inside, rank, ranks);
+        let pieces = pieces_of_rank(&whole, &inner_tensors, rank, ranks);
         let mut sharding = serde_json::Map::new();
         for piece in &pieces {
             let mut offsets = piece.bounds.offsets.clone();
@@ -578,7 +534,7 @@ pub(super) fn write_shards(
 /// empty tensors, and tensors that were inside values.
 fn pieces_of_rank<'a>(
     whole: &[Piece<'a>],
-    inside: &Inside<'_>,
+    inner_tensors: &InnerTensors<'_>,
     rank: usize,
     ranks: usize,
 ) -> Vec<Piece<'a>> {
@@ -586,7 +542,7 @@ fn pieces_of_rank<'a>(
     for piece in whole {
         let is_cut = !piece.bounds.sizes.is_empty()
             && !piece.bounds.is_empty()
-            && !inside.contains_key(piece.fqn);
+            && !inner_tensors.contains_key(piece.fqn);
         if !is_cut {
             if rank == 0 {
                 pieces.push(piece.clone());

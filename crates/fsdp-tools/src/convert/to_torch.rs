@@ -10,25 +10,26 @@ use fsdp_formats::internals::{
 use fsdp_formats::metadata::Metadata;
 use fsdp_formats::storage::StagedFile;
 use fsdp_formats::{FileError, FormatError};
-use fsdp_layout::boxes::checked_numel;
-use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
+use fsdp_layout::{PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
 
-use super::output::{Conversion, Converted, Streamed, commit_file, summary, unsupported};
+use super::output::{
+    CheckpointPayloads, Conversion, commit_file, encode_error, saturating_bytes, unsupported,
+};
 
 /// A storage of the file to be written, which holds one tensor.
 struct PlannedStorage<'a> {
     /// The key of the tensor. A tensor inside a value has the number of its storage, in a form that
     /// is no key of a checkpoint.
     name: String,
-    dtype: DType,
-    shape: &'a [usize],
+    bounds: TensorBox,
+    length_bytes: u64,
     /// The tensor itself, if it was inside a value.
-    inside: Option<&'a PlainTensor>,
+    inner_tensor: Option<&'a PlainTensor>,
 }
 
-/// The pickle of a state dict, and the storages that it refers to.
-struct Pickled<'a> {
+/// A writer of the pickle of a state dict, which plans the storages that it refers to.
+struct PickleWriter<'a> {
     bytes: Vec<u8>,
     storages: Vec<PlannedStorage<'a>>,
     metadata: &'a Metadata,
@@ -36,37 +37,37 @@ struct Pickled<'a> {
     values: &'a HashMap<String, PlainValue>,
 }
 
-impl<'a> Pickled<'a> {
+impl<'a> PickleWriter<'a> {
     /// Writes the opcodes of a structure and of all that it holds.
-    fn write(&mut self, structure: &'a Structure, depth: usize) -> Result<(), FormatError> {
+    fn write_structure(
+        &mut self,
+        structure: &'a Structure,
+        depth: usize,
+    ) -> Result<(), FormatError> {
         check_depth(depth)?;
         match structure {
-            // The state dict of a module is flat, whatever modules it consists of.
-            Structure::Module(_, items) => {
+            Structure::Module(_, items) | Structure::Dict(items) => {
                 self.bytes.push(write::EMPTY_DICT);
                 self.bytes.push(write::MARK);
-                self.write_module("", items, depth)?;
-                self.bytes.push(write::SETITEMS);
-            }
-            Structure::Dict(items) => {
-                self.bytes.push(write::EMPTY_DICT);
-                self.bytes.push(write::MARK);
-                for (key, item) in items {
-                    // Keys hold no tensors.
-                    write_value(&mut self.bytes, key, &mut Vec::new(), 0, depth + 1)?;
-                    self.write(item, depth + 1)?;
+                if let Structure::Module(..) = structure {
+                    // The state dict of a module is flat, whatever modules it consists of.
+                    self.write_module("", items, depth)?;
+                } else {
+                    for (key, item) in items {
+                        self.write_item(key, item, depth + 1)?;
+                    }
                 }
                 self.bytes.push(write::SETITEMS);
             }
             Structure::List(items) => {
                 self.bytes.push(write::EMPTY_LIST);
                 self.bytes.push(write::MARK);
-                self.write_all(items, depth)?;
+                self.write_sequence(items, depth)?;
                 self.bytes.push(write::APPENDS);
             }
             Structure::Tuple(items) => {
                 write::open_tuple(&mut self.bytes, items.len());
-                self.write_all(items, depth)?;
+                self.write_sequence(items, depth)?;
                 write::close_tuple(&mut self.bytes, items.len());
             }
             Structure::Leaf(fqn) => match (self.metadata.tensor(fqn), self.values.get(fqn)) {
@@ -76,21 +77,21 @@ impl<'a> Pickled<'a> {
                     write_tensor(&mut self.bytes, self.storages.len(), dtype, &tensor.shape);
                     self.storages.push(PlannedStorage {
                         name: fqn.clone(),
-                        dtype,
-                        shape: &tensor.shape,
-                        inside: None,
+                        bounds: TensorBox::whole(&tensor.shape),
+                        length_bytes: saturating_bytes(&tensor.shape, dtype),
+                        inner_tensor: None,
                     });
                 }
                 (None, Some(value)) => {
-                    let mut inside: Vec<&PlainTensor> = Vec::new();
+                    let mut inner_tensors: Vec<&PlainTensor> = Vec::new();
                     let first = self.storages.len();
-                    write_value(&mut self.bytes, value, &mut inside, first, depth)?;
-                    for tensor in inside {
+                    write_value(&mut self.bytes, value, &mut inner_tensors, first, depth)?;
+                    for tensor in inner_tensors {
                         self.storages.push(PlannedStorage {
                             name: format!("\0storage {}", self.storages.len()),
-                            dtype: tensor.dtype,
-                            shape: &tensor.shape,
-                            inside: Some(tensor),
+                            bounds: TensorBox::whole(&tensor.shape),
+                            length_bytes: tensor.data.len() as u64,
+                            inner_tensor: Some(tensor),
                         });
                     }
                 }
@@ -118,24 +119,34 @@ impl<'a> Pickled<'a> {
                 self.write_module(&format!("{name}."), below, depth + 1)?;
                 continue;
             }
-            // Keys hold no tensors.
-            let key = PlainValue::Str(name);
-            write_value(&mut self.bytes, &key, &mut Vec::new(), 0, depth + 1)?;
-            self.write(item, depth + 1)?;
+            self.write_item(&PlainValue::Str(name), item, depth + 1)?;
         }
         Ok(())
     }
 
-    fn write_all(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
+    /// Writes an item of a dict, and its key.
+    fn write_item(
+        &mut self,
+        key: &PlainValue,
+        item: &'a Structure,
+        depth: usize,
+    ) -> Result<(), FormatError> {
+        // Keys hold no tensors.
+        write_value(&mut self.bytes, key, &mut Vec::new(), 0, depth)?;
+        self.write_structure(item, depth)
+    }
+
+    /// Writes the items of a list or tuple.
+    fn write_sequence(&mut self, items: &'a [Structure], depth: usize) -> Result<(), FormatError> {
         items
             .iter()
-            .try_for_each(|item| self.write(item, depth + 1))
+            .try_for_each(|item| self.write_structure(item, depth + 1))
     }
 }
 
-/// Returns the structure to write: the source's own, or else that of its keys' paths. All keys have
-/// a place in it.
-fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
+/// Returns the structure to write: the source's own, or else that of its keys' paths. A key that
+/// has no place in it is an error.
+fn choose_structure(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     let metadata = source.metadata();
     let structure = match source.structure() {
         Some(structure) => structure.clone(),
@@ -153,46 +164,39 @@ fn structure_of(source: &dyn Checkpoint) -> Result<Structure, FileError> {
     Ok(structure)
 }
 
-/// Writes all of a checkpoint as one file of `torch.save`.
-pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> {
+/// Writes all of a checkpoint as one file of `torch.save`. It holds any value, so no file has to
+/// hold values beside it, and `None` is returned.
+pub(super) fn write(conversion: Conversion<'_>) -> Result<Option<String>, FileError> {
     let Conversion {
         source,
         staging,
         options,
         ..
     } = conversion;
-    let structure = structure_of(source)?;
+    let structure = choose_structure(source)?;
     // Values are small, so all of them are held.
     let mut values = HashMap::new();
     for (fqn, _) in source.metadata().values() {
         values.insert(fqn.to_owned(), source.read_value(fqn)?);
     }
     // Make the pickle first: it numbers the storages, which determines their places.
-    let mut pickled = Pickled {
+    let mut pickle = PickleWriter {
         bytes: Vec::new(),
         storages: Vec::new(),
         metadata: source.metadata(),
         values: &values,
     };
-    write::proto(&mut pickled.bytes, 2);
-    pickled
-        .write(&structure, 0)
-        .map_err(|source| FileError::Encode {
-            fqn: "data.pkl".to_owned(),
-            source,
-        })?;
-    pickled.bytes.push(write::STOP);
-    let mut lengths = Vec::with_capacity(pickled.storages.len());
-    let mut boxes = Vec::with_capacity(pickled.storages.len());
-    let mut extra = IndexMap::new();
-    for storage in &pickled.storages {
-        let length = checked_numel(storage.shape)
-            .and_then(|numel| (numel as u64).checked_mul(storage.dtype.size_in_bytes()))
-            .ok_or_else(|| unsupported(&storage.name, "a tensor of absurd size"))?;
-        lengths.push(length);
-        boxes.push(TensorBox::whole(storage.shape));
-        if let Some(tensor) = storage.inside {
-            extra.insert(storage.name.clone(), tensor);
+    write::proto(&mut pickle.bytes, 2);
+    pickle
+        .write_structure(&structure, 0)
+        .map_err(|source| encode_error("data.pkl", source))?;
+    pickle.bytes.push(write::STOP);
+    let mut lengths = Vec::with_capacity(pickle.storages.len());
+    let mut inner_tensors = IndexMap::new();
+    for storage in &pickle.storages {
+        lengths.push(storage.length_bytes);
+        if let Some(tensor) = storage.inner_tensor {
+            inner_tensors.insert(storage.name.clone(), tensor);
         }
     }
     // torch calls the root of an archive like the file. No part of a record's path is `.` or `..`,
@@ -203,19 +207,22 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
         .and_then(|stem| stem.to_str())
         .filter(|stem| ![".", ".."].contains(stem));
     let root = stem.unwrap_or(ROOT).replace(['/', '\\'], "_");
-    let layout = ArchiveLayout::new(&root, pickled.bytes, &lengths);
+    let layout = ArchiveLayout::new(&root, pickle.bytes, &lengths);
 
-    let streamed = Streamed {
+    let source_payloads = CheckpointPayloads {
         source,
         options,
-        extra,
+        inner_tensors: &inner_tensors,
     };
-    let payloads: Vec<PlannedPayload<'_>> = (0..boxes.len())
-        .map(|index| PlannedPayload {
-            fqn: &pickled.storages[index].name,
-            bounds: &boxes[index],
+    let payloads: Vec<PlannedPayload<'_>> = pickle
+        .storages
+        .iter()
+        .enumerate()
+        .map(|(index, storage)| PlannedPayload {
+            fqn: &storage.name,
+            bounds: &storage.bounds,
             offset: layout.storage_offset(index),
-            length: lengths[index],
+            length: storage.length_bytes,
             // The format has no place for digests.
             place: None,
         })
@@ -225,8 +232,8 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
     let written = write_payloads(
         &*file,
         &payloads,
-        &streamed,
-        options.threads,
+        &source_payloads,
+        options.thread_count(),
         Some(&|index, crc| write_header(&*file, &layout, index, crc)),
     )?;
     let crcs: Vec<u32> = written.iter().map(|written| written.crc).collect();
@@ -237,7 +244,7 @@ pub(super) fn write(conversion: Conversion<'_>) -> Result<Converted, FileError> 
     file.write_at(layout.tail_offset(), &layout.tail(&crcs))?;
     file.finish()?;
     commit_file(staging, None)?;
-    Ok(summary(source))
+    Ok(None)
 }
 
 /// Writes the bytes before a storage, which contain its checksum. Before the first storage, that is

@@ -26,18 +26,11 @@ pub enum Rename {
 }
 
 /// A checkpoint with some keys left out or renamed, and its floating-point tensors cast.
+#[derive(Debug)]
 pub struct View<'a> {
     view: LayerView<'a>,
     /// The source's key for each new one.
     names: IndexMap<String, String>,
-}
-
-impl std::fmt::Debug for View<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("View")
-            .field("names", &self.names)
-            .finish_non_exhaustive()
-    }
 }
 
 impl<'a> View<'a> {
@@ -52,7 +45,8 @@ impl<'a> View<'a> {
             return Err(unsupported("", format!("casting to `{}`", cast.dtype)));
         }
         let from = source.metadata();
-        // Step 1: decide about each key.
+        // Step 1: decide about each key. The metadata, the paths and the digests must agree, so all
+        // three are made here.
         let optimizers = Optimizers::new(from);
         let mut names = IndexMap::new();
         let mut digests = source.digests().map(|_| StateDigest::default());
@@ -101,7 +95,8 @@ impl<'a> View<'a> {
                 ));
             }
         }
-        // Step 2: move the keys in the nested state dict in the same way.
+        // Step 2: move the keys in the nested state dict in the same way, for formats that write
+        // it.
         let structure = match source.structure() {
             Some(structure) => Some(structure.rebuilt(&mut |fqn, path| match rename(fqn) {
                 Rename::Keep => KeyChange::Keep,
@@ -158,12 +153,12 @@ impl Layer for View<'_> {
         for slot in slots {
             // Read in pieces, because the source's elements may be larger than those of the slot.
             let range = 0..slot.bounds.numel() as u64 * from.size_in_bytes();
-            let mut at = 0;
+            let mut start = 0;
             stream::<FileError>(self.source(0), name, &slot.bounds, range, &mut |bytes| {
                 let elements = bytes.len() / from.size_in_bytes() as usize;
-                let end = at + elements * to.size_in_bytes() as usize;
-                cast_elements(bytes, from, &mut slot.bytes[at..end], to);
-                at = end;
+                let end = start + elements * to.size_in_bytes() as usize;
+                cast_elements(bytes, from, &mut slot.bytes[start..end], to);
+                start = end;
                 Ok(())
             })?;
             slot.filled(0..slot.bytes.len());

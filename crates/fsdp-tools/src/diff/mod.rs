@@ -12,15 +12,14 @@ use fsdp_formats::internals::{
 use fsdp_formats::metadata::{Entry, TensorEntry};
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use indexmap::IndexMap;
-use serde::{Deserialize, Serialize};
 
-use self::tolerance::Elements;
+use self::tolerance::ElementComparison;
 use crate::nested::Nested;
 
 pub use self::tolerance::Tolerance;
 
 /// A difference between two checkpoints at one key.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Difference {
     /// Only the first one has it.
@@ -71,37 +70,30 @@ pub enum Difference {
     },
 }
 
-/// Compares two checkpoints of any format, on the default number of threads, and calls `found` with
-/// the key of each difference. Keys come in the order of the first checkpoint; keys that only the
-/// second one has follow.
+/// The options of a comparison.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct DiffOptions {
+    /// The differences between elements that are tolerated.
+    pub tolerance: Tolerance,
+    /// The number of threads that read and compare, on which the order of the differences does not
+    /// depend. `None` takes one for each core, up to four.
+    pub threads: Option<usize>,
+}
+
+/// Compares two checkpoints of any format, and calls `found` with the key of each difference. Keys
+/// come in the order of the first checkpoint; keys that only the second one has follow.
 pub fn diff(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
-    tolerance: Tolerance,
-    found: &mut dyn FnMut(&str, Difference),
-) -> Result<(), FileError> {
-    diff_on_threads(first, second, tolerance, default_threads(), found)
-}
-
-/// Does the same as [`diff()`], on this number of threads. The order of the differences does not
-/// depend on it.
-pub fn diff_on_threads(
-    first: &dyn Checkpoint,
-    second: &dyn Checkpoint,
-    tolerance: Tolerance,
-    threads: usize,
+    options: DiffOptions,
     found: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
     let comparison = Comparison {
         first,
         second,
-        tolerance,
+        options,
     };
-    comparison.walk(
-        threads,
-        &|fqn, entry| comparison.compare_key(fqn, entry),
-        found,
-    )
+    comparison.compare_all(&|fqn, entry| comparison.compare_key(fqn, entry), found)
 }
 
 /// Compares two checkpoints by their recorded digests, without reading tensors. Returns `false`
@@ -115,22 +107,29 @@ pub fn diff_digests(
     let (Some(a), Some(b)) = (first.digests(), second.digests()) else {
         return Ok(false);
     };
-    // Digests tell whether bits are equal, so there is no tolerance.
+    // Digests tell whether bits are equal, so there is no tolerance. They are in memory, so one
+    // thread compares them soon.
     let comparison = Comparison {
         first,
         second,
-        tolerance: Tolerance::default(),
+        options: DiffOptions {
+            threads: Some(1),
+            ..DiffOptions::default()
+        },
     };
-    let compare = |fqn: &str, entry: &Entry| {
-        let quantizer = quantizer_key(fqn);
-        let is_equal = a.get(fqn) == b.get(fqn)
-            && (!is_quantized(entry) || a.get(&quantizer) == b.get(&quantizer));
-        Ok(match shallow(entry, second.metadata().entries.get(fqn)) {
-            None if !is_equal => Some(Difference::Digest),
-            difference => difference,
-        })
-    };
-    comparison.walk(1, &compare, found)?;
+    comparison.compare_all(
+        &|fqn, entry| {
+            let quantizer = quantizer_key(fqn);
+            let is_equal = a.get(fqn) == b.get(fqn)
+                && (!is_quantized(entry) || a.get(&quantizer) == b.get(&quantizer));
+            let other = second.metadata().entries.get(fqn);
+            Ok(match metadata_difference(Some(entry), other) {
+                None if !is_equal => Some(Difference::Digest),
+                difference => difference,
+            })
+        },
+        found,
+    )?;
     Ok(true)
 }
 
@@ -142,7 +141,7 @@ type CompareKey<'c> = dyn Fn(&str, &Entry) -> Result<Option<Difference>, FileErr
 struct Comparison<'c> {
     first: &'c dyn Checkpoint,
     second: &'c dyn Checkpoint,
-    tolerance: Tolerance,
+    options: DiffOptions,
 }
 
 /// One of the two checkpoints.
@@ -156,9 +155,8 @@ impl Comparison<'_> {
     /// Compares two checkpoints key by key. `compare` compares a key of the first one with the
     /// second. Keys that only the second one has, values that one holds whole and the other in
     /// parts, and containers are compared here.
-    fn walk(
+    fn compare_all(
         self,
-        threads: usize,
         compare: &CompareKey<'_>,
         found: &mut dyn FnMut(&str, Difference),
     ) -> Result<(), FileError> {
@@ -166,6 +164,7 @@ impl Comparison<'_> {
         let nested_in_first = Nested::find(self.first, self.second)?;
         let nested_in_second = Nested::find(self.second, self.first)?;
         let entries: Vec<(&String, &Entry)> = self.first.metadata().entries.iter().collect();
+        let threads = self.options.threads.unwrap_or_else(default_threads);
         let compared = on_each(&entries, threads, |(fqn, entry)| {
             if nested_in_first.parts.contains_key(*fqn) || nested_in_second.in_other.contains(*fqn)
             {
@@ -201,22 +200,24 @@ impl Comparison<'_> {
         }
         // Equal keys and values may still come from other containers.
         if let (Some(first), Some(second)) = (self.first.structure(), self.second.structure()) {
-            containers(first, second, found);
+            compare_containers(first, second, found);
         }
-        for (key, first, second) in other_sequences(&nested_in_first, self.second) {
+        for (key, first, second) in find_other_sequences(&nested_in_first, self.second) {
             found(&key, Difference::Container { first, second });
         }
-        for (key, second, first) in other_sequences(&nested_in_second, self.first) {
+        for (key, second, first) in find_other_sequences(&nested_in_second, self.first) {
             found(&key, Difference::Container { first, second });
         }
         Ok(())
     }
 
-    /// Compares what both checkpoints have at a key of the first one.
+    /// Returns the difference of what the checkpoints have at a key of the first one, if there is
+    /// one.
     fn compare_key(self, fqn: &str, entry: &Entry) -> Result<Option<Difference>, FileError> {
         let Comparison { first, second, .. } = self;
         // Compare the metadata first: if it differs, no data has to be read.
-        if let Some(difference) = shallow(entry, second.metadata().entries.get(fqn)) {
+        let other = second.metadata().entries.get(fqn);
+        if let Some(difference) = metadata_difference(Some(entry), other) {
             return Ok(Some(difference));
         }
         let Entry::Tensor(tensor) = entry else {
@@ -232,17 +233,16 @@ impl Comparison<'_> {
         let found = self.compare_elements(fqn, tensor)?;
         if found.is_none() && is_quantized(entry) {
             // The integers are equal, but they may mean something else.
-            let quantizer = |of: &dyn Checkpoint| {
-                Ok::<_, FileError>(of.quantizer(fqn)?.unwrap_or(PlainValue::None))
-            };
-            return Ok(self.compare_values(&quantizer(first)?, &quantizer(second)?));
+            let [first, second] = [first.quantizer(fqn)?, second.quantizer(fqn)?]
+                .map(|quantizer| quantizer.unwrap_or(PlainValue::None));
+            return Ok(self.compare_values(&first, &second));
         }
         Ok(found)
     }
 
-    /// Compares two values.
+    /// Returns the difference of two values; `None` if the tolerance allows it.
     fn compare_values(self, first: &PlainValue, second: &PlainValue) -> Option<Difference> {
-        if self.tolerance.allows(first, second) {
+        if self.options.tolerance.allows(first, second) {
             return None;
         }
         Some(Difference::Value {
@@ -251,8 +251,8 @@ impl Comparison<'_> {
         })
     }
 
-    /// Compares a part of a value that the checkpoint on one side holds whole with the value of the
-    /// other checkpoint at the part's key.
+    /// Returns the difference of a part of a value that the checkpoint on one side holds whole, and
+    /// the value of the other checkpoint at the part's key, if there is one.
     fn compare_part(
         self,
         value: &PlainValue,
@@ -285,8 +285,8 @@ impl Comparison<'_> {
         })
     }
 
-    /// Compares a tensor that is opaque in one of two checkpoints: its type, and its bytes as they
-    /// are stored.
+    /// Returns the difference of a tensor that is opaque in one of the checkpoints: of its type, or
+    /// of its bytes as they are stored.
     fn compare_opaque(
         self,
         fqn: &str,
@@ -304,7 +304,8 @@ impl Comparison<'_> {
         Ok(Some(Difference::Value { first, second }))
     }
 
-    /// Compares the elements of a tensor that both have, in the same dtype and shape.
+    /// Returns the difference of the elements of a tensor that both have, in the same dtype and
+    /// shape.
     fn compare_elements(
         self,
         fqn: &str,
@@ -313,19 +314,19 @@ impl Comparison<'_> {
         let dtype = tensor.properties.dtype;
         let whole = TensorBox::whole(&tensor.shape);
         let length = whole.numel() as u64 * dtype.size_in_bytes();
-        let mut elements = Elements::new(dtype, self.tolerance);
-        let mut at = 0u64;
+        let mut elements = ElementComparison::new(dtype, self.options.tolerance);
+        let mut offset = 0u64;
         // Each piece of the first is compared with the same bytes of the second.
         stream::<FileError>(self.first, fqn, &whole, 0..length, &mut |bytes| {
-            let range = at..at + bytes.len() as u64;
+            let range = offset..offset + bytes.len() as u64;
             let mut compared = 0;
             stream::<FileError>(self.second, fqn, &whole, range, &mut |theirs| {
                 let ours = &bytes[compared..compared + theirs.len()];
-                elements.compare(at + compared as u64, ours, theirs);
+                elements.compare(offset + compared as u64, ours, theirs);
                 compared += theirs.len();
                 Ok(())
             })?;
-            at += bytes.len() as u64;
+            offset += bytes.len() as u64;
             Ok(())
         })?;
         Ok((elements.count > 0).then_some(Difference::Elements {
@@ -336,23 +337,27 @@ impl Comparison<'_> {
     }
 }
 
-/// Returns `true` for a tensor whose elements are integers that a quantizer gives a meaning.
+/// Returns `true` for a tensor whose elements are integers, to which a quantizer gives a meaning.
 fn is_quantized(entry: &Entry) -> bool {
     matches!(entry, Entry::Tensor(tensor) if tensor.properties.dtype.is_quantized())
 }
 
 /// Returns a difference that shows in the metadata of a key; `None` if only the data can tell.
-fn shallow(first: &Entry, second: Option<&Entry>) -> Option<Difference> {
+pub(crate) fn metadata_difference(
+    first: Option<&Entry>,
+    second: Option<&Entry>,
+) -> Option<Difference> {
     match (first, second) {
+        (None, _) => Some(Difference::OnlyInSecond),
         (_, None) => Some(Difference::OnlyInFirst),
-        (Entry::Bytes(_), Some(Entry::Bytes(_))) => None,
-        (Entry::Tensor(a), Some(Entry::Tensor(b))) if a.shape != b.shape => {
+        (Some(Entry::Bytes(_)), Some(Entry::Bytes(_))) => None,
+        (Some(Entry::Tensor(a)), Some(Entry::Tensor(b))) if a.shape != b.shape => {
             Some(Difference::Shape {
                 first: a.shape.clone(),
                 second: b.shape.clone(),
             })
         }
-        (Entry::Tensor(a), Some(Entry::Tensor(b))) => {
+        (Some(Entry::Tensor(a)), Some(Entry::Tensor(b))) => {
             let (first, second) = (a.properties.dtype, b.properties.dtype);
             (first != second).then_some(Difference::DType { first, second })
         }
@@ -360,10 +365,14 @@ fn shallow(first: &Entry, second: Option<&Entry>) -> Option<Difference> {
     }
 }
 
-/// Compares the nested containers that the keys came from, if both checkpoints store them. A value
-/// that one checkpoint holds whole and the other in parts is compared elsewhere, together with its
-/// containers.
-fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str, Difference)) {
+/// Compares the nested containers that the keys of two checkpoints came from, and calls `found`
+/// with the differences. A value that one checkpoint holds whole and the other in parts is compared
+/// elsewhere, together with its containers.
+fn compare_containers(
+    first: &Structure,
+    second: &Structure,
+    found: &mut dyn FnMut(&str, Difference),
+) {
     let first = first.places();
     let second = second.places();
     for (key, place) in &first {
@@ -371,7 +380,7 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
             // Keys are compared elsewhere.
             None if *place == Place::Leaf || is_in_leaf(key, &second) => {}
             None => found(key, Difference::OnlyInFirst),
-            Some(other) if same_container(place, other) => {}
+            Some(other) if is_same_container(place, other) => {}
             Some(other) if *place == Place::Leaf || *other == Place::Leaf => {}
             Some(other) => found(
                 key,
@@ -393,7 +402,7 @@ fn containers(first: &Structure, second: &Structure, found: &mut dyn FnMut(&str,
 /// Returns the lists and tuples that `nested` holds as values, and that are a container of another
 /// kind or length in the `other` checkpoint, which holds them in parts: the key, and both
 /// containers.
-fn other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, String, String)> {
+fn find_other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String, String, String)> {
     let Some(structure) = other.structure().filter(|_| !nested.sequences.is_empty()) else {
         return Vec::new();
     };
@@ -418,7 +427,7 @@ fn is_in_leaf(key: &str, places: &IndexMap<String, Place<'_>>) -> bool {
 
 /// Returns `true` if two places are containers of one kind, whose keys, where both have them, are
 /// of one type. What only one of them holds is a difference at its own place.
-fn same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
+fn is_same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
     match (first, second) {
         (Place::Leaf, Place::Leaf) | (Place::List(_), Place::List(_)) => true,
         (Place::Tuple(a), Place::Tuple(b)) => a == b,

@@ -1,13 +1,12 @@
 //! Comparisons of elements and values, bit for bit or within a tolerance.
 
 use fsdp_layout::{DType, PlainValue};
-use serde::{Deserialize, Serialize};
 
-use crate::elements::{for_each, parts_of_complex};
+use crate::elements::{for_each_number, parts_of_complex};
 
 /// The differences between elements that are tolerated. If both limits are zero, elements must be
 /// equal bit for bit.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Tolerance {
     /// Absolute difference allowed.
     pub absolute: f64,
@@ -57,7 +56,7 @@ impl Tolerance {
             (PlainValue::Tensor(a), PlainValue::Tensor(b))
                 if a.dtype == b.dtype && a.shape == b.shape =>
             {
-                let mut elements = Elements::new(a.dtype, self);
+                let mut elements = ElementComparison::new(a.dtype, self);
                 elements.compare(0, &a.data, &b.data);
                 elements.count == 0
             }
@@ -72,8 +71,8 @@ impl Tolerance {
     }
 }
 
-/// The elements of one tensor in two checkpoints that are compared, piece by piece.
-pub(super) struct Elements {
+/// A comparison of the elements that one tensor has in two checkpoints, piece by piece.
+pub(super) struct ElementComparison {
     dtype: DType,
     tolerance: Tolerance,
     /// The number of elements that differ.
@@ -84,9 +83,9 @@ pub(super) struct Elements {
     pub(super) max_abs: Option<f64>,
 }
 
-impl Elements {
+impl ElementComparison {
     pub(super) fn new(dtype: DType, tolerance: Tolerance) -> Self {
-        Elements {
+        ElementComparison {
             dtype,
             tolerance,
             count: 0,
@@ -95,30 +94,35 @@ impl Elements {
         }
     }
 
-    /// Compares pieces that begin at a byte of the tensor.
-    pub(super) fn compare(&mut self, at: u64, first: &[u8], second: &[u8]) {
+    /// Compares pieces whose first byte is at this offset in the tensor, and counts the elements
+    /// that differ.
+    pub(super) fn compare(&mut self, offset_bytes: u64, first: &[u8], second: &[u8]) {
         /// The bytes of which the numbers are decoded at once, a multiple of the size of every
         /// element.
-        const BLOCK: usize = 16 << 10;
-        let element = self.dtype.size_in_bytes() as usize;
+        const BLOCK_BYTES: usize = 16 << 10;
+        let element_bytes = self.dtype.size_in_bytes() as usize;
         let part = parts_of_complex(self.dtype);
         let number = part.unwrap_or(self.dtype);
         let mut a = Vec::new();
         let mut b = Vec::new();
-        for (block, (first, second)) in first.chunks(BLOCK).zip(second.chunks(BLOCK)).enumerate() {
+        for (block, (first, second)) in first
+            .chunks(BLOCK_BYTES)
+            .zip(second.chunks(BLOCK_BYTES))
+            .enumerate()
+        {
             // Mostly all bytes are equal; only otherwise elements are looked at.
             if first == second {
                 continue;
             }
             a.clear();
             b.clear();
-            let are_numbers = for_each(number, first, &mut |value| a.push(value))
-                && for_each(number, second, &mut |value| b.push(value));
+            let are_numbers = for_each_number(number, first, &mut |value| a.push(value))
+                && for_each_number(number, second, &mut |value| b.push(value));
             // Some bytes of the block differ: look at its elements one by one.
-            let start = (at as usize + block * BLOCK) / element;
+            let start = (offset_bytes as usize + block * BLOCK_BYTES) / element_bytes;
             for (index, (bits_a, bits_b)) in first
-                .chunks_exact(element)
-                .zip(second.chunks_exact(element))
+                .chunks_exact(element_bytes)
+                .zip(second.chunks_exact(element_bytes))
                 .enumerate()
             {
                 if bits_a == bits_b {
@@ -127,7 +131,7 @@ impl Elements {
                 let position = (start + index) as u64;
                 // Elements of other types only differ or not.
                 if !are_numbers {
-                    self.differs(position);
+                    self.count_difference(position);
                     continue;
                 }
                 // The bits differ, so without a tolerance the elements do too.
@@ -146,15 +150,15 @@ impl Elements {
                     (is_exceeded, (a[index] - b[index]).abs())
                 };
                 if is_strict || is_exceeded {
-                    self.differs_by(position, distance);
+                    self.count_distance(position, distance);
                 }
             }
         }
     }
 
     /// Counts an element that differs by this much.
-    fn differs_by(&mut self, position: u64, distance: f64) {
-        self.differs(position);
+    fn count_distance(&mut self, position: u64, distance: f64) {
+        self.count_difference(position);
         let max = self.max_abs.get_or_insert(0.0);
         // A NaN on one side only is the largest difference, and stays.
         *max = if max.is_nan() || distance.is_nan() {
@@ -165,7 +169,7 @@ impl Elements {
     }
 
     /// Counts an element that differs.
-    fn differs(&mut self, position: u64) {
+    fn count_difference(&mut self, position: u64) {
         if self.count == 0 {
             self.first = position;
         }

@@ -7,12 +7,12 @@ use indexmap::IndexMap;
 
 use super::node::Node;
 use super::operation::Operation;
-use super::rule::{Map, MapError, Rule};
+use super::rule::{KeyRule, Map, MapError};
 use super::template::{Bindings, Template};
 
 /// The new keys of a checkpoint.
 #[derive(Debug, Default)]
-pub(super) struct Matched {
+pub(super) struct NewKeys {
     /// The new tensors.
     pub(super) tensors: IndexMap<String, Node>,
     /// The new keys of what keeps its content, with the old ones.
@@ -21,45 +21,45 @@ pub(super) struct Matched {
     pub(super) unmatched: Vec<String>,
 }
 
-/// Applies a map to the keys of a checkpoint.
-pub(super) fn matched(map: &Map, metadata: &Metadata) -> Result<Matched, MapError> {
+/// Applies a map to the keys of a checkpoint, and returns the new keys.
+pub(super) fn match_keys(map: &Map, metadata: &Metadata) -> Result<NewKeys, MapError> {
     let mut matcher = Matcher {
         metadata,
         taken: HashSet::new(),
-        matched: Matched::default(),
+        new_keys: NewKeys::default(),
     };
-    let mut fits = false;
+    let mut is_map_used = false;
     for rule in &map.rules {
-        let is_used = matcher.apply(rule)?;
+        let is_used = matcher.apply_rule(rule)?;
         // A map that is built in has rules for several variants of a model.
         if !is_used && !map.is_builtin {
             return Err(MapError::Unused { line: rule.line });
         }
-        fits |= is_used;
+        is_map_used |= is_used;
     }
-    if !fits {
+    if !is_map_used {
         return Err(MapError::UnusedMap);
     }
     // All keys that no rule has taken stay as they are.
     for fqn in metadata.entries.keys() {
         if !matcher.taken.contains(fqn) {
             matcher.rename(fqn, fqn.clone())?;
-            matcher.matched.unmatched.push(fqn.clone());
+            matcher.new_keys.unmatched.push(fqn.clone());
         }
     }
-    Ok(matcher.matched)
+    Ok(matcher.new_keys)
 }
 
-/// A rule on its way through the keys.
+/// The state of applying the rules of a map to the keys of a checkpoint, one after the other.
 struct Matcher<'m> {
     metadata: &'m Metadata,
     /// The old keys that a rule has taken.
     taken: HashSet<String>,
-    matched: Matched,
+    new_keys: NewKeys,
 }
 
 /// Returns the error that a rule fits a key, but not its tensors.
-fn misfit(rule: &Rule, fqn: &str, reason: impl Into<String>) -> MapError {
+fn mismatch(rule: &KeyRule, fqn: &str, reason: impl Into<String>) -> MapError {
     MapError::Tensor {
         line: rule.line,
         fqn: fqn.to_owned(),
@@ -69,32 +69,33 @@ fn misfit(rule: &Rule, fqn: &str, reason: impl Into<String>) -> MapError {
 
 impl Matcher<'_> {
     /// Applies a rule to all keys that it fits. Returns `false` if it fits none.
-    fn apply(&mut self, rule: &Rule) -> Result<bool, MapError> {
+    fn apply_rule(&mut self, rule: &KeyRule) -> Result<bool, MapError> {
         if rule.targets.is_empty() {
             return Ok(self.drop_keys(rule));
         }
-        // Step 1: find the keys that the first old key of the rule fits.
-        let mut fits = Vec::new();
+        // Step 1: find the keys that the first old key of the rule fits. Its texts tell the other
+        // old keys, and the new ones.
+        let mut matches = Vec::new();
         for fqn in self.metadata.entries.keys() {
             if !self.taken.contains(fqn)
                 && let Some(bindings) = rule.sources[0].matches(fqn)
             {
-                fits.push((fqn.clone(), bindings));
+                matches.push((fqn.clone(), bindings));
             }
         }
         if let Some(Operation::Stack { name }) = rule.operations.last() {
-            return self.apply_stack(rule, name, fits);
+            return self.apply_stack(rule, name, matches);
         }
         // Step 2: apply the rule to each, together with the keys that belong to it.
         let mut is_used = false;
-        for (fqn, bindings) in fits {
-            is_used |= self.apply_to(rule, &fqn, &bindings)?;
+        for (fqn, bindings) in matches {
+            is_used |= self.apply_to_key(rule, &fqn, &bindings)?;
         }
         Ok(is_used)
     }
 
     /// Takes the keys of a rule that drops them. Returns `false` if it fits none.
-    fn drop_keys(&mut self, rule: &Rule) -> bool {
+    fn drop_keys(&mut self, rule: &KeyRule) -> bool {
         let mut is_used = false;
         for fqn in self.metadata.entries.keys() {
             if rule
@@ -109,9 +110,15 @@ impl Matcher<'_> {
         is_used
     }
 
-    /// Applies a rule to one key, and to the others that belong to it.
-    fn apply_to(&mut self, rule: &Rule, fqn: &str, bindings: &Bindings) -> Result<bool, MapError> {
-        let Some(sources) = self.sources(rule, bindings) else {
+    /// Applies a rule to one key, and to the others that belong to it. Returns `false` if one of
+    /// them is not there, or taken.
+    fn apply_to_key(
+        &mut self,
+        rule: &KeyRule,
+        fqn: &str,
+        bindings: &Bindings,
+    ) -> Result<bool, MapError> {
+        let Some(sources) = self.find_sources(rule, bindings) else {
             return Ok(false);
         };
         // Without operations, values move too.
@@ -121,39 +128,41 @@ impl Matcher<'_> {
             }
             return Ok(true);
         };
-        let nodes = self.nodes(rule, &sources)?;
+        let nodes = self.source_nodes(rule, &sources)?;
         let Operation::Unstack { name } = first_operation else {
             self.add_tensors(rule, fqn, bindings, nodes)?;
             return Ok(true);
         };
-        let [node] = <[Node; 1]>::try_from(nodes)
-            .map_err(|_| misfit(rule, fqn, "`unstack` takes one tensor"))?;
-        // Each index of the first dimension becomes the name in the new keys.
-        let unstacked = node
-            .unstacked()
-            .map_err(|reason| misfit(rule, fqn, reason))?;
-        for (index, node) in unstacked.into_iter().enumerate() {
-            let mut bindings = bindings.clone();
-            bindings.insert(name.clone(), index.to_string());
-            self.add_tensors(rule, fqn, &bindings, vec![node])?;
+        // A rule that unstacks takes one tensor. Each index of its first dimension becomes the name
+        // in the new keys.
+        for node in nodes {
+            let unstacked = node
+                .unstack()
+                .map_err(|reason| mismatch(rule, fqn, reason))?;
+            for (index, node) in unstacked.into_iter().enumerate() {
+                let mut bindings = bindings.clone();
+                bindings.insert(name.clone(), index.to_string());
+                self.add_tensors(rule, fqn, &bindings, vec![node])?;
+            }
         }
         Ok(true)
     }
 
-    /// Applies a rule that stacks: the keys that differ in one name only are one tensor.
+    /// Applies a rule that stacks: the keys that differ in one name only are one tensor. Returns
+    /// `false` if there are no keys.
     fn apply_stack(
         &mut self,
-        rule: &Rule,
+        rule: &KeyRule,
         name: &str,
-        fits: Vec<(String, Bindings)>,
+        matches: Vec<(String, Bindings)>,
     ) -> Result<bool, MapError> {
         // The layers of each stack with their numbers, by the new key.
         let mut stacks: IndexMap<String, Vec<(usize, String, Bindings)>> = IndexMap::new();
-        for (fqn, bindings) in fits {
+        for (fqn, bindings) in matches {
             let number = bindings
                 .get(name)
                 .and_then(|text| text.parse().ok())
-                .ok_or_else(|| misfit(rule, &fqn, "its place in the stack is no number"))?;
+                .ok_or_else(|| mismatch(rule, &fqn, "its place in the stack is no number"))?;
             let target = new_key(rule, &fqn, &rule.targets[0], &bindings)?;
             stacks
                 .entry(target)
@@ -166,57 +175,49 @@ impl Matcher<'_> {
             // others.
             layers.sort_unstable_by_key(|(number, ..)| *number);
             let mut nodes = Vec::new();
-            let mut dtype = None;
             for (place, (number, fqn, bindings)) in layers.into_iter().enumerate() {
                 if number != place {
                     let reason = format!("number {place} of the stack is missing");
-                    return Err(misfit(rule, &fqn, reason));
+                    return Err(mismatch(rule, &fqn, reason));
                 }
                 let sources = self
-                    .sources(rule, &bindings)
-                    .ok_or_else(|| misfit(rule, &fqn, "its other tensors are missing"))?;
-                let own = self
-                    .metadata
-                    .tensor(&fqn)
-                    .map(|tensor| tensor.properties.dtype);
-                if *dtype.get_or_insert(own) != own {
-                    let reason = "its dtype is not that of the tensors before it in the stack";
-                    return Err(misfit(rule, &fqn, reason));
-                }
-                nodes.extend(operate(rule, &fqn, self.nodes(rule, &sources)?)?);
+                    .find_sources(rule, &bindings)
+                    .ok_or_else(|| mismatch(rule, &fqn, "its other tensors are missing"))?;
+                nodes.extend(apply_operations(
+                    rule,
+                    &fqn,
+                    self.source_nodes(rule, &sources)?,
+                )?);
                 self.taken.extend(sources);
             }
-            let node = Node::stacked(nodes).map_err(|reason| misfit(rule, &target, reason))?;
+            let node = Node::stack(nodes).map_err(|reason| mismatch(rule, &target, reason))?;
             self.insert(target, node)?;
         }
         Ok(is_used)
     }
 
     /// Returns the old keys of a rule for these texts; `None` if one is not there, or taken.
-    fn sources(&self, rule: &Rule, bindings: &Bindings) -> Option<Vec<String>> {
-        let is_free =
-            |fqn: &String| self.metadata.entries.contains_key(fqn) && !self.taken.contains(fqn);
-        rule.sources
-            .iter()
-            .map(|source| source.fill(bindings).filter(is_free))
-            .collect()
+    fn find_sources(&self, rule: &KeyRule, bindings: &Bindings) -> Option<Vec<String>> {
+        let mut sources = Vec::new();
+        for source in &rule.sources {
+            let fqn = source.fill(bindings)?;
+            if !self.metadata.entries.contains_key(&fqn) || self.taken.contains(&fqn) {
+                return None;
+            }
+            sources.push(fqn);
+        }
+        Some(sources)
     }
 
-    /// Returns the tensors that a rule takes, which must have one dtype.
-    fn nodes(&self, rule: &Rule, sources: &[String]) -> Result<Vec<Node>, MapError> {
+    /// Returns the tensors that a rule takes.
+    fn source_nodes(&self, rule: &KeyRule, sources: &[String]) -> Result<Vec<Node>, MapError> {
         let mut nodes = Vec::new();
-        // Tensors are moved and never cast, so a new tensor has the one dtype of its parts.
-        let mut dtype = None;
         for fqn in sources {
             let tensor = self
                 .metadata
                 .tensor(fqn)
-                .ok_or_else(|| misfit(rule, fqn, "it is a value, and no tensor"))?;
-            if *dtype.get_or_insert(tensor.properties.dtype) != tensor.properties.dtype {
-                let reason = "its dtype is another one than that of the tensors before";
-                return Err(misfit(rule, fqn, reason));
-            }
-            nodes.push(Node::source(fqn, &tensor.shape));
+                .ok_or_else(|| mismatch(rule, fqn, "it is a value, and no tensor"))?;
+            nodes.push(Node::from_source(fqn, tensor));
         }
         Ok(nodes)
     }
@@ -224,16 +225,18 @@ impl Matcher<'_> {
     /// Adds what the operations make of tensors, under the new keys of a rule.
     fn add_tensors(
         &mut self,
-        rule: &Rule,
+        rule: &KeyRule,
         fqn: &str,
         bindings: &Bindings,
         nodes: Vec<Node>,
     ) -> Result<(), MapError> {
-        let mut sources = Vec::new();
-        nodes.iter().for_each(|node| node.sources(&mut sources));
-        let sources: Vec<String> = sources.into_iter().map(str::to_owned).collect();
+        let sources: Vec<String> = nodes
+            .iter()
+            .flat_map(Node::sources)
+            .map(str::to_owned)
+            .collect();
         // Nothing is taken before the operations have succeeded.
-        let made = operate(rule, fqn, nodes)?;
+        let made = apply_operations(rule, fqn, nodes)?;
         self.taken.extend(sources);
         for (target, node) in rule.targets.iter().zip(made) {
             self.insert(new_key(rule, fqn, target, bindings)?, node)?;
@@ -244,7 +247,7 @@ impl Matcher<'_> {
     /// Adds a tensor. Two rules must not give the same key.
     fn insert(&mut self, fqn: String, node: Node) -> Result<(), MapError> {
         self.check_free(&fqn)?;
-        self.matched.tensors.insert(fqn, node);
+        self.new_keys.tensors.insert(fqn, node);
         Ok(())
     }
 
@@ -252,13 +255,13 @@ impl Matcher<'_> {
     fn rename(&mut self, source: &str, target: String) -> Result<(), MapError> {
         self.taken.insert(source.to_owned());
         self.check_free(&target)?;
-        self.matched.renamed.insert(target, source.to_owned());
+        self.new_keys.renamed.insert(target, source.to_owned());
         Ok(())
     }
 
     /// Refuses a new key that another rule has given.
     fn check_free(&self, fqn: &str) -> Result<(), MapError> {
-        if self.matched.tensors.contains_key(fqn) || self.matched.renamed.contains_key(fqn) {
+        if self.new_keys.tensors.contains_key(fqn) || self.new_keys.renamed.contains_key(fqn) {
             return Err(MapError::Twice {
                 fqn: fqn.to_owned(),
             });
@@ -269,22 +272,27 @@ impl Matcher<'_> {
 
 /// Returns a new key of a rule for these texts.
 fn new_key(
-    rule: &Rule,
+    rule: &KeyRule,
     fqn: &str,
     target: &Template,
     bindings: &Bindings,
 ) -> Result<String, MapError> {
     target
         .fill(bindings)
-        .ok_or_else(|| misfit(rule, fqn, "a new key lacks a name"))
+        .ok_or_else(|| mismatch(rule, fqn, "a new key lacks a name"))
 }
 
-/// Applies the operations of a rule. Those that change keys leave the tensors as they are.
-fn operate(rule: &Rule, fqn: &str, mut nodes: Vec<Node>) -> Result<Vec<Node>, MapError> {
+/// Applies the operations of a rule to tensors, and returns what they make of them. Operations that
+/// change keys leave the tensors as they are.
+fn apply_operations(
+    rule: &KeyRule,
+    fqn: &str,
+    mut nodes: Vec<Node>,
+) -> Result<Vec<Node>, MapError> {
     for operation in &rule.operations {
         nodes = operation
             .apply(nodes, rule.targets.len())
-            .map_err(|reason| misfit(rule, fqn, reason))?;
+            .map_err(|reason| mismatch(rule, fqn, reason))?;
     }
     Ok(nodes)
 }

@@ -35,10 +35,10 @@ mod rule;
 mod template;
 mod view;
 
-pub use self::builtin::NAMES as BUILTIN;
 use self::operation::Operation;
-use self::rule::Rule;
+use self::rule::KeyRule;
 
+pub use self::builtin::BUILTIN;
 pub use self::rule::{Map, MapError, Values};
 pub use self::view::Mapped;
 
@@ -57,7 +57,7 @@ impl Map {
     /// ```
     pub fn parse(text: &str, values: &Values) -> Result<Self, MapError> {
         Ok(Map {
-            rules: parse::rules(text, values)?,
+            rules: parse::parse_rules(text, values)?,
             is_builtin: false,
         })
     }
@@ -67,8 +67,8 @@ impl Map {
     /// # Errors
     /// A name in the map has no value: most need `heads`, some `kv_heads`.
     pub fn builtin(name: &str, values: &Values) -> Option<Result<Self, MapError>> {
-        let (text, is_reversed) = builtin::text(name)?;
-        Some(parse::rules(&text, values).map(|rules| {
+        let (text, is_reversed) = builtin::find_text(name)?;
+        Some(parse::parse_rules(text, values).map(|rules| {
             let map = Map {
                 rules,
                 is_builtin: true,
@@ -86,8 +86,9 @@ impl Map {
             if rule.targets.is_empty() {
                 continue;
             }
+            // What was done last is undone first.
             let operations = rule.operations.iter().rev();
-            rules.push(Rule {
+            rules.push(KeyRule {
                 line: rule.line,
                 sources: rule.targets.clone(),
                 targets: rule.sources.clone(),

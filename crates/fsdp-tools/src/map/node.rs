@@ -5,17 +5,20 @@ use std::ops::Range;
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::is_sane_shape;
-use fsdp_layout::TensorBox;
+use fsdp_formats::metadata::TensorEntry;
+use fsdp_layout::{DType, TensorBox};
 
 /// A tensor, made of the source's.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(super) struct Node {
     pub(super) shape: Vec<usize>,
-    kind: Kind,
+    pub(super) dtype: DType,
+    kind: NodeKind,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Kind {
+/// The way in which a tensor is made.
+#[derive(Debug, Clone)]
+enum NodeKind {
     /// A tensor of the source.
     Source(String),
     /// A matrix, its dimensions swapped.
@@ -29,15 +32,16 @@ enum Kind {
 }
 
 /// Ranges of other tensors along one dimension.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 struct Gathered {
     parts: Vec<Node>,
     dim: usize,
     runs: Vec<Run>,
 }
 
-/// `len` indices from `to` on that are those of a part at `from`, `from + step`, … .
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// `len` indices of a result, from `to` on: they are the indices `from`, `from + step`, … of the
+/// part at position `part`.
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
     pub(super) to: usize,
     pub(super) len: usize,
@@ -64,34 +68,36 @@ const MAX_UNSTACKED: usize = 1 << 16;
 
 impl Node {
     /// Makes a tensor of this shape, unless no machine could hold it.
-    fn new(shape: Vec<usize>, kind: Kind) -> Result<Self, String> {
+    fn new(shape: Vec<usize>, dtype: DType, kind: NodeKind) -> Result<Self, String> {
         if !is_sane_shape(&shape) {
             return Err(format!("a tensor of shape {shape:?} is too large"));
         }
-        Ok(Node { shape, kind })
+        Ok(Node { shape, dtype, kind })
     }
 
     /// Makes the node of a tensor of the source.
-    pub(super) fn source(fqn: &str, shape: &[usize]) -> Self {
+    pub(super) fn from_source(fqn: &str, tensor: &TensorEntry) -> Self {
         Node {
-            shape: shape.to_vec(),
-            kind: Kind::Source(fqn.to_owned()),
+            shape: tensor.shape.clone(),
+            dtype: tensor.properties.dtype,
+            kind: NodeKind::Source(fqn.to_owned()),
         }
     }
 
-    /// Swaps the dimensions of a matrix.
-    pub(super) fn transposed(self) -> Result<Self, String> {
+    /// Returns a matrix with its dimensions swapped.
+    pub(super) fn transpose(self) -> Result<Self, String> {
         let [rows, columns] = self.shape[..] else {
             return Err(format!("a tensor of shape {:?} is no matrix", self.shape));
         };
         Ok(Node {
             shape: vec![columns, rows],
-            kind: Kind::Transposed(Box::new(self)),
+            dtype: self.dtype,
+            kind: NodeKind::Transposed(Box::new(self)),
         })
     }
 
     /// Returns the tensors of all indices of the first dimension.
-    pub(super) fn unstacked(self) -> Result<Vec<Self>, String> {
+    pub(super) fn unstack(self) -> Result<Vec<Self>, String> {
         let Some((&count, shape)) = self.shape.split_first() else {
             return Err("a tensor without dimensions cannot be unstacked".to_owned());
         };
@@ -105,64 +111,73 @@ impl Node {
         Ok((0..count)
             .map(|index| Node {
                 shape: shape.to_vec(),
-                kind: Kind::Selected(Box::new(self.clone()), index),
+                dtype: self.dtype,
+                kind: NodeKind::Selected(Box::new(self.clone()), index),
             })
             .collect())
     }
 
-    /// Stacks tensors of one shape along a new first dimension.
-    pub(super) fn stacked(parts: Vec<Node>) -> Result<Self, String> {
-        let first = &parts.first().expect("a stack has a first tensor").shape;
-        if let Some(other) = parts.iter().find(|part| part.shape != *first) {
-            return Err(format!(
-                "tensors of shapes {first:?} and {:?} cannot be stacked",
-                other.shape
-            ));
+    /// Returns tensors of one shape and dtype as one, along a new first dimension.
+    pub(super) fn stack(parts: Vec<Node>) -> Result<Self, String> {
+        let first = parts.first().expect("a stack has a first tensor");
+        for part in &parts {
+            if part.shape != first.shape || part.dtype != first.dtype {
+                return Err(first.mismatch(part));
+            }
         }
-        let shape = [&[parts.len()], &first[..]].concat();
-        Self::new(shape, Kind::Stacked(parts))
+        let shape = [&[parts.len()], &first.shape[..]].concat();
+        Self::new(shape, first.dtype, NodeKind::Stacked(parts))
+    }
+
+    /// Returns the message that two tensors cannot become one.
+    fn mismatch(&self, other: &Node) -> String {
+        format!(
+            "tensors of shape {:?} and dtype {} and of shape {:?} and dtype {} do not fit together",
+            self.shape, self.dtype, other.shape, other.dtype
+        )
     }
 
     /// Makes a tensor whose indices in dimension `dim` are ranges of those of `parts`. The runs are
     /// in order and cover all `size` indices. All other dimensions must agree.
-    pub(super) fn gathered(
+    pub(super) fn gather(
         parts: Vec<Node>,
         dim: usize,
         size: usize,
         runs: Vec<Run>,
     ) -> Result<Self, String> {
-        let mut shape = parts
+        let first = parts
             .first()
-            .expect("an operation takes at least one tensor")
-            .shape
-            .clone();
+            .expect("an operation takes at least one tensor");
+        let dtype = first.dtype;
+        let mut shape = first.shape.clone();
         if dim >= shape.len() {
             return Err(format!("there is no dimension {dim}"));
         }
+        shape[dim] = size;
         for part in &parts {
-            // The other dimensions must agree.
             let mut same = part.shape.clone();
-            if let Some(size) = same.get_mut(dim) {
-                *size = shape[dim];
+            if let Some(part_size) = same.get_mut(dim) {
+                *part_size = size;
             }
-            if same != shape {
-                return Err(format!(
-                    "tensors of shapes {shape:?} and {:?} do not fit together",
-                    part.shape
-                ));
+            // Elements are moved and never cast, so the dtypes must agree too.
+            if same != shape || part.dtype != dtype {
+                return Err(first.mismatch(part));
             }
         }
-        shape[dim] = size;
-        Self::new(shape, Kind::Gathered(Gathered { parts, dim, runs }))
+        Self::new(
+            shape,
+            dtype,
+            NodeKind::Gathered(Gathered { parts, dim, runs }),
+        )
     }
 
-    /// Returns the source's tensors that it is made of.
-    pub(super) fn sources<'n>(&'n self, found: &mut Vec<&'n str>) {
+    /// Returns the keys of the source's tensors that it is made of.
+    pub(super) fn sources(&self) -> Vec<&str> {
         match &self.kind {
-            Kind::Source(fqn) => found.push(fqn),
-            Kind::Transposed(of) | Kind::Selected(of, _) => of.sources(found),
-            Kind::Stacked(parts) | Kind::Gathered(Gathered { parts, .. }) => {
-                parts.iter().for_each(|part| part.sources(found))
+            NodeKind::Source(fqn) => vec![fqn],
+            NodeKind::Transposed(of) | NodeKind::Selected(of, _) => of.sources(),
+            NodeKind::Stacked(parts) | NodeKind::Gathered(Gathered { parts, .. }) => {
+                parts.iter().flat_map(Node::sources).collect()
             }
         }
     }
@@ -171,7 +186,6 @@ impl Node {
     pub(super) fn read(
         &self,
         source: &dyn Checkpoint,
-        element: usize,
         bounds: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
@@ -179,24 +193,31 @@ impl Node {
             return Ok(());
         }
         match &self.kind {
-            Kind::Source(fqn) => source.read_box(fqn, bounds, dst),
-            Kind::Transposed(of) => {
+            NodeKind::Source(fqn) => source.read_box(fqn, bounds, dst),
+            NodeKind::Transposed(of) => {
                 let mut swapped = bounds.clone();
                 swapped.offsets.reverse();
                 swapped.sizes.reverse();
                 // Read the box of the source as it is, and swap its elements afterwards.
                 let mut bytes = vec![0; dst.len()];
-                of.read(source, element, &swapped, &mut bytes)?;
-                transpose(&bytes, swapped.sizes[0], swapped.sizes[1], element, dst);
+                of.read(source, &swapped, &mut bytes)?;
+                let element_bytes = self.dtype.size_in_bytes() as usize;
+                copy_transposed(
+                    &bytes,
+                    swapped.sizes[0],
+                    swapped.sizes[1],
+                    element_bytes,
+                    dst,
+                );
                 Ok(())
             }
-            Kind::Selected(of, index) => {
+            NodeKind::Selected(of, index) => {
                 let mut selected = bounds.clone();
                 selected.offsets.insert(0, *index);
                 selected.sizes.insert(0, 1);
-                of.read(source, element, &selected, dst)
+                of.read(source, &selected, dst)
             }
-            Kind::Stacked(parts) => {
+            NodeKind::Stacked(parts) => {
                 let inner =
                     TensorBox::new(bounds.offsets[1..].to_vec(), bounds.sizes[1..].to_vec());
                 let length = dst.len() / bounds.sizes[0];
@@ -204,11 +225,11 @@ impl Node {
                     .iter()
                     .zip(dst.chunks_exact_mut(length))
                 {
-                    part.read(source, element, &inner, dst)?;
+                    part.read(source, &inner, dst)?;
                 }
                 Ok(())
             }
-            Kind::Gathered(gathered) => gathered.read(source, element, bounds, dst),
+            NodeKind::Gathered(gathered) => gathered.read(source, bounds, dst),
         }
     }
 }
@@ -218,19 +239,20 @@ impl Gathered {
     fn read(
         &self,
         source: &dyn Checkpoint,
-        element: usize,
         bounds: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
         let dim = self.dim;
         let size = bounds.sizes[dim];
-        // The bytes of one index of the dimension, and how often the dimension is gone through.
-        let inner = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
-        let outer: usize = bounds.sizes[..dim].iter().product();
+        // In row-major bytes the dimension is gone through once for each index of the dimensions
+        // before it. There, the bytes of one of its indices follow each other.
+        let element_bytes = self.parts[0].dtype.size_in_bytes() as usize;
+        let index_bytes = bounds.sizes[dim + 1..].iter().product::<usize>() * element_bytes;
+        let repeats: usize = bounds.sizes[..dim].iter().product();
         let wanted = self.runs_in(bounds.offsets[dim]..bounds.offsets[dim] + size);
         let mut bytes = Vec::new();
-        for group in read_at_once(&wanted) {
-            let range = range_of(group);
+        for group in group_runs(&wanted) {
+            let range = spanned_range(group);
             let mut bounds = bounds.clone();
             bounds.offsets[dim] = range.start;
             bounds.sizes[dim] = range.len();
@@ -238,22 +260,22 @@ impl Gathered {
             // Consecutive indices that are consecutive in the result too need no copy.
             if let [run] = group
                 && run.step == 1
-                && outer == 1
+                && repeats == 1
             {
-                let dst = &mut dst[run.to * inner..(run.to + run.len) * inner];
-                part.read(source, element, &bounds, dst)?;
+                let dst = &mut dst[run.to * index_bytes..(run.to + run.len) * index_bytes];
+                part.read(source, &bounds, dst)?;
                 continue;
             }
             // Read all that the runs span at once, and pick their indices from it.
-            bytes.resize(outer * range.len() * inner, 0);
-            part.read(source, element, &bounds, &mut bytes)?;
+            bytes.resize(repeats * range.len() * index_bytes, 0);
+            part.read(source, &bounds, &mut bytes)?;
             for run in group {
-                for block in 0..outer {
+                for repeat in 0..repeats {
                     for index in 0..run.len {
                         let position = run.from - range.start + index * run.step;
-                        let from = (block * range.len() + position) * inner;
-                        let to = (block * size + run.to + index) * inner;
-                        dst[to..to + inner].copy_from_slice(&bytes[from..from + inner]);
+                        let from = (repeat * range.len() + position) * index_bytes;
+                        let to = (repeat * size + run.to + index) * index_bytes;
+                        dst[to..to + index_bytes].copy_from_slice(&bytes[from..from + index_bytes]);
                     }
                 }
             }
@@ -287,7 +309,7 @@ impl Gathered {
 }
 
 /// Returns the range of indices that runs span in their part.
-fn range_of(runs: &[Run]) -> Range<usize> {
+fn spanned_range(runs: &[Run]) -> Range<usize> {
     let starts = runs.iter().map(|run| run.from);
     let ends = runs
         .iter()
@@ -296,11 +318,12 @@ fn range_of(runs: &[Run]) -> Range<usize> {
     starts.min().unwrap_or(0)..ends.max().unwrap_or(0)
 }
 
-/// Divides runs into those that are read at once: all of them, if they take at least half of the
-/// range that they span in one part, and each by itself otherwise.
-fn read_at_once(runs: &[Run]) -> Vec<&[Run]> {
+/// Divides runs into groups of which each is read at once: all of them, if they take at least half
+/// of the range that they span in one part, and each by itself otherwise, so that not much is read
+/// that nobody wants.
+fn group_runs(runs: &[Run]) -> Vec<&[Run]> {
     let taken: usize = runs.iter().map(|run| run.len).sum();
-    if runs.iter().all(|run| run.part == runs[0].part) && range_of(runs).len() <= 2 * taken {
+    if runs.iter().all(|run| run.part == runs[0].part) && spanned_range(runs).len() <= 2 * taken {
         vec![runs]
     } else {
         runs.chunks(1).collect()
@@ -308,12 +331,12 @@ fn read_at_once(runs: &[Run]) -> Vec<&[Run]> {
 }
 
 /// Writes the columns of a row-major matrix as rows.
-fn transpose(src: &[u8], rows: usize, columns: usize, element: usize, dst: &mut [u8]) {
+fn copy_transposed(src: &[u8], rows: usize, columns: usize, element_bytes: usize, dst: &mut [u8]) {
     for row in 0..rows {
         for column in 0..columns {
-            let from = (row * columns + column) * element;
-            let to = (column * rows + row) * element;
-            dst[to..to + element].copy_from_slice(&src[from..from + element]);
+            let from = (row * columns + column) * element_bytes;
+            let to = (column * rows + row) * element_bytes;
+            dst[to..to + element_bytes].copy_from_slice(&src[from..from + element_bytes]);
         }
     }
 }

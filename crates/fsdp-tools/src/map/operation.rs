@@ -3,7 +3,7 @@
 use super::node::{Node, Run};
 
 /// One operation.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(super) enum Operation {
     Transpose,
     Concat {
@@ -17,7 +17,7 @@ pub(super) enum Operation {
     /// The rows of each head, from interleaved pairs to halves, or back.
     Permute {
         heads: usize,
-        is_back: bool,
+        is_inverse: bool,
     },
     SplitQkv(HeadCounts),
     JoinQkv(HeadCounts),
@@ -30,7 +30,7 @@ pub(super) enum Operation {
 }
 
 /// The numbers of heads of a fused projection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct HeadCounts {
     /// The number of heads of queries.
     pub(super) queries: usize,
@@ -48,9 +48,9 @@ impl Operation {
                 shares: Vec::new(),
             },
             Operation::Split { dim, .. } => Operation::Concat { dim: *dim },
-            Operation::Permute { heads, is_back } => Operation::Permute {
+            Operation::Permute { heads, is_inverse } => Operation::Permute {
                 heads: *heads,
-                is_back: !is_back,
+                is_inverse: !is_inverse,
             },
             Operation::SplitQkv(counts) => Operation::JoinQkv(*counts),
             Operation::JoinQkv(counts) => Operation::SplitQkv(*counts),
@@ -59,17 +59,18 @@ impl Operation {
         }
     }
 
-    /// Applies it to the tensors so far; `targets` is the number that is wanted in the end.
+    /// Applies it to the tensors so far, and returns what it makes of them; `targets` is the number
+    /// that is wanted in the end.
     pub(super) fn apply(&self, nodes: Vec<Node>, targets: usize) -> Result<Vec<Node>, String> {
         match self {
-            Operation::Transpose => nodes.into_iter().map(Node::transposed).collect(),
+            Operation::Transpose => nodes.into_iter().map(Node::transpose).collect(),
             Operation::Concat { dim } => Ok(vec![concat(nodes, *dim)?]),
-            Operation::Split { dim, shares } => split(&single(nodes)?, *dim, shares, targets),
-            Operation::Permute { heads, is_back } => nodes
+            Operation::Split { dim, shares } => split(&only_tensor(nodes)?, *dim, shares, targets),
+            Operation::Permute { heads, is_inverse } => nodes
                 .into_iter()
-                .map(|node| permute(node, *heads, *is_back))
+                .map(|node| permute(node, *heads, *is_inverse))
                 .collect(),
-            Operation::SplitQkv(counts) => split_qkv(&single(nodes)?, *counts),
+            Operation::SplitQkv(counts) => split_qkv(&only_tensor(nodes)?, *counts),
             Operation::JoinQkv(counts) => Ok(vec![join_qkv(nodes, *counts)?]),
             Operation::Unstack { .. } | Operation::Stack { .. } => Ok(nodes),
         }
@@ -77,14 +78,14 @@ impl Operation {
 }
 
 /// Returns the only tensor of those so far.
-fn single(nodes: Vec<Node>) -> Result<Node, String> {
+fn only_tensor(nodes: Vec<Node>) -> Result<Node, String> {
     let [node] =
         <[Node; 1]>::try_from(nodes).map_err(|_| "only one tensor can be split".to_owned())?;
     Ok(node)
 }
 
 /// Returns the size of a dimension.
-fn size_of(node: &Node, dim: usize) -> Result<usize, String> {
+fn dim_size(node: &Node, dim: usize) -> Result<usize, String> {
     node.shape
         .get(dim)
         .copied()
@@ -94,6 +95,7 @@ fn size_of(node: &Node, dim: usize) -> Result<usize, String> {
 /// The most runs of which a tensor is made: sizes and numbers of heads may come from files.
 const MAX_RUNS: usize = 1 << 20;
 
+/// Refuses a tensor that would be made of too many runs.
 fn check_runs(count: usize) -> Result<(), String> {
     if count > MAX_RUNS {
         return Err(format!(
@@ -106,24 +108,24 @@ fn check_runs(count: usize) -> Result<(), String> {
 /// Joins tensors along a dimension.
 fn concat(parts: Vec<Node>, dim: usize) -> Result<Node, String> {
     let mut runs = Vec::new();
-    let mut at = 0usize;
+    let mut end = 0usize;
     for (part, node) in parts.iter().enumerate() {
-        let len = size_of(node, dim)?;
+        let len = dim_size(node, dim)?;
         if len > 0 {
             runs.push(Run {
                 part,
-                ..Run::new(at, 0, len)
+                ..Run::new(end, 0, len)
             });
         }
-        at = at.saturating_add(len);
+        end = end.saturating_add(len);
     }
-    Node::gathered(parts, dim, at, runs)
+    Node::gather(parts, dim, end, runs)
 }
 
 /// Splits a tensor along a dimension into `targets` parts, whose sizes are in proportion to
 /// `shares`, or equal without them.
 fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Vec<Node>, String> {
-    let size = size_of(node, dim)?;
+    let size = dim_size(node, dim)?;
     let equal = vec![1; targets];
     let shares = if shares.is_empty() { &equal } else { shares };
     let total: usize = shares.iter().sum();
@@ -134,37 +136,38 @@ fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Ve
             node.shape
         ));
     }
-    let mut at = 0;
+    let mut start = 0;
     let mut parts = Vec::new();
     for share in shares {
         let len = share * (size / total);
-        let runs = vec![Run::new(0, at, len)];
-        parts.push(Node::gathered(vec![node.clone()], dim, len, runs)?);
-        at += len;
+        let runs = vec![Run::new(0, start, len)];
+        parts.push(Node::gather(vec![node.clone()], dim, len, runs)?);
+        start += len;
     }
     Ok(parts)
 }
 
 /// Moves the even rows of each head before the odd ones, or back.
-fn permute(node: Node, heads: usize, is_back: bool) -> Result<Node, String> {
-    let size = size_of(&node, 0)?;
+fn permute(node: Node, heads: usize, is_inverse: bool) -> Result<Node, String> {
+    let size = dim_size(&node, 0)?;
     // Rotary embeddings pair the rows of a head, so their number must be even.
     if heads == 0 || !size.is_multiple_of(2 * heads) {
         return Err(format!("{size} rows are not {heads} heads of an even size"));
     }
     // Going back, the rows of two halves alternate, so each row is a run of its own.
-    check_runs(if is_back { size } else { 2 * heads })?;
-    let head = size / heads;
-    let half = head / 2;
+    check_runs(if is_inverse { size } else { 2 * heads })?;
+    let head_rows = size / heads;
+    let half = head_rows / 2;
     let mut runs = Vec::new();
-    for start in (0..size).step_by(head.max(1)) {
-        if is_back {
+    for start in (0..size).step_by(head_rows.max(1)) {
+        if is_inverse {
             for row in 0..half {
                 runs.push(Run::new(start + 2 * row, start + row, 1));
                 runs.push(Run::new(start + 2 * row + 1, start + half + row, 1));
             }
             continue;
         }
+        // First every second row from the first on, then every second row from the next on.
         for odd in 0..2 {
             runs.push(Run {
                 step: 2,
@@ -172,20 +175,20 @@ fn permute(node: Node, heads: usize, is_back: bool) -> Result<Node, String> {
             });
         }
     }
-    Node::gathered(vec![node], 0, size, runs)
+    Node::gather(vec![node], 0, size, runs)
 }
 
 impl HeadCounts {
     /// Returns the number of query heads in a group, which share one head of keys, and the rows of
-    /// a head, where `total` rows are all heads.
-    fn group(self, total: usize) -> Result<(usize, usize), String> {
+    /// a head, where `rows` rows are all heads.
+    fn group_sizes(self, rows: usize) -> Result<(usize, usize), String> {
         let HeadCounts { queries, keys } = self;
         let all = queries + 2 * keys;
-        if keys == 0 || !queries.is_multiple_of(keys) || !total.is_multiple_of(all) {
-            return Err(self.mismatch(total));
+        if keys == 0 || !queries.is_multiple_of(keys) || !rows.is_multiple_of(all) {
+            return Err(self.mismatch(rows));
         }
         check_runs(3 * keys)?;
-        Ok((queries / keys, total / all))
+        Ok((queries / keys, rows / all))
     }
 
     /// Returns the message that rows are not those of these heads.
@@ -200,15 +203,17 @@ impl HeadCounts {
 /// Splits a fused projection into queries, keys and values. It has, for each head of keys, the
 /// query heads of that group, then the key head, then the value head.
 fn split_qkv(node: &Node, counts: HeadCounts) -> Result<Vec<Node>, String> {
-    let (queries, head) = counts.group(size_of(node, 0)?)?;
-    let group = (queries + 2) * head;
+    let (queries, head_rows) = counts.group_sizes(dim_size(node, 0)?)?;
+    let group_rows = (queries + 2) * head_rows;
     let mut parts = Vec::new();
     // The first head of each part in a group, and the number of its heads there.
     for (first, heads) in [(0, queries), (queries, 1), (queries + 1, 1)] {
-        let len = heads * head;
-        let runs = (0..counts.keys).map(|at| Run::new(at * len, at * group + first * head, len));
+        let len = heads * head_rows;
+        // A part has its heads of all groups, one group after the other.
+        let runs = (0..counts.keys)
+            .map(|group| Run::new(group * len, group * group_rows + first * head_rows, len));
         let size = counts.keys * len;
-        parts.push(Node::gathered(vec![node.clone()], 0, size, runs.collect())?);
+        parts.push(Node::gather(vec![node.clone()], 0, size, runs.collect())?);
     }
     Ok(parts)
 }
@@ -219,18 +224,23 @@ fn join_qkv(parts: Vec<Node>, counts: HeadCounts) -> Result<Node, String> {
         return Err("queries, keys and values are three tensors".to_owned());
     };
     // The sizes of all three must be those of the same size of a head.
-    let sizes = [size_of(queries, 0)?, size_of(keys, 0)?, size_of(values, 0)?];
+    let sizes = [
+        dim_size(queries, 0)?,
+        dim_size(keys, 0)?,
+        dim_size(values, 0)?,
+    ];
     let total = sizes.into_iter().fold(0, usize::saturating_add);
-    let (each, head) = counts.group(total)?;
-    let others = counts.keys * head;
-    if sizes != [counts.queries * head, others, others] {
+    let (group_queries, head_rows) = counts.group_sizes(total)?;
+    let others = counts.keys * head_rows;
+    if sizes != [counts.queries * head_rows, others, others] {
         return Err(counts.mismatch(sizes));
     }
     let mut runs = Vec::new();
     for group in 0..counts.keys {
         // In a group: its query heads, then its key head, then its value head.
-        let mut to = group * (each + 2) * head;
-        for (part, len) in [each * head, head, head].into_iter().enumerate() {
+        let mut to = group * (group_queries + 2) * head_rows;
+        let lengths = [group_queries * head_rows, head_rows, head_rows];
+        for (part, len) in lengths.into_iter().enumerate() {
             runs.push(Run {
                 part,
                 ..Run::new(to, group * len, len)
@@ -238,5 +248,5 @@ fn join_qkv(parts: Vec<Node>, counts: HeadCounts) -> Result<Node, String> {
             to += len;
         }
     }
-    Node::gathered(parts, 0, total, runs)
+    Node::gather(parts, 0, total, runs)
 }

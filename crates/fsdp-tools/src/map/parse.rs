@@ -3,17 +3,17 @@
 use std::collections::BTreeSet;
 
 use super::operation::{HeadCounts, Operation};
-use super::rule::{MapError, Rule, Values};
+use super::rule::{KeyRule, MapError, Values};
 use super::template::Template;
 
-/// Reads the rules of a map.
-pub(super) fn rules(text: &str, values: &Values) -> Result<Vec<Rule>, MapError> {
+/// Parses the rules of a map.
+pub(super) fn parse_rules(text: &str, values: &Values) -> Result<Vec<KeyRule>, MapError> {
     let mut rules = Vec::new();
     for (index, line) in text.lines().enumerate() {
         let line_number = index + 1;
         let code = line.split_once('#').map_or(line, |(code, _)| code).trim();
         if !code.is_empty() {
-            let rule = rule(code, line_number, values);
+            let rule = parse_rule(code, line_number, values);
             rules.push(rule.map_err(|reason| MapError::Line {
                 line: line_number,
                 reason,
@@ -24,11 +24,11 @@ pub(super) fn rules(text: &str, values: &Values) -> Result<Vec<Rule>, MapError> 
 }
 
 /// Parses one line: `OLD -> NEW | OPERATION | …`, or `drop OLD`.
-fn rule(text: &str, line: usize, values: &Values) -> Result<Rule, String> {
+fn parse_rule(text: &str, line: usize, values: &Values) -> Result<KeyRule, String> {
     if let Some(dropped) = text.strip_prefix("drop ") {
-        return Ok(Rule {
+        return Ok(KeyRule {
             line,
-            sources: templates(dropped)?,
+            sources: parse_templates(dropped)?,
             targets: Vec::new(),
             operations: Vec::new(),
         });
@@ -38,20 +38,20 @@ fn rule(text: &str, line: usize, values: &Values) -> Result<Rule, String> {
         .ok_or("a rule is `OLD -> NEW`, or `drop OLD`")?;
     let mut parts = rest.split('|');
     let targets = parts.next().expect("a split text has a first part");
-    let rule = Rule {
+    let rule = KeyRule {
         line,
-        targets: templates(targets)?,
+        targets: parse_templates(targets)?,
         operations: parts
-            .map(|text| operation(text.trim(), values))
+            .map(|text| parse_operation(text.trim(), values))
             .collect::<Result<_, _>>()?,
-        sources: templates(sources)?,
+        sources: parse_templates(sources)?,
     };
-    check(&rule)?;
+    check_rule(&rule)?;
     Ok(rule)
 }
 
 /// Parses templates that are separated by commas.
-fn templates(text: &str) -> Result<Vec<Template>, String> {
+fn parse_templates(text: &str) -> Result<Vec<Template>, String> {
     text.split(',')
         .map(|key| Template::parse(key.trim()))
         .collect()
@@ -59,16 +59,17 @@ fn templates(text: &str) -> Result<Vec<Template>, String> {
 
 /// Checks that every name of the new keys gets a text, and that the operations can give so many
 /// tensors.
-fn check(rule: &Rule) -> Result<(), String> {
-    // The names that have a text, and the number of tensors, after each operation.
+fn check_rule(rule: &KeyRule) -> Result<(), String> {
+    // The names that have a text, and the number of tensors, after each operation: a new key may
+    // only use these names, and each tensor needs a key.
     let mut known: BTreeSet<&str> = rule.sources[0].names().collect();
     let mut count = rule.sources.len();
-    for (at, operation) in rule.operations.iter().enumerate() {
+    for (index, operation) in rule.operations.iter().enumerate() {
         count = match operation {
             Operation::Concat { .. } | Operation::JoinQkv { .. } => 1,
             Operation::Split { .. } => rule.targets.len(),
             Operation::SplitQkv { .. } => 3,
-            Operation::Unstack { name } if at == 0 && rule.sources.len() == 1 => {
+            Operation::Unstack { name } if index == 0 && rule.sources.len() == 1 => {
                 known.insert(name);
                 1
             }
@@ -76,7 +77,7 @@ fn check(rule: &Rule) -> Result<(), String> {
                 return Err("`unstack` comes first, and takes one tensor".to_owned());
             }
             Operation::Stack { name }
-                if at + 1 == rule.operations.len() && rule.targets.len() == 1 =>
+                if index + 1 == rule.operations.len() && rule.targets.len() == 1 =>
             {
                 if !known.remove(name.as_str()) {
                     return Err(format!("no old key has `{{{name}}}`"));
@@ -116,7 +117,7 @@ fn check(rule: &Rule) -> Result<(), String> {
 
 /// Parses an operation, such as `split(0, 2, 1)`. Its arguments are numbers, or names that have
 /// values.
-fn operation(text: &str, values: &Values) -> Result<Operation, String> {
+fn parse_operation(text: &str, values: &Values) -> Result<Operation, String> {
     // An operation without arguments has no brackets.
     let (name, arguments) = match text.split_once('(') {
         Some((name, rest)) => {
@@ -130,27 +131,32 @@ fn operation(text: &str, values: &Values) -> Result<Operation, String> {
     Ok(match (name, &arguments[..]) {
         ("transpose", []) => Operation::Transpose,
         ("concat", [dim]) => Operation::Concat {
-            dim: number(dim, values)?,
+            dim: parse_number(dim, values)?,
         },
         ("split", [dim, shares @ ..]) => {
             let shares = shares
                 .iter()
-                .map(|share| number(share, values))
+                .map(|share| parse_number(share, values))
                 .collect::<Result<_, _>>()?;
             Operation::Split {
-                dim: number(dim, values)?,
+                dim: parse_number(dim, values)?,
                 shares,
             }
         }
         ("permute" | "unpermute", [heads]) => Operation::Permute {
-            heads: number(heads, values)?,
-            is_back: name == "unpermute",
+            heads: parse_number(heads, values)?,
+            is_inverse: name == "unpermute",
         },
-        ("split_qkv", [heads, kv_heads]) => {
-            Operation::SplitQkv(head_counts(heads, kv_heads, values)?)
-        }
-        ("join_qkv", [heads, kv_heads]) => {
-            Operation::JoinQkv(head_counts(heads, kv_heads, values)?)
+        ("split_qkv" | "join_qkv", [heads, kv_heads]) => {
+            let counts = HeadCounts {
+                queries: parse_number(heads, values)?,
+                keys: parse_number(kv_heads, values)?,
+            };
+            if name == "split_qkv" {
+                Operation::SplitQkv(counts)
+            } else {
+                Operation::JoinQkv(counts)
+            }
         }
         ("unstack", [name]) => Operation::Unstack {
             name: (*name).to_owned(),
@@ -166,7 +172,7 @@ fn operation(text: &str, values: &Values) -> Result<Operation, String> {
 const MAX_NUMBER: usize = 1 << 24;
 
 /// Parses an argument that is a number, or a name that has a value.
-fn number(text: &str, values: &Values) -> Result<usize, String> {
+fn parse_number(text: &str, values: &Values) -> Result<usize, String> {
     let number = text
         .parse()
         .ok()
@@ -176,12 +182,4 @@ fn number(text: &str, values: &Values) -> Result<usize, String> {
         return Err(format!("{number} is too large"));
     }
     Ok(number)
-}
-
-/// Parses two arguments that are numbers of heads.
-fn head_counts(heads: &str, kv_heads: &str, values: &Values) -> Result<HeadCounts, String> {
-    Ok(HeadCounts {
-        queries: number(heads, values)?,
-        keys: number(kv_heads, values)?,
-    })
 }

@@ -50,21 +50,21 @@ pub enum MapError {
 pub type Values = BTreeMap<String, usize>;
 
 /// A parsed map.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Map {
-    pub(super) rules: Vec<Rule>,
+    pub(super) rules: Vec<KeyRule>,
     /// `true` if a rule may fit no key: the map is for several variants of a model.
     pub(super) is_builtin: bool,
 }
 
 /// One line of a map.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Rule {
+#[derive(Debug, Clone)]
+pub(super) struct KeyRule {
     /// Its number, from 1.
     pub(super) line: usize,
-    /// The old keys.
+    /// The templates of the old keys.
     pub(super) sources: Vec<Template>,
-    /// The new keys; none for a rule that drops what it fits.
+    /// The templates of the new keys; none for a rule that drops what it fits.
     pub(super) targets: Vec<Template>,
     /// The operations, in order.
     pub(super) operations: Vec<Operation>,

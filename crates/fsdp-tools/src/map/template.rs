@@ -5,51 +5,50 @@ use std::collections::BTreeMap;
 /// The texts that stand for the names in a template.
 pub(super) type Bindings = BTreeMap<String, String>;
 
-/// A key with places.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A key with placeholders.
+#[derive(Debug, Clone)]
 pub(super) struct Template(Vec<TemplatePart>);
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A part of a template.
+#[derive(Debug, Clone)]
 enum TemplatePart {
     /// This text itself.
     Text(String),
-    /// A place for a part without dots.
-    Name(String),
-    /// A place for any text.
-    Rest(String),
+    /// A placeholder of this name.
+    Placeholder {
+        name: String,
+        /// `true` if it stands for any text, `false` for a text without dots.
+        is_any_text: bool,
+    },
 }
 
 impl Template {
-    /// Reads a template.
+    /// Parses a template.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let mut parts = Vec::new();
         let mut rest = text;
-        while let Some(at) = rest.find('{') {
-            if at > 0 {
-                parts.push(TemplatePart::Text(rest[..at].to_owned()));
+        while let Some(start) = rest.find('{') {
+            if start > 0 {
+                parts.push(TemplatePart::Text(rest[..start].to_owned()));
             }
-            let end = rest[at..]
+            let length = rest[start..]
                 .find('}')
                 .ok_or_else(|| format!("`{text}` has no end of `{{`"))?;
-            // `{name*}` is a place for any text.
-            let inside = &rest[at + 1..at + end];
+            // `{name*}` stands for any text.
+            let inside = &rest[start + 1..start + length];
             let name = inside.strip_suffix('*').unwrap_or(inside);
-            let is_rest = name.len() < inside.len();
             if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
                 return Err(format!("`{name}` is no name"));
             }
-            if matches!(
-                parts.last(),
-                Some(TemplatePart::Name(_) | TemplatePart::Rest(_))
-            ) {
-                return Err(format!("`{text}` has two places side by side"));
+            // It could not be told where the text of the first one ends.
+            if let Some(TemplatePart::Placeholder { .. }) = parts.last() {
+                return Err(format!("`{text}` has two placeholders side by side"));
             }
-            parts.push(if is_rest {
-                TemplatePart::Rest(name.to_owned())
-            } else {
-                TemplatePart::Name(name.to_owned())
+            parts.push(TemplatePart::Placeholder {
+                name: name.to_owned(),
+                is_any_text: name.len() < inside.len(),
             });
-            rest = &rest[at + end + 1..];
+            rest = &rest[start + length + 1..];
         }
         if rest.contains('}') {
             return Err(format!("`{text}` has no start of `}}`"));
@@ -63,36 +62,36 @@ impl Template {
         Ok(Template(parts))
     }
 
-    /// Returns the names of the places.
+    /// Returns the names of the placeholders.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.0.iter().filter_map(|part| match part {
-            TemplatePart::Name(name) | TemplatePart::Rest(name) => Some(name.as_str()),
+            TemplatePart::Placeholder { name, .. } => Some(name.as_str()),
             TemplatePart::Text(_) => None,
         })
     }
 
-    /// Matches a whole key. A name that occurs twice must be the same text twice.
+    /// Returns the texts that stand for the names if the template is this key, and `None` if it
+    /// cannot be. A name that occurs twice must be the same text twice.
     pub(super) fn matches(&self, key: &str) -> Option<Bindings> {
         let mut bindings = Bindings::new();
         let mut rest = key;
-        for (at, part) in self.0.iter().enumerate() {
-            let (name, is_rest) = match part {
+        for (index, part) in self.0.iter().enumerate() {
+            let (name, is_any_text) = match part {
                 TemplatePart::Text(text) => {
                     rest = rest.strip_prefix(text.as_str())?;
                     continue;
                 }
-                TemplatePart::Name(name) => (name, false),
-                TemplatePart::Rest(name) => (name, true),
+                TemplatePart::Placeholder { name, is_any_text } => (name, *is_any_text),
             };
-            // A place goes up to the text after it: the last such text for the rest of a key, as
-            // none follows it elsewhere.
-            let end = match self.0.get(at + 1) {
-                Some(TemplatePart::Text(next)) if is_rest => rest.rfind(next.as_str())?,
+            // A placeholder goes up to the text after it; if it stands for any text, up to the last
+            // place where that occurs.
+            let end = match self.0.get(index + 1) {
+                Some(TemplatePart::Text(next)) if is_any_text => rest.rfind(next.as_str())?,
                 Some(TemplatePart::Text(next)) => rest.find(next.as_str())?,
                 _ => rest.len(),
             };
             let text = &rest[..end];
-            if text.is_empty() || (!is_rest && text.contains('.')) {
+            if text.is_empty() || (!is_any_text && text.contains('.')) {
                 return None;
             }
             let before = bindings.insert(name.clone(), text.to_owned());
@@ -104,15 +103,13 @@ impl Template {
         rest.is_empty().then_some(bindings)
     }
 
-    /// Makes the key for these texts; `None` if one is missing.
+    /// Returns the key with these texts; `None` if one is missing.
     pub(super) fn fill(&self, bindings: &Bindings) -> Option<String> {
         let mut key = String::new();
         for part in &self.0 {
             match part {
                 TemplatePart::Text(text) => key.push_str(text),
-                TemplatePart::Name(name) | TemplatePart::Rest(name) => {
-                    key.push_str(bindings.get(name)?)
-                }
+                TemplatePart::Placeholder { name, .. } => key.push_str(bindings.get(name)?),
             }
         }
         Some(key)
@@ -124,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_match_parts_of_keys() {
+    fn placeholders_match_parts_of_keys() {
         let template = Template::parse("layers.{i}.attention.{w}.weight").unwrap();
         let bindings = template.matches("layers.12.attention.wq.weight").unwrap();
         assert_eq!(

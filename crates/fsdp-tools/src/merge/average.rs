@@ -6,32 +6,27 @@ use std::collections::HashSet;
 use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{Layer, LayerSource, LayerView, Origin, tensor_of};
-use fsdp_formats::metadata::{Entry, Metadata};
+use fsdp_formats::metadata::Metadata;
 use fsdp_formats::reader::Slot;
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::TensorBox;
 
-use super::numbers::{fill, write};
+use super::numbers::{fill_slots, write_numbers};
 use crate::convert::{CASTABLE, Optimizers};
-use crate::elements::{for_each, parts_of_complex};
+use crate::diff::{Difference, metadata_difference};
+use crate::elements::{for_each_number, parts_of_complex};
 
 /// The average of checkpoints.
 ///
 /// Floating-point and complex tensors are averaged, element by element, in `f64`, and rounded once.
 /// Everything else (values, counts, and optimizer state, whose average is meaningless) is taken
 /// from the first checkpoint.
+#[derive(Debug)]
 pub struct Average<'a> {
     view: LayerView<'a>,
-    /// The weight of each; they add up to 1.
+    /// The weight of each checkpoint; they add up to 1.
     weights: Vec<f64>,
+    /// The keys of the tensors that are averaged.
     averaged: HashSet<String>,
-}
-
-impl std::fmt::Debug for Average<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Average")
-            .field("weights", &self.weights)
-            .finish_non_exhaustive()
-    }
 }
 
 impl<'a> Average<'a> {
@@ -43,9 +38,9 @@ impl<'a> Average<'a> {
     /// ones; weights that are not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
         let Some((first, others)) = sources.split_first() else {
-            return Err(refused("there are no checkpoints"));
+            return Err(merge_error("there are no checkpoints"));
         };
-        let weights = normalized(weights, sources.len())?;
+        let weights = normalize_weights(weights, sources.len())?;
         for other in others {
             check_same(*first, *other)?;
         }
@@ -54,13 +49,16 @@ impl<'a> Average<'a> {
         let mut averaged = HashSet::new();
         for (fqn, tensor) in first.metadata().tensors() {
             let dtype = tensor.properties.dtype;
-            if optimizers.is_state(fqn, tensor) {
+            if optimizers.is_state_or_count(fqn, tensor) {
                 continue;
             }
             // Complex numbers are averaged part by part.
-            let is_number = CASTABLE.contains(&parts(dtype));
+            let is_number = CASTABLE.contains(&parts_of_complex(dtype).unwrap_or(dtype));
             let what = if is_number {
-                match opaque_type(&sources, fqn)? {
+                let mut opaque_types = sources
+                    .iter()
+                    .filter_map(|source| source.opaque_type(fqn).transpose());
+                match opaque_types.next().transpose()? {
                     Some(opaque) => format!("is of the type {opaque}"),
                     None => {
                         averaged.insert(fqn.to_owned());
@@ -76,7 +74,7 @@ impl<'a> Average<'a> {
             // An average of the scales beside the quantized weights of the first checkpoint would
             // be a broken model.
             if !others.is_empty() {
-                return Err(refused(format!(
+                return Err(merge_error(format!(
                     "`{fqn}` {what}, which cannot be averaged: leave it out with `--exclude`, or merge the checkpoints before \
                      they are quantized"
                 )));
@@ -110,43 +108,29 @@ impl<'a> Average<'a> {
     }
 }
 
-fn refused(reason: impl Into<String>) -> FileError {
+/// Returns the error that checkpoints cannot be averaged.
+fn merge_error(reason: impl Into<String>) -> FileError {
     FileError::Merge {
         reason: reason.into(),
     }
 }
 
 /// Returns a weight for each checkpoint, so that they add up to 1. Without weights, all are equal.
-fn normalized(weights: &[f64], checkpoints: usize) -> Result<Vec<f64>, FileError> {
+fn normalize_weights(weights: &[f64], checkpoints: usize) -> Result<Vec<f64>, FileError> {
     if weights.is_empty() {
         return Ok(vec![1.0 / checkpoints as f64; checkpoints]);
     }
     if weights.len() != checkpoints {
-        return Err(refused(format!(
+        return Err(merge_error(format!(
             "{} weights for {checkpoints} checkpoints",
             weights.len()
         )));
     }
     let sum: f64 = weights.iter().sum();
     if !sum.is_finite() || sum == 0.0 {
-        return Err(refused(format!("the weights add up to {sum}")));
+        return Err(merge_error(format!("the weights add up to {sum}")));
     }
     Ok(weights.iter().map(|weight| weight / sum).collect())
-}
-
-/// Returns the type that makes a tensor opaque in the first checkpoint where it is.
-fn opaque_type(sources: &[&dyn Checkpoint], fqn: &str) -> Result<Option<String>, FileError> {
-    for source in sources {
-        if let Some(opaque) = source.opaque_type(fqn)? {
-            return Ok(Some(opaque));
-        }
-    }
-    Ok(None)
-}
-
-/// Returns the type of the numbers that a type's elements consist of: a complex one has two.
-fn parts(dtype: DType) -> DType {
-    parts_of_complex(dtype).unwrap_or(dtype)
 }
 
 /// Checks that two checkpoints have the same keys, and tensors of the same types and shapes.
@@ -154,19 +138,12 @@ fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), File
     let ours = &first.metadata().entries;
     let theirs = &other.metadata().entries;
     for fqn in ours.keys().chain(theirs.keys()) {
-        let what = match (ours.get(fqn), theirs.get(fqn)) {
-            (Some(Entry::Tensor(a)), Some(Entry::Tensor(b))) if a.shape != b.shape => {
-                "has not the same shape in both"
-            }
-            (Some(Entry::Tensor(a)), Some(Entry::Tensor(b)))
-                if a.properties.dtype != b.properties.dtype =>
-            {
-                "has not the same dtype in both"
-            }
-            (Some(Entry::Tensor(_)), Some(Entry::Tensor(_)))
-            | (Some(Entry::Bytes(_)), Some(Entry::Bytes(_))) => continue,
-            (Some(_), Some(_)) => "is a tensor in one and a value in the other",
-            _ => "is not in both",
+        let what = match metadata_difference(ours.get(fqn), theirs.get(fqn)) {
+            None => continue,
+            Some(Difference::Shape { .. }) => "has not the same shape in both",
+            Some(Difference::DType { .. }) => "has not the same dtype in both",
+            Some(Difference::Kind) => "is a tensor in one and a value in the other",
+            Some(_) => "is not in both",
         };
         return Err(FileError::Unlike {
             fqn: fqn.clone(),
@@ -198,23 +175,21 @@ impl Layer for Average<'_> {
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let dtype = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
-        let parts = parts(dtype);
-        let mut average = |part: &TensorBox, bytes: &mut [u8]| {
-            let mut sums = vec![0.0; bytes.len() / parts.size_in_bytes() as usize];
+        // A complex number is two numbers.
+        let number_dtype = parts_of_complex(dtype).unwrap_or(dtype);
+        fill_slots(slots, dtype, |part: &TensorBox, bytes: &mut [u8]| {
+            let mut sums = vec![0.0; bytes.len() / number_dtype.size_in_bytes() as usize];
             for (source, weight) in self.view.sources.iter().zip(&self.weights) {
                 source.read_box(fqn, part, bytes)?;
                 let mut index = 0;
-                for_each(parts, bytes, &mut |number| {
+                for_each_number(number_dtype, bytes, &mut |number| {
                     sums[index] += weight * number;
                     index += 1;
                 });
             }
             // Round once, after all sources are added.
-            write(parts, &sums, bytes);
+            write_numbers(number_dtype, &sums, bytes);
             Ok(())
-        };
-        slots
-            .iter_mut()
-            .try_for_each(|slot| fill(slot, dtype, &mut average))
+        })
     }
 }

@@ -10,27 +10,29 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_formats::internals::{
     Layer, LayerSource, LayerView, Origin, check_expansion, read_whole, tensor_of,
 };
-use fsdp_formats::metadata::{Entry, TensorEntry};
+use fsdp_formats::metadata::Entry;
 use fsdp_formats::reader::Slot;
 use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt as _};
 use fsdp_formats::{FileError, FormatError, Location};
-use fsdp_layout::{DType, TensorBox};
+use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::numbers::{fill, write};
+use super::numbers::{fill_slots, write_numbers};
 use crate::convert::{CASTABLE, unsupported};
-use crate::elements::for_each;
+use crate::elements::for_each_number;
 
 /// The file in which PEFT keeps the settings of an adapter.
-const CONFIG: &str = "adapter_config.json";
+const ADAPTER_CONFIG_FILE: &str = "adapter_config.json";
+/// The content of that file, for messages.
+const SETTINGS: &str = "settings of an adapter";
 /// The file with the configuration of a base model.
-const BASE_CONFIG: &str = "config.json";
+const BASE_CONFIG_FILE: &str = "config.json";
 /// The longest such file that is read.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// The prefix that PEFT puts before the keys of the base.
-const BASE: &str = "base_model.model.";
+const KEY_PREFIX: &str = "base_model.model.";
 
 /// The settings of an adapter.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
@@ -78,26 +80,32 @@ impl LoraConfig {
     /// There are no settings, or they are not those of a LoRA adapter.
     pub fn read(adapter: impl Into<Location>) -> Result<Self, FileError> {
         let directory = CheckedDirectory::open(&adapter.into(), false, Links::Follow)?;
-        let bytes = directory.read_checked(CONFIG, MAX_CONFIG_BYTES)?;
-        Self::parse(&bytes).map_err(|source| directory.file_error(CONFIG, source))
+        let bytes = directory.read_checked(ADAPTER_CONFIG_FILE, MAX_CONFIG_BYTES)?;
+        Self::parse(&bytes).map_err(|source| directory.file_error(ADAPTER_CONFIG_FILE, source))
     }
 
     /// Parses the settings, and refuses those of adapters that cannot be merged.
     fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         // The settings of other kinds of adapters are others, so the kind is read first.
-        let settings: Value = serde_json::from_slice(bytes).map_err(malformed)?;
+        let settings: Value = serde_json::from_slice(bytes)
+            .map_err(|error| FormatError::malformed(SETTINGS, error))?;
         let kind = settings["peft_type"].as_str().unwrap_or("unknown");
         if kind != "LORA" {
-            return Err(unsupported_adapter(format!("an adapter of type {kind}")));
+            return Err(FormatError::unsupported(format!(
+                "an adapter of type {kind}"
+            )));
         }
-        let config = LoraConfig::deserialize(settings).map_err(malformed)?;
+        let config = LoraConfig::deserialize(settings)
+            .map_err(|error| FormatError::malformed(SETTINGS, error))?;
         if config.use_dora {
-            return Err(unsupported_adapter("an adapter with magnitudes (DoRA)"));
+            return Err(FormatError::unsupported(
+                "an adapter with magnitudes (DoRA)",
+            ));
         }
         if let Some(kind) = config.init_lora_weights.as_str()
             && !BASE_UNCHANGED.contains(&kind)
         {
-            return Err(unsupported_adapter(format!(
+            return Err(FormatError::unsupported(format!(
                 "an adapter that began as a part of its base (`init_lora_weights`: `{kind}`): PEFT turns it into a plain one \
                  when it is saved with `path_initial_model_for_weight_conversion`;"
             )));
@@ -106,7 +114,9 @@ impl LoraConfig {
             if let Some(value) = config.others.get(kind)
                 && !matches!(value, Value::Null | Value::Bool(false))
             {
-                return Err(unsupported_adapter(format!("an adapter with `{kind}`")));
+                return Err(FormatError::unsupported(format!(
+                    "an adapter with `{kind}`"
+                )));
             }
         }
         // PEFT takes these keys for regular expressions. A dot in one matches itself too.
@@ -115,7 +125,7 @@ impl LoraConfig {
                 .bytes()
                 .all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
             {
-                return Err(unsupported_adapter(format!(
+                return Err(FormatError::unsupported(format!(
                     "the regular expression `{pattern}` for a module's alpha"
                 )));
             }
@@ -140,25 +150,15 @@ impl LoraConfig {
     }
 }
 
-fn malformed(error: serde_json::Error) -> FormatError {
-    FormatError::Malformed {
-        what: "settings of an adapter",
-        reason: error.to_string(),
-    }
-}
-
-fn unsupported_adapter(what: impl Into<String>) -> FormatError {
-    FormatError::Unsupported { what: what.into() }
-}
-
 /// The update of one weight.
 #[derive(Debug, Clone)]
 struct Update {
-    /// The adapter's keys of the two factors: `A` is `[rank, in]`, `B` is `[out, rank]`.
-    a: String,
-    b: String,
-    dtypes: [DType; 2],
+    /// The adapter's key of the factor `A`, which is `[rank, in]`.
+    a_key: String,
+    /// The adapter's key of the factor `B`, which is `[out, rank]`.
+    b_key: String,
     rank: usize,
+    /// The number by which the product of the factors is multiplied.
     scale: f64,
     /// `true` if the weight is `[in, out]`, `false` if it is `[out, in]`, `None` if it is square
     /// and [`BaseModel::orient`] has to decide.
@@ -166,21 +166,15 @@ struct Update {
 }
 
 /// A base with an adapter merged into it.
+#[derive(Debug)]
 pub struct Lora<'a> {
     /// The base, and the adapter.
     view: LayerView<'a>,
+    /// The updates, by the key of the weight in the base.
     updates: IndexMap<String, Update>,
     /// The adapter's keys of tensors that replace tensors of the base, by the key in the base. If a
     /// weight is both replaced and updated, the update is added to the replacement.
     replaced: HashMap<String, String>,
-}
-
-impl std::fmt::Debug for Lora<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lora")
-            .field("updates", &self.updates)
-            .finish_non_exhaustive()
-    }
 }
 
 impl<'a> Lora<'a> {
@@ -202,7 +196,7 @@ impl<'a> Lora<'a> {
         let model = BaseModel::read(base)?;
         for (fqn, tensor) in adapter.metadata().tensors() {
             let name = fqn
-                .strip_prefix(BASE)
+                .strip_prefix(KEY_PREFIX)
                 .ok_or_else(|| unsupported(fqn, "a key that is not of an adapter of PEFT"))?;
             if let Some(factor) = Factor::parse(name) {
                 // A factor B is taken together with its factor A.
@@ -212,8 +206,8 @@ impl<'a> Lora<'a> {
                 }
                 if factor.is_a {
                     let key = format!("{}.weight", factor.module);
-                    let update = update(base, adapter, config, &factor, [fqn, &other])?;
-                    if let Some(Update { a: first, .. }) = updates.insert(key, update) {
+                    let update = Update::new(base, adapter, config, &factor, [fqn, &other])?;
+                    if let Some(Update { a_key: first, .. }) = updates.insert(key, update) {
                         let what = format!("a second update, after `{first}`, of one weight");
                         return Err(unsupported(fqn, what));
                     }
@@ -230,7 +224,17 @@ impl<'a> Lora<'a> {
                 Some((module, rest)) => format!("{module}.{rest}"),
                 None => name.to_owned(),
             };
-            check_replacement(base, &key, (fqn, tensor))?;
+            let replaced_tensor = base
+                .metadata()
+                .tensor(&key)
+                .ok_or_else(|| unsupported(fqn, format!("an adapter to a base without `{key}`")))?;
+            if replaced_tensor.shape != tensor.shape {
+                let what = format!(
+                    "a tensor of shape {:?} in place of one of shape {:?}",
+                    tensor.shape, replaced_tensor.shape
+                );
+                return Err(unsupported(fqn, what));
+            }
             if !name.contains(BASE_LAYER)
                 && !config.ensure_weight_tying
                 && model.is_tied_embedding(base, &key)
@@ -273,7 +277,7 @@ impl<'a> Lora<'a> {
     }
 
     /// Returns the source and the key in it of the weight to which an update is added.
-    fn weight<'o>(&'o self, fqn: &'o str) -> (usize, &'o str) {
+    fn weight_origin<'o>(&'o self, fqn: &'o str) -> (usize, &'o str) {
         self.replaced
             .get(fqn)
             .map_or((0, fqn), |key| (1, key.as_str()))
@@ -297,7 +301,6 @@ const BASE_LAYER: &str = ".base_layer.";
 struct BaseModel {
     model_type: Option<String>,
     tie_word_embeddings: Option<bool>,
-    #[serde(default)]
     architectures: Option<Vec<String>>,
 }
 
@@ -321,12 +324,12 @@ impl BaseModel {
     /// Reads the configuration in the directory of a base. Without one, all settings are unknown.
     fn read(base: &dyn Checkpoint) -> Result<Self, FileError> {
         let directory = base.directory();
-        if !directory.has(BASE_CONFIG)? {
+        if !directory.has(BASE_CONFIG_FILE)? {
             return Ok(BaseModel::default());
         }
-        let file = directory.extra_file(BASE_CONFIG)?;
+        let file = directory.extra_file(BASE_CONFIG_FILE)?;
         let bytes = read_whole(&file, 0, file.len().min(MAX_CONFIG_BYTES))
-            .map_err(|source| directory.file_error(BASE_CONFIG, source))?;
+            .map_err(|source| directory.file_error(BASE_CONFIG_FILE, source))?;
         // A file of this name that is something else counts as none.
         Ok(serde_json::from_slice(&bytes).unwrap_or_default())
     }
@@ -361,17 +364,17 @@ impl BaseModel {
         updates: &mut IndexMap<String, Update>,
         fan_in_fan_out: bool,
     ) -> Result<(), FileError> {
-        let layers: HashSet<&str> = updates.keys().map(|key| layer_of(key)).collect();
+        let layers: HashSet<&str> = updates.keys().map(|key| layer_name(key)).collect();
         let is_one_kind = layers.len() <= 1;
         let known: HashMap<String, bool> = updates
             .iter()
-            .filter_map(|(key, update)| Some((layer_of(key).to_owned(), update.is_transposed?)))
+            .filter_map(|(key, update)| Some((layer_name(key).to_owned(), update.is_transposed?)))
             .collect();
         for (key, update) in updates {
             if update.is_transposed.is_some() {
                 continue;
             }
-            let layer = layer_of(key);
+            let layer = layer_name(key);
             let may_be_conv1d = CONV1D_LAYERS.contains(&layer);
             update.is_transposed = Some(match (known.get(layer), self.model_type.as_deref()) {
                 (Some(is_transposed), _) => *is_transposed,
@@ -379,7 +382,7 @@ impl BaseModel {
                 (None, None) if may_be_conv1d && !is_one_kind => {
                     let what = "an update of a square weight that may or may not be transposed: put the model's \
                                 `config.json` into the base's directory;";
-                    return Err(unsupported(&update.a, what));
+                    return Err(unsupported(&update.a_key, what));
                 }
                 _ => fan_in_fan_out,
             });
@@ -389,29 +392,9 @@ impl BaseModel {
 }
 
 /// Returns the name of a weight's layer: `c_attn` for `h.0.attn.c_attn.weight`.
-fn layer_of(key: &str) -> &str {
+fn layer_name(key: &str) -> &str {
     let module = key.strip_suffix(".weight").unwrap_or(key);
     module.rsplit_once('.').map_or(module, |(_, layer)| layer)
-}
-
-/// Checks that the base has a tensor of this name, and that it has the same shape as the adapter's.
-fn check_replacement(
-    base: &dyn Checkpoint,
-    name: &str,
-    (fqn, tensor): (&str, &TensorEntry),
-) -> Result<(), FileError> {
-    let there = base
-        .metadata()
-        .tensor(name)
-        .ok_or_else(|| unsupported(fqn, format!("an adapter to a base without `{name}`")))?;
-    if there.shape != tensor.shape {
-        let what = format!(
-            "a tensor of shape {:?} in place of one of shape {:?}",
-            tensor.shape, there.shape
-        );
-        return Err(unsupported(fqn, what));
-    }
-    Ok(())
 }
 
 /// The parsed key of a factor of an update.
@@ -462,76 +445,77 @@ impl<'k> Factor<'k> {
     }
 }
 
-/// Makes the update of a weight by two factors, whose keys are `a` and `b`, and checks that it
-/// fits.
-fn update(
-    base: &dyn Checkpoint,
-    adapter: &dyn Checkpoint,
-    config: &LoraConfig,
-    factor: &Factor<'_>,
-    [a, b]: [&str; 2],
-) -> Result<Update, FileError> {
-    let key = format!("{}.weight", factor.module);
-    let a_tensor = tensor_of(adapter.metadata(), a)?;
-    let b_tensor = tensor_of(adapter.metadata(), b)?;
-    let weight = base
-        .metadata()
-        .tensor(&key)
-        .ok_or_else(|| unsupported(a, format!("an adapter to a base without `{key}`")))?;
-    let ([rank, inputs], [outputs, same]) = (a_tensor.shape.as_slice(), b_tensor.shape.as_slice())
-    else {
-        return Err(unsupported(
-            a,
-            "an update that is no product of two matrices",
-        ));
-    };
-    // The weight of an embedding is `[in, out]`, that of a layer may be either.
-    let fits_transposed = weight.shape == [*inputs, *outputs];
-    let fits_plain = weight.shape == [*outputs, *inputs] && !factor.is_embedding;
-    if rank != same || *rank == 0 || !(fits_plain || fits_transposed) {
-        let what = format!(
-            "factors of shapes {:?} and {:?} for a weight of shape {:?}",
-            a_tensor.shape, b_tensor.shape, weight.shape
-        );
-        return Err(unsupported(a, what));
-    }
-    let dtypes = [a_tensor.properties.dtype, b_tensor.properties.dtype];
-    if let Some(dtype) = dtypes.iter().find(|dtype| !CASTABLE.contains(dtype)) {
-        return Err(unsupported(a, format!("an update of dtype `{dtype}`")));
-    }
-    Ok(Update {
-        a: a.to_owned(),
-        b: b.to_owned(),
-        dtypes,
-        rank: *rank,
-        scale: config.scale(factor.module, *rank),
-        is_transposed: (fits_plain != fits_transposed).then_some(fits_transposed),
-    })
-}
-
-/// Reads a box of a matrix as numbers.
-fn numbers(
+/// Reads a box of a matrix, and returns its elements as numbers.
+fn read_numbers(
     source: &dyn Checkpoint,
     fqn: &str,
-    dtype: DType,
     bounds: &TensorBox,
 ) -> Result<Vec<f64>, FileError> {
+    let dtype = tensor_of(source.metadata(), fqn)?.properties.dtype;
     let length = bounds.numel() * dtype.size_in_bytes() as usize;
     check_expansion(source, fqn, length as u64)?;
     let mut bytes = vec![0; length];
     source.read_box(fqn, bounds, &mut bytes)?;
     let mut numbers = Vec::with_capacity(bounds.numel());
-    for_each(dtype, &bytes, &mut |number| numbers.push(number));
+    for_each_number(dtype, &bytes, &mut |number| numbers.push(number));
     Ok(numbers)
 }
 
 impl Update {
-    /// Adds the update to the numbers of a box of the weight.
-    fn add(
-        &self,
+    /// Makes the update of a weight by two factors, whose keys are `a` and `b`, and checks that it
+    /// fits the weight.
+    fn new(
+        base: &dyn Checkpoint,
         adapter: &dyn Checkpoint,
-        part: &TensorBox,
+        config: &LoraConfig,
+        factor: &Factor<'_>,
+        [a, b]: [&str; 2],
+    ) -> Result<Self, FileError> {
+        let key = format!("{}.weight", factor.module);
+        let a_tensor = tensor_of(adapter.metadata(), a)?;
+        let b_tensor = tensor_of(adapter.metadata(), b)?;
+        let weight = base
+            .metadata()
+            .tensor(&key)
+            .ok_or_else(|| unsupported(a, format!("an adapter to a base without `{key}`")))?;
+        let ([rank, inputs], [outputs, same]) =
+            (a_tensor.shape.as_slice(), b_tensor.shape.as_slice())
+        else {
+            return Err(unsupported(
+                a,
+                "an update that is no product of two matrices",
+            ));
+        };
+        // The weight of an embedding is `[in, out]`, that of a layer may be either.
+        let fits_transposed = weight.shape == [*inputs, *outputs];
+        let fits_plain = weight.shape == [*outputs, *inputs] && !factor.is_embedding;
+        if rank != same || *rank == 0 || !(fits_plain || fits_transposed) {
+            let what = format!(
+                "factors of shapes {:?} and {:?} for a weight of shape {:?}",
+                a_tensor.shape, b_tensor.shape, weight.shape
+            );
+            return Err(unsupported(a, what));
+        }
+        for dtype in [a_tensor, b_tensor].map(|factor| factor.properties.dtype) {
+            if !CASTABLE.contains(&dtype) {
+                return Err(unsupported(a, format!("an update of dtype `{dtype}`")));
+            }
+        }
+        Ok(Update {
+            a_key: a.to_owned(),
+            b_key: b.to_owned(),
+            rank: *rank,
+            scale: config.scale(factor.module, *rank),
+            is_transposed: (fits_plain != fits_transposed).then_some(fits_transposed),
+        })
+    }
+
+    /// Adds the update to `sums`, the numbers of a box of the weight.
+    fn add_to(
+        &self,
         sums: &mut [f64],
+        part: &TensorBox,
+        adapter: &dyn Checkpoint,
     ) -> Result<(), FileError> {
         let rows = part.sizes[0];
         let columns = part.sizes[1];
@@ -547,8 +531,8 @@ impl Update {
             vec![part.offsets[outputs], 0],
             vec![part.sizes[outputs], self.rank],
         );
-        let a = numbers(adapter, &self.a, self.dtypes[0], &a_box)?;
-        let b = numbers(adapter, &self.b, self.dtypes[1], &b_box)?;
+        let a = read_numbers(adapter, &self.a_key, &a_box)?;
+        let b = read_numbers(adapter, &self.b_key, &b_box)?;
         for row in 0..rows {
             let sums = &mut sums[row * columns..(row + 1) * columns];
             for k in 0..self.rank {
@@ -575,36 +559,33 @@ impl Layer for Lora<'_> {
         if self.updates.contains_key(fqn) {
             return Origin::Made;
         }
-        let (source, key) = self.weight(fqn);
+        let (source, key) = self.weight_origin(fqn);
         Origin::Source(source, key)
     }
 
     fn inputs_of_made(&self, fqn: &str) -> Vec<(usize, String)> {
         let update = &self.updates[fqn];
-        let (source, key) = self.weight(fqn);
+        let (source, key) = self.weight_origin(fqn);
         vec![
             (source, key.to_owned()),
-            (1, update.a.clone()),
-            (1, update.b.clone()),
+            (1, update.a_key.clone()),
+            (1, update.b_key.clone()),
         ]
     }
 
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
         let update = &self.updates[fqn];
         let adapter = self.source(1);
-        let (source, key) = self.weight(fqn);
+        let (source, key) = self.weight_origin(fqn);
         let dtype = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
-        let mut merge = |part: &TensorBox, bytes: &mut [u8]| {
+        fill_slots(slots, dtype, |part: &TensorBox, bytes: &mut [u8]| {
             self.source(source).read_box(key, part, bytes)?;
             let mut sums = Vec::with_capacity(part.numel());
             // Add the update in f64, and round the sum once.
-            for_each(dtype, bytes, &mut |number| sums.push(number));
-            update.add(adapter, part, &mut sums)?;
-            write(dtype, &sums, bytes);
+            for_each_number(dtype, bytes, &mut |number| sums.push(number));
+            update.add_to(&mut sums, part, adapter)?;
+            write_numbers(dtype, &sums, bytes);
             Ok(())
-        };
-        slots
-            .iter_mut()
-            .try_for_each(|slot| fill(slot, dtype, &mut merge))
+        })
     }
 }

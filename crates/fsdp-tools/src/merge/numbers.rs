@@ -8,40 +8,40 @@ use half::{bf16, f16};
 
 /// The number of bytes of a tensor that are computed at a time. As `f64` they take up to eight
 /// times as much.
-const PIECE: u64 = 1 << 20;
+const PIECE_BYTES: u64 = 1 << 20;
 
-/// A function that computes the row-major bytes of a box.
-pub(super) type Compute<'c> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'c;
-
-/// Fills a slot with the results of `compute`, a piece at a time.
-pub(super) fn fill(
-    slot: &mut Slot<'_>,
+/// Fills slots with the results of `compute`, which computes the row-major bytes of a box, a piece
+/// at a time.
+pub(super) fn fill_slots(
+    slots: &mut [Slot<'_>],
     dtype: DType,
-    compute: &mut Compute<'_>,
+    mut compute: impl FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
-    let length = slot.bytes.len() as u64;
-    for start in (0..length).step_by(PIECE as usize) {
-        let range = start..length.min(start + PIECE);
-        let mut at = start as usize;
-        stream_boxes::<FileError>(compute, dtype, &slot.bounds, range, &mut |bytes| {
-            slot.bytes[at..at + bytes.len()].copy_from_slice(bytes);
-            at += bytes.len();
-            Ok(())
-        })?;
+    for slot in slots {
+        let length = slot.bytes.len() as u64;
+        for start in (0..length).step_by(PIECE_BYTES as usize) {
+            let range = start..length.min(start + PIECE_BYTES);
+            let mut end = start as usize;
+            stream_boxes::<FileError>(&mut compute, dtype, &slot.bounds, range, &mut |bytes| {
+                slot.bytes[end..end + bytes.len()].copy_from_slice(bytes);
+                end += bytes.len();
+                Ok(())
+            })?;
+        }
+        slot.filled(0..slot.bytes.len());
     }
-    slot.filled(0..slot.bytes.len());
     Ok(())
 }
 
-/// Writes numbers as elements, each rounded once, to nearest.
-pub(super) fn write(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
+/// Writes numbers to `bytes` as elements, each rounded once, to nearest.
+pub(super) fn write_numbers(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     match dtype {
-        DType::F64 => encode(numbers, bytes, f64::to_le_bytes),
-        DType::F32 => encode(numbers, bytes, |number| (number as f32).to_le_bytes()),
-        DType::F16 => encode(numbers, bytes, |number| {
+        DType::F64 => write_each(numbers, bytes, f64::to_le_bytes),
+        DType::F32 => write_each(numbers, bytes, |number| (number as f32).to_le_bytes()),
+        DType::F16 => write_each(numbers, bytes, |number| {
             f16::from_f32(round_to_odd(number)).to_le_bytes()
         }),
-        DType::BF16 => encode(numbers, bytes, |number| {
+        DType::BF16 => write_each(numbers, bytes, |number| {
             bf16::from_f32(round_to_odd(number)).to_le_bytes()
         }),
         _ => unreachable!("only tensors of the types of CASTABLE are computed"),
@@ -65,7 +65,11 @@ fn round_to_odd(number: f64) -> f32 {
 }
 
 /// Writes numbers as elements, which `to_element` rounds and encodes.
-fn encode<const N: usize>(numbers: &[f64], bytes: &mut [u8], to_element: impl Fn(f64) -> [u8; N]) {
+fn write_each<const N: usize>(
+    numbers: &[f64],
+    bytes: &mut [u8],
+    to_element: impl Fn(f64) -> [u8; N],
+) {
     for (number, element) in numbers.iter().zip(bytes.as_chunks_mut::<N>().0) {
         *element = to_element(*number);
     }
@@ -77,7 +81,7 @@ mod tests {
 
     fn written<const N: usize>(dtype: DType, number: f64) -> [u8; N] {
         let mut bytes = [0; N];
-        write(dtype, &[number], &mut bytes);
+        write_numbers(dtype, &[number], &mut bytes);
         bytes
     }
 

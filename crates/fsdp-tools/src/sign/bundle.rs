@@ -19,14 +19,12 @@ const PAYLOAD_TYPE: &str = "application/vnd.in-toto+json";
 struct Bundle {
     media_type: String,
     verification_material: Material,
-    #[serde(default)]
     dsse_envelope: Option<Envelope>,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Material {
-    #[serde(default)]
     public_key: Option<KeyName>,
     #[serde(default)]
     tlog_entries: Vec<Value>,
@@ -34,8 +32,7 @@ struct Material {
 
 #[derive(Serialize, Deserialize)]
 struct KeyName {
-    /// Signatures of before 1.0 have none.
-    #[serde(default)]
+    /// The hash of the key. Signatures of before 1.0 have none.
     hint: Option<String>,
 }
 
@@ -55,16 +52,16 @@ struct Signature {
     keyid: String,
 }
 
-/// Signs a statement, and returns the bundle.
+/// Signs a statement, and returns the bundle as JSON.
 pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<String, SignError> {
     // The bytes that are signed are those that are stored, so the order of fields does not matter.
     let payload = serde_json::to_vec(statement).map_err(SignError::malformed)?;
-    let sig = Base64::encode_string(&key.sign(&encoded(&payload)));
+    let sig = Base64::encode_string(&key.sign(&signed_bytes(&payload)));
     let bundle = Bundle {
         media_type: MEDIA_TYPE.to_owned(),
         verification_material: Material {
             public_key: Some(KeyName {
-                hint: Some(key.public()?.hash().to_owned()),
+                hint: Some(key.public_key()?.hash().to_owned()),
             }),
             tlog_entries: Vec::new(),
         },
@@ -96,7 +93,7 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
             bundle.media_type
         )));
     }
-    let Some(named) = bundle.verification_material.public_key else {
+    let Some(key_name) = bundle.verification_material.public_key else {
         return Err(SignError::unsupported(
             "it was signed with a certificate, not with a key",
         ));
@@ -111,14 +108,14 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
         )));
     }
     let [signature] = envelope.signatures.as_slice() else {
-        return Err(SignError::NotOne {
+        return Err(SignError::SignatureCount {
             found: envelope.signatures.len(),
         });
     };
     // This only gives a better message, and is no protection: whoever forges a signature writes the
     // right name.
-    if let Some(signed) = named.hint.filter(|hint| hint != key.hash()) {
-        return Err(SignError::OtherKey {
+    if let Some(signed) = key_name.hint.filter(|hint| hint != key.hash()) {
+        return Err(SignError::WrongKey {
             signed,
             given: key.hash().to_owned(),
         });
@@ -126,14 +123,14 @@ pub(super) fn read_bundle(bytes: &[u8], key: &PublicKey) -> Result<Statement, Si
     // Step 2: is it one of this key, over this payload?
     let payload = Base64::decode_vec(&envelope.payload).map_err(SignError::malformed)?;
     let signature = Base64::decode_vec(&signature.sig).map_err(SignError::malformed)?;
-    if !key.verifies(&encoded(&payload), &signature) {
-        return Err(SignError::Invalid);
+    if !key.verifies(&signed_bytes(&payload), &signature) {
+        return Err(SignError::InvalidSignature);
     }
-    Statement::read(&payload)
+    Statement::parse(&payload)
 }
 
-/// Returns the bytes that are signed for a payload.
-fn encoded(payload: &[u8]) -> Vec<u8> {
+/// Returns the bytes that are signed for a payload: DSSE puts its type and the lengths before it.
+fn signed_bytes(payload: &[u8]) -> Vec<u8> {
     let head = format!(
         "DSSEv1 {} {PAYLOAD_TYPE} {} ",
         PAYLOAD_TYPE.len(),

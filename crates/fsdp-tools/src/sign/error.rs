@@ -35,26 +35,26 @@ pub enum SignError {
     },
     /// A bundle without a signature, or with several.
     #[error("it must contain exactly one signature, but has {found}")]
-    NotOne {
-        /// Their number.
+    SignatureCount {
+        /// The number of signatures in the bundle.
         found: usize,
     },
     /// A signature that names another key.
     #[error(
         "it was signed with another key: the hash of that key is {signed}, and that of the given key {given}"
     )]
-    OtherKey {
+    WrongKey {
         /// The hash of the key that the signature names.
         signed: String,
         /// The hash of the key that was given.
         given: String,
     },
-    /// A signature that is not one of the key over the statement.
+    /// A signature that was not made with the key, or not over the statement.
     #[error("the signature is not that of this key and this statement: one of them was changed")]
-    Invalid,
+    InvalidSignature,
     /// Files that are not those that were signed.
-    #[error("the files of `{}` are not those that were signed: {}", path.display(), listed(changed, added, missing))]
-    Differs {
+    #[error("the files of `{}` are not those that were signed: {}", path.display(), list_files(changed, added, missing))]
+    FilesDiffer {
         /// The checkpoint.
         path: PathBuf,
         /// Files with other bytes.
@@ -64,12 +64,12 @@ pub enum SignError {
         /// Files that are not there.
         missing: Vec<String>,
     },
-    /// A file beside a checkpoint that is one file, which is a part of it.
+    /// A checkpoint that is one file, with a file of values beside it, which is a part of it too.
     #[error("`{file}` beside `{}` is a part of the checkpoint, and a signature of one file does not cover it", path.display())]
-    Beside {
+    ValuesBeside {
         /// The checkpoint.
         path: PathBuf,
-        /// The name of the file beside it.
+        /// The name of the file with values.
         file: String,
     },
 }
@@ -94,20 +94,22 @@ impl Failure for SignError {
     fn kind(&self) -> ErrorKind {
         match self {
             SignError::File(error) => error.kind(),
-            SignError::Key { .. } | SignError::Beside { .. } => ErrorKind::Usage,
+            SignError::Key { .. } | SignError::ValuesBeside { .. } => ErrorKind::Usage,
             SignError::Unsupported { .. } => ErrorKind::UnsupportedVersion,
-            SignError::Differs { changed, added, .. } if changed.is_empty() && added.is_empty() => {
+            SignError::FilesDiffer { changed, added, .. }
+                if changed.is_empty() && added.is_empty() =>
+            {
                 ErrorKind::Incomplete
             }
-            SignError::Differs { .. } => ErrorKind::Corrupt,
+            SignError::FilesDiffer { .. } => ErrorKind::Corrupt,
             _ => ErrorKind::Unsafe,
         }
     }
 }
 
-/// Lists the first few files for a message, with what became of each.
-fn listed(changed: &[String], added: &[String], missing: &[String]) -> String {
-    const LISTED: usize = 4;
+/// Returns a list of the first few files for a message, with what became of each.
+fn list_files(changed: &[String], added: &[String], missing: &[String]) -> String {
+    const MAX_LISTED: usize = 4;
     let mut texts = Vec::new();
     for (names, became) in [
         (changed, "was changed"),
@@ -116,10 +118,10 @@ fn listed(changed: &[String], added: &[String], missing: &[String]) -> String {
     ] {
         texts.extend(names.iter().map(|name| format!("`{name}` {became}")));
     }
-    let first = texts[..texts.len().min(LISTED)].join(", ");
-    if texts.len() > LISTED {
-        format!("{first}, and {} more", texts.len() - LISTED)
-    } else {
-        first
+    if texts.len() > MAX_LISTED {
+        let more = texts.len() - MAX_LISTED;
+        texts.truncate(MAX_LISTED);
+        texts.push(format!("and {more} more"));
     }
+    texts.join(", ")
 }

@@ -34,7 +34,7 @@ mod tests;
 use std::collections::BTreeMap;
 
 use fsdp_formats::checkpoint::{open, values_beside};
-use fsdp_formats::internals::on_each;
+use fsdp_formats::internals::{default_threads, on_each};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::{CheckedDirectory, Links, ReadAt};
 use fsdp_formats::{FileError, FormatError, Location};
@@ -42,19 +42,19 @@ use sha2::{Digest as _, Sha256};
 
 use self::bundle::{MAX_SIGNATURE_BYTES, read_bundle, write_bundle};
 use self::statement::{Sha256Hash, Statement};
-use crate::verify::{Level, verify};
+use crate::verify::{Level, VerifyOptions, verify};
 
 pub use self::error::SignError;
 pub use self::key::{PrivateKey, PublicKey};
 
 /// The bytes of a file that are hashed at once.
-const PIECE: u64 = 1 << 20;
+const PIECE_BYTES: u64 = 1 << 20;
 
 /// The names that belong to git, and are never signed. The Python tool leaves out the same.
-const OF_GIT: [&str; 4] = [".git", ".gitattributes", ".github", ".gitignore"];
+const GIT_NAMES: [&str; 4] = [".git", ".gitattributes", ".github", ".gitignore"];
 
-/// The name of the only file of a checkpoint that is one file.
-const ITSELF: &str = ".";
+/// The name that the signature of a checkpoint that is one file has for this file.
+const SINGLE_FILE: &str = ".";
 
 /// The options of signing a checkpoint, and of checking a signature.
 #[derive(Clone, Copy, Default)]
@@ -62,19 +62,10 @@ pub struct SignOptions<'a> {
     /// The path of the signature below the checkpoint's directory, if it lies there: it is not
     /// signed itself.
     pub signature: Option<&'a str>,
-    /// The number of threads that hash, one file each; 0 for one.
-    pub threads: usize,
+    /// The number of threads that hash, one file each. `None` takes one for each core, up to four.
+    pub threads: Option<usize>,
     /// A function that is called with the number of bytes of every piece that was hashed.
     pub progress: Option<&'a (dyn Fn(u64) + Sync)>,
-}
-
-impl std::fmt::Debug for SignOptions<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SignOptions")
-            .field("signature", &self.signature)
-            .field("threads", &self.threads)
-            .finish()
-    }
 }
 
 /// The files that a signature vouches for.
@@ -105,23 +96,18 @@ pub fn sign(
     let checkpoint = open(location, OpenOptions { verify: true })?;
     // The files of a folder are covered by the hashes of its parts, and only a part compares them.
     if !checkpoint.parts().is_empty() {
-        let report = verify(&*checkpoint, Level::Hashes, None)?;
-        if let Some(problem) = report.problems.into_iter().next() {
-            return Err(SignError::File(FileError::File {
-                path: location.name().to_owned(),
-                source: FormatError::Malformed {
-                    what: "checkpoint",
-                    reason: problem.error,
-                },
-            }));
-        }
+        let options = VerifyOptions {
+            threads: options.threads,
+            progress: None,
+        };
+        verify(&*checkpoint, Level::Hashes, options)?.into_result(location)?;
     }
     // Hash every file, whatever it is: a load could read it.
     let directory = checkpoint.directory();
     let hashes = if checkpoint.format().is_file() {
-        hash_single(location, directory, options)?
+        hash_single_file(location, directory, options)?
     } else {
-        hash_all(directory, &files_to_sign(location, options)?, options)?
+        hash_files(directory, &files_to_sign(location, options)?, options)?
     };
     // The root of a file system has no name.
     let name = location
@@ -133,7 +119,7 @@ pub fn sign(
     let signed = Signed {
         files: hashes.len(),
         root: statement.root().to_owned(),
-        key: key.public()?.hash().to_owned(),
+        key: key.public_key()?.hash().to_owned(),
     };
     Ok((write_bundle(&statement, key)?, signed))
 }
@@ -158,7 +144,7 @@ pub fn check(
     let found = if location.is_file()? {
         let (parent, _) = location.split()?;
         let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
-        hash_single(location, &directory, options)?
+        hash_single_file(location, &directory, options)?
     } else {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
         // Only files that were signed need hashing: others are wrong whatever they hold. So are
@@ -168,7 +154,7 @@ pub fn check(
             .into_iter()
             .partition(|name| signed.contains_key(name));
         added = unsigned;
-        hash_all(&directory, &files, options)?
+        hash_files(&directory, &files, options)?
     };
     for (name, hash) in &signed {
         match found.get(name) {
@@ -180,7 +166,7 @@ pub fn check(
     // The name of a single file is not among those of a directory that was signed.
     added.extend(found.into_keys().filter(|name| !signed.contains_key(name)));
     if changed.len() + added.len() + missing.len() > 0 {
-        return Err(SignError::Differs {
+        return Err(SignError::FilesDiffer {
             path: location.name().to_owned(),
             changed,
             added,
@@ -203,12 +189,12 @@ pub fn read_signature(location: &Location) -> Result<Vec<u8>, FileError> {
     CheckedDirectory::open(&parent, false, Links::Follow)?.read_checked(name, MAX_SIGNATURE_BYTES)
 }
 
-/// Returns the paths that are not signed.
+/// Returns the paths that are not signed, and neither is what lies below them.
 fn excluded_paths(options: SignOptions<'_>) -> impl Iterator<Item = &str> {
-    OF_GIT.into_iter().chain(options.signature)
+    GIT_NAMES.into_iter().chain(options.signature)
 }
 
-/// Lists the files of a directory, without those that are not signed.
+/// Returns the paths of all files below a directory, without those that are not signed.
 fn files_to_sign(location: &Location, options: SignOptions<'_>) -> Result<Vec<String>, FileError> {
     let excluded: Vec<&str> = excluded_paths(options).collect();
     let mut files = location.files()?;
@@ -222,8 +208,9 @@ fn files_to_sign(location: &Location, options: SignOptions<'_>) -> Result<Vec<St
     Ok(files)
 }
 
-/// Hashes a checkpoint that is one file. Values beside it would not be covered.
-fn hash_single(
+/// Hashes a checkpoint that is one file. A file of values beside it would not be covered, so it is
+/// refused.
+fn hash_single_file(
     location: &Location,
     directory: &CheckedDirectory,
     options: SignOptions<'_>,
@@ -231,36 +218,38 @@ fn hash_single(
     let (_, name) = location.split()?;
     let values = values_beside(name);
     if directory.has(&values)? {
-        return Err(SignError::Beside {
+        return Err(SignError::ValuesBeside {
             path: location.name().to_owned(),
             file: values,
         });
     }
     let file = directory.extra_file(name)?;
-    let hash = hash(&file, options).map_err(|source| directory.file_error(name, source))?;
-    Ok(BTreeMap::from([(ITSELF.to_owned(), hash)]))
+    let hash = hash_file(&file, options).map_err(|source| directory.file_error(name, source))?;
+    Ok(BTreeMap::from([(SINGLE_FILE.to_owned(), hash)]))
 }
 
-/// Hashes files, each on one thread.
-fn hash_all(
+/// Returns the hashes of files by their names. Each file is hashed on one thread.
+fn hash_files(
     directory: &CheckedDirectory,
     files: &[String],
     options: SignOptions<'_>,
 ) -> Result<BTreeMap<String, Sha256Hash>, FileError> {
-    let hashed = on_each(files, options.threads, |name| {
+    let threads = options.threads.unwrap_or_else(default_threads);
+    let hashed = on_each(files, threads, |name| {
         let file = directory.extra_file(name)?;
-        let hash = hash(&file, options).map_err(|source| directory.file_error(name, source))?;
+        let hash =
+            hash_file(&file, options).map_err(|source| directory.file_error(name, source))?;
         Ok((name.clone(), hash))
     });
     hashed.into_iter().collect()
 }
 
-/// Hashes a file, a piece at a time.
-fn hash(file: &dyn ReadAt, options: SignOptions<'_>) -> Result<Sha256Hash, FormatError> {
+/// Returns the hash of a file, which is read a piece at a time.
+fn hash_file(file: &dyn ReadAt, options: SignOptions<'_>) -> Result<Sha256Hash, FormatError> {
     let mut hasher = Sha256::new();
     let mut buffer = Vec::new();
-    for at in (0..file.len()).step_by(PIECE as usize) {
-        buffer.resize(PIECE.min(file.len() - at) as usize, 0);
+    for at in (0..file.len()).step_by(PIECE_BYTES as usize) {
+        buffer.resize(PIECE_BYTES.min(file.len() - at) as usize, 0);
         file.read_exact_at(at, &mut buffer)?;
         hasher.update(&buffer);
         if let Some(progress) = options.progress {

@@ -15,7 +15,6 @@ const PREDICATE_TYPE: &str = "https://model_signing/signature/v1.0";
 /// The only way of hashing that is known here: each file by itself.
 const METHOD: &str = "files";
 const HASH: &str = "sha256";
-const WRONG_ROOT: &str = "the hash of all files is not that of their hashes";
 
 /// A statement of in-toto about a model. Fields that are not known do not count, as the format
 /// says.
@@ -24,7 +23,7 @@ const WRONG_ROOT: &str = "the hash of all files is not that of their hashes";
 pub(super) struct Statement {
     #[serde(rename = "_type")]
     kind: String,
-    subject: Vec<Subject>,
+    subject: [Subject; 1],
     predicate_type: String,
     predicate: Predicate,
 }
@@ -84,10 +83,10 @@ impl Statement {
         files.sort_by(|(a, _), (b, _)| a.split('/').cmp(b.split('/')));
         Statement {
             kind: STATEMENT_TYPE.to_owned(),
-            subject: vec![Subject {
+            subject: [Subject {
                 name,
                 digest: SubjectDigest {
-                    sha256: root(files.iter().map(|(_, hash)| *hash)),
+                    sha256: hash_of_hashes(files.iter().map(|(_, hash)| *hash)),
                 },
             }],
             predicate_type: PREDICATE_TYPE.to_owned(),
@@ -110,8 +109,8 @@ impl Statement {
         }
     }
 
-    /// Reads a statement whose signature has been checked.
-    pub(super) fn read(payload: &[u8]) -> Result<Self, SignError> {
+    /// Parses a statement whose signature has been checked.
+    pub(super) fn parse(payload: &[u8]) -> Result<Self, SignError> {
         let StatementKind {
             kind,
             predicate_type,
@@ -130,18 +129,12 @@ impl Statement {
                 "it hashes by `{method}` with `{hash_type}`, not by `{METHOD}` with `{HASH}`"
             )));
         }
-        if statement.subject.len() != 1 {
-            return Err(SignError::malformed(WRONG_ROOT));
-        }
         Ok(statement)
     }
 
-    /// Returns the hash of all hashes, as hexadecimal digits.
+    /// Returns the hash of all files' hashes that the statement has, as hexadecimal digits.
     pub(super) fn root(&self) -> &str {
-        let [subject] = &self.subject[..] else {
-            unreachable!("a statement is made with one subject, or read with one")
-        };
-        &subject.digest.sha256
+        &self.subject[0].digest.sha256
     }
 
     /// Returns the files' hashes by their paths.
@@ -176,15 +169,17 @@ impl Statement {
                 return Err(SignError::malformed(format!("`{name}` stands twice in it")));
             }
         }
-        if root(in_order.iter()) != self.root() {
-            return Err(SignError::malformed(WRONG_ROOT));
+        if hash_of_hashes(in_order.iter()) != self.root() {
+            return Err(SignError::malformed(
+                "the hash of all files is not that of their hashes",
+            ));
         }
         Ok(hashes)
     }
 }
 
-/// Returns the hash of all hashes.
-fn root<'a>(hashes: impl Iterator<Item = &'a Sha256Hash>) -> String {
+/// Returns the hash of these hashes, as hexadecimal digits.
+fn hash_of_hashes<'a>(hashes: impl Iterator<Item = &'a Sha256Hash>) -> String {
     let mut all = Sha256::new();
     hashes.for_each(|hash| all.update(hash));
     base16ct::lower::encode_string(&all.finalize())

@@ -6,42 +6,46 @@ use fsdp_formats::metadata::Metadata;
 use indexmap::IndexMap;
 
 use super::error::TensorParallelError;
-use super::rule::{Heads, How, KV_HEADS, Parts, Rule, Rules, layer_of};
+use super::rule::{CutRule, Heads, How, KV_HEADS, Parts, Rules, layer_name};
 
 /// The multiple to which the size of a vocabulary is rounded up before it is divided over the
 /// ranks, as in vLLM.
 const VOCAB_MULTIPLE: usize = 64;
 
 /// A plan for tensor-parallel ranks: how each tensor of a checkpoint is cut.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct TensorParallelPlan {
     ranks: usize,
     cuts: IndexMap<String, Cut>,
 }
 
 /// The way in which one tensor is cut.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Cut {
-    how: String,
-    shape: Vec<usize>,
-    dim: usize,
+    /// The rule's way of cutting, such as `colwise(heads)`.
+    pub how: String,
+    /// The shape of the whole tensor.
+    pub shape: Vec<usize>,
+    /// The dimension that is cut. The others are whole.
+    pub(crate) dim: usize,
     shares: Vec<Share>,
 }
 
 /// A range of a dimension that is divided over the ranks by itself, such as the rows of the queries
 /// in a fused weight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 struct Share {
     start: usize,
     len: usize,
     /// The number of consecutive ranks that hold the same indices.
     copies: usize,
     /// The number of indices per rank; the last ranks may have fewer, or none.
-    each: usize,
+    len_per_rank: usize,
 }
 
 /// Indices of a dimension that a rank holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct SliceRange {
     /// The first index.
     pub(crate) start: usize,
@@ -88,9 +92,15 @@ impl TensorParallelPlan {
             match rules.find(fqn) {
                 Some((position, rule)) => {
                     used.insert(position);
-                    cuts.insert(fqn.to_owned(), planner.cut(fqn, &tensor.shape, rule)?);
+                    let cut = planner.cut(&RuledTensor {
+                        fqn,
+                        shape: &tensor.shape,
+                        rule,
+                        ranks: planner.ranks,
+                    })?;
+                    cuts.insert(fqn.to_owned(), cut);
                 }
-                None if is_small(fqn, &tensor.shape)
+                None if is_scalar_or_norm(fqn, &tensor.shape)
                     && !modules_cut_by_given.contains(module_of(fqn)) =>
                 {
                     cuts.insert(fqn.to_owned(), Cut::whole(&tensor.shape, planner.ranks));
@@ -107,7 +117,7 @@ impl TensorParallelPlan {
         }
         if let Some((_, rule)) = rules.given().find(|(position, _)| !used.contains(position)) {
             return Err(TensorParallelError::Unused {
-                rule: rule.to_string(),
+                rule: rule.text.clone(),
             });
         }
         Ok(TensorParallelPlan {
@@ -143,33 +153,16 @@ impl Cut {
             dim: 0,
             // A tensor without dimensions has nothing to share.
             shares: shape
-                .first()
+                .iter()
+                .take(1)
                 .map(|&len| Share {
                     start: 0,
                     len,
                     copies: ranks,
-                    each: len,
+                    len_per_rank: len,
                 })
-                .into_iter()
                 .collect(),
         }
-    }
-
-    /// Returns the rule's way of cutting, such as `colwise(heads)`.
-    #[must_use]
-    pub fn how(&self) -> &str {
-        &self.how
-    }
-
-    /// Returns the shape of the whole tensor.
-    #[must_use]
-    pub fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    /// Returns the dimension that is cut. The others are whole.
-    pub(crate) fn dim(&self) -> usize {
-        self.dim
     }
 
     /// Returns the ranges of indices of the dimension that a rank holds, one after the other. A
@@ -193,9 +186,8 @@ impl Share {
     /// Returns the range of a rank. Consecutive ranks may have copies of the same range.
     fn range(&self, rank: usize) -> SliceRange {
         // The last ranks may have nothing, where a vocabulary was padded.
-        let at = rank / self.copies * self.each;
-        let start = at.min(self.len);
-        let len = self.each.min(self.len - start);
+        let start = (rank / self.copies * self.len_per_rank).min(self.len);
+        let len = self.len_per_rank.min(self.len - start);
         SliceRange {
             start: self.start + start,
             len,
@@ -207,14 +199,14 @@ impl Share {
 /// Returns the module that a tensor's layer belongs to: `a.mixer` for `a.mixer.in_proj.weight`, and
 /// the empty text for the root.
 fn module_of(fqn: &str) -> &str {
-    let layer = layer_of(fqn).unwrap_or(fqn);
+    let layer = layer_name(fqn).unwrap_or(fqn);
     layer.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
 /// Returns `true` for a tensor that is whole on every rank without a rule: a scalar, or the weight
 /// or bias of a norm.
-fn is_small(fqn: &str, shape: &[usize]) -> bool {
-    let Some(layer) = layer_of(fqn) else {
+fn is_scalar_or_norm(fqn: &str, shape: &[usize]) -> bool {
+    let Some(layer) = layer_name(fqn) else {
         return shape.is_empty();
     };
     let name = layer.rsplit_once('.').map_or(layer, |(_, name)| name);
@@ -222,11 +214,11 @@ fn is_small(fqn: &str, shape: &[usize]) -> bool {
     shape.is_empty() || (shape.len() == 1 && is_norm)
 }
 
-/// A tensor, and the rule by which it is cut.
+/// A tensor, and the rule by which it is cut over this number of ranks.
 struct RuledTensor<'t> {
     fqn: &'t str,
     shape: &'t [usize],
-    rule: &'t Rule,
+    rule: &'t CutRule,
     ranks: usize,
 }
 
@@ -237,7 +229,7 @@ impl RuledTensor<'_> {
             fqn: self.fqn.to_owned(),
             shape: self.shape.to_vec(),
             ranks: self.ranks,
-            rule: self.rule.to_string(),
+            rule: self.rule.text.clone(),
             reason: reason.into(),
         }
     }
@@ -253,19 +245,18 @@ struct Planner<'r> {
 }
 
 impl Planner<'_> {
-    /// Applies a rule to a tensor.
+    /// Applies a rule to a tensor, and returns how it is cut.
     ///
     /// # Errors
     /// [`TensorParallelError::Tensor`] for a shape that the rule does not fit, or that this number
     /// of ranks cannot divide.
-    fn cut(&mut self, fqn: &str, shape: &[usize], rule: &Rule) -> Result<Cut, TensorParallelError> {
-        let ranks = self.ranks;
-        let tensor = RuledTensor {
+    fn cut(&mut self, tensor: &RuledTensor<'_>) -> Result<Cut, TensorParallelError> {
+        let RuledTensor {
             fqn,
             shape,
             rule,
             ranks,
-        };
+        } = *tensor;
         if rule.how == How::Replicate {
             return Ok(Cut::whole(shape, ranks));
         }
@@ -301,31 +292,32 @@ impl Planner<'_> {
             How::Inputs { parts, is_conv1d } => (usize::from(!is_conv1d), Some(parts)),
             How::Vocab | How::Replicate => (0, None),
         };
-        // Divide the dimension.
+        // Divide the dimension: each part of it by itself, so that every rank has its share of
+        // each.
         let size = shape[dim];
         let shares = match parts {
-            None => vocabulary(size, ranks).map(|share| vec![share]),
-            Some(Parts::Equal(count)) => equal(size, *count, ranks),
+            None => divide_vocabulary(size, ranks).map(|share| vec![share]),
+            Some(Parts::Equal(count)) => divide_equally(size, *count, ranks),
             Some(Parts::Heads(heads)) => {
-                let parts = heads.len();
+                let part_count = heads.len();
                 // The outputs of a Conv1D are its columns.
                 if let How::Outputs {
                     is_conv1d: true, ..
                 } = rule.how
-                    && parts > 1
+                    && part_count > 1
                     && !is_vector
-                    && shape[0].checked_mul(parts) != Some(size)
+                    && shape[0].checked_mul(part_count) != Some(size)
                 {
                     return Err(tensor.error(format!(
-                        "a Conv1D of {parts} parts has {parts} times as many columns as rows"
+                        "a Conv1D of {part_count} parts has {part_count} times as many columns as rows"
                     )));
                 }
                 let mut counts = Vec::new();
                 for heads in heads {
-                    counts.push(self.number(heads, fqn, rule)?);
+                    counts.push(self.head_count(heads, tensor)?);
                 }
-                by_heads(size, &counts, ranks).and_then(|(shares, head)| {
-                    self.check_head_size(fqn, head)?;
+                divide_by_heads(size, &counts, ranks).and_then(|(shares, head_size)| {
+                    self.check_head_size(fqn, head_size)?;
                     Ok(shares)
                 })
             }
@@ -360,19 +352,18 @@ impl Planner<'_> {
     }
 
     /// Returns a number of heads, and `true` if it may be lower than the number of ranks.
-    fn number(
+    fn head_count(
         &self,
         heads: &Heads,
-        fqn: &str,
-        rule: &Rule,
+        tensor: &RuledTensor<'_>,
     ) -> Result<(usize, bool), TensorParallelError> {
         match heads {
             Heads::Number(number) => Ok((*number, false)),
             Heads::Name(name) => match self.rules.values.get(name) {
                 Some(number) => Ok((*number, name == KV_HEADS)),
                 None => Err(TensorParallelError::NoValue {
-                    rule: rule.to_string(),
-                    fqn: fqn.to_owned(),
+                    rule: tensor.rule.text.clone(),
+                    fqn: tensor.fqn.to_owned(),
                     name: name.clone(),
                 }),
             },
@@ -381,23 +372,23 @@ impl Planner<'_> {
 
     /// Checks that the heads in all layers of a module have the same size. This detects a wrong
     /// number of heads.
-    fn check_head_size(&mut self, fqn: &str, head: usize) -> Result<(), String> {
+    fn check_head_size(&mut self, fqn: &str, head_size: usize) -> Result<(), String> {
         let (size, first) = self
             .head_sizes
             .entry(module_of(fqn).to_owned())
-            .or_insert_with(|| (head, fqn.to_owned()));
-        if *size == head {
+            .or_insert_with(|| (head_size, fqn.to_owned()));
+        if *size == head_size {
             return Ok(());
         }
         Err(format!(
-            "its heads would have size {head}, but those of `{first}` have {size}: is the number of heads right?"
+            "its heads would have size {head_size}, but those of `{first}` have {size}: is the number of heads right?"
         ))
     }
 }
 
-/// Divides a vocabulary as if it were padded to a multiple of [`VOCAB_MULTIPLE`]. The padding
-/// itself is not written.
-fn vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
+/// Returns the share of a vocabulary, which is divided as if it were padded to a multiple of
+/// [`VOCAB_MULTIPLE`]. The padding itself is not written.
+fn divide_vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
     let padded = size
         .checked_next_multiple_of(VOCAB_MULTIPLE)
         .filter(|padded| padded.is_multiple_of(ranks))
@@ -410,20 +401,20 @@ fn vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
         start: 0,
         len: size,
         copies: 1,
-        each: padded / ranks,
+        len_per_rank: padded / ranks,
     })
 }
 
-/// Divides a dimension of `parts` equal parts, each part by itself.
-fn equal(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> {
+/// Returns the shares of a dimension of `parts` equal parts, each of which is divided by itself.
+fn divide_equally(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> {
     if !size.is_multiple_of(parts) || !(size / parts).is_multiple_of(ranks) {
-        let each = if parts == 1 {
+        let of_parts = if parts == 1 {
             String::new()
         } else {
             format!(" of {parts} parts")
         };
         return Err(format!(
-            "{size} indices{each} are not a multiple of {ranks}"
+            "{size} indices{of_parts} are not a multiple of {ranks}"
         ));
     }
     let len = size / parts;
@@ -432,21 +423,21 @@ fn equal(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> 
             start: part * len,
             len,
             copies: 1,
-            each: len / ranks,
+            len_per_rank: len / ranks,
         })
         .collect())
 }
 
-/// Divides a dimension that holds several kinds of heads, such as those of queries, keys and
-/// values, one kind after the other. Each kind is divided among all ranks by itself. `counts` has
-/// the number of heads of each kind, and `true` for kinds whose heads may be repeated on several
-/// ranks where there are fewer of them than ranks. Also returns the size of a head.
-fn by_heads(
+/// Returns the shares of a dimension that holds several kinds of heads, such as those of queries,
+/// keys and values, one kind after the other, and the size of a head. Each kind is divided among
+/// all ranks by itself. `counts` has the number of heads of each kind, and `true` for kinds whose
+/// heads may be repeated on several ranks where there are fewer of them than ranks.
+fn divide_by_heads(
     size: usize,
     counts: &[(usize, bool)],
     ranks: usize,
 ) -> Result<(Vec<Share>, usize), String> {
-    let head = counts
+    let head_size = counts
         .iter()
         .try_fold(0usize, |sum, &(count, _)| sum.checked_add(count))
         .filter(|&all| all > 0 && size.is_multiple_of(all))
@@ -470,16 +461,16 @@ fn by_heads(
         } else {
             return Err(format!("{count} heads are not a multiple of {ranks}"));
         };
-        let len = count * head;
+        let len = count * head_size;
         shares.push(Share {
             start,
             len,
             copies,
-            each: len / (ranks / copies),
+            len_per_rank: len / (ranks / copies),
         });
         start += len;
     }
-    Ok((shares, head))
+    Ok((shares, head_size))
 }
 
 #[cfg(test)]

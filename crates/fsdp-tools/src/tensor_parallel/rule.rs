@@ -1,7 +1,6 @@
 //! The rules that tell how each tensor is cut.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use super::error::TensorParallelError;
 
@@ -10,53 +9,7 @@ use super::error::TensorParallelError;
 /// counts.
 ///
 /// The rules of GPT-NeoX name the model too: ChatGLM's `mlp.dense_h_to_4h` is two fused matrices.
-const BUILTIN: &str = "\
-vision_tower.** = replicate
-vision_model.** = replicate
-visual.** = replicate
-vision_encoder.** = replicate
-audio_tower.** = replicate
-multi_modal_projector.** = replicate
-embed_tokens = vocab
-lm_head = vocab
-self_attn.q_proj = colwise(heads)
-self_attn.k_proj = colwise(kv_heads)
-self_attn.v_proj = colwise(kv_heads)
-self_attn.qkv_proj = colwise(heads, kv_heads, kv_heads)
-self_attn.o_proj = rowwise(heads)
-self_attn.dense = rowwise(heads)
-rotary_emb.inv_freq = replicate
-gate_proj = colwise
-up_proj = colwise
-gate_up_proj = packed_colwise
-down_proj = rowwise
-mlp.fc1 = colwise
-mlp.fc2 = rowwise
-layers.*.mlp.c_fc = colwise
-layers.*.mlp.c_proj = rowwise
-block_sparse_moe.experts.*.w1 = colwise
-block_sparse_moe.experts.*.w2 = rowwise
-block_sparse_moe.experts.*.w3 = colwise
-block_sparse_moe.gate = replicate
-mlp.gate = replicate
-mlp.shared_expert_gate = replicate
-embed_in = vocab
-embed_out = vocab
-gpt_neox.layers.*.attention.query_key_value = colwise(heads)
-gpt_neox.layers.*.attention.dense = rowwise
-gpt_neox.layers.*.attention.bias = replicate
-gpt_neox.layers.*.attention.masked_bias = replicate
-gpt_neox.layers.*.mlp.dense_h_to_4h = colwise
-gpt_neox.layers.*.mlp.dense_4h_to_h = rowwise
-wte = vocab
-wpe = replicate
-h.*.attn.c_attn = conv1d_colwise(heads, heads, heads)
-h.*.attn.c_proj = conv1d_rowwise(heads)
-h.*.attn.bias = replicate
-h.*.attn.masked_bias = replicate
-h.*.mlp.c_fc = conv1d_colwise
-h.*.mlp.c_proj = conv1d_rowwise
-";
+const BUILTIN: &str = include_str!("builtin.rules");
 
 /// The way in which a tensor is cut.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,9 +46,10 @@ pub(super) enum Heads {
 pub(super) const KV_HEADS: &str = "kv_heads";
 
 /// A rule: the tensors that it matches, and how they are cut.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Rule {
-    text: String,
+#[derive(Debug, Clone)]
+pub(super) struct CutRule {
+    /// All of the rule, as it was written.
+    pub(super) text: String,
     /// The last parts of a key. `*` matches any one part, and `**` at the end one or more.
     pattern: Vec<String>,
     pub(super) how: How,
@@ -105,9 +59,9 @@ pub(super) struct Rule {
 }
 
 /// The rules by which tensors are cut, and the numbers that they name.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Rules {
-    rules: Vec<Rule>,
+    rules: Vec<CutRule>,
     /// The numbers, by their names.
     pub(super) values: BTreeMap<String, usize>,
 }
@@ -127,20 +81,20 @@ impl Rules {
         // Given rules come first, so they take precedence.
         for text in texts {
             let text = text.as_ref();
-            let rule = Rule::parse(text, false).map_err(|reason| TensorParallelError::Rule {
+            let rule = CutRule::parse(text, false).map_err(|reason| TensorParallelError::Rule {
                 text: text.to_owned(),
                 reason,
             })?;
             rules.push(rule);
         }
         for text in BUILTIN.lines() {
-            rules.push(Rule::parse(text, true).expect("the rules that are built in are rules"));
+            rules.push(CutRule::parse(text, true).expect("the rules that are built in are rules"));
         }
         Ok(Rules { rules, values })
     }
 
     /// Returns the first rule that matches a tensor, with its position.
-    pub(super) fn find(&self, fqn: &str) -> Option<(usize, &Rule)> {
+    pub(super) fn find(&self, fqn: &str) -> Option<(usize, &CutRule)> {
         self.rules
             .iter()
             .enumerate()
@@ -148,7 +102,7 @@ impl Rules {
     }
 
     /// Returns the rules that were given, with their positions.
-    pub(super) fn given(&self) -> impl Iterator<Item = (usize, &Rule)> {
+    pub(super) fn given(&self) -> impl Iterator<Item = (usize, &CutRule)> {
         self.rules
             .iter()
             .enumerate()
@@ -162,7 +116,7 @@ impl Rules {
     }
 }
 
-impl Rule {
+impl CutRule {
     /// Parses `PATTERN=HOW`.
     fn parse(text: &str, is_builtin: bool) -> Result<Self, String> {
         let (pattern, how) = text.split_once('=').ok_or("it is not PATTERN=HOW")?;
@@ -174,7 +128,7 @@ impl Rule {
             return Err("`**` can only be the last part of the pattern".to_owned());
         }
         let how_text = how.trim();
-        Ok(Rule {
+        Ok(CutRule {
             text: text.to_owned(),
             pattern,
             how: How::parse(how_text)?,
@@ -186,29 +140,29 @@ impl Rule {
     /// Returns `true` if the pattern is the end of a key, or of the name of the layer that a weight
     /// or a bias belongs to.
     fn fits(&self, fqn: &str) -> bool {
-        self.is_end_of(fqn) || layer_of(fqn).is_some_and(|layer| self.is_end_of(layer))
+        self.matches_end(fqn) || layer_name(fqn).is_some_and(|layer| self.matches_end(layer))
     }
 
     /// Returns `true` if the pattern fits the end of a name, or, with a last `**`, a place in the
     /// name before its last part.
-    fn is_end_of(&self, name: &str) -> bool {
+    fn matches_end(&self, name: &str) -> bool {
         // Patterns match whole parts of names.
         let parts: Vec<&str> = name.split('.').collect();
         if let Some((last, first)) = self.pattern.split_last()
             && last == "**"
         {
-            let mut places = parts[..parts.len() - 1].windows(first.len().max(1));
-            return first.is_empty() || places.any(|parts| fits(parts, first));
+            let mut windows = parts[..parts.len() - 1].windows(first.len().max(1));
+            return first.is_empty() || windows.any(|parts| are_parts_of(parts, first));
         }
         match parts.len().checked_sub(self.pattern.len()) {
-            Some(start) => fits(&parts[start..], &self.pattern),
+            Some(start) => are_parts_of(&parts[start..], &self.pattern),
             None => false,
         }
     }
 }
 
 /// Returns `true` if parts of a name are those of a pattern.
-fn fits(parts: &[&str], pattern: &[String]) -> bool {
+fn are_parts_of(parts: &[&str], pattern: &[String]) -> bool {
     parts
         .iter()
         .zip(pattern)
@@ -216,15 +170,9 @@ fn fits(parts: &[&str], pattern: &[String]) -> bool {
 }
 
 /// Returns the layer that a weight or a bias belongs to; `None` for any other tensor.
-pub(super) fn layer_of(fqn: &str) -> Option<&str> {
+pub(super) fn layer_name(fqn: &str) -> Option<&str> {
     fqn.strip_suffix(".weight")
         .or_else(|| fqn.strip_suffix(".bias"))
-}
-
-impl fmt::Display for Rule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
 }
 
 impl How {
@@ -287,7 +235,7 @@ mod tests {
 
     #[test]
     fn patterns_are_ends_of_keys_at_dots() {
-        let rule = Rule::parse("layers.*.q = colwise", false).unwrap();
+        let rule = CutRule::parse("layers.*.q = colwise", false).unwrap();
         assert!(
             rule.fits("model.layers.3.q.weight")
                 && rule.fits("layers.3.q.bias")
@@ -303,7 +251,7 @@ mod tests {
             assert!(!rule.fits(other), "{other}");
         }
         assert!(
-            Rule::parse("a.weight=replicate", false)
+            CutRule::parse("a.weight=replicate", false)
                 .unwrap()
                 .fits("x.a.weight")
         );
@@ -311,7 +259,7 @@ mod tests {
 
     #[test]
     fn two_stars_match_all_below_a_module() {
-        let rule = Rule::parse("vision_tower.** = replicate", false).unwrap();
+        let rule = CutRule::parse("vision_tower.** = replicate", false).unwrap();
         for key in [
             "vision_tower.weight",
             "model.vision_tower.layers.0.self_attn.q_proj.weight",
@@ -325,8 +273,8 @@ mod tests {
         ] {
             assert!(!rule.fits(other), "{other}");
         }
-        assert!(Rule::parse("** = replicate", false).unwrap().fits("a.b"));
-        assert!(Rule::parse("**.q_proj = replicate", false).is_err());
+        assert!(CutRule::parse("** = replicate", false).unwrap().fits("a.b"));
+        assert!(CutRule::parse("**.q_proj = replicate", false).is_err());
     }
 
     #[test]

@@ -13,7 +13,7 @@ use fsdp_formats::storage::{Durable, ReadAt};
 use fsdp_formats::{FileError, FormatError, Location};
 use twox_hash::XxHash3_64;
 
-use super::{Level, verify};
+use super::{Level, VerifyOptions, verify};
 
 /// Adds an integrity file to a checkpoint, replacing one that is there: to a directory inside it,
 /// to a file beside it, as `NAME.integrity`.
@@ -25,60 +25,49 @@ pub fn add_integrity(
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<(), FileError> {
     let location = location.into();
-    let path = location.name();
     // Open it without the old hashes, because these may be out of date.
     let checkpoint = open(&location, OpenOptions { verify: false })?;
     if checkpoint.format() == Format::Folder {
         return Err(FileError::File {
-            path: path.to_owned(),
-            source: FormatError::Unsupported {
-                what: "hashing a folder as a whole, and not each of its parts,".to_owned(),
-            },
+            path: location.name().to_owned(),
+            source: FormatError::unsupported(
+                "hashing a folder as a whole, and not each of its parts,",
+            ),
         });
     }
-    let report = verify(&*checkpoint, Level::Sizes, None)?;
-    if let Some(problem) = report.problems.into_iter().next() {
-        return Err(FileError::File {
-            path: path.to_owned(),
-            source: FormatError::Malformed {
-                what: "checkpoint",
-                reason: problem.error,
-            },
-        });
-    }
+    verify(&*checkpoint, Level::Sizes, VerifyOptions::default())?.into_result(&location)?;
     // Tensors in files beside the directory's own (those of Lightning and Megatron) have no
     // digests.
-    let digested = match checkpoint.parts().first() {
-        Some(own) => digest(own.checkpoint, default_threads())?,
-        None => digest(&*checkpoint, default_threads())?,
-    };
+    let parts = checkpoint.parts();
+    let own = parts.first().map_or(&*checkpoint, |part| part.checkpoint);
+    let digested = digest(own, default_threads())?;
     // Hash the bytes as they are now.
     let mut integrity = Integrity {
         digests: Some(digested),
         ..Integrity::default()
     };
     let directory = checkpoint.directory();
-    for (name, cuts) in cuts(&*checkpoint, &location)? {
+    for (name, cuts) in find_cuts(&*checkpoint, &location)? {
         let file = directory.file(&name)?;
-        let hashed =
-            hash(&*file, &cuts, progress).map_err(|source| directory.file_error(&name, source))?;
+        let hashed = hash_file(&*file, &cuts, progress)
+            .map_err(|source| directory.file_error(&name, source))?;
         integrity.files.insert(name, hashed);
     }
     let bytes = integrity
         .encode()
         .map_err(|source| directory.file_error(INTEGRITY_FILE, source))?;
-    let place = if checkpoint.format().is_file() {
+    let integrity_location = if checkpoint.format().is_file() {
         let (parent, name) = location.split()?;
         parent.join(integrity_beside(name))
     } else {
         location.join(INTEGRITY_FILE)
     };
-    Durable::new().replace_file(place, &bytes)
+    Durable::new().replace_file(integrity_location, &bytes)
 }
 
 /// Returns the files that are hashed, and the positions between which each has segments. Segments
 /// start and end with items, so that reading one item checks little else.
-fn cuts(
+fn find_cuts(
     checkpoint: &dyn Checkpoint,
     location: &Location,
 ) -> Result<BTreeMap<String, BTreeSet<u64>>, FileError> {
@@ -115,9 +104,12 @@ fn cuts(
             cuts.insert(stored.offset + stored.length);
         }
         // A read of a part of a large tensor then checks its blocks, and not the whole item.
-        if format == Format::Dcp && stored.length >= LARGE_ITEM && stored.transforms.is_empty() {
+        if format == Format::Dcp
+            && stored.length >= LARGE_ITEM_BYTES
+            && stored.transforms.is_empty()
+        {
             let file = directory.file(&stored.relative_path)?;
-            let payload = payload_of(&*file, stored.offset, stored.length);
+            let payload = find_payload(&*file, stored.offset, stored.length);
             cuts.extend(payload.into_iter().flatten());
         }
     }
@@ -125,11 +117,11 @@ fn cuts(
 }
 
 /// The length from which items have a segment for their payload.
-const LARGE_ITEM: u64 = 32 << 10;
+const LARGE_ITEM_BYTES: u64 = 32 << 10;
 
-/// Returns where the largest record of an item starts and ends in the file, if the item is a torch
-/// archive.
-fn payload_of(file: &dyn ReadAt, offset: u64, length: u64) -> Option<[u64; 2]> {
+/// Returns the positions in the file where the largest record of an item starts and ends; `None` if
+/// the item is no torch archive.
+fn find_payload(file: &dyn ReadAt, offset: u64, length: u64) -> Option<[u64; 2]> {
     let item = Window::new(file, offset, length).ok()?;
     let directory = Directory::read(&item).ok()?;
     let (name, record) = directory
@@ -140,8 +132,8 @@ fn payload_of(file: &dyn ReadAt, offset: u64, length: u64) -> Option<[u64; 2]> {
     Some([start, start + record.length])
 }
 
-/// Hashes a file, with segments between these positions.
-fn hash(
+/// Returns the hashes of a file, with segments between these positions.
+fn hash_file(
     file: &dyn ReadAt,
     cuts: &BTreeSet<u64>,
     progress: Option<&(dyn Fn(u64) + Sync)>,
@@ -151,21 +143,22 @@ fn hash(
     let mut start = 0;
     for end in cuts.iter().copied().chain([file.len()]) {
         let end = end.min(file.len());
+        // A cut at the start or at the end of the file begins no segment.
         if end <= start {
             continue;
         }
         // The last block of a segment may be shorter.
-        let block = block_length(end - start);
+        let block_bytes = block_length(end - start);
         let mut hashes = Vec::new();
-        for at in (start..end).step_by(block as usize) {
-            buffer.resize(block.min(end - at) as usize, 0);
+        for at in (start..end).step_by(block_bytes as usize) {
+            buffer.resize(block_bytes.min(end - at) as usize, 0);
             file.read_exact_at(at, &mut buffer)?;
             hashes.push(XxHash3_64::oneshot(&buffer));
             if let Some(progress) = progress {
                 progress(buffer.len() as u64);
             }
         }
-        integrity.push(end - start, block, hashes);
+        integrity.push(end - start, block_bytes, hashes);
         start = end;
     }
     Ok(integrity)

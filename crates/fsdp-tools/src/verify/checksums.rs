@@ -27,7 +27,7 @@ impl Verification<'_> {
         });
         for ((fqn, stored), checked) in items.into_iter().zip(checked) {
             if let Err(error) = checked {
-                self.add(fqn, Some(stored), &error);
+                self.add_problem(fqn, Some(stored), &error);
             }
         }
     }

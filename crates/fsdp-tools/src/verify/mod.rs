@@ -28,16 +28,15 @@ use fsdp_formats::internals::{
 use fsdp_formats::metadata::{Entry, StorageInfo};
 use fsdp_formats::plan::LoadPlanError;
 use fsdp_layout::TensorBox;
-use serde::{Deserialize, Serialize};
 
-use crate::elements::{Census, parts_of_complex};
+use crate::elements::{Census, is_real, parts_of_complex};
 
 pub use self::add_integrity::add_integrity;
 pub use self::report::Report;
 pub use fsdp_formats::complete::Problem;
 
 /// The depth of a verification. Each level does all that the levels before it do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
     /// Checks the metadata only.
     Structure,
@@ -49,24 +48,23 @@ pub enum Level {
     Deep,
 }
 
+/// The options of a verification.
+#[derive(Clone, Copy, Default)]
+pub struct VerifyOptions<'o> {
+    /// The number of threads that read and hash, on which the report does not depend. `None` takes
+    /// one for each core, up to four.
+    pub threads: Option<usize>,
+    /// A function that is called with the number of bytes of every piece that was read.
+    pub progress: Option<&'o (dyn Fn(u64) + Sync)>,
+}
+
 /// Verifies an open checkpoint. Problems with its contents are in the report. An error is returned
 /// only if nothing could be checked, or if the checkpoint names files outside of its directory
-/// ([`FileError::Path`]). `progress` is called with the number of bytes of every piece that was
-/// read.
+/// ([`FileError::Path`]).
 pub fn verify(
     checkpoint: &dyn Checkpoint,
     level: Level,
-    progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<Report, FileError> {
-    verify_on_threads(checkpoint, level, default_threads(), progress)
-}
-
-/// Does the same as [`verify`], on this number of threads. The report does not depend on it.
-pub fn verify_on_threads(
-    checkpoint: &dyn Checkpoint,
-    level: Level,
-    threads: usize,
-    progress: Option<&(dyn Fn(u64) + Sync)>,
+    options: VerifyOptions<'_>,
 ) -> Result<Report, FileError> {
     // Each checkpoint in a trainer's folder is verified by the rules of its own format.
     let parts = checkpoint.parts();
@@ -76,15 +74,15 @@ pub fn verify_on_threads(
             ..Report::default()
         };
         for part in &parts {
-            let report = verify_on_threads(part.checkpoint, level, threads, progress)?;
+            let report = verify(part.checkpoint, level, options)?;
             all.add_part(report, part);
         }
         return Ok(all);
     }
     let mut verification = Verification {
         checkpoint,
-        threads,
-        progress,
+        threads: options.threads.unwrap_or_else(default_threads),
+        progress: options.progress,
         report: Report {
             has_integrity: checkpoint.directory().has_integrity(),
             stale_digests: checkpoint.has_stale_digests(),
@@ -95,7 +93,7 @@ pub fn verify_on_threads(
         },
     };
     if level >= Level::Sizes {
-        let findings = check_items(checkpoint, threads)?;
+        let findings = check_items(checkpoint, verification.threads)?;
         verification.report.problems.extend(findings.problems);
         verification.report.opaque = findings.opaque;
     }
@@ -126,7 +124,7 @@ struct Verification<'v> {
 
 impl Verification<'_> {
     /// Adds a problem with a key, or with the item that is stored for it.
-    fn add(
+    fn add_problem(
         &mut self,
         fqn: &str,
         stored: Option<&StorageInfo>,
@@ -136,7 +134,7 @@ impl Verification<'_> {
         self.report.problems.push(problem);
     }
 
-    /// Checks every byte that a hash covers.
+    /// Checks every byte that a hash covers, and reports the first error of each file.
     fn check_hashes(&mut self) {
         let directory = self.checkpoint.directory();
         // Large files are cut, so that threads can share them.
@@ -179,7 +177,7 @@ impl Verification<'_> {
         for replica in &self.checkpoint.metadata().replicas {
             self.report.replicas += 1;
             if let Err(error) = compare(self.checkpoint, replica, self.progress) {
-                self.add(&replica.fqn, Some(&replica.stored), &error);
+                self.add_problem(&replica.fqn, Some(&replica.stored), &error);
             }
         }
     }
@@ -190,7 +188,7 @@ impl Verification<'_> {
         let checkpoint = self.checkpoint;
         let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
         let found = on_each(&entries, self.threads, |(fqn, entry)| match entry {
-            Entry::Tensor(_) => match elements(checkpoint, fqn, self.progress) {
+            Entry::Tensor(_) => match read_elements(checkpoint, fqn, self.progress) {
                 Err(error) if error.opaque_type().is_some() => Ok(ElementFindings {
                     census: None,
                     digest: Some(digest_of_opaque(checkpoint, fqn)?),
@@ -218,7 +216,7 @@ impl Verification<'_> {
             let ElementFindings { census, digest } = match found {
                 Ok(found) => found,
                 Err(error) => {
-                    self.add(fqn, stored, &error);
+                    self.add_problem(fqn, stored, &error);
                     continue;
                 }
             };
@@ -230,7 +228,7 @@ impl Verification<'_> {
             if let (Some(recorded), Some(digest)) = (checkpoint.digests(), digest) {
                 self.report.digests += 1;
                 if recorded.get(fqn) != Some(digest) {
-                    self.add(fqn, stored, &wrong_digest(checkpoint, fqn));
+                    self.add_problem(fqn, stored, &digest_mismatch(checkpoint, fqn));
                 }
             }
         }
@@ -256,31 +254,28 @@ impl Verification<'_> {
                     others.remove(&*name);
                 }
                 Ok(_) => {}
-                Err(error) => self.add(fqn, None, &error),
+                Err(error) => self.add_problem(fqn, None, &error),
             }
         }
         for fqn in others.into_keys() {
-            self.add(fqn, None, &wrong_digest(checkpoint, fqn));
+            self.add_problem(fqn, None, &digest_mismatch(checkpoint, fqn));
         }
     }
 }
 
-fn wrong_digest(checkpoint: &dyn Checkpoint, fqn: &str) -> FileError {
+/// Returns the error that a recorded digest is not that of what the checkpoint has.
+fn digest_mismatch(checkpoint: &dyn Checkpoint, fqn: &str) -> FileError {
     FileError::Digests {
         path: checkpoint.path().to_owned(),
         names: vec![fqn.to_owned()],
     }
 }
 
-/// Computes statistics of a whole tensor; `None` if its elements are not real numbers.
-pub fn census(
-    checkpoint: &dyn Checkpoint,
-    fqn: &str,
-    progress: Option<&(dyn Fn(u64) + Sync)>,
-) -> Result<Option<Census>, FileError> {
+/// Returns the statistics of a whole tensor; `None` if its elements are not real numbers.
+pub fn compute_census(checkpoint: &dyn Checkpoint, fqn: &str) -> Result<Option<Census>, FileError> {
     let dtype = tensor_of(checkpoint.metadata(), fqn)?.properties.dtype;
-    let ElementFindings { census, .. } = elements(checkpoint, fqn, progress)?;
-    Ok(census.filter(|_| Census::counts(dtype)))
+    let ElementFindings { census, .. } = read_elements(checkpoint, fqn, None)?;
+    Ok(census.filter(|_| is_real(dtype)))
 }
 
 /// The findings about the elements of a tensor, or about a value.
@@ -292,16 +287,17 @@ struct ElementFindings {
     digest: Option<Digest>,
 }
 
-/// Reads a whole tensor once, unless nothing is to be found out about it.
-fn elements(
+/// Reads a whole tensor once, and returns what there is to be found out about it. If that is
+/// nothing, it is not read.
+fn read_elements(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<ElementFindings, FileError> {
     let tensor = tensor_of(checkpoint.metadata(), fqn)?;
     let dtype = tensor.properties.dtype;
-    let counts = Census::counts(dtype) || parts_of_complex(dtype).is_some();
-    if !counts && checkpoint.digests().is_none() {
+    let is_number = is_real(dtype) || parts_of_complex(dtype).is_some();
+    if !is_number && checkpoint.digests().is_none() {
         return Ok(ElementFindings::default());
     }
     // One read gives both the count and the digest.
@@ -315,7 +311,7 @@ fn elements(
     })?;
     let length = whole.numel() as u64 * dtype.size_in_bytes();
     stream::<FileError>(checkpoint, fqn, &whole, 0..length, &mut |bytes| {
-        if counts {
+        if is_number {
             census.add(dtype, bytes);
         }
         sum.add_bytes(at, bytes);
@@ -326,14 +322,14 @@ fn elements(
         Ok(())
     })?;
     Ok(ElementFindings {
-        census: counts.then_some(census),
+        census: is_number.then_some(census),
         digest: Some(sum.finish(dtype, &tensor.shape)),
     })
 }
 
 /// Returns the names of the `.distcp` files in a DCP directory that its metadata does not name:
 /// they are leftovers of other saves. Other formats have none.
-pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
+pub fn find_unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileError> {
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());
     }
@@ -342,11 +338,7 @@ pub fn unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, FileEr
         .stored()
         .map(|(_, _, stored)| stored.relative_path.as_str())
         .collect();
-    let mut unknown = Vec::new();
-    for name in checkpoint.directory().names()? {
-        if name.ends_with(".distcp") && !known.contains(name.as_str()) {
-            unknown.push(PathBuf::from(name));
-        }
-    }
-    Ok(unknown)
+    let mut names = checkpoint.directory().names()?;
+    names.retain(|name| name.ends_with(".distcp") && !known.contains(name.as_str()));
+    Ok(names.into_iter().map(PathBuf::from).collect())
 }

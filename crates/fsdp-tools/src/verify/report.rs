@@ -2,6 +2,7 @@
 
 use fsdp_formats::checkpoint::PartOf;
 use fsdp_formats::complete::Problem;
+use fsdp_formats::{FileError, FormatError, Location};
 
 use crate::elements::Census;
 
@@ -41,6 +42,17 @@ impl Report {
     #[must_use]
     pub fn is_ok(&self) -> bool {
         self.problems.is_empty()
+    }
+
+    /// Returns the first problem of the checkpoint at a location as an error, if there is one.
+    pub(crate) fn into_result(self, location: &Location) -> Result<(), FileError> {
+        let Some(problem) = self.problems.into_iter().next() else {
+            return Ok(());
+        };
+        Err(FileError::File {
+            path: location.name().to_owned(),
+            source: FormatError::malformed("checkpoint", problem.error),
+        })
     }
 
     /// Adds the findings about one of several checkpoints, with the keys and files that they have

@@ -12,7 +12,7 @@ use fsdp_formats::metadata::{
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainTensor, PlainValue, TensorBox};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::bounded_beyond;
 
@@ -84,7 +84,7 @@ pub(crate) fn checked(path: &Path, size: usize) -> String {
     bounded_beyond(size, || match open(path, OpenOptions::default()) {
         Err(error) => with_causes(&error),
         Ok(checkpoint) => {
-            let report = verify(&*checkpoint, Level::Deep, None).unwrap();
+            let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
             report
                 .problems
                 .into_iter()

@@ -11,8 +11,8 @@ use fsdp_formats::checkpoint::open;
 use fsdp_formats::internals::INTEGRITY_FILE;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::diff::{Tolerance, diff};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::diff::{DiffOptions, diff};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::{bounded, fixtures, write_parts};
 
@@ -230,7 +230,7 @@ fn is_sound(path: &Path, level: Level) -> bool {
         let Ok(checkpoint) = open(path, OpenOptions::default()) else {
             return false;
         };
-        verify(&*checkpoint, level, None).is_ok_and(|report| report.is_ok())
+        verify(&*checkpoint, level, VerifyOptions::default()).is_ok_and(|report| report.is_ok())
     })
 }
 
@@ -322,7 +322,7 @@ fn damage_without_hashes_never_panics_and_what_is_called_sound_is_what_it_was() 
                 let now = open(&path, OpenOptions::default()).unwrap();
                 let mut found = Vec::new();
                 let mut add = |key: &str, difference| found.push(format!("{key}: {difference:?}"));
-                diff(&*original, &*now, Tolerance::default(), &mut add).unwrap();
+                diff(&*original, &*now, DiffOptions::default(), &mut add).unwrap();
                 assert_eq!(found, [""; 0], "{kind:?} of {named} in round {round}");
             }
             let to = parent.path().join("to");
@@ -333,7 +333,7 @@ fn damage_without_hashes_never_panics_and_what_is_called_sound_is_what_it_was() 
                 let options = ConvertOptions {
                     overwrite: true,
                     drop_opaque: true,
-                    threads: 1,
+                    threads: Some(1),
                     ..Default::default()
                 };
                 let _ = convert(&*checkpoint, &to, OutputFormat::SafetensorsFile, options);

@@ -16,7 +16,7 @@ use fsdp_formats::storage::{Durable, Step, StepHook};
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::bounded;
 
@@ -25,7 +25,7 @@ use crate::bounded;
 fn refused(path: &Path) -> String {
     let attempt = || -> Result<Option<String>, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;
-        let report = verify(&*checkpoint, Level::Deep, None)?;
+        let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default())?;
         let mut first = report
             .problems
             .into_iter()
@@ -326,7 +326,11 @@ fn a_tensor_of_repeated_elements_takes_no_memory() {
             checkpoint.metadata().tensor("t").unwrap().shape,
             [1 << 25, 1 << 25]
         );
-        assert!(verify(&*checkpoint, Level::Hashes, None).unwrap().is_ok());
+        assert!(
+            verify(&*checkpoint, Level::Hashes, VerifyOptions::default())
+                .unwrap()
+                .is_ok()
+        );
         let mut element = [1; 4];
         let last = TensorBox::new(vec![(1 << 25) - 1; 2], vec![1; 2]);
         checkpoint.read_box("t", &last, &mut element).unwrap();

@@ -12,7 +12,7 @@ use fsdp_formats::reader::{CheckpointReader, OpenOptions};
 use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::state::{State, save};
 use crate::{bounded, fixtures, write_parts};
@@ -200,7 +200,7 @@ fn other_formats(parent: &Path) -> Vec<PathBuf> {
 fn is_whole(path: &Path) -> bool {
     let read = || -> Result<bool, FileError> {
         let checkpoint = open(path, OpenOptions::default())?;
-        let report = verify(&*checkpoint, Level::Deep, None)?;
+        let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default())?;
         let values: Vec<String> = checkpoint
             .metadata()
             .values()
@@ -310,7 +310,7 @@ fn paths_that_lead_out_of_the_checkpoint_are_not_opened() {
             "{path:?}"
         );
         // Verifying says the same, and does not call the checkpoint damaged.
-        let verified = bounded(|| verify(&checkpoint, Level::Sizes, None));
+        let verified = bounded(|| verify(&checkpoint, Level::Sizes, VerifyOptions::default()));
         assert!(matches!(verified, Err(FileError::Path { .. })), "{path:?}");
     }
 }

@@ -7,6 +7,7 @@ use fsdp_formats::internals::{
 use fsdp_formats::metadata::decode;
 use fsdp_formats::reader::{CheckpointReader, OpenOptions};
 use fsdp_layout::PlainValue;
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use proptest::prelude::*;
 
 use crate::{bounded, fixtures};
@@ -135,7 +136,7 @@ proptest! {
                     let _ = checkpoint.read_tensor(&key);
                     let _ = checkpoint.read_value(&key);
                 }
-                let _ = fsdp_tools::verify::verify(&checkpoint, fsdp_tools::verify::Level::Deep, None);
+                let _ = verify(&checkpoint, Level::Deep, VerifyOptions::default());
             });
         }
     }

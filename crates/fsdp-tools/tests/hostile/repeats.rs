@@ -12,9 +12,9 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::diff::{Tolerance, diff};
+use fsdp_tools::diff::{DiffOptions, diff};
 use fsdp_tools::map::{Map, Mapped, Values};
-use fsdp_tools::verify::{Level, census, verify_on_threads};
+use fsdp_tools::verify::{Level, VerifyOptions, compute_census, verify};
 
 use crate::bombs::{checked, error_of};
 use crate::bounded_beyond;
@@ -84,11 +84,11 @@ fn repeated_elements_are_not_all_counted() {
     let checkpoint = open(&path, OpenOptions::default()).unwrap();
     assert_eq!(checkpoint.metadata().tensor("t").unwrap().shape, [1 << 40]);
     for refused in [
-        census(&*checkpoint, "t", None).map(drop),
+        compute_census(&*checkpoint, "t").map(drop),
         diff(
             &*checkpoint,
             &*checkpoint,
-            Tolerance::default(),
+            DiffOptions::default(),
             &mut |_, _| {},
         ),
     ] {
@@ -131,7 +131,15 @@ fn a_tensor_of_many_chunks_is_verified_in_linear_time() {
     std::fs::write(parent.path().join("__0_0.distcp"), bytes).unwrap();
     let checkpoint = open(parent.path(), OpenOptions::default()).unwrap();
     for threads in [1, 3] {
-        let report = verify_on_threads(&*checkpoint, Level::Hashes, threads, None).unwrap();
+        let report = verify(
+            &*checkpoint,
+            Level::Hashes,
+            VerifyOptions {
+                threads: Some(threads),
+                progress: None,
+            },
+        )
+        .unwrap();
         assert!(report.is_ok(), "{:?}", report.problems);
     }
 }

@@ -10,7 +10,7 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, ErrorKind, Failure as _, PlainTensor, PlainValue, TensorBox};
 use fsdp_tools::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::truth::{Truth, fixtures};
 use crate::truth::{check_against_truth, dcp_fixtures};
@@ -226,7 +226,15 @@ fn views_select_rename_and_cast() {
         Some(rest) => Rename::To(format!("net.{rest}")),
         None => Rename::Drop,
     };
-    let view = View::new(&*source, rename, Some(Cast::parameters(DType::BF16))).unwrap();
+    let view = View::new(
+        &*source,
+        rename,
+        Some(Cast {
+            dtype: DType::BF16,
+            with_optimizer: false,
+        }),
+    )
+    .unwrap();
     let converted = parent.path().join("m.safetensors");
     convert(
         &view,
@@ -312,7 +320,10 @@ fn a_cast_leaves_the_optimizer_unless_asked_and_steps_always() {
     let view = View::new(
         &*source,
         |_| Rename::Keep,
-        Some(Cast::parameters(DType::BF16)),
+        Some(Cast {
+            dtype: DType::BF16,
+            with_optimizer: false,
+        }),
     )
     .unwrap();
     assert!(
@@ -393,10 +404,18 @@ fn files_beside_a_checkpoint_come_along_or_are_named() {
         }
         // They are covered by the hashes of the copy.
         let copy = open(&to, OpenOptions::default()).unwrap();
-        assert!(verify(&*copy, Level::Deep, None).unwrap().is_ok());
+        assert!(
+            verify(&*copy, Level::Deep, VerifyOptions::default())
+                .unwrap()
+                .is_ok()
+        );
         if !comes.is_empty() {
             std::fs::write(to.join("config.json"), "config.jsoN").unwrap();
-            assert!(!verify(&*copy, Level::Hashes, None).unwrap().is_ok());
+            assert!(
+                !verify(&*copy, Level::Hashes, VerifyOptions::default())
+                    .unwrap()
+                    .is_ok()
+            );
         }
     }
 }
@@ -494,7 +513,9 @@ fn a_file_of_torch_opens_again_whatever_its_name() {
         to(&path, &destination, OutputFormat::Torch);
         let opened = open(&destination, OpenOptions::default()).unwrap();
         assert!(
-            verify(&*opened, Level::Deep, None).unwrap().is_ok(),
+            verify(&*opened, Level::Deep, VerifyOptions::default())
+                .unwrap()
+                .is_ok(),
             "{name:?}"
         );
     }
@@ -537,7 +558,10 @@ fn notes_in_a_header_stay_where_the_format_has_a_place_for_them() {
     let cast = View::new(
         &*source,
         |_| Rename::Keep,
-        Some(Cast::parameters(DType::F16)),
+        Some(Cast {
+            dtype: DType::F16,
+            with_optimizer: false,
+        }),
     )
     .unwrap();
     for (number, (target, keeps)) in [

@@ -14,8 +14,8 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::{Durable, Step, StepHook, clean_stale};
 use fsdp_layout::{DType, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::diff::{Tolerance, diff};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::diff::{DiffOptions, diff};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::crash_at::At;
 use crate::state::{State, save};
@@ -40,7 +40,7 @@ fn run(from: &Path, to: &Path, target: OutputFormat, durable: &Durable) -> Resul
     let source = open(from, OpenOptions::default())?;
     let options = ConvertOptions {
         overwrite: true,
-        threads: 1,
+        threads: Some(1),
         durable: Some(durable),
         ..ConvertOptions::default()
     };
@@ -54,7 +54,10 @@ fn equal(a: &Path, b: &Path) -> bool {
         open(b, OpenOptions::default()).unwrap(),
     );
     let mut differences = 0;
-    diff(&*a, &*b, Tolerance::default(), &mut |_, _| differences += 1).unwrap();
+    diff(&*a, &*b, DiffOptions::default(), &mut |_, _| {
+        differences += 1
+    })
+    .unwrap();
     differences == 0
 }
 
@@ -135,7 +138,9 @@ fn a_failure_at_any_step_leaves_the_source_and_an_old_or_new_destination() {
                     let opened = open(&destination, OpenOptions::default())
                         .unwrap_or_else(|e| panic!("{case}: {e}"));
                     assert!(
-                        verify(&*opened, Level::Deep, None).unwrap().is_ok(),
+                        verify(&*opened, Level::Deep, VerifyOptions::default())
+                            .unwrap()
+                            .is_ok(),
                         "{case}"
                     );
                     assert!(

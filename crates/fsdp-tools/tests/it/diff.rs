@@ -8,8 +8,8 @@ use fsdp_formats::digest::digest;
 use fsdp_formats::internals::encode_value;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::diff::{Difference, Tolerance, diff, diff_digests};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::diff::{DiffOptions, Difference, Tolerance, diff, diff_digests};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::foreign::{fixture, opened};
 
@@ -45,8 +45,7 @@ fn nothing_is_near_an_infinity_but_itself() {
     ] {
         for (a, first) in numbers.iter().zip(&files) {
             for (b, second) in numbers.iter().zip(&files) {
-                let mut differences = 0;
-                diff(&**first, &**second, tolerance, &mut |_, _| differences += 1).unwrap();
+                let differences = differences(&**first, &**second, tolerance).len();
                 let is_near = a == b || a.is_nan() && b.is_nan() || a.is_finite() && b.is_finite();
                 assert_eq!(
                     differences == 0,
@@ -64,8 +63,12 @@ fn differences(
     second: &dyn Checkpoint,
     tolerance: Tolerance,
 ) -> Vec<(String, Difference)> {
+    let options = DiffOptions {
+        tolerance,
+        threads: None,
+    };
     let mut found = Vec::new();
-    diff(first, second, tolerance, &mut |key, difference| {
+    diff(first, second, options, &mut |key, difference| {
         found.push((key.to_owned(), difference))
     })
     .unwrap();
@@ -252,7 +255,9 @@ fn what_differs_in_one_thing_other_than_elements_is_found() {
             add_integrity(copy.as_path(), None).unwrap();
             let sealed = opened(&copy);
             assert!(
-                verify(&*sealed, Level::Deep, None).unwrap().is_ok(),
+                verify(&*sealed, Level::Deep, VerifyOptions::default())
+                    .unwrap()
+                    .is_ok(),
                 "{name}"
             );
             sealed

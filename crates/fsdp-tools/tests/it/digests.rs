@@ -15,7 +15,7 @@ use fsdp_formats::writer::{RankItems, RankWritten, WriteOptions, finish_encoded,
 use fsdp_layout::with_causes;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::sample::sample;
 use crate::state::{State, save};
@@ -35,7 +35,7 @@ fn recorded(path: &Path) -> StateDigest {
         "{}",
         path.display()
     );
-    let report = verify(&*checkpoint, Level::Deep, None).unwrap();
+    let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(report.is_ok(), "{}: {:?}", path.display(), report.problems);
     assert_eq!(report.digests, recorded.len());
     recorded
@@ -144,8 +144,12 @@ fn state_that_is_not_what_its_digests_say_is_found_where_all_hashes_are_right() 
         change_digest(&path, name);
     }
     let checkpoint = opened(&path);
-    assert!(verify(&*checkpoint, Level::Hashes, None).unwrap().is_ok());
-    let report = verify(&*checkpoint, Level::Deep, None).unwrap();
+    assert!(
+        verify(&*checkpoint, Level::Hashes, VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
+    let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
     let mut names: Vec<&str> = report
         .problems
         .iter()
@@ -341,7 +345,7 @@ fn digests_that_another_program_took_over_are_stale_and_not_trusted() {
         });
         let checkpoint = opened(&path);
         assert_eq!(checkpoint.digests(), None, "{fixture}");
-        let report = verify(&*checkpoint, Level::Deep, None).unwrap();
+        let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
         assert!(report.is_ok(), "{fixture}: {:?}", report.problems);
         assert!(report.stale_digests, "{fixture}");
         // A copy has its own again.
@@ -372,7 +376,7 @@ fn data_that_was_changed_in_its_place_is_not_what_the_digests_say() {
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&path, bytes).unwrap();
-    let report = verify(&*opened(&path), Level::Deep, None).unwrap();
+    let report = verify(&*opened(&path), Level::Deep, VerifyOptions::default()).unwrap();
     assert_eq!((report.problems.len(), report.stale_digests), (1, false));
 }
 

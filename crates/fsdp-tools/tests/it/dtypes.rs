@@ -11,7 +11,7 @@ use fsdp_layout::with_causes;
 use fsdp_layout::{DType, PlainValue, PythonType, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_tools::map::{Map, Mapped, Values};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::truth::{Tensor, fixtures};
 
@@ -49,7 +49,7 @@ fn truth() -> BTreeMap<String, Tensor> {
 
 /// Returns all tensors of a checkpoint, after verifying it.
 fn tensors(checkpoint: &dyn Checkpoint) -> BTreeMap<String, Tensor> {
-    let report = verify(checkpoint, Level::Deep, None).unwrap();
+    let report = verify(checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(report.is_ok(), "{:?}", report.problems);
     let read = |(fqn, tensor): (&str, &fsdp_formats::metadata::TensorEntry)| {
         let (dtype, bounds) = (tensor.properties.dtype, TensorBox::whole(&tensor.shape));

@@ -8,7 +8,7 @@ use fsdp_formats::internals::encode_value;
 use fsdp_formats::metadata::Entry;
 use fsdp_layout::{PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused};
 
@@ -238,7 +238,7 @@ fn damage_in_a_part_of_a_folder_is_found_with_its_key_and_its_file() {
     let middle = bytes.len() / 2;
     bytes.truncate(middle);
     std::fs::write(&file, bytes).unwrap();
-    let report = verify(&*opened(&to), Level::Sizes, None).unwrap();
+    let report = verify(&*opened(&to), Level::Sizes, VerifyOptions::default()).unwrap();
     assert!(!report.is_ok());
     assert!(
         report
@@ -431,7 +431,11 @@ fn weights_for_hugging_face_take_configuration_and_tokenizer_along() {
         std::fs::read(to.join("config.json")).unwrap(),
         b"config.json"
     );
-    assert!(verify(&*opened(&to), Level::Deep, None).unwrap().is_ok());
+    assert!(
+        verify(&*opened(&to), Level::Deep, VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
 }
 
 #[test]

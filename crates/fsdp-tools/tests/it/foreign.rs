@@ -6,8 +6,8 @@ use fsdp_formats::FileError;
 use fsdp_formats::checkpoint::{Checkpoint, open};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::diff::{Tolerance, diff};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::diff::{DiffOptions, diff};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -30,7 +30,7 @@ pub(crate) fn refused(path: &Path) -> FileError {
 /// Lists the differences of two checkpoints.
 pub(crate) fn differences(a: &dyn Checkpoint, b: &dyn Checkpoint) -> Vec<String> {
     let mut found = Vec::new();
-    diff(a, b, Tolerance::default(), &mut |key, difference| {
+    diff(a, b, DiffOptions::default(), &mut |key, difference| {
         found.push(format!("{key}: {difference:?}"))
     })
     .unwrap();
@@ -39,7 +39,7 @@ pub(crate) fn differences(a: &dyn Checkpoint, b: &dyn Checkpoint) -> Vec<String>
 
 /// Asserts that a checkpoint is sound, and that every format holds the same after a conversion.
 pub(crate) fn assert_converts(source: &dyn Checkpoint) {
-    let report = verify(source, Level::Deep, None).unwrap();
+    let report = verify(source, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(report.is_ok(), "{:?}", report.problems);
     let parent = tempfile::tempdir().unwrap();
     for (number, target) in [

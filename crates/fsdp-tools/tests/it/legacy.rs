@@ -6,8 +6,8 @@ use fsdp_formats::checkpoint::{Format, open};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::{ErrorKind, Failure, PlainValue, PythonType};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::diff::{Tolerance, diff};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::diff::{DiffOptions, diff};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -21,7 +21,7 @@ fn differences(a: &Path, b: &Path) -> Vec<String> {
         open(b, OpenOptions::default()).unwrap(),
     );
     let mut found = Vec::new();
-    diff(&*a, &*b, Tolerance::default(), &mut |key, difference| {
+    diff(&*a, &*b, DiffOptions::default(), &mut |key, difference| {
         found.push(format!("{key}: {difference:?}"))
     })
     .unwrap();
@@ -34,7 +34,11 @@ fn a_legacy_file_holds_what_the_new_one_does() {
     let source = open(&legacy, OpenOptions::default()).unwrap();
     assert_eq!(source.format(), Format::Torch);
     assert!(source.metadata().tensors().count() > 20);
-    assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
+    assert!(
+        verify(&*source, Level::Deep, VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
     assert_eq!(differences(&legacy, &new), [""; 0]);
     let parent = tempfile::tempdir().unwrap();
     for (number, target) in [
@@ -147,5 +151,9 @@ fn a_module_that_was_saved_whole_opens_in_the_old_format_too() {
         .map(|(fqn, tensor)| (fqn, tensor.shape.as_slice()))
         .collect();
     assert_eq!(tensors, [("0.weight", &[3, 2][..]), ("0.bias", &[3])]);
-    assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
+    assert!(
+        verify(&*source, Level::Deep, VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
 }

@@ -4,7 +4,7 @@
 use fsdp_formats::checkpoint::Checkpoint as _;
 use fsdp_layout::PlainValue;
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::foreign::{assert_converts, differences, fixture, opened};
 
@@ -14,7 +14,7 @@ fn boxes_of_uneven_rows_make_the_tensors_that_were_cut() {
     let parent = tempfile::tempdir().unwrap();
     for name in ["flat", "hybrid"] {
         let source = opened(&fixture("fsdp_dtensor").join(name));
-        let report = verify(&*source, Level::Deep, None).unwrap();
+        let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
         assert!(report.is_ok(), "{name}: {:?}", report.problems);
         assert_eq!(
             report.opaque,

@@ -9,7 +9,7 @@ use fsdp_layout::with_causes;
 use fsdp_layout::{DType, ErrorKind, Failure, PlainTensor, PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
 use fsdp_tools::merge::{Average, Lora, LoraConfig};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use half::bf16;
 
 use crate::foreign::opened;
@@ -121,7 +121,11 @@ fn an_average_is_rounded_once_and_leaves_counts_and_optimizers() {
     .unwrap();
     let written = opened(&to);
     assert_eq!(floats(&*written, "w"), [1.25, -1.0]);
-    assert!(verify(&*written, Level::Deep, None).unwrap().is_ok());
+    assert!(
+        verify(&*written, Level::Deep, VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
 }
 
 #[test]

@@ -7,8 +7,8 @@ use fsdp_formats::{FileError, FormatError};
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, PlainValue, TensorBox};
 use fsdp_tools::convert::{Rename, View};
-use fsdp_tools::diff::{Tolerance, diff};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::diff::{DiffOptions, diff};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::foreign::{assert_converts, differences, fixture, opened, refused, replace};
 
@@ -56,7 +56,7 @@ fn compressed_arrays_are_read_in_any_part_and_their_damage_is_found() {
     std::fs::copy(fixture("numpy_gguf/compressed.npz"), &path).unwrap();
     add_integrity(&path, None).unwrap();
     let sealed = opened(&path);
-    let report = verify(&*sealed, Level::Deep, None).unwrap();
+    let report = verify(&*sealed, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
         report.is_ok() && report.digests == 8,
         "{:?}",
@@ -76,7 +76,8 @@ fn compressed_arrays_are_read_in_any_part_and_their_damage_is_found() {
         changed[at + bit / 8] ^= 1 << (bit % 8);
         std::fs::write(&path, changed).unwrap();
         let is_sound = open(&path, OpenOptions::default()).is_ok_and(|opened| {
-            verify(&*opened, Level::Hashes, None).is_ok_and(|report| report.is_ok())
+            verify(&*opened, Level::Hashes, VerifyOptions::default())
+                .is_ok_and(|report| report.is_ok())
         });
         assert!(!is_sound, "bit {bit}");
     }
@@ -219,7 +220,7 @@ fn blocks_of_gguf_that_are_not_read_are_compared_and_must_be_there() {
     std::fs::write(&path, &changed).unwrap();
     let (first, second) = (numpy_gguf("model.gguf"), opened(&path));
     let mut found = Vec::new();
-    diff(&*first, &*second, Tolerance::default(), &mut |fqn, _| {
+    diff(&*first, &*second, DiffOptions::default(), &mut |fqn, _| {
         found.push(fqn.to_owned())
     })
     .unwrap();

@@ -10,8 +10,8 @@ use fsdp_formats::plan::LoadRequest;
 use fsdp_formats::reader::{CheckpointReader, OpenOptions};
 use fsdp_layout::{DType, PathPart, PlainValue, TensorBox};
 use fsdp_tools::convert::{Cast, ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_tools::diff::{Tolerance, diff};
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::diff::{DiffOptions, diff};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 fn foreign(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -52,7 +52,7 @@ fn differences(a: &Path, b: &Path) -> Vec<String> {
         open(b, OpenOptions::default()).unwrap(),
     );
     let mut found = Vec::new();
-    diff(&*a, &*b, Tolerance::default(), &mut |key, _| {
+    diff(&*a, &*b, DiffOptions::default(), &mut |key, _| {
         found.push(key.to_owned())
     })
     .unwrap();
@@ -65,7 +65,7 @@ fn a_sound_object_is_opaque_and_copied_byte_for_byte() {
     for (name, of) in OBJECTS {
         let path = foreign(&format!("obj/{name}"));
         let source = open(&path, OpenOptions::default()).unwrap();
-        let report = verify(&*source, Level::Deep, None).unwrap();
+        let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
         assert!(report.is_ok(), "{name}: {:?}", report.problems);
         let [(key, found)] = report.opaque.as_slice() else {
             panic!("{name}: {:?}", report.opaque)
@@ -88,7 +88,7 @@ fn a_sound_object_is_opaque_and_copied_byte_for_byte() {
             verify(
                 &*open(&copy, OpenOptions::default()).unwrap(),
                 Level::Deep,
-                None
+                VerifyOptions::default()
             )
             .unwrap()
             .is_ok()
@@ -222,7 +222,7 @@ fn a_copy_has_the_items_of_all_values_as_they_are_under_any_name() {
             verify(
                 &*open(copy, OpenOptions::default()).unwrap(),
                 Level::Deep,
-                None
+                VerifyOptions::default()
             )
             .unwrap()
             .is_ok()
@@ -239,7 +239,7 @@ fn torch_files_open_around_what_is_opaque() {
         ("multistep.pt", &["collections.Counter"], 0),
     ] {
         let source = open(foreign(name), OpenOptions::default()).unwrap();
-        let report = verify(&*source, Level::Deep, None).unwrap();
+        let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
         assert!(report.is_ok(), "{name}: {:?}", report.problems);
         assert_eq!(
             report
@@ -289,7 +289,7 @@ fn checkpoints_of_megatron_core_open_and_reshard() {
     let parent = tempfile::tempdir().unwrap();
     let path = foreign("mcore");
     let source = open(&path, OpenOptions::default()).unwrap();
-    let report = verify(&*source, Level::Deep, None).unwrap();
+    let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
         report.is_ok() && report.tensors > 0,
         "{:?}",
@@ -356,7 +356,7 @@ fn a_tensor_of_a_subclass_is_opaque_and_copied_byte_for_byte() {
         let path = foreign(&format!("opaque_tensors/{name}"));
         let source = open(&path, OpenOptions::default()).unwrap();
         for level in [Level::Sizes, Level::Hashes, Level::Deep] {
-            let report = verify(&*source, level, None).unwrap();
+            let report = verify(&*source, level, VerifyOptions::default()).unwrap();
             assert!(report.is_ok(), "{name}: {:?}", report.problems);
             let expected: Vec<_> = tensors
                 .iter()
@@ -385,7 +385,7 @@ fn a_tensor_of_a_subclass_is_opaque_and_copied_byte_for_byte() {
                     "{fqn}"
                 );
             }
-            let report = verify(&*copied, Level::Deep, None).unwrap();
+            let report = verify(&*copied, Level::Deep, VerifyOptions::default()).unwrap();
             assert!(
                 report.is_ok() && report.digests == copied.metadata().entries.len(),
                 "{:?}",
@@ -410,7 +410,7 @@ fn a_tensor_of_a_subclass_is_opaque_and_copied_byte_for_byte() {
             verify(
                 &*open(&sealed, OpenOptions::default()).unwrap(),
                 Level::Deep,
-                None
+                VerifyOptions::default()
             )
             .unwrap()
             .is_ok()
@@ -437,7 +437,7 @@ fn a_changed_byte_of_an_opaque_tensor_is_a_difference_and_a_problem() {
     let report = verify(
         &*open(&copy, OpenOptions::default()).unwrap(),
         Level::Hashes,
-        None,
+        VerifyOptions::default(),
     )
     .unwrap();
     assert!(!report.is_ok());
@@ -448,7 +448,7 @@ fn a_changed_byte_of_an_opaque_tensor_is_a_difference_and_a_problem() {
     let report = verify(
         &*open(&copy, OpenOptions::default()).unwrap(),
         Level::Sizes,
-        None,
+        VerifyOptions::default(),
     )
     .unwrap();
     assert!(!report.is_ok());
@@ -515,7 +515,10 @@ fn an_opaque_tensor_that_would_be_lost_is_an_error_unless_it_may_be() {
         let cast = View::new(
             &*source,
             |_| Rename::Keep,
-            Some(Cast::parameters(DType::F16)),
+            Some(Cast {
+                dtype: DType::F16,
+                with_optimizer: false,
+            }),
         )
         .unwrap();
         let cast_to = parent.path().join(format!("{name}-cast"));
@@ -591,7 +594,9 @@ fn an_object_as_a_key_and_text_that_is_no_text_make_only_their_value_opaque() {
     ] {
         let source = open(foreign(name), OpenOptions::default()).unwrap();
         assert!(
-            verify(&*source, Level::Deep, None).unwrap().is_ok(),
+            verify(&*source, Level::Deep, VerifyOptions::default())
+                .unwrap()
+                .is_ok(),
             "{name}"
         );
         let to = parent.path().join(name);

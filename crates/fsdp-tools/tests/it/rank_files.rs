@@ -9,7 +9,7 @@ use fsdp_formats::internals::encode_value;
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused, replace};
@@ -116,7 +116,7 @@ fn copies_that_differ_are_an_error_that_names_the_tensor() {
         .collect();
     replace(&path.join("model_world_size_4_rank_3.pt"), &mask, &other);
     let source = opened(&path);
-    let report = verify(&*source, Level::Deep, None).unwrap();
+    let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
         report
             .problems
@@ -219,7 +219,7 @@ fn files_of_two_saves_are_not_mixed() {
     )
     .unwrap();
     let source = opened(&path);
-    let report = verify(&*source, Level::Structure, None).unwrap();
+    let report = verify(&*source, Level::Structure, VerifyOptions::default()).unwrap();
     assert!(
         report
             .problems
@@ -245,7 +245,7 @@ fn the_file_of_one_rank_is_an_incomplete_checkpoint() {
         (tensor.shape.as_slice(), tensor.chunks.len()),
         (&[8, 6][..], 1)
     );
-    let report = verify(&*source, Level::Structure, None).unwrap();
+    let report = verify(&*source, Level::Structure, VerifyOptions::default()).unwrap();
     assert!(
         report
             .problems

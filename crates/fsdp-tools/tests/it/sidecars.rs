@@ -11,7 +11,7 @@ use fsdp_layout::{DType, PlainTensor, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
 use fsdp_tools::map::{Map, Mapped, Values};
 use fsdp_tools::merge::Average;
-use fsdp_tools::verify::{Level, add_integrity, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, add_integrity, verify};
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, replace};
 
@@ -161,7 +161,11 @@ fn a_copy_has_the_file_as_it_is_where_all_of_it_is_wanted() {
             );
             let copied = opened(&to);
             assert_eq!(copied.metadata().entries.len(), keys);
-            assert!(verify(&*copied, Level::Deep, None).unwrap().is_ok());
+            assert!(
+                verify(&*copied, Level::Deep, VerifyOptions::default())
+                    .unwrap()
+                    .is_ok()
+            );
             // The framework finds in `.metadata` what it found there before, and nothing of the
             // other file.
             let own = CheckpointReader::open(&to).unwrap();
@@ -350,7 +354,7 @@ fn damage_to_such_a_file_is_found_with_and_without_hashes() {
         b"hyper_parameters",
         b"hyper_parameterz",
     );
-    let report = verify(&*opened(&path), Level::Hashes, None).unwrap();
+    let report = verify(&*opened(&path), Level::Hashes, VerifyOptions::default()).unwrap();
     assert!(
         report
             .problems
@@ -365,7 +369,7 @@ fn damage_to_such_a_file_is_found_with_and_without_hashes() {
         b"hyper_parameters",
     );
     add_integrity(&path, None).unwrap();
-    let report = verify(&*opened(&path), Level::Deep, None).unwrap();
+    let report = verify(&*opened(&path), Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
         report.is_ok() && report.has_integrity,
         "{:?}",

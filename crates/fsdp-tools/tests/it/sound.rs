@@ -7,7 +7,7 @@ use fsdp_formats::checkpoint::{Format, open};
 use fsdp_formats::internals::encode_value;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::{DType, ErrorKind, Failure, PlainTensor, PlainValue};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -58,7 +58,7 @@ fn an_archive_of_numpy_may_be_empty() {
 #[test]
 fn an_expanded_tensor_that_is_too_large_to_check_is_not_damage() {
     let opened = open(fixture("expanded.pt"), OpenOptions::default()).unwrap();
-    let report = verify(&*opened, Level::Deep, None).unwrap();
+    let report = verify(&*opened, Level::Deep, VerifyOptions::default()).unwrap();
     let kinds: Vec<ErrorKind> = report.problems.iter().map(|problem| problem.kind).collect();
     assert_eq!(
         kinds,

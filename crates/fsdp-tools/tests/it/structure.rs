@@ -11,8 +11,8 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainTensor, PlainValue, PythonType};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, Rename, View, convert};
-use fsdp_tools::diff::{Difference, Tolerance, diff};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::diff::{DiffOptions, Difference, diff};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 
 use crate::state::{State, save};
 
@@ -277,7 +277,7 @@ fn a_type_that_a_simpler_value_describes_is_not_that_value() {
             written("b.pt", value.untyped().clone()),
         );
         let mut found = Vec::new();
-        diff(&*a, &*b, Tolerance::default(), &mut |key, difference| {
+        diff(&*a, &*b, DiffOptions::default(), &mut |key, difference| {
             found.push((key.to_owned(), difference))
         })
         .unwrap();
@@ -337,9 +337,12 @@ fn a_tuple_and_a_list_of_the_same_items_differ() {
         (&list, &tuple, "a list of 2", "a tuple of 2"),
     ] {
         let mut found = Vec::new();
-        diff(&**a, &**b, Tolerance::default(), &mut |key, difference| {
-            found.push((key.to_owned(), difference))
-        })
+        diff(
+            &**a,
+            &**b,
+            DiffOptions::default(),
+            &mut |key, difference| found.push((key.to_owned(), difference)),
+        )
         .unwrap();
         let container = Difference::Container {
             first: first.to_owned(),
@@ -386,7 +389,7 @@ fn a_difference_of_containers_is_a_difference() {
     ] {
         let (a, b) = (written("a.pt", &first), written("b.pt", &second));
         let mut found = Vec::new();
-        diff(&*a, &*b, Tolerance::default(), &mut |key, difference| {
+        diff(&*a, &*b, DiffOptions::default(), &mut |key, difference| {
             found.push((key.to_owned(), difference))
         })
         .unwrap();
@@ -455,7 +458,7 @@ fn a_checkpoint_equals_its_own_conversion() {
             for (a, b) in [(&source, &converted), (&converted, &source)] {
                 let mut found = Vec::new();
                 let mut add = |key: &str, difference| found.push((key.to_owned(), difference));
-                diff(&**a, &**b, Tolerance::default(), &mut add).unwrap();
+                diff(&**a, &**b, DiffOptions::default(), &mut add).unwrap();
                 assert_eq!(found, [], "{} as {target:?}", from.display());
             }
         }
@@ -476,7 +479,7 @@ fn a_checkpoint_equals_its_own_conversion() {
     diff(
         &*source,
         &*converted,
-        Tolerance::default(),
+        DiffOptions::default(),
         &mut |key, _| found.push(key.to_owned()),
     )
     .unwrap();
@@ -555,7 +558,11 @@ fn tensors_inside_a_value_stay_apart_where_their_paths_are_the_same() {
         let written = open(&to, OpenOptions::default()).unwrap();
         assert_eq!(written.read_value("x").unwrap(), value, "{target:?}");
         assert_eq!(written.metadata().entries.len(), 3);
-        assert!(verify(&*written, Level::Deep, None).unwrap().is_ok());
+        assert!(
+            verify(&*written, Level::Deep, VerifyOptions::default())
+                .unwrap()
+                .is_ok()
+        );
     }
 }
 
@@ -581,7 +588,7 @@ fn a_dict_with_a_number_and_its_text_as_keys_is_equal_to_itself() {
         .unwrap();
         let [a, b] = [(); 2].map(|()| open(&path, OpenOptions::default()).unwrap());
         let mut found = Vec::new();
-        diff(&*a, &*b, Tolerance::default(), &mut |key, difference| {
+        diff(&*a, &*b, DiffOptions::default(), &mut |key, difference| {
             found.push((key.to_owned(), difference))
         })
         .unwrap();

@@ -8,7 +8,7 @@ use fsdp_formats::checkpoint::Checkpoint;
 use fsdp_tools::convert::{ConvertOptions, Converted, OutputFormat, convert};
 use fsdp_tools::map::{Map, Mapped};
 use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, differences, opened, refused};
@@ -109,7 +109,7 @@ fn the_parts_of_ranks_read_as_the_whole_bit_for_bit() {
             let read = opened(&to);
             assert_eq!(differences(&*source, &*read), [""; 0], "{ranks} ranks");
             assert_converts(&*read);
-            let report = verify(&*read, Level::Deep, None).unwrap();
+            let report = verify(&*read, Level::Deep, VerifyOptions::default()).unwrap();
             assert_eq!(report.replicas > 0, ranks > 1, "copies of norms");
         }
     }
@@ -201,7 +201,11 @@ fn a_copy_that_is_damaged_on_one_rank_is_found_without_hashes() {
     let source = opened(&path);
     export(&*source, &plan(&model, &*source, 4), &to, 1 << 30).unwrap();
     std::fs::remove_file(to.join(".integrity")).unwrap();
-    assert!(verify(&*opened(&to), Level::Deep, None).unwrap().is_ok());
+    assert!(
+        verify(&*opened(&to), Level::Deep, VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
     // The heads of keys on ranks 2 and 3 are the same: the file of rank 3 has a copy.
     let file = to.join("model-rank-3-part-0.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
@@ -212,7 +216,7 @@ fn a_copy_that_is_damaged_on_one_rank_is_found_without_hashes() {
     bytes[data + start + 5] ^= 1;
     std::fs::write(&file, bytes).unwrap();
     let damaged = opened(&to);
-    let report = verify(&*damaged, Level::Deep, None).unwrap();
+    let report = verify(&*damaged, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(
         report
             .problems

@@ -12,8 +12,10 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::diff::{Difference, Tolerance, diff};
-use fsdp_tools::verify::{Level, Report, add_integrity, unknown_files, verify};
+use fsdp_tools::diff::{DiffOptions, Difference, Tolerance, diff};
+use fsdp_tools::verify::{
+    Level, Report, VerifyOptions, add_integrity, compute_census, find_unknown_files, verify,
+};
 
 use crate::sample::sample;
 use crate::state::save;
@@ -23,7 +25,12 @@ use crate::truth::{Truth, check_against_truth, dcp_fixtures, fixtures};
 const LARGE: [usize; 2] = [1024, 4099];
 
 fn verified(path: &Path, level: Level) -> Report {
-    verify(&*open(path, OpenOptions::default()).unwrap(), level, None).unwrap()
+    verify(
+        &*open(path, OpenOptions::default()).unwrap(),
+        level,
+        VerifyOptions::default(),
+    )
+    .unwrap()
 }
 
 /// Makes a writable copy of a fixture.
@@ -94,8 +101,7 @@ fn a_complex_number_with_a_part_that_is_not_finite_is_counted() {
         ("c", 3, 1, 1)
     );
     assert_eq!(
-        fsdp_tools::verify::census(&*open(&path, OpenOptions::default()).unwrap(), "c", None)
-            .unwrap(),
+        compute_census(&*open(&path, OpenOptions::default()).unwrap(), "c").unwrap(),
         None
     );
 }
@@ -129,7 +135,11 @@ fn sealing_makes_later_damage_visible() {
                 // Metadata is checked when the checkpoint is opened, data by `verify`.
                 let found = match open(&path, OpenOptions::default()) {
                     Err(_) => true,
-                    Ok(checkpoint) => !verify(&*checkpoint, Level::Hashes, None).unwrap().is_ok(),
+                    Ok(checkpoint) => {
+                        !verify(&*checkpoint, Level::Hashes, VerifyOptions::default())
+                            .unwrap()
+                            .is_ok()
+                    }
                 };
                 assert!(found, "byte {at} of {}", file.display());
                 flip(&file, at);
@@ -169,7 +179,11 @@ fn single_files_are_sealed_too() {
                 flip(path, at);
                 let found = match open(&file, OpenOptions::default()) {
                     Err(_) => true,
-                    Ok(checkpoint) => !verify(&*checkpoint, Level::Hashes, None).unwrap().is_ok(),
+                    Ok(checkpoint) => {
+                        !verify(&*checkpoint, Level::Hashes, VerifyOptions::default())
+                            .unwrap()
+                            .is_ok()
+                    }
                 };
                 assert!(found, "byte {at} of {}", path.display());
                 flip(path, at);
@@ -224,7 +238,7 @@ fn checksums_find_damage_in_foreign_checkpoints() {
     assert_eq!(report.problems.len(), 1);
     assert_eq!(report.problems[0].fqn.as_deref(), Some("rep"));
     std::fs::write(path.join("__7_0.distcp"), b"left by an earlier save").unwrap();
-    let unknown = unknown_files(&*open(&path, OpenOptions::default()).unwrap()).unwrap();
+    let unknown = find_unknown_files(&*open(&path, OpenOptions::default()).unwrap()).unwrap();
     assert_eq!(unknown, [Path::new("__7_0.distcp")]);
 }
 
@@ -508,12 +522,12 @@ fn differences_are_told_apart() {
     )
     .unwrap();
     let mut found = Vec::new();
-    diff(&*a, &*a, Tolerance::default(), &mut |key, difference| {
+    diff(&*a, &*a, DiffOptions::default(), &mut |key, difference| {
         found.push((key.to_owned(), difference))
     })
     .unwrap();
     assert_eq!(found, []);
-    diff(&*a, &*b, Tolerance::default(), &mut |key, difference| {
+    diff(&*a, &*b, DiffOptions::default(), &mut |key, difference| {
         found.push((key.to_owned(), difference))
     })
     .unwrap();
@@ -532,9 +546,12 @@ fn differences_are_told_apart() {
     diff(
         &*a,
         &*b,
-        Tolerance {
-            absolute: 100.0,
-            relative: 0.0,
+        DiffOptions {
+            tolerance: Tolerance {
+                absolute: 100.0,
+                relative: 0.0,
+            },
+            threads: None,
         },
         &mut |_, _| loose += 1,
     )
@@ -545,7 +562,7 @@ fn differences_are_told_apart() {
     diff(
         &*a,
         &*c,
-        Tolerance::default(),
+        DiffOptions::default(),
         &mut |_, difference| match difference {
             Difference::OnlyInFirst => kinds.0 += 1,
             Difference::OnlyInSecond => kinds.1 += 1,

@@ -9,7 +9,7 @@ use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, PlainTensor, PlainValue};
 use fsdp_tools::convert::{ConvertOptions, OutputFormat, convert};
-use fsdp_tools::verify::{Level, verify};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use indexmap::IndexMap;
 
 fn tensor() -> PlainValue {
@@ -164,7 +164,7 @@ fn copies_that_ranks_have_noted_are_compared_and_a_file_without_a_note_is_no_cop
     std::fs::remove_file(&to).unwrap();
     write(files[1], note, 3);
     let source = open(parent.path(), OpenOptions::default()).unwrap();
-    let report = verify(&*source, Level::Deep, None).unwrap();
+    let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
     assert_eq!(report.problems.len(), 1, "{:?}", report.problems);
     assert_eq!(report.problems[0].file.as_deref(), Some(files[1]));
     let error = with_causes(
@@ -205,7 +205,7 @@ fn copies_of_a_tensor_inside_a_value_belong_to_the_value() {
     let source = open(parent.path(), OpenOptions::default()).unwrap();
     assert_eq!(source.read_value("v").unwrap(), tensor());
     assert_eq!(source.metadata().entries.keys().collect::<Vec<_>>(), ["v"]);
-    let report = verify(&*source, Level::Deep, None).unwrap();
+    let report = verify(&*source, Level::Deep, VerifyOptions::default()).unwrap();
     assert!(report.is_ok(), "{:?}", report.problems);
     convert(
         &*source,
@@ -476,7 +476,11 @@ fn tensors_that_an_index_leaves_out_are_read_where_they_are() {
     let mut keys: Vec<&String> = source.metadata().entries.keys().collect();
     keys.sort();
     assert_eq!(keys, ["a", "b", "c"]);
-    assert!(verify(&*source, Level::Deep, None).unwrap().is_ok());
+    assert!(
+        verify(&*source, Level::Deep, VerifyOptions::default())
+            .unwrap()
+            .is_ok()
+    );
 }
 
 #[test]
