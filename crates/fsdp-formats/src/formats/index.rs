@@ -38,9 +38,9 @@ impl Index {
     /// Sorts keys in the order of the index, which is the model's. Keys that it does not list come
     /// last.
     pub(crate) fn sort(&self, metadata: &mut Metadata) {
-        let position = |key: &String| self.weight_map.get_index_of(key);
         let entries = &mut metadata.entries;
-        entries.sort_by_cached_key(|key, _| position(key).unwrap_or(usize::MAX));
+        entries
+            .sort_by_cached_key(|key, _| self.weight_map.get_index_of(key).unwrap_or(usize::MAX));
     }
 
     /// Returns the keys of each file. A file that is not in the directory of the index is an error.

@@ -22,17 +22,18 @@ pub(crate) enum Storages {
 impl Storages {
     /// Returns where a storage begins, after checking that it has at least this many bytes.
     pub(crate) fn find_start(&self, key: &str, bytes: u64) -> Result<StorageStart> {
-        let missing = |name: String| FormatError::MissingRecord { name };
         let (start, length) = match self {
             Storages::Archive(archive) => {
                 let name = format!("data/{key}");
                 let found = archive.records.get_full(&name);
-                let (index, _, record) = found.ok_or_else(|| missing(name))?;
+                let (index, _, record) = found.ok_or(FormatError::MissingRecord { name })?;
                 (StorageStart::Record(archive.clone(), index), record.length)
             }
             Storages::Legacy(storages) => {
                 let found = storages.get(key);
-                let range = found.ok_or_else(|| missing(key.to_owned()))?;
+                let range = found.ok_or_else(|| FormatError::MissingRecord {
+                    name: key.to_owned(),
+                })?;
                 (StorageStart::Offset(range.start), range.end - range.start)
             }
         };

@@ -286,14 +286,14 @@ pub(super) fn read_item_bytes(
 
 /// Decompresses one zstd stream, to at most `max_bytes` bytes.
 fn decompress_zstd(compressed: &[u8], max_bytes: u64) -> Result<Vec<u8>, FormatError> {
-    let malformed = |error: &dyn ToString| FormatError::malformed("zstd stream", error.to_string());
-    let decoder =
-        ruzstd::decoding::StreamingDecoder::new(compressed).map_err(|error| malformed(&error))?;
+    const WHAT: &str = "zstd stream";
+    let decoder = ruzstd::decoding::StreamingDecoder::new(compressed)
+        .map_err(|error| FormatError::malformed(WHAT, error))?;
     let mut bytes = Vec::new();
     decoder
         .take(max_bytes + 1)
         .read_to_end(&mut bytes)
-        .map_err(|error| malformed(&error))?;
+        .map_err(|error| FormatError::malformed(WHAT, error))?;
     check_limit("decompressed length", bytes.len() as u64, max_bytes)?;
     Ok(bytes)
 }
