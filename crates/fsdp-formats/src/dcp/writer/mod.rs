@@ -17,6 +17,7 @@
 //! use std::borrow::Cow;
 //! use std::ops::Range;
 //! use fsdp_formats::FileError;
+//! use fsdp_formats::checkpoint::Checkpoint as _;
 //! use fsdp_formats::storage::Durable;
 //! use fsdp_formats::plan::{plan_save, LocalPlan, Deduplicate};
 //! use fsdp_formats::reader::CheckpointReader;
