@@ -8,9 +8,20 @@ use crate::dcp::reader::CheckpointReader;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint as _;
 use crate::steps::step_of;
-pub use crate::storage::lineage::{DataPosition, Lineage, Parent};
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+pub use crate::storage::lineage::{Branch, BranchPoint, DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
 use crate::storage::names::METADATA_FILE;
+
+/// Reads the lineage of a checkpoint; `None` if none was recorded. Only its integrity file is read.
+///
+/// # Errors
+/// A directory that cannot be opened, an integrity file that cannot be read or is damaged.
+pub fn read_lineage(checkpoint: &Location) -> Result<Option<Lineage>, FileError> {
+    let directory = CheckedDirectory::open(checkpoint, true, Links::Refuse)?;
+    Ok(directory.lineage().cloned())
+}
 
 /// A checkpoint of a run, as [`chain`] found it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -192,6 +203,7 @@ mod tests {
         });
         let lineage = Lineage {
             step,
+            branch: Branch::default(),
             parent,
             config: Some("c".to_owned()),
             data,

@@ -1,7 +1,7 @@
 //! The checkpoint that a run continues from: the newest, or an older one where that is damaged.
 
 use anyhow::{Error, Result};
-use fsdp::checkpoint::{Location, StepCheckpoint, list_checkpoints};
+use fsdp::checkpoint::{Location, StepCheckpoint, list_newest_first};
 
 use super::arguments::ResumeMode;
 use super::settings::Resume;
@@ -39,17 +39,18 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Returns the step of the newest checkpoint that is not known to be damaged.
+    /// Returns the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
     /// The storage cannot be read.
-    pub(super) fn newest_step(&self) -> Result<Option<u64>> {
+    pub(super) fn newest(&self) -> Result<Option<StepCheckpoint>> {
         if !self.run.exists()? {
             return Ok(None);
         }
-        let mut checkpoints = list_checkpoints(self.run)?;
-        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
-        Ok(checkpoints.last().map(|newest| newest.step))
+        let checkpoints = list_newest_first(self.run)?.into_iter();
+        Ok(checkpoints
+            .filter(|checkpoint| !self.damaged.contains(&checkpoint.path))
+            .next())
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -66,11 +67,14 @@ impl<'a> Candidates<'a> {
     /// There is no such checkpoint, or it is damaged ([`UnreadableCheckpoint`]).
     pub(super) fn open_newest(&mut self) -> Result<Resume> {
         let damage = self.damage.take();
-        let mut checkpoints = self.of_run()?;
         // The step in memory is newer than all undamaged checkpoints.
-        checkpoints.extend(self.memory.clone());
-        checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
-        let Some(StepCheckpoint { path, .. }) = checkpoints.pop() else {
+        let mut newest = self.memory.clone();
+        for checkpoint in self.of_run()? {
+            if newest.is_none() && !self.damaged.contains(&checkpoint.path) {
+                newest = Some(checkpoint);
+            }
+        }
+        let Some(StepCheckpoint { path, .. }) = newest else {
             let directory = self.run.to_string();
             return Err(match damage {
                 Some((_, error)) => error,
@@ -105,7 +109,7 @@ impl<'a> Candidates<'a> {
         Ok(())
     }
 
-    /// Returns the checkpoints of the run, the oldest first.
+    /// Returns the checkpoints of the run, the newest first.
     fn of_run(&self) -> Result<Vec<StepCheckpoint>> {
         // A run that was killed before its first checkpoint may have none but in memory.
         let may_be_absent =
@@ -113,7 +117,7 @@ impl<'a> Candidates<'a> {
         if may_be_absent && !self.run.exists()? {
             return Ok(Vec::new());
         }
-        Ok(list_checkpoints(self.run)?)
+        Ok(list_newest_first(self.run)?)
     }
 }
 

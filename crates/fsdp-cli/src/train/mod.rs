@@ -133,9 +133,9 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         let may_be_in_memory =
             arguments.resume_mode() != ResumeMode::No && !candidates.is_memory_damaged;
         if arguments.memory_tier.is_some() && may_be_in_memory {
-            let newest = candidates.newest_step()?;
+            let newest = candidates.newest()?;
             candidates.memory = on_ranks(&ranks, group.as_ref(), |group| {
-                latest_in_memory(arguments, group, newest)
+                latest_in_memory(arguments, group, newest.as_ref())
             })?;
         }
         // Step 2: check all that can be checked without the other ranks.
@@ -380,11 +380,11 @@ fn check_run_is_own(arguments: &TrainArguments, candidates: &Candidates<'_>) -> 
     }
     if let Some(start) = last_event(arguments, "start")?
         && start.job != job
-        && let Some(step) = candidates.newest_step()?
+        && let Some(newest) = candidates.newest()?
     {
         bail!(JobError::OutIsTaken {
             directory: arguments.checkpoints().to_string(),
-            step,
+            step: newest.step,
         });
     }
     Ok(())
