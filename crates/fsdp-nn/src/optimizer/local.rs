@@ -129,6 +129,12 @@ impl LocalParam {
         }
     }
 
+    /// Returns zeros in the dtype and on the device of its state.
+    fn zeros(&self, dims: &[usize]) -> Result<Tensor> {
+        let on_host = zeros(dims, self.handle.dtype())?;
+        Ok(to_device(&on_host, self.handle.shard_device())?)
+    }
+
     /// Returns the same parameter without any state.
     pub(crate) fn without_state(&self) -> Self {
         LocalParam {
@@ -206,8 +212,8 @@ fn entries(state: &ParamState, piece: impl Fn(&Tensor) -> Result<StateValue>) ->
     Ok(entries)
 }
 
-/// Returns the state that the algorithm's schema describes, in fresh memory. Entries that begin as
-/// the first gradient are left out.
+/// Returns the state that a local parameter has before its first step, in fresh memory. Entries that
+/// begin with the first step are left out.
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
     let mut state = ParamState::default();
     for entry in algorithm.state_entries() {
@@ -238,6 +244,44 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
         }
     }
     Ok(state)
+}
+
+/// Returns the state of a local parameter, and initial values in fresh memory for the entries of its
+/// algorithm that it lacks; zeros for those that begin with the first step. `None` if the algorithm
+/// has no state.
+pub(crate) fn complete_state(
+    algorithm: &Algorithm,
+    local: &LocalParam,
+) -> Result<Option<ParamState>> {
+    let mut state = match &local.state {
+        Some(state) => state.clone(),
+        None => initial_state(algorithm, local)?,
+    };
+    for entry in algorithm.state_entries() {
+        let is_tensor = entry.kind == StateKind::LikeParameter;
+        if is_tensor && !state.entries.contains_key(entry.name) {
+            let piece = local.zeros(&[local.numel])?;
+            let name = entry.name.to_owned();
+            state.entries.insert(name, LocalState::Piece(piece));
+        }
+    }
+    // Averages have shapes of their own, and belong to one of the model's parameters.
+    if let [param] = local.params()[..] {
+        let shape = &local.handle.layout().shapes()[param];
+        for (name, own_shape) in algorithm.averages_of(shape) {
+            if state.entries.contains_key(name) {
+                continue;
+            }
+            let average = if own_shape == *shape {
+                LocalState::Piece(local.zeros(&[local.numel])?)
+            } else {
+                LocalState::Whole(local.zeros(&own_shape)?)
+            };
+            state.entries.insert(name.to_owned(), average);
+        }
+    }
+    let is_any = state.step.is_some() || !state.entries.is_empty();
+    Ok(is_any.then_some(state))
 }
 
 /// The invariant after [`begin_state`], for an algorithm with state.

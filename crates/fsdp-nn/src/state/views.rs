@@ -8,13 +8,13 @@ use crate::error::Result;
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
 
-/// The state that a parameter without any is given in a state dict.
+/// What a state dict has in place of state that a parameter does not have yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MissingState {
-    /// No state: the parameter is left out, as `FSDP.optim_state_dict` does.
+    /// Nothing, as `FSDP.optim_state_dict` does.
     Omit,
-    /// The algorithm's initial values, as `get_optimizer_state_dict` promises; the optimizer is not
-    /// changed.
+    /// The algorithm's initial values, and zeros for what begins with the first step, as
+    /// `get_optimizer_state_dict` promises; the optimizer is not changed.
     Initial,
 }
 
@@ -80,13 +80,11 @@ pub(crate) fn live_states_and_groups(
     let mut groups = Vec::new();
     for optimizer in optimizers {
         // The parameters of a FlatParameter share its state, which is therefore made once.
-        let mut initial = Vec::with_capacity(optimizer.locals().len());
+        let mut states = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {
-            let is_wanted = missing == MissingState::Initial && local.state.is_none();
-            initial.push(if is_wanted {
-                optimizer.initial_state_of_local(index)?
-            } else {
-                None
+            states.push(match missing {
+                MissingState::Omit => local.state.clone(),
+                MissingState::Initial => optimizer.complete_state(index)?,
             });
         }
         for group in optimizer.groups() {
@@ -95,7 +93,7 @@ pub(crate) fn live_states_and_groups(
                     continue;
                 };
                 let local = &optimizer.locals()[index];
-                if let Some(of_local) = local.state.as_ref().or(initial[index].as_ref()) {
+                if let Some(of_local) = &states[index] {
                     let entries =
                         local.portable(of_local, optimizer.parameters().location(fqn)?.param)?;
                     state.insert_new(rename(fqn), entries)?;

@@ -6,6 +6,7 @@
 )]
 
 mod digests;
+mod fresh_optimizer;
 mod load;
 mod parts;
 mod replicas;
