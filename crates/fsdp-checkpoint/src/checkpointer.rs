@@ -6,22 +6,21 @@ use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use fsdp_comm::ProcessGroup;
+use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_digest::StateDigest;
 use fsdp_formats::Location;
 use fsdp_formats::lineage::{Branch, DataPosition, Lineage, Parent};
 use fsdp_formats::storage::Durable;
 use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
-use fsdp_state::{LoadOptions, LoadReport};
+use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
 use tracing::warn;
 
 use crate::background::BackgroundSaver;
 use crate::catalog::{
     RunPosition, StepCheckpoint, latest_checkpoint, list_branches, step_name, step_of,
 };
-use crate::error::CheckpointError;
-use crate::error::broadcast_result;
+use crate::error::{CheckpointError, broadcast_result, with_causes_in_text};
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
@@ -551,8 +550,8 @@ impl Checkpointer {
     /// Loads a checkpoint of any format into the run `stateful`: by its step, or from a path or a
     /// URL. Every rank reads only what it needs, directly into the live tensors. The checkpoint may
     /// have been saved on any number of ranks. A save in the background is waited for first.
-    /// Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], and for a step
-    /// of the memory tier an object broadcast.
+    /// Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], one more
+    /// agreement, and for a step of the memory tier an object broadcast.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit
@@ -573,7 +572,8 @@ impl Checkpointer {
         let path = self.location(name);
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
-        let report = stateful.load_state_dict(&*checkpoint, &group, &self.options.load)?;
+        let loaded = stateful.load_state_dict(&*checkpoint, &group, &self.options.load);
+        let report = agree_on_load(&group, loaded)?;
         let in_memory = self.position_in_memory(&path);
         let lineage = checkpoint.lineage();
         let recorded = lineage.map(|lineage| lineage.step);
@@ -770,6 +770,37 @@ impl Drop for Checkpointer {
             tracing::error!(rank = self.group.rank(), %error, "the last checkpoint was not saved");
         }
         self.end_pruning();
+    }
+}
+
+/// Returns what this rank's [`Stateful::load_state_dict`] has returned, unless that of another rank
+/// has failed. Collective: an agreement.
+///
+/// A type of one's own may fail on one rank alone. If it does so before it loads anything, this
+/// agreement is the one at the beginning of the load, in which the other ranks wait. They get an
+/// error of communication there, which all ranks know of, and do not come here with it.
+fn agree_on_load(
+    group: &ProcessGroup,
+    loaded: Result<LoadReport, CheckpointError>,
+) -> Result<LoadReport, CheckpointError> {
+    match loaded {
+        Err(error) if error.comm().is_some() => Err(error),
+        Err(error) => {
+            let told = CheckpointError::State(with_causes_in_text(&error));
+            match CheckpointError::agree(group, LOAD, Some(0), Err::<(), _>(told)) {
+                // Another rank has no error of its own, so all ranks get that of this one.
+                Err(CheckpointError::Comm(CommError::RankFailed {
+                    operation,
+                    failures,
+                })) if failures.len() < group.world_size() => Err(CommError::RankFailed {
+                    operation,
+                    failures,
+                }
+                .into()),
+                _ => Err(error),
+            }
+        }
+        Ok(report) => CheckpointError::agree(group, LOAD, Some(0), Ok(report)),
     }
 }
 

@@ -179,7 +179,7 @@ impl Failure for CheckpointError {
 
 /// Returns an error for other ranks. Only its text is sent, so that includes the causes, such as
 /// the system's reason.
-fn with_causes_in_text(error: &CheckpointError) -> StateError {
+pub(crate) fn with_causes_in_text(error: &CheckpointError) -> StateError {
     StateError::Other {
         message: with_causes(error),
         kind: error.kind(),

@@ -359,11 +359,22 @@ impl Optimizer {
             .transpose()
     }
 
-    /// Returns the state of a local parameter, with all entries that its algorithm ever has: those
-    /// that do not exist yet have their initial values, in fresh memory. So a state dict has a
-    /// place for every entry that a checkpoint may have. What begins as the first gradient is zero,
-    /// as in torch. `None` for a frozen parameter without state, and where the algorithm has no
-    /// state.
+    /// Returns the state of a local parameter before its first step, in fresh memory: the
+    /// algorithm's schema with its initial values. `None` for one that is frozen, and where the
+    /// algorithm has no state before its first step.
+    pub(crate) fn initial_state(&self, local: usize) -> Result<Option<ParamState>> {
+        let local = &self.locals[local];
+        if !local.requires_grad() {
+            return Ok(None);
+        }
+        let state = initial_state(&self.groups[local.group].algorithm, local)?;
+        Ok((state.step.is_some() || !state.entries.is_empty()).then_some(state))
+    }
+
+    /// Returns the state of a local parameter with all entries that its algorithm ever has: those
+    /// that do not exist yet have their initial values, in fresh memory, or are zero if they begin
+    /// with the first step. `None` for a frozen parameter without state, and where the algorithm
+    /// has no state.
     pub(crate) fn complete_state(&self, local: usize) -> Result<Option<ParamState>> {
         let local = &self.locals[local];
         if !local.requires_grad() {

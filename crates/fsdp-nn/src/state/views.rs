@@ -13,9 +13,12 @@ use crate::optimizer::Optimizer;
 pub enum MissingState {
     /// Nothing, as `FSDP.optim_state_dict` does.
     Omit,
-    /// The algorithm's initial values, and zeros for what begins with the first step, as
-    /// `get_optimizer_state_dict` promises; the optimizer is not changed.
+    /// The values with which the algorithm begins, of which an entry that is made of the first
+    /// gradient is none. The optimizer is not changed.
     Initial,
+    /// Initial values, and zeros for entries that begin with the first step: a place for every
+    /// entry that a checkpoint may have. The optimizer is not changed.
+    Complete,
 }
 
 /// Returns the model state dict with sharded values: every parameter under each of its names, then
@@ -82,9 +85,11 @@ pub(crate) fn live_states_and_groups(
         // The parameters of a FlatParameter share its state, which is therefore made once.
         let mut states = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {
+            let state = local.state.clone();
             states.push(match missing {
-                MissingState::Omit => local.state.clone(),
-                MissingState::Initial => optimizer.complete_state(index)?,
+                MissingState::Initial if state.is_none() => optimizer.initial_state(index)?,
+                MissingState::Omit | MissingState::Initial => state,
+                MissingState::Complete => optimizer.complete_state(index)?,
             });
         }
         for group in optimizer.groups() {

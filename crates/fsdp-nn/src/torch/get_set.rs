@@ -148,7 +148,7 @@ fn optimizer_views(
     {
         return Err(NnError::ForeignOptimizer);
     }
-    let (states, groups) = live_states_and_groups(optimizers, MissingState::Initial, &|fqn| {
+    let (states, groups) = live_states_and_groups(optimizers, MissingState::Complete, &|fqn| {
         options.renamed_in_dict(fqn)
     })?;
     if options.flatten_optimizer_state_dict {

@@ -8,6 +8,7 @@
 mod digests;
 mod fresh_optimizer;
 mod load;
+mod own_stateful;
 mod parts;
 mod replicas;
 mod resume;
