@@ -5,7 +5,11 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::Location;
+use fsdp_formats::lineage::{Branch, read_lineage};
 use fsdp_formats::metadata::METADATA_FILE;
+use fsdp_layout::{ErrorKind, Failure as _};
+use serde::{Deserialize, Serialize};
+use tracing::warn;
 
 use crate::error::CheckpointError;
 
@@ -30,18 +34,63 @@ pub fn step_name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
+/// The place of a state in its run. The one that the run continues from is the greatest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct RunPosition {
+    /// The number of the branch.
+    pub(crate) branch: u64,
+    pub(crate) step: u64,
+}
+
+/// A committed checkpoint of a run, and the branch of the run that it is on.
+#[derive(Debug, Clone)]
+pub(crate) struct OnBranch {
+    pub(crate) branch: Branch,
+    pub(crate) checkpoint: StepCheckpoint,
+}
+
+impl OnBranch {
+    pub(crate) fn position(&self) -> RunPosition {
+        RunPosition {
+            branch: self.branch.number,
+            step: self.checkpoint.step,
+        }
+    }
+}
+
 /// Lists the committed checkpoints in a run's directory, oldest step first. Unfinished checkpoints
 /// that a crash has left are not listed: they have no `step-` name, or no `.metadata`.
 ///
 /// # Errors
 /// A directory that cannot be read.
 pub fn list_checkpoints(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>, CheckpointError> {
-    Ok(list_steps(&dir.into())?.0)
+    let (committed, _) = list_steps(&dir.into())?;
+    Ok(committed)
+}
+
+/// Lists the committed checkpoints in a run's directory in the order in which a run prefers to
+/// continue from them, the newest first.
+///
+/// That is the order of their steps, but where the run has gone back to an older step and saved
+/// again, the checkpoints of its new branch come before those that it has left ([`Branch`]),
+/// whatever their steps. To know the branches, the lineage of each checkpoint is read if there are
+/// several.
+///
+/// # Errors
+/// A directory or an integrity file that cannot be read. One that is damaged is no error: its
+/// checkpoint counts as one of the newest branch, so that whoever loads it finds the damage.
+pub fn list_newest_first(dir: impl Into<Location>) -> Result<Vec<StepCheckpoint>, CheckpointError> {
+    let (committed, _) = list_branches(&dir.into())?;
+    Ok(committed
+        .into_iter()
+        .rev()
+        .map(|found| found.checkpoint)
+        .collect())
 }
 
 /// Lists the committed checkpoints in a run's directory, and separately the directories that are
 /// named like a checkpoint but have no `.metadata`. Both lists have the oldest step first.
-pub(crate) fn list_steps(
+fn list_steps(
     dir: &Location,
 ) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let mut committed = Vec::new();
@@ -60,6 +109,64 @@ pub(crate) fn list_steps(
     committed.sort();
     others.sort();
     Ok((committed, others))
+}
+
+/// Lists the committed checkpoints in a run's directory with their branches, the newest last, and
+/// separately the directories that are named like a checkpoint but have no `.metadata`, the oldest
+/// step first.
+pub(crate) fn list_branches(
+    dir: &Location,
+) -> Result<(Vec<OnBranch>, Vec<StepCheckpoint>), CheckpointError> {
+    let (committed, others) = list_steps(dir)?;
+    let mut committed = with_branches(committed)?;
+    // The sort keeps the order of two names of one step.
+    committed.sort_by_key(OnBranch::position);
+    Ok((committed, others))
+}
+
+/// Finds the branches of checkpoints.
+fn with_branches(checkpoints: Vec<StepCheckpoint>) -> Result<Vec<OnBranch>, CheckpointError> {
+    // A single checkpoint is the newest on any branch.
+    if checkpoints.len() < 2 {
+        let on_first_branch = |checkpoint| OnBranch {
+            branch: Branch::default(),
+            checkpoint,
+        };
+        return Ok(checkpoints.into_iter().map(on_first_branch).collect());
+    }
+    let mut found = Vec::with_capacity(checkpoints.len());
+    for checkpoint in checkpoints {
+        match read_lineage(&checkpoint.path) {
+            // A checkpoint without a lineage was saved by another program, or without a
+            // checkpointer, neither of which knows branches.
+            Ok(lineage) => {
+                let branch = lineage.map_or_else(Branch::default, |lineage| lineage.branch);
+                found.push((Some(branch), checkpoint));
+            }
+            Err(error) if error.kind() == ErrorKind::Io => {
+                // Another process has removed it since it was listed.
+                if checkpoint.path.join(METADATA_FILE).is_file()? {
+                    return Err(error.into());
+                }
+            }
+            Err(error) => {
+                warn!(path = %checkpoint.path, %error, "cannot read the lineage of a checkpoint");
+                found.push((None, checkpoint));
+            }
+        }
+    }
+    let known = found.iter().filter_map(|(branch, _)| branch.as_ref());
+    let newest = known
+        .max_by_key(|branch| branch.number)
+        .cloned()
+        .unwrap_or_default();
+    Ok(found
+        .into_iter()
+        .map(|(branch, checkpoint)| OnBranch {
+            branch: branch.unwrap_or_else(|| newest.clone()),
+            checkpoint,
+        })
+        .collect())
 }
 
 /// Returns the steps that have hidden files beside their checkpoints: a save in progress, or
@@ -103,12 +210,14 @@ fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
     })
 }
 
-/// Returns the newest committed checkpoint in a run's directory.
+/// Returns the newest committed checkpoint in a run's directory: the first of
+/// [`list_newest_first`].
 ///
 /// # Errors
-/// The same as [`list_checkpoints`].
+/// The same as [`list_newest_first`].
 pub fn latest_checkpoint(
     dir: impl Into<Location>,
 ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-    Ok(list_checkpoints(dir)?.pop())
+    let (mut committed, _) = list_branches(&dir.into())?;
+    Ok(committed.pop().map(|newest| newest.checkpoint))
 }

@@ -5,20 +5,21 @@ use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use fsdp_comm::ProcessGroup;
+use fsdp_comm::{CommError, ProcessGroup};
 use fsdp_digest::StateDigest;
 use fsdp_formats::Location;
-use fsdp_formats::lineage::{DataPosition, Lineage, Parent};
+use fsdp_formats::lineage::{Branch, DataPosition, Lineage, Parent};
 use fsdp_formats::storage::Durable;
 use fsdp_layout::with_causes;
 use fsdp_layout::{ErrorKind, Failure as _};
-use fsdp_state::{LoadOptions, LoadReport};
+use fsdp_state::{LoadError as _, LoadOptions, LoadReport};
 use tracing::warn;
 
 use crate::background::BackgroundSaver;
-use crate::catalog::{StepCheckpoint, latest_checkpoint, step_name, step_of};
-use crate::error::CheckpointError;
-use crate::error::broadcast_result;
+use crate::catalog::{
+    RunPosition, StepCheckpoint, latest_checkpoint, list_branches, step_name, step_of,
+};
+use crate::error::{CheckpointError, broadcast_result, with_causes_in_text};
 use crate::load::{LOAD, open};
 use crate::memory_tier::MemoryTier;
 use crate::parent::parent_of_step;
@@ -142,6 +143,20 @@ pub struct Checkpointer {
     prune_again: bool,
     /// The step of the checkpoint that was saved or loaded last, if it has one.
     at_step: Option<u64>,
+    /// The branch of the run that the next checkpoint is on.
+    branch: CurrentBranch,
+    /// The newest step that the run leaves with its next save, until that is done; on rank 0.
+    left: Option<u64>,
+}
+
+/// The branch of the run that a checkpointer saves to.
+#[derive(Debug)]
+enum CurrentBranch {
+    /// Rank 0 chooses it with the next save, because nothing was saved since the start or the last load.
+    /// This is the branch and the step of the checkpoint of the run that was loaded, if one was.
+    AfterLoad(Option<(Branch, u64)>),
+    /// Rank 0 has chosen it.
+    Chosen(Branch),
 }
 
 impl Checkpointer {
@@ -174,6 +189,8 @@ impl Checkpointer {
             facts: RunFacts::default(),
             prune_again: false,
             at_step: None,
+            branch: CurrentBranch::AfterLoad(None),
+            left: None,
         })
     }
 
@@ -192,11 +209,91 @@ impl Checkpointer {
         self
     }
 
+    /// Chooses the branch of the run that the checkpoint of `step` is on, if that is not known yet:
+    /// if the run has a newer checkpoint than the one that it continues from, it is a new branch.
+    /// No communication: rank 0 records it, and the other ranks need not know it.
+    ///
+    /// # Errors
+    /// A directory that cannot be read; [`CheckpointError::BranchWithoutDigests`].
+    fn choose_branch(&mut self, step: u64) -> Result<(), CheckpointError> {
+        let CurrentBranch::AfterLoad(loaded) = &self.branch else {
+            return Ok(());
+        };
+        if self.group.rank() > 0 {
+            return Ok(());
+        }
+        let (branch, left) = self.branch_after_load(step, loaded.as_ref())?;
+        if let Some(left) = left {
+            warn!(
+                run = %self.run,
+                step,
+                left,
+                "the run has gone back: its newest checkpoint is now that of `step`, on a new branch; \
+                 those that it has left, up to step `left`, stay until you remove them"
+            );
+        }
+        self.branch = CurrentBranch::Chosen(branch);
+        self.left = left;
+        Ok(())
+    }
+
+    /// Returns the branch for the checkpoint of `step`, after the load of a checkpoint of the run
+    /// or of none, and the step of the newest checkpoint if the run leaves that.
+    fn branch_after_load(
+        &self,
+        step: u64,
+        loaded: Option<&(Branch, u64)>,
+    ) -> Result<(Branch, Option<u64>), CheckpointError> {
+        let mut committed = Vec::new();
+        if self.run.exists()? {
+            (committed, _) = list_branches(&self.run)?;
+        }
+        let Some(newest) = committed.pop() else {
+            let branch = loaded.map(|(branch, _)| branch.clone());
+            return Ok((branch.unwrap_or_default(), None));
+        };
+        let newest_step = newest.checkpoint.step;
+        let next_number = newest.branch.number + 1;
+        let (branch, is_new) = match loaded {
+            // The memory tier has begun this branch.
+            Some((branch, _)) if branch.number > newest.branch.number => (branch.clone(), false),
+            Some((branch, at)) => {
+                let is_newest = branch.number == newest.branch.number && *at >= newest_step;
+                if is_newest && step >= *at {
+                    (newest.branch.clone(), false)
+                } else {
+                    (branch.fork(*at, next_number), true)
+                }
+            }
+            // What the state was loaded from is not known.
+            None if step > newest_step => (newest.branch.clone(), false),
+            None => {
+                let from = Vec::new();
+                let number = next_number;
+                (Branch { number, from }, true)
+            }
+        };
+        // Without digests no lineage is recorded.
+        if !branch.is_first() && !self.options.save.write.digests {
+            return Err(CheckpointError::BranchWithoutDigests {
+                step,
+                newest: newest_step,
+            });
+        }
+        let is_left = is_new && !branch.continues(&newest.branch, newest_step);
+        Ok((branch, is_left.then_some(newest_step)))
+    }
+
     /// Returns the request for a save to a place. That of a step of the run includes the lineage
-    /// to record.
+    /// to record, whose branch has been chosen on rank 0.
     fn request(&self, name: CheckpointName) -> SaveRequest {
+        let branch = match &self.branch {
+            CurrentBranch::Chosen(branch) => branch.clone(),
+            CurrentBranch::AfterLoad(_) => Branch::default(),
+        };
         let lineage = name.step().map(|step| Lineage {
             step,
+            branch,
             parent: self.parent,
             config: self.facts.config.clone(),
             data: self.facts.data.clone(),
@@ -205,6 +302,7 @@ impl Checkpointer {
             path: self.location(name),
             options: self.options.save.clone(),
             durable: self.durable.clone(),
+            left: lineage.as_ref().and(self.left),
             lineage,
             parent: self.loaded.clone(),
         }
@@ -214,6 +312,9 @@ impl Checkpointer {
     /// removes old checkpoints. One that is not a step of the run, or that has no digest, becomes
     /// no parent.
     fn record_save(&mut self, step: Option<u64>, report: &SaveReport) {
+        if step.is_some() {
+            self.left = None;
+        }
         self.parent = Parent::new(step, report.digest).or(self.parent);
         self.start_pruning(step);
     }
@@ -259,8 +360,10 @@ impl Checkpointer {
         self.wait()?;
         let name = name.into();
         let step = name.step();
+        let chosen = step.map_or(Ok(()), |step| self.choose_branch(step));
         let request = self.request(name);
-        let report = match stateful.state_to_save() {
+        // An error of this rank becomes one of every rank in the save.
+        let report = match chosen.and_then(|()| stateful.state_to_save()) {
             Ok((state, _guard)) => self.saver.save(&request, Ok(&state)),
             Err(error) => self.saver.save(&request, Err(error)),
         }?;
@@ -289,9 +392,11 @@ impl Checkpointer {
         self.wait()?;
         let name = name.into();
         let step = name.step();
+        let chosen = step.map_or(Ok(()), |step| self.choose_branch(step));
+        let request = self.request(name);
         // From here on, nothing that the guard covers changes until it has been copied.
-        let state = stateful.state_to_save();
-        self.saver.start(self.request(name), state)?;
+        let state = chosen.and_then(|()| stateful.state_to_save());
+        self.saver.start(request, state)?;
         self.saving = step;
         Ok(start.elapsed())
     }
@@ -318,14 +423,22 @@ impl Checkpointer {
     ) -> Result<SaveReport, CheckpointError> {
         // A rank that has no state takes part too, as `save` makes its error every rank's. The
         // guard of the values is for saves in the background: this one returns when all is written.
-        let state = stateful.state_to_save().map(|(state, _)| state);
+        let chosen = self.choose_branch(step);
+        let state = chosen.and_then(|()| Ok(stateful.state_to_save()?.0));
+        let branch = match &self.branch {
+            CurrentBranch::Chosen(branch) => branch.number,
+            CurrentBranch::AfterLoad(_) => 0,
+        };
+        let position = RunPosition { branch, step };
         let tier = self.memory.as_mut().ok_or(CheckpointError::NoMemoryTier)?;
-        tier.save(step, state, &self.options.save)
+        let report = tier.save(position, self.left, state, &self.options.save)?;
+        self.left = None;
+        Ok(report)
     }
 
     /// Returns the newest complete step of the memory tier; `None` if it is not newer than `after`,
-    /// the step of the newest checkpoint that can be used. What rank 0 passes counts. The step is
-    /// an ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`]
+    /// the newest checkpoint of the run that can be used. What rank 0 passes counts. The step is an
+    /// ordinary checkpoint, and each host has one of its own. [`Checkpointer::load_latest`]
     /// calls this.
     ///
     /// Every copy is checked, and a damaged one is not used. A copy that cannot be read is an
@@ -339,13 +452,40 @@ impl Checkpointer {
     /// [`CheckpointError::DamagedMemory`].
     pub fn latest_in_memory(
         &mut self,
-        after: Option<u64>,
+        after: Option<&StepCheckpoint>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        match &mut self.memory {
-            Some(tier) => tier.newest(after, strict),
-            None => Ok(None),
+        let mut position = Ok(None);
+        if self.group.rank() == 0 {
+            position = self.position_of(after).map(Some);
         }
+        let Some(tier) = &mut self.memory else {
+            return Ok(None);
+        };
+        let after = broadcast_result(&self.group, "look into the memory tier", position, 0)?;
+        tier.newest(after, strict)
+    }
+
+    /// Returns the position of a checkpoint of the run. No communication.
+    fn position_of(
+        &self,
+        checkpoint: Option<&StepCheckpoint>,
+    ) -> Result<Option<RunPosition>, CheckpointError> {
+        let (Some(checkpoint), Some(_)) = (checkpoint, &self.memory) else {
+            return Ok(None);
+        };
+        let (committed, _) = list_branches(&self.run)?;
+        let found = committed
+            .iter()
+            .find(|found| found.checkpoint == *checkpoint);
+        Ok(Some(match found {
+            Some(found) => found.position(),
+            // It was removed since it was listed.
+            None => RunPosition {
+                branch: 0,
+                step: checkpoint.step,
+            },
+        }))
     }
 
     /// Returns the newest step of which the memory tier has all parts. They are not read, and
@@ -402,8 +542,8 @@ impl Checkpointer {
     /// Loads a checkpoint of any format into the run `stateful`: by its step, or from a path or a
     /// URL. Every rank reads only what it needs, directly into the live tensors. The checkpoint may
     /// have been saved on any number of ranks. A save in the background is waited for first.
-    /// Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], and for a step
-    /// of the memory tier an object broadcast.
+    /// Collectives: one agreement, those of the run's [`Stateful::load_state_dict`], one more
+    /// agreement, and for a step of the memory tier an object broadcast.
     ///
     /// # Errors
     /// The same on every rank. If there is no such checkpoint, or it does not fit
@@ -424,35 +564,62 @@ impl Checkpointer {
         let path = self.location(name);
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
-        let report = stateful.load_state_dict(&*checkpoint, &group, &self.options.load)?;
-        let in_memory = self.step_of_memory(&path);
-        let recorded = checkpoint.lineage().map(|lineage| lineage.step);
-        (self.parent, self.loaded) = match in_memory {
+        let loaded = stateful.load_state_dict(&*checkpoint, &group, &self.options.load);
+        let report = agree_on_load(&group, loaded)?;
+        let in_memory = self.position_in_memory(&path);
+        let lineage = checkpoint.lineage();
+        let recorded = lineage.map(|lineage| lineage.step);
+        let loaded_branch;
+        (self.parent, self.loaded, loaded_branch) = match in_memory {
             // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint
             // continues the newest checkpoint before that step.
-            Some(step) => parent_of_step(&self.run, step, &group)?.unzip(),
+            Some(position) => match parent_of_step(&self.run, position, &group)? {
+                Some(parent) => (
+                    parent.recorded,
+                    Some(self.run.join(&parent.name)),
+                    Some((parent.branch, position.step)),
+                ),
+                None => {
+                    let branch = Branch {
+                        number: position.branch,
+                        from: Vec::new(),
+                    };
+                    (None, None, Some((branch, position.step)))
+                }
+            },
             // A checkpoint of another program has no lineage, and then the next checkpoint has no
             // parent: what this run saved or loaded before is not its parent, because the state now
             // comes from elsewhere.
-            None => (
-                Parent::new(recorded, checkpoint.digests().map(StateDigest::root)),
-                Some(path),
-            ),
+            None => {
+                let branch = lineage.map_or_else(Branch::default, |lineage| lineage.branch.clone());
+                let step = named.or(recorded).or_else(|| step_of_path(&path));
+                let is_own = self.is_own(&path);
+                (
+                    Parent::new(recorded, checkpoint.digests().map(StateDigest::root)),
+                    Some(path),
+                    step.filter(|_| is_own).map(|step| (branch, step)),
+                )
+            }
         };
+        self.branch = CurrentBranch::AfterLoad(loaded_branch);
+        let in_memory = in_memory.map(|position| position.step);
         self.at_step = named.or(in_memory).or(recorded).or(self.at_step);
         Ok(report)
     }
 
-    /// Returns the step of a checkpoint that [`Checkpointer::latest_in_memory`] has found; `None`
-    /// for any other one.
-    fn step_of_memory(&self, path: &Location) -> Option<u64> {
-        let tier = self.options.memory_tier.as_ref()?;
+    /// Returns `true` if the checkpoint at `path` is in the directory of this run.
+    fn is_own(&self, path: &Location) -> bool {
+        path.name().parent() == Some(self.run.name())
+    }
+
+    /// Returns the position of a step that [`Checkpointer::latest_in_memory`] has found; `None` for
+    /// any other checkpoint.
+    fn position_in_memory(&self, path: &Location) -> Option<RunPosition> {
         // The run's own checkpoints may lie below the tier's directory too.
-        let is_own = path.name().parent() == Some(self.run.name());
-        if is_own || !path.name().starts_with(tier.name()) {
+        if self.is_own(path) {
             return None;
         }
-        step_of(path.name().file_name()?.to_str()?)
+        self.memory.as_ref()?.position_of(path)
     }
 
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the
@@ -469,8 +636,7 @@ impl Checkpointer {
     ) -> Result<Option<(StepCheckpoint, LoadReport)>, CheckpointError> {
         self.wait()?;
         let latest = self.latest()?;
-        let after = latest.as_ref().map(|latest| latest.step);
-        let newer = match self.latest_in_memory(after, false) {
+        let newer = match self.latest_in_memory(latest.as_ref(), false) {
             // Every rank has this error, so all of them continue from the checkpoint.
             Err(error) if error.kind() != ErrorKind::RankLost => {
                 if self.group.rank() == 0 {
@@ -597,6 +763,42 @@ impl Drop for Checkpointer {
         }
         self.end_pruning();
     }
+}
+
+/// Returns what this rank's [`Stateful::load_state_dict`] has returned, unless that of another rank
+/// has failed. Collective: an agreement.
+///
+/// A type of one's own may fail on one rank alone. If it does so before it loads anything, this
+/// agreement is the one at the beginning of the load, in which the other ranks wait. They get an
+/// error of communication there, which all ranks know of, and do not come here with it.
+fn agree_on_load(
+    group: &ProcessGroup,
+    loaded: Result<LoadReport, CheckpointError>,
+) -> Result<LoadReport, CheckpointError> {
+    match loaded {
+        Err(error) if error.comm().is_some() => Err(error),
+        Err(error) => {
+            let told = CheckpointError::State(with_causes_in_text(&error));
+            match CheckpointError::agree(group, LOAD, Some(0), Err::<(), _>(told)) {
+                // Another rank has no error of its own, so all ranks get that of this one.
+                Err(CheckpointError::Comm(CommError::RankFailed {
+                    operation,
+                    failures,
+                })) if failures.len() < group.world_size() => Err(CommError::RankFailed {
+                    operation,
+                    failures,
+                }
+                .into()),
+                _ => Err(error),
+            }
+        }
+        Ok(report) => CheckpointError::agree(group, LOAD, Some(0), Ok(report)),
+    }
+}
+
+/// Returns the step in the name of a checkpoint's directory.
+fn step_of_path(path: &Location) -> Option<u64> {
+    step_of(path.name().file_name()?.to_str()?)
 }
 
 /// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each

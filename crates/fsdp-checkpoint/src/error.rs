@@ -72,6 +72,18 @@ pub enum CheckpointError {
         /// The tensors, and the ranks on which they are wrong; at least one.
         tensors: Vec<WrongTensor>,
     },
+    /// A run that has gone back to an older step would save without digests, and so without the
+    /// lineage that tells which of its checkpoints is the newest.
+    #[error(
+        "cannot save step {step} without digests: the run has gone back, and step {newest} would count as its newest; \
+         set `WriteOptions::digests`, or save to another directory"
+    )]
+    BranchWithoutDigests {
+        /// The step to be saved.
+        step: u64,
+        /// The step of the newest checkpoint of the run.
+        newest: u64,
+    },
     /// A save to the memory tier, but the run has none.
     #[error("the run has no memory tier: set `CheckpointerOptions::memory_tier` to a directory")]
     NoMemoryTier,
@@ -106,7 +118,9 @@ impl Failure for CheckpointError {
             CheckpointError::Nn(error) => error.kind(),
             CheckpointError::State(error) => error.kind(),
             CheckpointError::Files(error) => error.kind(),
-            CheckpointError::NoMemoryTier => ErrorKind::Usage,
+            CheckpointError::NoMemoryTier | CheckpointError::BranchWithoutDigests { .. } => {
+                ErrorKind::Usage
+            }
             CheckpointError::NotAsSaved { .. }
             | CheckpointError::DamagedMemory { .. }
             | CheckpointError::NotAMemoryTier { .. } => ErrorKind::Corrupt,
@@ -123,7 +137,7 @@ impl Failure for CheckpointError {
 
 /// Returns an error for other ranks. Only its text is sent, so that includes the causes, such as
 /// the system's reason.
-fn with_causes_in_text(error: &CheckpointError) -> StateError {
+pub(crate) fn with_causes_in_text(error: &CheckpointError) -> StateError {
     StateError::Other {
         message: with_causes(error),
         kind: error.kind(),

@@ -35,7 +35,9 @@ mod source;
 mod stateful;
 mod threads;
 
-pub use catalog::{StepCheckpoint, latest_checkpoint, list_checkpoints, step_name, step_path};
+pub use catalog::{
+    StepCheckpoint, latest_checkpoint, list_checkpoints, list_newest_first, step_name, step_path,
+};
 pub use checkpointer::{CheckpointName, Checkpointer, CheckpointerOptions, RunFacts};
 pub use digest::{check_replicas, state_digest};
 pub use error::CheckpointError;

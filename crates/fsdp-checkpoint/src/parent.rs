@@ -7,13 +7,14 @@ use fsdp_comm::ProcessGroup;
 use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{Checkpoint, open};
-use fsdp_formats::lineage::Parent;
+use fsdp_formats::lineage::{Branch, Parent};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
+use serde::{Deserialize, Serialize};
 use tracing::debug;
 
-use crate::catalog::list_checkpoints;
+use crate::catalog::{OnBranch, RunPosition, list_branches};
 use crate::error::CheckpointError;
 use crate::plan::{PLANNER, Planned};
 use crate::rounds::{ROUND_BYTES, gather_in_rounds};
@@ -72,38 +73,59 @@ fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>
     (recorded.root() == digest).then_some((checkpoint, recorded))
 }
 
+/// The checkpoint of a run that a step in the memory tier continues.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct ParentOfStep {
+    /// Its name in the run's directory.
+    pub(crate) name: String,
+    /// The branch of a checkpoint that follows the step in the memory tier.
+    pub(crate) branch: Branch,
+    /// What the next checkpoint records of it; `None` if it has no digest.
+    pub(crate) recorded: Option<Parent>,
+}
+
 /// Returns the checkpoint of a run that a step in the memory tier continues: the newest before that
-/// step, with its place. Returns `None` if there is none, or if it cannot be read. Collective: one
-/// object broadcast.
+/// step that is on no later branch. Returns `None` if there is none, or if it cannot be read.
+/// Collective: one object broadcast.
 ///
 /// # Errors
 /// The errors of that collective.
 pub(crate) fn parent_of_step(
     run: &Location,
-    step: u64,
+    position: RunPosition,
     group: &ProcessGroup,
-) -> Result<Option<(Parent, Location)>, CheckpointError> {
+) -> Result<Option<ParentOfStep>, CheckpointError> {
     let mut parent = None;
     if group.rank() == PLANNER {
-        parent = find_parent(run, step);
+        parent = find_parent(run, position);
     }
-    let found: Option<(Parent, String)> = group.broadcast_object(Some(&parent), PLANNER)?;
-    Ok(found.map(|(parent, name)| (parent, run.join(name))))
+    Ok(group.broadcast_object(Some(&parent), PLANNER)?)
 }
 
-/// Returns the newest checkpoint of a run before a step, and its name in the run.
-fn find_parent(run: &Location, step: u64) -> Option<(Parent, String)> {
-    let listed = list_checkpoints(run);
-    let mut before = listed
+/// Finds the checkpoint that [`parent_of_step`] returns.
+fn find_parent(run: &Location, position: RunPosition) -> Option<ParentOfStep> {
+    let listed = list_branches(run);
+    let (mut before, _) = listed
         .inspect_err(|error| debug!(path = %run, %error, "cannot list the checkpoints"))
         .ok()?;
-    before.retain(|checkpoint| checkpoint.step < step);
-    let path = before.pop()?.path;
+    before.retain(|found| {
+        found.checkpoint.step < position.step && found.branch.number <= position.branch
+    });
+    let OnBranch { branch, checkpoint } = before.pop()?;
+    let path = checkpoint.path;
     let opened = open(&path, OpenOptions { verify: true });
-    let checkpoint = opened
+    let opened = opened
         .inspect_err(|error| debug!(path = %path, %error, "cannot read the parent"))
         .ok()?;
-    let step = checkpoint.lineage().map(|lineage| lineage.step);
-    let parent = Parent::new(step, checkpoint.digests().map(StateDigest::root))?;
-    Some((parent, path.name().file_name()?.to_str()?.to_owned()))
+    let recorded = opened.lineage().map(|lineage| lineage.step);
+    let branch = if branch.number == position.branch {
+        branch
+    } else {
+        branch.fork(checkpoint.step, position.branch)
+    };
+    Some(ParentOfStep {
+        name: path.name().file_name()?.to_str()?.to_owned(),
+        branch,
+        recorded: Parent::new(recorded, opened.digests().map(StateDigest::root)),
+    })
 }

@@ -10,7 +10,7 @@ use fsdp_formats::storage::{Durable, clean_stale};
 use fsdp_formats::{FileError, Location};
 use tracing::{info, info_span, warn};
 
-use crate::catalog::{StepCheckpoint, list_steps, step_name, steps_with_leftovers};
+use crate::catalog::{OnBranch, StepCheckpoint, list_branches, step_name, steps_with_leftovers};
 use crate::error::CheckpointError;
 
 /// The rule for which checkpoints of a run are kept when a new one has been saved. Without
@@ -53,6 +53,9 @@ impl Retention {
 /// Removes the checkpoints in a run's directory that `retention` does not keep, and returns them.
 /// No communication: one rank calls it, after a save.
 ///
+/// If the run has gone back to an older step and saved again, the checkpoints that it has left
+/// neither count nor are removed.
+///
 /// No checkpoint is removed unless at least one of those that are kept is whole: its structure and
 /// the sizes of its files are checked. A checkpoint that another process is reading is kept until a
 /// later call. So is one to which a symbolic link in the same directory leads, such as `best`, and
@@ -71,8 +74,8 @@ pub fn prune(
 }
 
 /// Removes checkpoints like [`prune`], for a run that is at `step`, if that is known. Checkpoints
-/// of later steps are damaged, or belong to a branch that the run has left by going back: they
-/// neither count nor are removed.
+/// of later steps are damaged, or the run has gone back behind them: they neither count nor are
+/// removed.
 pub(crate) fn prune_up_to(
     dir: &Location,
     retention: &Retention,
@@ -82,11 +85,21 @@ pub(crate) fn prune_up_to(
         return Ok(Vec::new());
     }
     let _span = info_span!("prune", path = %dir).entered();
-    let (mut all, uncommitted) = list_steps(dir)?;
-    all.retain(|checkpoint| step.is_none_or(|step| checkpoint.step <= step));
-    let Some(newest) = all.last() else {
+    let (mut listed, uncommitted) = list_branches(dir)?;
+    listed.retain(|found| step.is_none_or(|step| found.checkpoint.step <= step));
+    let Some(OnBranch {
+        branch,
+        checkpoint: newest,
+    }) = listed.last()
+    else {
         return Ok(Vec::new());
     };
+    let mut all = Vec::new();
+    for found in &listed {
+        if branch.continues(&found.branch, found.checkpoint.step) {
+            all.push(found.checkpoint.clone());
+        }
+    }
     // A save that is in progress has a later step than the newest of these checkpoints, so what
     // belongs to earlier steps was left by a crash. In a file system it lies beside the
     // checkpoint's directory.

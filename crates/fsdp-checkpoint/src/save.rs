@@ -67,6 +67,10 @@ pub struct SaveReport {
     /// The time for which an optimizer step, or another change of the state, waited for the copy of
     /// a save in the background on this rank.
     pub waited: Duration,
+    /// The newest step of the run that it has left with this save, because it had gone back to an
+    /// older one ([`Branch`](fsdp_formats::lineage::Branch)); else `None`. That checkpoint stays
+    /// until somebody removes it, but the run does not continue from it any more.
+    pub left: Option<u64>,
 }
 
 /// Saves a state dict as a DCP checkpoint directory at `path`, a path or a URL ([`Location`]):
@@ -95,6 +99,7 @@ pub fn save(
         options: options.clone(),
         durable: Durable::default(),
         lineage: None,
+        left: None,
         parent: None,
     };
     Saver::default().save(&request, Ok(state), group)
@@ -110,6 +115,8 @@ pub(crate) struct SaveRequest {
     pub(crate) durable: Durable,
     /// The place of the checkpoint in its run, to be recorded with it.
     pub(crate) lineage: Option<Lineage>,
+    /// The newest step of the run that it leaves with this save; on rank 0.
+    pub(crate) left: Option<u64>,
     /// The checkpoint that the run has loaded, for the first incremental save of a process. It is
     /// used only if it has the digest of the parent in `lineage`.
     pub(crate) parent: Option<Location>,
@@ -321,12 +328,13 @@ impl Saver {
                     .expect("the planner keeps the metadata");
                 let all_written: Vec<RankWritten> = all_written.into_iter().flatten().collect();
                 finish(staging, metadata, &all_written, request.lineage.clone())
-                    .map(|digests| Some(digests.map(|digests| digests.root())))
+                    .map(|digests| Some((digests.map(|digests| digests.root()), request.left)))
                     .map_err(CheckpointError::from)
             }
             _ => Ok(None),
         };
-        let digest: Option<Digest> = broadcast_result(group, "save: commit", committed, PLANNER)?;
+        let (digest, left): (Option<Digest>, Option<u64>) =
+            broadcast_result(group, "save: commit", committed, PLANNER)?;
         let report = SaveReport {
             rank_bytes: cached.rank_bytes,
             total_bytes: cached.total_bytes,
@@ -334,6 +342,7 @@ impl Saver {
             digest,
             duration: start.elapsed(),
             waited: Duration::ZERO,
+            left,
         };
         self.last = this_save;
         debug!(

@@ -48,7 +48,8 @@ pub trait Stateful {
     /// Loads the state from a checkpoint that every rank of `group` has opened. Collective.
     ///
     /// # Errors
-    /// The same on every rank. The state is unchanged, unless the error is
+    /// The same on every rank, or an error of this rank only, before or after all collectives: a
+    /// load turns it into an error on every rank. The state is unchanged, unless the error is
     /// [`StateError::PartlyLoaded`]: then some values are
     /// new.
     fn load_state_dict(
@@ -128,8 +129,9 @@ const AVERAGE: &str = "average";
 /// and the optimizers' state in place, without a second copy, and replaces plain values.
 ///
 /// A strict load (the default) fails if the run has a name that the checkpoint lacks, or if the
-/// checkpoint has a tensor, or anything of optimizers, that the run does not have. Other plain
-/// values that only the checkpoint has are added to [`TrainState::values`]. A tensor of one element
+/// checkpoint has a tensor, anything of optimizers, or a sampler or scaler that the run does not
+/// have: set these before the load. Other plain values that only the checkpoint has are added to
+/// [`TrainState::values`]. A tensor of one element
 /// becomes a number where `values` has a plain value. A load that is not strict ignores names that
 /// only one side has, and opaque values.
 ///
@@ -273,9 +275,20 @@ impl<M> TrainState<M> {
         let mut source = CheckpointSource::with_known_paths(checkpoint, &paths);
         source.schema().check_gaps()?;
         let absent = self.absent_parts(&values, checkpoint, options);
-        if options.strict && !absent.is_empty() {
+        // The state of a part that the run does not have would become plain values, which a part
+        // that is set later does not look at.
+        let mut unwanted = Vec::new();
+        for part in [SAMPLER, SCALER] {
+            if !values.contains_key(part) && options.includes(part) {
+                let found;
+                (source, found) = source.without(|key| is_part_of(key, part));
+                unwanted.extend(found);
+            }
+        }
+        if options.strict && !(absent.is_empty() && unwanted.is_empty()) {
             let mut report = LoadReport::default();
             report.missing = absent;
+            report.unexpected = unwanted;
             return Err(StateError::Incompatible {
                 operation: LOAD,
                 report,
@@ -293,11 +306,13 @@ impl<M> TrainState<M> {
             });
         }
         // Step 2: leave out what a load that is not strict need not take.
-        let mut left_out = Vec::new();
+        let mut left_out = unwanted;
         if !options.strict {
-            (source, left_out) = source.without_foreign_objects(|path| {
+            let objects;
+            (source, objects) = source.without_foreign_objects(|path| {
                 path.below(&[MODEL]).is_some() || path.below(&[OPTIM]).is_some()
             })?;
+            left_out.extend(objects);
             // The number of updates alone would become a value of this run. A later average would
             // go on from it, with weights that were never averaged.
             if !values.contains_key(AVERAGE) && has_average(checkpoint) {

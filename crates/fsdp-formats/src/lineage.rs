@@ -10,8 +10,19 @@ use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint as _;
 use crate::metadata::METADATA_FILE;
 use crate::steps::step_of;
-pub use crate::storage::lineage::{DataPosition, Lineage, Parent};
+use crate::storage::backend::Links;
+use crate::storage::checked_directory::CheckedDirectory;
+pub use crate::storage::lineage::{Branch, BranchPoint, DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
+
+/// Reads the lineage of a checkpoint; `None` if none was recorded. Only its integrity file is read.
+///
+/// # Errors
+/// A directory that cannot be opened, an integrity file that cannot be read or is damaged.
+pub fn read_lineage(checkpoint: &Location) -> Result<Option<Lineage>, FileError> {
+    let directory = CheckedDirectory::open(checkpoint, true, Links::Refuse)?;
+    Ok(directory.lineage().cloned())
+}
 
 /// A checkpoint of a run, as [`list_chain`] found it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -187,6 +198,7 @@ mod tests {
         });
         let lineage = Lineage {
             step,
+            branch: Branch::default(),
             parent,
             config: Some("c".to_owned()),
             data,

@@ -8,6 +8,8 @@ use fsdp_comm::MAX_WORLD_SIZE;
 use fsdp_formats::Location;
 use serde::{Deserialize, Serialize};
 
+use crate::catalog::{RunPosition, step_name, step_of};
+
 /// A save to the memory tier. The one that the run continues from is the greatest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(super) struct MemoryStep {
@@ -15,10 +17,44 @@ pub(super) struct MemoryStep {
     /// A run that goes back to an older step gets a new number too. Parts of different starts are
     /// never joined, because the same step may have another result after a restart.
     pub(super) start: u64,
+    /// The number of the branch of the run that it is on.
+    pub(super) branch: u64,
     /// Steps done when it was saved.
     pub(super) step: u64,
     /// The number of ranks, each of which has saved a part.
     pub(super) ranks: usize,
+}
+
+impl MemoryStep {
+    pub(super) fn position(self) -> RunPosition {
+        RunPosition {
+            branch: self.branch,
+            step: self.step,
+        }
+    }
+}
+
+/// Returns the name of the directory of a step whose parts were joined: that of a checkpoint of the
+/// run, and the branch if it is not the first.
+pub(super) fn joined_name(position: RunPosition) -> String {
+    let name = step_name(position.step);
+    match position.branch {
+        0 => name,
+        branch => format!("{name}-branch-{branch}"),
+    }
+}
+
+/// Parses a name that [`joined_name`] has made; returns `None` for any other name.
+pub(super) fn position_of_joined(name: &str) -> Option<RunPosition> {
+    let (name_of_step, branch) = match name.split_once("-branch-") {
+        Some((name_of_step, branch)) => (name_of_step, branch.parse().ok()?),
+        None => (name, 0),
+    };
+    let position = RunPosition {
+        branch,
+        step: step_of(name_of_step)?,
+    };
+    (joined_name(position) == name).then_some(position)
 }
 
 /// One rank's part of a save. Its `Display` text is the name of its directory.
@@ -32,10 +68,19 @@ pub(super) struct Part {
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Part {
-            of: MemoryStep { step, ranks, start },
+            of:
+                MemoryStep {
+                    start,
+                    branch,
+                    step,
+                    ranks,
+                },
             rank,
         } = self;
-        write!(f, "step-{step:08}-{start:016x}-rank-{rank}-of-{ranks}")
+        write!(
+            f,
+            "step-{step:08}-{start:016x}-branch-{branch}-rank-{rank}-of-{ranks}"
+        )
     }
 }
 
@@ -43,12 +88,24 @@ impl Part {
     /// Parses the name of a part's directory; returns `None` for any other name.
     pub(super) fn from_name(name: &str) -> Option<Self> {
         let words: Vec<&str> = name.split('-').collect();
-        let &["step", step, start, "rank", rank, "of", ranks] = words.as_slice() else {
+        let &[
+            "step",
+            step,
+            start,
+            "branch",
+            branch,
+            "rank",
+            rank,
+            "of",
+            ranks,
+        ] = words.as_slice()
+        else {
             return None;
         };
         let part = Part {
             of: MemoryStep {
                 start: u64::from_str_radix(start, 16).ok()?,
+                branch: branch.parse().ok()?,
                 step: step.parse().ok()?,
                 ranks: ranks.parse().ok()?,
             },
@@ -237,6 +294,7 @@ mod tests {
     fn at(step: u64, ranks: usize) -> MemoryStep {
         MemoryStep {
             step,
+            branch: 0,
             ranks,
             start: 7,
         }
@@ -255,6 +313,7 @@ mod tests {
         let part = Part {
             of: MemoryStep {
                 step: 20,
+                branch: 5,
                 ranks: 4,
                 start: 0xabc,
             },
@@ -262,25 +321,44 @@ mod tests {
         };
         assert_eq!(
             part.to_string(),
-            "step-00000020-0000000000000abc-rank-3-of-4"
+            "step-00000020-0000000000000abc-branch-5-rank-3-of-4"
         );
         assert_eq!(Part::from_name(&part.to_string()), Some(part));
         for name in [
             "step-00000020",
-            "step-20-0000000000000abc-rank-3-of-4",
-            "step-00000020-abc-rank-3-of-4",
-            "step-00000020-0000000000000abc-rank-4-of-4",
-            "step-00000020-0000000000000abc-rank-3-of-4-x",
-            "step-00000020-0000000000000abc-rank-3-of-18446744073709551615",
-            ".step-00000020-0000000000000abc-rank-3-of-4.tmp-0000000000000000",
+            "step-20-0000000000000abc-branch-5-rank-3-of-4",
+            "step-00000020-abc-branch-5-rank-3-of-4",
+            "step-00000020-0000000000000abc-branch-05-rank-3-of-4",
+            "step-00000020-0000000000000abc-rank-3-of-4",
+            "step-00000020-0000000000000abc-branch-5-rank-4-of-4",
+            "step-00000020-0000000000000abc-branch-5-rank-3-of-4-x",
+            "step-00000020-0000000000000abc-branch-5-rank-3-of-18446744073709551615",
+            ".step-00000020-0000000000000abc-branch-5-rank-3-of-4.tmp-0000000000000000",
         ] {
             assert_eq!(Part::from_name(name), None, "{name}");
         }
     }
 
     #[test]
+    fn the_name_of_a_joined_step_has_its_position() {
+        for (branch, name) in [(0, "step-00000020"), (3, "step-00000020-branch-3")] {
+            let position = RunPosition { branch, step: 20 };
+            assert_eq!(joined_name(position), name);
+            assert_eq!(position_of_joined(name), Some(position));
+        }
+        for name in [
+            "step-20",
+            "step-00000020-branch-0",
+            "step-00000020-branch-x",
+            "rank-1",
+        ] {
+            assert_eq!(position_of_joined(name), None, "{name}");
+        }
+    }
+
+    #[test]
     fn a_message_names_few_of_many_missing_ranks() {
-        let name = format!("step-00000001-0000000000000007-rank-0-of-{MAX_WORLD_SIZE}");
+        let name = format!("step-00000001-0000000000000007-branch-0-rank-0-of-{MAX_WORLD_SIZE}");
         let part = Part::from_name(&name).unwrap();
         assert!(steps(&[copy(part.of, part.rank, 0)])[0].1.len() <= 20);
     }

@@ -8,8 +8,8 @@
 //! ```text
 //! DIR/<run>/                                                     for this user alone
 //! DIR/<run>/host                                                 a random number that identifies the host
-//! DIR/<run>/rank-1/step-00000020-<start>-rank-1-of-2/            rank 1's own part, as a DCP directory
-//! DIR/<run>/rank-1/step-00000020-<start>-rank-0-of-2/            the copy of rank 0's part
+//! DIR/<run>/rank-1/step-00000020-<start>-branch-0-rank-1-of-2/   rank 1's own part, as a DCP directory
+//! DIR/<run>/rank-1/step-00000020-<start>-branch-0-rank-0-of-2/   the copy of rank 0's part
 //! DIR/<run>/step-00000020/                                       all parts, joined when a run resumed from them
 //! ```
 //!
@@ -32,12 +32,12 @@ use fsdp_state::{LoadError as _, StateDict};
 use tracing::{info_span, warn};
 
 use self::arithmetic::{
-    MemoryStep, Part, PartCopy, Transfer, buddies, missing_ranks, newest_complete, newest_whole,
-    rounds, share, steps, transfers,
+    MemoryStep, Part, PartCopy, Transfer, buddies, joined_name, missing_ranks, newest_complete,
+    newest_whole, position_of_joined, rounds, share, steps, transfers,
 };
 use self::exchange::exchange;
 use self::run_directory::{RunDirectory, make_private};
-use crate::catalog::{StepCheckpoint, step_name};
+use crate::catalog::{RunPosition, StepCheckpoint};
 use crate::error::CheckpointError;
 use crate::local_state::LocalState;
 use crate::plan::{PlanCache, Planned};
@@ -95,7 +95,17 @@ impl MemoryTier {
         Ok(self.run_directory.clone())
     }
 
-    /// Saves the state of a step. Afterwards the tier holds this step and the newest complete
+    /// Returns the position of a step that [`Self::newest`] has joined at this path; `None` for any
+    /// other path.
+    pub(crate) fn position_of(&self, path: &Location) -> Option<RunPosition> {
+        if !path.name().starts_with(self.directory.name()) {
+            return None;
+        }
+        position_of_joined(path.name().file_name()?.to_str()?)
+    }
+
+    /// Saves the state of a step. `position` and `left`, the newest step of the run that it leaves
+    /// with this save, are those of rank 0, but the step is the same on every rank. Afterwards the tier holds this step and the newest complete
     /// one before it.
     ///
     /// # Errors
@@ -103,13 +113,15 @@ impl MemoryTier {
     /// storage. The newest complete step before this one is kept.
     pub(crate) fn save(
         &mut self,
-        step: u64,
+        position: RunPosition,
+        left: Option<u64>,
         state: Result<StateDict, CheckpointError>,
         options: &SaveOptions,
     ) -> Result<SaveReport, CheckpointError> {
         let start = Instant::now();
         let group = with_storage_deadline(&self.group, options.deadline);
         let rank = group.rank();
+        let step = position.step;
         let _span = info_span!("save to memory", rank, step).entered();
         // Step 1: plan a checkpoint of what all ranks hold together. Each rank then writes all that
         // it holds, but this plan finds what no checkpoint could hold. Ranks must agree on the
@@ -123,8 +135,11 @@ impl MemoryTier {
             unreachable!("a directory that was missing has been made");
         };
         let copies = tier.list()?;
+        let (branch, left): (u64, Option<u64>) =
+            group.broadcast_object(Some(&(position.branch, left)), 0)?;
         let this_step = MemoryStep {
             start: self.start_of_save(&group, step, &copies)?,
+            branch,
             step,
             ranks: group.world_size(),
         };
@@ -172,6 +187,7 @@ impl MemoryTier {
             digest: None,
             duration: start.elapsed(),
             waited: Duration::ZERO,
+            left,
         })
     }
 
@@ -202,8 +218,8 @@ impl MemoryTier {
         Ok(start)
     }
 
-    /// Returns the newest whole step, if it is newer than `after`, the step of the newest
-    /// checkpoint; the `after` that rank 0 passes counts. Each host then has all parts of the step,
+    /// Returns the newest whole step, if it is newer than `after`, the position of the
+    /// newest checkpoint, which must be the same on every rank. Each host then has all parts of the step,
     /// joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed,
     /// are removed.
     ///
@@ -212,13 +228,12 @@ impl MemoryTier {
     /// is damaged.
     pub(crate) fn newest(
         &mut self,
-        after: Option<u64>,
+        after: Option<RunPosition>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
         let Some(tier) = self.open("look into the memory tier", None, false)? else {
             return Ok(None);
         };
-        let after: Option<u64> = tier.group.broadcast_object(Some(&after), 0)?;
         // Step 1: find the newest step of which every part has a copy that is not damaged. Every
         // rank has the same list of copies, so all of them choose the same step.
         let copies = tier.list()?;
@@ -226,7 +241,8 @@ impl MemoryTier {
         // Step 2: remove the steps that were passed over. The run continues from an older one, so a
         // later resume must not find them.
         let chosen = found.as_ref().map(|(step, _)| *step);
-        let newest = chosen.map(|step| step.step).or(after).unwrap_or(0);
+        let after_step = after.map(|after| after.step);
+        let newest = chosen.map(|step| step.step).or(after_step).unwrap_or(0);
         let mut passed: BTreeSet<MemoryStep> = copies.iter().map(|copy| copy.part.of).collect();
         passed.retain(|step| step.step >= newest && Some(*step) != chosen);
         tier.on_each_host(|root| remove_parts(root, |part| passed.contains(&part.of)))?;
@@ -343,11 +359,11 @@ impl RunDirectory {
     fn find_sound(
         &self,
         copies: &[PartCopy],
-        after: Option<u64>,
+        after: Option<RunPosition>,
         strict: bool,
     ) -> Result<Option<(MemoryStep, Vec<PartCopy>)>, CheckpointError> {
         for (step, missing) in steps(copies) {
-            if after.is_some_and(|after| after >= step.step) {
+            if after.is_some_and(|after| after >= step.position()) {
                 break;
             }
             if !missing.is_empty() {
@@ -439,7 +455,7 @@ impl RunDirectory {
             self.agree(removed)?;
             self.transfer(&round, copies)?;
         }
-        let path = self.root.join(step_name(step.step));
+        let path = self.root.join(joined_name(step.position()));
         self.on_each_host(|_| {
             let part_paths: Vec<Location> = (0..step.ranks)
                 .map(|rank| self.path_on_host(Part { of: step, rank }, copies))

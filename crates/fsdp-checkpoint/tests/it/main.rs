@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod async_save;
+mod branches;
 mod bytes_read;
 mod faults;
 mod features;

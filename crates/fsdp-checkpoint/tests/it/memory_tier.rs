@@ -60,7 +60,7 @@ fn latest_in_memory(
     strict: bool,
 ) -> Result<Option<StepCheckpoint>, CheckpointError> {
     let latest = checkpointer.latest()?;
-    checkpointer.latest_in_memory(latest.map(|latest| latest.step), strict)
+    checkpointer.latest_in_memory(latest.as_ref(), strict)
 }
 
 /// A run whose ranks are dealt out to hosts, two each.

@@ -28,7 +28,7 @@ pub(super) struct Checkpoints {
     damaged: Vec<Location>,
 }
 
-/// Returns the newest step of the memory tier if it is newer than `step`. A tier that cannot be
+/// Returns the newest step of the memory tier if it is newer than the checkpoint `after`. A tier that cannot be
 /// used is left out, with a warning. This is a collective.
 ///
 /// # Errors
@@ -36,12 +36,12 @@ pub(super) struct Checkpoints {
 pub(super) fn latest_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
-    step: Option<u64>,
+    after: Option<&StepCheckpoint>,
 ) -> Result<Option<StepCheckpoint>> {
     // A strict resume must not fall back to an older step without a word, so there a tier that
     // cannot be read is an error.
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
-    let found = checkpointer(arguments, group, false, None)?.latest_in_memory(step, is_strict);
+    let found = checkpointer(arguments, group, false, None)?.latest_in_memory(after, is_strict);
     let failed = "failed to look into the memory tier";
     if is_strict {
         return found.context(failed);

@@ -1,7 +1,7 @@
 //! The checkpoint that a run continues from: the newest, or an older one where that is damaged.
 
 use anyhow::{Error, Result, bail};
-use fsdp::checkpoint::{Location, StepCheckpoint, list_checkpoints};
+use fsdp::checkpoint::{Location, StepCheckpoint, list_newest_first};
 
 use super::arguments::{ResumeMode, TrainArguments};
 use super::settings::Resume;
@@ -42,12 +42,12 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Returns the step of the newest checkpoint that is not known to be damaged.
+    /// Returns the newest checkpoint that is not known to be damaged.
     ///
     /// # Errors
     /// The storage cannot be read.
-    pub(super) fn newest_step(&self) -> Result<Option<u64>> {
-        Ok(self.undamaged(true)?.last().map(|newest| newest.step))
+    pub(super) fn newest(&self) -> Result<Option<StepCheckpoint>> {
+        Ok(self.undamaged(true)?.into_iter().next())
     }
 
     /// Returns `true` if the run has no checkpoint yet.
@@ -55,7 +55,7 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// The storage cannot be read.
     pub(super) fn is_empty(&self) -> Result<bool> {
-        Ok(self.memory.is_none() && self.damage.is_none() && self.newest_step()?.is_none())
+        Ok(self.memory.is_none() && self.damage.is_none() && self.newest()?.is_none())
     }
 
     /// Opens the newest checkpoint that is not known to be damaged.
@@ -67,10 +67,9 @@ impl<'a> Candidates<'a> {
         // A run that was killed before its first checkpoint may have none but in memory.
         let may_be_absent =
             self.mode == ResumeMode::Auto || self.memory.is_some() || self.is_memory_damaged;
-        let mut checkpoints = self.undamaged(may_be_absent)?;
+        let undamaged = self.undamaged(may_be_absent)?.into_iter().next();
         // The step in memory is newer than all undamaged checkpoints.
-        checkpoints.extend(self.memory.clone());
-        let Some(StepCheckpoint { path, .. }) = checkpoints.pop() else {
+        let Some(StepCheckpoint { path, .. }) = self.memory.clone().or(undamaged) else {
             bail!(match damage {
                 Some((_, error)) => error,
                 None => Error::new(CommandError {
@@ -110,12 +109,12 @@ impl<'a> Candidates<'a> {
         Ok(())
     }
 
-    /// Returns the checkpoints of the run that are not known to be damaged, the oldest first.
+    /// Returns the checkpoints of the run that are not known to be damaged, the newest first.
     fn undamaged(&self, may_be_absent: bool) -> Result<Vec<StepCheckpoint>> {
         if may_be_absent && !self.run.exists()? {
             return Ok(Vec::new());
         }
-        let mut checkpoints = list_checkpoints(&self.run)?;
+        let mut checkpoints = list_newest_first(&self.run)?;
         checkpoints.retain(|checkpoint| !self.damaged.contains(&checkpoint.path));
         Ok(checkpoints)
     }

@@ -131,9 +131,9 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         // Step 1: look for a step in memory that is newer than the newest undamaged checkpoint.
         let may_be_in_memory = candidates.mode != ResumeMode::No && !candidates.is_memory_damaged;
         if arguments.memory_tier.is_some() && may_be_in_memory {
-            let newest = candidates.newest_step()?;
+            let newest = candidates.newest()?;
             candidates.memory = on_ranks(&ranks, group.as_ref(), |group| {
-                latest_in_memory(arguments, group, newest)
+                latest_in_memory(arguments, group, newest.as_ref())
             })?;
         }
         // Step 2: check all that can be checked without the other ranks.
@@ -318,8 +318,8 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
 
 /// Checks that a run would not mix its checkpoints with those of another.
 fn check_out_is_free(candidates: &Candidates<'_>) -> Result<()> {
-    match candidates.newest_step()? {
-        Some(step) => bail!(out_is_taken(&candidates.run, step)),
+    match candidates.newest()? {
+        Some(newest) => bail!(out_is_taken(&candidates.run, newest.step)),
         None => Ok(()),
     }
 }

@@ -397,7 +397,7 @@ mod tests {
     use fsdp_layout::PlainValue;
 
     use super::*;
-    use crate::storage::lineage::Parent;
+    use crate::storage::lineage::{Branch, Parent};
 
     fn sample() -> Integrity {
         let mut data = FileIntegrity::default();
@@ -417,6 +417,7 @@ mod tests {
         });
         let lineage = Lineage {
             step: 8,
+            branch: Branch::default().fork(4, 1),
             parent,
             config: Some("c".to_owned()),
             data: None,

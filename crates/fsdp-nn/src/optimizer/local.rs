@@ -215,8 +215,8 @@ fn entries(state: &ParamState, piece: impl Fn(&Tensor) -> Result<StateValue>) ->
     Ok(entries)
 }
 
-/// Returns the state that the algorithm's schema describes, in fresh memory. Entries that begin as
-/// the first gradient are left out.
+/// Returns the state that a local parameter has before its first step, in fresh memory. Entries that
+/// begin with the first step are left out.
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
     let mut state = ParamState::default();
     for entry in algorithm.state_entries() {
@@ -245,6 +245,42 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
             .insert(entry.name.to_owned(), LocalState::Piece(piece));
     }
     Ok(state)
+}
+
+/// Returns the state of a local parameter, or its initial state if it has none, with zeros in fresh
+/// memory for entries that begin with the first step. `None` if the algorithm has no state.
+pub(crate) fn complete_state(
+    algorithm: &Algorithm,
+    local: &LocalParam,
+) -> Result<Option<ParamState>> {
+    let mut state = match &local.state {
+        Some(state) => state.clone(),
+        None => initial_state(algorithm, local)?,
+    };
+    for entry in algorithm.state_entries() {
+        if entry.initial == Initial::FirstGradient && !state.entries.contains_key(entry.name) {
+            let piece = LocalState::Piece(local.zeros()?);
+            state.entries.insert(entry.name.to_owned(), piece);
+        }
+    }
+    // Averages have shapes of their own, and belong to one of the model's parameters.
+    if let [param] = local.params()[..] {
+        let shape = &local.handle.layout().shapes()[param];
+        for (name, own_shape) in algorithm.averages_of(shape) {
+            if state.entries.contains_key(name) {
+                continue;
+            }
+            let average = if own_shape == *shape {
+                LocalState::Piece(local.zeros()?)
+            } else {
+                let device = local.handle.shard_device();
+                LocalState::Whole(zeros_on(&own_shape, local.handle.dtype(), device)?)
+            };
+            state.entries.insert(name.to_owned(), average);
+        }
+    }
+    let is_any = state.step.is_some() || !state.entries.is_empty();
+    Ok(is_any.then_some(state))
 }
 
 /// The invariant after [`begin_state`], for an algorithm with state.

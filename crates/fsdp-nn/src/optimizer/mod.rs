@@ -21,7 +21,9 @@ use crate::algorithm::{Algorithm, StateKind};
 use crate::error::{NnError, OptimStateError, Result};
 use crate::model::parameters::ShardedParameters;
 
-pub(crate) use local::{LocalParam, LocalState, ParamState, Segment, initial_state};
+pub(crate) use local::{
+    LocalParam, LocalState, ParamState, Segment, complete_state, initial_state,
+};
 pub(crate) use modes::move_towards;
 
 /// The key of the learning rate that a schedule multiplies.
@@ -366,12 +368,24 @@ impl Optimizer {
     /// Returns the state of a local parameter before its first step, in fresh memory: the
     /// algorithm's schema with its initial values. `None` for one that is frozen, and where the
     /// algorithm has no state before its first step.
-    pub(crate) fn initial_state_of_local(&self, local: usize) -> Result<Option<ParamState>> {
+    pub(crate) fn initial_state(&self, local: usize) -> Result<Option<ParamState>> {
         let local = &self.locals[local];
         if !local.requires_grad() {
             return Ok(None);
         }
         Ok(initial_state(&self.groups[local.group].algorithm, local)?.unless_empty())
+    }
+
+    /// Returns the state of a local parameter with all entries that its algorithm ever has: those
+    /// that do not exist yet have their initial values, in fresh memory, or are zero if they begin
+    /// with the first step. `None` for a frozen parameter without state, and where the algorithm
+    /// has no state.
+    pub(crate) fn complete_state(&self, local: usize) -> Result<Option<ParamState>> {
+        let local = &self.locals[local];
+        if !local.requires_grad() {
+            return Ok(local.state.clone());
+        }
+        complete_state(&self.groups[local.group].algorithm, local)
     }
 
     /// Returns the names of the model's parameters that this optimizer holds, group by group. A

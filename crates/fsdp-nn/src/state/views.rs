@@ -8,14 +8,17 @@ use crate::error::Result;
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
 
-/// The state that a parameter without any is given in a state dict.
+/// What a state dict has in place of state that a parameter does not have yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MissingState {
-    /// No state: the parameter is left out, as `FSDP.optim_state_dict` does.
+    /// Nothing, as `FSDP.optim_state_dict` does.
     Omit,
-    /// The algorithm's initial values, as `get_optimizer_state_dict` promises; the optimizer is not
-    /// changed.
+    /// The values with which the algorithm begins, of which an entry that is made of the first
+    /// gradient is none. The optimizer is not changed.
     Initial,
+    /// Initial values, and zeros for entries that begin with the first step: a place for every
+    /// entry that a checkpoint may have. The optimizer is not changed.
+    Complete,
 }
 
 /// Returns the model state dict with sharded values: every parameter under each of its names, then
@@ -77,13 +80,13 @@ pub(crate) fn live_states_and_groups(
     let mut groups = Vec::new();
     for optimizer in optimizers {
         // The parameters of a FlatParameter share its state, which is therefore made once.
-        let mut initial = Vec::with_capacity(optimizer.locals().len());
+        let mut states = Vec::with_capacity(optimizer.locals().len());
         for (index, local) in optimizer.locals().iter().enumerate() {
-            let is_wanted = missing == MissingState::Initial && local.state.is_none();
-            initial.push(if is_wanted {
-                optimizer.initial_state_of_local(index)?
-            } else {
-                None
+            let state = local.state.clone();
+            states.push(match missing {
+                MissingState::Initial if state.is_none() => optimizer.initial_state(index)?,
+                MissingState::Omit | MissingState::Initial => state,
+                MissingState::Complete => optimizer.complete_state(index)?,
             });
         }
         for group in optimizer.groups() {
@@ -92,7 +95,7 @@ pub(crate) fn live_states_and_groups(
                     continue;
                 };
                 let local = &optimizer.locals()[index];
-                if let Some(of_local) = local.state.as_ref().or(initial[index].as_ref()) {
+                if let Some(of_local) = &states[index] {
                     let (_, param) = optimizer.parameters().place(fqn)?;
                     state.insert_new(rename(fqn), local.portable(of_local, param)?)?;
                 }

@@ -114,6 +114,11 @@ fn model_views(parameters: &ShardedParameters, options: &StateDictOptions) -> Re
 /// optimizer: here parameters that have not been stepped have their algorithm's initial state
 /// (`step` 0), and the optimizer is not touched. Collectives: those of [`get_state_dict`].
 ///
+/// The dict has a place for every entry that a checkpoint of the same algorithm may have, so it can
+/// be loaded into before the first step. As in torch, a momentum that begins with the first
+/// gradient is zero in it until then; with dampening, a first step from that differs from one
+/// without state.
+///
 /// # Errors
 /// As [`get_state_dict`].
 pub fn get_optimizer_state_dict(
@@ -141,7 +146,7 @@ fn optimizer_views(
     optimizers
         .iter()
         .try_for_each(|optimizer| optimizer.check_belongs_to(parameters))?;
-    let (states, groups) = live_states_and_groups(optimizers, MissingState::Initial, &|fqn| {
+    let (states, groups) = live_states_and_groups(optimizers, MissingState::Complete, &|fqn| {
         options.renamed_in_dict(fqn)
     })?;
     if options.flatten_optimizer_state_dict {

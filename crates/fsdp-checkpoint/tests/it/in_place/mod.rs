@@ -6,7 +6,9 @@
 )]
 
 mod digests;
+mod fresh_optimizer;
 mod load;
+mod own_stateful;
 mod parts;
 mod replicas;
 mod resume;

@@ -248,3 +248,48 @@ fn a_state_dict_is_loaded_in_part_too() {
     })
     .unwrap();
 }
+
+/// A part that is set after the load would begin anew without a word, so the load says that the run
+/// has no place for what was saved of it.
+#[test]
+fn the_state_of_a_part_that_the_run_does_not_have_yet_is_not_taken_for_values() {
+    let dir = tempfile::tempdir().unwrap();
+    saved(dir.path());
+    run_local(2, |group| {
+        let without = |part: &str| {
+            let mut run = whole_run(&group, 0);
+            match part {
+                "sampler" => run.sampler = None,
+                _ => run.scaler = None,
+            }
+            run
+        };
+        for part in ["sampler", "scaler"] {
+            let mut run = without(part);
+            let before = bits(&run);
+            let error = checkpointer(dir.path(), &group, None, true)
+                .load(1, &mut run)
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains(&format!("`{part}.")), "{error}");
+            assert_eq!(bits(&run), before);
+
+            let report = checkpointer(dir.path(), &group, None, false)
+                .load(1, &mut run)
+                .unwrap();
+            assert!(!report.unexpected.is_empty());
+            assert!(report.unexpected.iter().all(|key| is_part_of(key, part)));
+            assert!(run.values.get(part).is_none());
+
+            // Set before the load, it goes on; and what was loaded can be saved again.
+            let mut run = whole_run(&group, 0);
+            let mut checkpointer = checkpointer(dir.path(), &group, None, true);
+            assert!(checkpointer.load(1, &mut run).unwrap().is_clean());
+            assert_eq!(bits(&run), bits(&whole_run(&group, 7)));
+            checkpointer
+                .save(2 + u64::from(part == "scaler"), &run)
+                .unwrap();
+        }
+    })
+    .unwrap();
+}

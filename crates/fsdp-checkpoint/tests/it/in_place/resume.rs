@@ -28,7 +28,7 @@ use fsdp_state::{
 
 use crate::in_place::training::{Run, adamw, evaluate, new_run, new_run_with, step};
 
-fn algorithms() -> [Algorithm; 6] {
+pub(crate) fn algorithms() -> [Algorithm; 6] {
     let training = ScheduleFreeOptions {
         lr: 0.01,
         train_mode: true,
