@@ -455,37 +455,27 @@ impl Checkpointer {
         after: Option<&StepCheckpoint>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        let mut position = Ok(None);
-        if self.group.rank() == 0 {
-            position = self.position_of(after).map(Some);
-        }
         let Some(tier) = &mut self.memory else {
             return Ok(None);
         };
+        let mut position = Ok(Some(None));
+        if self.group.rank() == 0
+            && let Some(after) = after
+        {
+            // It is on no branch that matters if it was removed since it was listed.
+            let mut newest = RunPosition {
+                branch: 0,
+                step: after.step,
+            };
+            position = list_branches(&self.run).map(|(committed, _)| {
+                for found in committed.iter().filter(|found| found.checkpoint == *after) {
+                    newest = found.position();
+                }
+                Some(Some(newest))
+            });
+        }
         let after = broadcast_result(&self.group, "look into the memory tier", position, 0)?;
         tier.newest(after, strict)
-    }
-
-    /// Returns the position of a checkpoint of the run. No communication.
-    fn position_of(
-        &self,
-        checkpoint: Option<&StepCheckpoint>,
-    ) -> Result<Option<RunPosition>, CheckpointError> {
-        let (Some(checkpoint), Some(_)) = (checkpoint, &self.memory) else {
-            return Ok(None);
-        };
-        let (committed, _) = list_branches(&self.run)?;
-        let found = committed
-            .iter()
-            .find(|found| found.checkpoint == *checkpoint);
-        Ok(Some(match found {
-            Some(found) => found.position(),
-            // It was removed since it was listed.
-            None => RunPosition {
-                branch: 0,
-                step: checkpoint.step,
-            },
-        }))
     }
 
     /// Returns the newest step of which the memory tier has all parts. They are not read, and
@@ -574,10 +564,10 @@ impl Checkpointer {
             // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint
             // continues the newest checkpoint before that step.
             Some(position) => match parent_of_step(&self.run, position, &group)? {
-                Some(parent) => (
-                    parent.recorded,
-                    Some(self.run.join(&parent.name)),
-                    Some((parent.branch, position.step)),
+                Some((name, lineage)) => (
+                    lineage.parent,
+                    Some(self.run.join(&name)),
+                    Some((lineage.branch, position.step)),
                 ),
                 None => {
                     let branch = Branch {
@@ -592,8 +582,10 @@ impl Checkpointer {
             // comes from elsewhere.
             None => {
                 let branch = lineage.map_or_else(Branch::default, |lineage| lineage.branch.clone());
-                let step = named.or(recorded).or_else(|| step_of_path(&path));
                 let is_own = self.is_own(&path);
+                let step = named
+                    .or(recorded)
+                    .or_else(|| step_of(path.name().file_name()?.to_str()?));
                 (
                     Parent::new(recorded, checkpoint.digests().map(StateDigest::root)),
                     Some(path),
@@ -794,11 +786,6 @@ fn agree_on_load(
         }
         Ok(report) => CheckpointError::agree(group, LOAD, Some(0), Ok(report)),
     }
-}
-
-/// Returns the step in the name of a checkpoint's directory.
-fn step_of_path(path: &Location) -> Option<u64> {
-    step_of(path.name().file_name()?.to_str()?)
 }
 
 /// Returns the step of a checkpoint, and its name in the run, which is what ranks send to each

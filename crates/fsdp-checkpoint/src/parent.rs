@@ -7,11 +7,10 @@ use fsdp_comm::ProcessGroup;
 use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{Checkpoint, open};
-use fsdp_formats::lineage::{Branch, Parent};
+use fsdp_formats::lineage::{Lineage, Parent};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
-use serde::{Deserialize, Serialize};
 use tracing::debug;
 
 use crate::catalog::{OnBranch, RunPosition, list_branches};
@@ -73,20 +72,9 @@ fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>
     (recorded.root() == digest).then_some((checkpoint, recorded))
 }
 
-/// The checkpoint of a run that a step in the memory tier continues.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct ParentOfStep {
-    /// Its name in the run's directory.
-    pub(crate) name: String,
-    /// The branch of a checkpoint that follows the step in the memory tier.
-    pub(crate) branch: Branch,
-    /// What the next checkpoint records of it; `None` if it has no digest.
-    pub(crate) recorded: Option<Parent>,
-}
-
-/// Returns the checkpoint of a run that a step in the memory tier continues: the newest before that
-/// step that is on no later branch. Returns `None` if there is none, or if it cannot be read.
-/// Collective: one object broadcast.
+/// Returns the name of the checkpoint of a run that a step in the memory tier continues, and the
+/// lineage of that step: the checkpoint is the newest before the step that is on no later branch.
+/// Returns `None` if there is none, or if it cannot be read. Collective: one object broadcast.
 ///
 /// # Errors
 /// The errors of that collective.
@@ -94,7 +82,7 @@ pub(crate) fn parent_of_step(
     run: &Location,
     position: RunPosition,
     group: &ProcessGroup,
-) -> Result<Option<ParentOfStep>, CheckpointError> {
+) -> Result<Option<(String, Lineage)>, CheckpointError> {
     let mut parent = None;
     if group.rank() == PLANNER {
         parent = find_parent(run, position);
@@ -103,7 +91,7 @@ pub(crate) fn parent_of_step(
 }
 
 /// Finds the checkpoint that [`parent_of_step`] returns.
-fn find_parent(run: &Location, position: RunPosition) -> Option<ParentOfStep> {
+fn find_parent(run: &Location, position: RunPosition) -> Option<(String, Lineage)> {
     let listed = list_branches(run);
     let (mut before, _) = listed
         .inspect_err(|error| debug!(path = %run, %error, "cannot list the checkpoints"))
@@ -112,20 +100,21 @@ fn find_parent(run: &Location, position: RunPosition) -> Option<ParentOfStep> {
         found.checkpoint.step < position.step && found.branch.number <= position.branch
     });
     let OnBranch { branch, checkpoint } = before.pop()?;
-    let path = checkpoint.path;
-    let opened = open(&path, OpenOptions { verify: true });
+    let opened = open(&checkpoint.path, OpenOptions { verify: true });
     let opened = opened
-        .inspect_err(|error| debug!(path = %path, %error, "cannot read the parent"))
+        .inspect_err(|error| debug!(path = %checkpoint.path, %error, "cannot read the parent"))
         .ok()?;
     let recorded = opened.lineage().map(|lineage| lineage.step);
-    let branch = if branch.number == position.branch {
-        branch
-    } else {
-        branch.fork(checkpoint.step, position.branch)
+    let lineage = Lineage {
+        step: position.step,
+        branch: if branch.number == position.branch {
+            branch
+        } else {
+            branch.fork(checkpoint.step, position.branch)
+        },
+        parent: Parent::new(recorded, opened.digests().map(StateDigest::root)),
+        ..Lineage::default()
     };
-    Some(ParentOfStep {
-        name: path.name().file_name()?.to_str()?.to_owned(),
-        branch,
-        recorded: Parent::new(recorded, opened.digests().map(StateDigest::root)),
-    })
+    let name = checkpoint.path.name().file_name()?.to_str()?.to_owned();
+    Some((name, lineage))
 }

@@ -11,27 +11,16 @@ use serde::{Deserialize, Serialize};
 use crate::catalog::{RunPosition, step_name, step_of};
 
 /// A save to the memory tier. The one that the run continues from is the greatest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct MemoryStep {
     /// The number of a start of the job, which is larger than the numbers of all starts before it.
     /// A run that goes back to an older step gets a new number too. Parts of different starts are
     /// never joined, because the same step may have another result after a restart.
     pub(super) start: u64,
-    /// The number of the branch of the run that it is on.
-    pub(super) branch: u64,
-    /// Steps done when it was saved.
-    pub(super) step: u64,
+    /// The branch of the run that it is on, and the steps done when it was saved.
+    pub(super) position: RunPosition,
     /// The number of ranks, each of which has saved a part.
     pub(super) ranks: usize,
-}
-
-impl MemoryStep {
-    pub(super) fn position(self) -> RunPosition {
-        RunPosition {
-            branch: self.branch,
-            step: self.step,
-        }
-    }
 }
 
 /// Returns the name of the directory of a step whose parts were joined: that of a checkpoint of the
@@ -58,7 +47,7 @@ pub(super) fn position_of_joined(name: &str) -> Option<RunPosition> {
 }
 
 /// One rank's part of a save. Its `Display` text is the name of its directory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Part {
     pub(super) of: MemoryStep,
     /// The rank that saved it.
@@ -71,8 +60,7 @@ impl fmt::Display for Part {
             of:
                 MemoryStep {
                     start,
-                    branch,
-                    step,
+                    position: RunPosition { branch, step },
                     ranks,
                 },
             rank,
@@ -105,8 +93,10 @@ impl Part {
         let part = Part {
             of: MemoryStep {
                 start: u64::from_str_radix(start, 16).ok()?,
-                branch: branch.parse().ok()?,
-                step: step.parse().ok()?,
+                position: RunPosition {
+                    branch: branch.parse().ok()?,
+                    step: step.parse().ok()?,
+                },
                 ranks: ranks.parse().ok()?,
             },
             rank: rank.parse().ok()?,
@@ -293,8 +283,7 @@ mod tests {
 
     fn at(step: u64, ranks: usize) -> MemoryStep {
         MemoryStep {
-            step,
-            branch: 0,
+            position: RunPosition { branch: 0, step },
             ranks,
             start: 7,
         }
@@ -312,8 +301,10 @@ mod tests {
     fn a_name_says_all_of_a_part_and_nothing_else_is_one() {
         let part = Part {
             of: MemoryStep {
-                step: 20,
-                branch: 5,
+                position: RunPosition {
+                    branch: 5,
+                    step: 20,
+                },
                 ranks: 4,
                 start: 0xabc,
             },
@@ -444,7 +435,7 @@ mod tests {
         assert_eq!(newest_whole(&copies), Some(old));
         let found: Vec<_> = steps(&copies)
             .into_iter()
-            .map(|(step, missing)| (step.step, missing))
+            .map(|(step, missing)| (step.position.step, missing))
             .collect();
         assert_eq!(found, [(30, vec![0]), (30, vec![1]), (20, vec![])]);
         assert_eq!(newest_whole(&copies[..4]), None);

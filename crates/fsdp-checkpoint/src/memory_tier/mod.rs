@@ -139,8 +139,7 @@ impl MemoryTier {
             group.broadcast_object(Some(&(position.branch, left)), 0)?;
         let this_step = MemoryStep {
             start: self.start_of_save(&group, step, &copies)?,
-            branch,
-            step,
+            position: RunPosition { branch, step },
             ranks: group.world_size(),
         };
         // Step 2: make room. Of the older steps, only the newest complete one is kept. Steps from
@@ -148,7 +147,7 @@ impl MemoryTier {
         // behind them and does not continue from them.
         let older: Vec<PartCopy> = copies
             .into_iter()
-            .filter(|copy| copy.part.of.step < step)
+            .filter(|copy| copy.part.of.position.step < step)
             .collect();
         let kept = newest_complete(&older);
         tier.on_each_host(|root| remove_all_but(root, kept))?;
@@ -202,7 +201,7 @@ impl MemoryTier {
     ) -> Result<u64, CheckpointError> {
         let newest = copies.iter().map(|copy| copy.part.of).max();
         if let Some(start) = self.start
-            && newest.is_none_or(|newest| (newest.start, newest.step) < (start, step))
+            && newest.is_none_or(|newest| (newest.start, newest.position.step) < (start, step))
         {
             return Ok(start);
         }
@@ -242,9 +241,12 @@ impl MemoryTier {
         // later resume must not find them.
         let chosen = found.as_ref().map(|(step, _)| *step);
         let after_step = after.map(|after| after.step);
-        let newest = chosen.map(|step| step.step).or(after_step).unwrap_or(0);
+        let newest = chosen
+            .map(|step| step.position.step)
+            .or(after_step)
+            .unwrap_or(0);
         let mut passed: BTreeSet<MemoryStep> = copies.iter().map(|copy| copy.part.of).collect();
-        passed.retain(|step| step.step >= newest && Some(*step) != chosen);
+        passed.retain(|step| step.position.step >= newest && Some(*step) != chosen);
         tier.on_each_host(|root| remove_parts(root, |part| passed.contains(&part.of)))?;
         // Step 3: give each host the parts that it lacks, and join them.
         let Some((step, copies)) = found else {
@@ -266,7 +268,7 @@ impl MemoryTier {
         let Some(tier) = self.open("list the memory tier", None, false)? else {
             return Ok(None);
         };
-        Ok(newest_whole(&tier.list()?).map(|newest| newest.step))
+        Ok(newest_whole(&tier.list()?).map(|newest| newest.position.step))
     }
 
     /// Removes the run's directories from the tier.
@@ -363,13 +365,13 @@ impl RunDirectory {
         strict: bool,
     ) -> Result<Option<(MemoryStep, Vec<PartCopy>)>, CheckpointError> {
         for (step, missing) in steps(copies) {
-            if after.is_some_and(|after| after >= step.position()) {
+            if after.is_some_and(|after| after >= step.position) {
                 break;
             }
             if !missing.is_empty() {
                 if self.group.rank() == 0 {
                     warn!(
-                        step = step.step,
+                        step = step.position.step,
                         ranks = ?missing,
                         "the memory tier lacks parts of a step; using an older step"
                     );
@@ -386,13 +388,13 @@ impl RunDirectory {
             }
             if strict {
                 return Err(CheckpointError::DamagedMemory {
-                    step: step.step,
+                    step: step.position.step,
                     ranks,
                 });
             }
             if self.group.rank() == 0 {
                 warn!(
-                    step = step.step,
+                    step = step.position.step,
                     ?ranks,
                     "all copies of some parts are damaged; using an older step"
                 );
@@ -426,7 +428,7 @@ impl RunDirectory {
         {
             if rank == 0 {
                 warn!(
-                    step = damaged.part.of.step,
+                    step = damaged.part.of.position.step,
                     rank = damaged.part.rank,
                     holder = damaged.holder,
                     problem,
@@ -455,7 +457,7 @@ impl RunDirectory {
             self.agree(removed)?;
             self.transfer(&round, copies)?;
         }
-        let path = self.root.join(joined_name(step.position()));
+        let path = self.root.join(joined_name(step.position));
         self.on_each_host(|_| {
             let part_paths: Vec<Location> = (0..step.ranks)
                 .map(|rank| self.path_on_host(Part { of: step, rank }, copies))
@@ -463,7 +465,7 @@ impl RunDirectory {
             Ok(parts::join(&path, &part_paths)?)
         })?;
         Ok(StepCheckpoint {
-            step: step.step,
+            step: step.position.step,
             path,
         })
     }

@@ -1,6 +1,11 @@
 //! A run that goes back to an older step and saves again: from then on its newest checkpoint is
 //! that of the new branch, nothing of that branch is lost, and nothing of the other is removed.
 
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a test damages a file on purpose"
+)]
+
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
