@@ -152,8 +152,9 @@ pub struct Checkpointer {
 /// The branch of the run that a checkpointer saves to.
 #[derive(Debug)]
 enum CurrentBranch {
-    /// Rank 0 chooses it with the next save, because nothing was saved since the start or the last load.
-    /// This is the branch and the step of the checkpoint of the run that was loaded, if one was.
+    /// Rank 0 chooses it with the next save, because nothing was saved since the start or the last
+    /// load. This is the branch and the step of the checkpoint of the run that was loaded, if one
+    /// was.
     AfterLoad(Option<(Branch, u64)>),
     /// Rank 0 has chosen it.
     Chosen(Branch),

@@ -105,8 +105,8 @@ impl MemoryTier {
     }
 
     /// Saves the state of a step. `position` and `left`, the newest step of the run that it leaves
-    /// with this save, are those of rank 0, but the step is the same on every rank. Afterwards the tier holds this step and the newest complete
-    /// one before it.
+    /// with this save, are those of rank 0, but the step is the same on every rank. Afterwards the
+    /// tier holds this step and the newest complete one before it.
     ///
     /// # Errors
     /// The same on every rank: state that a checkpoint could not hold either, errors of the
@@ -217,8 +217,8 @@ impl MemoryTier {
         Ok(start)
     }
 
-    /// Returns the newest whole step, if it is newer than `after`, the position of the
-    /// newest checkpoint, which must be the same on every rank. Each host then has all parts of the step,
+    /// Returns the newest whole step, if it is newer than `after`, the position of the newest
+    /// checkpoint, which must be the same on every rank. Each host then has all parts of the step,
     /// joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed,
     /// are removed.
     ///

@@ -190,8 +190,8 @@ fn a_background_save_tells_what_it_left_and_is_the_newest() {
     assert_eq!(restart(dir.path(), &options), (15, 0.15));
 }
 
-/// What tells the branches apart is recorded beside the digests. A save that could not record it
-/// would be lost at the next restart.
+/// The branch is recorded beside the digests. A save that could not record it would be lost at the
+/// next restart.
 #[test]
 fn a_new_branch_without_digests_is_the_same_error_on_every_rank_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();

@@ -28,8 +28,8 @@ pub(super) struct Checkpoints {
     damaged: Vec<Location>,
 }
 
-/// Returns the newest step of the memory tier if it is newer than the checkpoint `after`. A tier that cannot be
-/// used is left out, with a warning. This is a collective.
+/// Returns the newest step of the memory tier if it is newer than the checkpoint `after`. A tier
+/// that cannot be used is left out, with a warning. This is a collective.
 ///
 /// # Errors
 /// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory`].

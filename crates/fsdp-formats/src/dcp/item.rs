@@ -70,8 +70,8 @@ struct EndBytes {
 const CRC_BYTES: usize = 4;
 
 impl EndBytes {
-    /// Makes the bytes of an end, which `make_end` returns for a given CRC of the payload. The offset
-    /// of the CRC in them is found by comparing the bytes for two CRCs.
+    /// Makes the bytes of an end, which `make_end` returns for a given CRC of the payload. The
+    /// offset of the CRC in them is found by comparing the bytes for two CRCs.
     fn new(make_end: impl Fn(u32) -> Vec<u8>) -> Self {
         let bytes = make_end(0);
         let crc_offset = bytes
@@ -139,8 +139,8 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    /// Finds the tensor in the item that is all of `item`, and returns what its pickle says and where
-    /// its storage begins. Only the ends of the item are read.
+    /// Finds the tensor in the item that is all of `item`, and returns what its pickle says and
+    /// where its storage begins. Only the ends of the item are read.
     pub fn locate(item: &dyn ReadAt) -> Result<Self, FormatError> {
         Self::locate_known(item, None)
     }

@@ -274,8 +274,8 @@ struct FileRun {
     bytes: std::ops::Range<usize>,
 }
 
-/// Splits the `length` bytes of the sequence from `offset` by file, and returns a range for each file
-/// that has some of them. Bytes beyond the end of the sequence are in no range.
+/// Splits the `length` bytes of the sequence from `offset` by file, and returns a range for each
+/// file that has some of them. Bytes beyond the end of the sequence are in no range.
 fn split_by_file(list: &PartList, offset: u64, length: usize) -> Vec<FileRun> {
     let end = offset.saturating_add(length as u64);
     let mut runs = Vec::new();

@@ -81,8 +81,8 @@ fn number_of_marked(text: &str, marker: &str) -> Option<f64> {
         .map(|(_, value)| *value)
 }
 
-/// Returns a value of JSON as Python would hold it. Adds the number of marked words among the values
-/// to `found`; as a key a word is an error, so those are not counted.
+/// Returns a value of JSON as Python would hold it. Adds the number of marked words among the
+/// values to `found`; as a key a word is an error, so those are not counted.
 fn into_plain(value: Value, marker: Option<&str>, found: &mut usize) -> PlainValue {
     match value {
         Value::Null => PlainValue::None,

@@ -13,8 +13,8 @@ const MAX_LATEST_BYTES: u64 = 4096;
 /// The beginning of the names that DeepSpeed gives to its directories.
 const STEP_PREFIX: &str = "global_step";
 
-/// Returns the name of the directory of DeepSpeed's shards among the names in a folder: the one that `latest`
-/// names, or else the only one that has a name of DeepSpeed's.
+/// Returns the name of the directory of DeepSpeed's shards among the names in a folder: the one
+/// that `latest` names, or else the only one that has a name of DeepSpeed's.
 pub(super) fn find_directory(
     location: &Location,
     names: &[String],

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::lookup::{item_error, request_of};
 use super::read::{
-    Destination, LARGE_BOX_BYTES, ReadDone, ReadOptions, check_buffers, read_in_parallel,
+    Destination, LARGE_BOX_BYTES, ReadDone, ReadOptions, ReadSource, check_buffers,
+    read_in_parallel,
 };
 use super::structure::Structure;
 use crate::error::FileError;
@@ -206,7 +207,13 @@ pub trait Checkpoint: Send + Sync {
         destinations: Vec<Destination<'_>>,
         options: ReadOptions,
     ) -> Result<ReadDone, FileError> {
-        read_in_parallel(self, destinations, options)
+        let source = ReadSource {
+            metadata: self.metadata(),
+            digests: self.digests(),
+            directory: self.directory(),
+            read_boxes: &|fqn, slots| self.read_boxes(fqn, slots),
+        };
+        read_in_parallel(&source, destinations, options)
     }
 
     /// Makes the checks of a [`Checkpoint::read`] that are possible before tensor bytes are read:

@@ -29,7 +29,8 @@ pub(crate) fn request_of(
     })
 }
 
-/// Returns where the bytes of a value are stored. A key that is missing or has a tensor is an error.
+/// Returns where the bytes of a value are stored. A key that is missing or has a tensor is an
+/// error.
 pub(crate) fn find_value<'m>(
     metadata: &'m Metadata,
     fqn: &str,
@@ -68,8 +69,8 @@ pub(crate) fn item_error(
     }
 }
 
-/// Calls `fill` for each chunk of a tensor and each slot that overlap, with the box and the place of
-/// the chunk. A chunk that is wanted and is stored nowhere is an error.
+/// Calls `fill` for each chunk of a tensor and each slot that overlap, with the box and the place
+/// of the chunk. A chunk that is wanted and is stored nowhere is an error.
 pub(crate) fn fill_from_chunks(
     fqn: &str,
     tensor: &TensorEntry,

@@ -4,16 +4,16 @@ use std::collections::{BTreeSet, HashSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fsdp_digest::{BoxPlace, Digest, Sum};
+use fsdp_digest::{BoxPlace, Digest, StateDigest, Sum};
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{DType, TensorBox};
 use tracing::{debug_span, info_span};
 
-use super::checkpoint::Checkpoint;
 use crate::error::{FileError, wrong_box};
-use crate::metadata::TensorEntry;
+use crate::metadata::{Metadata, TensorEntry};
 use crate::payload::slot::{Slot, SlotDigest};
 use crate::plan::{LoadRequest, plan_load};
+use crate::storage::checked_directory::CheckedDirectory;
 use crate::threads::{default_threads, lock, on_threads, unlocked};
 
 /// The options of opening a checkpoint.
@@ -119,11 +119,20 @@ impl RecordedRequest<'_> {
     }
 }
 
+/// The parts of a checkpoint that a read of many tensors needs.
+pub(super) struct ReadSource<'c> {
+    pub(super) metadata: &'c Metadata,
+    pub(super) digests: Option<&'c StateDigest>,
+    pub(super) directory: &'c CheckedDirectory,
+    /// Reads boxes of one tensor, as the checkpoint's format does.
+    pub(super) read_boxes: &'c (dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync),
+}
+
 /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without
-/// checking hashes. The error tells which bytes are wrong. If none are, the sums tell the caller that
-/// something else is.
-fn check_differing<C: Checkpoint + ?Sized>(
-    checkpoint: &C,
+/// checking hashes. The error tells which bytes are wrong. If none are, the sums tell the caller
+/// that something else is.
+fn check_differing(
+    source: &ReadSource<'_>,
     wanted: &[RecordedRequest<'_>],
     sums: &[Vec<Sum>],
 ) -> Result<(), FileError> {
@@ -141,16 +150,15 @@ fn check_differing<C: Checkpoint + ?Sized>(
         return Ok(());
     }
     let mut names = BTreeSet::new();
-    for (fqn, _, stored) in checkpoint.metadata().stored() {
+    for (fqn, _, stored) in source.metadata.stored() {
         if differing.contains(fqn) {
             names.insert(stored.relative_path.as_str());
         }
     }
     for name in names {
-        let directory = checkpoint.directory();
-        let file = directory.file(name)?;
+        let file = source.directory.file(name)?;
         file.verify_whole()
-            .map_err(|source| directory.file_error(name, source))?;
+            .map_err(|error| source.directory.file_error(name, error))?;
     }
     Ok(())
 }
@@ -161,20 +169,19 @@ fn check_differing<C: Checkpoint + ?Sized>(
 /// Where sums are asked for, tensors that are read whole are checked by their digests, and by their
 /// hashes only if those differ. So are tensors of which the caller compares the sums
 /// ([`Destination::is_compared`]).
-pub(super) fn read_in_parallel<C: Checkpoint + ?Sized>(
-    checkpoint: &C,
+pub(super) fn read_in_parallel(
+    source: &ReadSource<'_>,
     destinations: Vec<Destination<'_>>,
     options: ReadOptions,
 ) -> Result<ReadDone, FileError> {
-    let metadata = checkpoint.metadata();
     // Digests are needed only where sums are asked for.
-    let digests = checkpoint.digests().filter(|_| options.digest);
+    let digests = source.digests.filter(|_| options.digest);
     let mut wanted = Vec::with_capacity(destinations.len());
     let mut buffers = Vec::with_capacity(destinations.len());
     for destination in destinations {
         let request = destination.request;
         wanted.push(RecordedRequest {
-            tensor: metadata.tensor(&request.fqn),
+            tensor: source.metadata.tensor(&request.fqn),
             digest: digests.and_then(|digests| digests.get(&request.fqn)),
             is_compared: destination.is_compared,
             request,
@@ -182,7 +189,7 @@ pub(super) fn read_in_parallel<C: Checkpoint + ?Sized>(
         buffers.push(destination.buffers);
     }
     // Nothing is read before all requests and all buffers are known to be right.
-    let reads = plan_load(metadata, wanted.iter().map(|wanted| &wanted.request))?;
+    let reads = plan_load(source.metadata, wanted.iter().map(|wanted| &wanted.request))?;
     let mut jobs = make_jobs(&wanted, buffers, options.threads)?;
     // The jobs are taken in the order of the files: a job stands where the first read of its
     // request does.
@@ -210,7 +217,7 @@ pub(super) fn read_in_parallel<C: Checkpoint + ?Sized>(
     let shared_sums = Mutex::new(sums);
     let threads = options
         .threads
-        .saturating_mul(checkpoint.directory().threads_per_reader())
+        .saturating_mul(source.directory.threads_per_reader())
         .clamp(1, jobs.len().max(1));
     let bytes: usize = jobs
         .iter()
@@ -227,7 +234,7 @@ pub(super) fn read_in_parallel<C: Checkpoint + ?Sized>(
                 let Some(mut job) = job else { break };
                 let fqn = &wanted[job.request].request.fqn;
                 let done = debug_span!("tensor", fqn)
-                    .in_scope(|| checkpoint.read_boxes(fqn, &mut job.slots));
+                    .in_scope(|| (source.read_boxes)(fqn, &mut job.slots));
                 failed.fetch_or(done.is_err(), Ordering::Relaxed);
                 done?;
                 let mut sums = lock(&shared_sums);
@@ -242,7 +249,7 @@ pub(super) fn read_in_parallel<C: Checkpoint + ?Sized>(
     })?;
     let mut sums = unlocked(shared_sums);
     if options.digest {
-        check_differing(checkpoint, &wanted, &sums)?;
+        check_differing(source, &wanted, &sums)?;
     } else {
         sums.clear();
     }
@@ -339,8 +346,8 @@ pub fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
     checked_numel(&bounds.sizes)?.checked_mul(dtype.size_in_bytes() as usize)
 }
 
-/// Returns the parts of a box and its bytes, cut along its first dimension that has an extent, into parts of about
-/// [`LARGE_BOX_BYTES`].
+/// Returns the parts of a box and its bytes, cut along its first dimension that has an extent, into
+/// parts of about [`LARGE_BOX_BYTES`].
 fn split_large_box<'d>(
     bounds: &TensorBox,
     mut buffer: &'d mut [u8],

@@ -212,9 +212,10 @@ impl Structure {
         None
     }
 
-    /// Adds leaves beside existing ones. `siblings` has the flat key of each new leaf, by that of the
-    /// existing leaf to which it belongs. The new leaf goes into the dict that has the existing one,
-    /// at the same key with `suffix` behind it. Beside a leaf in a list, it goes to the top level.
+    /// Adds leaves beside existing ones. `siblings` has the flat key of each new leaf, by that of
+    /// the existing leaf to which it belongs. The new leaf goes into the dict that has the existing
+    /// one, at the same key with `suffix` behind it. Beside a leaf in a list, it goes to the top
+    /// level.
     ///
     /// # Errors
     /// The flat key of a leaf in a list, where the top level is no dict.

@@ -77,7 +77,8 @@ impl HeaderReader<'_> {
         Ok(bytes)
     }
 
-    /// Fills `dst` with the next bytes. The file is read in blocks, so that small fields cost no call each.
+    /// Fills `dst` with the next bytes. The file is read in blocks, so that small fields cost no
+    /// call each.
     fn fill(&mut self, dst: &mut [u8]) -> Result<(), FormatError> {
         let end = self.at.saturating_add(dst.len() as u64);
         if self.at < self.block_start || end > self.block_start + self.block.len() as u64 {

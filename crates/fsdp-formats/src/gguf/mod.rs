@@ -126,8 +126,8 @@ fn tensor_bytes(info: &TensorInfo, max_bytes: u64) -> Result<u64, FormatError> {
     }
 }
 
-/// Returns the dtype as which tensors of a type of ggml are read, and how their elements are stored;
-/// `None` for a type that cannot be read.
+/// Returns the dtype as which tensors of a type of ggml are read, and how their elements are
+/// stored; `None` for a type that cannot be read.
 fn readable_type(ggml_type: u32) -> Option<(DType, Elements)> {
     let dtype = match ggml_type {
         2 => return Some((DType::F32, Elements::Blocks(BlockFormat::Q4_0))),

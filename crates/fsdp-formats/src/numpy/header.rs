@@ -62,7 +62,8 @@ impl ArrayHeader {
         Ok(header)
     }
 
-    /// Reads the dict of a header of `length` bytes, such as `{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
+    /// Reads the dict of a header of `length` bytes, such as `{'descr': '<f4', 'fortran_order':
+    /// False, 'shape': (3, 4), }`.
     fn parse(dict: &str, length: u64) -> Result<Self, FormatError> {
         let name = text_after_key(dict, "descr")?
             .strip_prefix('\'')

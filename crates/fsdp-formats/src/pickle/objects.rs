@@ -101,8 +101,8 @@ impl<'a> Machine<'a> {
         Ok(check_limit("copies of shared values", value, limit)?)
     }
 
-    /// Returns the entries of the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`, `defaultdict(factory,
-    /// {key: value, …})`.
+    /// Returns the entries of the dict of `OrderedDict()`, `OrderedDict([[key, value], …])`,
+    /// `defaultdict(factory, {key: value, …})`.
     fn copy_dict(&mut self, pairs: Option<NodeId>) -> Result<Vec<(NodeId, NodeId)>> {
         let Some(id) = pairs else {
             return Ok(Vec::new());

@@ -335,15 +335,16 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Reads bytes, and pushes them as a node of this kind. Their length comes before them, as a number of `N`
-    /// bytes.
+    /// Reads bytes, and pushes them as a node of this kind. Their length comes before them, as a
+    /// number of `N` bytes.
     fn push_bytes<const N: usize>(&mut self, kind: fn(Cow<'a, [u8]>) -> Node<'a>) -> Result<()> {
         let length = self.read_unsigned::<N>()?;
         let bytes = self.take(length)?;
         self.push(kind(Cow::Borrowed(bytes)))
     }
 
-    /// Reads an integer, and pushes it. The number of its bytes comes before it, as a number of `N` bytes.
+    /// Reads an integer, and pushes it. The number of its bytes comes before it, as a number of `N`
+    /// bytes.
     fn push_integer<const N: usize>(&mut self) -> Result<()> {
         let length = self.read_unsigned::<N>()?;
         check_limit("integer length", length, MAX_INTEGER_BYTES)?;

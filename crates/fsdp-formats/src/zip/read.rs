@@ -213,8 +213,8 @@ impl Directory {
     }
 }
 
-/// Reads all entries of a directory, and returns the records by their names, in its order. `name_of`
-/// turns the name in the entry at a position into that of the record.
+/// Reads all entries of a directory, and returns the records by their names, in its order.
+/// `name_of` turns the name in the entry at a position into that of the record.
 fn read_records(
     source: &dyn ReadAt,
     may_deflate: bool,

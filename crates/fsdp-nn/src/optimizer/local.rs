@@ -215,8 +215,8 @@ fn entries(state: &ParamState, piece: impl Fn(&Tensor) -> Result<StateValue>) ->
     Ok(entries)
 }
 
-/// Returns the state that a local parameter has before its first step, in fresh memory. Entries that
-/// begin with the first step are left out.
+/// Returns the state that a local parameter has before its first step, in fresh memory. Entries
+/// that begin with the first step are left out.
 pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result<ParamState> {
     let mut state = ParamState::default();
     for entry in algorithm.state_entries() {

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
 
-/// What a state dict has in place of state that a parameter does not have yet.
+/// The content of a state dict in place of state that a parameter does not have yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MissingState {
     /// Nothing, as `FSDP.optim_state_dict` does.

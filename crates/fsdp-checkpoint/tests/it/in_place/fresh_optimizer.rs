@@ -1,6 +1,6 @@
-//! torch's flow of a resume: the state dicts of a fresh model and a fresh optimizer are loaded into,
-//! then set. Training goes on as if it had never stopped, for every algorithm and every way to load
-//! into a dict.
+//! torch's flow of a resume: the state dicts of a fresh model and a fresh optimizer are loaded
+//! into, then set. Training goes on as if it had never stopped, for every algorithm and every way
+//! to load into a dict.
 
 use std::path::Path;
 
@@ -61,7 +61,7 @@ fn set(run: &mut Run, state: &StateDict) {
     assert!(report.is_clean(), "{report:?}");
 }
 
-/// What a user of torch writes for a run of their own: the state by views, and a load into them.
+/// A run as a user of torch writes one: the state by views, and a load into them.
 struct OwnState<'a>(&'a mut Run);
 
 impl Stateful for OwnState<'_> {

@@ -1,5 +1,5 @@
-//! A type of one's own that is loaded through a checkpointer: what fails on one rank is every rank's
-//! error, as it is in a save, and the run can go on.
+//! A type of one's own that is loaded through a checkpointer: what fails on one rank is every
+//! rank's error, as it is in a save, and the run can go on.
 
 use candle_core::{Device, Tensor};
 use fsdp_checkpoint::{
@@ -89,7 +89,7 @@ fn a_load_that_fails_on_some_ranks_is_the_same_error_on_all_and_the_run_goes_on(
     }
 }
 
-/// What does not fit is the same error as from a load without a checkpointer.
+/// A checkpoint that does not fit is the same error as from a load without a checkpointer.
 #[test]
 fn a_checkpoint_that_does_not_fit_keeps_its_own_error() {
     let dir = tempfile::tempdir().unwrap();

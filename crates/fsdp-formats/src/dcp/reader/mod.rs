@@ -1,6 +1,7 @@
 //! Reading a DCP checkpoint: by ranges, in parallel, directly into the destination.
 
 mod chunk_item;
+mod item_bytes;
 mod items;
 mod read;
 
@@ -26,7 +27,7 @@ use crate::torch::value::{
 };
 
 use self::chunk_item::{ChunkItem, max_item_bytes};
-use self::items::{read_item_bytes, read_quantizer};
+use self::item_bytes::{read_item_bytes, read_quantizer};
 use crate::formats::checkpoint::{Checkpoint, Format, KeyFilter};
 use crate::formats::lookup::{check_replica, find_value, tensor_of};
 use crate::formats::read::OpenOptions;
