@@ -5,11 +5,9 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use fsdp_formats::Location;
-use fsdp_formats::lineage::{Branch, read_lineage};
+use fsdp_formats::lineage::{Branch, read_branches};
 use fsdp_formats::metadata::METADATA_FILE;
-use fsdp_layout::{ErrorKind, Failure as _};
 use serde::{Deserialize, Serialize};
-use tracing::warn;
 
 use crate::error::CheckpointError;
 
@@ -118,55 +116,22 @@ pub(crate) fn list_branches(
     dir: &Location,
 ) -> Result<(Vec<OnBranch>, Vec<StepCheckpoint>), CheckpointError> {
     let (committed, others) = list_steps(dir)?;
-    let mut committed = with_branches(committed)?;
+    let paths: Vec<&Location> = committed
+        .iter()
+        .map(|checkpoint| &checkpoint.path)
+        .collect();
+    let branches = read_branches(&paths)?;
+    let mut committed: Vec<OnBranch> = committed
+        .into_iter()
+        .zip(branches)
+        .filter_map(|(checkpoint, branch)| {
+            let branch = branch?;
+            Some(OnBranch { branch, checkpoint })
+        })
+        .collect();
     // The sort keeps the order of two names of one step.
     committed.sort_by_key(OnBranch::position);
     Ok((committed, others))
-}
-
-/// Finds the branches of checkpoints.
-fn with_branches(checkpoints: Vec<StepCheckpoint>) -> Result<Vec<OnBranch>, CheckpointError> {
-    // A single checkpoint is the newest on any branch.
-    if checkpoints.len() < 2 {
-        let on_first_branch = |checkpoint| OnBranch {
-            branch: Branch::default(),
-            checkpoint,
-        };
-        return Ok(checkpoints.into_iter().map(on_first_branch).collect());
-    }
-    let mut found = Vec::with_capacity(checkpoints.len());
-    for checkpoint in checkpoints {
-        match read_lineage(&checkpoint.path) {
-            // A checkpoint without a lineage was saved by another program, or without a
-            // checkpointer, neither of which knows branches.
-            Ok(lineage) => {
-                let branch = lineage.map_or_else(Branch::default, |lineage| lineage.branch);
-                found.push((Some(branch), checkpoint));
-            }
-            Err(error) if error.kind() == ErrorKind::Io => {
-                // Another process has removed it since it was listed.
-                if checkpoint.path.join(METADATA_FILE).is_file()? {
-                    return Err(error.into());
-                }
-            }
-            Err(error) => {
-                warn!(path = %checkpoint.path, %error, "cannot read the lineage of a checkpoint");
-                found.push((None, checkpoint));
-            }
-        }
-    }
-    let known = found.iter().filter_map(|(branch, _)| branch.as_ref());
-    let newest = known
-        .max_by_key(|branch| branch.number)
-        .cloned()
-        .unwrap_or_default();
-    Ok(found
-        .into_iter()
-        .map(|(branch, checkpoint)| OnBranch {
-            branch: branch.unwrap_or_else(|| newest.clone()),
-            checkpoint,
-        })
-        .collect())
 }
 
 /// Returns the steps that have hidden files beside their checkpoints: a save in progress, or

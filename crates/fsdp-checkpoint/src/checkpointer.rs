@@ -565,10 +565,10 @@ impl Checkpointer {
             // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint
             // continues the newest checkpoint before that step.
             Some(position) => match parent_of_step(&self.run, position, &group)? {
-                Some((name, lineage)) => (
-                    lineage.parent,
+                Some((name, branch, parent)) => (
+                    parent,
                     Some(self.run.join(&name)),
-                    Some((lineage.branch, position.step)),
+                    Some((branch, position.step)),
                 ),
                 None => {
                     let branch = Branch {

@@ -7,7 +7,7 @@ use fsdp_comm::ProcessGroup;
 use fsdp_digest::{Digest, StateDigest};
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{Checkpoint, open};
-use fsdp_formats::lineage::{Lineage, Parent};
+use fsdp_formats::lineage::{Branch, Parent};
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
@@ -72,9 +72,10 @@ fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>
     (recorded.root() == digest).then_some((checkpoint, recorded))
 }
 
-/// Returns the name of the checkpoint of a run that a step in the memory tier continues, and the
-/// lineage of that step: the checkpoint is the newest before the step that is on no later branch.
-/// Returns `None` if there is none, or if it cannot be read. Collective: one object broadcast.
+/// Returns the name of the checkpoint of a run that a step in the memory tier continues, the branch
+/// of that step, and the checkpoint as the parent of the next one. It is the newest checkpoint
+/// before the step that is on no later branch. Returns `None` if there is none, or if it cannot be
+/// read. Collective: one object broadcast.
 ///
 /// # Errors
 /// The errors of that collective.
@@ -82,7 +83,7 @@ pub(crate) fn parent_of_step(
     run: &Location,
     position: RunPosition,
     group: &ProcessGroup,
-) -> Result<Option<(String, Lineage)>, CheckpointError> {
+) -> Result<Option<(String, Branch, Option<Parent>)>, CheckpointError> {
     let mut parent = None;
     if group.rank() == PLANNER {
         parent = find_parent(run, position);
@@ -91,7 +92,7 @@ pub(crate) fn parent_of_step(
 }
 
 /// Finds the checkpoint that [`parent_of_step`] returns.
-fn find_parent(run: &Location, position: RunPosition) -> Option<(String, Lineage)> {
+fn find_parent(run: &Location, position: RunPosition) -> Option<(String, Branch, Option<Parent>)> {
     let listed = list_branches(run);
     let (mut before, _) = listed
         .inspect_err(|error| debug!(path = %run, %error, "cannot list the checkpoints"))
@@ -105,16 +106,12 @@ fn find_parent(run: &Location, position: RunPosition) -> Option<(String, Lineage
         .inspect_err(|error| debug!(path = %checkpoint.path, %error, "cannot read the parent"))
         .ok()?;
     let recorded = opened.lineage().map(|lineage| lineage.step);
-    let lineage = Lineage {
-        step: position.step,
-        branch: if branch.number == position.branch {
-            branch
-        } else {
-            branch.fork(checkpoint.step, position.branch)
-        },
-        parent: Parent::new(recorded, opened.digests().map(StateDigest::root)),
-        ..Lineage::default()
+    let parent = Parent::new(recorded, opened.digests().map(StateDigest::root));
+    let branch = if branch.number == position.branch {
+        branch
+    } else {
+        branch.fork(checkpoint.step, position.branch)
     };
     let name = checkpoint.path.name().file_name()?.to_str()?.to_owned();
-    Some((name, lineage))
+    Some((name, branch, parent))
 }

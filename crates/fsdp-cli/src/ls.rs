@@ -4,6 +4,7 @@ use anyhow::Result;
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, StepOfRun, list_steps};
+use fsdp_formats::lineage::read_branches;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_layout::with_causes;
 use serde::Serialize;
@@ -38,6 +39,8 @@ struct ListedCheckpoint {
     bytes: u64,
     /// `true` if hashes of its files lie beside it.
     hashed: bool,
+    /// `true` if the run has left it by going back to an older step, and does not continue from it.
+    left: bool,
     /// The reason why it cannot be opened.
     error: Option<String>,
 }
@@ -49,10 +52,18 @@ struct ListedCheckpoint {
 pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
     // One that cannot be opened is listed too: a run with a damaged checkpoint is when this command
     // is needed.
-    let checkpoints: Vec<ListedCheckpoint> = list_steps(&arguments.run)?
-        .into_iter()
-        .map(ListedCheckpoint::new)
-        .collect();
+    let steps = list_steps(&arguments.run)?;
+    let paths: Vec<&Location> = steps.iter().map(|found| &found.path).collect();
+    let branches = read_branches(&paths)?;
+    let newest = branches.iter().flatten().max_by_key(|branch| branch.number);
+    let mut checkpoints = Vec::with_capacity(steps.len());
+    for (found, branch) in steps.iter().zip(&branches) {
+        let mut listed = ListedCheckpoint::new(found);
+        if let (Some(newest), Some(branch)) = (newest, branch) {
+            listed.left = !newest.continues(branch, found.step);
+        }
+        checkpoints.push(listed);
+    }
     if arguments.json {
         return output::json(&json!({
             "schema": SCHEMA,
@@ -75,10 +86,10 @@ pub(crate) fn no_checkpoints(run: &Location) -> String {
 
 impl ListedCheckpoint {
     /// Opens a checkpoint, and describes it. One that cannot be opened is described by the error.
-    fn new(found: StepOfRun) -> Self {
+    fn new(found: &StepOfRun) -> Self {
         let mut listed = ListedCheckpoint {
             step: found.step,
-            name: found.name,
+            name: found.name.clone(),
             ..ListedCheckpoint::default()
         };
         match checkpoint::open(&found.path, OpenOptions::default()) {
@@ -109,7 +120,8 @@ impl ListedCheckpoint {
             .expect("a checkpoint without an error has a format");
         let tensors = count(self.tensors, "tensor", "tensors");
         let hashes = if self.hashed { ", hashes" } else { "" };
+        let left = if self.left { ", left by the run" } else { "" };
         let bytes = iec(self.bytes);
-        format!("{step:>9}  {name}  {format}, {tensors}, {bytes}{hashes}")
+        format!("{step:>9}  {name}  {format}, {tensors}, {bytes}{hashes}{left}")
     }
 }

@@ -4,6 +4,7 @@ use anyhow::{Result, bail, ensure};
 use clap::Args;
 use fsdp_formats::Location;
 use fsdp_formats::checkpoint::{self, ExtraFiles, LinksInFolder, StepOfRun, list_steps};
+use fsdp_formats::lineage::read_branches;
 use fsdp_formats::reader::OpenOptions;
 use fsdp_formats::storage::Durable;
 use fsdp_tools::verify::{Level, VerifyOptions, verify};
@@ -64,6 +65,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         ));
     }
     let keep = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
+    let (all, left) = split_by_branch(all)?;
     let (old, new) = all.split_at(all.len().saturating_sub(keep));
     let (retained, expired): (Vec<&StepOfRun>, Vec<&StepOfRun>) = old.iter().partition(|found| {
         let every = arguments.keep_every;
@@ -83,6 +85,10 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let mut removed = Vec::new();
     // Old checkpoints that are kept, each with the reason.
     let mut stay = Vec::new();
+    for found in &left {
+        let reason = "the run has left it by going back to an older step".to_owned();
+        stay.push((&found.name, reason));
+    }
     let links = match all.first() {
         Some(found) => LinksInFolder::of_run(&arguments.run, &found.path)?,
         None => LinksInFolder::default(),
@@ -141,6 +147,26 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
         Some(error) => Err(error.into()),
         None => Ok(()),
     }
+}
+
+/// Splits the checkpoints of a run into those that it continues, and those that it has left by going
+/// back to an older step, which neither count nor are removed.
+fn split_by_branch(all: Vec<StepOfRun>) -> Result<(Vec<StepOfRun>, Vec<StepOfRun>)> {
+    let paths: Vec<&Location> = all.iter().map(|found| &found.path).collect();
+    let branches = read_branches(&paths)?;
+    let newest = branches.iter().flatten().max_by_key(|branch| branch.number);
+    let newest = newest.cloned().unwrap_or_default();
+    let mut continued = Vec::new();
+    let mut left = Vec::new();
+    for (found, branch) in all.into_iter().zip(branches) {
+        match branch {
+            Some(branch) if newest.continues(&branch, found.step) => continued.push(found),
+            Some(_) => left.push(found),
+            // It was removed since it was listed.
+            None => {}
+        }
+    }
+    Ok((continued, left))
 }
 
 /// Returns the reason why an old checkpoint must not be removed; `None` if it may be.

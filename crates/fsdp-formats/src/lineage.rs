@@ -2,8 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::path::Path;
 
 use fsdp_digest::Digest;
+use fsdp_layout::{ErrorKind, Failure as _};
+use tracing::warn;
 
 use crate::dcp::reader::CheckpointReader;
 use crate::error::FileError;
@@ -15,11 +18,63 @@ use crate::storage::checked_directory::CheckedDirectory;
 pub use crate::storage::lineage::{Branch, BranchPoint, DataPosition, Lineage, Parent};
 use crate::storage::location::Location;
 
-/// Reads the lineage of a checkpoint; `None` if none was recorded. Only its integrity file is read.
+/// Finds the branches of a run's checkpoints; `None` for one that does not exist any more. Only
+/// integrity files are read, and none if there is only one checkpoint, which is the newest on any
+/// branch.
+///
+/// A checkpoint without a lineage is on the first branch: it was saved by a program that knows no
+/// branches. One whose integrity file is damaged counts as one of the newest branch, so that
+/// whoever continues from it finds the damage.
 ///
 /// # Errors
-/// A directory that cannot be opened, an integrity file that cannot be read or is damaged.
-pub fn read_lineage(checkpoint: &Location) -> Result<Option<Lineage>, FileError> {
+/// A directory or an integrity file that cannot be read.
+pub fn read_branches(checkpoints: &[&Location]) -> Result<Vec<Option<Branch>>, FileError> {
+    let mut newest = Branch::default();
+    let mut found = Vec::with_capacity(checkpoints.len());
+    for checkpoint in checkpoints {
+        let read = match checkpoints.len() {
+            1 => Ok(None),
+            _ => read_lineage(checkpoint),
+        };
+        found.push(match read {
+            Ok(lineage) => {
+                let branch = lineage.map_or_else(Branch::default, |lineage| lineage.branch);
+                if branch.number > newest.number {
+                    newest = branch.clone();
+                }
+                Found::Branch(branch)
+            }
+            Err(_) if !checkpoint.exists()? => Found::Nothing,
+            Err(error) if error.kind() == ErrorKind::Io => return Err(error),
+            Err(error) => {
+                warn!(path = %checkpoint, %error, "cannot read the lineage of a checkpoint");
+                Found::Damage
+            }
+        });
+    }
+    Ok(found
+        .into_iter()
+        .map(|found| match found {
+            Found::Branch(branch) => Some(branch),
+            Found::Damage => Some(newest.clone()),
+            Found::Nothing => None,
+        })
+        .collect())
+}
+
+/// The outcome of looking for the branch of a checkpoint.
+enum Found {
+    Branch(Branch),
+    Damage,
+    Nothing,
+}
+
+/// Reads the lineage of a checkpoint; `None` if none was recorded.
+fn read_lineage(checkpoint: &Location) -> Result<Option<Lineage>, FileError> {
+    // Checkpoints of some programs are single files.
+    if checkpoint.local().is_some_and(Path::is_file) {
+        return Ok(None);
+    }
     let directory = CheckedDirectory::open(checkpoint, true, Links::Refuse)?;
     Ok(directory.lineage().cloned())
 }

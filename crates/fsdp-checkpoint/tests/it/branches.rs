@@ -14,7 +14,7 @@ use fsdp_checkpoint::{
     latest_checkpoint, list_checkpoints, list_newest_first, prune, save, step_path,
 };
 use fsdp_comm::{ProcessGroup, run_local};
-use fsdp_formats::lineage::read_lineage;
+use fsdp_formats::lineage::read_branches;
 use fsdp_formats::writer::WriteOptions;
 use fsdp_layout::{ErrorKind, Failure as _};
 use fsdp_state::{StateDict, StateValue};
@@ -238,8 +238,12 @@ fn checkpoints_without_a_lineage_are_of_the_first_branch() {
     assert_eq!(restart(dir.path(), &options), (30, 30.0));
     assert_eq!(go_back(dir.path(), &options, 20, 25, 0.25), Some(30));
     assert_eq!(restart(dir.path(), &options), (25, 0.25));
-    let lineage = read_lineage(&Location::from(step_path(dir.path(), 25)));
-    assert_eq!(lineage.unwrap().unwrap().branch.number, 1);
+    let paths = [20, 25, 30].map(|step| Location::from(step_path(dir.path(), step)));
+    let branches = read_branches(&paths.each_ref()).unwrap();
+    let numbers = branches
+        .iter()
+        .map(|branch| branch.as_ref().unwrap().number);
+    assert!(numbers.eq([0, 1, 0]));
 }
 
 /// The memory tier has newer steps than the checkpoints. After going back they must not come back.

@@ -125,8 +125,11 @@ pub(super) struct ReadSource<'c> {
     pub(super) digests: Option<&'c StateDigest>,
     pub(super) directory: &'c CheckedDirectory,
     /// Reads boxes of one tensor, as the checkpoint's format does.
-    pub(super) read_boxes: &'c (dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync),
+    pub(super) read_boxes: &'c ReadBoxes<'c>,
 }
+
+/// A function that fills slots with boxes of one tensor.
+type ReadBoxes<'c> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync + 'c;
 
 /// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without
 /// checking hashes. The error tells which bytes are wrong. If none are, the sums tell the caller
