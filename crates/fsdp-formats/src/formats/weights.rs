@@ -67,7 +67,7 @@ impl Weights {
         names: &[String],
         ending: &str,
     ) -> Result<Self, FileError> {
-        let groups = chosen_groups(names, ending);
+        let groups = choose_groups(names, ending);
         let mut indexed: Vec<(&String, &String)> = groups
             .iter()
             .filter_map(|(stem, group)| Some((stem, group.index.as_ref()?)))
@@ -114,7 +114,7 @@ impl Weights {
 
 /// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist,
 /// and files of [`STEMS_OF_AUTHORS`] if there are files of [`STEMS`].
-fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, WeightGroup> {
+fn choose_groups(names: &[String], ending: &str) -> BTreeMap<String, WeightGroup> {
     let mut groups: BTreeMap<String, WeightGroup> = BTreeMap::new();
     // macOS leaves a hidden `._NAME` of its own beside every file on foreign disks.
     for name in names.iter().filter(|name| !name.starts_with('.')) {
@@ -251,7 +251,7 @@ mod tests {
     fn chosen(names: &[&str]) -> Vec<String> {
         let mut names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         names.sort_unstable();
-        let groups = chosen_groups(&names, ".safetensors");
+        let groups = choose_groups(&names, ".safetensors");
         groups
             .into_values()
             .flat_map(|group| group.index.into_iter().chain(group.files))

@@ -78,7 +78,7 @@ struct HeaderTexts {
     /// The text of [`DIGESTS_LAYOUT`] that the file would have if its digests were written with it.
     layout: String,
     /// The note of the tensor-parallel rank that the file is of.
-    rank: Option<RankNote>,
+    rank_note: Option<RankNote>,
 }
 
 /// torch's note of where in its tensor a shard lies.
@@ -92,7 +92,7 @@ struct PartNotes {
     /// torch's notes of shards, by key.
     sharding: HashMap<String, ShardNote>,
     /// The note of a tensor-parallel rank.
-    rank: Option<RankNote>,
+    rank_note: Option<RankNote>,
 }
 
 /// The parts of a tensor that a file holds.
@@ -115,7 +115,10 @@ impl PartNotes {
         info: &'h TensorInfo,
         budget: &mut Budget,
     ) -> Result<TensorParts<'h>, FormatError> {
-        let slice = self.rank.as_ref().and_then(|rank| rank.tensors.get(fqn));
+        let slice = self
+            .rank_note
+            .as_ref()
+            .and_then(|note| note.tensors.get(fqn));
         let (shape, boxes) = if let Some(slice) = slice {
             // A small note may have many ranges.
             let more_ranges = slice.ranges.len().saturating_sub(1) as u64;
@@ -132,7 +135,7 @@ impl PartNotes {
             let shape = ends.map(|(offset, size)| offset + size).collect();
             let part = SliceBox {
                 bounds,
-                offset: 0,
+                first_element: 0,
                 strides: None,
             };
             (shape, Some(vec![part]))
@@ -141,7 +144,7 @@ impl PartNotes {
             fqn,
             info,
             shape,
-            is_whole_shape: self.rank.is_some(),
+            is_whole_shape: self.rank_note.is_some(),
             boxes: boxes.ok_or_else(|| offsets_error(fqn))?,
         })
     }
@@ -196,9 +199,9 @@ impl SafetensorsCheckpoint {
         let HeaderTexts {
             texts,
             layout,
-            rank,
+            rank_note,
         } = opened.add_file(name, None)?;
-        if rank.is_none() && opened.has_other_ranks(name)? {
+        if rank_note.is_none() && opened.has_other_ranks(name)? {
             return Err(opened.unnoted_rank_error(name));
         }
         opened.check_not_a_shard(name, &texts)?;
@@ -260,18 +263,24 @@ impl SafetensorsCheckpoint {
             Weights::Indexed(index) => opened.add_indexed(index)?,
             Weights::Files(files) => {
                 let mut shard_count = 0;
-                let mut first_rank: Option<RankNote> = None;
+                let mut first_note: Option<RankNote> = None;
                 for name in &files {
-                    let HeaderTexts { texts, rank, .. } = opened.add_file(name, None)?;
-                    if let Some(rank) = rank {
-                        opened.check_rank(name, &rank, first_rank.as_ref().unwrap_or(&rank))?;
-                        first_rank.get_or_insert(rank);
+                    let HeaderTexts {
+                        texts, rank_note, ..
+                    } = opened.add_file(name, None)?;
+                    if let Some(rank_note) = rank_note {
+                        opened.check_rank(
+                            name,
+                            &rank_note,
+                            first_note.as_ref().unwrap_or(&rank_note),
+                        )?;
+                        first_note.get_or_insert(rank_note);
                     }
                     shard_count = shard_count.max(opened.parse_shard_count(name, &texts)?);
                 }
                 opened.check_expected(&names, (0..shard_count).map(shard_name))?;
-                if let Some(rank) = &first_rank {
-                    opened.check_expected(&names, rank.file_names())?;
+                if let Some(rank_note) = &first_note {
+                    opened.check_expected(&names, rank_note.file_names())?;
                 }
             }
         }
@@ -376,10 +385,10 @@ impl SafetensorsCheckpoint {
     fn check_rank(
         &self,
         name: &str,
-        rank: &RankNote,
-        first_rank: &RankNote,
+        note: &RankNote,
+        first_note: &RankNote,
     ) -> Result<(), FileError> {
-        if rank.files == first_rank.files && rank.rank < rank.files.len() {
+        if note.files == first_note.files && note.rank < note.files.len() {
             return Ok(());
         }
         let reason = "it is not of the same tensor-parallel ranks as the files before";
@@ -419,7 +428,7 @@ impl SafetensorsCheckpoint {
         // Without an index, all files of a directory count, and a later rank's file without a note
         // would add parts that nothing tells from copies.
         let is_of_later_rank = rank_in_name(name).is_some_and(|rank| rank > 0);
-        if notes.rank.is_none() && index.is_none() && is_of_later_rank {
+        if notes.rank_note.is_none() && index.is_none() && is_of_later_rank {
             return Err(self.unnoted_rank_error(name));
         }
         let tensors = header
@@ -434,7 +443,7 @@ impl SafetensorsCheckpoint {
             }
             // Parts that several ranks have written, and their copies of whole tensors, are noted
             // as such.
-            let is_noted = notes.rank.is_some() || notes.sharding.contains_key(fqn);
+            let is_noted = notes.rank_note.is_some() || notes.sharding.contains_key(fqn);
             let (first_file, is_noted_there) = self
                 .first_files
                 .entry(fqn.clone())
@@ -450,7 +459,7 @@ impl SafetensorsCheckpoint {
         Ok(HeaderTexts {
             texts: header.metadata,
             layout,
-            rank: notes.rank,
+            rank_note: notes.rank_note,
         })
     }
 
@@ -469,7 +478,7 @@ impl SafetensorsCheckpoint {
         Ok(PartNotes {
             // A file that no rank has written alone has no notes of shards.
             sharding: read_note(header, SHARDING)?.unwrap_or_default(),
-            rank: read_note(header, RANK_NOTE)?,
+            rank_note: read_note(header, RANK_NOTE)?,
         })
     }
 
@@ -517,7 +526,7 @@ impl SafetensorsCheckpoint {
         let known_boxes = self.boxes.entry(fqn.to_owned()).or_default();
         for part in boxes {
             let bounds = part.bounds;
-            let offset = data_offset + info.start + part.offset * element_bytes;
+            let offset = data_offset + info.start + part.first_element * element_bytes;
             let stored = StorageInfo::new(file, offset, bounds.numel() as u64 * element_bytes);
             if let Some(strides) = part.strides {
                 self.strides

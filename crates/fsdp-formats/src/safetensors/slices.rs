@@ -40,7 +40,7 @@ pub struct SliceNote {
 pub(super) struct SliceBox {
     pub(super) bounds: TensorBox,
     /// The position of the box's first element in the part, in elements.
-    pub(super) offset: u64,
+    pub(super) first_element: u64,
     /// The strides of the part in elements, if the box's elements are not contiguous in it.
     pub(super) strides: Option<Vec<usize>>,
 }
@@ -101,7 +101,7 @@ impl SliceNote {
                 bounds.sizes[self.dim] = range_size;
                 boxes.push(SliceBox {
                     bounds,
-                    offset: part_index.checked_mul(strides[self.dim])? as u64,
+                    first_element: part_index.checked_mul(strides[self.dim])? as u64,
                     strides: is_strided.then(|| strides.clone()),
                 });
             }
@@ -130,14 +130,14 @@ mod tests {
         let boxes = note(&[4, 12], 1, &[(2, 4), (6, 8)]).boxes(&[4, 4]).unwrap();
         assert_eq!(boxes[1].bounds, TensorBox::new(vec![0, 6], vec![4, 2]));
         assert_eq!(
-            (boxes[1].offset, boxes[1].strides.as_deref()),
+            (boxes[1].first_element, boxes[1].strides.as_deref()),
             (2, Some(&[4, 1][..]))
         );
         let boxes = note(&[12, 4], 0, &[(2, 4), (6, 8), (12, 12)])
             .boxes(&[4, 4])
             .unwrap();
         assert_eq!(
-            (boxes.len(), boxes[1].offset, &boxes[1].strides),
+            (boxes.len(), boxes[1].first_element, &boxes[1].strides),
             (2, 8, &None)
         );
     }

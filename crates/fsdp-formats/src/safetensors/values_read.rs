@@ -32,8 +32,8 @@ pub fn decode_values(
     read_tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
 ) -> Result<ValuesFile, FormatError> {
     let mut context = Context {
-        elements: Budget::new(0, 1),
-        text: Budget::new(bytes.len() as u64, 1),
+        element_budget: Budget::new(0, 1),
+        text_budget: Budget::new(bytes.len() as u64, 1),
         read_tensor,
         error: None,
     };
@@ -83,8 +83,8 @@ pub fn decode_values(
 
 /// The state that the readers of the parts share.
 struct Context<'c> {
-    elements: Budget,
-    text: Budget,
+    element_budget: Budget,
+    text_budget: Budget,
     read_tensor: &'c mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
     /// The first error that is not JSON's.
     error: Option<FormatError>,
@@ -95,9 +95,12 @@ impl Context<'_> {
     fn charge<E: Error>(&mut self, text_bytes: usize) -> Result<(), E> {
         // A list that grows holds its items twice.
         let element_bytes = 2 * size_of::<PlainValue>() as u64;
-        self.elements
+        self.element_budget
             .charge("memory for values", element_bytes)
-            .and_then(|()| self.text.charge("memory for text", text_bytes as u64))
+            .and_then(|()| {
+                self.text_budget
+                    .charge("memory for text", text_bytes as u64)
+            })
             .map_err(|over| self.fail(over.into()))
     }
 

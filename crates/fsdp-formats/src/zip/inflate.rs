@@ -29,7 +29,7 @@ pub(crate) struct Deflated {
     /// The bytes that are stored.
     stored_bytes: u64,
     /// The bytes that they become.
-    length: u64,
+    output_bytes: u64,
     states: ReadStates,
 }
 
@@ -88,7 +88,7 @@ impl Deflated {
         Deflated {
             stored_start,
             stored_bytes: record.stored_bytes,
-            length: record.length,
+            output_bytes: record.length,
             states: states.clone(),
         }
     }
@@ -213,11 +213,11 @@ impl Inflated<'_> {
 
 impl ReadAt for Inflated<'_> {
     fn len(&self) -> u64 {
-        self.record.length
+        self.record.output_bytes
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<()> {
-        end_within(self.record.length, offset, dst.len() as u64)?;
+        end_within(self.record.output_bytes, offset, dst.len() as u64)?;
         if dst.is_empty() {
             return Ok(());
         }
@@ -236,7 +236,8 @@ impl Drop for Inflated<'_> {
     /// Keeps the state of the read, unless that is at the end: a later read goes on from it.
     fn drop(&mut self) {
         let current = lock(&self.current).take();
-        if let Some(mut state) = current.filter(|state| state.output_position < self.record.length)
+        if let Some(mut state) =
+            current.filter(|state| state.output_position < self.record.output_bytes)
         {
             // A state that is kept must not take much memory.
             state.input = Vec::new();
@@ -263,7 +264,7 @@ mod tests {
             Deflated {
                 stored_start: 7,
                 stored_bytes,
-                length: bytes.len() as u64,
+                output_bytes: bytes.len() as u64,
                 states: ReadStates::default(),
             },
         )
@@ -302,7 +303,7 @@ mod tests {
         let (file, record) = deflated(&bytes);
         let mut dst = vec![0; bytes.len() + 1];
         let longer = Deflated {
-            length: record.length + 1,
+            output_bytes: record.output_bytes + 1,
             ..record.clone()
         };
         longer.reader(&file).read_exact_at(0, &mut dst).unwrap_err();
