@@ -60,10 +60,11 @@ impl Failure for FormatError {
 
 impl Failure for SavePlanError {}
 
-/// Returns the kind of an error, or of the first of its causes that has one.
+/// Returns the kind of an error, or of the first of its causes that has one; else
+/// [`ErrorKind::Other`].
 pub(crate) fn kind_of(error: &(dyn Error + 'static)) -> ErrorKind {
-    let mut next = Some(error);
-    while let Some(error) = next {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
         if let Some(error) = error.downcast_ref::<FileError>() {
             return error.kind();
         }
@@ -73,7 +74,7 @@ pub(crate) fn kind_of(error: &(dyn Error + 'static)) -> ErrorKind {
         if let Some(error) = error.downcast_ref::<io::Error>() {
             return Failure::kind(error);
         }
-        next = error.source();
+        cause = error.source();
     }
     ErrorKind::Other
 }

@@ -169,7 +169,7 @@ fn open_directory(
     }
     if names
         .iter()
-        .any(|name| name.ends_with(SAFETENSORS) || weights::is_known(name, SAFETENSORS))
+        .any(|name| name.ends_with(SAFETENSORS) || weights::is_library_name(name, SAFETENSORS))
     {
         return Ok(Box::new(SafetensorsCheckpoint::open_directory(
             location, options,

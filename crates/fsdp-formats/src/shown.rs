@@ -5,10 +5,10 @@ use fsdp_layout::{PlainValue, PythonType};
 /// The maximum length of a text in bytes. Longer ones are cut off.
 const MAX_BYTES: usize = 200;
 
-/// Returns the text of a value.
+/// Returns the text of a value. A text that is cut off ends with `…`.
 pub fn shown(value: &PlainValue) -> String {
     let mut text = String::new();
-    append(value, &mut text);
+    append_value(value, &mut text);
     if text.len() > MAX_BYTES {
         text.truncate(text.floor_char_boundary(MAX_BYTES));
         text.push('…');
@@ -17,7 +17,7 @@ pub fn shown(value: &PlainValue) -> String {
 }
 
 /// Appends the text of a value, unless the text is long enough already.
-fn append(value: &PlainValue, text: &mut String) {
+fn append_value(value: &PlainValue, text: &mut String) {
     if text.len() > MAX_BYTES {
         return;
     }
@@ -34,28 +34,28 @@ fn append(value: &PlainValue, text: &mut String) {
             text.push_str(&format!("{start:?}"));
         }
         PlainValue::Bytes(bytes) => text.push_str(&format!("{} bytes", bytes.len())),
-        PlainValue::List(items) => append_all("[", items, "]", text),
-        PlainValue::Tuple(items) if items.len() == 1 => append_all("(", items, ",)", text),
-        PlainValue::Tuple(items) => append_all("(", items, ")", text),
-        PlainValue::Set(items) => append_all("{", items, "}", text),
+        PlainValue::List(items) => append_items("[", items, "]", text),
+        PlainValue::Tuple(items) if items.len() == 1 => append_items("(", items, ",)", text),
+        PlainValue::Tuple(items) => append_items("(", items, ")", text),
+        PlainValue::Set(items) => append_items("{", items, "}", text),
         PlainValue::Dict(items) => {
             text.push('{');
             for (index, (key, value)) in items.iter().enumerate().take(MAX_BYTES) {
                 text.push_str(if index > 0 { ", " } else { "" });
-                append(key, text);
+                append_value(key, text);
                 text.push_str(": ");
-                append(value, text);
+                append_value(value, text);
             }
             text.push('}');
         }
         PlainValue::Tensor(tensor) => {
             text.push_str(&format!("a tensor of {} {:?}", tensor.dtype, tensor.shape))
         }
-        PlainValue::Typed(of, description) => match (of, description.as_str()) {
+        PlainValue::Typed(python_type, description) => match (python_type, description.as_str()) {
             (PythonType::DType | PythonType::QScheme, Some(name)) => text.push_str(name),
             _ => {
-                text.push_str(&format!("{}(", of.name()));
-                append(description, text);
+                text.push_str(&format!("{}(", python_type.name()));
+                append_value(description, text);
                 text.push(')');
             }
         },
@@ -65,11 +65,11 @@ fn append(value: &PlainValue, text: &mut String) {
 
 /// Appends the items of a container between `open` and `close`. Of a long one only the first are
 /// shown.
-fn append_all(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
+fn append_items(open: &str, items: &[PlainValue], close: &str, text: &mut String) {
     text.push_str(open);
     for (index, item) in items.iter().enumerate().take(MAX_BYTES) {
         text.push_str(if index > 0 { ", " } else { "" });
-        append(item, text);
+        append_value(item, text);
     }
     text.push_str(close);
 }

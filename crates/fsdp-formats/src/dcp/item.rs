@@ -77,17 +77,17 @@ impl EndBytes {
         let crc_offset = bytes
             .iter()
             .zip(make_end(u32::MAX))
-            .position(|(a, b)| *a != b)
+            .position(|(byte, other_byte)| *byte != other_byte)
             .expect("both ends of an item have the CRC of its payload");
         EndBytes { bytes, crc_offset }
     }
 
     /// Returns `true` if other bytes are the same, except for the CRC.
     fn is_same(&self, other: &[u8]) -> bool {
-        let after = self.crc_offset + CRC_BYTES;
+        let crc_end = self.crc_offset + CRC_BYTES;
         self.bytes.len() == other.len()
             && self.bytes[..self.crc_offset] == other[..self.crc_offset]
-            && self.bytes[after..] == other[after..]
+            && self.bytes[crc_end..] == other[crc_end..]
     }
 }
 
@@ -110,22 +110,22 @@ impl KnownItem {
 
     /// Returns `true` if the bytes at both ends of an item are those of this one, except for the
     /// CRC of the payload.
-    fn is_same(&self, item: &Ends<'_>) -> bool {
+    fn is_same(&self, item: &ItemEnds<'_>) -> bool {
         // A short item is all in its head.
-        let last = if item.tail.is_empty() {
+        let last_bytes = if item.tail.is_empty() {
             &item.head
         } else {
             &item.tail
         };
         let (Some(head), Some(tail_start)) = (
             item.head.get(..self.head.bytes.len()),
-            last.len().checked_sub(self.tail.bytes.len()),
+            last_bytes.len().checked_sub(self.tail.bytes.len()),
         ) else {
             return false;
         };
         item.len() == self.length
             && self.head.is_same(head)
-            && self.tail.is_same(&last[tail_start..])
+            && self.tail.is_same(&last_bytes[tail_start..])
     }
 }
 
@@ -140,20 +140,21 @@ pub struct StoredTensor {
 
 impl StoredTensor {
     /// Finds the tensor in the item that is all of `item`, and returns what its pickle says and
-    /// where its storage begins. Only the ends of the item are read.
+    /// where its storage begins. Only the ends of the item are read. An object that is no tensor,
+    /// and a storage that is too short are errors.
     pub fn locate(item: &dyn ReadAt) -> Result<Self, FormatError> {
         Self::locate_known(item, None)
     }
 
-    /// Finds the tensor as [`Self::locate`] does. An item that has the same ends as the `known` one
-    /// is not parsed.
+    /// Finds the tensor as [`Self::locate`] does. An item that has the same ends as `known_item` is
+    /// not parsed.
     pub(crate) fn locate_known(
         item: &dyn ReadAt,
-        known: Option<&KnownItem>,
+        known_item: Option<&KnownItem>,
     ) -> Result<Self, FormatError> {
-        let item = &Ends::new(item)?;
-        if let Some(known) = known.filter(|known| known.is_same(item)) {
-            return Ok(known.tensor.clone());
+        let item = &ItemEnds::new(item)?;
+        if let Some(same) = known_item.filter(|known_item| known_item.is_same(item)) {
+            return Ok(same.tensor.clone());
         }
         let directory = Directory::read(item)?;
         directory.check_byte_order(item)?;
@@ -183,8 +184,8 @@ impl StoredTensor {
         })
     }
 
-    /// Reads the part of the tensor that lies in the box of a slot. The item holds the box `bounds`
-    /// of the whole tensor.
+    /// Fills the part of a slot's box that lies in `bounds`, the box of the whole tensor that the
+    /// item holds. The item begins at `item_offset` in what `reader` reads.
     pub(crate) fn read<S: ReadAt + ?Sized>(
         &self,
         reader: &mut BlockReader<'_, S>,
@@ -208,7 +209,7 @@ impl StoredTensor {
 
 /// An item whose first and last bytes are in memory, because its zip structure and its pickle are
 /// there.
-struct Ends<'a> {
+struct ItemEnds<'a> {
     item: Window<'a>,
     head: Vec<u8>,
     tail: Vec<u8>,
@@ -221,35 +222,35 @@ const TAIL_BYTES: u64 = 1024;
 /// The length up to which an item is read at once.
 const WHOLE_ITEM_BYTES: u64 = 8 << 10;
 
-impl<'a> Ends<'a> {
+impl<'a> ItemEnds<'a> {
     /// Reads the beginning and the end of an item, where the small records of its archive are, or
     /// all of a short one.
     fn new(item: &'a dyn ReadAt) -> Result<Self, FormatError> {
-        let len = item.len();
-        let mut head_length = len;
+        let length = item.len();
+        let mut head_length = length;
         let mut tail_length = 0;
-        if len > WHOLE_ITEM_BYTES {
+        if length > WHOLE_ITEM_BYTES {
             // Read no more than one hash block at each end. The payload between them has large
             // blocks.
             head_length = item
                 .block_at(0)
                 .map_or(HEAD_BYTES, |block| block.end.min(HEAD_BYTES));
             tail_length = item
-                .block_at(len - 1)
-                .map_or(TAIL_BYTES, |block| (len - block.start).min(TAIL_BYTES));
+                .block_at(length - 1)
+                .map_or(TAIL_BYTES, |block| (length - block.start).min(TAIL_BYTES));
         }
-        let mut ends = Ends {
-            item: Window::new(item, 0, len)?,
+        let mut ends = ItemEnds {
+            item: Window::new(item, 0, length)?,
             head: vec![0; head_length as usize],
             tail: vec![0; tail_length as usize],
         };
         item.read_exact_at(0, &mut ends.head)?;
-        item.read_exact_at(len - tail_length, &mut ends.tail)?;
+        item.read_exact_at(length - tail_length, &mut ends.tail)?;
         Ok(ends)
     }
 }
 
-impl ReadAt for Ends<'_> {
+impl ReadAt for ItemEnds<'_> {
     fn len(&self) -> u64 {
         self.item.len()
     }

@@ -17,7 +17,8 @@ use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use proptest::prelude::*;
 use std::borrow::Cow;
 
-fn values() -> impl Strategy<Value = PlainValue> {
+/// Makes values of all types, nested in each other.
+fn any_value() -> impl Strategy<Value = PlainValue> {
     let leaf = prop_oneof![
         Just(PlainValue::None),
         any::<bool>().prop_map(PlainValue::Bool),
@@ -46,7 +47,7 @@ fn values() -> impl Strategy<Value = PlainValue> {
 
 proptest! {
     #[test]
-    fn any_value_survives(value in values()) {
+    fn any_value_survives(value in any_value()) {
         let item = encode_value(&value).unwrap();
         prop_assert_eq!(item.len() as u64, value_item_length(&value).unwrap());
         prop_assert!(decode_value(&item).unwrap().same_bits(&value));
@@ -74,7 +75,7 @@ fn tensors_of_every_dtype_survive() {
             assert_eq!(stored.storage_offset, item.storage_offset(0));
             let known = KnownItem::new(dtype, shape).unwrap();
             assert!(
-                known.is_same(&Ends::new(&bytes).unwrap()),
+                known.is_same(&ItemEnds::new(&bytes).unwrap()),
                 "{dtype} {shape:?}"
             );
             assert_eq!(
@@ -100,16 +101,16 @@ fn a_large_item_is_known_by_its_ends() {
     let bytes = [item.head(crc), vec![7; 20_000], item.tail(&[crc])].concat();
     let ends = item.head(crc).len()..bytes.len() - item.tail(&[crc]).len();
     let located = StoredTensor::locate(&bytes).unwrap();
-    assert!(known.is_same(&Ends::new(&bytes).unwrap()));
+    assert!(known.is_same(&ItemEnds::new(&bytes).unwrap()));
     assert_eq!(
         StoredTensor::locate_known(&bytes, Some(&known)).unwrap(),
         located
     );
-    for at in (0..ends.start).chain(ends.end..bytes.len()) {
+    for index in (0..ends.start).chain(ends.end..bytes.len()) {
         let mut changed = bytes.clone();
-        changed[at] ^= 0x55;
+        changed[index] ^= 0x55;
         let known = StoredTensor::locate_known(&changed, Some(&known)).ok();
-        assert_eq!(known, StoredTensor::locate(&changed).ok(), "byte {at}");
+        assert_eq!(known, StoredTensor::locate(&changed).ok(), "byte {index}");
     }
     // A tensor of another shape with as many elements, and one of another type.
     for (dtype, shape) in [(DType::F32, &[50, 100][..]), (DType::I32, &[5000])] {
@@ -135,12 +136,13 @@ impl ReadAt for Sparse {
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         let tail_start = self.head.len() as u64 + self.payload;
-        for (at, byte) in (offset..).zip(dst) {
-            *byte = if let Some(byte) = self.head.get(at as usize) {
+        for (position, byte) in (offset..).zip(dst) {
+            *byte = if let Some(byte) = self.head.get(position as usize) {
                 *byte
             } else {
-                at.checked_sub(tail_start)
-                    .map_or(0, |at| self.tail[at as usize])
+                position
+                    .checked_sub(tail_start)
+                    .map_or(0, |position| self.tail[position as usize])
             };
         }
         Ok(())
@@ -164,20 +166,20 @@ fn an_item_beyond_4_gib_is_known_by_its_ends() {
         (located.tensor.dtype, &located.tensor.shape[..]),
         (dtype, &shape[..])
     );
-    assert!(known.is_same(&Ends::new(&sparse).unwrap()));
+    assert!(known.is_same(&ItemEnds::new(&sparse).unwrap()));
     assert_eq!(
         StoredTensor::locate_known(&sparse, Some(&known)).unwrap(),
         located
     );
-    for at in 0..sparse.tail.len() {
-        sparse.tail[at] ^= 0x55;
+    for index in 0..sparse.tail.len() {
+        sparse.tail[index] ^= 0x55;
         let known = StoredTensor::locate_known(&sparse, Some(&known)).ok();
         assert_eq!(
             known,
             StoredTensor::locate(&sparse).ok(),
-            "byte {at} of the tail"
+            "byte {index} of the tail"
         );
-        sparse.tail[at] ^= 0x55;
+        sparse.tail[index] ^= 0x55;
     }
 }
 
@@ -236,7 +238,7 @@ fn items_in_a_file_with_hashes_are_known_by_their_ends() {
         );
         let item = Window::new(&*file, stored.offset, stored.length).unwrap();
         let known = KnownItem::new(DType::U8, &bounds.unwrap().sizes).unwrap();
-        assert!(known.is_same(&Ends::new(&item).unwrap()), "{fqn}");
+        assert!(known.is_same(&ItemEnds::new(&item).unwrap()), "{fqn}");
         items += 1;
     }
     assert!(items >= lengths.len(), "{items} items");

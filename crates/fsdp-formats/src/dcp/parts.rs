@@ -37,7 +37,8 @@ pub fn check(part: impl Into<Location>) -> Result<(), FileError> {
     Ok(())
 }
 
-/// Returns the names of a part's data files. A part without hashes is an error.
+/// Returns the names of a part's data files, which are those that have hashes. A part without
+/// hashes is an error.
 fn data_files(reader: &CheckpointReader) -> Result<Vec<String>, FileError> {
     let directory = reader.directory();
     if !directory.has_integrity() {
@@ -61,12 +62,12 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
     let target = target.into();
     let staging = Durable::new().prepare(&target, true)?;
     staging.check_replaces_directory()?;
-    let mut written = RankWritten::default();
-    let mut metadata = Vec::with_capacity(parts.len());
+    let mut report = RankWritten::default();
+    let mut rank_metadata = Vec::with_capacity(parts.len());
     for part in parts {
         let reader = CheckpointReader::open(part)?;
         for name in data_files(&reader)? {
-            if written.files.iter().any(|file| file.name == name) {
+            if report.files.iter().any(|file| file.name == name) {
                 let source = malformed(&format!("two parts have a file `{name}`"));
                 return Err(source.in_file(reader.path()));
             }
@@ -79,29 +80,29 @@ pub fn join(target: impl Into<Location>, parts: &[Location]) -> Result<(), FileE
                 .hashes(&name)
                 .expect("the data files of a part are those that have hashes")
                 .clone();
-            written.files.push(WrittenFile { name, integrity });
+            report.files.push(WrittenFile { name, integrity });
         }
-        metadata.push(reader.metadata().clone());
+        rank_metadata.push(reader.metadata().clone());
     }
-    let merged = encode(&Metadata::merge(metadata));
-    commit(staging, &merged, &[written], None, None).map(drop)
+    let encoded = encode(&Metadata::merge(rank_metadata));
+    commit(staging, &encoded, &[report], None, None).map(drop)
 }
 
 /// Copies a file of a part, and checks its hashes while reading.
 fn copy_file(reader: &CheckpointReader, name: &str, staging: &Staging) -> Result<(), FileError> {
     let directory = reader.directory();
     let file = directory.file(name)?;
-    let new = staging.create(name, file.len())?;
+    let copy = staging.create(name, file.len())?;
     let mut buffer = Vec::new();
-    let mut at = 0;
-    while at < file.len() {
-        buffer.resize(COPY_BYTES.min(file.len() - at) as usize, 0);
-        file.read_exact_at(at, &mut buffer)
+    let mut offset = 0;
+    while offset < file.len() {
+        buffer.resize(COPY_BYTES.min(file.len() - offset) as usize, 0);
+        file.read_exact_at(offset, &mut buffer)
             .map_err(|source| directory.file_error(name, source))?;
-        new.write_at(at, &buffer)?;
-        at += buffer.len() as u64;
+        copy.write_at(offset, &buffer)?;
+        offset += buffer.len() as u64;
     }
-    new.finish()
+    copy.finish()
 }
 
 /// The name and the length in bytes of each file of a part, in the order in which
@@ -147,11 +148,16 @@ impl PartFiles {
     /// The part is damaged, or cannot be read.
     pub fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FileError> {
         let directory = self.reader.directory();
-        for FileRun { file, at, bytes } in split_by_file(&self.files, offset, dst.len()) {
-            let (name, _) = &self.files[file];
+        for FileRun {
+            file_index,
+            file_offset,
+            buffer_range,
+        } in split_by_file(&self.files, offset, dst.len())
+        {
+            let (name, _) = &self.files[file_index];
             directory
                 .extra_file(name)?
-                .read_exact_at(at, &mut dst[bytes])
+                .read_exact_at(file_offset, &mut dst[buffer_range])
                 .map_err(|source| directory.file_error(name, source))?;
         }
         Ok(())
@@ -167,7 +173,7 @@ pub struct NewPart {
     /// commit.
     files: Vec<Option<Box<dyn StagedFile>>>,
     metadata: Vec<u8>,
-    written: u64,
+    written_bytes: u64,
 }
 
 impl NewPart {
@@ -194,7 +200,7 @@ impl NewPart {
             list,
             files,
             metadata: Vec::new(),
-            written: 0,
+            written_bytes: 0,
         })
     }
 
@@ -204,28 +210,28 @@ impl NewPart {
     /// Errors of the storage.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         for FileRun {
-            file,
-            at,
-            bytes: range,
-        } in split_by_file(&self.list, self.written, bytes.len())
+            file_index,
+            file_offset,
+            buffer_range,
+        } in split_by_file(&self.list, self.written_bytes, bytes.len())
         {
-            match &self.files[file] {
-                Some(file) => file.write_at(at, &bytes[range])?,
-                None => self.metadata.extend_from_slice(&bytes[range]),
+            match &self.files[file_index] {
+                Some(file) => file.write_at(file_offset, &bytes[buffer_range])?,
+                None => self.metadata.extend_from_slice(&bytes[buffer_range]),
             }
         }
-        self.written += bytes.len() as u64;
+        self.written_bytes += bytes.len() as u64;
         Ok(())
     }
 
     /// Commits the part: it appears at the target in one step.
     ///
     /// # Errors
-    /// Fewer or more bytes were written than the list says; errors of the storage.
+    /// The number of bytes that were written is not that of the list; errors of the storage.
     pub fn commit(self) -> Result<(), FileError> {
         let total: u64 = self.list.iter().map(|(_, length)| length).sum();
         // A part that lacks bytes would be found damaged only when it is needed.
-        if self.written != total {
+        if self.written_bytes != total {
             return Err(FileError::NotCommitted {
                 path: self.staging.directory().to_owned(),
                 reason: "the staging directory lacks bytes of a part that was to be copied",
@@ -242,14 +248,14 @@ impl NewPart {
 /// Checks that a list of files from another rank has the two files that each part has, and that
 /// their lengths are within the limits.
 fn check_list(list: &PartList) -> Result<(), FormatError> {
-    for (wanted, limit) in [
+    for (required_name, limit) in [
         (INTEGRITY_FILE, MAX_INTEGRITY_BYTES),
         (METADATA_FILE, MAX_PICKLE_BYTES),
     ] {
         let (_, length) = list
             .iter()
-            .find(|(name, _)| name == wanted)
-            .ok_or_else(|| malformed(&format!("no `{wanted}`")))?;
+            .find(|(name, _)| name == required_name)
+            .ok_or_else(|| malformed(&format!("no `{required_name}`")))?;
         check_limit("file length", *length, limit)?;
     }
     // From here on, positions in the sequence cannot overflow.
@@ -267,11 +273,11 @@ fn malformed(reason: &str) -> FormatError {
 /// A range of bytes of the sequence that lies in one file.
 struct FileRun {
     /// The position of the file in the list.
-    file: usize,
+    file_index: usize,
     /// The offset of the first byte in the file.
-    at: u64,
+    file_offset: u64,
     /// The range of the bytes in the caller's buffer.
-    bytes: std::ops::Range<usize>,
+    buffer_range: std::ops::Range<usize>,
 }
 
 /// Splits the `length` bytes of the sequence from `offset` by file, and returns a range for each
@@ -279,19 +285,19 @@ struct FileRun {
 fn split_by_file(list: &PartList, offset: u64, length: usize) -> Vec<FileRun> {
     let end = offset.saturating_add(length as u64);
     let mut runs = Vec::new();
-    let mut start = 0u64;
-    for (file, (_, length)) in list.iter().enumerate() {
-        let next = start + length;
-        let from = offset.max(start);
-        let to = end.min(next);
-        if from < to {
+    let mut file_start = 0u64;
+    for (file_index, (_, file_length)) in list.iter().enumerate() {
+        let file_end = file_start + file_length;
+        let run_start = offset.max(file_start);
+        let run_end = end.min(file_end);
+        if run_start < run_end {
             runs.push(FileRun {
-                file,
-                at: from - start,
-                bytes: (from - offset) as usize..(to - offset) as usize,
+                file_index,
+                file_offset: run_start - file_start,
+                buffer_range: (run_start - offset) as usize..(run_end - offset) as usize,
             });
         }
-        start = next;
+        file_start = file_end;
     }
     runs
 }
@@ -301,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_of_bytes_is_cut_where_files_end() {
+    fn a_sequence_of_bytes_is_cut_where_files_end() {
         let list = vec![
             ("a".to_owned(), 3),
             ("empty".to_owned(), 0),
@@ -310,7 +316,7 @@ mod tests {
         let cut = |offset, length| -> Vec<(usize, u64, std::ops::Range<usize>)> {
             split_by_file(&list, offset, length)
                 .into_iter()
-                .map(|run| (run.file, run.at, run.bytes))
+                .map(|run| (run.file_index, run.file_offset, run.buffer_range))
                 .collect()
         };
         assert_eq!(cut(0, 7), [(0, 0, 0..3), (2, 0, 3..7)]);

@@ -32,27 +32,28 @@ use crate::torch::read::add;
 /// The names of such files.
 pub const SIDECAR_FILES: [&str; 2] = ["common.pt", "meta.pt"];
 
-/// Opens a DCP directory with the files beside its own.
+/// Opens a DCP directory with the files beside its own, if there are any.
 pub(crate) fn open(
     location: &Location,
     options: OpenOptions,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
-    let own = CheckpointReader::open_with(location, options)?;
+    let own_checkpoint = CheckpointReader::open_with(location, options)?;
     let mut sidecars = Vec::new();
-    let mut taken: HashSet<String> = own.metadata().entries.keys().cloned().collect();
+    let mut taken_keys: HashSet<String> =
+        own_checkpoint.metadata().entries.keys().cloned().collect();
     for name in SIDECAR_FILES {
-        if is_torch_file(own.directory(), name)? {
-            let sidecar = open_sidecar(location, name, options, &taken)?;
-            taken.extend(sidecar.metadata().entries.keys().cloned());
+        if is_torch_file(own_checkpoint.directory(), name)? {
+            let sidecar = open_sidecar(location, name, options, &taken_keys)?;
+            taken_keys.extend(sidecar.metadata().entries.keys().cloned());
             sidecars.push((name, sidecar));
         }
     }
     if sidecars.is_empty() {
-        return Ok(Box::new(own));
+        return Ok(Box::new(own_checkpoint));
     }
     let directory = CheckedDirectory::open(location, options.verify, Links::Refuse)?;
     let mut joined = Joined::new(Format::Dcp, location.name(), directory);
-    joined.add(Part::default(), Box::new(own))?;
+    joined.add(Part::default(), Box::new(own_checkpoint))?;
     for (name, sidecar) in sidecars {
         joined.add(
             Part {
@@ -71,7 +72,7 @@ fn is_torch_file(directory: &CheckedDirectory, name: &str) -> Result<bool, FileE
     match directory.has(name) {
         // A link that leads out is not a part of the checkpoint.
         Err(FileError::Path { .. }) | Ok(false) => return Ok(false),
-        has => has?,
+        exists => exists?,
     };
     let file = directory.extra_file(name)?;
     let mut start = [0; legacy::START_LENGTH];
@@ -89,13 +90,13 @@ fn open_sidecar(
     location: &Location,
     name: &str,
     options: OpenOptions,
-    taken: &HashSet<String>,
+    taken_keys: &HashSet<String>,
 ) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_for(location, name, options.verify)?;
     let mut assembler = Assembler::new(Format::Torch, location.join(name).name(), directory);
     let name: Arc<str> = Arc::from(name);
     let description = match FlatFile::read(assembler.directory(), &name, None) {
-        Ok(flat) => match flat.found.keys().find(|key| taken.contains(*key)) {
+        Ok(flat) => match flat.found.keys().find(|key| taken_keys.contains(*key)) {
             Some(key) => {
                 format!("a state dict with `{key}`, which another file of the directory has too")
             }

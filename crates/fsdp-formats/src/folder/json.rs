@@ -21,28 +21,32 @@ use crate::storage::read_at::ReadAt as _;
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Opens a file of JSON. Objects are flattened, and arrays that hold objects, as a file of torch
-/// is.
+/// is. A text that is too long becomes one opaque value.
 pub(super) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let (parent, name) = location.split()?;
     let directory = CheckedDirectory::open_beside(&parent, name, options.verify)?;
     let length = directory.file(name)?.len();
     let assembler = Assembler::new(Format::Folder, location.name(), directory);
-    let mut flat = JsonFlattener {
+    let mut flattener = JsonFlattener {
         assembler,
         file: Arc::from(name),
         budget: Budget::new(length, PICKLE_FACTOR),
     };
     if length > MAX_BYTES {
         let held = Held::whole_file(format!("JSON text of {length} bytes"), name, length);
-        flat.assembler
-            .add_value(&KeyPath::default(), &flat.file, held)?;
-        return Ok(flat.assembler.finish(None));
+        flattener
+            .assembler
+            .add_value(&KeyPath::default(), &flattener.file, held)?;
+        return Ok(flattener.assembler.finish(None));
     }
-    let bytes = flat.assembler.directory().read_checked(name, MAX_BYTES)?;
-    let read = python_json::parse(&bytes)
-        .map_err(|error| flat.error(FormatError::malformed("JSON", error)))?;
-    let structure = flat.flatten(read, &KeyPath::default())?;
-    Ok(flat.assembler.finish(Some(structure)))
+    let bytes = flattener
+        .assembler
+        .directory()
+        .read_checked(name, MAX_BYTES)?;
+    let value = python_json::parse(&bytes)
+        .map_err(|error| flattener.file_error(FormatError::malformed("JSON", error)))?;
+    let structure = flattener.flatten(value, &KeyPath::default())?;
+    Ok(flattener.assembler.finish(Some(structure)))
 }
 
 /// Gives every value of a JSON text its flat key.
@@ -54,27 +58,28 @@ struct JsonFlattener {
 
 impl JsonFlattener {
     /// Makes the error of this file from the reason.
-    fn error(&self, source: FormatError) -> FileError {
+    fn file_error(&self, source: FormatError) -> FileError {
         self.assembler.directory().file_error(&self.file, source)
     }
 
-    /// Adds what lies below a value, whose place is `path`, and returns its containers.
+    /// Adds what lies at and below a value, whose place is `path`, and returns its containers. Keys
+    /// that take more than the memory budget are an error.
     fn flatten(&mut self, value: PlainValue, path: &KeyPath) -> Result<Structure, FileError> {
         // All of the path is copied for whatever lies there.
-        let length: usize = path
+        let path_bytes: usize = path
             .0
             .iter()
             .map(|part| part.to_string().len() + size_of::<PathPart>())
             .sum();
-        let charged = self.budget.charge("memory for keys", 4 * length as u64);
-        charged.map_err(|over| self.error(over.into()))?;
+        let charged = self.budget.charge("memory for keys", 4 * path_bytes as u64);
+        charged.map_err(|over| self.file_error(over.into()))?;
         match value {
             PlainValue::Dict(items) => {
                 let mut dict = Vec::with_capacity(items.len());
                 for (key, value) in items {
                     let text = key.as_str().expect("the keys of JSON are texts");
-                    let below = path.child(PathPart::Key(text.to_owned()));
-                    let structure = self.flatten(value, &below)?;
+                    let child_path = path.child(PathPart::Key(text.to_owned()));
+                    let structure = self.flatten(value, &child_path)?;
                     dict.push((key, structure));
                 }
                 Ok(Structure::Dict(dict))

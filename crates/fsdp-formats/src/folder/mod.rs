@@ -43,35 +43,35 @@ pub(crate) fn is_there(names: &[String]) -> bool {
 }
 
 /// A function that opens a checkpoint of any format.
-type Open<'o> = &'o dyn Fn(&Location, OpenOptions) -> Result<Box<dyn Checkpoint>, FileError>;
+type OpenPart<'o> = &'o dyn Fn(&Location, OpenOptions) -> Result<Box<dyn Checkpoint>, FileError>;
 
-/// Opens a trainer's folder; `open` opens the checkpoints in it.
+/// Opens a trainer's folder; `open_part` opens the checkpoints in it.
 pub(crate) fn open(
     location: &Location,
     names: &[String],
     options: OpenOptions,
-    open: Open<'_>,
+    open_part: OpenPart<'_>,
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let directory = CheckedDirectory::open(location, false, Links::Follow)?;
     let mut folder = Joined::new(Format::Folder, location.name(), directory);
     let mut parts = names::find_parts(names, rank_files::is_there(names));
     if let Some(path) = shards::find_directory(location, names)? {
-        let mut item = Vec::new();
+        let mut prefix = Vec::new();
         if parts
             .iter()
-            .any(|part| matches!(part.item[0].as_str(), "model" | "optimizer"))
+            .any(|part| matches!(part.prefix[0].as_str(), "model" | "optimizer"))
         {
-            item.push("deepspeed".to_owned());
+            prefix.push("deepspeed".to_owned());
         }
         parts.push(FolderPart {
             path,
-            item,
+            prefix,
             kind: PartKind::Own,
         });
     }
     for part in parts {
         let checkpoint: Box<dyn Checkpoint> = match part.kind {
-            PartKind::Own => open(&location.join(&part.path), options)?,
+            PartKind::Own => open_part(&location.join(&part.path), options)?,
             PartKind::Json => Box::new(json::open(&location.join(&part.path), options)?),
             PartKind::Safetensors => {
                 Box::new(SafetensorsCheckpoint::open_directory(location, options)?)
@@ -90,45 +90,47 @@ pub(crate) fn open(
 
 /// Returns how the keys of a part go into the folder: all below those of the part.
 fn place_in_folder(part: FolderPart, checkpoint: &dyn Checkpoint) -> Part {
-    let FolderPart { path, item, kind } = part;
+    let FolderPart { path, prefix, kind } = part;
     let metadata = checkpoint.metadata();
     let is_directory = kind == PartKind::Own && !checkpoint.format().is_file() && !path.is_empty();
-    let mut prefix: Vec<PathPart> = item.into_iter().map(PathPart::Key).collect();
-    if kind == PartKind::RankFiles && are_below_items(metadata) {
+    let mut prefix: Vec<PathPart> = prefix.into_iter().map(PathPart::Key).collect();
+    if kind == PartKind::RankFiles && have_item_names(metadata) {
         prefix.clear();
     }
     // The keys in accelerate's directories begin with `model.` or `optimizer.` already, which the
     // prefix replaces.
-    let skip = usize::from(is_directory && !prefix.is_empty() && have_item_name(metadata));
+    let replaced_parts =
+        usize::from(is_directory && !prefix.is_empty() && have_item_prefix(metadata));
     Part {
         path,
         is_directory,
         prefix,
-        skip,
+        replaced_parts,
         ..Part::default()
     }
 }
 
 /// Returns `true` if the paths of all keys begin with the same part, `model` or `optimizer`, and
 /// have something below it: so it is where a state dict was saved as `{"model": …}`.
-fn have_item_name(metadata: &Metadata) -> bool {
+fn have_item_prefix(metadata: &Metadata) -> bool {
     let Some(paths) = &metadata.planner_data else {
         return false;
     };
-    let mut first = None;
+    let mut first_key = None;
     for fqn in metadata.entries.keys() {
         match paths.get(fqn).map(|path| path.0.as_slice()) {
             Some([PathPart::Key(key), _, ..])
                 if matches!(key.as_str(), "model" | "optimizer")
-                    && *first.get_or_insert(key) == key => {}
+                    && *first_key.get_or_insert(key) == key => {}
             _ => return false,
         }
     }
-    first.is_some()
+    first_key.is_some()
 }
 
-/// Returns `true` if the keys of files of ranks begin with the names of their items.
-fn are_below_items(metadata: &Metadata) -> bool {
+/// Returns `true` if the keys of files of ranks begin with the names of their items: all with
+/// `model.` or `optim`, and one at least with the latter.
+fn have_item_names(metadata: &Metadata) -> bool {
     let mut has_optimizer = false;
     for fqn in metadata.entries.keys() {
         if fqn.starts_with("optim") {

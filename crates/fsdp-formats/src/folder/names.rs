@@ -6,7 +6,7 @@ pub(super) struct FolderPart {
     /// The file or directory; empty for the folder itself.
     pub(super) path: String,
     /// The keys before those of the part.
-    pub(super) item: Vec<String>,
+    pub(super) prefix: Vec<String>,
     /// The way to read it.
     pub(super) kind: PartKind,
 }
@@ -70,20 +70,21 @@ const MODELS: [(&str, PartKind); 5] = [
 /// Returns the path of keys below which a part with this file name lies, or `None` if the name is
 /// not that of a part.
 fn item_keys(name: &str) -> Option<Vec<String>> {
-    if let Some((_, item)) = SINGLE.iter().find(|(single, _)| *single == name) {
-        return Some(vec![(*item).to_owned()]);
+    if let Some((_, key)) = SINGLE.iter().find(|(single, _)| *single == name) {
+        return Some(vec![(*key).to_owned()]);
     }
-    for (start, end, keys) in NUMBERED {
+    for (start, end, numbered_keys) in NUMBERED {
         if let Some(digits) = digits_between(name, start, end) {
-            let mut item: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
-            item.last_mut()?.push_str(digits);
-            return Some(item);
+            let mut keys: Vec<String> = numbered_keys.iter().map(|&key| key.to_owned()).collect();
+            keys.last_mut()?.push_str(digits);
+            return Some(keys);
         }
     }
     None
 }
 
-/// Returns the digits between two texts that are all else of a name.
+/// Returns the digits between two texts that are all else of a name; `None` if it is another name,
+/// or has too many digits.
 fn digits_between<'n>(name: &'n str, start: &str, end: &str) -> Option<&'n str> {
     let digits = name.strip_prefix(start)?.strip_suffix(end)?;
     let is_number =
@@ -96,7 +97,7 @@ fn digits_between<'n>(name: &'n str, start: &str, end: &str) -> Option<&'n str> 
 pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPart> {
     let mut parts = Vec::new();
     for name in names {
-        let Some(item) = item_keys(name) else {
+        let Some(prefix) = item_keys(name) else {
             continue;
         };
         let kind = if name.ends_with(".json") {
@@ -106,7 +107,7 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
         };
         parts.push(FolderPart {
             path: name.clone(),
-            item,
+            prefix,
             kind,
         });
     }
@@ -118,7 +119,7 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
     if parts.is_empty() {
         return parts;
     }
-    let has_model = parts.iter().any(|part| part.item[0] == "model");
+    let has_model = parts.iter().any(|part| part.prefix[0] == "model");
     let mut model = None;
     if has_rank_files {
         model = Some(("", PartKind::RankFiles));
@@ -132,7 +133,7 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
         let path = if kind == PartKind::Own { file } else { "" };
         parts.push(FolderPart {
             path: path.to_owned(),
-            item: vec!["model".to_owned()],
+            prefix: vec!["model".to_owned()],
             kind,
         });
     }
@@ -140,15 +141,15 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
     // have names like the other parts, but they do not make a trainer's folder: the rest of that
     // folder would be left out.
     let is_of_trainer = parts.iter().any(|part| {
-        part.item[0].starts_with("model")
+        part.prefix[0].starts_with("model")
             || part.kind == PartKind::Json
-            || part.item[0] == "random_states"
+            || part.prefix[0] == "random_states"
     });
     if !is_of_trainer {
         return Vec::new();
     }
     // A model, its optimizer, and all else.
-    parts.sort_by_key(|part| match part.item[0].as_str() {
+    parts.sort_by_key(|part| match part.prefix[0].as_str() {
         "model" => 0,
         "optimizer" => 1,
         _ => 2,
@@ -160,18 +161,19 @@ pub(super) fn find_parts(names: &[String], has_rank_files: bool) -> Vec<FolderPa
 mod tests {
     use super::*;
 
-    fn items(names: &[&str]) -> Vec<String> {
+    /// Returns the parts among these names, each as its path and its keys.
+    fn described_parts(names: &[&str]) -> Vec<String> {
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
         find_parts(&names, false)
             .iter()
-            .map(|part| format!("{}={}", part.path, part.item.join(".")))
+            .map(|part| format!("{}={}", part.path, part.prefix.join(".")))
             .collect()
     }
 
     #[test]
     fn parts_of_trainers_are_known_and_models_alone_are_not_folders() {
         assert_eq!(
-            items(&[
+            described_parts(&[
                 "config.json",
                 "model.safetensors",
                 "optimizer.pt",
@@ -185,7 +187,7 @@ mod tests {
             ]
         );
         assert_eq!(
-            items(&[
+            described_parts(&[
                 "optimizer_0",
                 "optimizer_1",
                 "pytorch_model_fsdp_0",
@@ -201,30 +203,30 @@ mod tests {
             ]
         );
         assert_eq!(
-            items(&["config.json", "model.safetensors", "tokenizer.json"]),
+            described_parts(&["config.json", "model.safetensors", "tokenizer.json"]),
             [""; 0]
         );
         assert_eq!(
-            items(&["model_0.safetensors", "model_1.safetensors"]),
+            described_parts(&["model_0.safetensors", "model_1.safetensors"]),
             [""; 0]
         );
         assert_eq!(
-            items(&["model.safetensors", "model_1.safetensors"]),
+            described_parts(&["model.safetensors", "model_1.safetensors"]),
             ["model.safetensors=model", "model_1.safetensors=model_1"]
         );
         assert_eq!(
-            items(&["model.pt", "optimizer.pt", "scheduler.pt"]),
+            described_parts(&["model.pt", "optimizer.pt", "scheduler.pt"]),
             [""; 0]
         );
         assert_eq!(
-            items(&["optimizer.bin", "random_states_0.pkl"]),
+            described_parts(&["optimizer.bin", "random_states_0.pkl"]),
             [
                 "optimizer.bin=optimizer",
                 "random_states_0.pkl=random_states.rank_0"
             ]
         );
         assert_eq!(
-            items(&["rng_state_x.pth", "rng_state_.pth", "optimizer_999999999"]),
+            described_parts(&["rng_state_x.pth", "rng_state_.pth", "optimizer_999999999"]),
             [""; 0]
         );
     }

@@ -14,7 +14,8 @@ const WORDS: [(&[u8], f64); 3] = [
 /// The most markers that are tried.
 const MAX_ATTEMPTS: u32 = 16;
 
-/// Reads a text of JSON, in which a number may be one of Python's words.
+/// Reads a text of JSON, in which a number may be one of Python's words. Any other text is the
+/// error of the JSON reader.
 pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
     let error = match serde_json::from_slice(text) {
         Ok(value) => return Ok(into_plain(value, None, &mut 0)),
@@ -24,17 +25,17 @@ pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
     // back unchanged.
     for attempt in 0..MAX_ATTEMPTS {
         let marker = format!("number {attempt}: ");
-        let (marked, words) = mark_words(text, &marker);
-        if words == 0 {
+        let (marked, word_count) = mark_words(text, &marker);
+        if word_count == 0 {
             return Err(error);
         }
         let value = serde_json::from_slice(&marked)?;
         // A string of the text itself that looks like a marked word would be taken for a number:
         // try another marker.
-        let mut found = 0;
-        let plain = into_plain(value, Some(&marker), &mut found);
-        if found == words {
-            return Ok(plain);
+        let mut found_count = 0;
+        let plain_value = into_plain(value, Some(&marker), &mut found_count);
+        if found_count == word_count {
+            return Ok(plain_value);
         }
     }
     Err(error)
@@ -43,47 +44,47 @@ pub(super) fn parse(text: &[u8]) -> Result<PlainValue, serde_json::Error> {
 /// Returns the text with every word outside of strings as a string, and the number of words.
 fn mark_words(text: &[u8], marker: &str) -> (Vec<u8>, usize) {
     let mut marked = Vec::with_capacity(text.len());
-    let mut words = 0;
-    let mut at = 0;
-    let mut in_string = false;
-    while let Some(&byte) = text.get(at) {
+    let mut word_count = 0;
+    let mut position = 0;
+    let mut is_in_string = false;
+    while let Some(&byte) = text.get(position) {
         let word = WORDS
             .iter()
-            .find(|(word, _)| !in_string && text[at..].starts_with(word));
+            .find(|(word, _)| !is_in_string && text[position..].starts_with(word));
         if let Some((word, _)) = word {
             marked.push(b'"');
             marked.extend_from_slice(marker.as_bytes());
             marked.extend_from_slice(word);
             marked.push(b'"');
-            words += 1;
-            at += word.len();
+            word_count += 1;
+            position += word.len();
             continue;
         }
         // A character after a backslash does not end the string.
-        let taken = if in_string && byte == b'\\' {
-            2.min(text.len() - at)
+        let length = if is_in_string && byte == b'\\' {
+            2.min(text.len() - position)
         } else {
             1
         };
-        in_string ^= byte == b'"';
-        marked.extend_from_slice(&text[at..at + taken]);
-        at += taken;
+        is_in_string ^= byte == b'"';
+        marked.extend_from_slice(&text[position..position + length]);
+        position += length;
     }
-    (marked, words)
+    (marked, word_count)
 }
 
 /// Returns the value of a marked word; `None` for any other text.
-fn number_of_marked(text: &str, marker: &str) -> Option<f64> {
+fn number_of_marked_word(text: &str, marker: &str) -> Option<f64> {
     let word = text.strip_prefix(marker)?.as_bytes();
     WORDS
         .iter()
-        .find(|(known, _)| *known == word)
+        .find(|(python_word, _)| *python_word == word)
         .map(|(_, value)| *value)
 }
 
 /// Returns a value of JSON as Python would hold it. Adds the number of marked words among the
-/// values to `found`; as a key a word is an error, so those are not counted.
-fn into_plain(value: Value, marker: Option<&str>, found: &mut usize) -> PlainValue {
+/// values to `found_count`; as a key a word is an error, so those are not counted.
+fn into_plain(value: Value, marker: Option<&str>, found_count: &mut usize) -> PlainValue {
     match value {
         Value::Null => PlainValue::None,
         Value::Bool(value) => PlainValue::Bool(value),
@@ -93,9 +94,10 @@ fn into_plain(value: Value, marker: Option<&str>, found: &mut usize) -> PlainVal
             (None, Some(number)) => PlainValue::BigInt([&number.to_le_bytes()[..], &[0]].concat()),
             (None, None) => PlainValue::Float(number.as_f64().unwrap_or(f64::NAN)),
         },
-        Value::String(text) => match marker.and_then(|marker| number_of_marked(&text, marker)) {
+        Value::String(text) => match marker.and_then(|marker| number_of_marked_word(&text, marker))
+        {
             Some(number) => {
-                *found += 1;
+                *found_count += 1;
                 PlainValue::Float(number)
             }
             None => PlainValue::Str(text),
@@ -103,13 +105,13 @@ fn into_plain(value: Value, marker: Option<&str>, found: &mut usize) -> PlainVal
         Value::Array(items) => PlainValue::List(
             items
                 .into_iter()
-                .map(|item| into_plain(item, marker, found))
+                .map(|item| into_plain(item, marker, found_count))
                 .collect(),
         ),
         Value::Object(items) => PlainValue::Dict(
             items
                 .into_iter()
-                .map(|(key, value)| (key.into(), into_plain(value, marker, found)))
+                .map(|(key, value)| (key.into(), into_plain(value, marker, found_count)))
                 .collect(),
         ),
     }
@@ -127,11 +129,11 @@ mod tests {
     fn words_of_python_are_numbers_and_strings_stay() {
         let strict = r#"{"a": [1.5, -2, "NaN", "number 0: NaN"], "b": {"c": null}}"#;
         assert_eq!(shown(strict), shown(strict));
-        let found = parse(
+        let parsed = parse(
             br#"[NaN, Infinity,-Infinity, "NaN", "a\"NaN", "number 0: NaN", {"Infinity": NaN}]"#,
         )
         .unwrap();
-        let PlainValue::List(items) = found else {
+        let PlainValue::List(items) = parsed else {
             panic!("no list")
         };
         assert!(matches!(items[0], PlainValue::Float(number) if number.is_nan()));
@@ -143,7 +145,7 @@ mod tests {
             [text("NaN"), text("a\"NaN"), text("number 0: NaN")]
         );
         assert!(
-            matches!(&items[6], PlainValue::Dict(items) if matches!(items[0].1, PlainValue::Float(n) if n.is_nan()))
+            matches!(&items[6], PlainValue::Dict(items) if matches!(items[0].1, PlainValue::Float(number) if number.is_nan()))
         );
     }
 

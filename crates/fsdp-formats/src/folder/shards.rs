@@ -14,7 +14,11 @@ const MAX_LATEST_BYTES: u64 = 4096;
 const STEP_PREFIX: &str = "global_step";
 
 /// Returns the name of the directory of DeepSpeed's shards among the names in a folder: the one
-/// that `latest` names, or else the only one that has a name of DeepSpeed's.
+/// that `latest` names, or else the only one that has a name of DeepSpeed's; `None` if there is
+/// none.
+///
+/// # Errors
+/// A `latest` that names no directory in the folder; several directories, and no `latest`.
 pub(super) fn find_directory(
     location: &Location,
     names: &[String],
@@ -36,7 +40,7 @@ pub(super) fn find_directory(
         }
         return Ok(Some(name));
     }
-    let mut found = Vec::new();
+    let mut step_names = Vec::new();
     for name in names {
         let is_step = name.strip_prefix(STEP_PREFIX).is_some_and(|step| {
             !step.is_empty() && step.bytes().all(|digit| digit.is_ascii_digit())
@@ -45,16 +49,16 @@ pub(super) fn find_directory(
             && is_directory(location, name)?
             && deepspeed::is_there(&location.join(name).names()?)
         {
-            found.push(name.clone());
+            step_names.push(name.clone());
         }
     }
-    if let [first, second, ..] = &found[..] {
+    if let [first, second, ..] = &step_names[..] {
         let reason =
             format!("it has both `{first}` and `{second}`, and no `{LATEST}` that names one");
         let source = FormatError::malformed("folder of checkpoints", reason);
         return Err(source.in_file(location.name()));
     }
-    Ok(found.pop())
+    Ok(step_names.pop())
 }
 
 /// Returns `true` if there is a directory of this name in a folder.

@@ -86,12 +86,16 @@ impl Held {
         Held::Stored(kind, StorageInfo::new(file, 0, length))
     }
 
-    /// Returns `true` if two files hold the same.
+    /// Returns `true` if the values of two files are the same, bit for bit.
     pub(crate) fn is_same(&self, other: &Held) -> bool {
         match (self, other) {
-            (Held::Plain(a), Held::Plain(b)) => a.same_bits(b),
-            (Held::Opaque(kind, a), Held::Opaque(other, b)) => kind == other && a.same_bits(b),
-            (Held::Stored(kind, a), Held::Stored(other, b)) => kind == other && a == b,
+            (Held::Plain(value), Held::Plain(other)) => value.same_bits(other),
+            (Held::Opaque(kind, value), Held::Opaque(other_kind, other)) => {
+                kind == other_kind && value.same_bits(other)
+            }
+            (Held::Stored(kind, stored), Held::Stored(other_kind, other)) => {
+                kind == other_kind && stored == other
+            }
             _ => false,
         }
     }
@@ -116,11 +120,11 @@ const PIECE_COST_BYTES: usize = 512;
 /// The parts of a checkpoint that are known so far.
 #[derive(Debug)]
 pub(crate) struct Assembler {
-    opened: Assembled,
+    checkpoint: Assembled,
     /// The boxes of each tensor that are there already.
     boxes: HashMap<String, HashSet<TensorBox>>,
     /// The file in which each tensor and value was found first.
-    first: HashMap<String, Arc<str>>,
+    first_files: HashMap<String, Arc<str>>,
     /// The files so far.
     files: HashSet<Arc<str>>,
     /// The memory that descriptions of pieces may still take; each file adds to it.
@@ -131,7 +135,7 @@ impl Assembler {
     /// Begins a checkpoint without any tensors. Its keys have paths in a nested state dict.
     pub(crate) fn new(format: Format, path: &Path, directory: CheckedDirectory) -> Self {
         Assembler {
-            opened: Assembled {
+            checkpoint: Assembled {
                 path: path.to_owned(),
                 format,
                 directory,
@@ -145,7 +149,7 @@ impl Assembler {
                 structure: None,
             },
             boxes: HashMap::new(),
-            first: HashMap::new(),
+            first_files: HashMap::new(),
             files: HashSet::new(),
             budget: Budget::new(0, 1),
         }
@@ -153,11 +157,15 @@ impl Assembler {
 
     /// Returns the files that are read.
     pub(crate) fn directory(&self) -> &CheckedDirectory {
-        &self.opened.directory
+        &self.checkpoint.directory
     }
 
     /// Adds pieces of a tensor. A box that exists already is another copy, which is compared before
     /// the tensor is converted.
+    ///
+    /// # Errors
+    /// The key has a value, a tensor of another dtype or shape, or the same box in the same file
+    /// already; too many pieces for the memory budget.
     pub(crate) fn add_tensor(
         &mut self,
         path: &KeyPath,
@@ -171,12 +179,12 @@ impl Assembler {
             file,
             fqn.len() + pieces.len() * (PIECE_COST_BYTES + 64 * shape.len()),
         )?;
-        let first = self
-            .first
+        let first_file = self
+            .first_files
             .entry(fqn.clone())
             .or_insert_with(|| file.clone())
             .clone();
-        let metadata = &mut self.opened.metadata;
+        let metadata = &mut self.checkpoint.metadata;
         metadata
             .planner_data
             .get_or_insert_default()
@@ -190,16 +198,20 @@ impl Assembler {
             })
         });
         let Entry::Tensor(tensor) = entry else {
-            return Err(self.differing(fqn, file, "is a value in one and a tensor in the other"));
+            return Err(self.differing_error(
+                fqn,
+                file,
+                "is a value in one and a tensor in the other",
+            ));
         };
-        if tensor.shape != shape && *first != **file {
+        if tensor.shape != shape && *first_file != **file {
             let what = format!(
-                "`{fqn}` of shape {shape:?}, where `{first}` has it in {:?} (parts of ranks that do not say where they belong, \
+                "`{fqn}` of shape {shape:?}, where `{first_file}` has it in {:?} (parts of ranks that do not say where they belong, \
                  as FSDP1's LOCAL_STATE_DICT has them),",
                 tensor.shape
             );
             return Err(self
-                .opened
+                .checkpoint
                 .directory
                 .file_error(file, FormatError::unsupported(what)));
         }
@@ -208,19 +220,19 @@ impl Assembler {
                 "is a `{}` tensor of shape {:?} in one, and a `{dtype}` tensor of shape {shape:?} in the other",
                 tensor.properties.dtype, tensor.shape
             );
-            return Err(self.differing(fqn, file, what));
+            return Err(self.differing_error(fqn, file, what));
         }
         let boxes = self.boxes.entry(fqn.clone()).or_default();
-        let of_tensor = self.opened.pieces.entry(fqn.clone()).or_default();
+        let tensor_pieces = self.checkpoint.pieces.entry(fqn.clone()).or_default();
         for piece in pieces {
             let bounds = piece.layout.bounds.clone();
-            let stored = piece.stored(dtype);
+            let stored = piece.storage_info(dtype);
             let is_copy = !boxes.insert(bounds.clone());
-            if is_copy && *first == **file && !bounds.is_empty() {
+            if is_copy && *first_file == **file && !bounds.is_empty() {
                 let source = FormatError::malformed("checkpoint", format!("it has `{fqn}` twice"));
-                return Err(self.opened.directory.file_error(file, source));
+                return Err(self.checkpoint.directory.file_error(file, source));
             }
-            of_tensor.insert(stored.clone(), piece);
+            tensor_pieces.insert(stored.clone(), piece);
             if is_copy {
                 metadata.replicas.push(Replica {
                     fqn: fqn.clone(),
@@ -240,7 +252,7 @@ impl Assembler {
     /// Charges memory for one of many copies of a value of this file to the budget.
     pub(crate) fn charge_copy(&mut self, file: &Arc<str>, value: &Held) -> Result<(), FileError> {
         let bytes = match value {
-            Held::Plain(value) | Held::Opaque(_, value) => memory_of(value),
+            Held::Plain(value) | Held::Opaque(_, value) => memory_bytes(value),
             Held::Stored(..) => 0,
         };
         self.charge(file, PIECE_COST_BYTES + bytes)
@@ -249,12 +261,12 @@ impl Assembler {
     /// Charges memory for the description of pieces to the budget.
     fn charge(&mut self, file: &Arc<str>, bytes: usize) -> Result<(), FileError> {
         if self.files.insert(file.clone()) {
-            let length = self.opened.directory.file(file)?.len();
+            let length = self.checkpoint.directory.file(file)?.len();
             self.budget.allow(length.saturating_mul(PICKLE_FACTOR));
         }
         self.budget
             .charge("memory for pieces of tensors", bytes as u64)
-            .map_err(|over| self.opened.directory.file_error(file, over.into()))
+            .map_err(|over| self.checkpoint.directory.file_error(file, over.into()))
     }
 
     /// Adds a value. If another file holds a value at the same path, the two must be equal, and the
@@ -266,13 +278,13 @@ impl Assembler {
         value: Held,
     ) -> Result<(), FileError> {
         let fqn = path.flat_key();
-        let metadata = &mut self.opened.metadata;
+        let metadata = &mut self.checkpoint.metadata;
         if metadata.entries.contains_key(&fqn) {
-            let first = self.opened.values.get(&fqn);
-            if first.is_some_and(|first| first.is_same(&value)) {
+            let first_value = self.checkpoint.values.get(&fqn);
+            if first_value.is_some_and(|first_value| first_value.is_same(&value)) {
                 return Ok(());
             }
-            return Err(self.differing(fqn, file, "is not the same in both"));
+            return Err(self.differing_error(fqn, file, "is not the same in both"));
         }
         let stored = match &value {
             Held::Stored(_, stored) => stored.clone(),
@@ -288,8 +300,8 @@ impl Assembler {
                 stored: Some(stored),
             }),
         );
-        self.first.insert(fqn.clone(), file.clone());
-        self.opened.values.insert(fqn, value);
+        self.first_files.insert(fqn.clone(), file.clone());
+        self.checkpoint.values.insert(fqn, value);
         Ok(())
     }
 
@@ -301,62 +313,62 @@ impl Assembler {
         file: &Arc<str>,
         quantizer: PlainValue,
     ) -> Result<(), FileError> {
-        let first = self
-            .opened
+        let first_quantizer = self
+            .checkpoint
             .quantizers
             .entry(fqn.clone())
             .or_insert_with(|| quantizer.clone());
-        if first.same_bits(&quantizer) {
+        if first_quantizer.same_bits(&quantizer) {
             return Ok(());
         }
-        Err(self.differing(fqn, file, "has another scale or zero point"))
+        Err(self.differing_error(fqn, file, "has another scale or zero point"))
     }
 
     /// Returns the error of a key that has other content in `file` than where it was found first.
-    fn differing(&self, fqn: String, file: &str, what: impl Into<String>) -> FileError {
-        let first = self.first.get(&fqn).map(ToString::to_string);
+    fn differing_error(&self, fqn: String, file: &str, what: impl Into<String>) -> FileError {
+        let first_file = self.first_files.get(&fqn).map(ToString::to_string);
         FileError::Differing {
-            first: first.expect("the file of each key is recorded when the key is added"),
+            first: first_file.expect("the file of each key is recorded when the key is added"),
             second: file.to_owned(),
             what: what.into(),
             fqn,
         }
     }
 
-    /// Completes the checkpoint. `structure` has the containers of its keys, if they are known.
+    /// Completes the checkpoint. `structure` has the containers of its keys, if they are known. It
+    /// is dropped, without an error, if its keys are not exactly those of the checkpoint.
     pub(crate) fn finish(self, structure: Option<Structure>) -> Assembled {
-        // The structure is kept only if its keys are exactly those of the checkpoint.
-        let keys = &self.opened.metadata.entries;
+        let keys = &self.checkpoint.metadata.entries;
         let structure = structure.filter(|structure| {
             let leaves = structure.leaves();
             leaves.len() == keys.len() && keys.keys().all(|key| leaves.contains(key.as_str()))
         });
         Assembled {
             structure,
-            ..self.opened
+            ..self.checkpoint
         }
     }
 
     /// Sorts the keys in the order of an index.
     pub(crate) fn sort_as(&mut self, index: &Index) {
-        index.sort(&mut self.opened.metadata);
+        index.sort(&mut self.checkpoint.metadata);
     }
 }
 
 /// Returns about how many bytes of memory a value takes.
-fn memory_of(value: &PlainValue) -> usize {
+fn memory_bytes(value: &PlainValue) -> usize {
     let inner = match value {
         PlainValue::Str(text) => text.len(),
         PlainValue::Bytes(bytes) | PlainValue::BigInt(bytes) => bytes.len(),
         PlainValue::List(items) | PlainValue::Tuple(items) | PlainValue::Set(items) => {
-            items.iter().map(memory_of).sum()
+            items.iter().map(memory_bytes).sum()
         }
         PlainValue::Dict(items) => items
             .iter()
-            .map(|(key, value)| memory_of(key) + memory_of(value))
+            .map(|(key, value)| memory_bytes(key) + memory_bytes(value))
             .sum(),
         PlainValue::Tensor(tensor) => tensor.data.len(),
-        PlainValue::Typed(_, description) => memory_of(description),
+        PlainValue::Typed(_, description) => memory_bytes(description),
         _ => 0,
     };
     size_of::<PlainValue>() + inner
@@ -365,10 +377,10 @@ fn memory_of(value: &PlainValue) -> usize {
 impl Piece {
     /// Returns the place of the piece for the metadata. The places of two pieces of a tensor always
     /// differ.
-    fn stored(&self, dtype: DType) -> StorageInfo {
+    fn storage_info(&self, dtype: DType) -> StorageInfo {
         let start = match &self.start {
             StorageStart::Offset(start) => *start,
-            StorageStart::Record(archive, index) => archive.records[*index].header,
+            StorageStart::Record(archive, index) => archive.records[*index].header_offset,
             StorageStart::Deflated(record, _) => {
                 let (offset, length) = record.stored_range();
                 return StorageInfo {
@@ -380,29 +392,32 @@ impl Piece {
         let (offset, length) = match self.elements {
             Elements::Plain => {
                 // Strides and offsets come from a file, which may say anything: a read checks them.
-                let first = self.layout.offset;
-                let element = dtype.size_in_bytes();
+                let first_position = self.layout.offset;
+                let element_bytes = dtype.size_in_bytes();
                 let count = if self.layout.bounds.is_empty() {
                     0
                 } else {
-                    let last = self.layout.last().unwrap_or(first);
-                    last.saturating_sub(first) + 1
+                    let last_position = self.layout.last().unwrap_or(first_position);
+                    last_position.saturating_sub(first_position) + 1
                 };
                 (
-                    start.saturating_add(first.saturating_mul(element)),
-                    count.saturating_mul(element),
+                    start.saturating_add(first_position.saturating_mul(element_bytes)),
+                    count.saturating_mul(element_bytes),
                 )
             }
-            Elements::Blocks(format) => (start, format.bytes(self.layout.bounds.numel() as u64)),
+            Elements::Blocks(format) => (
+                start,
+                format.bytes_of_elements(self.layout.bounds.numel() as u64),
+            ),
         };
         StorageInfo::new(&*self.file, offset, length)
     }
 
-    /// Reads `overlap` into its place in a slot.
+    /// Reads the box `overlap`, which lies in the piece, into its place in a slot.
     fn read(
         &self,
         file: &dyn ReadAt,
-        element: usize,
+        element_bytes: usize,
         overlap: &TensorBox,
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
@@ -418,7 +433,7 @@ impl Piece {
         match self.elements {
             Elements::Plain => StoredElements {
                 storage: start,
-                element,
+                element: element_bytes,
                 layout: &self.layout,
             }
             .read(&mut BlockReader::new(bytes), overlap, slot),
@@ -434,7 +449,8 @@ impl Piece {
 }
 
 impl Assembled {
-    /// Reads the part of a box that is in the piece which is stored at a place.
+    /// Fills the part of a slot's box that lies in the piece that is stored at a place. If no piece
+    /// is stored there, that is an error.
     fn fill(
         &self,
         fqn: &str,
@@ -450,9 +466,9 @@ impl Assembled {
             return Ok(());
         };
         let file = self.directory.file(&piece.file)?;
-        let element = dtype.size_in_bytes() as usize;
+        let element_bytes = dtype.size_in_bytes() as usize;
         piece
-            .read(&*file, element, &overlap, slot)
+            .read(&*file, element_bytes, &overlap, slot)
             .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 }

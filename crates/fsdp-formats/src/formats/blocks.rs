@@ -14,7 +14,7 @@ use crate::payload::slot::Slot;
 use crate::storage::read_at::ReadAt;
 
 /// The number of elements of a block.
-pub(crate) const BLOCK: usize = 32;
+pub(crate) const BLOCK_ELEMENTS: usize = 32;
 
 /// The kinds of blocks that are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,13 +34,13 @@ impl BlockFormat {
         }
     }
 
-    /// Returns how many bytes so many elements take, a multiple of [`BLOCK`].
-    pub(crate) const fn bytes(self, elements: u64) -> u64 {
-        (elements / BLOCK as u64).saturating_mul(self.block_bytes() as u64)
+    /// Returns how many bytes so many elements take, a multiple of [`BLOCK_ELEMENTS`].
+    pub(crate) const fn bytes_of_elements(self, elements: u64) -> u64 {
+        (elements / BLOCK_ELEMENTS as u64).saturating_mul(self.block_bytes() as u64)
     }
 
-    /// Decodes one block.
-    fn decode(self, block: &[u8], elements: &mut [f32; BLOCK]) {
+    /// Decodes the elements of one block.
+    fn decode(self, block: &[u8], elements: &mut [f32; BLOCK_ELEMENTS]) {
         let (scale, numbers) = block
             .split_first_chunk()
             .expect("a block of each format begins with the two bytes of its scale");
@@ -52,9 +52,10 @@ impl BlockFormat {
                 }
             }
             BlockFormat::Q4_0 => {
-                for (at, &pair) in numbers.iter().enumerate() {
-                    elements[at] = f32::from(i16::from(pair & 15) - 8) * scale;
-                    elements[at + BLOCK / 2] = f32::from(i16::from(pair >> 4) - 8) * scale;
+                for (index, &pair) in numbers.iter().enumerate() {
+                    elements[index] = f32::from(i16::from(pair & 15) - 8) * scale;
+                    elements[index + BLOCK_ELEMENTS / 2] =
+                        f32::from(i16::from(pair >> 4) - 8) * scale;
                 }
             }
         }
@@ -75,28 +76,30 @@ pub(crate) struct BlockedTensor<'b> {
 }
 
 impl BlockedTensor<'_> {
-    /// Reads `overlap` of the tensor into its place in a slot.
+    /// Reads the box `overlap` of the tensor into its place in a slot, as `f32`.
     pub(crate) fn read(&self, overlap: &TensorBox, slot: &mut Slot<'_>) -> Result<(), FormatError> {
         let block_bytes = self.format.block_bytes();
         for run in copy_runs(overlap, self.bounds, &slot.bounds) {
             let end = run.src + run.len;
-            let mut at = run.src;
-            while at < end {
+            let mut position = run.src;
+            while position < end {
                 // A run may begin and end inside of a block, which can be decoded only as a whole.
-                let block = at / BLOCK;
-                let blocks = (end.div_ceil(BLOCK) - block).min(MAX_BLOCKS_AT_ONCE);
-                let mut bytes = vec![0; blocks * block_bytes];
+                let first_block = position / BLOCK_ELEMENTS;
+                let block_count =
+                    (end.div_ceil(BLOCK_ELEMENTS) - first_block).min(MAX_BLOCKS_AT_ONCE);
+                let mut bytes = vec![0; block_count * block_bytes];
                 self.file
-                    .read_exact_at(self.start + (block * block_bytes) as u64, &mut bytes)?;
-                let mut elements = [0f32; BLOCK];
-                for (number, encoded) in bytes.chunks_exact(block_bytes).enumerate() {
+                    .read_exact_at(self.start + (first_block * block_bytes) as u64, &mut bytes)?;
+                let mut elements = [0f32; BLOCK_ELEMENTS];
+                for (block_index, encoded) in bytes.chunks_exact(block_bytes).enumerate() {
                     self.format.decode(encoded, &mut elements);
-                    let from = (block + number) * BLOCK;
-                    let next = end.min(from + BLOCK);
-                    for element in &elements[at - from..next - from] {
-                        let to = (run.dst + at - run.src) * 4;
-                        slot.bytes[to..to + 4].copy_from_slice(&element.to_le_bytes());
-                        at += 1;
+                    let block_start = (first_block + block_index) * BLOCK_ELEMENTS;
+                    let block_end = end.min(block_start + BLOCK_ELEMENTS);
+                    for element in &elements[position - block_start..block_end - block_start] {
+                        let slot_offset = (run.dst + position - run.src) * 4;
+                        slot.bytes[slot_offset..slot_offset + 4]
+                            .copy_from_slice(&element.to_le_bytes());
+                        position += 1;
                     }
                 }
             }

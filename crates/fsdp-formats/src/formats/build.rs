@@ -29,6 +29,10 @@ pub enum KeyChange {
 
 impl Structure {
     /// Makes the structure from the paths of a checkpoint's keys.
+    ///
+    /// # Errors
+    /// Paths that are too deep, that do not fit together, or that leave out too many positions of
+    /// lists.
     #[doc(hidden)]
     pub fn from_paths(metadata: &Metadata) -> Result<Self, FileError> {
         let paths = metadata.planner_data.as_ref();
@@ -50,8 +54,8 @@ impl Structure {
                 // The root itself is a tensor, or one value.
                 return Ok(Structure::Leaf(fqn.clone()));
             }
-            let way: Vec<KeyStep> = path.0.into_iter().map(KeyStep::from).collect();
-            root.insert(fqn, &way, Builder::Leaf(fqn.clone()))?;
+            let steps: Vec<KeyStep> = path.0.into_iter().map(KeyStep::from).collect();
+            root.insert(fqn, &steps, Builder::Leaf(fqn.clone()))?;
         }
         root.build(MAX_GAPS)
     }
@@ -95,9 +99,9 @@ struct Rebuild<'p> {
 }
 
 impl Rebuild<'_> {
-    /// Adds all that lies at and below a place.
+    /// Adds all that lies at and below a place, as the change decides.
     fn add(&mut self, structure: &Structure) -> Result<(), FileError> {
-        let empty = match structure {
+        let empty_container = match structure {
             Structure::Leaf(_) => None,
             Structure::Dict(items) if items.is_empty() => Some(Builder::Dict(IndexMap::new())),
             Structure::Module(name, items) if items.is_empty() => {
@@ -107,26 +111,26 @@ impl Rebuild<'_> {
             Structure::Tuple(items) if items.is_empty() => Some(Builder::Tuple(BTreeMap::new())),
             container => return self.add_items(container),
         };
-        let old = match structure {
+        let old_key = match structure {
             Structure::Leaf(fqn) => fqn.clone(),
             _ => self.path.flat_key(),
         };
-        let (fqn, steps) = match (self.change)(&old, &self.path) {
-            KeyChange::Keep => (old, self.steps.clone()),
+        let (fqn, steps) = match (self.change)(&old_key, &self.path) {
+            KeyChange::Keep => (old_key, self.steps.clone()),
             KeyChange::Remove => return Ok(()),
-            KeyChange::Move(name, key_move) => {
+            KeyChange::Move(new_key, key_move) => {
                 let steps = key_move.apply(&self.steps, |key| KeyStep::Key(key.into()));
-                (name, steps)
+                (new_key, steps)
             }
         };
-        let last = empty.unwrap_or_else(|| Builder::Leaf(fqn.clone()));
+        let new_item = empty_container.unwrap_or_else(|| Builder::Leaf(fqn.clone()));
         if self.root.is_none() && steps.is_empty() {
-            self.root = Some(last);
+            self.root = Some(new_item);
             return Ok(());
         }
         self.root
             .get_or_insert_with(|| Builder::container_for(&steps))
-            .insert(&fqn, &steps, last)
+            .insert(&fqn, &steps, new_item)
     }
 
     /// Adds all items of a container.
@@ -198,31 +202,34 @@ impl Builder {
         }
     }
 
-    /// Puts a leaf or an empty container at its place, and makes the containers on the way.
-    fn insert(&mut self, fqn: &str, steps: &[KeyStep], last: Builder) -> Result<(), FileError> {
-        let Some((last_step, way)) = steps.split_last() else {
-            return Err(refused(fqn, "a value where others lie below"));
+    /// Puts a leaf or an empty container at its place, and makes the containers on the way. If
+    /// something else is there already, that is an error.
+    fn insert(&mut self, fqn: &str, steps: &[KeyStep], new_item: Builder) -> Result<(), FileError> {
+        let Some((last_step, outer_steps)) = steps.split_last() else {
+            return Err(refused_error(fqn, "a value where others lie below"));
         };
-        let mut at = self;
-        for (index, step) in way.iter().enumerate() {
-            at = at.item(fqn, step, || Builder::container_for(&steps[index + 1..]))?;
+        let mut container = self;
+        for (index, step) in outer_steps.iter().enumerate() {
+            container = container
+                .find_or_make_item(fqn, step, || Builder::container_for(&steps[index + 1..]))?;
         }
-        let kind = std::mem::discriminant(&last);
-        let is_leaf = matches!(last, Builder::Leaf(_));
-        let mut unused = Some(last);
-        let found = at.item(fqn, last_step, || {
+        let kind = std::mem::discriminant(&new_item);
+        let is_leaf = matches!(new_item, Builder::Leaf(_));
+        let mut unused = Some(new_item);
+        let existing = container.find_or_make_item(fqn, last_step, || {
             unused.take().expect("an item is made once at most")
         })?;
         // Something is there already. Two empty containers of one kind are the same.
-        let is_same_empty = !is_leaf && kind == std::mem::discriminant(found);
+        let is_same_empty = !is_leaf && kind == std::mem::discriminant(existing);
         if unused.is_some() && !is_same_empty {
-            return Err(refused(fqn, "two values at one place"));
+            return Err(refused_error(fqn, "two values at one place"));
         }
         Ok(())
     }
 
-    /// Returns the item that a step leads to. If there is none, it is made.
-    fn item(
+    /// Returns the item that a step leads to. If there is none, `make` makes it. A step that is not
+    /// of the kind of this container is an error.
+    fn find_or_make_item(
         &mut self,
         fqn: &str,
         step: &KeyStep,
@@ -240,8 +247,8 @@ impl Builder {
                 Builder::List(items) | Builder::Tuple(items),
                 KeyStep::InList(index) | KeyStep::InTuple(index),
             ) => Ok(items.entry(*index).or_insert_with(make)),
-            (Builder::Leaf(_), _) => Err(refused(fqn, "a value where others lie below")),
-            _ => Err(refused(
+            (Builder::Leaf(_), _) => Err(refused_error(fqn, "a value where others lie below")),
+            _ => Err(refused_error(
                 fqn,
                 "a place that is a dict to one key and a list to another",
             )),
@@ -268,6 +275,8 @@ impl Builder {
     }
 }
 
+/// Returns the items of a dict in order, with their structures. `gaps` is the number of missing
+/// positions that lists in it may still have.
 fn finish_dict(
     items: Items,
     gaps: &mut usize,
@@ -278,22 +287,22 @@ fn finish_dict(
         .collect()
 }
 
-/// Returns the items of a list in order. `gaps` is the number of missing positions that may still
-/// be filled.
+/// Returns the items of a list in order, with an empty dict at each missing position. `gaps` is the
+/// number of such positions that may still be filled, and is reduced by them.
 fn finish_list(
     list: BTreeMap<usize, Builder>,
     gaps: &mut usize,
 ) -> Result<Vec<Structure>, FormatError> {
     let mut items = Vec::with_capacity(list.len());
     for (index, child) in list {
-        let Some(left) = gaps.checked_sub(index - items.len()) else {
+        let Some(gaps_left) = gaps.checked_sub(index - items.len()) else {
             return Err(FormatError::Limit(BeyondLimit {
                 what: "number of list positions without a value",
                 value: index as u64,
                 limit: MAX_GAPS as u64,
             }));
         };
-        *gaps = left;
+        *gaps = gaps_left;
         // A list has no holes. A missing position was an empty dict, which flattening leaves out.
         items.resize_with(index, || Structure::Dict(Vec::new()));
         items.push(child.finish(gaps)?);
@@ -301,7 +310,8 @@ fn finish_list(
     Ok(items)
 }
 
-fn refused(fqn: &str, what: &str) -> FileError {
+/// Returns the error of a key that cannot be put at its place.
+fn refused_error(fqn: &str, what: &str) -> FileError {
     FileError::Encode {
         fqn: fqn.to_owned(),
         source: FormatError::unsupported(what),

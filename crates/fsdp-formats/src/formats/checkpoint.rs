@@ -257,17 +257,18 @@ pub trait Checkpoint: Send + Sync {
         Err(FileError::not_stored(fqn))
     }
 
-    /// Reads the stored bytes of an item, from byte `at` on, to copy or compare them.
+    /// Reads stored bytes of an item into all of `dst`, from the byte `offset` of the item on, to
+    /// copy or compare them.
     fn read_stored(
         &self,
         fqn: &str,
         stored: &StorageInfo,
-        at: u64,
+        offset: u64,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
         let file = self.directory().file(&stored.relative_path)?;
         Window::new(&*file, stored.offset, stored.length)
-            .and_then(|item| item.read_exact_at(at, dst))
+            .and_then(|item| item.read_exact_at(offset, dst))
             .map_err(|source| item_error(self.directory(), fqn, stored, source))
     }
 

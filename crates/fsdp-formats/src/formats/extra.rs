@@ -49,31 +49,31 @@ impl ExtraFiles {
         if checkpoint.format() == Format::Folder {
             stored.extend(checkpoint.parts().iter().map(|part| part.path));
         }
-        let mut found = ExtraFiles::default();
+        let mut extra_files = ExtraFiles::default();
         for name in directory.names()? {
             if is_own(&name) || name == CLAIM_FILE || stored.contains(name.as_str()) {
                 continue;
             }
             let is_file = is_file(directory, &name)?;
             if !(is_file && is_of_framework(checkpoint.format(), &name)) {
-                found.foreign.get_or_insert_with(|| name.clone());
+                extra_files.foreign.get_or_insert_with(|| name.clone());
             }
             if is_file && !is_other_data(&name) {
-                found.files.push(name)
+                extra_files.files.push(name)
             } else {
-                found.others.push(name)
+                extra_files.others.push(name)
             }
         }
         for name in directory.names_not_utf8()? {
-            found.foreign.get_or_insert_with(|| name.clone());
-            found.others.push(name);
+            extra_files.foreign.get_or_insert_with(|| name.clone());
+            extra_files.others.push(name);
         }
-        found.others.sort();
-        Ok(found)
+        extra_files.others.sort();
+        Ok(extra_files)
     }
 
-    /// Lists the files of a directory that Hugging Face's libraries need besides the weights: a
-    /// configuration, a tokenizer, a model's own code.
+    /// Returns the names of the files of a directory that Hugging Face's libraries need besides the
+    /// weights: a configuration, a tokenizer, a model's own code.
     pub fn for_hugging_face(directory: &CheckedDirectory) -> Result<Vec<String>, FileError> {
         let mut files = Vec::new();
         for name in directory.names()? {
@@ -121,7 +121,7 @@ fn is_own_of_torch(name: &str) -> bool {
 }
 
 /// The beginnings of the names of files that Hugging Face's libraries look for.
-const OF_HUGGING_FACE: [&str; 12] = [
+const HUGGING_FACE_STARTS: [&str; 12] = [
     "config.json",
     "generation_config.json",
     "tokenizer",
@@ -140,15 +140,18 @@ const OF_HUGGING_FACE: [&str; 12] = [
 fn is_of_hugging_face(name: &str) -> bool {
     const CODE: [&str; 3] = ["modeling_", "configuration_", "tokenization_"];
     let is_code = name.ends_with(".py") && CODE.iter().any(|start| name.starts_with(start));
-    is_code || OF_HUGGING_FACE.iter().any(|start| name.starts_with(start))
+    is_code
+        || HUGGING_FACE_STARTS
+            .iter()
+            .any(|start| name.starts_with(start))
 }
 
 /// The files that Lightning and Megatron keep beside the data of a DCP directory.
-const BESIDE_DCP: [&str; 3] = ["meta.pt", "common.pt", "metadata.json"];
+const FILES_BESIDE_DCP: [&str; 3] = ["meta.pt", "common.pt", "metadata.json"];
 
 /// The files that trainers keep beside their weights, besides those that Hugging Face's libraries
 /// look for.
-const BESIDE_WEIGHTS: [&str; 5] = [
+const FILES_BESIDE_WEIGHTS: [&str; 5] = [
     "README.md",
     "adapter_config.json",
     "training_args.bin",
@@ -163,8 +166,8 @@ fn is_of_framework(format: Format, name: &str) -> bool {
         return true;
     }
     match format {
-        Format::Dcp => is_of_hugging_face(name) || BESIDE_DCP.contains(&name),
-        _ => is_of_hugging_face(name) || BESIDE_WEIGHTS.contains(&name),
+        Format::Dcp => is_of_hugging_face(name) || FILES_BESIDE_DCP.contains(&name),
+        _ => is_of_hugging_face(name) || FILES_BESIDE_WEIGHTS.contains(&name),
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Reads an index.
+    /// Reads an index. One that is too large, or is not JSON of this form, is an error.
     pub(crate) fn read(directory: &CheckedDirectory, name: &str) -> Result<Self, FileError> {
         let bytes = directory.read_checked(name, MAX_INDEX_BYTES)?;
         Budget::new(bytes.len() as u64, 1)
@@ -32,7 +32,9 @@ impl Index {
     /// list are read from the file in which they are found, because libraries load everything in
     /// the files.
     pub(crate) fn is_elsewhere(&self, key: &str, file: &str) -> bool {
-        self.weight_map.get(key).is_some_and(|other| other != file)
+        self.weight_map
+            .get(key)
+            .is_some_and(|listed_file| listed_file != file)
     }
 
     /// Sorts keys in the order of the index, which is the model's. Keys that it does not list come
@@ -44,21 +46,21 @@ impl Index {
     }
 
     /// Returns the keys of each file. A file that is not in the directory of the index is an error.
-    pub(crate) fn files(
+    pub(crate) fn keys_by_file(
         &self,
         directory: &CheckedDirectory,
     ) -> Result<IndexMap<&str, Vec<&str>>, FileError> {
-        let mut files: IndexMap<&str, Vec<&str>> = IndexMap::new();
+        let mut keys_by_file: IndexMap<&str, Vec<&str>> = IndexMap::new();
         for (key, file) in &self.weight_map {
-            files.entry(file).or_default().push(key);
+            keys_by_file.entry(file).or_default().push(key);
         }
-        match files.keys().find(|file| file.contains('/')) {
+        match keys_by_file.keys().find(|file| file.contains('/')) {
             Some(file) => Err(FileError::Path {
                 root: directory.path().to_owned(),
                 path: (*file).to_owned(),
                 reason: "an index names files beside it only",
             }),
-            None => Ok(files),
+            None => Ok(keys_by_file),
         }
     }
 }

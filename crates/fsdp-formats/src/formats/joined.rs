@@ -24,7 +24,7 @@ pub(crate) struct Part {
     /// The keys that are put before each path of the part.
     pub(crate) prefix: Vec<PathPart>,
     /// The number of leading parts of its paths that the prefix replaces.
-    pub(crate) skip: usize,
+    pub(crate) replaced_parts: usize,
     /// The keys in the joined checkpoint, by the keys in this one. They are known once the part was
     /// added.
     pub(crate) keys: HashMap<String, String>,
@@ -43,23 +43,23 @@ impl Part {
     /// Returns the path in the joined checkpoint for a key of the part; `None` if the key stays
     /// and has no path.
     fn path_in_whole(&self, metadata: &Metadata, fqn: &str) -> Option<KeyPath> {
-        let own = metadata
+        let part_path = metadata
             .planner_data
             .as_ref()
             .and_then(|paths| paths.get(fqn))
             .cloned();
         if !self.has_other_keys() {
-            return own;
+            return part_path;
         }
-        let KeyPath(parts) = own.unwrap_or_else(|| KeyPath::from_key(fqn));
+        let KeyPath(parts) = part_path.unwrap_or_else(|| KeyPath::from_key(fqn));
         let mut path = self.prefix.clone();
-        path.extend(parts.into_iter().skip(self.skip));
+        path.extend(parts.into_iter().skip(self.replaced_parts));
         Some(KeyPath(path))
     }
 
     /// Returns `true` if the keys of the part are others in the joined checkpoint.
     fn has_other_keys(&self) -> bool {
-        !self.prefix.is_empty() || self.skip > 0
+        !self.prefix.is_empty() || self.replaced_parts > 0
     }
 }
 
@@ -98,16 +98,16 @@ impl Joined {
         }
     }
 
-    /// Adds a part. A key that another part has already is an error.
+    /// Adds a part, and fills in its `keys`. A key that another part has already is an error.
     pub(crate) fn add(
         &mut self,
         mut part: Part,
         checkpoint: Box<dyn Checkpoint>,
     ) -> Result<(), FileError> {
-        let own = checkpoint.metadata();
+        let part_metadata = checkpoint.metadata();
         let mut added = Metadata::default();
-        for (fqn, entry) in &own.entries {
-            let path = part.path_in_whole(own, fqn);
+        for (fqn, entry) in &part_metadata.entries {
+            let path = part.path_in_whole(part_metadata, fqn);
             let key = match &path {
                 Some(path) if part.has_other_keys() => path.flat_key(),
                 _ => fqn.clone(),
@@ -115,11 +115,11 @@ impl Joined {
             // The prefixes of parts come from what lies in a folder, so two may give one key.
             if self.view.metadata.entries.contains_key(&key) || added.entries.contains_key(&key) {
                 // A key that is twice in this part has no other place yet.
-                let first = self.origins.get(&key);
-                let first = first.and_then(|(index, _)| self.parts.get(*index));
+                let first_part = self.origins.get(&key);
+                let first_part = first_part.and_then(|(index, _)| self.parts.get(*index));
                 let what = format!(
                     "`{key}` in both `{}` and `{}` of one folder",
-                    first.map_or("", |first| &first.path),
+                    first_part.map_or("", |first_part| &first_part.path),
                     part.path
                 );
                 return Err(FormatError::unsupported(what).in_file(checkpoint.path()));
@@ -148,7 +148,7 @@ impl Joined {
                 .insert(key.clone(), (self.parts.len(), fqn.clone()));
             part.keys.insert(fqn.clone(), key);
         }
-        for replica in &own.replicas {
+        for replica in &part_metadata.replicas {
             // A replica of a tensor that the metadata does not have is a copy of nothing.
             if let Some(fqn) = part.keys.get(&replica.fqn) {
                 self.view.metadata.replicas.push(Replica {
@@ -159,7 +159,10 @@ impl Joined {
             }
         }
         self.structures.push(match checkpoint.structure() {
-            Some(own) if part.skip == 0 => own.clone().below(&part.prefix).nested_in(&part.prefix),
+            Some(structure) if part.replaced_parts == 0 => structure
+                .clone()
+                .with_prefix(&part.prefix)
+                .nested_in(&part.prefix),
             _ => Structure::from_paths(&added)?,
         });
         self.view.metadata.entries.extend(added.entries);
@@ -177,8 +180,8 @@ impl Joined {
     /// no structure.
     pub(crate) fn finish(mut self) -> Self {
         let structure = Structure::merged(std::mem::take(&mut self.structures));
-        let does_fit = structure.leaves().len() == self.view.metadata.entries.len();
-        self.view.structure = does_fit.then_some(structure);
+        let is_complete = structure.leaves().len() == self.view.metadata.entries.len();
+        self.view.structure = is_complete.then_some(structure);
         self
     }
 }
@@ -225,13 +228,13 @@ impl Layer for Joined {
     /// name of the source's directory.
     fn stored_in<'s>(&self, source: usize, stored: &'s StorageInfo) -> Cow<'s, StorageInfo> {
         let part = &self.parts[source];
-        let below = stored
+        let path_in_part = stored
             .relative_path
             .strip_prefix(part.path.as_str())
             .and_then(|rest| rest.strip_prefix('/'));
-        match below {
-            Some(below) if part.is_directory => Cow::Owned(StorageInfo {
-                relative_path: below.to_owned(),
+        match path_in_part {
+            Some(path_in_part) if part.is_directory => Cow::Owned(StorageInfo {
+                relative_path: path_in_part.to_owned(),
                 ..stored.clone()
             }),
             _ => Cow::Borrowed(stored),

@@ -7,83 +7,84 @@ use fsdp_layout::{KeyPath, PathPart};
 /// one new part or removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyMove {
-    /// The number of first parts that stay.
-    first: usize,
-    /// The key between them.
-    between: Option<String>,
-    /// The position of the first of the last parts that stay.
-    last: usize,
+    /// The number of parts at the beginning that stay.
+    head_length: usize,
+    /// The key that replaces the parts between; `None` if they are only removed.
+    new_part: Option<String>,
+    /// The position of the first of the parts at the end that stay.
+    tail_start: usize,
 }
 
 impl KeyMove {
-    /// Finds the smallest change of a path after which its flat key is `name`. A part that changes
-    /// is a key of a dict afterwards, so no part changes below a list that stays.
-    pub fn new(path: &KeyPath, name: &str) -> Self {
-        let texts: Vec<String> = path.0.iter().map(PathPart::to_string).collect();
-        // The last parts of the path that `name` ends with. The first part always changes.
-        let mut end = name.len();
-        let mut last = texts.len();
-        while last > 1 {
-            let Some(before) = name[..end].strip_suffix(&texts[last - 1]) else {
+    /// Finds the smallest change of a path after which its flat key is `new_key`. A part that
+    /// changes is a key of a dict afterwards, so no part changes below a list that stays.
+    pub fn new(path: &KeyPath, new_key: &str) -> Self {
+        let part_texts: Vec<String> = path.0.iter().map(PathPart::to_string).collect();
+        // The last parts of the path that `new_key` ends with. The first part is never one of them.
+        let mut end = new_key.len();
+        let mut tail_start = part_texts.len();
+        while tail_start > 1 {
+            let Some(text_before) = new_key[..end].strip_suffix(&part_texts[tail_start - 1]) else {
                 break;
             };
-            if before.is_empty() && !is_index(path, last - 1) {
-                // All of `name` is at the end of the path, so the parts before that are removed.
+            if text_before.is_empty() && !is_index(path, tail_start - 1) {
+                // All of `new_key` is at the end of the path, so the parts before that are removed.
                 return KeyMove {
-                    first: 0,
-                    between: None,
-                    last: last - 1,
+                    head_length: 0,
+                    new_part: None,
+                    tail_start: tail_start - 1,
                 };
             }
-            // The rest must be whole parts, which a dot ends. Without a rest, the position in a
-            // list that begins `name` becomes a key of a dict.
-            let Some(before) = before.strip_suffix('.') else {
+            // The text before must be whole parts, which a dot ends. Without such a text, the
+            // position in a list that begins `new_key` becomes a key of a dict.
+            let Some(text_before) = text_before.strip_suffix('.') else {
                 break;
             };
-            end = before.len();
-            last -= 1;
+            end = text_before.len();
+            tail_start -= 1;
         }
-        // The first parts of the path that the rest begins with. At least one part changes.
+        // The first parts of the path that the text left begins with. At least one part changes.
         let mut start = 0;
-        let mut first = 0;
-        while first + 1 < last {
-            let after = name[start..end]
-                .strip_prefix(&texts[first])
-                .and_then(|after| after.strip_prefix('.'));
-            let Some(after) = after.filter(|after| !after.is_empty()) else {
+        let mut head_length = 0;
+        while head_length + 1 < tail_start {
+            let text_after = new_key[start..end]
+                .strip_prefix(&part_texts[head_length])
+                .and_then(|text_after| text_after.strip_prefix('.'));
+            let Some(text_after) = text_after.filter(|text_after| !text_after.is_empty()) else {
                 break;
             };
-            start = end - after.len();
-            first += 1;
+            start = end - text_after.len();
+            head_length += 1;
         }
         // A list has no keys: a key that replaces one of its positions is put into the nearest dict
         // that contains the list.
-        while first > 0 && is_index(path, first) {
-            first -= 1;
-            start -= texts[first].len() + 1;
+        while head_length > 0 && is_index(path, head_length) {
+            head_length -= 1;
+            start -= part_texts[head_length].len() + 1;
         }
         KeyMove {
-            first,
-            between: Some(name[start..end].to_owned()),
-            last,
+            head_length,
+            new_part: Some(new_key[start..end].to_owned()),
+            tail_start,
         }
     }
 
-    /// Applies the change to the parts of a path; `key` makes the new one.
-    pub fn apply<P: Clone>(&self, parts: &[P], key: impl FnOnce(&str) -> P) -> Vec<P> {
-        let between = self.between.as_deref().map(key);
-        parts[..self.first]
+    /// Applies the change to the parts of a path, and returns the new ones. `make_part` makes the
+    /// new part from its key.
+    pub fn apply<P: Clone>(&self, parts: &[P], make_part: impl FnOnce(&str) -> P) -> Vec<P> {
+        let new_part = self.new_part.as_deref().map(make_part);
+        parts[..self.head_length]
             .iter()
             .cloned()
-            .chain(between)
-            .chain(parts[self.last..].iter().cloned())
+            .chain(new_part)
+            .chain(parts[self.tail_start..].iter().cloned())
             .collect()
     }
 }
 
-/// Returns `true` if a part of a path is a position in a list.
-fn is_index(path: &KeyPath, at: usize) -> bool {
-    matches!(path.0.get(at), Some(PathPart::Index(_)))
+/// Returns `true` if the part at a position of a path is an index of a list.
+fn is_index(path: &KeyPath, position: usize) -> bool {
+    matches!(path.0.get(position), Some(PathPart::Index(_)))
 }
 
 #[cfg(test)]
@@ -93,20 +94,20 @@ mod tests {
     /// Returns the path, written with slashes, that one gets with a new name. Numbers are
     /// positions.
     fn moved(path: &str, name: &str) -> String {
-        let part = |part: &str| {
-            part.parse()
-                .map_or_else(|_| PathPart::Key(part.to_owned()), PathPart::Index)
+        let parse_part = |text: &str| {
+            text.parse()
+                .map_or_else(|_| PathPart::Key(text.to_owned()), PathPart::Index)
         };
-        let path = KeyPath(path.split('/').map(part).collect());
+        let path = KeyPath(path.split('/').map(parse_part).collect());
         let parts = KeyMove::new(&path, name).apply(&path.0, |key| PathPart::Key(key.to_owned()));
         assert_eq!(KeyPath(parts.clone()).flat_key(), name);
-        let text = |part: &PathPart| match part {
+        let text_of = |part: &PathPart| match part {
             PathPart::Key(key) => format!("{key:?}"),
             PathPart::Index(index) => index.to_string(),
         };
         parts
             .iter()
-            .map(text)
+            .map(text_of)
             .collect::<Vec<_>>()
             .join("/")
             .replace('"', "")

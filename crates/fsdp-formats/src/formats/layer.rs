@@ -151,8 +151,8 @@ pub trait Layer: Send + Sync {
     }
 }
 
-/// Returns the origin of a key, or the error that there is none.
-fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
+/// Returns the origin of a key. A key that is not in the metadata is an error.
+fn find_origin<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, FileError> {
     let metadata = &layer.view().metadata;
     if !metadata.entries.contains_key(fqn) {
         return Err(lookup_error(metadata, fqn, "value"));
@@ -160,10 +160,10 @@ fn origin_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<Origin<'o>, Fil
     Ok(layer.origin(fqn))
 }
 
-/// Returns the source that stores the bytes of a key, and the key there. A key whose content the
-/// layer makes is an error.
-fn source_of<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
-    match origin_of(layer, fqn)? {
+/// Returns the position of the source that stores the bytes of a key, and the key there. A key that
+/// is not in the metadata, or whose content the layer makes, is an error.
+fn find_source<'o, L: Layer>(layer: &'o L, fqn: &'o str) -> Result<(usize, &'o str), FileError> {
+    match find_origin(layer, fqn)? {
         Origin::Source(source, name) => Ok((source, name)),
         _ => Err(FileError::not_stored(fqn)),
     }
@@ -182,24 +182,25 @@ fn replica_in<L: Layer>(layer: &L, source: usize, name: &str, replica: &Replica)
 /// from.
 fn check_sources<L: Layer>(
     layer: &L,
-    keys: KeyFilter<'_>,
+    is_chosen: KeyFilter<'_>,
     check: &dyn Fn(&dyn Checkpoint, KeyFilter<'_>) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
-    let mut needed: Vec<HashSet<String>> = vec![HashSet::new(); layer.view().sources.len()];
+    let mut names_by_source: Vec<HashSet<String>> =
+        vec![HashSet::new(); layer.view().sources.len()];
     let entries = &layer.view().metadata.entries;
-    for fqn in entries.keys().filter(|fqn| keys(fqn)) {
+    for fqn in entries.keys().filter(|fqn| is_chosen(fqn)) {
         match layer.origin(fqn) {
-            Origin::Source(source, name) => drop(needed[source].insert(name.to_owned())),
+            Origin::Source(source, name) => drop(names_by_source[source].insert(name.to_owned())),
             Origin::Value(_) => {}
             Origin::Made => {
                 for (source, name) in layer.inputs_of_made(fqn) {
-                    needed[source].insert(name);
+                    names_by_source[source].insert(name);
                 }
             }
         }
     }
-    for (source, keys) in layer.view().sources.iter().zip(&needed) {
-        check(&**source, &|fqn| keys.contains(fqn))?;
+    for (source, names) in layer.view().sources.iter().zip(&names_by_source) {
+        check(&**source, &|fqn| names.contains(fqn))?;
     }
     Ok(())
 }
@@ -246,7 +247,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn read_boxes(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        match origin_of(self, fqn)? {
+        match find_origin(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_boxes(name, slots),
             Origin::Made => self.read_made(fqn, slots),
             Origin::Value(_) => Err(FileError::not_stored(fqn)),
@@ -254,7 +255,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn read_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        match origin_of(self, fqn)? {
+        match find_origin(self, fqn)? {
             Origin::Source(source, name) => self.source(source).read_value(name),
             Origin::Value(value) => Ok(value.clone()),
             Origin::Made => Err(lookup_error(&self.view().metadata, fqn, "value")),
@@ -262,7 +263,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn opaque_type(&self, fqn: &str) -> Result<Option<String>, FileError> {
-        match origin_of(self, fqn)? {
+        match find_origin(self, fqn)? {
             Origin::Source(source, name) => self.source(source).opaque_type(name),
             // A tensor that is made of an opaque one cannot be read; the error of that read says
             // so.
@@ -271,21 +272,21 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn describe_value(&self, fqn: &str) -> Result<PlainValue, FileError> {
-        match origin_of(self, fqn)? {
+        match find_origin(self, fqn)? {
             Origin::Source(source, name) => self.source(source).describe_value(name),
             _ => self.read_value(fqn),
         }
     }
 
     fn quantizer(&self, fqn: &str) -> Result<Option<PlainValue>, FileError> {
-        match origin_of(self, fqn)? {
+        match find_origin(self, fqn)? {
             Origin::Source(source, name) => self.source(source).quantizer(name),
             _ => Ok(None),
         }
     }
 
     fn read_item(&self, fqn: &str, stored: &StorageInfo) -> Result<Vec<u8>, FileError> {
-        let (source, name) = source_of(self, fqn)?;
+        let (source, name) = find_source(self, fqn)?;
         self.source(source)
             .read_item(name, &self.stored_in(source, stored))
     }
@@ -294,12 +295,12 @@ impl<L: Layer> Checkpoint for L {
         &self,
         fqn: &str,
         stored: &StorageInfo,
-        at: u64,
+        offset: u64,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
-        let (source, name) = source_of(self, fqn)?;
+        let (source, name) = find_source(self, fqn)?;
         self.source(source)
-            .read_stored(name, &self.stored_in(source, stored), at, dst)
+            .read_stored(name, &self.stored_in(source, stored), offset, dst)
     }
 
     fn read_replica(
@@ -308,7 +309,7 @@ impl<L: Layer> Checkpoint for L {
         bounds: &TensorBox,
         dst: &mut [u8],
     ) -> Result<(), FileError> {
-        match origin_of(self, &replica.fqn)? {
+        match find_origin(self, &replica.fqn)? {
             Origin::Source(source, name) => self.source(source).read_replica(
                 &replica_in(self, source, name, replica),
                 bounds,
@@ -319,7 +320,7 @@ impl<L: Layer> Checkpoint for L {
     }
 
     fn read_value_replica(&self, replica: &Replica) -> Result<PlainValue, FileError> {
-        let (source, name) = source_of(self, &replica.fqn)?;
+        let (source, name) = find_source(self, &replica.fqn)?;
         self.source(source)
             .read_value_replica(&replica_in(self, source, name, replica))
     }

@@ -29,8 +29,8 @@ pub(crate) fn request_of(
     })
 }
 
-/// Returns where the bytes of a value are stored. A key that is missing or has a tensor is an
-/// error.
+/// Returns where the bytes of a value are stored. A key that is missing, has a tensor, or is stored
+/// nowhere is an error.
 pub(crate) fn find_value<'m>(
     metadata: &'m Metadata,
     fqn: &str,
@@ -69,8 +69,8 @@ pub(crate) fn item_error(
     }
 }
 
-/// Calls `fill` for each chunk of a tensor and each slot that overlap, with the box and the place
-/// of the chunk. A chunk that is wanted and is stored nowhere is an error.
+/// Calls `fill` for each chunk of a tensor and each slot that overlap, with the box of the chunk,
+/// its place and the slot. A chunk that is wanted and is stored nowhere is an error.
 pub(crate) fn fill_from_chunks(
     fqn: &str,
     tensor: &TensorEntry,
@@ -100,7 +100,7 @@ pub(crate) fn check_replica<'r>(
 ) -> Result<(DType, &'r TensorBox), FileError> {
     let fqn = &replica.fqn;
     let dtype = tensor_of(metadata, fqn)?.properties.dtype;
-    let Some(whole) = &replica.bounds else {
+    let Some(copy_bounds) = &replica.bounds else {
         return Err(FileError::not_stored(fqn));
     };
     let given = dst.len() as u64;
@@ -112,7 +112,7 @@ pub(crate) fn check_replica<'r>(
             planned,
         });
     }
-    Ok((dtype, whole))
+    Ok((dtype, copy_bounds))
 }
 
 /// Returns the key of the value that says what the integers of a quantized tensor mean.

@@ -23,34 +23,35 @@ pub fn opaque_entries(
     let keys: Vec<&String> = source.metadata().entries.keys().collect();
     let types = on_each(&keys, threads, |fqn| source.opaque_type(fqn));
     let mut opaque = Vec::new();
-    for (fqn, found) in keys.into_iter().zip(types) {
-        if let Some(opaque_type) = found? {
+    for (fqn, found_type) in keys.into_iter().zip(types) {
+        if let Some(opaque_type) = found_type? {
             opaque.push((fqn.clone(), opaque_type));
         }
     }
     Ok(opaque)
 }
 
-/// Gives the bytes of an item as they are stored, piece by piece.
+/// Gives `sink` the bytes of an item as they are stored, in order, in pieces of `piece_bytes`
+/// bytes.
 pub fn stream_stored(
     source: &dyn Checkpoint,
     fqn: &str,
     stored: &StorageInfo,
-    at_once: u64,
+    piece_bytes: u64,
     sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
 ) -> Result<(), FileError> {
-    let mut buffer = vec![0; stored.length.min(at_once) as usize];
-    let mut at = 0;
-    while at < stored.length {
-        let piece = &mut buffer[..(stored.length - at).min(at_once) as usize];
-        source.read_stored(fqn, stored, at, piece)?;
+    let mut buffer = vec![0; stored.length.min(piece_bytes) as usize];
+    let mut offset = 0;
+    while offset < stored.length {
+        let piece = &mut buffer[..(stored.length - offset).min(piece_bytes) as usize];
+        source.read_stored(fqn, stored, offset, piece)?;
         sink(piece)?;
-        at += piece.len() as u64;
+        offset += piece.len() as u64;
     }
     Ok(())
 }
 
-/// Describes bytes of a type of Python: `data` is what is known of them.
+/// Returns a description of bytes of a type of Python: `data` is what is known of them.
 pub(crate) fn describe_bytes(type_name: String, data: PlainValue) -> PlainValue {
     PlainValue::Dict(vec![
         ("$type".into(), type_name.into()),
@@ -73,7 +74,8 @@ pub(crate) fn hash_of_item(
 }
 
 /// Returns the digest of an opaque tensor: over its boxes, and the bytes of each as they are
-/// stored. A copy has the same digest, since opaque tensors are never cut into other boxes.
+/// stored. Boxes that are stored nowhere do not count. A copy has the same digest, since opaque
+/// tensors are never cut into other boxes.
 pub fn digest_of_opaque(source: &dyn Checkpoint, fqn: &str) -> Result<Digest, FileError> {
     let mut chunks = Vec::new();
     for chunk in &tensor_of(source.metadata(), fqn)?.chunks {
@@ -84,16 +86,16 @@ pub fn digest_of_opaque(source: &dyn Checkpoint, fqn: &str) -> Result<Digest, Fi
         chunks.push((chunk.bounds.clone(), hash));
     }
     // Copies list the chunks in other orders.
-    chunks.sort_by(|(a, _), (b, _)| a.cmp(b));
-    let mut described = Vec::with_capacity(chunks.len());
+    chunks.sort_by(|(bounds, _), (other_bounds, _)| bounds.cmp(other_bounds));
+    let mut descriptions = Vec::with_capacity(chunks.len());
     for (bounds, hash) in chunks {
-        described.push(PlainValue::Tuple(vec![
+        descriptions.push(PlainValue::Tuple(vec![
             list_of_sizes(&bounds.offsets),
             list_of_sizes(&bounds.sizes),
             PlainValue::Bytes(hash.to_le_bytes().to_vec()),
         ]));
     }
-    Ok(Digest::of_value(&PlainValue::List(described)))
+    Ok(Digest::of_value(&PlainValue::List(descriptions)))
 }
 
 /// Returns sizes or offsets as a value.

@@ -87,9 +87,10 @@ pub(super) const LARGE_BOX_BYTES: usize = 64 << 20;
 
 /// Boxes of one tensor that one thread fills.
 struct FillJob<'d> {
-    request: usize,
+    /// The position of the request among all.
+    request_index: usize,
     /// The position in the request of the box that each slot is of.
-    boxes: Vec<usize>,
+    box_indices: Vec<usize>,
     slots: Vec<Slot<'d>>,
 }
 
@@ -108,7 +109,7 @@ impl RecordedRequest<'_> {
     /// Returns the tensor and its digest if the request is for the tensor as a whole, in one box,
     /// so that what is read can be compared with the digest. Returns `None` otherwise, and if no
     /// digest was recorded.
-    fn whole(&self) -> Option<(&TensorEntry, Digest)> {
+    fn whole_tensor(&self) -> Option<(&TensorEntry, Digest)> {
         let tensor = self.tensor?;
         match &self.request.boxes[..] {
             [bounds] if bounds.sizes == tensor.shape && !bounds.is_empty() => {
@@ -131,34 +132,34 @@ pub(super) struct ReadSource<'c> {
 /// A function that fills slots with boxes of one tensor.
 type ReadBoxes<'c> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sync + 'c;
 
-/// Checks the hashes of whole tensors whose sums are not what was recorded: they were read without
-/// checking hashes. The error tells which bytes are wrong. If none are, the sums tell the caller
-/// that something else is.
-fn check_differing(
+/// Checks the hashes of the files with whole tensors whose sums are not what was recorded: they
+/// were read without checking hashes. The error tells which bytes are wrong. If none are, it
+/// returns `Ok`: the sums tell the caller that something else is wrong.
+fn check_hashes_of_differing(
     source: &ReadSource<'_>,
-    wanted: &[RecordedRequest<'_>],
+    requests: &[RecordedRequest<'_>],
     sums: &[Vec<Sum>],
 ) -> Result<(), FileError> {
     let mut differing = HashSet::new();
-    for (wanted, sums) in wanted.iter().zip(sums) {
-        let Some((tensor, recorded)) = wanted.whole() else {
+    for (recorded, box_sums) in requests.iter().zip(sums) {
+        let Some((tensor, digest)) = recorded.whole_tensor() else {
             continue;
         };
         // A request for a whole tensor has one box, and so one sum.
-        if sums[0].finish(tensor.properties.dtype, &tensor.shape) != recorded {
-            differing.insert(wanted.request.fqn.as_str());
+        if box_sums[0].finish(tensor.properties.dtype, &tensor.shape) != digest {
+            differing.insert(recorded.request.fqn.as_str());
         }
     }
     if differing.is_empty() {
         return Ok(());
     }
-    let mut names = BTreeSet::new();
+    let mut file_names = BTreeSet::new();
     for (fqn, _, stored) in source.metadata.stored() {
         if differing.contains(fqn) {
-            names.insert(stored.relative_path.as_str());
+            file_names.insert(stored.relative_path.as_str());
         }
     }
-    for name in names {
+    for name in file_names {
         let file = source.directory.file(name)?;
         file.verify_whole()
             .map_err(|error| source.directory.file_error(name, error))?;
@@ -179,11 +180,11 @@ pub(super) fn read_in_parallel(
 ) -> Result<ReadDone, FileError> {
     // Digests are needed only where sums are asked for.
     let digests = source.digests.filter(|_| options.digest);
-    let mut wanted = Vec::with_capacity(destinations.len());
+    let mut requests = Vec::with_capacity(destinations.len());
     let mut buffers = Vec::with_capacity(destinations.len());
     for destination in destinations {
         let request = destination.request;
-        wanted.push(RecordedRequest {
+        requests.push(RecordedRequest {
             tensor: source.metadata.tensor(&request.fqn),
             digest: digests.and_then(|digests| digests.get(&request.fqn)),
             is_compared: destination.is_compared,
@@ -192,30 +193,33 @@ pub(super) fn read_in_parallel(
         buffers.push(destination.buffers);
     }
     // Nothing is read before all requests and all buffers are known to be right.
-    let reads = plan_load(source.metadata, wanted.iter().map(|wanted| &wanted.request))?;
-    let mut jobs = make_jobs(&wanted, buffers, options.threads)?;
+    let planned_reads = plan_load(
+        source.metadata,
+        requests.iter().map(|recorded| &recorded.request),
+    )?;
+    let mut jobs = make_jobs(&requests, buffers, options.threads)?;
     // The jobs are taken in the order of the files: a job stands where the first read of its
     // request does.
-    let mut position = vec![usize::MAX; wanted.len()];
-    for (at, read) in reads.iter().enumerate().rev() {
-        position[read.request] = at;
+    let mut first_positions = vec![usize::MAX; requests.len()];
+    for (position, read) in planned_reads.iter().enumerate().rev() {
+        first_positions[read.request] = position;
     }
-    jobs.sort_by_key(|job| position[job.request]);
+    jobs.sort_by_key(|job| first_positions[job.request_index]);
     if options.digest {
         for job in &mut jobs {
-            let wanted = &wanted[job.request];
-            request_sums(job, wanted)?;
+            let recorded = &requests[job.request_index];
+            add_slot_digests(job, recorded)?;
             // The digest says more than the hashes do, so these need not be checked too.
-            let is_compared =
-                (wanted.digest.is_some() && wanted.is_compared) || wanted.whole().is_some();
+            let is_compared = (recorded.digest.is_some() && recorded.is_compared)
+                || recorded.whole_tensor().is_some();
             for slot in &mut job.slots {
                 slot.is_compared = is_compared;
             }
         }
     }
-    let mut sums = Vec::with_capacity(wanted.len());
-    for wanted in &wanted {
-        sums.push(vec![Sum::default(); wanted.request.boxes.len()]);
+    let mut sums = Vec::with_capacity(requests.len());
+    for recorded in &requests {
+        sums.push(vec![Sum::default(); recorded.request.boxes.len()]);
     }
     let shared_sums = Mutex::new(sums);
     let threads = options
@@ -235,15 +239,15 @@ pub(super) fn read_in_parallel(
             while !failed.load(Ordering::Relaxed) {
                 let job = lock(&queue).next();
                 let Some(mut job) = job else { break };
-                let fqn = &wanted[job.request].request.fqn;
-                let done = debug_span!("tensor", fqn)
+                let fqn = &requests[job.request_index].request.fqn;
+                let outcome = debug_span!("tensor", fqn)
                     .in_scope(|| (source.read_boxes)(fqn, &mut job.slots));
-                failed.fetch_or(done.is_err(), Ordering::Relaxed);
-                done?;
-                let mut sums = lock(&shared_sums);
-                for (&index, slot) in job.boxes.iter().zip(&job.slots) {
+                failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
+                outcome?;
+                let mut all_sums = lock(&shared_sums);
+                for (&box_index, slot) in job.box_indices.iter().zip(&job.slots) {
                     if let Some(digest) = &slot.digest {
-                        sums[job.request][index].add(digest.sum());
+                        all_sums[job.request_index][box_index].add(digest.sum());
                     }
                 }
             }
@@ -252,82 +256,90 @@ pub(super) fn read_in_parallel(
     })?;
     let mut sums = unlocked(shared_sums);
     if options.digest {
-        check_differing(source, &wanted, &sums)?;
+        check_hashes_of_differing(source, &requests, &sums)?;
     } else {
         sums.clear();
     }
     Ok(ReadDone {
         sums,
-        requests: wanted.into_iter().map(|wanted| wanted.request).collect(),
+        requests: requests
+            .into_iter()
+            .map(|recorded| recorded.request)
+            .collect(),
     })
 }
 
 /// Makes each slot of a job sum over the elements that it is filled with.
-fn request_sums(job: &mut FillJob<'_>, wanted: &RecordedRequest<'_>) -> Result<(), FileError> {
-    let tensor = wanted
+fn add_slot_digests(
+    job: &mut FillJob<'_>,
+    recorded: &RecordedRequest<'_>,
+) -> Result<(), FileError> {
+    let tensor = recorded
         .tensor
         .expect("a job is made only for a tensor that is there");
     for slot in &mut job.slots {
-        let element = tensor.properties.dtype.size_in_bytes() as usize;
-        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element)
-            .map_err(|error| wrong_box(&wanted.request.fqn, &error))?;
+        let element_bytes = tensor.properties.dtype.size_in_bytes() as usize;
+        let place = BoxPlace::new(&tensor.shape, &slot.bounds, element_bytes)
+            .map_err(|error| wrong_box(&recorded.request.fqn, &error))?;
         slot.digest = Some(SlotDigest::new(place));
     }
     Ok(())
 }
 
-/// Checks the buffers, and returns a job for each tensor; several for a large one.
+/// Checks the lengths of the buffers, and returns a job for each tensor; several for a large one,
+/// none for one without bytes.
 fn make_jobs<'d>(
-    wanted: &[RecordedRequest<'_>],
+    requests: &[RecordedRequest<'_>],
     buffers: Vec<Vec<&'d mut [u8]>>,
     threads: usize,
 ) -> Result<Vec<FillJob<'d>>, FileError> {
-    let mut jobs = Vec::with_capacity(wanted.len());
-    for (index, (wanted, buffers)) in wanted.iter().zip(buffers).enumerate() {
-        let request = &wanted.request;
-        let tensor = wanted.tensor.expect("the plan has found each tensor");
+    let mut jobs = Vec::with_capacity(requests.len());
+    for (request_index, (recorded, buffers)) in requests.iter().zip(buffers).enumerate() {
+        let request = &recorded.request;
+        let tensor = recorded.tensor.expect("the plan has found each tensor");
         let dtype = tensor.properties.dtype;
         check_buffers(request, dtype, &buffers)?;
         // All boxes of a tensor go into one job, as a file's blocks may hold parts of several;
         // only a large box is cut, so that the threads share it.
-        let mut whole = FillJob {
-            request: index,
-            boxes: Vec::new(),
+        let mut job = FillJob {
+            request_index,
+            box_indices: Vec::new(),
             slots: Vec::with_capacity(buffers.len()),
         };
-        for (number, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {
+        for (box_index, (bounds, buffer)) in request.boxes.iter().zip(buffers).enumerate() {
             if buffer.len() > LARGE_BOX_BYTES && threads > 1 {
                 for part in split_large_box(bounds, buffer, dtype.size_in_bytes() as usize) {
                     jobs.push(FillJob {
-                        request: index,
-                        boxes: vec![number],
+                        request_index,
+                        box_indices: vec![box_index],
                         slots: vec![part],
                     });
                 }
             } else if !buffer.is_empty() {
-                whole.boxes.push(number);
-                whole.slots.push(Slot::new(bounds.clone(), buffer));
+                job.box_indices.push(box_index);
+                job.slots.push(Slot::new(bounds.clone(), buffer));
             }
         }
-        if !whole.slots.is_empty() {
-            jobs.push(whole);
+        if !job.slots.is_empty() {
+            jobs.push(job);
         }
     }
     Ok(jobs)
 }
 
 /// Checks that there is one buffer for each box, and that it has the length of the box in bytes.
+/// Otherwise the error is [`FileError::PayloadLength`].
 pub(super) fn check_buffers(
     request: &LoadRequest,
     dtype: DType,
     buffers: &[&mut [u8]],
 ) -> Result<(), FileError> {
-    let lengths = request
+    let box_lengths = request
         .boxes
         .iter()
         .map(|bounds| byte_length(bounds, dtype));
     let planned = if buffers.len() == request.boxes.len() {
-        match lengths
+        match box_lengths
             .zip(buffers)
             .find(|(length, buffer)| *length != Some(buffer.len()))
         {
@@ -335,7 +347,7 @@ pub(super) fn check_buffers(
             Some((length, _)) => length.unwrap_or(usize::MAX),
         }
     } else {
-        lengths.flatten().sum()
+        box_lengths.flatten().sum()
     };
     Err(FileError::PayloadLength {
         fqn: request.fqn.clone(),
@@ -354,22 +366,22 @@ pub fn byte_length(bounds: &TensorBox, dtype: DType) -> Option<usize> {
 fn split_large_box<'d>(
     bounds: &TensorBox,
     mut buffer: &'d mut [u8],
-    element: usize,
+    element_bytes: usize,
 ) -> Vec<Slot<'d>> {
     let Some(dim) = bounds.sizes.iter().position(|&size| size > 1) else {
         return vec![Slot::new(bounds.clone(), buffer)];
     };
-    let row = bounds.sizes[dim + 1..].iter().product::<usize>() * element;
-    let rows_at_once = (LARGE_BOX_BYTES / row.max(1)).max(1);
+    let row_bytes = bounds.sizes[dim + 1..].iter().product::<usize>() * element_bytes;
+    let rows_at_once = (LARGE_BOX_BYTES / row_bytes.max(1)).max(1);
     let mut parts = Vec::new();
     let mut start = 0;
     while start < bounds.sizes[dim] {
         let rows = rows_at_once.min(bounds.sizes[dim] - start);
-        let mut part = bounds.clone();
-        part.offsets[dim] += start;
-        part.sizes[dim] = rows;
-        let (now, rest) = std::mem::take(&mut buffer).split_at_mut(rows * row);
-        parts.push(Slot::new(part, now));
+        let mut part_bounds = bounds.clone();
+        part_bounds.offsets[dim] += start;
+        part_bounds.sizes[dim] = rows;
+        let (part_buffer, rest) = std::mem::take(&mut buffer).split_at_mut(rows * row_bytes);
+        parts.push(Slot::new(part_bounds, part_buffer));
         buffer = rest;
         start += rows;
     }

@@ -61,7 +61,9 @@ pub(crate) fn check_replicas(
             what,
             // There is no single first file of a box that is covered by other boxes.
             first: first_copy(checkpoint.metadata(), replica)
-                .map_or_else(String::new, |first| first.relative_path.clone()),
+                .map_or_else(String::new, |first_stored| {
+                    first_stored.relative_path.clone()
+                }),
             second: replica.stored.relative_path.clone(),
         });
     }
@@ -84,10 +86,10 @@ fn compare_value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), R
         // A value that cannot be read is compared by its stored bytes.
         Err(error) if error.opaque_type().is_some() => {
             let stored = find_value(checkpoint.metadata(), &replica.fqn)?;
-            let first = checkpoint.read_item(&replica.fqn, stored)?;
-            first == checkpoint.read_item(&replica.fqn, &replica.stored)?
+            let first_item = checkpoint.read_item(&replica.fqn, stored)?;
+            first_item == checkpoint.read_item(&replica.fqn, &replica.stored)?
         }
-        first => first?.same_bits(&checkpoint.read_value_replica(replica)?),
+        first_value => first_value?.same_bits(&checkpoint.read_value_replica(replica)?),
     };
     if !is_same {
         return Err(ReplicaError::Differs { what: "value" });
@@ -96,7 +98,7 @@ fn compare_value(checkpoint: &dyn Checkpoint, replica: &Replica) -> Result<(), R
 }
 
 /// Returns `true` if two items are the same as they are stored.
-fn same_stored(
+fn is_same_stored(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
     first: &StorageInfo,
@@ -108,38 +110,40 @@ fn same_stored(
 }
 
 /// Compares a replica of a tensor's box with the elements that the checkpoint gives there, piece by
-/// piece.
+/// piece. Opaque tensors are compared as they are stored.
 fn compare_tensor(
     checkpoint: &dyn Checkpoint,
     replica: &Replica,
-    whole: &TensorBox,
+    bounds: &TensorBox,
     progress: Option<&(dyn Fn(u64) + Sync)>,
 ) -> Result<(), ReplicaError> {
     let entry = tensor_of(checkpoint.metadata(), &replica.fqn)?;
-    validate_chunks(&entry.shape, [whole])?;
+    validate_chunks(&entry.shape, [bounds])?;
     if checkpoint.opaque_type(&replica.fqn)?.is_some() {
         // Its elements cannot be read, so the items are compared as they are stored.
         return match first_copy(checkpoint.metadata(), replica) {
-            Some(first) if same_stored(checkpoint, &replica.fqn, first, &replica.stored)? => Ok(()),
+            Some(first) if is_same_stored(checkpoint, &replica.fqn, first, &replica.stored)? => {
+                Ok(())
+            }
             _ => Err(ReplicaError::Differs { what: "chunk" }),
         };
     }
     let dtype = entry.properties.dtype;
-    let length = whole.numel() as u64 * dtype.size_in_bytes();
+    let length = bounds.numel() as u64 * dtype.size_in_bytes();
     check_expansion(checkpoint, &replica.fqn, length)?;
-    let mut first = Vec::new();
-    let mut same = true;
+    let mut first_bytes = Vec::new();
+    let mut is_same = true;
     stream_boxes::<FileError>(
         &mut |part, dst| {
             checkpoint.read_replica(replica, part, dst)?;
-            first.resize(dst.len(), 0);
-            checkpoint.read_box(&replica.fqn, part, &mut first)?;
+            first_bytes.resize(dst.len(), 0);
+            checkpoint.read_box(&replica.fqn, part, &mut first_bytes)?;
             // A box that differs is not the last to be read: progress counts all bytes.
-            same = same && first == dst;
+            is_same = is_same && first_bytes == dst;
             Ok(())
         },
         dtype,
-        whole,
+        bounds,
         0..length,
         &mut |bytes| {
             if let Some(progress) = progress {
@@ -148,7 +152,7 @@ fn compare_tensor(
             Ok(())
         },
     )?;
-    if !same {
+    if !is_same {
         return Err(ReplicaError::Differs { what: "chunk" });
     }
     Ok(())

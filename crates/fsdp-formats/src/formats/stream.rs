@@ -15,11 +15,14 @@ use crate::plan::plan_load;
 /// The bytes of a tensor that [`stream`] reads at once.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// Reads bytes `range` of the row-major box `bounds` of a tensor, in order, in pieces of bounded
-/// size.
+/// Reads bytes `range` of the row-major box `bounds` of a tensor, in order, and gives them to
+/// `sink` in pieces of bounded size.
 ///
 /// The bytes are in the dtype that the checkpoint has the tensor in. `range` must begin and end
 /// between elements.
+///
+/// # Errors
+/// A box that cannot be read; a tensor with vastly more elements than are stored; those of `sink`.
 pub fn stream<E: From<FileError>>(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
@@ -57,7 +60,7 @@ pub fn check_expansion(
     if length_bytes <= FREE_BYTES {
         return Ok(());
     }
-    let mut bytes = 0u64;
+    let mut stored_bytes = 0u64;
     // A key that is missing here has no bytes; reading it says so.
     let tensor = checkpoint.metadata().tensor(fqn).into_iter();
     for stored in tensor
@@ -65,12 +68,12 @@ pub fn check_expansion(
         .flat_map(|chunk| &chunk.stored)
     {
         // The growth of a transformed item is bounded where the transform is undone.
-        bytes = bytes.saturating_add(match stored.transforms[..] {
+        stored_bytes = stored_bytes.saturating_add(match stored.transforms[..] {
             [] => stored.length,
             _ => u64::MAX / MAX_EXPANSION,
         });
     }
-    Budget::new(bytes, MAX_EXPANSION)
+    Budget::new(stored_bytes, MAX_EXPANSION)
         .charge("bytes of elements that are not stored", length_bytes)
         .map_err(|over| FileError::Item {
             fqn: fqn.to_owned(),
@@ -84,7 +87,7 @@ pub fn check_expansion(
 type ReadBox<'r> = dyn FnMut(&TensorBox, &mut [u8]) -> Result<(), FileError> + 'r;
 
 /// Streams as [`stream`] does, but calls `read_box` for the bytes of each box instead of reading a
-/// checkpoint.
+/// checkpoint, and checks nothing.
 pub fn stream_boxes<E: From<FileError>>(
     read_box: &mut ReadBox<'_>,
     dtype: DType,
@@ -95,33 +98,39 @@ pub fn stream_boxes<E: From<FileError>>(
     if range.is_empty() {
         return Ok(());
     }
-    let element = dtype.size_in_bytes() as usize;
-    let mut at = range.start as usize / element;
-    let end = range.end as usize / element;
+    let element_bytes = dtype.size_in_bytes() as usize;
+    let mut position = range.start as usize / element_bytes;
+    let end = range.end as usize / element_bytes;
     // A scalar is one row of one element.
-    let row: usize = bounds.sizes.iter().skip(1).product();
-    let max_elements = (PIECE_BYTES / element).max(1);
-    let mut buffer = vec![0; (end - at).min(max_elements) * element];
-    while at < end {
-        let mut next = end.min(at + max_elements);
+    let row_elements: usize = bounds.sizes.iter().skip(1).product();
+    let max_elements = (PIECE_BYTES / element_bytes).max(1);
+    let mut buffer = vec![0; (end - position).min(max_elements) * element_bytes];
+    while position < end {
+        let mut next_position = end.min(position + max_elements);
         // End the piece at the end of a row, if at least one whole row fits: then fewer boxes make
         // up the piece.
-        if next < end && row > 0 && next / row > at.div_ceil(row) {
-            next -= next % row;
+        if next_position < end
+            && row_elements > 0
+            && next_position / row_elements > position.div_ceil(row_elements)
+        {
+            next_position -= next_position % row_elements;
         }
         // A flat range is several boxes, whose bytes follow each other in the buffer.
-        let mut filled = 0;
-        for mut part in boxes_of_flat_range(&bounds.sizes, at..next) {
+        let mut filled_bytes = 0;
+        for mut part_bounds in boxes_of_flat_range(&bounds.sizes, position..next_position) {
             // Its parts count from the beginning of the box.
-            for (offset, start) in part.offsets.iter_mut().zip(&bounds.offsets) {
+            for (offset, start) in part_bounds.offsets.iter_mut().zip(&bounds.offsets) {
                 *offset += start;
             }
-            let length = part.numel() * element;
-            read_box(&part, &mut buffer[filled..filled + length])?;
-            filled += length;
+            let length = part_bounds.numel() * element_bytes;
+            read_box(
+                &part_bounds,
+                &mut buffer[filled_bytes..filled_bytes + length],
+            )?;
+            filled_bytes += length;
         }
-        sink(&buffer[..filled])?;
-        at = next;
+        sink(&buffer[..filled_bytes])?;
+        position = next_position;
     }
     Ok(())
 }

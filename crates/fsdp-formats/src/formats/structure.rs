@@ -28,13 +28,13 @@ pub enum Structure {
 pub(crate) fn key_texts<'k>(
     keys: impl Iterator<Item = &'k PlainValue> + Clone,
 ) -> Vec<Option<String>> {
-    let others: HashSet<String> = keys
+    let texts_of_other_types: HashSet<String> = keys
         .clone()
         .filter(|key| key.as_str().is_none())
         .filter_map(PlainValue::key_text)
         .collect();
     keys.map(|key| match key {
-        PlainValue::Str(text) if others.contains(text) => key.quoted_key_text(),
+        PlainValue::Str(text) if texts_of_other_types.contains(text) => key.quoted_key_text(),
         key => key.key_text(),
     })
     .collect()
@@ -89,7 +89,7 @@ impl Structure {
     }
 
     /// Returns the same containers with a prefix before the flat keys of all leaves.
-    pub(crate) fn below(mut self, prefix: &[PathPart]) -> Self {
+    pub(crate) fn with_prefix(mut self, prefix: &[PathPart]) -> Self {
         if !prefix.is_empty() {
             let prefix = KeyPath(prefix.to_vec()).flat_key();
             self.rename_leaves(&|fqn| match fqn {
@@ -107,17 +107,19 @@ impl Structure {
         })
     }
 
-    /// Replaces the key of each leaf.
-    fn rename_leaves(&mut self, name: &dyn Fn(&str) -> String) {
+    /// Replaces the key of each leaf with the one that `new_key` returns for it.
+    fn rename_leaves(&mut self, new_key: &dyn Fn(&str) -> String) {
         match self {
-            Structure::Leaf(fqn) => *fqn = name(fqn),
+            Structure::Leaf(fqn) => *fqn = new_key(fqn),
             Structure::Dict(items) | Structure::Module(_, items) => {
                 items
                     .iter_mut()
-                    .for_each(|(_, child)| child.rename_leaves(name));
+                    .for_each(|(_, child)| child.rename_leaves(new_key));
             }
             Structure::List(items) | Structure::Tuple(items) => {
-                items.iter_mut().for_each(|child| child.rename_leaves(name));
+                items
+                    .iter_mut()
+                    .for_each(|child| child.rename_leaves(new_key));
             }
         }
     }
@@ -139,7 +141,8 @@ impl Structure {
         leaves
     }
 
-    /// Describes the modules that were pickled whole; they become dicts of their tensors.
+    /// Returns a description of each module that was pickled whole; such modules become dicts of
+    /// their tensors.
     #[doc(hidden)]
     pub fn modules(&self) -> Vec<String> {
         let mut modules = Vec::new();
@@ -164,46 +167,46 @@ impl Structure {
         children.map(|(part, child)| (path.child(part), child))
     }
 
-    /// Describes what the flat keys and paths of a checkpoint cannot express of this structure,
-    /// each place in a line.
+    /// Returns descriptions of what the flat keys and paths of a checkpoint cannot express of this
+    /// structure, one for each place.
     #[doc(hidden)]
-    pub fn untold(&self) -> Vec<String> {
-        let mut untold = Vec::new();
+    pub fn describe_untold(&self) -> Vec<String> {
+        let mut descriptions = Vec::new();
         for (key, place) in self.places() {
             let name = shown_key(&key);
             match place {
                 // An empty checkpoint is an empty dict.
                 Place::Dict(keys) if keys.is_empty() && !key.is_empty() => {
-                    untold.push(format!("{name}: an empty dict"))
+                    descriptions.push(format!("{name}: an empty dict"))
                 }
                 Place::Dict(keys) => {
                     if let Some(key) = keys.iter().find(|key| key.as_str().is_none()) {
-                        untold.push(format!("{name}: keys of type {}", key.type_name()));
+                        descriptions.push(format!("{name}: keys of type {}", key.type_name()));
                     }
                 }
-                Place::Tuple(_) => untold.push(format!("{name}: a tuple")),
+                Place::Tuple(_) => descriptions.push(format!("{name}: a tuple")),
                 Place::List(_) | Place::Leaf => {}
             }
         }
-        untold
+        descriptions
     }
 
-    /// Returns the path of a dict in which two keys have the same text, and these keys. Only
-    /// formats that store the types of keys can hold it.
+    /// Returns the path of a dict in which two keys have the same text, and these keys; `None` if
+    /// there is none. Only formats that store the types of keys can hold it.
     #[doc(hidden)]
-    pub fn same_texts(&self) -> Option<(String, [&PlainValue; 2])> {
+    pub fn find_same_texts(&self) -> Option<(String, [&PlainValue; 2])> {
         let mut stack = vec![(KeyPath::default(), self)];
         while let Some((path, structure)) = stack.pop() {
             if let Structure::Dict(items) = structure {
                 let keys = items.iter().map(|(key, _)| key);
-                let others: HashMap<String, &PlainValue> = keys
+                let keys_by_text: HashMap<String, &PlainValue> = keys
                     .clone()
                     .filter(|key| key.as_str().is_none())
                     .filter_map(|key| Some((key.key_text()?, key)))
                     .collect();
                 for key in keys {
-                    if let Some(other) = key.as_str().and_then(|text| others.get(text)) {
-                        return Some((path.flat_key(), [*other, key]));
+                    if let Some(other_key) = key.as_str().and_then(|text| keys_by_text.get(text)) {
+                        return Some((path.flat_key(), [*other_key, key]));
                     }
                 }
             }
@@ -230,18 +233,18 @@ impl Structure {
         while let Some(structure) = stack.pop() {
             match structure {
                 Structure::Dict(items) | Structure::Module(_, items) => {
-                    let mut more = Vec::new();
+                    let mut new_items = Vec::new();
                     for (key, child) in &*items {
                         if let Structure::Leaf(leaf) = child
                             && let Some(fqn) = siblings.get(leaf)
                             && let Some(text) = key.key_text()
                         {
                             let key = format!("{text}{suffix}");
-                            more.push((key.into(), Structure::Leaf(fqn.clone())));
+                            new_items.push((key.into(), Structure::Leaf(fqn.clone())));
                             added.insert(fqn);
                         }
                     }
-                    items.extend(more);
+                    items.extend(new_items);
                     stack.extend(items.iter_mut().map(|(_, child)| child));
                 }
                 Structure::List(items) | Structure::Tuple(items) => stack.extend(items),
@@ -258,7 +261,7 @@ impl Structure {
     }
 
     /// Merges dicts, and dicts at the same key of them. Whatever else is at one key, the first is
-    /// kept.
+    /// kept, and the others are dropped.
     pub(crate) fn merged(structures: Vec<Structure>) -> Structure {
         let mut structures = structures.into_iter();
         let mut entries = match structures.next() {
@@ -267,8 +270,8 @@ impl Structure {
             None => return Structure::Dict(Vec::new()),
         };
         for structure in structures {
-            if let Structure::Dict(more) = structure {
-                entries.extend(more);
+            if let Structure::Dict(more_entries) = structure {
+                entries.extend(more_entries);
             }
         }
         // Keys of several types may have the same text, but Rust shows them in different ways.

@@ -26,29 +26,29 @@ use crate::torch::tensor_ref::write_tensor;
 use crate::zip::{ArchiveLayout, ROOT};
 
 /// The number of tensors in the checkpoint.
-const TENSORS: usize = 6;
+const TENSOR_COUNT: usize = 6;
 /// The number of bytes of each tensor.
-const BYTES: usize = 300_000;
+const TENSOR_BYTES: usize = 300_000;
 
 fn name(tensor: usize) -> String {
     format!("layers.{tensor}.weight")
 }
 
 fn bytes_of(tensor: usize) -> Vec<u8> {
-    (0..BYTES)
-        .map(|at| (at * 31 + tensor * 7 + at / 251) as u8)
+    (0..TENSOR_BYTES)
+        .map(|index| (index * 31 + tensor * 7 + index / 251) as u8)
         .collect()
 }
 
 /// Writes a DCP directory by hand.
 fn write_dcp(path: &Path) {
     let staging: Staging = Durable::new().prepare(path, false).unwrap();
-    let item = crate::dcp::item::lay_out_tensor(DType::U8, &[BYTES]).unwrap();
+    let item = crate::dcp::item::lay_out_tensor(DType::U8, &[TENSOR_BYTES]).unwrap();
     let file = staging
-        .create("__0_0.distcp", item.length() * TENSORS as u64)
+        .create("__0_0.distcp", item.length() * TENSOR_COUNT as u64)
         .unwrap();
     let mut metadata = Metadata::default();
-    for tensor in 0..TENSORS {
+    for tensor in 0..TENSOR_COUNT {
         let bytes = bytes_of(tensor);
         let (offset, crc) = (item.length() * tensor as u64, crc32fast::hash(&bytes));
         file.write_at(offset, &[item.head(crc), bytes, item.tail(&[crc])].concat())
@@ -60,12 +60,12 @@ fn write_dcp(path: &Path) {
             transforms: Vec::new(),
         };
         let chunks = vec![Chunk {
-            bounds: TensorBox::whole(&[BYTES]),
+            bounds: TensorBox::whole(&[TENSOR_BYTES]),
             stored: Some(stored),
         }];
         let entry = TensorEntry {
             properties: TensorProperties::new(DType::U8),
-            shape: vec![BYTES],
+            shape: vec![TENSOR_BYTES],
             chunks,
         };
         metadata.entries.insert(name(tensor), Entry::Tensor(entry));
@@ -76,10 +76,10 @@ fn write_dcp(path: &Path) {
 
 /// Writes a safetensors file with these tensors.
 fn write_safetensors(path: &Path, tensors: std::ops::Range<usize>) {
-    let all: Vec<(String, Vec<u8>)> = tensors
+    let named_tensors: Vec<(String, Vec<u8>)> = tensors
         .map(|tensor| (name(tensor), bytes_of(tensor)))
         .collect();
-    let views = all.iter().map(|(name, bytes)| {
+    let views = named_tensors.iter().map(|(name, bytes)| {
         let shape = vec![bytes.len()];
         let view = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, shape, bytes);
         (name.clone(), view.unwrap())
@@ -93,14 +93,14 @@ fn write_torch(path: &Path) {
     write::proto(&mut pickle, 2);
     pickle.push(write::EMPTY_DICT);
     pickle.push(write::MARK);
-    for tensor in 0..TENSORS {
+    for tensor in 0..TENSOR_COUNT {
         write::text(&mut pickle, &name(tensor));
-        write_tensor(&mut pickle, tensor, DType::U8, &[BYTES]);
+        write_tensor(&mut pickle, tensor, DType::U8, &[TENSOR_BYTES]);
     }
     pickle.push(write::SETITEMS);
     pickle.push(write::STOP);
-    let layout = ArchiveLayout::new(ROOT, pickle, &[BYTES as u64; TENSORS]);
-    let storages: Vec<Vec<u8>> = (0..TENSORS).map(bytes_of).collect();
+    let layout = ArchiveLayout::new(ROOT, pickle, &[TENSOR_BYTES as u64; TENSOR_COUNT]);
+    let storages: Vec<Vec<u8>> = (0..TENSOR_COUNT).map(bytes_of).collect();
     let crcs: Vec<u32> = storages
         .iter()
         .map(|bytes| crc32fast::hash(bytes))
@@ -120,16 +120,19 @@ fn write_torch(path: &Path) {
         .unwrap();
 }
 
-/// Writes the same checkpoint in every format.
-fn every_format(parent: &Path) -> Vec<(Format, PathBuf)> {
+/// Writes the same checkpoint in every format, and returns the paths.
+fn write_every_format(parent: &Path) -> Vec<(Format, PathBuf)> {
     let dcp = parent.join("dcp");
     write_dcp(&dcp);
     let file = parent.join("one.safetensors");
-    write_safetensors(&file, 0..TENSORS);
+    write_safetensors(&file, 0..TENSOR_COUNT);
     let directory = parent.join("directory");
     std::fs::create_dir(&directory).unwrap();
-    write_safetensors(&directory.join("a.safetensors"), 0..TENSORS / 2);
-    write_safetensors(&directory.join("b.safetensors"), TENSORS / 2..TENSORS);
+    write_safetensors(&directory.join("a.safetensors"), 0..TENSOR_COUNT / 2);
+    write_safetensors(
+        &directory.join("b.safetensors"),
+        TENSOR_COUNT / 2..TENSOR_COUNT,
+    );
     let torch = parent.join("one.pt");
     write_torch(&torch);
     vec![
@@ -140,12 +143,12 @@ fn every_format(parent: &Path) -> Vec<(Format, PathBuf)> {
     ]
 }
 
-/// Reads a part of every tensor.
-fn read(checkpoint: &dyn Checkpoint, threads: usize) -> Vec<Vec<u8>> {
-    let bounds = TensorBox::new(vec![1000], vec![BYTES - 5000]);
-    let mut buffers = vec![vec![0; bounds.numel()]; TENSORS];
+/// Reads a part of every tensor, and returns the bytes of each.
+fn read_parts(checkpoint: &dyn Checkpoint, threads: usize) -> Vec<Vec<u8>> {
+    let bounds = TensorBox::new(vec![1000], vec![TENSOR_BYTES - 5000]);
+    let mut buffers = vec![vec![0; bounds.numel()]; TENSOR_COUNT];
     let destinations = buffers.iter_mut().enumerate().map(|(tensor, buffer)| {
-        let (fqn, shape, boxes) = (name(tensor), vec![BYTES], vec![bounds.clone()]);
+        let (fqn, shape, boxes) = (name(tensor), vec![TENSOR_BYTES], vec![bounds.clone()]);
         Destination::new(
             LoadRequest {
                 fqn,
@@ -171,14 +174,14 @@ fn read(checkpoint: &dyn Checkpoint, threads: usize) -> Vec<Vec<u8>> {
 #[test]
 fn one_thread_and_many_read_the_same_bytes_of_every_format() {
     let parent = tempfile::tempdir().unwrap();
-    let mut first = None;
-    for (format, path) in every_format(parent.path()) {
+    let mut first_bytes = None;
+    for (format, path) in write_every_format(parent.path()) {
         let checkpoint = open(&path, OpenOptions::default()).unwrap();
         assert_eq!(checkpoint.format(), format);
         for threads in [1, 4] {
-            let bytes = read(&*checkpoint, threads);
+            let bytes = read_parts(&*checkpoint, threads);
             assert_eq!(
-                *first.get_or_insert_with(|| bytes.clone()),
+                *first_bytes.get_or_insert_with(|| bytes.clone()),
                 bytes,
                 "{format} with {threads} threads"
             );
@@ -189,7 +192,7 @@ fn one_thread_and_many_read_the_same_bytes_of_every_format() {
 #[test]
 fn every_format_reads_with_several_threads_at_once() {
     let parent = tempfile::tempdir().unwrap();
-    for (format, path) in every_format(parent.path()) {
+    for (format, path) in write_every_format(parent.path()) {
         for (threads, expected) in [(1, false), (2, true)] {
             let meeting = Arc::new(Meeting::default());
             let inner: Arc<dyn Storage> =
@@ -201,8 +204,12 @@ fn every_format_reads_with_several_threads_at_once() {
             let checkpoint = open(location, OpenOptions::default()).unwrap();
             // Reads while the checkpoint is opened are not watched.
             meeting.begin(expected);
-            read(&*checkpoint, threads);
-            assert_eq!(meeting.met(), expected, "{format} with {threads} threads");
+            read_parts(&*checkpoint, threads);
+            assert_eq!(
+                meeting.have_met(),
+                expected,
+                "{format} with {threads} threads"
+            );
         }
     }
 }
@@ -220,8 +227,8 @@ struct MeetingState {
     has_begun: bool,
     /// `true` if the first read waits for a second one.
     waits: bool,
-    under_way: usize,
-    met: bool,
+    reads_under_way: usize,
+    have_met: bool,
 }
 
 impl Meeting {
@@ -230,8 +237,8 @@ impl Meeting {
         (state.has_begun, state.waits) = (true, waits);
     }
 
-    fn met(&self) -> bool {
-        self.state.lock().unwrap().met
+    fn have_met(&self) -> bool {
+        self.state.lock().unwrap().have_met
     }
 
     /// Runs a read. The first one waits for another, for so long that only a serial reader lets it
@@ -242,21 +249,21 @@ impl Meeting {
             drop(state);
             return read();
         }
-        state.under_way += 1;
-        state.met |= state.under_way > 1;
+        state.reads_under_way += 1;
+        state.have_met |= state.reads_under_way > 1;
         self.changed.notify_all();
         if state.waits {
-            let limit = Duration::from_secs(20);
-            let waited = self
+            let timeout = Duration::from_secs(20);
+            let wait_outcome = self
                 .changed
-                .wait_timeout_while(state, limit, |state| !state.met && state.waits);
-            state = waited.unwrap().0;
+                .wait_timeout_while(state, timeout, |state| !state.have_met && state.waits);
+            state = wait_outcome.unwrap().0;
             // Waited in vain: the others need not.
-            state.waits &= state.met;
+            state.waits &= state.have_met;
         }
         drop(state);
         let outcome = read();
-        self.state.lock().unwrap().under_way -= 1;
+        self.state.lock().unwrap().reads_under_way -= 1;
         outcome
     }
 }
@@ -281,8 +288,8 @@ impl Storage for Watched {
         self.inner.name()
     }
 
-    fn child(&self, below: &str) -> Result<Arc<dyn Storage>, UnusableUrl> {
-        Ok(self.wrap(self.inner.child(below)?))
+    fn child(&self, name: &str) -> Result<Arc<dyn Storage>, UnusableUrl> {
+        Ok(self.wrap(self.inner.child(name)?))
     }
 
     fn parent(&self) -> Arc<dyn Storage> {
@@ -379,7 +386,7 @@ impl ReadAt for WatchedFile {
 #[test]
 fn a_copy_without_a_box_is_not_read_as_a_tensor_in_any_format() {
     let parent = tempfile::tempdir().unwrap();
-    for (format, path) in every_format(parent.path()) {
+    for (format, path) in write_every_format(parent.path()) {
         let checkpoint = open(&path, OpenOptions::default()).unwrap();
         let (_, _, stored) = checkpoint.metadata().stored().next().unwrap();
         let replica = Replica {
@@ -387,8 +394,8 @@ fn a_copy_without_a_box_is_not_read_as_a_tensor_in_any_format() {
             bounds: None,
             stored: stored.clone(),
         };
-        let bounds = TensorBox::whole(&[BYTES]);
-        let error = checkpoint.read_replica(&replica, &bounds, &mut vec![0; BYTES]);
+        let bounds = TensorBox::whole(&[TENSOR_BYTES]);
+        let error = checkpoint.read_replica(&replica, &bounds, &mut vec![0; TENSOR_BYTES]);
         assert!(
             matches!(error, Err(FileError::NotStored { .. })),
             "{format}: {error:?}"

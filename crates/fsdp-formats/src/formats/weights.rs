@@ -25,16 +25,16 @@ const STEMS: [&str; 4] = [
 ];
 /// The stems of which `transformers` loads a single file even if there is an index, which may be
 /// left from an older save.
-const SINGLE_FIRST: [&str; 2] = ["model", "pytorch_model"];
+const SINGLE_FILE_STEMS: [&str; 2] = ["model", "pytorch_model"];
 /// The words for variants after other stems than [`STEMS`]. Any other dot is a part of a name, as
 /// in `llama-3.1`.
 const VARIANTS: [&str; 7] = ["bf16", "ema", "fp16", "fp32", "fp8", "int8", "non_ema"];
 /// The stems of files in the formats of Mistral and of OpenCLIP. They hold the same weights as the
 /// files of [`STEMS`] beside them, mostly under other keys.
-const OF_AUTHORS: [&str; 3] = ["consolidated", "open_clip_model", "open_clip_pytorch_model"];
+const STEMS_OF_AUTHORS: [&str; 3] = ["consolidated", "open_clip_model", "open_clip_pytorch_model"];
 
 /// The beginning of the name of a rank's shard, as torch's `HuggingFaceStorageWriter` has it.
-pub(crate) const SHARD: &str = "shard-";
+pub(crate) const SHARD_PREFIX: &str = "shard-";
 
 /// The files to read.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ struct WeightGroup {
     files: Vec<String>,
     /// One of the files `…-00001-of-00002` for each count, such as `00002`. The names of the others
     /// follow from it.
-    parts: BTreeMap<String, NumberedFile>,
+    numbered_files: BTreeMap<String, NumberedFile>,
 }
 
 impl Weights {
@@ -67,16 +67,17 @@ impl Weights {
         names: &[String],
         ending: &str,
     ) -> Result<Self, FileError> {
-        let groups = chosen_groups(names, ending);
+        let groups = choose_groups(names, ending);
         let mut indexed: Vec<(&String, &String)> = groups
             .iter()
             .filter_map(|(stem, group)| Some((stem, group.index.as_ref()?)))
             .collect();
         let mut by_preference = STEMS.iter();
-        let known = by_preference.find_map(|known| indexed.iter().find(|(stem, _)| stem == known));
-        if let Some(&(stem, index)) = known {
+        let preferred = by_preference
+            .find_map(|library_stem| indexed.iter().find(|(stem, _)| stem == library_stem));
+        if let Some(&(stem, index)) = preferred {
             let single = format!("{stem}{ending}");
-            if SINGLE_FIRST.contains(&stem.as_str()) && names.binary_search(&single).is_ok() {
+            if SINGLE_FILE_STEMS.contains(&stem.as_str()) && names.binary_search(&single).is_ok() {
                 return Ok(Weights::Files(vec![single]));
             }
             indexed = vec![(stem, index)];
@@ -98,9 +99,11 @@ impl Weights {
             }
         }
         // Without an index, only the names tell how many files there should be.
-        let parts = groups.values().flat_map(|group| group.parts.values());
-        let missing = parts
-            .flat_map(|part| part.names_of_all(ending))
+        let numbered_files = groups
+            .values()
+            .flat_map(|group| group.numbered_files.values());
+        let missing = numbered_files
+            .flat_map(|numbered_file| numbered_file.expected_names(ending))
             .filter(|name| names.binary_search(name).is_err());
         directory.check_missing(missing)?;
         let mut files: Vec<String> = groups.into_values().flat_map(|group| group.files).collect();
@@ -110,18 +113,20 @@ impl Weights {
 }
 
 /// Returns the files grouped by stem and variant. It leaves out a variant if the plain files exist,
-/// and files of [`OF_AUTHORS`] if there are files of [`STEMS`].
-fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, WeightGroup> {
+/// and files of [`STEMS_OF_AUTHORS`] if there are files of [`STEMS`].
+fn choose_groups(names: &[String], ending: &str) -> BTreeMap<String, WeightGroup> {
     let mut groups: BTreeMap<String, WeightGroup> = BTreeMap::new();
     // macOS leaves a hidden `._NAME` of its own beside every file on foreign disks.
     for name in names.iter().filter(|name| !name.starts_with('.')) {
         if let Some(stem) = stem_of_index(name, ending) {
             groups.entry(stem).or_default().index = Some(name.clone());
         } else if let Some(base) = name.strip_suffix(ending) {
-            if let Some(part) = NumberedFile::from_base_name(base) {
-                let group = groups.entry(part.stem.clone()).or_default();
+            if let Some(numbered_file) = NumberedFile::from_base_name(base) {
+                let group = groups.entry(numbered_file.stem.clone()).or_default();
                 group.files.push(name.clone());
-                group.parts.insert(part.count.clone(), part);
+                group
+                    .numbered_files
+                    .insert(numbered_file.count.clone(), numbered_file);
             } else {
                 let group = groups.entry(base.to_owned()).or_default();
                 group.files.push(name.clone());
@@ -129,9 +134,11 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, WeightGroup
         }
     }
     let stems: BTreeSet<String> = groups.keys().cloned().collect();
-    let has_known = STEMS.iter().any(|known| stems.contains(*known));
+    let has_library_stem = STEMS
+        .iter()
+        .any(|library_stem| stems.contains(*library_stem));
     groups.retain(|stem, _| {
-        !(is_variant(stem, &stems) || has_known && OF_AUTHORS.contains(&stem.as_str()))
+        !(is_variant(stem, &stems) || has_library_stem && STEMS_OF_AUTHORS.contains(&stem.as_str()))
     });
     groups
 }
@@ -139,14 +146,14 @@ fn chosen_groups(names: &[String], ending: &str) -> BTreeMap<String, WeightGroup
 /// Returns `true` if a stem is another one of `stems` with the name of a variant behind it.
 fn is_variant(stem: &str, stems: &BTreeSet<String>) -> bool {
     stem.match_indices('.').any(|(dot, _)| {
-        let plain = &stem[..dot];
+        let plain_stem = &stem[..dot];
         let variant = &stem[dot + 1..];
-        stems.contains(plain) && (STEMS.contains(&plain) || VARIANTS.contains(&variant))
+        stems.contains(plain_stem) && (STEMS.contains(&plain_stem) || VARIANTS.contains(&variant))
     })
 }
 
 /// Returns `true` for the name of a file of weights that libraries look for, or of its index.
-pub(crate) fn is_known(name: &str, ending: &str) -> bool {
+pub(crate) fn is_library_name(name: &str, ending: &str) -> bool {
     let index = format!("{ending}.index");
     STEMS.iter().any(|stem| {
         name.strip_prefix(stem).is_some_and(|rest| {
@@ -160,13 +167,13 @@ pub(crate) fn is_known(name: &str, ending: &str) -> bool {
 pub(crate) fn key_in_two_files(
     directory: &CheckedDirectory,
     key: &str,
-    first: &str,
-    second: &str,
+    first_file: &str,
+    second_file: &str,
 ) -> FileError {
     let what = format!(
-        "`{key}` in both `{first}` and `{second}`, where no index tells which one counts (name a file, or move one away),"
+        "`{key}` in both `{first_file}` and `{second_file}`, where no index tells which one counts (name a file, or move one away),"
     );
-    directory.file_error(second, FormatError::unsupported(what))
+    directory.file_error(second_file, FormatError::unsupported(what))
 }
 
 /// Returns the stem and variant of an index: `model` for `model.safetensors.index.json`.
@@ -185,9 +192,10 @@ fn stem_of_index(name: &str, ending: &str) -> Option<String> {
 struct NumberedFile {
     /// The stem and the variant.
     stem: String,
-    /// The text before the number, and the text after the count.
-    before: String,
-    after: String,
+    /// The text before the number.
+    prefix: String,
+    /// The text after the count.
+    suffix: String,
     /// The number of files, as written in the name.
     count: String,
 }
@@ -197,35 +205,36 @@ const COUNT_DIGITS: usize = 5;
 
 impl NumberedFile {
     /// Parses `STEM-00001-of-00002` or `STEM-00001-of-00002.VARIANT`; returns `None` for other
-    /// names. Files that begin with [`SHARD`] are those of ranks. They do not count, because a rank
-    /// that has nothing to write has no file.
+    /// names. Files that begin with [`SHARD_PREFIX`] are those of ranks. They do not count, because
+    /// a rank that has nothing to write has no file.
     fn from_base_name(base: &str) -> Option<Self> {
-        let (before, rest) = base.rsplit_once("-of-")?;
-        let (before, number) = before.rsplit_once('-')?;
+        let (name_start, name_end) = base.rsplit_once("-of-")?;
+        let (prefix, number) = name_start.rsplit_once('-')?;
         // The text after the count is a variant, with its dot.
-        let (count, after) = rest.split_at(rest.find('.').unwrap_or(rest.len()));
-        if !is_number(number) || !is_number(count) || before.starts_with(SHARD) {
+        let (count, suffix) = name_end.split_at(name_end.find('.').unwrap_or(name_end.len()));
+        if !is_number(number) || !is_number(count) || prefix.starts_with(SHARD_PREFIX) {
             return None;
         }
         Some(NumberedFile {
-            stem: format!("{before}{after}"),
-            before: before.to_owned(),
-            after: after.to_owned(),
+            stem: format!("{prefix}{suffix}"),
+            prefix: prefix.to_owned(),
+            suffix: suffix.to_owned(),
             count: count.to_owned(),
         })
     }
 
     /// Returns the names of all files that should exist. This is lazy, because the count comes from
     /// a file's name and may be absurdly large.
-    fn names_of_all(&self, ending: &str) -> impl Iterator<Item = String> {
+    fn expected_names(&self, ending: &str) -> impl Iterator<Item = String> {
         let NumberedFile {
-            before,
-            after,
+            prefix,
+            suffix,
             count,
             ..
         } = self;
-        let all: usize = count.parse().expect("a count has digits only, and few");
-        (1..=all).map(move |number| format!("{before}-{number:05}-of-{count}{after}{ending}"))
+        let file_count: usize = count.parse().expect("a count has digits only, and few");
+        (1..=file_count)
+            .map(move |number| format!("{prefix}-{number:05}-of-{count}{suffix}{ending}"))
     }
 }
 
@@ -238,10 +247,11 @@ fn is_number(text: &str) -> bool {
 mod tests {
     use super::*;
 
+    /// Returns the names of the files and indexes of all groups that are chosen.
     fn chosen(names: &[&str]) -> Vec<String> {
         let mut names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         names.sort_unstable();
-        let groups = chosen_groups(&names, ".safetensors");
+        let groups = choose_groups(&names, ".safetensors");
         groups
             .into_values()
             .flat_map(|group| group.index.into_iter().chain(group.files))
@@ -250,7 +260,7 @@ mod tests {
 
     #[test]
     fn a_variant_is_taken_only_by_itself() {
-        for others in [
+        for files in [
             &["model.fp16.safetensors"][..],
             &["model.non_ema.safetensors", "model.bf16.safetensors"],
             &[
@@ -267,11 +277,11 @@ mod tests {
             ],
         ] {
             assert_eq!(
-                chosen(&[&["model.safetensors"], others].concat()),
+                chosen(&[&["model.safetensors"], files].concat()),
                 ["model.safetensors"],
-                "{others:?}"
+                "{files:?}"
             );
-            assert_eq!(chosen(others).len(), others.len(), "{others:?}");
+            assert_eq!(chosen(files).len(), files.len(), "{files:?}");
         }
     }
 
@@ -299,19 +309,19 @@ mod tests {
 
     #[test]
     fn the_count_in_a_name_tells_which_files_there_are_to_be() {
-        let part = NumberedFile::from_base_name("model-00002-of-00003.fp16").unwrap();
-        assert_eq!(part.stem, "model.fp16");
-        let all: Vec<String> = part.names_of_all(".safetensors").collect();
-        assert_eq!(all[2], "model-00003-of-00003.fp16.safetensors");
-        assert_eq!(all.len(), 3);
-        for none in [
+        let numbered = NumberedFile::from_base_name("model-00002-of-00003.fp16").unwrap();
+        assert_eq!(numbered.stem, "model.fp16");
+        let file_names: Vec<String> = numbered.expected_names(".safetensors").collect();
+        assert_eq!(file_names[2], "model-00003-of-00003.fp16.safetensors");
+        assert_eq!(file_names.len(), 3);
+        for name in [
             "model",
             "model-1-of-2",
             "shard-00001-model-00001-of-00003",
             "model-0000x-of-00002",
             "-of-00002",
         ] {
-            assert!(NumberedFile::from_base_name(none).is_none(), "{none}");
+            assert!(NumberedFile::from_base_name(name).is_none(), "{name}");
         }
     }
 }

@@ -18,7 +18,7 @@ const DEFAULT_ALIGNMENT: u64 = 32;
 const BLOCK_BYTES: u64 = 1 << 20;
 /// The bytes that may be built from a byte of the header: short texts and small numbers become
 /// several times as many.
-const FACTOR: u64 = 8;
+const MEMORY_FACTOR: u64 = 8;
 
 /// The content of a header.
 #[derive(Debug)]
@@ -58,7 +58,9 @@ fn malformed(reason: impl ToString) -> FormatError {
 /// A reader of numbers and texts, one after the other.
 struct HeaderReader<'f> {
     file: &'f dyn ReadAt,
-    at: u64,
+    /// The position of the next byte in the file.
+    position: u64,
+    /// The bytes of the file from `block_start` on that were read.
     block: Vec<u8>,
     block_start: u64,
     budget: Budget,
@@ -67,7 +69,7 @@ struct HeaderReader<'f> {
 impl HeaderReader<'_> {
     /// Returns how many bytes of the file follow.
     fn bytes_left(&self) -> u64 {
-        self.file.len().saturating_sub(self.at)
+        self.file.len().saturating_sub(self.position)
     }
 
     /// Reads the next `N` bytes.
@@ -78,26 +80,26 @@ impl HeaderReader<'_> {
     }
 
     /// Fills `dst` with the next bytes. The file is read in blocks, so that small fields cost no
-    /// call each.
+    /// call each. Each block adds to the budget. A file that ends before `dst` is full is an error.
     fn fill(&mut self, dst: &mut [u8]) -> Result<(), FormatError> {
-        let end = self.at.saturating_add(dst.len() as u64);
-        if self.at < self.block_start || end > self.block_start + self.block.len() as u64 {
+        let end = self.position.saturating_add(dst.len() as u64);
+        if self.position < self.block_start || end > self.block_start + self.block.len() as u64 {
             let length = BLOCK_BYTES.max(dst.len() as u64).min(self.bytes_left());
             self.block.resize(length as usize, 0);
-            self.file.read_exact_at(self.at, &mut self.block)?;
-            self.block_start = self.at;
+            self.file.read_exact_at(self.position, &mut self.block)?;
+            self.block_start = self.position;
             // A file with holes costs whoever made it nothing.
-            if !self.file.has_hole(self.at..self.at + length) {
-                self.budget.allow(length * FACTOR);
+            if !self.file.has_hole(self.position..self.position + length) {
+                self.budget.allow(length * MEMORY_FACTOR);
             }
         }
-        let start = (self.at - self.block_start) as usize;
+        let start = (self.position - self.block_start) as usize;
         let bytes = self
             .block
             .get(start..start + dst.len())
             .ok_or_else(|| malformed("it is cut short"))?;
         dst.copy_from_slice(bytes);
-        self.at = end;
+        self.position = end;
         Ok(())
     }
 
@@ -124,19 +126,19 @@ impl HeaderReader<'_> {
         }
         self.charge(size_of::<PlainValue>() as u64)?;
         let bytes = if length > BLOCK_BYTES {
-            let large = read_whole(self.file, self.at, length)?;
-            self.at += length;
-            large
+            let text_bytes = read_whole(self.file, self.position, length)?;
+            self.position += length;
+            text_bytes
         } else {
             self.charge(length)?;
-            let mut small = vec![0; length as usize];
-            self.fill(&mut small)?;
-            small
+            let mut text_bytes = vec![0; length as usize];
+            self.fill(&mut text_bytes)?;
+            text_bytes
         };
         String::from_utf8(bytes).map_err(|_| malformed("a text in it is not UTF-8"))
     }
 
-    /// Reads a value of this type, with `depth` arrays around it.
+    /// Reads a value of this type, with `depth` arrays around it. An unknown type is an error.
     fn read_value(&mut self, value_type: u32, depth: usize) -> Result<PlainValue, FormatError> {
         // An array takes up to twice as much while it grows.
         self.charge(2 * size_of::<PlainValue>() as u64)?;
@@ -168,7 +170,8 @@ impl HeaderReader<'_> {
         })
     }
 
-    /// Reads an array: the type of its items, their number, and the items.
+    /// Reads an array: the type of its items, their number, and the items. Arrays that are nested
+    /// too deep are an error.
     fn read_items(&mut self, depth: usize) -> Result<PlainValue, FormatError> {
         const MAX_DEPTH: usize = 4;
         if depth >= MAX_DEPTH {
@@ -215,10 +218,14 @@ impl HeaderReader<'_> {
 
 impl GgufHeader {
     /// Reads the header of a file.
+    ///
+    /// # Errors
+    /// Another version or format; a header that is cut short, or takes more than the memory budget;
+    /// an alignment that is no power of two.
     pub(super) fn read(file: &dyn ReadAt) -> Result<Self, FormatError> {
         let mut reader = HeaderReader {
             file,
-            at: 0,
+            position: 0,
             block: Vec::new(),
             block_start: 0,
             budget: Budget::new(0, 1),
@@ -257,15 +264,15 @@ impl GgufHeader {
                 .ok_or_else(|| malformed("its alignment is no power of two"))?,
         };
         header.data_offset = reader
-            .at
+            .position
             .checked_next_multiple_of(alignment)
             .ok_or_else(|| malformed("its alignment is too large"))?;
         Ok(header)
     }
 
-    /// Returns the value of a key, if the header has it.
+    /// Returns the value of a key; `None` if the header lacks it.
     pub(super) fn value(&self, key: &str) -> Option<&PlainValue> {
-        let found = self.entries.iter().find(|(known, _)| known == key);
-        found.map(|(_, value)| value)
+        let entry = self.entries.iter().find(|(entry_key, _)| entry_key == key);
+        entry.map(|(_, value)| value)
     }
 }

@@ -17,7 +17,7 @@ pub(crate) use self::header::MAGIC;
 use self::header::{GgufHeader, TensorInfo};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Elements, Held, Piece, StorageStart};
-use crate::formats::blocks::{BLOCK, BlockFormat};
+use crate::formats::blocks::{BLOCK_ELEMENTS, BlockFormat};
 use crate::formats::checkpoint::Format;
 use crate::limits::is_sane_shape;
 use crate::metadata::StorageInfo;
@@ -78,7 +78,8 @@ fn check_not_split(header: &GgufHeader) -> Result<(), FormatError> {
     }
 }
 
-/// Reads the header, and returns it with the range of each tensor in the file.
+/// Reads the header, and returns it with the range of each tensor in the file. A split model and a
+/// tensor beyond the end of the file are errors.
 fn read_header(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), FormatError> {
     let header = GgufHeader::read(file)?;
     check_not_split(&header)?;
@@ -86,21 +87,21 @@ fn read_header(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), Forma
     starts.sort_unstable();
     let mut ranges = Vec::with_capacity(header.tensors.len());
     for info in &header.tensors {
-        let next = starts.get(starts.partition_point(|start| *start <= info.offset));
+        let next_start = starts.get(starts.partition_point(|start| *start <= info.offset));
         // Blocks of an unknown kind may take all bytes up to the next tensor, or up to the end of
         // the file.
-        let max_bytes = match next {
-            Some(next) => next - info.offset,
+        let max_bytes = match next_start {
+            Some(next_start) => next_start - info.offset,
             None => file
                 .len()
                 .saturating_sub(header.data_offset.saturating_add(info.offset)),
         };
-        let bytes = tensor_bytes(info, max_bytes)?;
+        let length = tensor_bytes(info, max_bytes)?;
         let range = header
             .data_offset
             .checked_add(info.offset)
             .and_then(|start| {
-                let end = start.checked_add(bytes)?;
+                let end = start.checked_add(length)?;
                 (end <= file.len()).then_some(start..end)
             });
         ranges.push(range.ok_or_else(|| info.malformed("reaches beyond the end of the file"))?);
@@ -110,18 +111,24 @@ fn read_header(file: &dyn ReadAt) -> Result<(GgufHeader, Vec<Range<u64>>), Forma
 
 /// Returns how many bytes a tensor takes in the file: `max_bytes` if its type is not known.
 fn tensor_bytes(info: &TensorInfo, max_bytes: u64) -> Result<u64, FormatError> {
-    let numel = checked_numel(&info.shape)
+    let element_count = checked_numel(&info.shape)
         .filter(|_| is_sane_shape(&info.shape))
         .ok_or_else(|| info.malformed("has too many elements"))? as u64;
-    let (elements, bytes) = match (readable_type(info.ggml_type), opaque_type(info.ggml_type)) {
-        // No sane shape is so large that its bytes overflow.
-        (Some((dtype, Elements::Plain)), _) => return Ok(numel * dtype.size_in_bytes()),
-        (Some((_, Elements::Blocks(format))), _) => (BLOCK as u64, format.bytes(BLOCK as u64)),
-        (None, Some((_, elements, bytes))) => (elements, bytes),
-        (None, None) => return Ok(max_bytes),
-    };
+    let (block_elements, block_bytes) =
+        match (readable_type(info.ggml_type), opaque_type(info.ggml_type)) {
+            // No sane shape is so large that its bytes overflow.
+            (Some((dtype, Elements::Plain)), _) => return Ok(element_count * dtype.size_in_bytes()),
+            (Some((_, Elements::Blocks(format))), _) => (
+                BLOCK_ELEMENTS as u64,
+                format.bytes_of_elements(BLOCK_ELEMENTS as u64),
+            ),
+            (None, Some((_, block_elements, block_bytes))) => (block_elements, block_bytes),
+            (None, None) => return Ok(max_bytes),
+        };
     match info.shape.last() {
-        Some(size) if (*size as u64).is_multiple_of(elements) => Ok(numel / elements * bytes),
+        Some(size) if (*size as u64).is_multiple_of(block_elements) => {
+            Ok(element_count / block_elements * block_bytes)
+        }
         _ => Err(info.malformed("is not made of whole blocks")),
     }
 }
@@ -174,6 +181,6 @@ fn opaque_type(ggml_type: u32) -> Option<(&'static str, u64, u64)> {
         (40, "NVFP4", 64, 36),
         (41, "Q1_0", 128, 18),
     ];
-    let found = TYPES.iter().find(|(number, ..)| *number == ggml_type);
-    found.map(|(_, name, elements, bytes)| (*name, *elements, *bytes))
+    let entry = TYPES.iter().find(|(number, ..)| *number == ggml_type);
+    entry.map(|(_, name, block_elements, block_bytes)| (*name, *block_elements, *block_bytes))
 }

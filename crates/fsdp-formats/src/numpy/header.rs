@@ -62,18 +62,18 @@ impl ArrayHeader {
         Ok(header)
     }
 
-    /// Reads the dict of a header of `length` bytes, such as `{'descr': '<f4', 'fortran_order':
-    /// False, 'shape': (3, 4), }`.
+    /// Parses the dict of a header of `length` bytes, such as `{'descr': '<f4', 'fortran_order':
+    /// False, 'shape': (3, 4), }`. An array of structures is an error.
     fn parse(dict: &str, length: u64) -> Result<Self, FormatError> {
-        let name = text_after_key(dict, "descr")?
+        let dtype_name = text_after_key(dict, "descr")?
             .strip_prefix('\'')
             .and_then(|rest| rest.split_once('\''));
-        let Some((name, _)) = name else {
+        let Some((dtype_name, _)) = dtype_name else {
             return Err(FormatError::unsupported("an array of structures"));
         };
-        let order = text_after_key(dict, "fortran_order")?;
-        let is_fortran = order.starts_with("True");
-        if !is_fortran && !order.starts_with("False") {
+        let order_text = text_after_key(dict, "fortran_order")?;
+        let is_fortran = order_text.starts_with("True");
+        if !is_fortran && !order_text.starts_with("False") {
             return Err(malformed(
                 "its order is neither that of C nor that of Fortran",
             ));
@@ -93,7 +93,7 @@ impl ArrayHeader {
             }
         }
         Ok(ArrayHeader {
-            dtype: dtype_from_name(name)?,
+            dtype: dtype_from_name(dtype_name)?,
             shape,
             is_fortran,
             length,
@@ -116,7 +116,8 @@ impl ArrayHeader {
     }
 }
 
-/// Returns the text that follows a key of the dict and its colon.
+/// Returns the text that follows a key of the dict and its colon. A key that is missing is an
+/// error.
 fn text_after_key<'t>(dict: &'t str, key: &str) -> Result<&'t str, FormatError> {
     let (_, rest) = dict
         .split_once(&format!("'{key}'"))
@@ -127,7 +128,7 @@ fn text_after_key<'t>(dict: &'t str, key: &str) -> Result<&'t str, FormatError> 
         .ok_or_else(|| malformed("its header is no dict"))
 }
 
-/// Returns the dtype that has this name in NumPy.
+/// Returns the dtype that has this name in NumPy. Any other name is an error.
 fn dtype_from_name(name: &str) -> Result<DType, FormatError> {
     Ok(match name {
         "<f2" => DType::F16,

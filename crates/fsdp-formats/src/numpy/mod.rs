@@ -21,13 +21,15 @@ use crate::storage::read_at::{ReadAt, Window};
 use crate::zip::{Deflated, Directory, ReadStates};
 
 /// The ending of the names of records.
-const RECORD_END: &str = ".npy";
+const RECORD_EXTENSION: &str = ".npy";
 
 /// Returns `true` if an archive is NumPy's: if all of its records are arrays, or if an array is at
 /// its top. The records of torch's archives all lie below one directory.
 pub(crate) fn is_archive(archive: &Directory) -> bool {
     let names = archive.records.keys();
-    let mut arrays = names.clone().filter(|name| name.ends_with(RECORD_END));
+    let mut arrays = names
+        .clone()
+        .filter(|name| name.ends_with(RECORD_EXTENSION));
     arrays.clone().count() == names.len() || arrays.any(|name| !name.contains('/'))
 }
 
@@ -39,7 +41,10 @@ pub(crate) fn open_array(
     let (_, name) = location.split()?;
     let header = ArrayHeader::read(&*directory.file(name)?)
         .map_err(|source| directory.file_error(name, source))?;
-    let key = name.strip_suffix(RECORD_END).unwrap_or(name).to_owned();
+    let key = name
+        .strip_suffix(RECORD_EXTENSION)
+        .unwrap_or(name)
+        .to_owned();
     assemble(
         location,
         directory,
@@ -81,7 +86,8 @@ fn assemble(
     Ok(assembler.finish(None))
 }
 
-/// Returns the arrays of an archive: key, start of the elements, header.
+/// Returns the arrays of an archive: key, start of the elements, header. A record that is not an
+/// array is an error.
 fn find_arrays(
     file: &dyn ReadAt,
     archive: &Directory,
@@ -89,7 +95,7 @@ fn find_arrays(
     let states = ReadStates::default();
     let mut arrays = Vec::with_capacity(archive.records.len());
     for (name, record) in &archive.records {
-        let Some(key) = name.strip_suffix(RECORD_END) else {
+        let Some(key) = name.strip_suffix(RECORD_EXTENSION) else {
             let what =
                 format!("the record `{name}` of an archive of NumPy, which is not an array,");
             return Err(FormatError::unsupported(what));

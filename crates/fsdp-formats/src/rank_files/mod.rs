@@ -122,7 +122,10 @@ fn add_item(
         }
         // The containers of what all ranks have are those of the first one.
         if of_each_rank || structures.is_empty() {
-            structures.push((format!("rank_{rank}").into(), flat.structure.below(&prefix)));
+            structures.push((
+                format!("rank_{rank}").into(),
+                flat.structure.with_prefix(&prefix),
+            ));
         }
     }
     // A mesh tells how many ranks there were, where the names do not.

@@ -57,8 +57,8 @@ struct RawHeader {
 
 impl<'de> Deserialize<'de> for RawHeader {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
+        struct HeaderVisitor;
+        impl<'de> Visitor<'de> for HeaderVisitor {
             type Value = RawHeader;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -69,7 +69,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                 let mut header = RawHeader::default();
                 let mut has_metadata = false;
                 while let Some(key) = map.next_key::<String>()? {
-                    let twice = if key == METADATA {
+                    let is_repeated = if key == METADATA {
                         // The `safetensors` library reads `null` as no notes.
                         header.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
                         std::mem::replace(&mut has_metadata, true)
@@ -77,14 +77,14 @@ impl<'de> Deserialize<'de> for RawHeader {
                         let info = map.next_value()?;
                         header.tensors.insert(key, info).is_some()
                     };
-                    if twice {
+                    if is_repeated {
                         return Err(A::Error::custom("a key stands twice"));
                     }
                 }
                 Ok(header)
             }
         }
-        deserializer.deserialize_map(Entries)
+        deserializer.deserialize_map(HeaderVisitor)
     }
 }
 
@@ -105,7 +105,7 @@ const PACKED_FLOAT4: &str = "F4";
 pub(crate) const RAW_DTYPES: &str = "fsdp.dtypes";
 
 /// Limits the memory that the JSON of a header takes, by its length: a file may well have a hundred
-/// thousand tensors.
+/// thousand tensors. JSON that takes more is an error.
 fn charge_header(json: &[u8]) -> Result<(), FormatError> {
     Ok(
         Budget::new(json.len() as u64 + FREE_BYTES, 1)
@@ -131,7 +131,8 @@ pub fn charge_text(text: impl AsRef<[u8]>, what: &'static str) -> Result<(), For
     Ok(Budget::new(text.len() as u64, 1).charge_json(what, text)?)
 }
 
-/// Reads the dtypes under [`RAW_DTYPES`].
+/// Reads the dtypes under [`RAW_DTYPES`], by the key of their tensor. Returns none if there is no
+/// such text.
 fn read_raw_dtypes(
     metadata: &IndexMap<String, String>,
 ) -> Result<HashMap<String, DType>, FormatError> {
@@ -155,9 +156,9 @@ impl Header {
     /// Reads the header of the file that is all of `source`, and checks that the tensors fill the
     /// rest of the file.
     pub fn read(source: &dyn ReadAt) -> Result<Self, FormatError> {
-        let mut start = [0; 8];
-        source.read_exact_at(0, &mut start)?;
-        let length = u64::from_le_bytes(start);
+        let mut length_bytes = [0; 8];
+        source.read_exact_at(0, &mut length_bytes)?;
+        let length = u64::from_le_bytes(length_bytes);
         check_header_length(length)?;
         if length > source.len().saturating_sub(8) {
             return Err(malformed("the file is cut short: it ends inside it"));
@@ -179,9 +180,9 @@ impl Header {
                     *size /= 2;
                     DType::F4E2M1FnX2
                 }
-                (other, _) => DType::from_safetensors_name(other).ok_or_else(|| {
+                (dtype_name, _) => DType::from_safetensors_name(dtype_name).ok_or_else(|| {
                     FormatError::unsupported(format!(
-                        "the safetensors dtype `{other}` of `{name}` with shape {:?}",
+                        "the safetensors dtype `{dtype_name}` of `{name}` with shape {:?}",
                         info.shape
                     ))
                 })?,
@@ -221,14 +222,14 @@ impl Header {
             .map(|info: &TensorInfo| (info.start, info.end))
             .collect();
         ranges.sort_unstable();
-        let mut covered = 0;
+        let mut covered_end = 0;
         for (start, end) in ranges {
-            if start != covered {
+            if start != covered_end {
                 return Err(malformed("tensors overlap, or leave gaps"));
             }
-            covered = end;
+            covered_end = end;
         }
-        if data_offset.checked_add(covered) != Some(source.len()) {
+        if data_offset.checked_add(covered_end) != Some(source.len()) {
             return Err(malformed("the tensors do not end where the file does"));
         }
         Ok(Header {
@@ -247,29 +248,33 @@ impl Header {
         tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize])>,
     ) -> Result<Vec<u8>, FormatError> {
         let mut metadata = metadata.clone();
-        let mut raw = serde_json::Map::new();
+        let mut raw_dtypes = serde_json::Map::new();
         let mut entries = Vec::new();
-        let mut at = 0u64;
+        let mut start = 0u64;
         for (name, dtype, shape) in tensors {
             if name == METADATA {
                 let what = format!("a tensor named `{METADATA}`, which the format reserves,");
                 return Err(FormatError::unsupported(what));
             }
-            let mut stored = shape.to_vec();
+            let mut stored_shape = shape.to_vec();
             let dtype_name = dtype.safetensors_name().unwrap_or_else(|| {
-                raw.insert(name.to_owned(), dtype.torch_name().into());
-                stored.push(dtype.size_in_bytes() as usize);
+                raw_dtypes.insert(name.to_owned(), dtype.torch_name().into());
+                stored_shape.push(dtype.size_in_bytes() as usize);
                 "U8"
             });
             let end = tensor_bytes(dtype, shape)
-                .and_then(|bytes| at.checked_add(bytes))
+                .and_then(|bytes| start.checked_add(bytes))
                 .ok_or_else(|| malformed("the tensors are too large"))?;
-            let info = serde_json::json!({ "dtype": dtype_name, "shape": stored, "data_offsets": [at, end] });
+            let info = serde_json::json!({
+                "dtype": dtype_name,
+                "shape": stored_shape,
+                "data_offsets": [start, end]
+            });
             entries.push((name.to_owned(), info));
-            at = end;
+            start = end;
         }
-        if !raw.is_empty() {
-            let dtypes = serde_json::Value::Object(raw).to_string();
+        if !raw_dtypes.is_empty() {
+            let dtypes = serde_json::Value::Object(raw_dtypes).to_string();
             charge_text(&dtypes, "memory for dtypes")?;
             metadata.insert(RAW_DTYPES.to_owned(), dtypes);
         }
@@ -302,10 +307,11 @@ impl Header {
 mod tests {
     use super::*;
 
-    fn file(json: &str, data: usize) -> Vec<u8> {
+    /// Returns a file with this header, and so many bytes of data.
+    fn file(json: &str, data_bytes: usize) -> Vec<u8> {
         let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
         bytes.extend_from_slice(json.as_bytes());
-        bytes.resize(bytes.len() + data, 0);
+        bytes.resize(bytes.len() + data_bytes, 0);
         bytes
     }
 
@@ -366,9 +372,9 @@ mod tests {
         let header = |shape: &str, end: u64| {
             format!(r#"{{"a":{{"dtype":"F4","shape":{shape},"data_offsets":[0,{end}]}}}}"#)
         };
-        let read = Header::read(&file(&header("[3,8]", 12), 12)).unwrap();
+        let parsed_header = Header::read(&file(&header("[3,8]", 12), 12)).unwrap();
         assert_eq!(
-            read.tensors["a"],
+            parsed_header.tensors["a"],
             TensorInfo {
                 dtype: DType::F4E2M1FnX2,
                 shape: vec![3, 4],
@@ -387,8 +393,8 @@ mod tests {
     #[test]
     fn notes_may_be_null() {
         let json = r#"{"__metadata__":null,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
-        let read = Header::read(&file(json, 1)).unwrap();
-        assert!(read.metadata.is_empty() && read.tensors.len() == 1);
+        let header = Header::read(&file(json, 1)).unwrap();
+        assert!(header.metadata.is_empty() && header.tensors.len() == 1);
     }
 
     #[test]

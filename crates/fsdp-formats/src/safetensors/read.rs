@@ -29,7 +29,7 @@ use crate::formats::lookup::{
 };
 use crate::formats::read::OpenOptions;
 use crate::formats::replicas::check_replicas;
-use crate::formats::weights::{SHARD, Weights, key_in_two_files};
+use crate::formats::weights::{SHARD_PREFIX, Weights, key_in_two_files};
 use crate::limits::{MAX_INDEX_BYTES, MAX_TENSOR_RANK, is_sane_shape};
 use crate::metadata::{
     BytesEntry, Chunk, Entry, Metadata, Replica, StorageInfo, TensorEntry, TensorProperties,
@@ -55,7 +55,7 @@ pub(crate) struct SafetensorsCheckpoint {
     boxes: HashMap<String, HashSet<TensorBox>>,
     /// The file in which each tensor was found first, and `true` if a note in it says which part of
     /// the tensor the file holds.
-    first: HashMap<String, (String, bool)>,
+    first_files: HashMap<String, (String, bool)>,
     /// The places of all keys, where a header or a values file has them.
     paths: Option<IndexMap<String, KeyPath>>,
     /// The notes in the headers, by key. If several files have the same key, the first one counts.
@@ -78,7 +78,7 @@ struct HeaderTexts {
     /// The text of [`DIGESTS_LAYOUT`] that the file would have if its digests were written with it.
     layout: String,
     /// The note of the tensor-parallel rank that the file is of.
-    rank: Option<RankNote>,
+    rank_note: Option<RankNote>,
 }
 
 /// torch's note of where in its tensor a shard lies.
@@ -92,7 +92,7 @@ struct PartNotes {
     /// torch's notes of shards, by key.
     sharding: HashMap<String, ShardNote>,
     /// The note of a tensor-parallel rank.
-    rank: Option<RankNote>,
+    rank_note: Option<RankNote>,
 }
 
 /// The parts of a tensor that a file holds.
@@ -108,30 +108,34 @@ struct TensorParts<'h> {
 
 impl PartNotes {
     /// Returns the parts of a tensor that the file of these notes holds. Their memory is charged to
-    /// the budget.
+    /// the budget. Notes that do not fit the tensor are an error.
     fn parts_of<'h>(
         &self,
         fqn: &'h str,
         info: &'h TensorInfo,
         budget: &mut Budget,
     ) -> Result<TensorParts<'h>, FormatError> {
-        let slice = self.rank.as_ref().and_then(|rank| rank.tensors.get(fqn));
+        let slice = self
+            .rank_note
+            .as_ref()
+            .and_then(|note| note.tensors.get(fqn));
         let (shape, boxes) = if let Some(slice) = slice {
             // A small note may have many ranges.
-            let more = slice.ranges.len().saturating_sub(1) as u64;
+            let more_ranges = slice.ranges.len().saturating_sub(1) as u64;
             budget.charge(
                 "memory for parts of tensors",
-                more.saturating_mul(PART_COST_BYTES),
+                more_ranges.saturating_mul(PART_COST_BYTES),
             )?;
             (slice.shape.clone(), slice.boxes(&info.shape))
         } else {
-            let bounds = saved_box(self.sharding.get(fqn), info).ok_or_else(|| no_sense(fqn))?;
+            let bounds =
+                saved_box(self.sharding.get(fqn), info).ok_or_else(|| offsets_error(fqn))?;
             // The global shape is noted nowhere: it is what the shards reach.
             let ends = bounds.offsets.iter().zip(&bounds.sizes);
             let shape = ends.map(|(offset, size)| offset + size).collect();
             let part = SliceBox {
                 bounds,
-                offset: 0,
+                first_element: 0,
                 strides: None,
             };
             (shape, Some(vec![part]))
@@ -140,21 +144,21 @@ impl PartNotes {
             fqn,
             info,
             shape,
-            is_whole_shape: self.rank.is_some(),
-            boxes: boxes.ok_or_else(|| no_sense(fqn))?,
+            is_whole_shape: self.rank_note.is_some(),
+            boxes: boxes.ok_or_else(|| offsets_error(fqn))?,
         })
     }
 }
 
 /// Returns the error of notes that do not fit a tensor.
-fn no_sense(fqn: &str) -> FormatError {
+fn offsets_error(fqn: &str) -> FormatError {
     malformed(format!("the saved offsets of `{fqn}` make no sense"))
 }
 
 /// Returns the number in the name of a shard of torch's `HuggingFaceStorageWriter`; `None` for the
 /// names of other files.
 fn shard_number(name: &str) -> Option<&str> {
-    let rest = name.strip_prefix(SHARD)?.strip_suffix(ENDING)?;
+    let rest = name.strip_prefix(SHARD_PREFIX)?.strip_suffix(ENDING)?;
     rest.split('-').next()
 }
 
@@ -169,7 +173,7 @@ impl SafetensorsCheckpoint {
             values: HashMap::new(),
             strides: HashMap::new(),
             boxes: HashMap::new(),
-            first: HashMap::new(),
+            first_files: HashMap::new(),
             paths: None,
             notes: IndexMap::new(),
             digests: None,
@@ -177,8 +181,12 @@ impl SafetensorsCheckpoint {
         }
     }
 
-    /// Opens one file in its directory. Values are taken from `NAME.values.json` beside it, if it
-    /// exists.
+    /// Opens one file in its directory. Values are taken from `NAME.values.json` beside it, if the
+    /// header has the hash of that file.
+    ///
+    /// # Errors
+    /// The file of one of several ranks; a values file that is missing, or is of another
+    /// checkpoint.
     pub(crate) fn open_file(
         location: &Location,
         directory: CheckedDirectory,
@@ -191,10 +199,10 @@ impl SafetensorsCheckpoint {
         let HeaderTexts {
             texts,
             layout,
-            rank,
+            rank_note,
         } = opened.add_file(name, None)?;
-        if rank.is_none() && opened.has_other_ranks(name)? {
-            return Err(opened.unnoted_rank(name));
+        if rank_note.is_none() && opened.has_other_ranks(name)? {
+            return Err(opened.unnoted_rank_error(name));
         }
         opened.check_not_a_shard(name, &texts)?;
         if let Some(text) = texts.get(DIGESTS).filter(|_| options.verify) {
@@ -212,26 +220,27 @@ impl SafetensorsCheckpoint {
         let Some(hash) = texts.get(VALUES_HASH) else {
             return Ok(opened.with_paths());
         };
-        let values = values_beside(name);
+        let values_name = values_beside(name);
         // A process that was killed between two renames may have left it under its first name.
-        let mut exists = false;
-        for name in &values_names(&values, hash) {
-            if opened.directory.has(name)? {
-                exists = true;
-                let bytes = opened.directory.read_checked(name, MAX_INDEX_BYTES)?;
+        let mut has_values_file = false;
+        for candidate in &values_names(&values_name, hash) {
+            if opened.directory.has(candidate)? {
+                has_values_file = true;
+                let bytes = opened.directory.read_checked(candidate, MAX_INDEX_BYTES)?;
                 if values_hash(&bytes) == *hash {
-                    opened.add_values(name, &bytes)?;
+                    opened.add_values(candidate, &bytes)?;
                     return Ok(opened.with_paths());
                 }
             }
         }
-        if !exists {
+        if !has_values_file {
             return Err(FileError::MissingFiles {
                 path: opened.path,
-                files: vec![values],
+                files: vec![values_name],
             });
         }
-        let reason = format!("its values are not in `{values}`, which is of another checkpoint");
+        let reason =
+            format!("its values are not in `{values_name}`, which is of another checkpoint");
         Err(opened
             .directory
             .file_error(name, FormatError::malformed("checkpoint", reason)))
@@ -253,19 +262,25 @@ impl SafetensorsCheckpoint {
         match Weights::choose(&opened.directory, &names, ENDING)? {
             Weights::Indexed(index) => opened.add_indexed(index)?,
             Weights::Files(files) => {
-                let mut shards = 0;
-                let mut first: Option<RankNote> = None;
+                let mut shard_count = 0;
+                let mut first_note: Option<RankNote> = None;
                 for name in &files {
-                    let HeaderTexts { texts, rank, .. } = opened.add_file(name, None)?;
-                    if let Some(rank) = rank {
-                        opened.check_rank(name, &rank, first.as_ref().unwrap_or(&rank))?;
-                        first.get_or_insert(rank);
+                    let HeaderTexts {
+                        texts, rank_note, ..
+                    } = opened.add_file(name, None)?;
+                    if let Some(rank_note) = rank_note {
+                        opened.check_rank(
+                            name,
+                            &rank_note,
+                            first_note.as_ref().unwrap_or(&rank_note),
+                        )?;
+                        first_note.get_or_insert(rank_note);
                     }
-                    shards = shards.max(opened.number_of_shards(name, &texts)?);
+                    shard_count = shard_count.max(opened.parse_shard_count(name, &texts)?);
                 }
-                opened.check_expected(&names, (0..shards).map(shard_name))?;
-                if let Some(rank) = &first {
-                    opened.check_expected(&names, rank.names())?;
+                opened.check_expected(&names, (0..shard_count).map(shard_name))?;
+                if let Some(rank_note) = &first_note {
+                    opened.check_expected(&names, rank_note.file_names())?;
                 }
             }
         }
@@ -296,13 +311,14 @@ impl SafetensorsCheckpoint {
         name: &str,
         texts: &IndexMap<String, String>,
     ) -> Result<(), FileError> {
-        let Some(number) = shard_number(name).filter(|_| texts.contains_key(SHARDING)) else {
+        let Some(own_number) = shard_number(name).filter(|_| texts.contains_key(SHARDING)) else {
             return Ok(());
         };
-        let mut is_one_of_several = self.number_of_shards(name, texts)? > 1;
-        for other in self.directory.names()? {
+        let mut is_one_of_several = self.parse_shard_count(name, texts)? > 1;
+        for other_name in self.directory.names()? {
             // A rank may have written several files, which have its number in common.
-            is_one_of_several |= shard_number(&other).is_some_and(|other| other != number);
+            is_one_of_several |=
+                shard_number(&other_name).is_some_and(|other_number| other_number != own_number);
         }
         if is_one_of_several {
             let what =
@@ -315,8 +331,8 @@ impl SafetensorsCheckpoint {
     }
 
     /// Returns the number of shards that the texts of a shard tell; 0 for a file that tells none,
-    /// because another program has written it.
-    fn number_of_shards(
+    /// because another program has written it. A text that is no number is an error.
+    fn parse_shard_count(
         &self,
         name: &str,
         texts: &IndexMap<String, String>,
@@ -333,19 +349,19 @@ impl SafetensorsCheckpoint {
     /// Returns `true` if a file is named as that of a tensor-parallel rank, and files of other
     /// ranks are beside it.
     fn has_other_ranks(&self, name: &str) -> Result<bool, FileError> {
-        let Some(rank) = rank_in_name(name) else {
+        let Some(own_rank) = rank_in_name(name) else {
             return Ok(false);
         };
-        let names = self.directory.names()?;
-        Ok(names
+        let file_names = self.directory.names()?;
+        Ok(file_names
             .iter()
-            .filter_map(|other| rank_in_name(other))
-            .any(|other| other != rank))
+            .filter_map(|other_name| rank_in_name(other_name))
+            .any(|rank| rank != own_rank))
     }
 
     /// Returns the error of a tensor-parallel rank's file without a note of its parts. All ranks'
     /// files have the same keys, and nothing else tells parts from copies.
-    fn unnoted_rank(&self, name: &str) -> FileError {
+    fn unnoted_rank_error(&self, name: &str) -> FileError {
         let what = "a file of a tensor-parallel rank without a note of the parts that it holds, as vLLM and SGLang \
                     write it,";
         self.directory
@@ -366,8 +382,13 @@ impl SafetensorsCheckpoint {
     }
 
     /// Checks that a file is of the same ranks as the first one.
-    fn check_rank(&self, name: &str, rank: &RankNote, first: &RankNote) -> Result<(), FileError> {
-        if rank.files == first.files && rank.rank < rank.files.len() {
+    fn check_rank(
+        &self,
+        name: &str,
+        note: &RankNote,
+        first_note: &RankNote,
+    ) -> Result<(), FileError> {
+        if note.files == first_note.files && note.rank < note.files.len() {
             return Ok(());
         }
         let reason = "it is not of the same tensor-parallel ranks as the files before";
@@ -378,7 +399,7 @@ impl SafetensorsCheckpoint {
 
     /// Adds the tensors that an index names, each from the file that it gives.
     fn add_indexed(&mut self, index: Index) -> Result<(), FileError> {
-        for (file, keys) in index.files(&self.directory)? {
+        for (file, keys) in index.keys_by_file(&self.directory)? {
             self.add_file(file, Some((&index, &keys)))?;
         }
         index.sort(&mut self.metadata);
@@ -407,8 +428,8 @@ impl SafetensorsCheckpoint {
         // Without an index, all files of a directory count, and a later rank's file without a note
         // would add parts that nothing tells from copies.
         let is_of_later_rank = rank_in_name(name).is_some_and(|rank| rank > 0);
-        if notes.rank.is_none() && index.is_none() && is_of_later_rank {
-            return Err(self.unnoted_rank(name));
+        if notes.rank_note.is_none() && index.is_none() && is_of_later_rank {
+            return Err(self.unnoted_rank_error(name));
         }
         let tensors = header
             .tensors
@@ -422,13 +443,13 @@ impl SafetensorsCheckpoint {
             }
             // Parts that several ranks have written, and their copies of whole tensors, are noted
             // as such.
-            let is_noted = notes.rank.is_some() || notes.sharding.contains_key(fqn);
-            let (first, is_first_noted) = self
-                .first
+            let is_noted = notes.rank_note.is_some() || notes.sharding.contains_key(fqn);
+            let (first_file, is_noted_there) = self
+                .first_files
                 .entry(fqn.clone())
                 .or_insert_with(|| (name.to_owned(), is_noted));
-            if first != name && !(is_noted && *is_first_noted) {
-                return Err(key_in_two_files(&self.directory, fqn, first, name));
+            if first_file != name && !(is_noted && *is_noted_there) {
+                return Err(key_in_two_files(&self.directory, fqn, first_file, name));
             }
             notes
                 .parts_of(fqn, info, &mut budget)
@@ -438,7 +459,7 @@ impl SafetensorsCheckpoint {
         Ok(HeaderTexts {
             texts: header.metadata,
             layout,
-            rank: notes.rank,
+            rank_note: notes.rank_note,
         })
     }
 
@@ -456,8 +477,8 @@ impl SafetensorsCheckpoint {
         }
         Ok(PartNotes {
             // A file that no rank has written alone has no notes of shards.
-            sharding: note(header, SHARDING)?.unwrap_or_default(),
-            rank: note(header, RANK_NOTE)?,
+            sharding: read_note(header, SHARDING)?.unwrap_or_default(),
+            rank_note: read_note(header, RANK_NOTE)?,
         })
     }
 
@@ -499,19 +520,19 @@ impl SafetensorsCheckpoint {
             *size = (*size).max(end);
         }
         if !is_sane_shape(&tensor.shape) {
-            return Err(no_sense(fqn));
+            return Err(offsets_error(fqn));
         }
-        let element = info.dtype.size_in_bytes();
-        let known = self.boxes.entry(fqn.to_owned()).or_default();
+        let element_bytes = info.dtype.size_in_bytes();
+        let known_boxes = self.boxes.entry(fqn.to_owned()).or_default();
         for part in boxes {
             let bounds = part.bounds;
-            let offset = data_offset + info.start + part.offset * element;
-            let stored = StorageInfo::new(file, offset, bounds.numel() as u64 * element);
+            let offset = data_offset + info.start + part.first_element * element_bytes;
+            let stored = StorageInfo::new(file, offset, bounds.numel() as u64 * element_bytes);
             if let Some(strides) = part.strides {
                 self.strides
                     .insert((file.to_owned(), stored.offset), strides);
             }
-            if known.insert(bounds.clone()) {
+            if known_boxes.insert(bounds.clone()) {
                 tensor.chunks.push(Chunk {
                     bounds,
                     stored: Some(stored),
@@ -528,27 +549,28 @@ impl SafetensorsCheckpoint {
         Ok(())
     }
 
-    /// Reads what a slot wants of the box `whole` of a tensor, which is stored at a place.
+    /// Fills the part of a slot's box that lies in `part_bounds`, a box of a tensor that is stored
+    /// at a place.
     fn read_part(
         &self,
         fqn: &str,
-        whole: &TensorBox,
+        part_bounds: &TensorBox,
         stored: &StorageInfo,
         slot: &mut Slot<'_>,
     ) -> Result<(), FileError> {
-        let Some(overlap) = whole.intersect(&slot.bounds) else {
+        let Some(overlap) = part_bounds.intersect(&slot.bounds) else {
             return Ok(());
         };
         let dtype = tensor_of(&self.metadata, fqn)?.properties.dtype;
         let file = self.directory.file(&stored.relative_path)?;
         let layout = StridedLayout {
-            bounds: whole.clone(),
+            bounds: part_bounds.clone(),
             offset: 0,
             strides: self
                 .strides
                 .get(&(stored.relative_path.clone(), stored.offset))
                 .cloned()
-                .unwrap_or_else(|| row_major_strides(&whole.sizes)),
+                .unwrap_or_else(|| row_major_strides(&part_bounds.sizes)),
         };
         let elements = StoredElements {
             storage: stored.offset,
@@ -560,25 +582,28 @@ impl SafetensorsCheckpoint {
             .map_err(|source| item_error(&self.directory, fqn, stored, source))
     }
 
-    /// Adds the values of a values file.
+    /// Adds the values of a values file, and removes the tensors inside of them from the other
+    /// tensors. A value with the key of a tensor is an error.
     fn add_values(&mut self, name: &str, bytes: &[u8]) -> Result<(), FileError> {
         // Tensors inside values lie among the others, under keys of their own; here they belong to
         // their value again.
-        let mut inside = HashSet::new();
+        let mut inner_keys = HashSet::new();
         // Several values may name one tensor.
         let stored = self.metadata.stored();
         let mut budget = Budget::new(stored.map(|(_, _, stored)| stored.length).sum(), 1);
-        let file = decode_values(bytes, &mut |key| {
-            let tensor = self.read_inside(key, &mut budget)?;
-            inside.insert(key.to_owned());
+        let values_file = decode_values(bytes, &mut |key| {
+            let tensor = self.read_inner_tensor(key, &mut budget)?;
+            inner_keys.insert(key.to_owned());
             Ok(tensor)
         })
         .map_err(|error| self.directory.file_error(name, error))?;
-        self.metadata.entries.retain(|key, _| !inside.contains(key));
+        self.metadata
+            .entries
+            .retain(|key, _| !inner_keys.contains(key));
         self.metadata
             .replicas
-            .retain(|replica| !inside.contains(&replica.fqn));
-        for (fqn, value) in file.values {
+            .retain(|replica| !inner_keys.contains(&replica.fqn));
+        for (fqn, value) in values_file.values {
             if self.metadata.entries.contains_key(&fqn) {
                 // Another program has added a tensor of that name. Neither may hide the other.
                 let reason = format!("`{fqn}` is a value in it, and a tensor beside it");
@@ -590,12 +615,16 @@ impl SafetensorsCheckpoint {
             self.metadata.entries.insert(fqn.clone(), entry);
             self.values.insert(fqn, value);
         }
-        self.paths = self.paths.take().or(file.paths);
+        self.paths = self.paths.take().or(values_file.paths);
         Ok(())
     }
 
     /// Reads a tensor that is inside of a value. Its bytes are charged to the budget.
-    fn read_inside(&self, key: &str, budget: &mut Budget) -> Result<PlainTensor, FormatError> {
+    fn read_inner_tensor(
+        &self,
+        key: &str,
+        budget: &mut Budget,
+    ) -> Result<PlainTensor, FormatError> {
         let Some(tensor) = self.metadata.tensor(key) else {
             return Err(values::malformed(format!("no tensor `{key}`")));
         };
@@ -616,7 +645,7 @@ impl SafetensorsCheckpoint {
 
 /// Reads a note: an entry of a header's `__metadata__` whose text is JSON. Returns `None` if it is
 /// not there.
-fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, FormatError> {
+fn read_note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, FormatError> {
     let Some(text) = header.metadata.get(key) else {
         return Ok(None);
     };
@@ -626,14 +655,14 @@ fn note<T: DeserializeOwned>(header: &Header, key: &str) -> Result<Option<T>, Fo
 
 /// Returns the box of a tensor that torch's note says a shard is; all of it without a note. `None`
 /// if the note makes no sense.
-fn saved_box(saved: Option<&ShardNote>, info: &TensorInfo) -> Option<TensorBox> {
-    let offsets = match saved {
-        Some(saved) if info.dtype.safetensors_name().is_none() => {
+fn saved_box(note: Option<&ShardNote>, info: &TensorInfo) -> Option<TensorBox> {
+    let offsets = match note {
+        Some(note) if info.dtype.safetensors_name().is_none() => {
             // Noted for the bytes that it is stored as, which have a dimension more.
-            let dimensions = saved.saved_offsets.len().saturating_sub(1);
-            saved.saved_offsets[..dimensions].to_vec()
+            let dimensions = note.saved_offsets.len().saturating_sub(1);
+            note.saved_offsets[..dimensions].to_vec()
         }
-        Some(saved) => saved.saved_offsets.clone(),
+        Some(note) => note.saved_offsets.clone(),
         None => vec![0; info.shape.len()],
     };
     let is_shard = offsets.len() == info.shape.len() && offsets.len() <= MAX_TENSOR_RANK;

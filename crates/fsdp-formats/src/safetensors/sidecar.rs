@@ -7,7 +7,7 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 
 use super::header::charge_text;
 use crate::error::FormatError;
-use crate::formats::weights::SHARD;
+use crate::formats::weights::SHARD_PREFIX;
 pub use crate::storage::names::VALUES_FILE;
 
 /// Returns the name of the values file of a single file: `NAME.values.json` for `NAME.safetensors`.
@@ -46,18 +46,18 @@ pub(crate) fn is_about_file(key: &str) -> bool {
     key.starts_with("fsdp.") || matches!(key, "format" | "DCP_VERSION" | SHARDING)
 }
 
-/// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data`, with these
+/// Returns the text of [`DIGESTS_LAYOUT`] for a file whose data begins at `data_offset`, with these
 /// tensors in the order of its header: name, dtype, shape, and start in the data. All texts have
 /// the same length.
 pub fn layout_text<'t>(
-    data: u64,
+    data_offset: u64,
     tensors: impl IntoIterator<Item = (&'t str, DType, &'t [usize], u64)>,
 ) -> String {
-    let mut layout = data.to_le_bytes().to_vec();
+    let mut layout = data_offset.to_le_bytes().to_vec();
     for (name, dtype, shape, start) in tensors {
-        for part in [name, &dtype.to_string()] {
-            layout.extend((part.len() as u64).to_le_bytes());
-            layout.extend(part.as_bytes());
+        for text in [name, &dtype.to_string()] {
+            layout.extend((text.len() as u64).to_le_bytes());
+            layout.extend(text.as_bytes());
         }
         layout.extend((shape.len() as u64).to_le_bytes());
         layout.extend(start.to_le_bytes());
@@ -89,7 +89,10 @@ pub const SHARDS: &str = "fsdp.shards";
 
 /// Returns the name of a shard, as torch's `HuggingFaceStorageWriter` has it.
 pub fn shard_name(index: usize) -> String {
-    format!("{SHARD}{:05}-model-00001-of-00001.safetensors", index + 1)
+    format!(
+        "{SHARD_PREFIX}{:05}-model-00001-of-00001.safetensors",
+        index + 1
+    )
 }
 
 /// The ending of the values file's name until the safetensors file is committed; a hyphen and the

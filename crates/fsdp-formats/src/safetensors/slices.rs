@@ -40,7 +40,7 @@ pub struct SliceNote {
 pub(super) struct SliceBox {
     pub(super) bounds: TensorBox,
     /// The position of the box's first element in the part, in elements.
-    pub(super) offset: u64,
+    pub(super) first_element: u64,
     /// The strides of the part in elements, if the box's elements are not contiguous in it.
     pub(super) strides: Option<Vec<usize>>,
 }
@@ -63,48 +63,51 @@ pub(super) fn rank_in_name(name: &str) -> Option<usize> {
 
 impl RankNote {
     /// Returns the names of the files of all ranks.
-    pub(super) fn names(&self) -> impl Iterator<Item = String> {
+    pub(super) fn file_names(&self) -> impl Iterator<Item = String> {
         self.files
             .iter()
             .enumerate()
-            .flat_map(|(rank, &files)| (0..files).map(move |file| rank_file_name(rank, file)))
+            .flat_map(|(rank, &file_count)| {
+                (0..file_count).map(move |file| rank_file_name(rank, file))
+            })
     }
 }
 
 impl SliceNote {
-    /// Returns the boxes that a part of this shape consists of, without empty ones; `None` if the
-    /// note does not fit the shape.
-    pub(super) fn boxes(&self, part: &[usize]) -> Option<Vec<SliceBox>> {
-        let mut expected = self.shape.clone();
-        let size = expected.get_mut(self.dim)?;
-        let whole = std::mem::replace(size, *part.get(self.dim)?);
-        if expected != part || !is_sane_shape(&self.shape) {
+    /// Returns the boxes that a part of the shape `part_shape` consists of, without empty ones;
+    /// `None` if the note does not fit the shape.
+    pub(super) fn boxes(&self, part_shape: &[usize]) -> Option<Vec<SliceBox>> {
+        let mut expected_shape = self.shape.clone();
+        let size = expected_shape.get_mut(self.dim)?;
+        let whole_size = std::mem::replace(size, *part_shape.get(self.dim)?);
+        if expected_shape != part_shape || !is_sane_shape(&self.shape) {
             return None;
         }
-        let strides = row_major_strides(part);
-        let is_apart = self.ranges.len() > 1 && part[..self.dim].iter().any(|&size| size != 1);
+        let strides = row_major_strides(part_shape);
+        let is_strided =
+            self.ranges.len() > 1 && part_shape[..self.dim].iter().any(|&size| size != 1);
         let mut boxes = Vec::new();
-        let mut local = 0usize;
-        let mut last = 0;
+        let mut part_index = 0usize;
+        let mut last_end = 0;
         for &(start, end) in &self.ranges {
             // Ranges must be in order in the tensor too, so no index occurs twice.
-            let len = end
+            let range_size = end
                 .checked_sub(start)
-                .filter(|_| start >= last && end <= whole)?;
-            last = end;
-            if len > 0 {
+                .filter(|_| start >= last_end && end <= whole_size)?;
+            last_end = end;
+            if range_size > 0 {
                 let mut bounds = TensorBox::whole(&self.shape);
                 bounds.offsets[self.dim] = start;
-                bounds.sizes[self.dim] = len;
+                bounds.sizes[self.dim] = range_size;
                 boxes.push(SliceBox {
                     bounds,
-                    offset: local.checked_mul(strides[self.dim])? as u64,
-                    strides: is_apart.then(|| strides.clone()),
+                    first_element: part_index.checked_mul(strides[self.dim])? as u64,
+                    strides: is_strided.then(|| strides.clone()),
                 });
             }
-            local = local.checked_add(len)?;
+            part_index = part_index.checked_add(range_size)?;
         }
-        (local == part[self.dim]).then_some(boxes)
+        (part_index == part_shape[self.dim]).then_some(boxes)
     }
 }
 
@@ -112,6 +115,7 @@ impl SliceNote {
 mod tests {
     use super::*;
 
+    /// Makes a note of a part of a tensor.
     fn note(shape: &[usize], dim: usize, ranges: &[(usize, usize)]) -> SliceNote {
         SliceNote {
             how: String::new(),
@@ -126,14 +130,14 @@ mod tests {
         let boxes = note(&[4, 12], 1, &[(2, 4), (6, 8)]).boxes(&[4, 4]).unwrap();
         assert_eq!(boxes[1].bounds, TensorBox::new(vec![0, 6], vec![4, 2]));
         assert_eq!(
-            (boxes[1].offset, boxes[1].strides.as_deref()),
+            (boxes[1].first_element, boxes[1].strides.as_deref()),
             (2, Some(&[4, 1][..]))
         );
         let boxes = note(&[12, 4], 0, &[(2, 4), (6, 8), (12, 12)])
             .boxes(&[4, 4])
             .unwrap();
         assert_eq!(
-            (boxes.len(), boxes[1].offset, &boxes[1].strides),
+            (boxes.len(), boxes[1].first_element, &boxes[1].strides),
             (2, 8, &None)
         );
     }

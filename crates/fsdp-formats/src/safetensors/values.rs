@@ -26,9 +26,12 @@ use serde_json::{Map, Value, json};
 use crate::error::FormatError;
 use crate::limits::check_limit;
 
+/// The text under `format`.
 pub(super) const FORMAT: &str = "fsdp-values";
+/// The version of the format.
 pub(super) const VERSION: i64 = 1;
 
+/// Makes the error of a values file that is not what it should be.
 pub(super) fn malformed(reason: impl ToString) -> FormatError {
     FormatError::malformed("values file", reason)
 }
@@ -55,7 +58,8 @@ pub fn encode_values<'v>(
     Ok(bytes)
 }
 
-/// Returns a value as JSON, in the form that the module describes.
+/// Returns a value as JSON, in the form that the module describes. `path` is the key of tensors in
+/// it. A value that is nested too deep, or is of a type without such a form, is an error.
 fn to_json<'v>(
     value: &'v PlainValue,
     path: &str,
@@ -72,10 +76,10 @@ fn to_json<'v>(
         PlainValue::BigInt(bytes) => json!({ "$int": base16ct::lower::encode_string(bytes) }),
         PlainValue::Float(value) => {
             // A decimal number, if reading it returns the same bits.
-            let plain = json!(value);
-            let back = serde_json::from_str::<f64>(&plain.to_string());
-            if back.is_ok_and(|back| back.to_bits() == value.to_bits()) {
-                plain
+            let decimal = json!(value);
+            let parsed = serde_json::from_str::<f64>(&decimal.to_string());
+            if parsed.is_ok_and(|parsed| parsed.to_bits() == value.to_bits()) {
+                decimal
             } else {
                 json!({ "$float": format!("{:016x}", value.to_bits()) })
             }
@@ -122,8 +126,8 @@ fn to_json<'v>(
             let tag = format!("${}", python_type.name());
             json!({ tag: to_json(description, path, depth + 1, store_tensor)? })
         }
-        other => {
-            let what = format!("a value of type `{}` in JSON", other.type_name());
+        unknown => {
+            let what = format!("a value of type `{}` in JSON", unknown.type_name());
             return Err(FormatError::unsupported(what));
         }
     })

@@ -23,13 +23,17 @@ pub struct ValuesFile {
 
 /// Reads a values file. `read_tensor` reads the tensor with a given key, for values that contain
 /// tensors.
+///
+/// # Errors
+/// JSON of another form, or that takes too much memory; another format, or a later version; errors
+/// of `read_tensor`.
 pub fn decode_values(
     bytes: &[u8],
     read_tensor: &mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
 ) -> Result<ValuesFile, FormatError> {
     let mut context = Context {
-        elements: Budget::new(0, 1),
-        text: Budget::new(bytes.len() as u64, 1),
+        element_budget: Budget::new(0, 1),
+        text_budget: Budget::new(bytes.len() as u64, 1),
         read_tensor,
         error: None,
     };
@@ -38,31 +42,31 @@ pub fn decode_values(
         context: &mut context,
         depth: 0,
     };
-    let read = seed
+    let parsed = seed
         .deserialize(&mut json)
         .and_then(|file| json.end().map(|()| file));
     // The JSON reader turns an error of these visitors into a text, so the original one is returned
     // instead.
-    let file = read.map_err(|error| context.error.unwrap_or_else(|| malformed(error)))?;
+    let file = parsed.map_err(|error| context.error.unwrap_or_else(|| malformed(error)))?;
     let PlainValue::Dict(entries) = file else {
         return Err(malformed("it is no object"));
     };
     let mut values = None;
     let mut paths = None;
-    let mut is_format = false;
-    let mut is_version = false;
+    let mut has_format = false;
+    let mut has_version = false;
     for entry in entries {
         match (entry.0.as_str(), entry.1) {
-            (Some("format"), format) => is_format = format.as_str() == Some(FORMAT),
+            (Some("format"), format) => has_format = format.as_str() == Some(FORMAT),
             (Some("version"), version) => {
-                is_version = version.as_int().is_some_and(|version| version <= VERSION);
+                has_version = version.as_int().is_some_and(|version| version <= VERSION);
             }
             (Some("values"), PlainValue::Dict(items)) => values = Some(items),
             (Some("paths"), items) => paths = Some(decode_paths(items)?),
             _ => {}
         }
     }
-    if !(is_format && is_version) {
+    if !(has_format && has_version) {
         return Err(malformed("it is of another format or a later version"));
     }
     let Some(items) = values else {
@@ -79,30 +83,33 @@ pub fn decode_values(
 
 /// The state that the readers of the parts share.
 struct Context<'c> {
-    elements: Budget,
-    text: Budget,
+    element_budget: Budget,
+    text_budget: Budget,
     read_tensor: &'c mut dyn FnMut(&str) -> Result<PlainTensor, FormatError>,
     /// The first error that is not JSON's.
     error: Option<FormatError>,
 }
 
 impl Context<'_> {
-    /// Charges an element with `text` bytes of text to the memory budget.
-    fn charge<E: Error>(&mut self, text: usize) -> Result<(), E> {
+    /// Charges an element with `text_bytes` bytes of text to the memory budget.
+    fn charge<E: Error>(&mut self, text_bytes: usize) -> Result<(), E> {
         // A list that grows holds its items twice.
-        let element = 2 * size_of::<PlainValue>() as u64;
-        self.elements
-            .charge("memory for values", element)
-            .and_then(|()| self.text.charge("memory for text", text as u64))
+        let element_bytes = 2 * size_of::<PlainValue>() as u64;
+        self.element_budget
+            .charge("memory for values", element_bytes)
+            .and_then(|()| {
+                self.text_budget
+                    .charge("memory for text", text_bytes as u64)
+            })
             .map_err(|over| self.fail(over.into()))
     }
 
     /// Keeps an error to be returned by [`decode_values`], and returns the one that stops the JSON
     /// reader.
     fn fail<E: Error>(&mut self, error: FormatError) -> E {
-        let for_reader = E::custom(&error);
+        let reader_error = E::custom(&error);
         self.error.get_or_insert(error);
-        for_reader
+        reader_error
     }
 }
 
@@ -111,7 +118,7 @@ fn decode_paths(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatEr
     let PlainValue::Dict(paths) = value else {
         return Err(malformed("the paths are no object"));
     };
-    let mut read = IndexMap::with_capacity(paths.len());
+    let mut decoded = IndexMap::with_capacity(paths.len());
     for entry in paths {
         let (PlainValue::Str(fqn), PlainValue::List(items)) = entry else {
             return Err(malformed("a path is no list"));
@@ -124,9 +131,9 @@ fn decode_paths(value: PlainValue) -> Result<IndexMap<String, KeyPath>, FormatEr
                 _ => return Err(malformed("a path's part is neither text nor a position")),
             });
         }
-        read.insert(fqn, path);
+        decoded.insert(fqn, path);
     }
-    Ok(read)
+    Ok(decoded)
 }
 
 /// The depth of the values in a file: they are in an object that is in another one. The keys above
@@ -142,7 +149,7 @@ struct ValueSeed<'s, 'c> {
 
 impl<'c> ValueSeed<'_, 'c> {
     /// Returns the reader of an item of this value.
-    fn item(&mut self) -> ValueSeed<'_, 'c> {
+    fn item_seed(&mut self) -> ValueSeed<'_, 'c> {
         ValueSeed {
             context: self.context,
             depth: self.depth + 1,
@@ -193,7 +200,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut items: A) -> Result<PlainValue, A::Error> {
         let mut list = Vec::new();
-        while let Some(item) = items.next_element_seed(self.item())? {
+        while let Some(item) = items.next_element_seed(self.item_seed())? {
             list.push(item);
         }
         Ok(PlainValue::List(list))
@@ -203,7 +210,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_, '_> {
         let mut entries: Vec<(PlainValue, PlainValue)> = Vec::new();
         while let Some(key) = map.next_key::<String>()? {
             self.context.charge(key.len())?;
-            let value = map.next_value_seed(self.item())?;
+            let value = map.next_value_seed(self.item_seed())?;
             if self.depth >= VALUES_DEPTH && entries.is_empty() && key.starts_with('$') {
                 let converted = match map.next_key::<IgnoredAny>()? {
                     Some(_) => Err(malformed("an object with a tag holds more than that")),
@@ -270,7 +277,7 @@ fn is_hexadecimal(text: &str) -> bool {
     text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Reads bytes in hexadecimal.
+/// Decodes bytes in hexadecimal.
 fn decode_hexadecimal(text: &str) -> Result<Vec<u8>, FormatError> {
     base16ct::mixed::decode_vec(text).map_err(|_| malformed("bytes are not in hexadecimal"))
 }
@@ -336,11 +343,11 @@ mod tests {
             assert_eq!(key, "a.0.18.0");
             Ok(tensor.clone())
         };
-        let read = decode_values(&bytes, &mut load).unwrap();
+        let decoded = decode_values(&bytes, &mut load).unwrap();
         assert!(
-            read.values["a.0"].same_bits(&value),
+            decoded.values["a.0"].same_bits(&value),
             "{:?}",
-            read.values["a.0"]
+            decoded.values["a.0"]
         );
     }
 

@@ -11,7 +11,7 @@ use crate::formats::assembled::{Assembled, Assembler};
 use crate::formats::checkpoint::Format;
 use crate::formats::index::Index;
 use crate::formats::read::OpenOptions;
-use crate::formats::weights::{Weights, is_known, key_in_two_files};
+use crate::formats::weights::{Weights, is_library_name, key_in_two_files};
 use crate::storage::checked_directory::CheckedDirectory;
 use crate::storage::location::Location;
 
@@ -22,7 +22,7 @@ const ENDING: &str = ".bin";
 pub(crate) fn weight_files(names: &[String]) -> Vec<String> {
     names
         .iter()
-        .filter(|name| is_known(name, ENDING))
+        .filter(|name| is_library_name(name, ENDING))
         .cloned()
         .collect()
 }
@@ -39,7 +39,7 @@ pub(crate) fn open(
     let weights = Weights::choose(&directory, names, ENDING)?;
     // The files, with the keys that the index looks for in each.
     let (index, files) = match &weights {
-        Weights::Indexed(index) => (Some(index), index.files(&directory)?),
+        Weights::Indexed(index) => (Some(index), index.keys_by_file(&directory)?),
         Weights::Files(files) => {
             let without_keys = files.iter().map(|file| (file.as_str(), Vec::new()));
             (None, without_keys.collect())

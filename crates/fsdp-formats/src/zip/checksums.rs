@@ -7,7 +7,7 @@ use crate::storage::read_at::{ReadAt, Window};
 use crate::threads::on_each;
 
 /// Checks the checksum of each record of the item that lies at `stored` in a file. The first one
-/// that differs is the error.
+/// that differs is the error. An item that is no archive has none, and passes.
 pub fn check_records(
     file: &dyn ReadAt,
     stored: &StorageInfo,
@@ -20,7 +20,7 @@ pub fn check_records(
         return Ok(());
     };
     let records: Vec<(&String, &Record)> = archive.records.iter().collect();
-    let checked = on_each(&records, threads, |(name, record)| {
+    let outcomes = on_each(&records, threads, |(name, record)| {
         let start = archive.data_offset(&item, name, record)?;
         // The range is read even where there is no checksum, so that a range that cannot be read is
         // found.
@@ -35,15 +35,15 @@ pub fn check_records(
             return Err(FormatError::Corrupt {
                 file: stored.relative_path.clone(),
                 offset: stored.offset + start,
-                end: stored.offset + start + record.stored,
+                end: stored.offset + start + record.stored_bytes,
             });
         }
         Ok(())
     });
-    checked.into_iter().collect()
+    outcomes.into_iter().collect()
 }
 
-/// Computes the CRC-32 of `length` bytes from `start` on.
+/// Computes the CRC-32 of `length` bytes from `start` on, and reports them to `progress`.
 fn compute_crc(
     item: &dyn ReadAt,
     start: u64,
@@ -54,9 +54,9 @@ fn compute_crc(
     const PIECE_BYTES: u64 = 1 << 20;
     let mut hasher = crc32fast::Hasher::new();
     let mut buffer = Vec::new();
-    for at in (start..start + length).step_by(PIECE_BYTES as usize) {
-        buffer.resize((start + length - at).min(PIECE_BYTES) as usize, 0);
-        item.read_exact_at(at, &mut buffer)?;
+    for offset in (start..start + length).step_by(PIECE_BYTES as usize) {
+        buffer.resize((start + length - offset).min(PIECE_BYTES) as usize, 0);
+        item.read_exact_at(offset, &mut buffer)?;
         hasher.update(&buffer);
         if let Some(progress) = progress {
             progress(buffer.len() as u64);

@@ -25,11 +25,11 @@ const MAX_STATES: usize = 16;
 #[derive(Debug, Clone)]
 pub(crate) struct Deflated {
     /// The first byte of what is stored.
-    start: u64,
+    stored_start: u64,
     /// The bytes that are stored.
-    stored: u64,
+    stored_bytes: u64,
     /// The bytes that they become.
-    length: u64,
+    output_bytes: u64,
     states: ReadStates,
 }
 
@@ -40,11 +40,11 @@ pub(crate) struct ReadStates(Arc<Mutex<Vec<ReadState>>>);
 /// The state of a read that is under way, or has ended.
 struct ReadState {
     /// The record, by where it starts.
-    record: u64,
+    record_start: u64,
     /// The position in what the record becomes.
-    at: u64,
+    output_position: u64,
     /// The bytes of input that were used up.
-    used: u64,
+    used_input: u64,
     inflate: Box<InflateState>,
     /// Input that was read already, of which the first `consumed` bytes were used up.
     input: Vec<u8>,
@@ -54,21 +54,21 @@ struct ReadState {
 impl std::fmt::Debug for ReadState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ReadState")
-            .field("record", &self.record)
-            .field("at", &self.at)
+            .field("record", &self.record_start)
+            .field("at", &self.output_position)
             .finish_non_exhaustive()
     }
 }
 
 impl ReadStates {
-    /// Takes out the state of the read that has ended closest before a position of a record.
-    fn take(&self, record: u64, at: u64) -> Option<ReadState> {
+    /// Takes out the state of the read that has ended closest before a position of a record; `None`
+    /// if there is none.
+    fn take(&self, record_start: u64, position: u64) -> Option<ReadState> {
         let mut states = lock(&self.0);
-        let before = states
-            .iter()
-            .enumerate()
-            .filter(|(_, state)| state.record == record && state.at <= at);
-        let (index, _) = before.max_by_key(|(_, state)| state.at)?;
+        let earlier = states.iter().enumerate().filter(|(_, state)| {
+            state.record_start == record_start && state.output_position <= position
+        });
+        let (index, _) = earlier.max_by_key(|(_, state)| state.output_position)?;
         Some(states.remove(index))
     }
 
@@ -84,18 +84,18 @@ impl ReadStates {
 
 impl Deflated {
     /// Describes a record whose stored bytes begin at `start` in the file.
-    pub(crate) fn new(start: u64, record: &Record, states: &ReadStates) -> Self {
+    pub(crate) fn new(stored_start: u64, record: &Record, states: &ReadStates) -> Self {
         Deflated {
-            start,
-            stored: record.stored,
-            length: record.length,
+            stored_start,
+            stored_bytes: record.stored_bytes,
+            output_bytes: record.length,
             states: states.clone(),
         }
     }
 
     /// Returns where the stored bytes begin in the file, and how many they are.
     pub(crate) fn stored_range(&self) -> (u64, u64) {
-        (self.start, self.stored)
+        (self.stored_start, self.stored_bytes)
     }
 
     /// Returns a reader of the bytes that the record in this file becomes.
@@ -124,14 +124,14 @@ fn malformed(reason: &str) -> FormatError {
 impl Inflated<'_> {
     /// Returns the state of a read that stands at or before a position: that of an earlier read, or
     /// else of one from the beginning.
-    fn start_reading(&self, at: u64) -> ReadState {
-        let record = self.record.start;
-        match self.record.states.take(record, at) {
+    fn start_reading(&self, position: u64) -> ReadState {
+        let record_start = self.record.stored_start;
+        match self.record.states.take(record_start, position) {
             Some(state) => state,
             None => ReadState {
-                record,
-                at: 0,
-                used: 0,
+                record_start,
+                output_position: 0,
+                used_input: 0,
                 inflate: InflateState::new_boxed(DataFormat::Raw),
                 input: Vec::new(),
                 consumed: 0,
@@ -139,25 +139,29 @@ impl Inflated<'_> {
         }
     }
 
-    /// Reads the next compressed bytes, up to the end of the hashed block, because checking its
-    /// hash takes the whole block anyway. At the end of the record there are none.
+    /// Reads the next compressed bytes into `reading.input`, up to the end of the hashed block,
+    /// because checking its hash takes the whole block anyway. At the end of the record there are
+    /// none.
     fn read_input(&self, reading: &mut ReadState) -> Result<()> {
-        let at = self.record.start + reading.used;
-        let left = self.record.stored - reading.used;
+        let file_offset = self.record.stored_start + reading.used_input;
+        let bytes_left = self.record.stored_bytes - reading.used_input;
         reading.consumed = 0;
-        if left == 0 {
+        if bytes_left == 0 {
             reading.input.clear();
             return Ok(());
         }
-        let at_once = self
+        let block_bytes = self
             .file
-            .block_at(at)
-            .map_or(INPUT_BYTES, |block| block.end - at);
-        reading.input.resize(left.min(at_once) as usize, 0);
-        self.file.read_exact_at(at, &mut reading.input)
+            .block_at(file_offset)
+            .map_or(INPUT_BYTES, |block| block.end - file_offset);
+        reading
+            .input
+            .resize(bytes_left.min(block_bytes) as usize, 0);
+        self.file.read_exact_at(file_offset, &mut reading.input)
     }
 
-    /// Fills `dst` with the next bytes.
+    /// Fills `dst` with the next bytes. A stream that is damaged, or ends before `dst` is full, is
+    /// an error.
     fn read_next(&self, reading: &mut ReadState, dst: &mut [u8]) -> Result<()> {
         let mut filled = 0;
         while filled < dst.len() {
@@ -165,23 +169,23 @@ impl Inflated<'_> {
                 self.read_input(reading)?;
             }
             let input = &reading.input[reading.consumed..];
-            let done = inflate(
+            let result = inflate(
                 &mut reading.inflate,
                 input,
                 &mut dst[filled..],
                 MZFlush::None,
             );
-            filled += done.bytes_written;
-            reading.consumed += done.bytes_consumed;
-            reading.used += done.bytes_consumed as u64;
-            reading.at += done.bytes_written as u64;
-            let is_stuck = done.bytes_consumed + done.bytes_written == 0;
-            let wants_input =
-                reading.consumed == reading.input.len() && reading.used < self.record.stored;
+            filled += result.bytes_written;
+            reading.consumed += result.bytes_consumed;
+            reading.used_input += result.bytes_consumed as u64;
+            reading.output_position += result.bytes_written as u64;
+            let is_stuck = result.bytes_consumed + result.bytes_written == 0;
+            let wants_input = reading.consumed == reading.input.len()
+                && reading.used_input < self.record.stored_bytes;
             if filled == dst.len() {
                 break;
             }
-            match done.status {
+            match result.status {
                 Ok(MZStatus::StreamEnd) => {
                     return Err(malformed("it becomes fewer bytes than it says"));
                 }
@@ -196,8 +200,11 @@ impl Inflated<'_> {
     /// Fills `dst` with the bytes from `offset`, with a read that stands at or before it.
     fn fill(&self, reading: &mut ReadState, offset: u64, dst: &mut [u8]) -> Result<()> {
         let mut skipped = Vec::new();
-        while reading.at < offset {
-            skipped.resize((offset - reading.at).min(SKIPPED_BYTES) as usize, 0);
+        while reading.output_position < offset {
+            skipped.resize(
+                (offset - reading.output_position).min(SKIPPED_BYTES) as usize,
+                0,
+            );
             self.read_next(reading, &mut skipped)?;
         }
         self.read_next(reading, dst)
@@ -206,17 +213,19 @@ impl Inflated<'_> {
 
 impl ReadAt for Inflated<'_> {
     fn len(&self) -> u64 {
-        self.record.length
+        self.record.output_bytes
     }
 
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<()> {
-        end_within(self.record.length, offset, dst.len() as u64)?;
+        end_within(self.record.output_bytes, offset, dst.len() as u64)?;
         if dst.is_empty() {
             return Ok(());
         }
         let mut current = lock(&self.current);
-        let before = current.take().filter(|reading| reading.at <= offset);
-        let mut reading = before.unwrap_or_else(|| self.start_reading(offset));
+        let earlier = current
+            .take()
+            .filter(|reading| reading.output_position <= offset);
+        let mut reading = earlier.unwrap_or_else(|| self.start_reading(offset));
         self.fill(&mut reading, offset, dst)?;
         *current = Some(reading);
         Ok(())
@@ -224,9 +233,12 @@ impl ReadAt for Inflated<'_> {
 }
 
 impl Drop for Inflated<'_> {
+    /// Keeps the state of the read, unless that is at the end: a later read goes on from it.
     fn drop(&mut self) {
         let current = lock(&self.current).take();
-        if let Some(mut state) = current.filter(|state| state.at < self.record.length) {
+        if let Some(mut state) =
+            current.filter(|state| state.output_position < self.record.output_bytes)
+        {
             // A state that is kept must not take much memory.
             state.input = Vec::new();
             state.consumed = 0;
@@ -241,17 +253,18 @@ mod tests {
 
     use super::*;
 
+    /// Returns a file with these bytes in a compressed record, and the record.
     fn deflated(bytes: &[u8]) -> (Vec<u8>, Deflated) {
         let mut file = vec![0xee; 7];
         file.extend(miniz_oxide::deflate::compress_to_vec(bytes, 6));
-        let stored = file.len() as u64 - 7;
+        let stored_bytes = file.len() as u64 - 7;
         file.extend([0xee; 9]);
         (
             file,
             Deflated {
-                start: 7,
-                stored,
-                length: bytes.len() as u64,
+                stored_start: 7,
+                stored_bytes,
+                output_bytes: bytes.len() as u64,
                 states: ReadStates::default(),
             },
         )
@@ -264,7 +277,7 @@ mod tests {
             parts in prop::collection::vec((0.0..1.0, 0.0..1.0), 1..20),
         ) {
             let bytes: Vec<u8> = runs.iter().flat_map(|&(byte, count)| {
-                (0..count).map(move |at| byte.wrapping_add((at * at / 7) as u8))
+                (0..count).map(move |index| byte.wrapping_add((index * index / 7) as u8))
             }).collect();
             let (file, record) = deflated(&bytes);
             // Each part by itself, and all with one reader.
@@ -285,23 +298,23 @@ mod tests {
     #[test]
     fn a_record_that_becomes_less_or_is_cut_or_is_noise_is_an_error() {
         let bytes: Vec<u8> = (0..200_000u32)
-            .flat_map(|at| at.wrapping_mul(at).to_le_bytes())
+            .flat_map(|index| index.wrapping_mul(index).to_le_bytes())
             .collect();
         let (file, record) = deflated(&bytes);
         let mut dst = vec![0; bytes.len() + 1];
         let longer = Deflated {
-            length: record.length + 1,
+            output_bytes: record.output_bytes + 1,
             ..record.clone()
         };
         longer.reader(&file).read_exact_at(0, &mut dst).unwrap_err();
         dst.pop();
         let cut = Deflated {
-            stored: record.stored / 2,
+            stored_bytes: record.stored_bytes / 2,
             ..record.clone()
         };
         cut.reader(&file).read_exact_at(0, &mut dst).unwrap_err();
         let noise = Deflated {
-            start: 0,
+            stored_start: 0,
             ..record.clone()
         };
         noise.reader(&file).read_exact_at(0, &mut dst).unwrap_err();

@@ -24,11 +24,11 @@ pub struct Directory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
     /// The start of its local header.
-    pub header: u64,
+    pub header_offset: u64,
     /// Bytes of its data.
     pub length: u64,
     /// Bytes that it takes in the archive: fewer than its data, where that is compressed.
-    pub stored: u64,
+    pub stored_bytes: u64,
     /// `true` if it is compressed with DEFLATE. Only an archive [without a
     /// root](Directory::read_rootless) has such records.
     pub is_deflated: bool,
@@ -57,41 +57,47 @@ fn malformed(offset: u64, what: &'static str) -> FormatError {
 }
 
 /// Returns the `N` bytes at a position. The caller has checked that they are there.
-fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    *bytes[at..]
+fn array_at<const N: usize>(bytes: &[u8], position: usize) -> [u8; N] {
+    *bytes[position..]
         .first_chunk()
         .expect("the length was checked before")
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> u16 {
-    u16::from_le_bytes(array_at(bytes, at))
+/// Returns the number of 16 bits at a position, little-endian as all numbers of an archive.
+fn u16_at(bytes: &[u8], position: usize) -> u16 {
+    u16::from_le_bytes(array_at(bytes, position))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(array_at(bytes, at))
+fn u32_at(bytes: &[u8], position: usize) -> u32 {
+    u32::from_le_bytes(array_at(bytes, position))
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(array_at(bytes, at))
+fn u64_at(bytes: &[u8], position: usize) -> u64 {
+    u64::from_le_bytes(array_at(bytes, position))
 }
 
-/// Returns `true` if the size in a header is this length, or is told elsewhere.
+/// Returns `true` if the size in a header is this length, or if the header says that the size is in
+/// a zip64 field.
 fn is_length(size: u32, length: u64) -> bool {
     size == IN_ZIP64 || u64::from(size) == length
 }
 
 impl Directory {
-    /// Reads the directory of the archive that is all of `source`: all records lie below one root.
+    /// Reads the directory of the archive that is all of `source`. Records that do not all lie
+    /// below one root are an error.
     pub fn read(source: &dyn ReadAt) -> Result<Self> {
         let mut root: Option<String> = None;
-        let records = read_records(source, false, &mut |name, here| {
-            let (top, below) = name
-                .split_once('/')
-                .ok_or_else(|| malformed(here, "a record lies outside the root directory"))?;
-            if *root.get_or_insert_with(|| top.to_owned()) != top {
-                return Err(malformed(here, "the archive has several root directories"));
+        let records = read_records(source, false, &mut |name, entry_offset| {
+            let (top_name, path_below) = name.split_once('/').ok_or_else(|| {
+                malformed(entry_offset, "a record lies outside the root directory")
+            })?;
+            if *root.get_or_insert_with(|| top_name.to_owned()) != top_name {
+                return Err(malformed(
+                    entry_offset,
+                    "the archive has several root directories",
+                ));
             }
-            Ok(below.to_owned())
+            Ok(path_below.to_owned())
         })?;
         Ok(Directory {
             // An archive without records has no root.
@@ -110,7 +116,8 @@ impl Directory {
         })
     }
 
-    /// Returns the record of this name.
+    /// Returns the record of this name. If there is none, the error is
+    /// [`FormatError::MissingRecord`].
     pub fn get(&self, name: &str) -> Result<&Record> {
         self.records
             .get(name)
@@ -119,16 +126,17 @@ impl Directory {
             })
     }
 
-    /// Returns where the data of a record starts, after checking its local header.
+    /// Returns where the data of a record starts, after checking its local header. A header that is
+    /// not what the directory says, and data beyond the end of the archive are errors.
     pub fn data_offset(&self, source: &dyn ReadAt, name: &str, record: &Record) -> Result<u64> {
         let header = read_whole(
             source,
-            record.header,
+            record.header_offset,
             LOCAL_HEADER_BYTES + u64::from(record.name_length),
         )?;
         if u32_at(&header, 0) != LOCAL_HEADER {
             return Err(malformed(
-                record.header,
+                record.header_offset,
                 "no local header where the directory says",
             ));
         }
@@ -138,38 +146,39 @@ impl Directory {
         };
         let is_named = header[LOCAL_HEADER_BYTES as usize..]
             .strip_prefix(root.as_bytes())
-            .is_some_and(|below| below == name.as_bytes());
+            .is_some_and(|path_below| path_below == name.as_bytes());
         if u16_at(&header, 26) != record.name_length || !is_named {
             return Err(malformed(
-                record.header,
+                record.header_offset,
                 "the local header is another record's",
             ));
         }
         if u16_at(&header, 8) != if record.is_deflated { DEFLATED } else { STORED } {
             return Err(malformed(
-                record.header,
+                record.header_offset,
                 "the local header and the directory disagree on whether the record is compressed",
             ));
         }
         // With a data descriptor (bit 3) the header's own sizes are 0.
-        let stored = u32_at(&header, 18);
-        let full = u32_at(&header, 22);
-        let deferred = u16_at(&header, 6) & 8 != 0 && stored == 0 && full == 0;
-        let agree = is_length(stored, record.stored) && is_length(full, record.length);
-        if !deferred && !agree {
+        let stored_length = u32_at(&header, 18);
+        let full_length = u32_at(&header, 22);
+        let are_deferred = u16_at(&header, 6) & 8 != 0 && stored_length == 0 && full_length == 0;
+        let do_agree =
+            is_length(stored_length, record.stored_bytes) && is_length(full_length, record.length);
+        if !are_deferred && !do_agree {
             return Err(malformed(
-                record.header,
+                record.header_offset,
                 "the local header and the directory disagree on the length",
             ));
         }
-        let data = record.header
+        let data_offset = record.header_offset
             + LOCAL_HEADER_BYTES
             + u64::from(record.name_length)
             + u64::from(u16_at(&header, 28));
-        match data.checked_add(record.stored) {
-            Some(end) if end <= source.len() => Ok(data),
+        match data_offset.checked_add(record.stored_bytes) {
+            Some(end) if end <= source.len() => Ok(data_offset),
             _ => Err(malformed(
-                record.header,
+                record.header_offset,
                 "the record ends beyond the archive",
             )),
         }
@@ -204,41 +213,50 @@ impl Directory {
         self.read_record(source, "data.pkl", MAX_OBJECT_BYTES)
     }
 
-    /// Reads all bytes of a small record.
-    pub fn read_record(&self, source: &dyn ReadAt, name: &str, limit: u64) -> Result<Vec<u8>> {
+    /// Reads all bytes of a record that is not compressed. One of more than `max_bytes` bytes is an
+    /// error.
+    pub fn read_record(&self, source: &dyn ReadAt, name: &str, max_bytes: u64) -> Result<Vec<u8>> {
         let record = self.get(name)?;
-        check_limit("record length", record.length, limit)?;
-        let data = self.data_offset(source, name, record)?;
-        read_whole(source, data, record.length)
+        check_limit("record length", record.length, max_bytes)?;
+        let data_offset = self.data_offset(source, name, record)?;
+        read_whole(source, data_offset, record.length)
     }
 }
 
 /// Reads all entries of a directory, and returns the records by their names, in its order.
-/// `name_of` turns the name in the entry at a position into that of the record.
+/// `record_name` turns the name in the entry at an offset into that of the record. With
+/// `may_deflate`, records may be compressed.
 fn read_records(
     source: &dyn ReadAt,
     may_deflate: bool,
-    name_of: &mut dyn FnMut(&str, u64) -> Result<String>,
+    record_name: &mut dyn FnMut(&str, u64) -> Result<String>,
 ) -> Result<IndexMap<String, Record>> {
-    let (start, length, count) = find_directory(source)?;
-    check_limit("zip directory length", length, MAX_ZIP_DIRECTORY_BYTES)?;
+    let (directory_offset, directory_length, entry_count) = find_directory(source)?;
+    check_limit(
+        "zip directory length",
+        directory_length,
+        MAX_ZIP_DIRECTORY_BYTES,
+    )?;
     // Every entry takes at least 46 bytes, so the count cannot make us allocate more than the
     // directory itself.
-    if count > length / 46 {
+    if entry_count > directory_length / 46 {
         return Err(malformed(
-            start,
+            directory_offset,
             "the directory is too short for its number of entries",
         ));
     }
     // A record takes about so much, besides its name.
     const RECORD_COST_BYTES: u64 = 128;
-    Budget::new(length, 1).charge("memory for records", count * RECORD_COST_BYTES + length)?;
-    let bytes = read_whole(source, start, length)?;
-    let mut records = IndexMap::with_capacity(count as usize);
-    let mut at = 0usize;
-    for _ in 0..count {
-        let (name, record, next) = read_entry(&bytes, at, start)?;
-        let here = start + at as u64;
+    Budget::new(directory_length, 1).charge(
+        "memory for records",
+        entry_count * RECORD_COST_BYTES + directory_length,
+    )?;
+    let bytes = read_whole(source, directory_offset, directory_length)?;
+    let mut records = IndexMap::with_capacity(entry_count as usize);
+    let mut position = 0usize;
+    for _ in 0..entry_count {
+        let (name, record, next_position) = read_entry(&bytes, position, directory_offset)?;
+        let entry_offset = directory_offset + position as u64;
         if record.is_deflated && !may_deflate {
             let kind = if name.contains("/code/") {
                 "TorchScript"
@@ -249,23 +267,29 @@ fn read_records(
             return Err(FormatError::unsupported(what));
         }
         let end = record
-            .header
+            .header_offset
             .checked_add(LOCAL_HEADER_BYTES + u64::from(record.name_length))
-            .and_then(|at| at.checked_add(record.stored));
-        if end.is_none_or(|end| end > start) {
+            .and_then(|data_offset| data_offset.checked_add(record.stored_bytes));
+        if end.is_none_or(|end| end > directory_offset) {
             return Err(malformed(
-                here,
+                entry_offset,
                 "a record does not lie before the directory",
             ));
         }
-        if records.insert(name_of(name, here)?, record).is_some() {
-            return Err(malformed(here, "a record stands twice in the directory"));
+        if records
+            .insert(record_name(name, entry_offset)?, record)
+            .is_some()
+        {
+            return Err(malformed(
+                entry_offset,
+                "a record stands twice in the directory",
+            ));
         }
-        at = next;
+        position = next_position;
     }
-    if at as u64 != length {
+    if position as u64 != directory_length {
         return Err(malformed(
-            start + at as u64,
+            directory_offset + position as u64,
             "the directory's length is wrong",
         ));
     }
@@ -277,177 +301,194 @@ fn read_records(
 /// Finds the directory of an archive by the records at its end, and returns where the directory
 /// starts, its length in bytes, and the number of its entries.
 fn find_directory(source: &dyn ReadAt) -> Result<(u64, u64, u64)> {
-    let total = source.len();
+    let archive_length = source.len();
     // Mostly there is no comment, and the end record is the last bytes; only otherwise more is
     // read.
-    let mut tail_length = (ZIP64_LENGTH + END_LENGTH).min(total);
-    let mut tail = read_whole(source, total - tail_length, tail_length)?;
+    let mut tail_length = (ZIP64_LENGTH + END_LENGTH).min(archive_length);
+    let mut tail = read_whole(source, archive_length - tail_length, tail_length)?;
     let ends_without_comment = tail
         .last_chunk::<{ END_LENGTH as usize }>()
         .is_some_and(|end| u32_at(end, 0) == END && u16_at(end, 20) == 0);
     if !ends_without_comment {
-        tail_length = LONGEST_END.min(total);
-        tail = read_whole(source, total - tail_length, tail_length)?;
+        tail_length = LONGEST_END.min(archive_length);
+        tail = read_whole(source, archive_length - tail_length, tail_length)?;
     }
     // The end record is the last one, and its comment reaches exactly to the end.
-    let at = (0..tail.len().saturating_sub(END_LENGTH as usize - 1))
+    let tail_position = (0..tail.len().saturating_sub(END_LENGTH as usize - 1))
         .rev()
-        .find(|&at| {
-            u32_at(&tail, at) == END
-                && at + END_LENGTH as usize + usize::from(u16_at(&tail, at + 20)) == tail.len()
+        .find(|&tail_position| {
+            u32_at(&tail, tail_position) == END
+                && tail_position
+                    + END_LENGTH as usize
+                    + usize::from(u16_at(&tail, tail_position + 20))
+                    == tail.len()
         })
         .ok_or_else(|| {
             malformed(
-                total,
+                archive_length,
                 "no zip end record: the archive is cut short, or is none",
             )
         })?;
-    let end_at = total - tail_length + at as u64;
-    let end = &tail[at..];
-    let mut count = u64::from(u16_at(end, 10));
-    let mut length = u64::from(u32_at(end, 12));
-    let mut start = u64::from(u32_at(end, 16));
-    let mut limit = end_at;
+    let end_offset = archive_length - tail_length + tail_position as u64;
+    let end_record = &tail[tail_position..];
+    let mut entry_count = u64::from(u16_at(end_record, 10));
+    let mut length = u64::from(u32_at(end_record, 12));
+    let mut start = u64::from(u32_at(end_record, 16));
+    let mut expected_end = end_offset;
     // If one of these values is too large for the end record, all are in the zip64 end record. A
     // locator just before the end record says where that is.
-    if count == u64::from(u16::MAX) || length == u64::from(IN_ZIP64) || start == u64::from(IN_ZIP64)
+    if entry_count == u64::from(u16::MAX)
+        || length == u64::from(IN_ZIP64)
+        || start == u64::from(IN_ZIP64)
     {
-        let locator_at = end_at
+        let locator_offset = end_offset
             .checked_sub(20)
-            .ok_or_else(|| malformed(end_at, "no zip64 locator"))?;
-        let locator = read_whole(source, locator_at, 20)?;
+            .ok_or_else(|| malformed(end_offset, "no zip64 locator"))?;
+        let locator = read_whole(source, locator_offset, 20)?;
         if u32_at(&locator, 0) != ZIP64_LOCATOR {
-            return Err(malformed(locator_at, "no zip64 locator"));
+            return Err(malformed(locator_offset, "no zip64 locator"));
         }
-        limit = u64_at(&locator, 8);
-        if limit.checked_add(56).is_none_or(|end| end > locator_at) {
-            return Err(malformed(locator_at, "the zip64 locator points nowhere"));
+        expected_end = u64_at(&locator, 8);
+        if expected_end
+            .checked_add(56)
+            .is_none_or(|end| end > locator_offset)
+        {
+            return Err(malformed(
+                locator_offset,
+                "the zip64 locator points nowhere",
+            ));
         }
-        let record = read_whole(source, limit, 56)?;
+        let record = read_whole(source, expected_end, 56)?;
         if u32_at(&record, 0) != ZIP64_END {
             return Err(malformed(
-                limit,
+                expected_end,
                 "no zip64 end record where the locator says",
             ));
         }
-        count = u64_at(&record, 32);
+        entry_count = u64_at(&record, 32);
         length = u64_at(&record, 40);
         start = u64_at(&record, 48);
     }
     // If several archives follow each other, as in a file of DCP, the last one counts positions
     // from its own start. Its directory would then be looked for in another archive, so it must end
     // where the end record begins.
-    let zip64_at = end_at.checked_sub(ZIP64_LENGTH);
-    let has_zip64 = at
+    let zip64_offset = end_offset.checked_sub(ZIP64_LENGTH);
+    let has_zip64 = tail_position
         .checked_sub(ZIP64_LENGTH as usize)
-        .is_some_and(|at| u32_at(&tail, at) == ZIP64_END);
+        .is_some_and(|zip64_position| u32_at(&tail, zip64_position) == ZIP64_END);
     let directory_end = start.checked_add(length);
-    if directory_end != Some(limit) && !(has_zip64 && directory_end == zip64_at) {
+    if directory_end != Some(expected_end) && !(has_zip64 && directory_end == zip64_offset) {
         return Err(malformed(
-            end_at,
+            end_offset,
             "the directory does not lie just before its end record",
         ));
     }
-    Ok((start, length, count))
+    Ok((start, length, entry_count))
 }
 
-/// Returns the error of a directory that ends inside the entry at a position.
-fn cut_short(here: u64) -> FormatError {
-    malformed(here, "the directory is cut short")
+/// Returns the error of a directory that ends inside the entry at an offset.
+fn cut_short_error(entry_offset: u64) -> FormatError {
+    malformed(entry_offset, "the directory is cut short")
 }
 
-/// Reads the entry at `at` of a directory that begins at `start` in the archive. Returns the name,
-/// the record, and where the next entry starts in `bytes`.
-fn read_entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usize)> {
-    let here = start + at as u64;
-    let fixed = bytes.get(at..at + 46).ok_or_else(|| cut_short(here))?;
-    if u32_at(fixed, 0) != DIRECTORY_ENTRY {
-        return Err(malformed(here, "not a directory entry"));
+/// Reads the entry at `position` in `bytes`, a directory that begins at `directory_offset` in the
+/// archive. Returns the name, the record, and the position of the next entry.
+fn read_entry(
+    bytes: &[u8],
+    position: usize,
+    directory_offset: u64,
+) -> Result<(&str, Record, usize)> {
+    let entry_offset = directory_offset + position as u64;
+    let fixed_fields = bytes
+        .get(position..position + 46)
+        .ok_or_else(|| cut_short_error(entry_offset))?;
+    if u32_at(fixed_fields, 0) != DIRECTORY_ENTRY {
+        return Err(malformed(entry_offset, "not a directory entry"));
     }
-    let name_length = u16_at(fixed, 28);
-    let name_end = at + 46 + usize::from(name_length);
-    let extra_end = name_end + usize::from(u16_at(fixed, 30));
-    let next = extra_end + usize::from(u16_at(fixed, 32));
+    let name_length = u16_at(fixed_fields, 28);
+    let name_end = position + 46 + usize::from(name_length);
+    let extra_end = name_end + usize::from(u16_at(fixed_fields, 30));
+    let next_position = extra_end + usize::from(u16_at(fixed_fields, 32));
     let name_bytes = bytes
-        .get(at + 46..name_end)
-        .ok_or_else(|| cut_short(here))?;
+        .get(position + 46..name_end)
+        .ok_or_else(|| cut_short_error(entry_offset))?;
     let mut extra = bytes
         .get(name_end..extra_end)
-        .ok_or_else(|| cut_short(here))?;
-    if next > bytes.len() {
-        return Err(cut_short(here));
+        .ok_or_else(|| cut_short_error(entry_offset))?;
+    if next_position > bytes.len() {
+        return Err(cut_short_error(entry_offset));
     }
     let name = std::str::from_utf8(name_bytes)
-        .map_err(|_| malformed(here, "a record's name is not UTF-8"))?;
+        .map_err(|_| malformed(entry_offset, "a record's name is not UTF-8"))?;
     let is_plain = !name.contains(['\\', '\0'])
         && name
             .split('/')
             .all(|part| !part.is_empty() && part != "." && part != "..");
     if !is_plain {
         return Err(malformed(
-            here,
+            entry_offset,
             "a record's name is not a plain relative path",
         ));
     }
-    let is_deflated = match u16_at(fixed, 10) {
+    let is_deflated = match u16_at(fixed_fields, 10) {
         STORED => false,
         DEFLATED => true,
         _ => {
             return Err(malformed(
-                here,
+                entry_offset,
                 "the record is compressed in an unknown way",
             ));
         }
     };
-    let stored32 = u32_at(fixed, 20);
-    let full32 = u32_at(fixed, 24);
-    let header32 = u32_at(fixed, 42);
-    let mut stored = u64::from(stored32);
-    let mut full = u64::from(full32);
-    let mut header = u64::from(header32);
+    let stored32 = u32_at(fixed_fields, 20);
+    let full32 = u32_at(fixed_fields, 24);
+    let header32 = u32_at(fixed_fields, 42);
+    let mut stored_length = u64::from(stored32);
+    let mut full_length = u64::from(full32);
+    let mut header_offset = u64::from(header32);
     while extra.len() >= 4 {
         let length = usize::from(u16_at(extra, 2));
         let Some(field) = extra.get(4..4 + length) else {
             break;
         };
         if u16_at(extra, 0) == ZIP64_EXTRA {
-            let mut values = field.chunks_exact(8);
+            let mut large_values = field.chunks_exact(8);
             // Values that do not fit 32 bits are here, in this order.
             for (value, value32) in [
-                (&mut full, full32),
-                (&mut stored, stored32),
-                (&mut header, header32),
+                (&mut full_length, full32),
+                (&mut stored_length, stored32),
+                (&mut header_offset, header32),
             ] {
                 if value32 == IN_ZIP64 {
-                    let large = values
+                    let large_bytes = large_values
                         .next()
-                        .ok_or_else(|| malformed(here, "a zip64 value is missing"))?;
-                    *value = u64_at(large, 0);
+                        .ok_or_else(|| malformed(entry_offset, "a zip64 value is missing"))?;
+                    *value = u64_at(large_bytes, 0);
                 }
             }
         }
         extra = &extra[4 + length..];
     }
-    if !is_deflated && stored != full {
-        return Err(malformed(here, "a stored record has two lengths"));
+    if !is_deflated && stored_length != full_length {
+        return Err(malformed(entry_offset, "a stored record has two lengths"));
     }
-    if full > stored.saturating_mul(MAX_DEFLATION) {
+    if full_length > stored_length.saturating_mul(MAX_DEFLATION) {
         return Err(malformed(
-            here,
+            entry_offset,
             "a record is longer than what is stored of it can become",
         ));
     }
     Ok((
         name,
         Record {
-            header,
-            length: full,
-            stored,
+            header_offset,
+            length: full_length,
+            stored_bytes: stored_length,
             is_deflated,
-            crc: u32_at(fixed, 16),
+            crc: u32_at(fixed_fields, 16),
             name_length,
         },
-        next,
+        next_position,
     ))
 }
 
@@ -455,10 +496,13 @@ fn read_entry(bytes: &[u8], at: usize, start: u64) -> Result<(&str, Record, usiz
 /// once.
 fn check_disjoint<'r>(records: impl Iterator<Item = &'r Record>) -> Result<()> {
     let mut ranges: Vec<_> = records
-        .map(|r| {
+        .map(|record| {
             (
-                r.header,
-                r.header + LOCAL_HEADER_BYTES + u64::from(r.name_length) + r.stored,
+                record.header_offset,
+                record.header_offset
+                    + LOCAL_HEADER_BYTES
+                    + u64::from(record.name_length)
+                    + record.stored_bytes,
             )
         })
         .collect();

@@ -5,9 +5,13 @@ use crate::error::FormatError;
 use crate::storage::read_at::ReadAt;
 use std::io::Read as _;
 
+/// Returns an archive with these storages.
 fn archive(storages: &[&[u8]]) -> Vec<u8> {
-    let lengths: Vec<u64> = storages.iter().map(|s| s.len()).collect();
-    let crcs: Vec<u32> = storages.iter().map(|s| crc32fast::hash(s)).collect();
+    let lengths: Vec<u64> = storages.iter().map(|storage| storage.len()).collect();
+    let crcs: Vec<u32> = storages
+        .iter()
+        .map(|storage| crc32fast::hash(storage))
+        .collect();
     let layout = ArchiveLayout::new("archive", b"\x80\x02N.".to_vec(), &lengths);
     let mut bytes = layout.head(crcs.first().copied().unwrap_or(0));
     for (index, storage) in storages.iter().enumerate() {
@@ -78,10 +82,10 @@ impl ReadAt for Sparse {
     fn read_exact_at(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         dst.fill(0);
         for (start, bytes) in &self.parts {
-            for (i, byte) in bytes.iter().enumerate() {
-                let at = start + i as u64;
-                if at >= offset && at < offset + dst.len() as u64 {
-                    dst[(at - offset) as usize] = *byte;
+            for (index, byte) in bytes.iter().enumerate() {
+                let position = start + index as u64;
+                if position >= offset && position < offset + dst.len() as u64 {
+                    dst[(position - offset) as usize] = *byte;
                 }
             }
         }
@@ -148,13 +152,13 @@ fn names_that_lead_elsewhere_and_duplicates_are_refused() {
     let good = archive(&[b"hello"]);
     let patch = |good: &[u8], from: &[u8], to: &[u8]| {
         let mut bytes = good.to_vec();
-        let mut at = 0;
-        while let Some(found) = bytes[at..]
+        let mut position = 0;
+        while let Some(found) = bytes[position..]
             .windows(from.len())
             .position(|window| window == from)
         {
-            bytes[at + found..at + found + to.len()].copy_from_slice(to);
-            at += found + from.len();
+            bytes[position + found..position + found + to.len()].copy_from_slice(to);
+            position += found + from.len();
         }
         bytes
     };

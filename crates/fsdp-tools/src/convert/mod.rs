@@ -205,7 +205,8 @@ fn check_source(
 
 /// Refuses dicts whose keys would become the same text.
 fn check_same_texts(source: &dyn Checkpoint) -> Result<(), FileError> {
-    let Some((path, [other, text])) = source.structure().and_then(Structure::same_texts) else {
+    let Some((path, [other, text])) = source.structure().and_then(Structure::find_same_texts)
+    else {
         return Ok(());
     };
     let what = format!(
@@ -319,7 +320,7 @@ fn find_lost_containers(source: &dyn Checkpoint, target: OutputFormat) -> Vec<St
     };
     let mut containers = structure.modules();
     if target != OutputFormat::Torch {
-        containers.extend(structure.untold());
+        containers.extend(structure.describe_untold());
     }
     containers
 }

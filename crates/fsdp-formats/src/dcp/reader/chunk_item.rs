@@ -41,6 +41,6 @@ impl<'m> ChunkItem<'m> {
 /// Returns the most bytes that the item of a box may have. A box whose bytes cannot be counted fits
 /// in no item.
 pub(super) fn max_item_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
-    let payload = byte_length(bounds, dtype).map_or(0, |bytes| bytes as u64);
-    payload.saturating_add(MAX_OVERHEAD_BYTES)
+    let payload_bytes = byte_length(bounds, dtype).map_or(0, |bytes| bytes as u64);
+    payload_bytes.saturating_add(MAX_OVERHEAD_BYTES)
 }

@@ -26,16 +26,16 @@ const SMALL_ITEM_BYTES: u64 = 64 << 10;
 /// The most items that are kept to recognize others by. Each takes about 2 KiB.
 const MAX_KNOWN_ITEMS: usize = 1024;
 
-/// A chunk's tensor, and the bytes in which it was found.
-pub(super) struct Located {
-    pub(super) bytes: Bytes,
-    /// The start of the item in them.
-    pub(super) start: u64,
+/// A chunk's tensor, and the source of bytes in which it was found.
+pub(super) struct LocatedTensor {
+    pub(super) source: ItemSource,
+    /// The start of the item in the source.
+    pub(super) item_start: u64,
     pub(super) tensor: StoredTensor,
 }
 
-/// The bytes in which an item was found.
-pub(super) enum Bytes {
+/// The source of the bytes of an item.
+pub(super) enum ItemSource {
     /// The item itself.
     Memory(Vec<u8>),
     /// The file that it lies in.
@@ -56,12 +56,12 @@ impl CheckpointReader {
     }
 
     /// Finds the tensor of a chunk in its file. Small items are read whole; of large ones only the
-    /// ends are read.
+    /// ends are read. A tensor of another dtype or shape than the chunk's is an error.
     pub(super) fn locate_tensor(
         &self,
         file: &Arc<CheckedFile>,
         item: ChunkItem<'_>,
-    ) -> Result<Located, FormatError> {
+    ) -> Result<LocatedTensor, FormatError> {
         let located = match self.locate_in_archive(file, item) {
             // Not a zip: torch's SAFETENSORS format has all tensors of a file in one blob, at the
             // offset given for each.
@@ -71,12 +71,15 @@ impl CheckpointReader {
             located => located?,
         };
         // The dtype and shape in the item must be those of the chunk in the metadata.
-        let found = &located.tensor.tensor;
+        let found_tensor = &located.tensor.tensor;
         let sizes = &item.bounds.sizes;
-        if found.dtype != item.dtype || found.shape != *sizes {
+        if found_tensor.dtype != item.dtype || found_tensor.shape != *sizes {
             return Err(FormatError::unexpected(
                 format!("a `{}` tensor of shape {sizes:?}", item.dtype),
-                format!("a `{}` tensor of shape {:?}", found.dtype, found.shape),
+                format!(
+                    "a `{}` tensor of shape {:?}",
+                    found_tensor.dtype, found_tensor.shape
+                ),
             ));
         }
         Ok(located)
@@ -87,7 +90,7 @@ impl CheckpointReader {
         &self,
         file: &Arc<CheckedFile>,
         item: ChunkItem<'_>,
-    ) -> Result<Located, FormatError> {
+    ) -> Result<LocatedTensor, FormatError> {
         let ChunkItem {
             dtype,
             bounds,
@@ -98,24 +101,25 @@ impl CheckpointReader {
         // from the start.
         if stored.length <= SMALL_ITEM_BYTES || !stored.transforms.is_empty() {
             let bytes = read_item_bytes(&**file, stored, max_item_bytes(bounds, dtype))?;
-            let known = self.known_item(dtype, &bounds.sizes, bytes.len() as u64);
-            return Ok(Located {
-                tensor: StoredTensor::locate_known(&bytes, known.as_deref())?,
-                bytes: Bytes::Memory(bytes),
-                start: 0,
+            let known_item = self.known_item(dtype, &bounds.sizes, bytes.len() as u64);
+            return Ok(LocatedTensor {
+                tensor: StoredTensor::locate_known(&bytes, known_item.as_deref())?,
+                source: ItemSource::Memory(bytes),
+                item_start: 0,
             });
         }
-        let known = self.known_item(dtype, &bounds.sizes, stored.length);
+        let known_item = self.known_item(dtype, &bounds.sizes, stored.length);
         let window = Window::new(&**file, stored.offset, stored.length)?;
-        Ok(Located {
-            tensor: StoredTensor::locate_known(&window, known.as_deref())?,
-            bytes: Bytes::File(file.clone()),
-            start: stored.offset,
+        Ok(LocatedTensor {
+            tensor: StoredTensor::locate_known(&window, known_item.as_deref())?,
+            source: ItemSource::File(file.clone()),
+            item_start: stored.offset,
         })
     }
 
-    /// Returns the item that this library writes for a tensor, if it has so many bytes. An item is
-    /// made once for all tensors of the same dtype and shape.
+    /// Returns the item that this library writes for a tensor; `None` if it writes none, if the
+    /// item has another length, or if too many are kept already. An item is made once for all
+    /// tensors of the same dtype and shape.
     fn known_item(&self, dtype: DType, shape: &[usize], length: u64) -> Option<Arc<KnownItem>> {
         let key = (dtype, shape.to_vec());
         let mut items = lock(&self.known_items);
@@ -130,18 +134,18 @@ impl CheckpointReader {
     }
 
     /// Finds the tensor of this key in a safetensors blob that starts at the item's offset and ends
-    /// with the file.
+    /// with the file; `None` if there is no such blob, or no such tensor in it.
     fn locate_in_blob(
         &self,
         file: &Arc<CheckedFile>,
         fqn: &str,
         stored: &StorageInfo,
-    ) -> Option<Located> {
+    ) -> Option<LocatedTensor> {
         let header = self.blob_header(file, stored)?;
         let info = header.tensors.get(fqn)?;
-        Some(Located {
-            bytes: Bytes::File(file.clone()),
-            start: stored.offset,
+        Some(LocatedTensor {
+            source: ItemSource::File(file.clone()),
+            item_start: stored.offset,
             tensor: StoredTensor {
                 tensor: TensorRef::row_major(
                     fqn.to_owned(),
@@ -169,7 +173,8 @@ impl CheckpointReader {
             .clone()
     }
 
-    /// Returns the type of a tensor's first item, if it is not that of a plain tensor.
+    /// Returns the type of the object in a tensor's first stored item; `None` if it is a plain
+    /// tensor, or cannot be read.
     pub(super) fn opaque_type_of_tensor(&self, fqn: &str, tensor: &TensorEntry) -> Option<String> {
         let item = tensor
             .chunks
@@ -210,8 +215,8 @@ impl CheckpointReader {
         let ChunkItem { fqn, stored, .. } = item;
         self.read_from_file(fqn, stored, |file| {
             Window::new(&**file, stored.offset, stored.length)?;
-            let payload = byte_length(item.bounds, item.dtype).unwrap_or(usize::MAX);
-            if !stored.transforms.is_empty() || payload as u64 <= stored.length {
+            let payload_bytes = byte_length(item.bounds, item.dtype).unwrap_or(usize::MAX);
+            if !stored.transforms.is_empty() || payload_bytes as u64 <= stored.length {
                 return Ok(());
             }
             // If the item is opaque, report that: it is more helpful than a wrong length.
@@ -221,7 +226,7 @@ impl CheckpointReader {
                 return Err(error);
             }
             Err(FormatError::unexpected(
-                format!("an item of at least {payload} bytes"),
+                format!("an item of at least {payload_bytes} bytes"),
                 format!("one of {}", stored.length),
             ))
         })

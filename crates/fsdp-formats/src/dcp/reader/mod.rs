@@ -84,20 +84,21 @@ impl CheckpointReader {
         let path = location.name();
         let directory = match CheckedDirectory::open(&location, options.verify, Links::Refuse) {
             Err(FileError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                return Err(not_committed(path, "there is nothing"));
+                return Err(not_committed_error(path, "there is nothing"));
             }
             directory => directory?,
         };
         // There are several metadata files if each rank has written its own.
-        let mut parts = Vec::new();
+        let mut metadata_parts = Vec::new();
         for name in metadata_files(&directory)? {
             let bytes = directory.read_checked(&name, MAX_PICKLE_BYTES)?;
-            parts.push(decode(&bytes).map_err(|error| directory.file_error(&name, error.into()))?);
+            metadata_parts
+                .push(decode(&bytes).map_err(|error| directory.file_error(&name, error.into()))?);
         }
-        let metadata = match parts.len() {
-            0 => return Err(not_committed(path, missing_metadata(path))),
-            1 => parts.swap_remove(0),
-            _ => Metadata::merge(parts),
+        let metadata = match metadata_parts.len() {
+            0 => return Err(not_committed_error(path, missing_metadata_reason(path))),
+            1 => metadata_parts.swap_remove(0),
+            _ => Metadata::merge(metadata_parts),
         };
         Ok(CheckpointReader {
             directory,
@@ -203,8 +204,9 @@ impl Checkpoint for CheckpointReader {
         })
     }
 
-    /// A stream transform may have made an item shorter than its chunk, and an opaque item has a
-    /// length of its own.
+    /// Checks that the item of each chunk that is not empty lies in its file and is long enough. A
+    /// chunk that is stored nowhere is an error. An item with a stream transform may be shorter
+    /// than its chunk, and an opaque one has a length of its own, so those may have any length.
     fn check_stored(&self, keys: KeyFilter<'_>) -> Result<(), FileError> {
         for (fqn, tensor) in self.metadata.tensors().filter(|(fqn, _)| keys(fqn)) {
             for chunk in &tensor.chunks {
@@ -228,26 +230,27 @@ impl Checkpoint for CheckpointReader {
         let Some(tensor) = self.metadata.tensor(fqn) else {
             return Ok(None);
         };
-        let mut first: Option<(&StorageInfo, Option<PlainValue>)> = None;
+        let mut first_found: Option<(&StorageInfo, Option<PlainValue>)> = None;
         for chunk in &tensor.chunks {
             let Some(stored) = &chunk.stored else {
                 continue;
             };
             let max_bytes = max_item_bytes(&chunk.bounds, tensor.properties.dtype);
-            let found = self.read_from_file(fqn, stored, |file| {
+            let quantizer = self.read_from_file(fqn, stored, |file| {
                 read_quantizer(&**file, stored, max_bytes)
             })?;
-            let (place, quantizer) = first.get_or_insert_with(|| (stored, found.clone()));
-            if !is_same_quantizer(quantizer.as_ref(), found.as_ref()) {
+            let (first_stored, first_quantizer) =
+                first_found.get_or_insert_with(|| (stored, quantizer.clone()));
+            if !is_same_quantizer(first_quantizer.as_ref(), quantizer.as_ref()) {
                 return Err(FileError::Differing {
                     fqn: fqn.to_owned(),
                     what: "has another scale or zero point".to_owned(),
-                    first: place.relative_path.clone(),
+                    first: first_stored.relative_path.clone(),
                     second: stored.relative_path.clone(),
                 });
             }
         }
-        Ok(first.and_then(|(_, quantizer)| quantizer))
+        Ok(first_found.and_then(|(_, quantizer)| quantizer))
     }
 
     fn read_replica(
@@ -271,7 +274,8 @@ impl Checkpoint for CheckpointReader {
     }
 }
 
-fn not_committed(path: &Path, reason: &'static str) -> FileError {
+/// Returns the error of a directory that is no checkpoint.
+fn not_committed_error(path: &Path, reason: &'static str) -> FileError {
     FileError::NotCommitted {
         path: path.to_owned(),
         reason,
@@ -279,7 +283,7 @@ fn not_committed(path: &Path, reason: &'static str) -> FileError {
 }
 
 /// Returns the likely reason why a directory has no metadata.
-fn missing_metadata(path: &Path) -> &'static str {
+fn missing_metadata_reason(path: &Path) -> &'static str {
     let is_staging = path
         .file_name()
         .and_then(|name| name.to_str())
@@ -308,7 +312,7 @@ pub(crate) fn metadata_files(directory: &CheckedDirectory) -> Result<Vec<String>
         .collect())
 }
 
-/// Returns the rank in the name of a rank's own metadata file.
+/// Returns the rank in the name of a rank's own metadata file; `None` for other names.
 fn rank_of_metadata(name: &str) -> Option<u32> {
     let rank = name
         .strip_prefix("__")?

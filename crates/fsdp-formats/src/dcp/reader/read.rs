@@ -4,7 +4,7 @@ use fsdp_layout::TensorBox;
 
 use super::CheckpointReader;
 use super::chunk_item::ChunkItem;
-use super::items::Bytes;
+use super::items::ItemSource;
 use crate::error::FileError;
 use crate::formats::checkpoint::Checkpoint as _;
 use crate::formats::lookup::{request_of, tensor_of};
@@ -32,7 +32,7 @@ impl CheckpointReader {
         Ok(bytes)
     }
 
-    /// Fills the parts of boxes that lie in one chunk.
+    /// Fills the parts of the slots' boxes that lie in the chunk of an item.
     pub(super) fn fill_from_chunk(
         &self,
         item: ChunkItem<'_>,
@@ -41,20 +41,20 @@ impl CheckpointReader {
         self.read_from_file(item.fqn, item.stored, |file| {
             let located = self.locate_tensor(file, item)?;
             let unchecked;
-            let source: &dyn ReadAt = match &located.bytes {
-                Bytes::Memory(bytes) => bytes,
+            let source: &dyn ReadAt = match &located.source {
+                ItemSource::Memory(bytes) => bytes,
                 // Bytes whose sums will be compared with a digest need no check of their hashes.
-                Bytes::File(file) if slots.iter().all(|slot| slot.is_compared) => {
+                ItemSource::File(file) if slots.iter().all(|slot| slot.is_compared) => {
                     unchecked = file.unchecked();
                     &unchecked
                 }
-                Bytes::File(file) => &**file,
+                ItemSource::File(file) => &**file,
             };
             let mut reader = BlockReader::new(source);
             for slot in slots {
                 located
                     .tensor
-                    .read(&mut reader, located.start, item.bounds, slot)?;
+                    .read(&mut reader, located.item_start, item.bounds, slot)?;
             }
             Ok(())
         })

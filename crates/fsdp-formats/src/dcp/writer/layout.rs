@@ -43,34 +43,37 @@ pub(super) enum Content<'p> {
     /// The whole item, and the digest of its value.
     Value(Cow<'p, [u8]>, Digest),
     Tensor {
+        /// The box of the tensor.
         bounds: &'p TensorBox,
         /// The place of the box in its tensor, for its digest.
         place: Option<BoxPlace>,
         /// The bytes of the item around the payload, which is its only storage.
-        around: ArchiveLayout,
+        archive: ArchiveLayout,
     },
 }
 
 impl ItemLayout<'_> {
+    /// Returns the length of the payload; 0 for a value.
     pub(super) fn payload_length(&self) -> u64 {
         match &self.content {
             Content::Value(..) => 0,
-            Content::Tensor { around, .. } => around.storage_length(0),
+            Content::Tensor { archive, .. } => archive.storage_length(0),
         }
     }
 
+    /// Returns where the item ends in the file.
     pub(super) fn end(&self) -> u64 {
         self.offset + self.length
     }
 
     /// Returns the start and the length of the payload in the file, if it has hash segments of its
-    /// own.
-    pub(super) fn own_payload(&self) -> Option<(u64, u64)> {
+    /// own; `None` for a value or a short payload.
+    pub(super) fn segment_payload(&self) -> Option<(u64, u64)> {
         match &self.content {
-            Content::Tensor { around, .. } if around.storage_length(0) >= MIN_SEGMENT_BYTES => {
+            Content::Tensor { archive, .. } if archive.storage_length(0) >= MIN_SEGMENT_BYTES => {
                 Some((
-                    self.offset + around.storage_offset(0),
-                    around.storage_length(0),
+                    self.offset + archive.storage_offset(0),
+                    archive.storage_length(0),
                 ))
             }
             _ => None,
@@ -80,11 +83,11 @@ impl ItemLayout<'_> {
 
 impl<'p> FileLayout<'p> {
     /// Lays out a rank's file: values first, then tensors, each in the order of the plan, as torch
-    /// writes them.
-    pub(super) fn new(rank: &RankItems<'p>, digests: bool) -> Result<Self, FileError> {
-        let mut items = Vec::with_capacity(rank.selection.kept.len());
-        for &selected in &rank.selection.kept {
-            items.push(item_layout(rank, selected, digests)?);
+    /// writes them. Without `with_digests`, boxes have no places for digests.
+    pub(super) fn new(rank_items: &RankItems<'p>, with_digests: bool) -> Result<Self, FileError> {
+        let mut items = Vec::with_capacity(rank_items.selection.kept.len());
+        for &selected in &rank_items.selection.kept {
+            items.push(make_item_layout(rank_items, selected, with_digests)?);
         }
         // The sort is stable, so values and tensors stay in the order of the plan.
         items.sort_by_key(|item| matches!(item.content, Content::Tensor { .. }));
@@ -92,7 +95,7 @@ impl<'p> FileLayout<'p> {
         let mut end = 0;
         for item in &mut items {
             item.offset = match &item.content {
-                Content::Tensor { around, .. } => tensor_offset(end, around),
+                Content::Tensor { archive, .. } => tensor_offset(end, archive),
                 Content::Value(..) => end,
             };
             end = item.end();
@@ -102,16 +105,16 @@ impl<'p> FileLayout<'p> {
 }
 
 /// Lays out a selected item, without a place yet: its offset is 0.
-fn item_layout<'p>(
-    rank: &RankItems<'p>,
+fn make_item_layout<'p>(
+    rank_items: &RankItems<'p>,
     selected: SelectedItem,
-    digests: bool,
+    with_digests: bool,
 ) -> Result<ItemLayout<'p>, FileError> {
-    let fqn = &selected_item(rank.plan, selected)?.fqn;
-    let content = match selected_box(rank.plan, selected)? {
+    let fqn = &selected_item(rank_items.plan, selected)?.fqn;
+    let content = match selected_box(rank_items.plan, selected)? {
         None => {
-            let value = rank.source.value(fqn)?;
-            let bytes = match rank.source.stored_item(fqn)? {
+            let value = rank_items.source.value(fqn)?;
+            let bytes = match rank_items.source.stored_item(fqn)? {
                 Some(bytes) => bytes,
                 None => encode_value(&value)
                     .map_err(|source| cannot_write(fqn.clone(), source))?
@@ -121,8 +124,8 @@ fn item_layout<'p>(
         }
         Some(tensor) => Content::Tensor {
             bounds: tensor.bounds,
-            place: digests.then(|| tensor.place()).transpose()?,
-            around: lay_out_tensor(tensor.dtype, &tensor.bounds.sizes)
+            place: with_digests.then(|| tensor.place()).transpose()?,
+            archive: lay_out_tensor(tensor.dtype, &tensor.bounds.sizes)
                 .map_err(|source| cannot_write(fqn.clone(), source))?,
         },
     };
@@ -132,18 +135,20 @@ fn item_layout<'p>(
         offset: 0,
         length: match &content {
             Content::Value(bytes, _) => bytes.len() as u64,
-            Content::Tensor { around, .. } => around.length(),
+            Content::Tensor { archive, .. } => archive.length(),
         },
         content,
     })
 }
 
-/// Returns where a tensor's item starts in the file, if the item before it ends at `at`.
-pub(super) fn tensor_offset(at: u64, around: &ArchiveLayout) -> u64 {
-    let align = if around.storage_length(0) >= MIN_PAGE_ALIGNED_BYTES {
+/// Returns where a tensor's item starts in the file, if the item before it ends at `previous_end`:
+/// its payload is aligned.
+pub(super) fn tensor_offset(previous_end: u64, archive: &ArchiveLayout) -> u64 {
+    let alignment = if archive.storage_length(0) >= MIN_PAGE_ALIGNED_BYTES {
         PAGE_BYTES
     } else {
         64
     };
-    (at + around.storage_offset(0)).next_multiple_of(align) - around.storage_offset(0)
+    (previous_end + archive.storage_offset(0)).next_multiple_of(alignment)
+        - archive.storage_offset(0)
 }

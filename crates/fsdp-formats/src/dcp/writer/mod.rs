@@ -166,14 +166,14 @@ pub fn write_rank(
     let file = staging.create(&name, layout.length)?;
     let (integrity, parts) = payload::write(&*file, &layout, items.source, threads)?;
     file.finish()?;
-    let number = written.files.len() as u32;
+    let file_index = written.files.len() as u32;
     written.items.extend(
         layout
             .items
             .iter()
             .zip(parts)
             .map(|(placed, part)| WrittenItem {
-                file: number,
+                file: file_index,
                 entry: placed.selected.entry,
                 chunk: placed.selected.chunk,
                 offset: placed.offset,
@@ -190,13 +190,14 @@ pub fn write_rank(
     Ok(written)
 }
 
-/// Records in the metadata where the items of all ranks are stored.
-fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), FileError> {
-    for rank in written {
+/// Records in the metadata where the items of all ranks are stored. An item that the metadata or
+/// its rank's files lack, and one that no rank has written are errors.
+fn place_items(metadata: &mut Metadata, reports: &[RankWritten]) -> Result<(), FileError> {
+    for rank in reports {
         for item in &rank.items {
             let file = rank.files.get(item.file as usize);
             // The report came from another process: it may be of another plan.
-            let (Some(file), Some(place)) = (file, place_of(metadata, item)) else {
+            let (Some(file), Some(place)) = (file, find_place(metadata, item)) else {
                 return Err(FileError::not_stored(&format!(
                     "entry {}, chunk {}",
                     item.entry, item.chunk
@@ -210,15 +211,15 @@ fn place_items(metadata: &mut Metadata, written: &[RankWritten]) -> Result<(), F
                 // compression.
                 transforms: place
                     .take()
-                    .map_or_else(Vec::new, |before| before.transforms),
+                    .map_or_else(Vec::new, |stored| stored.transforms),
             });
         }
     }
     check_placed(metadata)
 }
 
-/// Returns where the metadata say that an item is stored; `None` if they have no such item.
-fn place_of<'m>(
+/// Returns where the metadata says that an item is stored; `None` if it has no such item.
+fn find_place<'m>(
     metadata: &'m mut Metadata,
     item: &WrittenItem,
 ) -> Option<&'m mut Option<StorageInfo>> {
@@ -246,15 +247,15 @@ fn check_placed(metadata: &Metadata) -> Result<(), FileError> {
 /// Returns the digests of the saved tensors and values, which are in `.integrity` too, unless
 /// [`WriteOptions::digests`] was off.
 ///
-/// `metadata` is that of the global plan, `written` has the report of each rank, and `lineage` is
+/// `metadata` is that of the global plan, `reports` has the report of each rank, and `lineage` is
 /// recorded with the checkpoint. If an item was written by no rank, nothing is committed.
 pub fn finish(
     staging: Staging,
     metadata: Metadata,
-    written: &[RankWritten],
+    reports: &[RankWritten],
     lineage: Option<Lineage>,
 ) -> Result<Option<StateDigest>, FileError> {
-    finish_copy(staging, metadata, written, lineage, None)
+    finish_copy(staging, metadata, reports, lineage, None)
 }
 
 /// Ends a save like [`finish`]. If it is the copy of a checkpoint with the digests `original`, and
@@ -262,41 +263,41 @@ pub fn finish(
 pub fn finish_copy(
     staging: Staging,
     mut metadata: Metadata,
-    written: &[RankWritten],
+    reports: &[RankWritten],
     lineage: Option<Lineage>,
     original: Option<&StateDigest>,
 ) -> Result<Option<StateDigest>, FileError> {
-    place_items(&mut metadata, written)?;
-    let digests = compute_digests(&metadata, written);
+    place_items(&mut metadata, reports)?;
+    let digests = compute_digests(&metadata, reports);
     if let Some(digests) = &digests {
         check_copy(staging.target(), original, digests)?;
     }
-    commit(staging, &encode(&metadata), written, digests, lineage)
+    commit(staging, &encode(&metadata), reports, digests, lineage)
 }
 
 /// Returns the digests of all tensors and values, from the parts that the ranks report. An item of
 /// the metadata has the part that was written at its place. Returns `None` if some item has none.
-fn compute_digests(metadata: &Metadata, written: &[RankWritten]) -> Option<StateDigest> {
-    let mut parts: HashMap<(&str, u64), Sum> = HashMap::new();
-    for rank in written {
+fn compute_digests(metadata: &Metadata, reports: &[RankWritten]) -> Option<StateDigest> {
+    let mut sums_by_place: HashMap<(&str, u64), Sum> = HashMap::new();
+    for rank in reports {
         for item in &rank.items {
             let file = rank.files.get(item.file as usize)?;
-            parts.insert((&file.name, item.offset), item.part?);
+            sums_by_place.insert((&file.name, item.offset), item.part?);
         }
     }
     let mut digests = StateDigest::default();
     for (fqn, entry) in &metadata.entries {
-        let mut whole = Sum::default();
+        let mut tensor_sum = Sum::default();
         for (_, stored) in entry.items() {
             let stored = stored?;
-            whole.add(*parts.get(&(stored.relative_path.as_str(), stored.offset))?);
+            tensor_sum.add(*sums_by_place.get(&(stored.relative_path.as_str(), stored.offset))?);
         }
         let (dtype, shape) = match entry {
             Entry::Tensor(tensor) => (tensor.properties.dtype, tensor.shape.as_slice()),
             // The digest of a value is finished: no dtype counts.
             Entry::Bytes(_) => (DType::U8, &[][..]),
         };
-        digests.insert(fqn.clone(), whole.finish(dtype, shape));
+        digests.insert(fqn.clone(), tensor_sum.finish(dtype, shape));
     }
     Some(digests)
 }
@@ -310,12 +311,12 @@ fn compute_digests(metadata: &Metadata, written: &[RankWritten]) -> Option<State
 pub fn finish_encoded(
     staging: Staging,
     metadata: &[u8],
-    written: &[RankWritten],
+    reports: &[RankWritten],
 ) -> Result<(), FileError> {
     let path = staging.directory().join(METADATA_FILE);
     let decoded = decode(metadata).map_err(|error| FormatError::from(error).in_file(path))?;
     check_placed(&decoded)?;
-    let files: HashSet<&str> = written
+    let files: HashSet<&str> = reports
         .iter()
         .flat_map(|rank| &rank.files)
         .map(|file| file.name.as_str())
@@ -326,8 +327,8 @@ pub fn finish_encoded(
             return Err(FileError::not_stored(fqn));
         }
     }
-    let digests = compute_digests(&decoded, written);
-    commit(staging, metadata, written, digests, None).map(drop)
+    let digests = compute_digests(&decoded, reports);
+    commit(staging, metadata, reports, digests, None).map(drop)
 }
 
 /// Writes the hashes, the digests and the lineage, and commits with this `.metadata`. Returns the
@@ -335,12 +336,12 @@ pub fn finish_encoded(
 pub(super) fn commit(
     staging: Staging,
     metadata: &[u8],
-    written: &[RankWritten],
+    reports: &[RankWritten],
     digests: Option<StateDigest>,
     lineage: Option<Lineage>,
 ) -> Result<Option<StateDigest>, FileError> {
     let mut integrity = Integrity {
-        files: written
+        files: reports
             .iter()
             .flat_map(|rank| &rank.files)
             .map(|file| (file.name.clone(), file.integrity.clone()))
@@ -350,9 +351,11 @@ pub(super) fn commit(
     };
     // A rank that wrote elsewhere is found before anything is committed.
     staging.check_files(integrity.files.keys())?;
-    let mut own = FileIntegrity::default();
-    own.push_bytes(metadata);
-    integrity.files.insert(METADATA_FILE.to_owned(), own);
+    let mut metadata_integrity = FileIntegrity::default();
+    metadata_integrity.push_bytes(metadata);
+    integrity
+        .files
+        .insert(METADATA_FILE.to_owned(), metadata_integrity);
     let name = staging.integrity_file();
     let encoded = integrity
         .encode()

@@ -26,14 +26,14 @@ pub fn predict_file_lengths(
         let mut end = 0;
         // Values come first, as in the file.
         for selected in &selection.kept {
-            if let (fqn, Entry::Bytes(value)) = entry_of(&mut global.metadata, selected) {
+            if let (fqn, Entry::Bytes(value)) = selected_entry(&mut global.metadata, selected) {
                 let length = value_length(fqn);
                 value.stored = Some(StorageInfo::new(&name, end, length));
                 end += length;
             }
         }
         for selected in &selection.kept {
-            if let (fqn, Entry::Tensor(tensor)) = entry_of(&mut global.metadata, selected) {
+            if let (fqn, Entry::Tensor(tensor)) = selected_entry(&mut global.metadata, selected) {
                 let chunk = &mut tensor.chunks[selected.chunk as usize];
                 let item = lay_out_tensor(tensor.properties.dtype, &chunk.bounds.sizes)
                     .map_err(|source| cannot_write(fqn.to_owned(), source))?;
@@ -48,7 +48,10 @@ pub fn predict_file_lengths(
 }
 
 /// Returns the key and the entry of a selected item.
-fn entry_of<'m>(metadata: &'m mut Metadata, selected: &SelectedItem) -> (&'m str, &'m mut Entry) {
+fn selected_entry<'m>(
+    metadata: &'m mut Metadata,
+    selected: &SelectedItem,
+) -> (&'m str, &'m mut Entry) {
     let (fqn, entry) = metadata
         .entries
         .get_index_mut(selected.entry as usize)

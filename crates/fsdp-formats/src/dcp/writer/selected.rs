@@ -36,7 +36,8 @@ impl SelectedBox<'_> {
     }
 }
 
-/// Returns the box that is selected of a plan; `None` if it is a value that is selected.
+/// Returns the box that is selected of a plan; `None` if it is a value that is selected. A
+/// selection of another plan is an error.
 pub(super) fn selected_box(
     plan: &LocalPlan,
     selected: SelectedItem,
@@ -52,7 +53,7 @@ pub(super) fn selected_box(
         return Ok(None);
     };
     let Some(bounds) = boxes.get(selected.index as usize) else {
-        return Err(other_plan(item.fqn.clone()));
+        return Err(other_plan_error(item.fqn.clone()));
     };
     Ok(Some(SelectedBox {
         fqn: &item.fqn,
@@ -62,18 +63,18 @@ pub(super) fn selected_box(
     }))
 }
 
-/// Returns the item that is selected of a plan.
+/// Returns the item that is selected of a plan. A selection of another plan is an error.
 pub(super) fn selected_item(
     plan: &LocalPlan,
     selected: SelectedItem,
 ) -> Result<&WriteItem, FileError> {
     plan.items
         .get(selected.item as usize)
-        .ok_or_else(|| other_plan(format!("item {}", selected.item)))
+        .ok_or_else(|| other_plan_error(format!("item {}", selected.item)))
 }
 
 /// Returns the error of a selection that was made of another plan than the rank's.
-fn other_plan(fqn: String) -> FileError {
+fn other_plan_error(fqn: String) -> FileError {
     let source = FormatError::unexpected("a selection from this rank's plan", "that of another");
     cannot_write(fqn, source)
 }

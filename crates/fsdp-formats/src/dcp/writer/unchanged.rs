@@ -30,12 +30,14 @@ pub struct Before<'b> {
 
 /// An item that has not changed.
 struct UnchangedItem {
-    before: WrittenItem,
+    /// The item as it was written then.
+    written: WrittenItem,
     payload_bytes: u64,
 }
 
 /// Links the files of the last checkpoint of which at least half is unchanged items, and returns
-/// these items. The caller writes the others.
+/// these items. The caller writes the others. If the last checkpoint cannot be opened, nothing is
+/// linked.
 ///
 /// An item counts as unchanged if the sum over its elements is the same. The documentation of
 /// `fsdp_digest` says which changes a sum can miss.
@@ -50,36 +52,36 @@ pub(super) fn link(
     let Ok(directory) = CheckedDirectory::open(before.path, true, Links::Refuse) else {
         return Ok(RankWritten::default());
     };
-    let written_before: HashMap<(u32, u32), &WrittenItem> = before
+    let written_items: HashMap<(u32, u32), &WrittenItem> = before
         .written
         .items
         .iter()
         .map(|item| ((item.entry, item.chunk), item))
         .collect();
-    let compared = on_each(&items.selection.kept, threads, |selected| {
-        let Some(before) = written_before.get(&(selected.entry, selected.chunk)) else {
+    let outcomes = on_each(&items.selection.kept, threads, |selected| {
+        let Some(&written) = written_items.get(&(selected.entry, selected.chunk)) else {
             return Ok(None);
         };
-        let Some((sum, payload_bytes)) = sum_of(items.plan, *selected, items.source)? else {
+        let Some((sum, payload_bytes)) = compute_sum(items.plan, *selected, items.source)? else {
             return Ok(None);
         };
-        let is_unchanged = before.part == Some(sum);
+        let is_unchanged = written.part == Some(sum);
         Ok::<_, FileError>(is_unchanged.then_some(UnchangedItem {
-            before: **before,
+            written: *written,
             payload_bytes,
         }))
     });
     let mut unchanged = Vec::new();
-    for outcome in compared {
+    for outcome in outcomes {
         unchanged.extend(outcome?);
     }
     let mut linked = RankWritten::default();
     for (index, file) in before.written.files.iter().enumerate() {
-        let in_file: Vec<&UnchangedItem> = unchanged
+        let file_items: Vec<&UnchangedItem> = unchanged
             .iter()
-            .filter(|item| item.before.file as usize == index)
+            .filter(|item| item.written.file as usize == index)
             .collect();
-        let bytes: u64 = in_file.iter().map(|item| item.payload_bytes).sum();
+        let bytes: u64 = file_items.iter().map(|item| item.payload_bytes).sum();
         // A link keeps the whole file on the disk, also the items in it that are no longer needed.
         let is_worth_it = bytes > 0 && bytes.saturating_mul(2) >= file.integrity.length();
         if !is_worth_it || directory.hashes(&file.name) != Some(&file.integrity) {
@@ -89,7 +91,7 @@ pub(super) fn link(
         if !staging.link(before.path, &file.name, &name)? {
             continue;
         }
-        let number = linked.files.len() as u32;
+        let file_index = linked.files.len() as u32;
         linked.files.push(WrittenFile {
             name,
             integrity: file.integrity.clone(),
@@ -98,16 +100,17 @@ pub(super) fn link(
         linked.linked_bytes += bytes;
         linked
             .items
-            .extend(in_file.into_iter().map(|item| WrittenItem {
-                file: number,
-                ..item.before
+            .extend(file_items.into_iter().map(|item| WrittenItem {
+                file: file_index,
+                ..item.written
             }));
     }
     Ok(linked)
 }
 
-/// Returns the sum over a tensor's box, and its bytes; `None` for a value.
-fn sum_of(
+/// Returns the sum over a tensor's box, and its bytes; `None` for a value, or if the source does
+/// not give as many bytes as the box has.
+fn compute_sum(
     plan: &LocalPlan,
     selected: SelectedItem,
     source: &dyn PayloadSource,
@@ -117,14 +120,14 @@ fn sum_of(
     };
     let place = tensor.place()?;
     let mut sum = Sum::default();
-    let mut at = 0;
+    let mut position = 0;
     source.peek(tensor.fqn, tensor.bounds, 0..place.length(), &mut |bytes| {
-        sum.add_piece(&place, at, bytes);
-        at += bytes.len() as u64;
+        sum.add_piece(&place, position, bytes);
+        position += bytes.len() as u64;
         Ok(())
     })?;
     // A source that gives too few bytes fails once the box is written.
-    Ok((at == place.length()).then_some((sum, at)))
+    Ok((position == place.length()).then_some((sum, position)))
 }
 
 /// The sum over a box that a rank will write.
@@ -149,7 +152,7 @@ pub fn box_sums(
     threads: usize,
 ) -> Result<Vec<BoxSum>, FileError> {
     let sums = on_each(&selection.kept, threads, |selected| {
-        let sum = sum_of(plan, *selected, source)?;
+        let sum = compute_sum(plan, *selected, source)?;
         Ok(sum.map(|(sum, _)| BoxSum {
             entry: selected.entry,
             chunk: selected.chunk,
@@ -194,25 +197,25 @@ impl RankWritten {
         selection: &Selection,
         sums: &[BoxSum],
     ) -> Self {
-        let sums: HashMap<(u32, u32), Sum> = sums
+        let sums_by_item: HashMap<(u32, u32), Sum> = sums
             .iter()
-            .map(|of| ((of.entry, of.chunk), of.sum))
+            .map(|box_sum| ((box_sum.entry, box_sum.chunk), box_sum.sum))
             .collect();
-        let own_files = format!("__{rank}_");
+        let own_prefix = format!("__{rank}_");
         let mut written = RankWritten::default();
         for &selected in &selection.kept {
-            let Some(&sum) = sums.get(&(selected.entry, selected.chunk)) else {
+            let Some(&sum) = sums_by_item.get(&(selected.entry, selected.chunk)) else {
                 continue;
             };
             // Only boxes that can be written have sums.
             let Ok(Some(tensor)) = selected_box(plan, selected) else {
                 continue;
             };
-            let Some(stored) = place_of_box(checkpoint.metadata(), &tensor) else {
+            let Some(stored) = find_place_of_box(checkpoint.metadata(), &tensor) else {
                 continue;
             };
             // The names of other ranks' files may be taken by these ranks.
-            if !stored.transforms.is_empty() || !stored.relative_path.starts_with(&own_files) {
+            if !stored.transforms.is_empty() || !stored.relative_path.starts_with(&own_prefix) {
                 continue;
             }
             let Some(hashes) = checkpoint.directory().hashes(&stored.relative_path) else {
@@ -243,8 +246,12 @@ impl RankWritten {
     }
 }
 
-/// Returns where a box of a tensor is stored; `None` if the tensor was cut in other boxes.
-fn place_of_box<'m>(metadata: &'m Metadata, tensor: &SelectedBox<'_>) -> Option<&'m StorageInfo> {
+/// Returns where a box of a tensor is stored; `None` if the metadata lacks the tensor, if the
+/// tensor was cut in other boxes, or if the box is stored nowhere.
+fn find_place_of_box<'m>(
+    metadata: &'m Metadata,
+    tensor: &SelectedBox<'_>,
+) -> Option<&'m StorageInfo> {
     metadata
         .tensor(tensor.fqn)?
         .chunks
