@@ -27,12 +27,12 @@ pub(super) fn sparkline(curve: &Series) -> String {
     let mut line = String::new();
     for value in values {
         // If all values are equal, the curve is in the middle.
-        let along = if max > min {
+        let height = if max > min {
             (value - min) / (max - min)
         } else {
             0.5
         };
-        let level = (along * LEVELS.len() as f64) as usize;
+        let level = (height * LEVELS.len() as f64) as usize;
         line.push(LEVELS[level.min(LEVELS.len() - 1)]);
     }
     line
