@@ -126,11 +126,11 @@ impl Batches {
         } = *self;
         // Each backward of each rank needs a row, or ranks would wait for gradients that never
         // come.
-        let parts = ranks.saturating_mul(accumulation);
-        if parts == 0 || batch < parts {
+        let part_count = ranks.saturating_mul(accumulation);
+        if part_count == 0 || batch < part_count {
             return Err(usage_error(
                 format!(
-                    "a batch of {batch} rows has too few for {parts} parts ({ranks} ranks x \
+                    "a batch of {batch} rows has too few for {part_count} parts ({ranks} ranks x \
                      {accumulation} backwards)"
                 ),
                 "make `--batch` at least `--nproc` times `--accumulate`",
@@ -161,9 +161,9 @@ impl Batches {
 
     /// Returns the first row of one of the parts of all ranks.
     fn first_row(&self, part: usize) -> usize {
-        let parts = self.ranks * self.accumulation;
+        let part_count = self.ranks * self.accumulation;
         // In 128 bits no product is too large.
-        (part as u128 * self.batch as u128 / parts as u128) as usize
+        (part as u128 * self.batch as u128 / part_count as u128) as usize
     }
 
     /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The

@@ -218,15 +218,15 @@ fn check_shared_memory() -> std::io::Result<()> {
 
 /// Lists NVIDIA's devices.
 fn list_gpus() -> Vec<String> {
-    let mut found = Vec::new();
+    let mut device_paths = Vec::new();
     for entry in fs::read_dir("/dev").into_iter().flatten().flatten() {
         let path = entry.path();
         if is_gpu(&path) {
-            found.push(path.display().to_string());
+            device_paths.push(path.display().to_string());
         }
     }
-    found.sort();
-    found
+    device_paths.sort();
+    device_paths
 }
 
 /// Returns `true` for the device file of a GPU, such as `/dev/nvidia0`.
@@ -249,8 +249,8 @@ fn find_library(name: &str) -> Option<String> {
     }
     directories.extend(LIBRARY_DIRECTORIES.map(PathBuf::from));
     let mut paths = directories.iter().map(|directory| directory.join(name));
-    let found = paths.find(|path| path.exists())?;
-    Some(found.display().to_string())
+    let library_path = paths.find(|path| path.exists())?;
+    Some(library_path.display().to_string())
 }
 
 impl MachineReport {

@@ -148,13 +148,13 @@ fn read_elements(
 ) -> Result<Vec<f64>, FileError> {
     let dtype = entry.properties.dtype;
     let element_bytes = dtype.size_in_bytes() as usize;
-    let mut values = Vec::with_capacity(range.len());
+    let mut numbers = Vec::with_capacity(range.len());
     for bounds in boxes_of_flat_range(&entry.shape, range) {
         let mut bytes = vec![0; bounds.numel() * element_bytes];
         source.read_box(name, &bounds, &mut bytes)?;
-        for_each_number(dtype, &bytes, &mut |value| values.push(value));
+        for_each_number(dtype, &bytes, &mut |number| numbers.push(number));
     }
-    Ok(values)
+    Ok(numbers)
 }
 
 #[cfg(test)]

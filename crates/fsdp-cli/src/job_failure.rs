@@ -37,11 +37,11 @@ pub(crate) fn out_is_taken_error(directory: impl Display, step: u64) -> CommandE
 /// Returns the error of an option that a checkpoint has fixed.
 pub(crate) fn changed_option_error(
     option: &str,
-    saved: impl Display,
-    requested: impl Display,
+    saved_value: impl Display,
+    requested_value: impl Display,
 ) -> CommandError {
     usage_error(
-        format!("`{option}` cannot change from {saved} to {requested} on resume"),
+        format!("`{option}` cannot change from {saved_value} to {requested_value} on resume"),
         "leave the option out, or start a new run in another `--out`",
     )
 }

@@ -58,7 +58,7 @@ impl Picture {
     ) {
         let points: Vec<String> = points
             .into_iter()
-            .map(|(x, y)| format!("{},{}", rounded(x), rounded(y)))
+            .map(|(x, y)| format!("{},{}", round_length(x), round_length(y)))
             .collect();
         let style = format!("points=\"{}\" {style}", points.join(" "));
         self.shape(name, &[], &style, "");
@@ -80,7 +80,7 @@ impl Picture {
     ) {
         let lengths: String = lengths
             .iter()
-            .map(|(attribute, length)| format!(" {attribute}=\"{}\"", rounded(*length)))
+            .map(|(attribute, length)| format!(" {attribute}=\"{}\"", round_length(*length)))
             .collect();
         // Elements without a style have no attributes but their place.
         let gap = if style.is_empty() { "" } else { " " };
@@ -134,6 +134,6 @@ fn title_element(text: &str) -> String {
 }
 
 /// Rounds a length to a tenth of a pixel, which nobody can see.
-fn rounded(length: f64) -> f64 {
+fn round_length(length: f64) -> f64 {
     (length * 10.0).round() / 10.0
 }

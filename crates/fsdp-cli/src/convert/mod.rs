@@ -49,8 +49,10 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
         Some(mapped) => {
             let unmatched = mapped.unmatched();
             if !unmatched.is_empty() {
-                let keys = count_text(unmatched.len(), "key matches", "keys match");
-                output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
+                let key_count = count_text(unmatched.len(), "key matches", "keys match");
+                output::talk(&format!(
+                    "{key_count} no rule of the map, and stay as they are:"
+                ));
                 output::talk_keys(unmatched);
             }
             mapped
@@ -111,8 +113,8 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         let average = Average::new(sources, &arguments.weight)?;
         let first_keys: Vec<&str> = average.taken_from_first().collect();
         if !first_keys.is_empty() {
-            let keys = count_text(first_keys.len(), "key is", "keys are");
-            output::talk(&format!("{keys} taken from the first checkpoint:"));
+            let key_count = count_text(first_keys.len(), "key is", "keys are");
+            output::talk(&format!("{key_count} taken from the first checkpoint:"));
             output::talk_keys(&first_keys);
         }
         return write_checkpoint(&average, &destination);

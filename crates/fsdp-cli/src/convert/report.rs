@@ -32,7 +32,7 @@ pub(super) struct WriteReport<'a> {
     /// The outcome of the write or, before it, as much as is known.
     pub(super) conversion: Converted,
     /// The keys of opaque values that are left out, with their types.
-    dropped: Vec<String>,
+    dropped_keys: Vec<String>,
     tensor_parallel: Option<TensorParallelReport>,
 }
 
@@ -73,10 +73,10 @@ impl<'a> WriteReport<'a> {
             largest_bytes = tensor_bytes.max(largest_bytes);
         }
         let threads = destination.writing.work.threads.count() as u64;
-        let values = metadata.values().count();
+        let value_count = metadata.values().count();
         // DCP directories and files of torch hold any value; the others keep what they cannot hold
         // in a file beside them.
-        conversion.aside_file = destination.values_file().filter(|_| values > 0);
+        conversion.aside_file = destination.values_file().filter(|_| value_count > 0);
         if conversion.aside_file.is_some() {
             conversion
                 .aside
@@ -88,12 +88,12 @@ impl<'a> WriteReport<'a> {
         WriteReport {
             source,
             destination,
-            value_count: values,
+            value_count,
             // Each thread holds a piece as it was read, and the same piece as it will be written.
             memory_bytes: threads
                 .saturating_mul(2 * largest_bytes.min(PIECE_BYTES) + OVERHEAD_BYTES),
             conversion,
-            dropped: Vec::new(),
+            dropped_keys: Vec::new(),
             tensor_parallel: plan.map(|plan| TensorParallelReport::new(plan, metadata, is_dry_run)),
         }
     }
@@ -108,7 +108,7 @@ impl<'a> WriteReport<'a> {
             if self.source.metadata().tensor(key).is_none() {
                 self.value_count -= 1;
             }
-            self.dropped.push(format!("{key} ({type_name})"));
+            self.dropped_keys.push(format!("{key} ({type_name})"));
         }
         self.conversion = conversion;
     }
@@ -133,7 +133,7 @@ impl<'a> WriteReport<'a> {
             "copied": conversion.copied,
             "left_behind": conversion.left_behind,
             "notes_left_out": conversion.notes_left_out,
-            "dropped": self.dropped,
+            "dropped": self.dropped_keys,
         });
         if let Some(report) = &self.tensor_parallel {
             object["tensor_parallel"] = json!(report);
@@ -152,12 +152,12 @@ impl<'a> WriteReport<'a> {
             return output::print_json(&self.json());
         }
         let tensors = count_text(self.conversion.tensors, "tensor", "tensors");
-        let values = count_text(self.value_count, "value", "values");
+        let value_count = count_text(self.value_count, "value", "values");
         let bytes = bytes_text(self.conversion.bytes);
         let path = self.destination.path.to_string();
         let path = escaped(&path);
         // Ranks of a tensor-parallel job get different amounts, and the largest decides what fits.
-        let parts = match &self.tensor_parallel {
+        let part_text = match &self.tensor_parallel {
             Some(TensorParallelReport {
                 ranks, most_bytes, ..
             }) => format!(
@@ -168,7 +168,7 @@ impl<'a> WriteReport<'a> {
         };
         if !self.destination.writing.dry_run {
             output::talk(&format!(
-                "wrote {tensors} and {values}, {bytes}{parts}, to `{path}`"
+                "wrote {tensors} and {value_count}, {bytes}{part_text}, to `{path}`"
             ));
             return Ok(());
         }
@@ -179,7 +179,7 @@ impl<'a> WriteReport<'a> {
         }
         let memory = bytes_text(self.memory_bytes);
         output::print_line(&format!(
-            "would write {tensors} and {values}, {bytes}{parts}, to `{path}` with at most about \
+            "would write {tensors} and {value_count}, {bytes}{part_text}, to `{path}` with at most about \
              {memory} of memory"
         ))
     }
@@ -205,9 +205,9 @@ impl<'a> WriteReport<'a> {
                  lists, empty dicts go):"
             ),
         );
-        let is_one = self.dropped.len() == 1;
+        let is_one = self.dropped_keys.len() == 1;
         let items = if is_one { "item was" } else { "items were" };
-        talk_list(&self.dropped, &format!("opaque {items} left out:"));
+        talk_list(&self.dropped_keys, &format!("opaque {items} left out:"));
         talk_names("copied", &conversion.copied);
         talk_names("left behind:", &conversion.left_behind);
         let notes = format!("notes in the header that `{format}` cannot hold:");

@@ -109,17 +109,17 @@ impl RankOutput {
     pub(super) fn finish(self, mut is_asked_to_end: impl FnMut() -> bool) -> LastLines {
         drop(self.end_sender);
         let mut quiet_since = Instant::now();
-        let mut written_before = 0;
+        let mut lines_before = 0;
         while self.end_receiver.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             let is_ending = is_asked_to_end();
-            let written = self.progress.lines_written.load(Ordering::Acquire);
+            let lines_written = self.progress.lines_written.load(Ordering::Acquire);
             let is_blocked = self.progress.lines_in_writing.load(Ordering::Acquire) > 0;
-            if written != written_before || is_blocked && !is_ending {
+            if lines_written != lines_before || is_blocked && !is_ending {
                 quiet_since = Instant::now();
             } else if quiet_since.elapsed() >= QUIET_TIMEOUT {
                 break;
             }
-            written_before = written;
+            lines_before = lines_written;
         }
         std::mem::take(&mut self.progress.lock_last_lines())
     }

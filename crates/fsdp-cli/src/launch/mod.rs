@@ -85,7 +85,7 @@ struct Attempts<'a> {
     arguments: &'a LaunchArguments,
     /// The number of processes of the next attempt.
     nproc: usize,
-    restarts: u32,
+    restart_count: u32,
     /// The number of attempts in a row that have failed early.
     early_failures: u32,
     /// The time after which a job that has shrunk gets all its processes again.
@@ -110,7 +110,7 @@ impl<'a> Attempts<'a> {
         Attempts {
             arguments,
             nproc: arguments.nproc.maximum,
-            restarts: 0,
+            restart_count: 0,
             early_failures: 0,
             regrow_after: regrow_after.map(|seconds| capped_duration(seconds.get())),
             has_regrown: false,
@@ -207,8 +207,11 @@ impl<'a> Attempts<'a> {
     /// # Errors
     /// The failure, if no restart is left.
     fn count_restart(&mut self, failure: &CommandError) -> Result<()> {
-        ensure!(self.restarts < self.arguments.max_restarts, failure.clone());
-        self.restarts += 1;
+        ensure!(
+            self.restart_count < self.arguments.max_restarts,
+            failure.clone()
+        );
+        self.restart_count += 1;
         Ok(())
     }
 
@@ -227,7 +230,10 @@ impl<'a> Attempts<'a> {
         }
         if next.is_restart {
             let max_restarts = self.arguments.max_restarts;
-            line.push_str(&format!(" (restart {} of {max_restarts})", self.restarts));
+            line.push_str(&format!(
+                " (restart {} of {max_restarts})",
+                self.restart_count
+            ));
         }
         line
     }
@@ -276,7 +282,7 @@ fn run_attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcom
     } = attempts;
     // On one node each attempt has its own secret and its own port: no process of another attempt
     // can join it.
-    let rendezvous = arguments.make_rendezvous(nproc, attempts.restarts)?;
+    let rendezvous = arguments.make_rendezvous(nproc, attempts.restart_count)?;
     // Step 1: start the processes. Each is watched before anything else can fail, so that a failure
     // ends it.
     let mut guard = Guard::start()?;

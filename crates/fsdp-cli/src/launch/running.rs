@@ -30,9 +30,9 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The processes of this node. The system does not reuse the id of a process until its status has
 /// been read, so a signal cannot reach another process.
 pub(super) struct RunningProcesses<'e> {
-    running: BTreeMap<usize, Child>,
+    children: BTreeMap<usize, Child>,
     /// The ranks whose own process has ended while processes that it has started may go on. They
-    /// are still in `running`.
+    /// are still in `children`.
     outlived_ranks: BTreeSet<usize>,
     /// The status of the process that ended last of those that a rank's process has left behind.
     last_statuses: BTreeMap<usize, ExitStatus>,
@@ -86,7 +86,7 @@ impl<'e> RunningProcesses<'e> {
         guard: Guard,
     ) -> Self {
         RunningProcesses {
-            running: BTreeMap::new(),
+            children: BTreeMap::new(),
             outlived_ranks: BTreeSet::new(),
             last_statuses: BTreeMap::new(),
             check_deadline: None,
@@ -105,7 +105,7 @@ impl<'e> RunningProcesses<'e> {
     /// A thread cannot be started.
     pub(super) fn watch(&mut self, rank: usize, child: Child) -> Result<()> {
         let process = Pid::from_child(&child);
-        self.running.insert(rank, child);
+        self.children.insert(rank, child);
         self.guard.watch(process)?;
         let events = self.events.sender.clone();
         spawn_thread("watch", rank, move || {
@@ -121,7 +121,7 @@ impl<'e> RunningProcesses<'e> {
     /// # Errors
     /// The status of a process cannot be read.
     pub(super) fn wait(mut self) -> Result<JobEnd> {
-        while !self.running.is_empty() {
+        while !self.children.is_empty() {
             let deadlines = [self.stage_deadline(), self.check_deadline];
             let next_deadline = deadlines.into_iter().flatten().min();
             match self.events.next(next_deadline) {
@@ -174,7 +174,7 @@ impl<'e> RunningProcesses<'e> {
     /// Begins the next stage if that is due now, and checks the processes that ranks have started
     /// if that is due.
     fn act_on_deadlines(&mut self) -> Result<()> {
-        if self.running.is_empty() {
+        if self.children.is_empty() {
             return Ok(());
         }
         let now = Instant::now();
@@ -194,8 +194,12 @@ impl<'e> RunningProcesses<'e> {
     /// Moves to the next stage, because the time of this one is over. Asks the processes to end, or
     /// kills those that were asked.
     fn begin_next_stage(&mut self) {
-        let still_running = ranks_text(self.running.keys().copied().collect());
-        let verb = if self.running.len() == 1 { "is" } else { "are" };
+        let still_running = ranks_text(self.children.keys().copied().collect());
+        let verb = if self.children.len() == 1 {
+            "is"
+        } else {
+            "are"
+        };
         match self.stage {
             Stage::Settling(_) => {
                 output::talk(&format!(
@@ -228,7 +232,7 @@ impl<'e> RunningProcesses<'e> {
     /// # Errors
     /// The status of a process cannot be read.
     fn handle_end(&mut self, rank: usize) -> Result<()> {
-        let Some(child) = self.running.get(&rank) else {
+        let Some(child) = self.children.get(&rank) else {
             return Ok(());
         };
         // If the rank's own process is a shell, it dies of a signal at once, while the program that
@@ -256,7 +260,7 @@ impl<'e> RunningProcesses<'e> {
     fn check_descendants(&mut self) -> Result<()> {
         let mut processes = Processes::list();
         let ranks: Vec<(usize, Pid)> = self
-            .running
+            .children
             .iter()
             .map(|(&rank, child)| (rank, Pid::from_child(child)))
             .collect();
@@ -291,7 +295,7 @@ impl<'e> RunningProcesses<'e> {
     /// The status cannot be read.
     fn finish(&mut self, rank: usize) -> Result<()> {
         self.outlived_ranks.remove(&rank);
-        let Some(mut child) = self.running.remove(&rank) else {
+        let Some(mut child) = self.children.remove(&rank) else {
             return Ok(());
         };
         let process = Pid::from_child(&child);
@@ -315,7 +319,7 @@ impl<'e> RunningProcesses<'e> {
         };
         self.end.exits.push(exit);
         if exit.is_failure() && matches!(self.stage, Stage::Running) {
-            if !self.running.is_empty() {
+            if !self.children.is_empty() {
                 output::talk(&format!(
                     "rank {rank} {}; the other processes end too",
                     exit.describe()
@@ -328,7 +332,7 @@ impl<'e> RunningProcesses<'e> {
 
     /// Sends a signal to the process group of each rank.
     fn send_signal(&self, signal: Signal) {
-        for child in self.running.values() {
+        for child in self.children.values() {
             kill_process_group(Pid::from_child(child), signal).ok();
         }
     }
@@ -353,7 +357,7 @@ impl Drop for RunningProcesses<'_> {
     /// Kills all processes that still run, so that none is left after an error.
     fn drop(&mut self) {
         self.send_signal(Signal::KILL);
-        for child in self.running.values_mut() {
+        for child in self.children.values_mut() {
             self.guard.forget(Pid::from_child(child));
             child.wait().ok();
         }

@@ -44,7 +44,7 @@ pub(super) struct CheckpointFiles<'a> {
     pub(super) entries: Vec<(&'a str, &'a TensorEntry)>,
     /// The position of each file in `files`, by its name.
     #[serde(skip)]
-    positions: HashMap<&'a str, u32>,
+    file_positions: HashMap<&'a str, u32>,
 }
 
 impl<'a> CheckpointFiles<'a> {
@@ -78,9 +78,9 @@ impl<'a> CheckpointFiles<'a> {
         // `__10_0.distcp` comes after `__2_0.distcp`, as its rank does.
         named_files.sort_by(|a, b| natural::compare(a.0, b.0));
         let mut files = Vec::with_capacity(named_files.len());
-        let mut positions = HashMap::with_capacity(named_files.len());
+        let mut file_positions = HashMap::with_capacity(named_files.len());
         for (name, file) in named_files {
-            positions.insert(name, files.len() as u32);
+            file_positions.insert(name, files.len() as u32);
             files.push(file);
         }
         CheckpointFiles {
@@ -91,7 +91,7 @@ impl<'a> CheckpointFiles<'a> {
             bytes,
             files,
             entries,
-            positions,
+            file_positions,
         }
     }
 
@@ -105,7 +105,7 @@ impl<'a> CheckpointFiles<'a> {
         let mut boxes = Vec::with_capacity(entry.chunks.len());
         for chunk in &entry.chunks {
             if let Some(stored) = &chunk.stored {
-                let position = self.positions[stored.relative_path.as_str()];
+                let position = self.file_positions[stored.relative_path.as_str()];
                 boxes.push((&chunk.bounds, position));
             }
         }

@@ -35,10 +35,10 @@ pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize
     ];
     add_files(checkpoint_files, &mut lines);
     lines.push(String::new());
-    let shown = &tensors[..tensors.len().min(limit)];
-    add_rasters(checkpoint_files, shown, &mut lines);
-    if tensors.len() > shown.len() {
-        let hidden_tensors = tensors.len() - shown.len();
+    let shown_tensors = &tensors[..tensors.len().min(limit)];
+    add_rasters(checkpoint_files, shown_tensors, &mut lines);
+    if tensors.len() > shown_tensors.len() {
+        let hidden_tensors = tensors.len() - shown_tensors.len();
         lines.push(format!(
             "… and {hidden_tensors} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"
         ));
@@ -79,15 +79,15 @@ fn add_files(checkpoint_files: &CheckpointFiles<'_>, lines: &mut Vec<String>) {
 /// Adds a picture of each tensor, with a symbol for the file that holds each of its parts.
 fn add_rasters(
     checkpoint_files: &CheckpointFiles<'_>,
-    shown: &[(&str, &TensorEntry)],
+    shown_tensors: &[(&str, &TensorEntry)],
     lines: &mut Vec<String>,
 ) {
-    let names: Vec<[String; 1]> = shown
+    let names: Vec<[String; 1]> = shown_tensors
         .iter()
         .map(|(name, _)| [shortened(&escaped(name), MAX_NAME_CHARACTERS)])
         .collect();
     let [width] = column_widths(&names);
-    for ([name], (_, entry)) in names.iter().zip(shown) {
+    for ([name], (_, entry)) in names.iter().zip(shown_tensors) {
         let raster = checkpoint_files.raster(entry, COLUMNS);
         for row in 0..raster.rows {
             let cells: String = raster.row(row).iter().copied().map(cell_symbol).collect();

@@ -59,15 +59,15 @@ impl Machines {
 
 impl Traffic {
     /// Adds up what each rank moves, on hosts of `per_host` ranks that follow each other.
-    pub(super) fn of_ranks(by_rank: &[u64], ranks_per_host: usize) -> Self {
+    pub(super) fn of_ranks(bytes_by_rank: &[u64], ranks_per_host: usize) -> Self {
         // Ranks of one host share its link to the storage.
-        let hosts = by_rank
+        let hosts = bytes_by_rank
             .chunks(ranks_per_host.max(1))
             .map(|host| host.iter().sum::<u64>());
         Traffic {
-            rank_bytes: by_rank.iter().copied().fold(0, u64::max),
+            rank_bytes: bytes_by_rank.iter().copied().fold(0, u64::max),
             host_bytes: hosts.fold(0, u64::max),
-            total_bytes: by_rank.iter().sum(),
+            total_bytes: bytes_by_rank.iter().sum(),
         }
     }
 }

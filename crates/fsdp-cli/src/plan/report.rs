@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::cost::{Machines, Traffic};
 use super::interval::{self, JobTimes};
 use super::state::JobState;
-use super::twin::{JobShape, Layout, LeastMost, Planned};
+use super::twin::{JobShape, Layout, LeastMost, PlannedCheckpoint};
 use crate::text::{bytes_text, choice_name, escaped, or_word};
 
 /// The version of the JSON's schema.
@@ -16,7 +16,7 @@ pub(super) struct PlanReport<'a> {
     model: &'a str,
     state: &'a JobState,
     shape: JobShape,
-    planned: Planned,
+    planned: PlannedCheckpoint,
     host_count: usize,
     /// The most bytes that a rank holds.
     held_by_rank: u64,
@@ -41,7 +41,7 @@ impl<'a> PlanReport<'a> {
         state: &'a JobState,
         shape: JobShape,
         machines: &Machines,
-        planned: Planned,
+        planned: PlannedCheckpoint,
     ) -> Self {
         // A save writes each byte once, but a load reads all that each rank holds: with replicas
         // that is several times as much.
@@ -101,7 +101,7 @@ impl<'a> PlanReport<'a> {
             "tensors": self.state.tensor_count(),
             "bytes": self.state.total_bytes(),
             "boxes": planned.box_count,
-            "bytes_of_rank": planned.payload,
+            "bytes_of_rank": planned.payload_bytes,
             "items_of_rank": planned.items_of_rank,
             "held_by_rank": self.held_by_rank,
             "files": self.file_count,
@@ -176,7 +176,10 @@ impl<'a> PlanReport<'a> {
             ),
             ("held by a rank", bytes_text(self.held_by_rank)),
             ("", String::new()),
-            ("written by a rank", planned.payload.range_text(bytes_text)),
+            (
+                "written by a rank",
+                planned.payload_bytes.range_text(bytes_text),
+            ),
             (
                 "boxes of a rank",
                 planned.items_of_rank.range_text(grouped_text),
@@ -233,7 +236,7 @@ impl<'a> PlanReport<'a> {
         format!(
             "{:>7} {:>10} {:>7} {:>9} {:>8} {:>8} {:>8} {:>8} {:>6.1}",
             self.shape.ranks,
-            bytes_text(self.planned.payload.most),
+            bytes_text(self.planned.payload_bytes.most),
             self.planned.items_of_rank.most,
             bytes_text(self.planned.metadata_bytes),
             duration_text(self.planned.planning_time.as_secs_f64()),

@@ -48,13 +48,13 @@ pub(super) struct LeastMost {
 
 /// The checkpoint that the ranks would write.
 #[derive(Debug)]
-pub(super) struct Planned {
+pub(super) struct PlannedCheckpoint {
     /// The boxes in the metadata.
     pub(super) box_count: u64,
     /// The boxes and values that each rank writes.
     pub(super) items_of_rank: LeastMost,
     /// The bytes of tensors and values that each rank writes.
-    pub(super) payload: LeastMost,
+    pub(super) payload_bytes: LeastMost,
     /// The length of each rank's file; 0 for none.
     pub(super) file_lengths: Vec<u64>,
     /// The bytes that each rank holds and loads.
@@ -90,7 +90,7 @@ impl LeastMost {
 /// # Errors
 /// Ranks that cannot be divided into equal replicas; a plan that is too large for this machine;
 /// errors of the planner.
-pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
+pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<PlannedCheckpoint> {
     let JobShape {
         ranks,
         replicas,
@@ -187,7 +187,7 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
     });
     let encoding_time = encoding_start.elapsed();
 
-    Ok(Planned {
+    Ok(PlannedCheckpoint {
         box_count: global_plan
             .metadata
             .tensors()
@@ -199,7 +199,7 @@ pub(super) fn plan(state: &JobState, shape: &JobShape) -> Result<Planned> {
                 .iter()
                 .map(|selection| selection.kept.len() as u64),
         ),
-        payload: LeastMost::of_all(global_plan.loads.iter().copied()),
+        payload_bytes: LeastMost::of_all(global_plan.loads.iter().copied()),
         file_lengths,
         held_bytes: shard_of_rank
             .iter()

@@ -120,10 +120,10 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     if let Some(tier) = &arguments.memory_tier
         && candidates.mode == ResumeMode::No
     {
-        let found = run_on_ranks(&ranks, group.as_ref(), |group| {
+        let step_in_tier = run_on_ranks(&ranks, group.as_ref(), |group| {
             step_in_memory(arguments, group)
         })?;
-        if let Some(step) = found {
+        if let Some(step) = step_in_tier {
             // The tier holds steps of a run with the same directory.
             bail!(out_is_taken_error(tier.display(), step));
         }
@@ -402,17 +402,17 @@ fn check_run_is_own(candidates: &Candidates<'_>) -> Result<()> {
 /// The error that probably caused the others: one that does not blame other ranks, if there is such
 /// an error.
 fn all_or_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
-    let mut values = Vec::new();
+    let mut results_of_ranks = Vec::new();
     let mut errors = Vec::new();
     for result in results {
         match result {
-            Ok(value) => values.push(value),
+            Ok(value) => results_of_ranks.push(value),
             Err(error) => errors.push(error),
         }
     }
     match errors.into_iter().min_by_key(is_about_others) {
         Some(error) => Err(error),
-        None => Ok(values),
+        None => Ok(results_of_ranks),
     }
 }
 

@@ -175,14 +175,14 @@ impl Reporter {
         &self,
         step: u64,
         place: &Location,
-        saved: &SaveReport,
+        save_report: &SaveReport,
         stall: Duration,
     ) -> Result<()> {
         // JSON is text, so what is not UTF-8 in the place is replaced.
         let path = place.to_string();
-        let bytes = saved.total_bytes;
+        let bytes = save_report.total_bytes;
         // From the start of the save to its commit.
-        let seconds = saved.duration.as_secs_f64();
+        let seconds = save_report.duration.as_secs_f64();
         let stall_seconds = stall.as_secs_f64();
         let mib = bytes as f64 / f64::from(1 << 20);
         let speed = bytes as f64 / 1e9 / seconds;

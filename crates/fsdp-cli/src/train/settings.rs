@@ -406,22 +406,22 @@ fn as_natural(value: &PlainValue) -> Option<u64> {
 /// Another one than the checkpoint's was asked for, or the checkpoint's has an unknown name.
 fn choose_optimizer(
     requested: Option<OptimizerName>,
-    saved: Option<String>,
+    saved_name: Option<String>,
 ) -> Result<OptimizerName> {
-    let Some(saved) = saved else {
+    let Some(saved_name) = saved_name else {
         return Ok(requested.unwrap_or(OptimizerName::Adamw));
     };
     // State of one optimizer is of no use to another, so this cannot change.
     if let Some(requested) = requested {
         let requested = choice_name(&requested);
         ensure!(
-            requested == saved,
-            changed_option_error("--optimizer", saved, requested)
+            requested == saved_name,
+            changed_option_error("--optimizer", saved_name, requested)
         );
     }
-    match OptimizerName::from_str(&saved, false) {
+    match OptimizerName::from_str(&saved_name, false) {
         Ok(optimizer) => Ok(optimizer),
-        Err(_) => bail!("the checkpoint's optimizer `{saved}` is not known here"),
+        Err(_) => bail!("the checkpoint's optimizer `{saved_name}` is not known here"),
     }
 }
 
@@ -429,11 +429,11 @@ fn choose_optimizer(
 ///
 /// # Errors
 /// The checkpoint's decay has an unknown name.
-fn choose_decay(requested: Option<Decay>, saved: Option<String>) -> Result<Decay> {
-    match (requested, saved) {
+fn choose_decay(requested: Option<Decay>, saved_name: Option<String>) -> Result<Decay> {
+    match (requested, saved_name) {
         (Some(requested), _) => Ok(requested),
         (None, None) => Ok(Decay::Constant),
-        (None, Some(saved)) => find_decay(&saved)
-            .with_context(|| format!("the checkpoint's schedule `{saved}` is not known here")),
+        (None, Some(saved_name)) => find_decay(&saved_name)
+            .with_context(|| format!("the checkpoint's schedule `{saved_name}` is not known here")),
     }
 }

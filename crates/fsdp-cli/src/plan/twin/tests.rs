@@ -37,11 +37,15 @@ fn eight_billion_parameters_on_256_ranks_are_planned_in_both_layouts() {
             let held = *planned.held_bytes.iter().max().unwrap();
             assert!(held >= bytes * replicas as u64 / 256);
             assert!(
-                planned.payload.most < bytes / 256 * 11 / 10,
+                planned.payload_bytes.most < bytes / 256 * 11 / 10,
                 "{:?}",
-                planned.payload
+                planned.payload_bytes
             );
-            assert!(planned.payload.least > 0, "{:?}", planned.payload);
+            assert!(
+                planned.payload_bytes.least > 0,
+                "{:?}",
+                planned.payload_bytes
+            );
             assert!(planned.box_count >= state.tensor_count() as u64);
             // Replicas send their boxes once, so they make the planner's work smaller.
             assert!(
@@ -68,12 +72,13 @@ fn one_rank_holds_all_of_it() {
     )
     .unwrap();
     assert_eq!(planned.held_bytes, [state.total_bytes()]);
-    let written = state.total_bytes() + state.values.iter().map(|(_, length)| length).sum::<u64>();
+    let written_bytes =
+        state.total_bytes() + state.values.iter().map(|(_, length)| length).sum::<u64>();
     assert_eq!(
-        planned.payload,
+        planned.payload_bytes,
         LeastMost {
-            least: written,
-            most: written
+            least: written_bytes,
+            most: written_bytes
         }
     );
     assert_eq!(planned.box_count, state.tensor_count() as u64);
@@ -109,5 +114,5 @@ fn four_hundred_billion_parameters_on_16384_ranks_are_planned_in_one_process() {
     )
     .unwrap();
     assert_eq!(planned.file_lengths.len(), 16_384);
-    assert!(planned.payload.least > 0);
+    assert!(planned.payload_bytes.least > 0);
 }
