@@ -28,7 +28,7 @@ pub(crate) fn is_on() -> bool {
 }
 
 /// Keeps a piece of the output. Returns `false` if nobody wants to have it.
-pub(crate) fn keep(bytes: &[u8]) -> bool {
+pub(crate) fn capture_bytes(bytes: &[u8]) -> bool {
     CAPTURE.with_borrow_mut(|capture| match capture {
         Some((output, _)) => {
             output.extend_from_slice(bytes);
@@ -38,7 +38,7 @@ pub(crate) fn keep(bytes: &[u8]) -> bool {
     })
 }
 
-/// Returns the other program's request to stop.
-pub(crate) fn stop() -> Option<Arc<AtomicUsize>> {
+/// Returns the other program's request to stop; `None` if this thread runs a command for none.
+pub(crate) fn stop_flag() -> Option<Arc<AtomicUsize>> {
     CAPTURE.with_borrow(|capture| capture.as_ref().map(|(_, stop)| Arc::clone(stop)))
 }

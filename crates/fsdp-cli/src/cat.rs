@@ -73,7 +73,7 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
     let source = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
     let name = arguments.name.as_str();
     if !source.metadata().entries.contains_key(name) {
-        return Err(no_such_key(name, source.metadata()));
+        return Err(missing_key_error(name, source.metadata()));
     }
     // An object of an unknown type is never built. What it is made of can be shown all the same.
     let opaque = source.opaque_type(name)?;
@@ -93,19 +93,22 @@ pub(crate) fn run(arguments: &CatArguments) -> Result<()> {
 }
 
 /// Returns the error for a key that a checkpoint lacks, with the keys that are most like it.
-fn no_such_key(name: &str, metadata: &Metadata) -> anyhow::Error {
+fn missing_key_error(name: &str, metadata: &Metadata) -> anyhow::Error {
     let fqn = name.to_owned();
     let missing = anyhow::Error::from(FileError::from(LoadPlanError::Missing { fqn }));
-    match keys::nearest(name, metadata) {
-        Some(near) => {
+    match keys::nearest_keys_text(name, metadata) {
+        Some(nearest) => {
             let name = escaped(name);
-            missing.context(format!("no key `{name}`; the most like it are {near}"))
+            missing.context(format!("no key `{name}`; the most like it are {nearest}"))
         }
         None => missing,
     }
 }
 
 /// Shows a value, or an object and what lies below it.
+///
+/// # Errors
+/// The options are for tensors only; the value cannot be read.
 fn show_value(arguments: &CatArguments, source: &dyn Checkpoint, is_opaque: bool) -> Result<()> {
     let name = arguments.name.clone();
     if arguments.stats || arguments.npy.is_some() {
@@ -116,15 +119,15 @@ fn show_value(arguments: &CatArguments, source: &dyn Checkpoint, is_opaque: bool
     }
     let value = value_json(&source.describe_value(&name)?);
     if arguments.json {
-        return output::json(&json!({
+        return output::print_json(&json!({
             "schema": SCHEMA, "name": name, "dtype": null, "shape": null, "value": value,
         }));
     }
     if is_opaque {
         // A tree of several lines.
-        return output::data(&escaped_lines(&format!("{value:#}")));
+        return output::print_line(&escaped_lines(&format!("{value:#}")));
     }
-    output::data(&escaped(&value.to_string()))
+    output::print_line(&escaped(&value.to_string()))
 }
 
 /// A tensor of a checkpoint.
@@ -141,8 +144,11 @@ impl NamedTensor<'_> {
     }
 
     /// Shows the tensor, in the way that the options say.
+    ///
+    /// # Errors
+    /// It cannot be read or shown in this way, or the file exists already.
     fn show(&self, arguments: &CatArguments) -> Result<()> {
-        let mut shown = json!({
+        let mut report = json!({
             "schema": SCHEMA,
             "name": self.name,
             "dtype": self.dtype().to_string(),
@@ -151,11 +157,11 @@ impl NamedTensor<'_> {
         if let Some(file) = &arguments.npy {
             if file == Path::new(STDOUT) {
                 // For a program that reads it from a pipe.
-                output::raw(&npy_header(self.dtype(), &self.entry.shape)?)?;
-                return self.each_piece(&mut output::raw);
+                output::print_bytes(&npy_header(self.dtype(), &self.entry.shape)?)?;
+                return self.for_each_piece(&mut output::print_bytes);
             }
             self.write_npy(file)?;
-            shown["npy"] = file.display().to_string().into();
+            report["npy"] = file.display().to_string().into();
         } else if arguments.stats {
             let Some(census) = verify::compute_census(self.source, self.name)? else {
                 bail!(usage_error(
@@ -170,32 +176,32 @@ impl NamedTensor<'_> {
                 ("zero", census.zero),
             ];
             // Without a finite element there is no mean.
-            let finite = (census.count > census.nan + census.infinite).then_some(&census);
-            let numbers = [
+            let finite_census = (census.count > census.nan + census.infinite).then_some(&census);
+            let statistics = [
                 ("min", census.min),
                 ("max", census.max),
-                ("mean", finite.map(Census::mean)),
-                ("std", finite.map(Census::std)),
+                ("mean", finite_census.map(Census::mean)),
+                ("std", finite_census.map(Census::std)),
             ];
             if !arguments.json {
                 let counts = counts.map(|(name, count)| format!("{name:<9} {count}"));
-                let numbers =
-                    numbers.map(|(name, number)| format!("{name:<9} {}", or_word(number, "none")));
-                return output::lines(&[counts, numbers].concat());
+                let statistics = statistics
+                    .map(|(name, number)| format!("{name:<9} {}", or_word(number, "none")));
+                return output::print_lines(&[counts, statistics].concat());
             }
             for (name, count) in counts {
-                shown["stats"][name] = count.into();
+                report["stats"][name] = count.into();
             }
-            for (name, number) in numbers {
-                shown["stats"][name] = number.into();
+            for (name, number) in statistics {
+                report["stats"][name] = number.into();
             }
         } else if arguments.json {
-            shown["elements"] = self.elements()?.into();
+            report["elements"] = self.elements()?.into();
         } else {
             return self.print();
         }
         if arguments.json {
-            return output::json(&shown);
+            return output::print_json(&report);
         }
         Ok(())
     }
@@ -203,64 +209,70 @@ impl NamedTensor<'_> {
     /// Returns all elements as JSON.
     ///
     /// # Errors
-    /// There are too many for one object.
+    /// There are too many for one object, or the tensor cannot be read.
     fn elements(&self) -> Result<Vec<Value>> {
         // All elements of one JSON object are in memory at once, here and in whatever reads them.
         let limit = MAX_JSON_ELEMENTS;
-        let elements = inspect::bytes(self.entry) / self.dtype().size_in_bytes();
+        let element_count = inspect::tensor_bytes(self.entry) / self.dtype().size_in_bytes();
         ensure!(
-            elements <= limit,
+            element_count <= limit,
             usage_error(
-                format!("the tensor has {elements} elements, but `--json` prints at most {limit}"),
+                format!(
+                    "the tensor has {element_count} elements, but `--json` prints at most {limit}"
+                ),
                 "use `--npy` or `--stats`, or leave `--json` out",
             )
         );
-        let mut values = Vec::new();
-        self.each_piece(&mut |bytes| {
-            elements_json(self.dtype(), bytes, &mut values);
+        let mut elements = Vec::new();
+        self.for_each_piece(&mut |bytes| {
+            add_elements(self.dtype(), bytes, &mut elements);
             Ok(())
         })?;
-        Ok(values)
+        Ok(elements)
     }
 
-    /// Hands the bytes of the tensor to `sink`, in row-major order, piece by piece.
-    fn each_piece(&self, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    /// Hands the bytes of the tensor to `sink`, in row-major order, piece by piece, until it
+    /// returns an error.
+    fn for_each_piece(&self, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let whole = TensorBox::whole(&self.entry.shape);
-        let length = inspect::bytes(self.entry);
-        stream(self.source, self.name, &whole, 0..length, sink)
+        let total_bytes = inspect::tensor_bytes(self.entry);
+        stream(self.source, self.name, &whole, 0..total_bytes, sink)
     }
 
     /// Prints the elements, with a line for each innermost row.
     fn print(&self) -> Result<()> {
-        let row_len = self.entry.shape.last().map_or(1, |&size| size.max(1));
+        let row_length = self.entry.shape.last().map_or(1, |&size| size.max(1));
         // A piece may end within a row, so the column is kept from one piece to the next.
         let mut column = 0;
-        self.each_piece(&mut |bytes| {
-            let mut values = Vec::new();
-            elements_json(self.dtype(), bytes, &mut values);
+        self.for_each_piece(&mut |bytes| {
+            let mut elements = Vec::new();
+            add_elements(self.dtype(), bytes, &mut elements);
             let mut text = String::new();
-            for value in values {
-                match value {
-                    Value::String(value) => text.push_str(&value),
-                    value => text.push_str(&value.to_string()),
+            for element in elements {
+                match element {
+                    Value::String(element) => text.push_str(&element),
+                    element => text.push_str(&element.to_string()),
                 }
-                column = (column + 1) % row_len;
+                column = (column + 1) % row_length;
                 text.push(if column == 0 { '\n' } else { ' ' });
             }
-            output::raw(text.as_bytes())
+            output::print_bytes(text.as_bytes())
         })
     }
 
     /// Writes the tensor to a new NumPy file, which appears whole or not at all.
+    ///
+    /// # Errors
+    /// Something is there already; NumPy has no such dtype; the tensor cannot be read.
     fn write_npy(&self, path: &Path) -> Result<()> {
         let header = npy_header(self.dtype(), &self.entry.shape)?;
         // The staged file is created beside it and renamed, so nothing that reads it sees a half.
         check_free(path, false)?;
         let staging = Durable::new().prepare(path, false)?;
         let mut offset = header.len() as u64;
-        let file = staging.create_single(offset + inspect::bytes(self.entry))?;
+        let file = staging.create_single(offset + inspect::tensor_bytes(self.entry))?;
         file.write_at(0, &header)?;
-        self.each_piece(&mut |bytes| {
+        self.for_each_piece(&mut |bytes| {
             file.write_at(offset, bytes)?;
             offset += bytes.len() as u64;
             Ok(())
@@ -272,48 +284,62 @@ impl NamedTensor<'_> {
 
 /// Adds elements as JSON: numbers and bools; text for NaN, infinities, complex numbers, and the
 /// bytes of other types.
-fn elements_json(dtype: DType, bytes: &[u8], values: &mut Vec<Value>) {
+fn add_elements(dtype: DType, bytes: &[u8], elements: &mut Vec<Value>) {
     match dtype {
-        DType::Bool => values.extend(bytes.iter().map(|&byte| Value::from(byte != 0))),
+        DType::Bool => elements.extend(bytes.iter().map(|&byte| Value::from(byte != 0))),
         // Not through a float, which is exact only up to 2^53.
         DType::I64 => {
-            let (integers, _) = bytes.as_chunks();
-            values.extend(integers.iter().map(|&b| Value::from(i64::from_le_bytes(b))));
+            let (chunks, _) = bytes.as_chunks();
+            elements.extend(
+                chunks
+                    .iter()
+                    .map(|&integer_bytes| Value::from(i64::from_le_bytes(integer_bytes))),
+            );
         }
         DType::U64 => {
-            let (integers, _) = bytes.as_chunks();
-            values.extend(integers.iter().map(|&b| Value::from(u64::from_le_bytes(b))));
+            let (chunks, _) = bytes.as_chunks();
+            elements.extend(
+                chunks
+                    .iter()
+                    .map(|&integer_bytes| Value::from(u64::from_le_bytes(integer_bytes))),
+            );
         }
         DType::Complex32 | DType::Complex64 | DType::Complex128 => {
             // A complex number is two floats of half its size, one after the other.
-            let part = match dtype {
+            let part_dtype = match dtype {
                 DType::Complex32 => DType::F16,
                 DType::Complex64 => DType::F32,
                 _ => DType::F64,
             };
-            let mut parts = Vec::new();
-            for_each_number(part, bytes, &mut |value| parts.push(value));
-            for &[real, imaginary] in parts.as_chunks().0 {
-                values.push(complex(real, imaginary, part != DType::F64).into());
+            let mut floats = Vec::new();
+            for_each_number(part_dtype, bytes, &mut |value| floats.push(value));
+            for &[real, imaginary] in floats.as_chunks().0 {
+                elements.push(complex_text(real, imaginary, part_dtype != DType::F64).into());
             }
         }
         _ => {
-            let is_number =
-                for_each_number(dtype, bytes, &mut |value| values.push(number(value, dtype)));
+            let is_number = for_each_number(dtype, bytes, &mut |value| {
+                elements.push(number_json(value, dtype))
+            });
             if !is_number {
-                let size = dtype.size_in_bytes() as usize;
-                values.extend(bytes.chunks_exact(size).map(|element| hex(element).into()));
+                let element_bytes = dtype.size_in_bytes() as usize;
+                elements.extend(
+                    bytes
+                        .chunks_exact(element_bytes)
+                        .map(|element| hex_text(element).into()),
+                );
             }
         }
     }
 }
 
-/// Returns a complex number as Python writes it without parentheses, such as `1.5-2.0j`.
-fn complex(real: f64, imaginary: f64, single: bool) -> String {
+/// Returns a complex number as Python writes it without parentheses, such as `1.5-2.0j`. If
+/// `is_single`, its parts have no more digits than single precision needs.
+fn complex_text(real: f64, imaginary: f64, is_single: bool) -> String {
     // NaN has a sign bit too, which nobody wants to see.
     let has_minus = imaginary.is_sign_negative() && !imaginary.is_nan();
     let plus = if has_minus { "" } else { "+" };
-    if single {
+    if is_single {
         format!("{:?}{plus}{:?}j", real as f32, imaginary as f32)
     } else {
         format!("{real:?}{plus}{imaginary:?}j")
@@ -321,14 +347,14 @@ fn complex(real: f64, imaginary: f64, single: bool) -> String {
 }
 
 /// Returns bytes in hexadecimal, in their order.
-fn hex(bytes: &[u8]) -> String {
+fn hex_text(bytes: &[u8]) -> String {
     let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("0x{digits}")
 }
 
 /// Returns the decimal digits of an integer in little-endian two's complement of any length.
-fn decimal(bytes: &[u8]) -> String {
-    let is_negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
+fn decimal_text(bytes: &[u8]) -> String {
+    let is_negative = bytes.last().is_some_and(|last_byte| last_byte & 0x80 != 0);
     let mut magnitude = bytes.to_vec();
     if is_negative {
         // The magnitude is the two's complement: all bits inverted, plus 1.
@@ -340,13 +366,13 @@ fn decimal(bytes: &[u8]) -> String {
     // Divide by 10 until nothing is left: the remainders are the digits, the last one first.
     let mut digits = Vec::new();
     while magnitude.iter().any(|&byte| byte != 0) {
-        let mut rest = 0u32;
+        let mut remainder = 0u32;
         for byte in magnitude.iter_mut().rev() {
-            let value = rest << 8 | u32::from(*byte);
+            let value = remainder << 8 | u32::from(*byte);
             *byte = (value / 10) as u8;
-            rest = value % 10;
+            remainder = value % 10;
         }
-        digits.push(char::from(b'0' + rest as u8));
+        digits.push(char::from(b'0' + remainder as u8));
     }
     if digits.is_empty() {
         digits.push('0');
@@ -358,7 +384,7 @@ fn decimal(bytes: &[u8]) -> String {
 }
 
 /// Returns an element of this dtype as JSON, with no more digits than its precision needs.
-fn number(value: f64, dtype: DType) -> Value {
+fn number_json(value: f64, dtype: DType) -> Value {
     if !dtype.is_float() {
         return Value::from(value as i64);
     }
@@ -391,12 +417,12 @@ fn value_json(value: &PlainValue) -> Value {
         }
         PlainValue::Dict(items) => {
             // JSON has only text as keys.
-            let named: Option<serde_json::Map<_, _>> = items
+            let object: Option<serde_json::Map<_, _>> = items
                 .iter()
                 .map(|(key, value)| Some((key.as_str()?.to_owned(), value_json(value))))
                 .collect();
-            if let Some(named) = named {
-                return Value::Object(named);
+            if let Some(object) = object {
+                return Value::Object(object);
             }
             items
                 .iter()
@@ -404,20 +430,20 @@ fn value_json(value: &PlainValue) -> Value {
                 .collect()
         }
         PlainValue::Tensor(tensor) => {
-            let mut shown = json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape});
+            let mut object = json!({"dtype": tensor.dtype.to_string(), "shape": tensor.shape});
             let mut elements = Vec::new();
-            elements_json(tensor.dtype, &tensor.data, &mut elements);
+            add_elements(tensor.dtype, &tensor.data, &mut elements);
             // There are none in a tensor without elements, or where they were not read.
             if !elements.is_empty() {
-                shown["elements"] = elements.into();
+                object["elements"] = elements.into();
             }
-            shown
+            object
         }
         // More digits than a JSON number may have.
-        PlainValue::BigInt(bytes) => decimal(bytes).into(),
-        PlainValue::Bytes(bytes) => hex(bytes).into(),
+        PlainValue::BigInt(bytes) => decimal_text(bytes).into(),
+        PlainValue::Bytes(bytes) => hex_text(bytes).into(),
         PlainValue::Typed(_, description) => value_json(description),
-        other => format!("{other:?}").into(),
+        _ => format!("{value:?}").into(),
     }
 }
 
@@ -460,11 +486,11 @@ fn npy_header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>> {
     let sizes: String = shape.iter().map(|size| format!("{size},")).collect();
     let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
     // NumPy maps files into memory, and aligns the elements to 64 bytes for that.
-    let width = (dict.len() + FRAME_BYTES).next_multiple_of(64) - FRAME_BYTES;
-    let length = u16::try_from(width + 1).context("a shape of too many dimensions")?;
+    let padded_width = (dict.len() + FRAME_BYTES).next_multiple_of(64) - FRAME_BYTES;
+    let length = u16::try_from(padded_width + 1).context("a shape of too many dimensions")?;
     let mut header = b"\x93NUMPY\x01\x00".to_vec();
     header.extend(length.to_le_bytes());
-    header.extend(format!("{dict:width$}\n").into_bytes());
+    header.extend(format!("{dict:padded_width$}\n").into_bytes());
     Ok(header)
 }
 
@@ -476,7 +502,7 @@ mod tests {
     fn elements_are_shown_exactly() {
         let shown = |dtype, bytes: &[u8]| {
             let mut values = Vec::new();
-            elements_json(dtype, bytes, &mut values);
+            add_elements(dtype, bytes, &mut values);
             Value::from(values).to_string()
         };
         assert_eq!(
@@ -517,7 +543,7 @@ mod tests {
     #[test]
     fn large_integers_are_shown_in_full() {
         for value in [0, 1, -1, 255, -256, i128::MAX, i128::MIN, 10i128.pow(30)] {
-            assert_eq!(decimal(&value.to_le_bytes()), value.to_string());
+            assert_eq!(decimal_text(&value.to_le_bytes()), value.to_string());
         }
         assert_eq!(
             value_json(&PlainValue::Bytes(vec![0, 255])),

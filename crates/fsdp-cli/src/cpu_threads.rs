@@ -8,7 +8,7 @@ use std::num::NonZeroUsize;
 
 /// The variable that sizes candle's pools. candle cuts matrix products into as many parts, and its
 /// pool for element-wise operations has as many threads unless `CANDLE_NUM_THREADS` says otherwise.
-pub(crate) const VARIABLE: &str = "RAYON_NUM_THREADS";
+pub(crate) const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
 
 /// The variable that tells how often the threads of candle's own pool look for work before they
 /// sleep.
@@ -16,16 +16,17 @@ pub(crate) const SPIN_VARIABLE: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
 
 /// The value of [`SPIN_VARIABLE`] in training: some microseconds, where candle's own takes some
 /// hundred.
-pub(crate) const SPINS: u32 = 500;
+pub(crate) const SPIN_LIMIT: u32 = 500;
 
-/// Returns the number of threads that the environment variable of this process sets.
+/// Returns the number of threads that the environment variable of this process sets; `None` if it
+/// sets none.
 pub(crate) fn requested_threads() -> Option<NonZeroUsize> {
-    std::env::var(VARIABLE).ok()?.parse().ok()
+    std::env::var(THREADS_VARIABLE).ok()?.parse().ok()
 }
 
 /// Returns the number of threads that each of `ranks` gets if they share this machine: at least
 /// one.
-pub(crate) fn share(ranks: usize) -> usize {
+pub(crate) fn equal_share(ranks: usize) -> usize {
     (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / ranks.max(1)).max(1)
 }
 
@@ -35,9 +36,9 @@ mod tests {
 
     #[test]
     fn ranks_share_the_threads_of_the_machine_and_each_has_one_at_least() {
-        let all = share(1);
-        assert_eq!(all, share(0));
-        assert_eq!(share(2), (all / 2).max(1));
-        assert_eq!(share(usize::MAX), 1);
+        let all = equal_share(1);
+        assert_eq!(all, equal_share(0));
+        assert_eq!(equal_share(2), (all / 2).max(1));
+        assert_eq!(equal_share(usize::MAX), 1);
     }
 }

@@ -24,7 +24,7 @@ const MAX_TEXT_BYTES: u64 = 16 << 30;
 const BUILTIN: &[u8] = include_bytes!("../data/harbour.txt");
 
 /// The hint for a text that cannot be used.
-const OTHER_TEXT: &str = "name a text file with `--data`, or leave it out for the built-in text";
+const TEXT_HINT: &str = "name a text file with `--data`, or leave it out for the built-in text";
 
 /// A text whose bytes are tokens.
 #[derive(Debug, Clone)]
@@ -50,13 +50,13 @@ impl Text {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let mut bytes = Vec::new();
-        let read =
+        let outcome =
             File::open(path).and_then(|file| file.take(MAX_TEXT_BYTES + 1).read_to_end(&mut bytes));
-        read.map_err(|source| {
+        outcome.map_err(|source| {
             let error = CommandError {
                 exit_code: exit_codes::for_kind(Failure::kind(&source)),
                 message: format!("failed to read training text `{name}`"),
-                hint: Some(OTHER_TEXT),
+                hint: Some(TEXT_HINT),
             };
             Error::new(source).context(error)
         })?;
@@ -64,18 +64,21 @@ impl Text {
             bytes.len() as u64 <= MAX_TEXT_BYTES,
             usage_error(
                 format!("training text `{name}` has more than {MAX_TEXT_BYTES} bytes"),
-                OTHER_TEXT
+                TEXT_HINT
             )
         );
         Ok(Self::new(name, bytes)?)
     }
 
     /// Creates a text in memory. `name` is for messages.
+    ///
+    /// # Errors
+    /// It is empty.
     fn new(name: String, bytes: Vec<u8>) -> Result<Self, CommandError> {
         if bytes.is_empty() {
             return Err(usage_error(
                 format!("training text `{name}` is empty"),
-                OTHER_TEXT,
+                TEXT_HINT,
             ));
         }
         let bytes = bytes.into();
@@ -123,11 +126,11 @@ impl Batches {
         } = *self;
         // Each backward of each rank needs a row, or ranks would wait for gradients that never
         // come.
-        let parts = ranks.saturating_mul(accumulation);
-        if parts == 0 || batch < parts {
+        let part_count = ranks.saturating_mul(accumulation);
+        if part_count == 0 || batch < part_count {
             return Err(usage_error(
                 format!(
-                    "a batch of {batch} rows has too few for {parts} parts ({ranks} ranks x \
+                    "a batch of {batch} rows has too few for {part_count} parts ({ranks} ranks x \
                      {accumulation} backwards)"
                 ),
                 "make `--batch` at least `--nproc` times `--accumulate`",
@@ -158,9 +161,9 @@ impl Batches {
 
     /// Returns the first row of one of the parts of all ranks.
     fn first_row(&self, part: usize) -> usize {
-        let parts = self.ranks * self.accumulation;
+        let part_count = self.ranks * self.accumulation;
         // In 128 bits no product is too large.
-        (part as u128 * self.batch as u128 / parts as u128) as usize
+        (part as u128 * self.batch as u128 / part_count as u128) as usize
     }
 
     /// Returns the factor by which the mean loss of one backward counts in the rank's loss. The
@@ -178,39 +181,39 @@ impl Batches {
     }
 
     /// Returns the offsets at which the rows of the backward `part` of `rank` start, in a text of
-    /// `text_len` bytes. The global batch begins with the row number `first`.
+    /// `text_bytes` bytes. The global batch begins with the row number `batch_start`.
     fn row_offsets(
         &self,
-        text_len: usize,
-        first: u128,
+        text_bytes: usize,
+        batch_start: u128,
         rank: usize,
         part: usize,
     ) -> impl Iterator<Item = usize> {
         let seq = self.seq;
         self.row_range(rank, part).map(move |row| {
-            let start = (first + row as u128) * seq as u128;
+            let first_token = (batch_start + row as u128) * seq as u128;
             // After the last row that fits, the text begins again.
-            (start % (text_len - seq - 1) as u128) as usize
+            (first_token % (text_bytes - seq - 1) as u128) as usize
         })
     }
 
     /// Returns tokens and targets, each `[rows, seq]` (u32), of one backward of a rank. The global
-    /// batch begins with the row number `first`: that is [`Self::rows_of`] the steps before it, if
-    /// all of them had batches of this size.
+    /// batch begins with the row number `batch_start`: that is [`Self::rows_of`] the steps before
+    /// it, if all of them had batches of this size.
     ///
     /// # Errors
     /// The same as [`Self::check`], and candle's errors.
     pub fn batch(
         &self,
         text: &Text,
-        first: u128,
+        batch_start: u128,
         (rank, part): (usize, usize),
         device: &Device,
     ) -> Result<(Tensor, Tensor), candle_core::Error> {
         self.check(text).map_err(candle_core::Error::wrap)?;
         let mut tokens = Vec::new();
         let mut targets = Vec::new();
-        for start in self.row_offsets(text.bytes.len(), first, rank, part) {
+        for start in self.row_offsets(text.bytes.len(), batch_start, rank, part) {
             let row = &text.bytes[start..=start + self.seq];
             // The target of each token is the one after it.
             tokens.extend(row[..self.seq].iter().map(|&byte| u32::from(byte)));

@@ -11,11 +11,11 @@ use fsdp_tools::map::Mapped;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::failure::{difference, nothing_selected};
+use crate::failure::{difference_error, nothing_selected_error};
 use crate::keys::Keys;
 use crate::map::MapArguments;
 use crate::natural;
-use crate::parsers::not_negative;
+use crate::parsers::parse_not_negative;
 use crate::text::{escaped, or_word};
 use crate::work::Threads;
 use crate::{heatmap, output};
@@ -31,7 +31,7 @@ pub(crate) struct DiffArguments {
     second: Location,
     /// Largest absolute difference of two numbers that counts as equal [default: bit for bit]
     #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true,
-          value_parser = not_negative)]
+          value_parser = parse_not_negative)]
     tolerance: f64,
     /// Read all data, also where both checkpoints have recorded digests; a tolerance does that too
     #[arg(long)]
@@ -61,7 +61,8 @@ struct DifferenceRow {
     name: String,
     kind: &'static str,
     /// A description for people.
-    what: String,
+    #[serde(rename = "what")]
+    description: String,
     /// The number of elements that differ.
     elements: Option<u64>,
     /// Their largest absolute difference; `null` if it is not a number.
@@ -74,17 +75,17 @@ struct DifferenceRow {
 /// They differ, or one cannot be read.
 pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     arguments.map.check_set(None)?;
-    let first_opened = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
-    let second_opened = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
+    let first_checkpoint = checkpoint::open(&arguments.first, OpenOptions { verify: true })?;
+    let second_checkpoint = checkpoint::open(&arguments.second, OpenOptions { verify: true })?;
     // The map is for the first: its keys become those of the second.
-    let map = arguments.map.read(&[&arguments.first])?;
+    let map = arguments.map.read_map(&[&arguments.first])?;
     let mapped;
-    let mut first: &dyn Checkpoint = &*first_opened;
+    let mut first: &dyn Checkpoint = &*first_checkpoint;
     if let Some(map) = map {
         mapped = Mapped::new(first, &map)?;
         first = &mapped;
     }
-    let mut second: &dyn Checkpoint = &*second_opened;
+    let mut second: &dyn Checkpoint = &*second_checkpoint;
     let keys = Keys::new(&arguments.include, &arguments.exclude, &[], None)?;
     // Without globs all keys are compared, and there is no need for views that leave none out.
     let views;
@@ -97,16 +98,17 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         ];
         ensure!(
             views.iter().any(|view| !view.metadata().entries.is_empty()),
-            nothing_selected()
+            nothing_selected_error()
         );
         keys.check_include(all_keys.map(String::as_str))?;
         [first, second] = views.each_ref().map(|view| view as &dyn Checkpoint);
     }
     let mut differences = Vec::new();
     // Digests tell only whether bits are equal: not by how much they differ, nor where.
-    let reads = arguments.full || arguments.heatmap || arguments.tolerance > 0.0;
-    let by_digests = !reads && diff::diff_digests(first, second, &mut add_to(&mut differences))?;
-    if !by_digests {
+    let reads_data = arguments.full || arguments.heatmap || arguments.tolerance > 0.0;
+    let is_by_digests =
+        !reads_data && diff::diff_digests(first, second, &mut make_collector(&mut differences))?;
+    if !is_by_digests {
         let options = DiffOptions {
             tolerance: Tolerance {
                 absolute: arguments.tolerance,
@@ -114,7 +116,12 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
             },
             threads: Some(arguments.threads.count()),
         };
-        diff::diff(first, second, options, &mut add_to(&mut differences))?;
+        diff::diff(
+            first,
+            second,
+            options,
+            &mut make_collector(&mut differences),
+        )?;
     }
     differences.sort_by(|a, b| natural::compare(&a.name, &b.name));
     // Keys of both count once.
@@ -122,22 +129,22 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
     let second_keys = second.metadata().entries.keys();
     let only_in_second = second_keys.filter(|key| !first_keys.contains_key(*key));
     let compared = first_keys.len() + only_in_second.count();
-    output::read_or_not(if arguments.json {
-        output::json(&json!({
+    output::ignore_closed_stdout(if arguments.json {
+        output::print_json(&json!({
             "schema": SCHEMA,
             "first": arguments.first.to_string(),
             "second": arguments.second.to_string(),
             "tolerance": arguments.tolerance,
             // The digests, if they told all and no data was read.
-            "by": if by_digests { "digests" } else { "elements" },
+            "by": if is_by_digests { "digests" } else { "elements" },
             "equal": differences.is_empty(),
             "compared": compared,
             "differences": differences,
         }))
     } else {
-        list(&differences, arguments.heatmap, first, second)
+        print_differences(&differences, arguments.heatmap, first, second)
     })?;
-    if by_digests {
+    if is_by_digests {
         output::talk(
             "compared by the digests that both have recorded, no data was read; `--full` reads it",
         );
@@ -147,7 +154,7 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         output::talk(&format!("equal: {compared} tensors and values"));
         return Ok(());
     }
-    bail!(difference(format!(
+    bail!(difference_error(format!(
         "`{}` and `{}` differ in {} of {compared} tensors and values",
         arguments.first,
         arguments.second,
@@ -156,27 +163,31 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
 }
 
 /// Returns a function that describes a difference and adds it to `rows`.
-fn add_to(rows: &mut Vec<DifferenceRow>) -> impl FnMut(&str, Difference) {
+fn make_collector(rows: &mut Vec<DifferenceRow>) -> impl FnMut(&str, Difference) {
     |name, difference| rows.push(DifferenceRow::new(name, &difference))
 }
 
-/// Prints the differences, and with `pictures` where in the tensors they are.
-fn list(
+/// Prints the differences, and if `with_heatmaps`, where in the tensors they are.
+fn print_differences(
     differences: &[DifferenceRow],
-    pictures: bool,
+    with_heatmaps: bool,
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
 ) -> Result<()> {
     for row in differences {
-        output::data(&format!("{}: {}", escaped(&row.name), escaped(&row.what)))?;
+        output::print_line(&format!(
+            "{}: {}",
+            escaped(&row.name),
+            escaped(&row.description)
+        ))?;
         // Only where elements differ is there something to draw: other shapes have no common grid.
-        if pictures && row.elements.is_some() {
+        if with_heatmaps && row.elements.is_some() {
             for line in heatmap::heatmap_lines(first, second, &row.name)? {
-                output::data(&format!("  {line}"))?;
+                output::print_line(&format!("  {line}"))?;
             }
         }
     }
-    if pictures && !differences.is_empty() {
+    if with_heatmaps && !differences.is_empty() {
         output::talk(heatmap::LEGEND);
     }
     Ok(())
@@ -187,7 +198,7 @@ impl DifferenceRow {
     fn new(name: &str, difference: &Difference) -> Self {
         let mut elements = None;
         let mut max_abs = None;
-        let (kind, what) = match difference {
+        let (kind, description) = match difference {
             Difference::OnlyInFirst => ("only_in_first", "only in the first".to_owned()),
             Difference::OnlyInSecond => ("only_in_second", "only in the second".to_owned()),
             Difference::Kind => ("kind", "a tensor in one, a value in the other".to_owned()),
@@ -203,9 +214,10 @@ impl DifferenceRow {
             } => {
                 elements = Some(*count);
                 max_abs = *max;
-                let by = or_word(max.map(|max| format!(", by at most {max:e}")), "");
-                let what = format!("{count} elements differ{by}, the first at position {first}");
-                ("elements", what)
+                let extent = or_word(max.map(|max| format!(", by at most {max:e}")), "");
+                let description =
+                    format!("{count} elements differ{extent}, the first at position {first}");
+                ("elements", description)
             }
             Difference::Container { first, second } => {
                 ("container", format!("{first} and {second}"))
@@ -216,7 +228,7 @@ impl DifferenceRow {
         DifferenceRow {
             name: name.to_owned(),
             kind,
-            what,
+            description,
             elements,
             max_abs,
         }

@@ -47,41 +47,41 @@ pub(crate) fn run(arguments: &DigestArguments) -> Result<()> {
     let path = arguments.path.to_string();
     // Recorded digests cost nothing but may be stale; computed ones read every byte.
     let computed;
-    let (from, state) = if !arguments.recorded {
+    let (origin, digests) = if !arguments.recorded {
         computed = digest(&*checkpoint, arguments.threads.count())?;
         ("computed", &computed)
     } else if let Some(recorded) = checkpoint.digests() {
         ("recorded", recorded)
     } else {
-        let why = if checkpoint.has_stale_digests() {
+        let reason = if checkpoint.has_stale_digests() {
             ": another program has written the file again since"
         } else {
             ""
         };
-        bail!("`{path}` has no recorded digests{why}; leave out `--recorded`");
+        bail!("`{path}` has no recorded digests{reason}; leave out `--recorded`");
     };
     if arguments.json {
-        let each: BTreeMap<&str, String> = state
+        let each: BTreeMap<&str, String> = digests
             .iter()
             .map(|(name, digest)| (name, digest.to_string()))
             .collect();
-        return output::json(&json!({
+        return output::print_json(&json!({
             "schema": SCHEMA,
             "path": path,
-            "from": from,
-            "digest": state.root().to_string(),
+            "from": origin,
+            "digest": digests.root().to_string(),
             "each": each,
         }));
     }
     // The digest of all comes last, where it stands above the next prompt.
     let mut lines = Vec::new();
     if arguments.each {
-        let mut digests: Vec<_> = state.iter().collect();
-        digests.sort_by(|(a, _), (b, _)| natural::compare(a, b));
-        for (name, digest) in digests {
+        let mut sorted_digests: Vec<_> = digests.iter().collect();
+        sorted_digests.sort_by(|(a, _), (b, _)| natural::compare(a, b));
+        for (name, digest) in sorted_digests {
             lines.push(format!("{digest}  {}", escaped(name)));
         }
     }
-    lines.push(format!("{}  {}", state.root(), escaped(&path)));
-    output::lines(&lines)
+    lines.push(format!("{}  {}", digests.root(), escaped(&path)));
+    output::print_lines(&lines)
 }

@@ -93,7 +93,7 @@ struct MachineReport {
     launcher: Result<Environment, CommError>,
     variables: BTreeMap<&'static str, String>,
     /// `true` if there is a secret of the job. It is not shown.
-    secret: bool,
+    has_secret: bool,
     cpu_cores: Option<usize>,
     memory_bytes: Option<u64>,
     /// The number of files that a process may have open; none for no limit.
@@ -108,9 +108,9 @@ struct MachineReport {
 }
 
 /// Lists all backends, each with `true` if this build has it.
-fn backends() -> impl Iterator<Item = (String, bool)> {
-    let all = BackendKind::ALL.into_iter();
-    all.map(|kind| (kind.to_string(), kind.check_compiled_in().is_ok()))
+fn list_backends() -> impl Iterator<Item = (String, bool)> {
+    let kinds = BackendKind::ALL.into_iter();
+    kinds.map(|kind| (kind.to_string(), kind.check_compiled_in().is_ok()))
 }
 
 /// Examines this machine: `fsdp doctor`.
@@ -120,9 +120,9 @@ fn backends() -> impl Iterator<Item = (String, bool)> {
 pub(crate) fn run(arguments: &DoctorArguments) -> Result<()> {
     let report = examine();
     if arguments.json {
-        return output::json(&report.json());
+        return output::print_json(&report.json());
     }
-    output::lines(&report.lines())
+    output::print_lines(&report.lines())
 }
 
 /// Looks at the environment and at this machine. Whatever is missing is no error, but gets a hint.
@@ -131,7 +131,7 @@ fn examine() -> MachineReport {
     // The launcher comes first: most jobs that do not start fail because of its variables.
     let launcher = Environment::from_env();
     let fault = match &launcher {
-        Ok(found) => found.check_identity().err(),
+        Ok(environment) => environment.check_identity().err(),
         // Nobody has to have a launcher; but one whose variables make no sense, or are not all set,
         // is a fault.
         Err(error) if is_without_launcher(error) => None,
@@ -141,52 +141,52 @@ fn examine() -> MachineReport {
         hints.push(format!("{error}: `--backend tcp` cannot start like this"));
     }
     // Ranks of one host lend each other memory if the system lets them, and use sockets otherwise.
-    let shared_memory = shared_memory();
+    let shared_memory = check_shared_memory();
     if let Err(error) = &shared_memory {
         hints.push(format!(
             "no shared memory ({error}): ranks of one host will use sockets, which is slower"
         ));
     }
-    let gpus = gpus();
+    let gpus = list_gpus();
     let mut libraries = BTreeMap::new();
-    for (name, brings) in LIBRARIES {
-        let library = library(name);
+    for (name, origin) in LIBRARIES {
+        let library = find_library(name);
         if library.is_none() && !gpus.is_empty() {
             hints.push(format!(
-                "there is a GPU, but no `{name}`: {brings}; `LD_LIBRARY_PATH` can tell where it is"
+                "there is a GPU, but no `{name}`: {origin}; `LD_LIBRARY_PATH` can tell where it is"
             ));
         }
         libraries.insert(name, library);
     }
     // A build without the right features is the most common reason for a GPU that stays idle.
     if !gpus.is_empty() {
-        let build =
+        let build_hint =
             "`cargo build --release --features nccl` makes one, and `cargo xtask gpu` tries it";
         if !cfg!(feature = "cuda") {
             hints.push(format!(
-                "there is a GPU, but this build computes on CPUs only: {build}"
+                "there is a GPU, but this build computes on CPUs only: {build_hint}"
             ));
         } else if !cfg!(feature = "nccl") {
             hints.push(format!(
-                "there is a GPU, but this build's ranks reach each other's only through the host: {build}"
+                "there is a GPU, but this build's ranks reach each other's only through the host: {build_hint}"
             ));
         }
     }
     MachineReport {
         launcher,
         // Reports are pasted into issues, so the secret itself is in no field.
-        secret: has_secret(),
+        has_secret: has_secret(),
         variables: VARIABLES
             .iter()
             .filter_map(|&name| Some((name, std::env::var(name).ok()?)))
             .collect(),
         cpu_cores: std::thread::available_parallelism().ok().map(usize::from),
-        memory_bytes: memory::of_machine(),
+        memory_bytes: memory::machine_bytes(),
         // Each rank has a socket to every other one, so a low limit keeps large jobs from starting.
         open_files: getrlimit(Resource::Nofile).current,
         dev_shm_bytes: statvfs("/dev/shm")
             .ok()
-            .map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
+            .map(|system| system.f_blocks.saturating_mul(system.f_frsize)),
         shared_memory_error: shared_memory.err().map(|error| error.to_string()),
         gpus,
         libraries,
@@ -196,7 +196,7 @@ fn examine() -> MachineReport {
 
 /// Creates shared memory in the same way as ranks of one host do.
 #[cfg(target_os = "linux")]
-fn shared_memory() -> std::io::Result<()> {
+fn check_shared_memory() -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
 
     // Ranks open each other's segments through `/proc`, which containers may forbid.
@@ -212,21 +212,21 @@ fn shared_memory() -> std::io::Result<()> {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn shared_memory() -> std::io::Result<()> {
+fn check_shared_memory() -> std::io::Result<()> {
     Err(std::io::ErrorKind::Unsupported.into())
 }
 
 /// Lists NVIDIA's devices.
-fn gpus() -> Vec<String> {
-    let mut found = Vec::new();
+fn list_gpus() -> Vec<String> {
+    let mut device_paths = Vec::new();
     for entry in fs::read_dir("/dev").into_iter().flatten().flatten() {
         let path = entry.path();
         if is_gpu(&path) {
-            found.push(path.display().to_string());
+            device_paths.push(path.display().to_string());
         }
     }
-    found.sort();
-    found
+    device_paths.sort();
+    device_paths
 }
 
 /// Returns `true` for the device file of a GPU, such as `/dev/nvidia0`.
@@ -240,34 +240,34 @@ fn is_gpu(path: &Path) -> bool {
 }
 
 /// Finds a shared library in `LD_LIBRARY_PATH`, or in the directories that dynamic linkers usually
-/// search.
-fn library(name: &str) -> Option<String> {
+/// search; `None` if it is nowhere.
+fn find_library(name: &str) -> Option<String> {
     // The linker looks into the variable first, so what it would load comes first here too.
     let mut directories = Vec::new();
-    if let Some(given) = std::env::var_os("LD_LIBRARY_PATH") {
-        directories.extend(std::env::split_paths(&given));
+    if let Some(search_path) = std::env::var_os("LD_LIBRARY_PATH") {
+        directories.extend(std::env::split_paths(&search_path));
     }
     directories.extend(LIBRARY_DIRECTORIES.map(PathBuf::from));
     let mut paths = directories.iter().map(|directory| directory.join(name));
-    let found = paths.find(|path| path.exists())?;
-    Some(found.display().to_string())
+    let library_path = paths.find(|path| path.exists())?;
+    Some(library_path.display().to_string())
 }
 
 impl MachineReport {
     /// Returns the report as JSON.
     fn json(&self) -> Value {
-        let backends: Vec<Value> = backends()
+        let backends: Vec<Value> = list_backends()
             .map(|(name, compiled_in)| json!({ "name": name, "compiled_in": compiled_in }))
             .collect();
-        let launcher = self.launcher.as_ref().ok().map(|found| {
+        let launcher = self.launcher.as_ref().ok().map(|environment| {
             json!({
-                "name": found.launcher.to_string(),
-                "rank": found.rank,
-                "world_size": found.world_size,
-                "local_rank": found.local_rank,
-                "local_world_size": found.local_world_size,
-                "master": found.master(),
-                "job": found.job,
+                "name": environment.launcher.to_string(),
+                "rank": environment.rank,
+                "world_size": environment.world_size,
+                "local_rank": environment.local_rank,
+                "local_world_size": environment.local_world_size,
+                "master": environment.master(),
+                "job": environment.job,
             })
         });
         json!({
@@ -277,7 +277,7 @@ impl MachineReport {
             "launcher": launcher,
             "launcher_error": self.launcher.as_ref().err().map(ToString::to_string),
             "variables": self.variables,
-            "secret": self.secret,
+            "secret": self.has_secret,
             "cpu_cores": self.cpu_cores,
             "memory_bytes": self.memory_bytes,
             "open_files": self.open_files,
@@ -293,21 +293,21 @@ impl MachineReport {
     /// Returns the report as lines of text.
     fn lines(&self) -> Vec<String> {
         let mut rows = vec![("fsdp", VERSION.to_owned())];
-        for (name, is_compiled_in) in backends() {
-            let is_here = if is_compiled_in {
+        for (name, is_compiled_in) in list_backends() {
+            let state = if is_compiled_in {
                 "yes"
             } else {
                 "not compiled in"
             };
-            rows.push(("backend", format!("{name}: {is_here}")));
+            rows.push(("backend", format!("{name}: {state}")));
         }
         let launcher = match &self.launcher {
-            Ok(found) => format!(
+            Ok(environment) => format!(
                 "{}: rank {} of {}, which meet at {}",
-                found.launcher,
-                found.rank,
-                found.world_size,
-                found.master()
+                environment.launcher,
+                environment.rank,
+                environment.world_size,
+                environment.master()
             ),
             Err(error) => format!("none: {error}"),
         };
@@ -315,22 +315,25 @@ impl MachineReport {
         for (name, value) in &self.variables {
             rows.push(("variable", format!("{name}={value}")));
         }
-        let secret = if self.secret {
+        let secret = if self.has_secret {
             "FSDP_SECRET is set"
         } else {
             "none"
         };
         let open_files = self.open_files.map(|limit| format!("at most {limit}"));
         let error = self.shared_memory_error.as_ref();
-        let lacking = error.map(|error| format!("no: {error}"));
+        let shared_memory = error.map(|error| format!("no: {error}"));
         let gpus = Some(self.gpus.len()).filter(|&gpus| gpus > 0);
         rows.extend([
             ("secret", secret.to_owned()),
             ("CPU cores", or_word(self.cpu_cores, UNKNOWN)),
-            ("memory", or_word(self.memory_bytes.map(gib), UNKNOWN)),
+            ("memory", or_word(self.memory_bytes.map(gib_text), UNKNOWN)),
             ("open files", or_word(open_files, "no limit")),
-            ("/dev/shm", or_word(self.dev_shm_bytes.map(gib), "none")),
-            ("shared memory", or_word(lacking, "yes")),
+            (
+                "/dev/shm",
+                or_word(self.dev_shm_bytes.map(gib_text), "none"),
+            ),
+            ("shared memory", or_word(shared_memory, "yes")),
             ("GPUs", or_word(gpus, "none")),
         ]);
         for (name, path) in &self.libraries {
@@ -346,6 +349,6 @@ impl MachineReport {
     }
 }
 
-fn gib(bytes: u64) -> String {
+fn gib_text(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }

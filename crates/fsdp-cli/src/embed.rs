@@ -16,23 +16,23 @@ use crate::failure::{CommandError, usage_error};
 pub fn explain(error: &Error) -> CommandError {
     // A command line that clap refuses.
     if let Some(error) = error.downcast_ref::<clap::Error>() {
-        return usage_error(refusal(&error.to_string()), None);
+        return usage_error(refusal_text(&error.to_string()), None);
     }
     CommandError {
         exit_code: outcome::exit_code(error),
-        message: output::messages(error).join(": "),
+        message: output::error_messages(error).join(": "),
         hint: outcome::hint(error),
     }
 }
 
 /// Returns what is wrong with a command line in one line. The rest of what clap says is for those
 /// who have typed it.
-fn refusal(text: &str) -> String {
+fn refusal_text(text: &str) -> String {
     let lines = text.trim_start_matches("error: ").lines().map(str::trim);
-    let wrong = lines.take_while(|line| {
+    let problem_lines = lines.take_while(|line| {
         !line.starts_with("Usage:") && !line.starts_with("For more information")
     });
-    wrong
+    problem_lines
         .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
         .collect::<Vec<_>>()
         .join(" ")

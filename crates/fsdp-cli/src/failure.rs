@@ -33,7 +33,7 @@ pub(crate) fn usage_error(
 
 /// Returns the error of two things that should match and do not. The command's report has told what
 /// to do about it.
-pub(crate) fn difference(message: String) -> CommandError {
+pub(crate) fn difference_error(message: String) -> CommandError {
     CommandError {
         exit_code: exit_codes::DIFFERENCE,
         message,
@@ -42,7 +42,7 @@ pub(crate) fn difference(message: String) -> CommandError {
 }
 
 /// Returns the error of a destination that is taken.
-pub(crate) fn exists_already(path: &str) -> CommandError {
+pub(crate) fn exists_already_error(path: &str) -> CommandError {
     usage_error(
         format!("`{path}` exists already"),
         "choose another destination; `--overwrite` replaces a checkpoint",
@@ -50,7 +50,7 @@ pub(crate) fn exists_already(path: &str) -> CommandError {
 }
 
 /// Returns the error of a destination that `--overwrite` does not replace.
-pub(crate) fn not_replaceable(path: &str) -> CommandError {
+pub(crate) fn not_replaceable_error(path: &str) -> CommandError {
     usage_error(
         format!(
             "`{path}` cannot be replaced: `--overwrite` replaces a file only with a file, and a \
@@ -61,13 +61,13 @@ pub(crate) fn not_replaceable(path: &str) -> CommandError {
 }
 
 /// Returns the error of a selection of keys that fits none.
-pub(crate) fn no_such_keys(message: impl Into<String>) -> CommandError {
+pub(crate) fn no_such_keys_error(message: impl Into<String>) -> CommandError {
     usage_error(message, "`fsdp inspect` lists the keys")
 }
 
 /// Returns the error of globs that leave nothing.
-pub(crate) fn nothing_selected() -> CommandError {
-    no_such_keys("`--include` and `--exclude` select no key")
+pub(crate) fn nothing_selected_error() -> CommandError {
+    no_such_keys_error("`--include` and `--exclude` select no key")
 }
 
 /// A run that a signal has stopped. It has told so itself.
@@ -75,7 +75,7 @@ pub(crate) fn nothing_selected() -> CommandError {
 #[error("a signal stopped the run after it had saved; continue with `--resume`")]
 pub(crate) struct Stopped;
 
-/// Returns the kind of one cause of an error, if it is an error of this type.
+/// Returns the kind of one cause of an error, if it is an error of this type; `None` otherwise.
 pub(crate) fn kind_as<E: Failure + Error + 'static>(
     cause: &(dyn Error + 'static),
 ) -> Option<ErrorKind> {

@@ -12,7 +12,7 @@ const ROWS: usize = 8;
 /// The cells across: along the last dimension.
 const COLUMNS: usize = 64;
 /// The elements that are read at once.
-const PIECE_LEN: usize = 1 << 20;
+const PIECE_ELEMENTS: usize = 1 << 20;
 
 /// The explanation of the characters in a heat map.
 pub(crate) const LEGEND: &str = "\
@@ -39,18 +39,21 @@ pub(crate) fn heatmap_lines(
     let Some(entry) = first.metadata().tensor(name) else {
         return Ok(Vec::new());
     };
-    let Some(other) = second.metadata().tensor(name) else {
+    let Some(second_entry) = second.metadata().tensor(name) else {
         return Ok(Vec::new());
     };
     let dtype = entry.properties.dtype;
-    if !is_real(dtype) || entry.shape != other.shape || dtype != other.properties.dtype {
+    if !is_real(dtype)
+        || entry.shape != second_entry.shape
+        || dtype != second_entry.properties.dtype
+    {
         return Ok(Vec::new());
     }
     Ok(Heat::read(first, second, name, entry)?.lines())
 }
 
 impl Heat {
-    /// Compares a tensor of two checkpoints, a piece at a time.
+    /// Reads a tensor of two checkpoints, a piece at a time, and returns the largest differences.
     fn read(
         first: &dyn Checkpoint,
         second: &dyn Checkpoint,
@@ -59,30 +62,30 @@ impl Heat {
     ) -> Result<Self, FileError> {
         let shape = &entry.shape;
         let numel: usize = shape.iter().product();
-        // `across` is the size of the last dimension, and `down` that of the first. A tensor of one
-        // dimension is one row.
-        let across = shape.last().map_or(1, |&size| size.max(1));
-        let down = if shape.len() > 1 { shape[0].max(1) } else { 1 };
-        let in_row = (numel / down).max(1);
-        let rows = down.min(ROWS);
-        let columns = across.min(COLUMNS);
+        // `width` is the size of the last dimension, and `height` that of the first. A tensor of
+        // one dimension is one row.
+        let width = shape.last().map_or(1, |&size| size.max(1));
+        let height = if shape.len() > 1 { shape[0].max(1) } else { 1 };
+        let row_elements = (numel / height).max(1);
+        let rows = height.min(ROWS);
+        let columns = width.min(COLUMNS);
         let mut heat = Heat {
             columns,
             cells: vec![0.0; rows * columns],
         };
-        let mut at = 0;
+        let mut position = 0;
         // Tensors may be larger than memory.
-        while at < numel {
-            let end = numel.min(at + PIECE_LEN);
-            let first_values = values(first, name, entry, at..end)?;
-            let second_values = values(second, name, entry, at..end)?;
+        while position < numel {
+            let end = numel.min(position + PIECE_ELEMENTS);
+            let first_values = read_elements(first, name, entry, position..end)?;
+            let second_values = read_elements(second, name, entry, position..end)?;
             for (offset, (a, b)) in first_values.iter().zip(&second_values).enumerate() {
-                let index = at + offset;
-                let row = index / in_row * rows / down;
-                let column = index % across * columns / across;
+                let index = position + offset;
+                let row = index / row_elements * rows / height;
+                let column = index % width * columns / width;
                 heat.record_max(row, column, difference_between(*a, *b));
             }
-            at = end;
+            position = end;
         }
         Ok(heat)
     }
@@ -137,21 +140,21 @@ fn difference_between(a: f64, b: f64) -> f64 {
 }
 
 /// Reads a range of a tensor's elements, in row-major order, as numbers.
-fn values(
+fn read_elements(
     source: &dyn Checkpoint,
     name: &str,
     entry: &TensorEntry,
     range: std::ops::Range<usize>,
 ) -> Result<Vec<f64>, FileError> {
     let dtype = entry.properties.dtype;
-    let element_size = dtype.size_in_bytes() as usize;
-    let mut values = Vec::with_capacity(range.len());
-    for part in boxes_of_flat_range(&entry.shape, range) {
-        let mut bytes = vec![0; part.numel() * element_size];
-        source.read_box(name, &part, &mut bytes)?;
-        for_each_number(dtype, &bytes, &mut |value| values.push(value));
+    let element_bytes = dtype.size_in_bytes() as usize;
+    let mut numbers = Vec::with_capacity(range.len());
+    for bounds in boxes_of_flat_range(&entry.shape, range) {
+        let mut bytes = vec![0; bounds.numel() * element_bytes];
+        source.read_box(name, &bounds, &mut bytes)?;
+        for_each_number(dtype, &bytes, &mut |number| numbers.push(number));
     }
-    Ok(values)
+    Ok(numbers)
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::natural;
 use crate::output;
-use crate::text::{column_widths, count, escaped, iec, or_word};
+use crate::text::{bytes_text, column_widths, count_text, escaped, or_word};
 use crate::tree::tree_lines;
 
 /// Options of `fsdp inspect`.
@@ -40,7 +40,7 @@ const SCHEMA: u32 = 1;
 const COLUMNS: usize = 80;
 
 /// The largest number of ranks for which a tensor's boxes are listed by rank.
-const RANKS_IN_A_LINE: usize = 8;
+const MAX_RANKS_IN_LINE: usize = 8;
 
 #[derive(Debug, Default, Serialize)]
 struct CheckpointSummary {
@@ -70,7 +70,7 @@ struct CheckpointSummary {
 struct OpaqueItem {
     name: String,
     #[serde(rename = "type")]
-    of: String,
+    type_name: String,
     /// The bytes that it takes as it is stored.
     bytes: u64,
 }
@@ -105,7 +105,7 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     if arguments.json
         && let Err(error @ FileError::NotCommitted { .. }) = &source
     {
-        output::read_or_not(output::json(&CheckpointSummary {
+        output::ignore_closed_stdout(output::print_json(&CheckpointSummary {
             schema: SCHEMA,
             path: path.clone(),
             format: "dcp",
@@ -115,11 +115,11 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
     }
     let summary = CheckpointSummary::new(path, &*source?);
     if arguments.json {
-        return output::json(&summary);
+        return output::print_json(&summary);
     }
     if arguments.tensors {
-        let lines: Vec<String> = summary.tensors.iter().map(Tensor::fields).collect();
-        return output::lines(&lines);
+        let lines: Vec<String> = summary.tensors.iter().map(Tensor::script_line).collect();
+        return output::print_lines(&lines);
     }
     if arguments.tree {
         let tensors = summary.tensors.iter().map(|tensor| {
@@ -127,9 +127,9 @@ pub(crate) fn run(arguments: &InspectArguments) -> Result<()> {
             (tensor.name.as_str(), Some(description), tensor.bytes)
         });
         let values = summary.values.iter().map(|name| (name.as_str(), None, 0));
-        return output::lines(&tree_lines(tensors.chain(values)));
+        return output::print_lines(&tree_lines(tensors.chain(values)));
     }
-    output::lines(&summary.lines())
+    output::print_lines(&summary.lines())
 }
 
 impl CheckpointSummary {
@@ -137,7 +137,7 @@ impl CheckpointSummary {
     fn new(path: String, source: &dyn Checkpoint) -> Self {
         let metadata = source.metadata();
         let (opaque, not_looked_into) = opaque_items(source);
-        let stored: HashMap<&str, u64> = opaque
+        let bytes_by_name: HashMap<&str, u64> = opaque
             .iter()
             .map(|item| (item.name.as_str(), item.bytes))
             .collect();
@@ -150,8 +150,8 @@ impl CheckpointSummary {
         let mut bytes: u64 = 0;
         for tensor in &mut tensors {
             // The dtype and the shape of an opaque tensor do not tell how many bytes it takes.
-            if let Some(&stored) = stored.get(tensor.name.as_str()) {
-                tensor.bytes = stored;
+            if let Some(&stored_bytes) = bytes_by_name.get(tensor.name.as_str()) {
+                tensor.bytes = stored_bytes;
             }
             bytes = bytes.saturating_add(tensor.bytes);
         }
@@ -163,7 +163,7 @@ impl CheckpointSummary {
             format: source.format().name(),
             committed: true,
             reason: None,
-            step: step(source),
+            step: find_step(source),
             hashed: source.directory().has_integrity(),
             bytes,
             tensors,
@@ -177,26 +177,34 @@ impl CheckpointSummary {
     fn lines(&self) -> Vec<String> {
         let hashes = if self.hashed { "yes" } else { "no" };
         let tensors = self.tensors.len();
-        let number = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
-        let boxes = count(number, "box", "boxes");
+        let box_count = self.tensors.iter().map(|tensor| tensor.boxes.len()).sum();
+        let boxes = count_text(box_count, "box", "boxes");
         let mut lines = vec![
             format!("checkpoint  {} ({})", escaped(&self.path), self.format),
             format!("committed   yes, hashes {hashes}"),
             format!("step        {}", or_word(self.step, "unknown")),
-            format!("tensors     {tensors} in {boxes}, {}", iec(self.bytes)),
+            format!(
+                "tensors     {tensors} in {boxes}, {}",
+                bytes_text(self.bytes)
+            ),
             format!("values      {}", self.values.len()),
         ];
-        for OpaqueItem { name, of, bytes } in &self.opaque {
-            let mut line = format!("opaque      {}: {}", escaped(name), escaped(of));
+        for OpaqueItem {
+            name,
+            type_name,
+            bytes,
+        } in &self.opaque
+        {
+            let mut line = format!("opaque      {}: {}", escaped(name), escaped(type_name));
             if *bytes > 0 {
-                line.push_str(&format!(", {}", iec(*bytes)));
+                line.push_str(&format!(", {}", bytes_text(*bytes)));
             }
             lines.push(line);
         }
         if self.not_looked_into > 0 {
-            let more = count(self.not_looked_into, "item was", "items were");
+            let skipped_items = count_text(self.not_looked_into, "item was", "items were");
             lines.push(format!(
-                "            {more} not looked into; `fsdp verify` looks into all"
+                "            {skipped_items} not looked into; `fsdp verify` looks into all"
             ));
         }
         lines.push(String::new());
@@ -209,12 +217,12 @@ impl CheckpointSummary {
         // own.
         let is_narrow = widths.iter().sum::<usize>() + 4 * 2 <= COLUMNS;
         for [name, dtype, shape, bytes, boxes] in &rows {
-            let rest = format!("  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}");
+            let columns = format!("  {dtype:w1$}  {shape:w2$}  {bytes:>w3$}  {boxes}");
             if is_narrow {
-                lines.push(format!("{name:w0$}{rest}"));
+                lines.push(format!("{name:w0$}{columns}"));
             } else {
                 lines.push(name.clone());
-                lines.push(format!("  {rest}"));
+                lines.push(format!("  {columns}"));
             }
         }
         lines
@@ -258,10 +266,10 @@ fn opaque_items(source: &dyn Checkpoint) -> (Vec<OpaqueItem>, usize) {
     for (name, entry) in values.chain(tensors).take(max_items) {
         // A value whose type cannot be read is damaged: `verify` tells of it, and the rest is shown
         // here.
-        if let Ok(Some(of)) = source.opaque_type(name) {
+        if let Ok(Some(type_name)) = source.opaque_type(name) {
             items.push(OpaqueItem {
                 name: name.clone(),
-                of,
+                type_name,
                 bytes: stored_bytes(entry),
             });
         }
@@ -288,9 +296,9 @@ fn stored_bytes(entry: &Entry) -> u64 {
     lengths.into_iter().fold(0, u64::saturating_add)
 }
 
-/// Returns the step at which a checkpoint was saved. One that is damaged does not keep the rest
-/// from being shown: `verify` is for damage.
-fn step(source: &dyn Checkpoint) -> Option<i64> {
+/// Returns the step at which a checkpoint was saved; `None` if no usual key has it. One that is
+/// damaged does not keep the rest from being shown: `verify` is for damage.
+fn find_step(source: &dyn Checkpoint) -> Option<i64> {
     let entries = &source.metadata().entries;
     STEPS.iter().find_map(|key| {
         let entry = entries.get(*key)?;
@@ -309,7 +317,7 @@ impl Tensor {
             name: name.to_owned(),
             dtype: entry.properties.dtype.to_string(),
             shape: entry.shape.clone(),
-            bytes: bytes(entry),
+            bytes: tensor_bytes(entry),
             boxes: entry.chunks.iter().map(StoredBox::new).collect(),
         }
     }
@@ -325,8 +333,8 @@ impl Tensor {
         ]
     }
 
-    /// Returns the lines of `--tensors`, for scripts.
-    fn fields(&self) -> String {
+    /// Returns the line of `--tensors`, for scripts: fields between tabs.
+    fn script_line(&self) -> String {
         format!(
             "{}\t{}\t{:?}\t{}",
             escaped(&self.name),
@@ -336,17 +344,19 @@ impl Tensor {
         )
     }
 
-    /// Lists the number of boxes by rank: `0:1 1:2` is one box of rank 0 and two of rank 1.
+    /// Lists the number of boxes by rank: `0:1 1:2` is one box of rank 0 and two of rank 1. Returns
+    /// only the number of boxes if no rank is known, and the numbers of boxes and ranks if some are
+    /// unknown or there are many.
     fn boxes_by_rank(&self) -> String {
         let mut ranks: BTreeMap<u64, usize> = BTreeMap::new();
         for rank in self.boxes.iter().filter_map(|stored| stored.rank) {
             *ranks.entry(rank).or_default() += 1;
         }
-        let told: usize = ranks.values().sum();
+        let boxes_with_rank: usize = ranks.values().sum();
         if ranks.is_empty() {
             return self.boxes.len().to_string();
         }
-        if told < self.boxes.len() || ranks.len() > RANKS_IN_A_LINE {
+        if boxes_with_rank < self.boxes.len() || ranks.len() > MAX_RANKS_IN_LINE {
             return format!("{} on {} ranks", self.boxes.len(), ranks.len());
         }
         let counts: Vec<String> = ranks
@@ -358,13 +368,13 @@ impl Tensor {
 }
 
 /// Returns the number of bytes of a tensor's elements.
-pub(super) fn bytes(entry: &TensorEntry) -> u64 {
-    bytes_of(entry.properties.dtype, &entry.shape)
+pub(super) fn tensor_bytes(entry: &TensorEntry) -> u64 {
+    shape_bytes(entry.properties.dtype, &entry.shape)
 }
 
 /// Returns the number of bytes of elements of this dtype and shape. The shape may be that of a
 /// damaged file.
-pub(super) fn bytes_of(dtype: DType, shape: &[usize]) -> u64 {
+pub(super) fn shape_bytes(dtype: DType, shape: &[usize]) -> u64 {
     shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
         bytes.saturating_mul(size as u64)
     })
@@ -377,7 +387,7 @@ impl StoredBox {
         StoredBox {
             offsets: bounds.offsets.clone(),
             sizes: bounds.sizes.clone(),
-            rank: stored.and_then(rank),
+            rank: stored.and_then(rank_of_file),
             file: stored.map(|stored| stored.relative_path.clone()),
             offset: stored.map(|stored| stored.offset),
             length: stored.map(|stored| stored.length),
@@ -387,14 +397,15 @@ impl StoredBox {
 
 /// Returns the rank that wrote a file, or that it is for, from the file's name: 2 for
 /// `__2_0.distcp`, for `model_world_size_4_rank_2.pt` and for `model-rank-2-part-0.safetensors`.
-pub(super) fn rank(stored: &StorageInfo) -> Option<u64> {
+/// Returns `None` for other names.
+pub(super) fn rank_of_file(stored: &StorageInfo) -> Option<u64> {
     let name = &stored.relative_path;
-    let rest = match name
+    let rank_text = match name
         .strip_prefix("__")
         .or_else(|| name.strip_prefix("model-rank-"))
     {
-        Some(rest) => rest,
+        Some(rank_text) => rank_text,
         None => name.split_once("_rank")?.1.trim_start_matches('_'),
     };
-    rest.split(['_', '.', '-']).next()?.parse().ok()
+    rank_text.split(['_', '.', '-']).next()?.parse().ok()
 }

@@ -18,8 +18,8 @@ pub(crate) struct UnreadableCheckpoint {
     pub(crate) path: Location,
 }
 
-/// Returns the kind of an error of a library that only jobs use.
-pub(crate) fn kind(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
+/// Returns the kind of an error of a library that only jobs use; `None` for another error.
+pub(crate) fn job_error_kind(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKind> {
     kind_as::<CheckpointError>(cause)
         .or_else(|| kind_as::<NnError>(cause))
         .or_else(|| kind_as::<StateError>(cause))
@@ -27,7 +27,7 @@ pub(crate) fn kind(cause: &(dyn std::error::Error + 'static)) -> Option<ErrorKin
 }
 
 /// Returns the error of a run whose place holds the checkpoints of another.
-pub(crate) fn out_is_taken(directory: impl Display, step: u64) -> CommandError {
+pub(crate) fn out_is_taken_error(directory: impl Display, step: u64) -> CommandError {
     usage_error(
         format!("`{directory}` already holds a checkpoint, of step {step}"),
         "continue from it with `--resume`, or choose another `--out`",
@@ -35,21 +35,25 @@ pub(crate) fn out_is_taken(directory: impl Display, step: u64) -> CommandError {
 }
 
 /// Returns the error of an option that a checkpoint has fixed.
-pub(crate) fn changed(option: &str, saved: impl Display, asked: impl Display) -> CommandError {
+pub(crate) fn changed_option_error(
+    option: &str,
+    saved_value: impl Display,
+    requested_value: impl Display,
+) -> CommandError {
     usage_error(
-        format!("`{option}` cannot change from {saved} to {asked} on resume"),
+        format!("`{option}` cannot change from {saved_value} to {requested_value} on resume"),
         "leave the option out, or start a new run in another `--out`",
     )
 }
 
 /// The hint for a place in which no checkpoints can be saved.
-pub(crate) const NO_PLACE: &str =
+pub(crate) const NO_PLACE_HINT: &str =
     "check `--out` and `--checkpoint-dir`: a run needs a directory that it may read and write";
 
-/// Returns a hint for an error of a library that only jobs use.
-pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+/// Returns the hint for an error of a library that only jobs use; `None` if it has none.
+pub(crate) fn job_error_hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     if let Some(CheckpointError::Directory { .. }) = cause.downcast_ref() {
-        return Some(NO_PLACE);
+        return Some(NO_PLACE_HINT);
     }
     if let Some(NnError::NonFiniteGradients { .. }) = cause.downcast_ref() {
         return Some(

@@ -6,7 +6,7 @@ use fsdp_formats::metadata::Metadata;
 use fsdp_tools::convert::Rename;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
-use crate::failure::{no_such_keys, nothing_selected, usage_error};
+use crate::failure::{no_such_keys_error, nothing_selected_error, usage_error};
 use crate::output;
 use crate::text::escaped;
 
@@ -44,7 +44,7 @@ pub(crate) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    /// Reads the options.
+    /// Compiles the globs of the options.
     ///
     /// # Errors
     /// A glob that is none.
@@ -92,7 +92,9 @@ impl<'a> Keys<'a> {
     pub(crate) fn check_include<'k>(&self, keys: impl Iterator<Item = &'k str>) -> Result<()> {
         // Only the first is told: the others are likely to have the same slip.
         if let Some(glob) = self.include.list_unused(keys).first() {
-            bail!(no_such_keys(format!("`--include {glob}` matches no key")));
+            bail!(no_such_keys_error(format!(
+                "`--include {glob}` matches no key"
+            )));
         }
         Ok(())
     }
@@ -107,7 +109,7 @@ impl<'a> Keys<'a> {
         let keys = metadata.entries.keys().map(String::as_str);
         let selected: Vec<&str> = keys.clone().filter(|key| self.selects(key)).collect();
         if selected.is_empty() && !metadata.entries.is_empty() {
-            bail!(nothing_selected());
+            bail!(nothing_selected_error());
         }
         // The globs are checked against all keys, and not against those that other globs leave.
         self.check_include(keys.clone())?;
@@ -117,7 +119,7 @@ impl<'a> Keys<'a> {
         for rule in self.rules {
             if !selected.iter().any(|key| apply_rename(rule, key).is_some()) {
                 let (old, new) = rule;
-                bail!(no_such_keys(format!(
+                bail!(no_such_keys_error(format!(
                     "`--rename {old}={new}` matches no key"
                 )));
             }
@@ -126,7 +128,7 @@ impl<'a> Keys<'a> {
         let empty = Rename::To(String::new());
         ensure!(
             !selected.iter().any(|key| self.rename(key) == empty),
-            no_such_keys("`--rename` would make a key empty")
+            no_such_keys_error("`--rename` would make a key empty")
         );
         Ok(())
     }
@@ -140,11 +142,14 @@ struct Globs<'a> {
 
 impl<'a> Globs<'a> {
     /// Compiles globs.
+    ///
+    /// # Errors
+    /// A glob that is none.
     fn new(globs: &'a [String]) -> Result<Self> {
         let mut set = GlobSetBuilder::new();
         for glob in globs {
-            let parsed = Glob::new(glob);
-            set.add(parsed.map_err(|error| {
+            let compiled = Glob::new(glob);
+            set.add(compiled.map_err(|error| {
                 usage_error(
                     format!("`{glob}` is not a valid glob: {}", error.kind()),
                     "a glob may contain `*`, `?`, `[a-z]` and `{a,b}`; quote it for the shell",
@@ -183,7 +188,7 @@ const MAX_NEAREST: usize = 3;
 const MAX_COMPARED_KEYS: usize = 20_000;
 
 /// The longest key that is compared letter by letter.
-const MAX_COMPARED_LEN: usize = 256;
+const MAX_COMPARED_BYTES: usize = 256;
 
 /// The similarity from which a key may be the one that was meant. It is the one that clap uses for
 /// names of options.
@@ -191,20 +196,20 @@ const MIN_SIMILARITY: f64 = 0.7;
 
 /// Returns a list of the keys that are most like one that a checkpoint lacks, the likest first;
 /// `None` if no key is like it.
-pub(crate) fn nearest(key: &str, metadata: &Metadata) -> Option<String> {
-    let mut like = Vec::new();
+pub(crate) fn nearest_keys_text(key: &str, metadata: &Metadata) -> Option<String> {
+    let mut candidates = Vec::new();
     // A checkpoint may have millions of keys, and this only helps with a slip.
-    for other in metadata.entries.keys().take(MAX_COMPARED_KEYS) {
-        let similarity = similarity_between(key, other);
+    for candidate in metadata.entries.keys().take(MAX_COMPARED_KEYS) {
+        let similarity = similarity_between(key, candidate);
         if similarity > MIN_SIMILARITY {
-            like.push((similarity, other));
+            candidates.push((similarity, candidate));
         }
     }
-    if like.is_empty() {
+    if candidates.is_empty() {
         return None;
     }
-    like.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
-    let nearest = like.iter().take(MAX_NEAREST);
+    candidates.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(b.1)));
+    let nearest = candidates.iter().take(MAX_NEAREST);
     let quoted: Vec<String> = nearest
         .map(|(_, key)| format!("`{}`", escaped(key)))
         .collect();
@@ -216,7 +221,7 @@ fn similarity_between(a: &str, b: &str) -> f64 {
     if is_end_of(a, b) || is_end_of(b, a) {
         return 1.0;
     }
-    if a.len().max(b.len()) > MAX_COMPARED_LEN {
+    if a.len().max(b.len()) > MAX_COMPARED_BYTES {
         return 0.0;
     }
     strsim::jaro_winkler(a, b)
@@ -227,12 +232,12 @@ fn is_end_of(part: &str, whole: &str) -> bool {
     !part.is_empty() && (whole.ends_with(part) || whole.starts_with(part))
 }
 
-/// Returns the new key, if the rule fits.
+/// Returns the new key; `None` if the rule does not fit.
 fn apply_rename((old, new): &(String, String), key: &str) -> Option<String> {
-    let rest = key.strip_prefix(old.as_str())?;
+    let suffix = key.strip_prefix(old.as_str())?;
     // `model` must not rename `models`: a rule fits a key only at the end of a part.
-    let whole = rest.is_empty() || rest.starts_with('.') || old.ends_with('.');
-    whole.then(|| format!("{new}{rest}"))
+    let is_whole_part = suffix.is_empty() || suffix.starts_with('.') || old.ends_with('.');
+    is_whole_part.then(|| format!("{new}{suffix}"))
 }
 
 #[cfg(test)]
@@ -274,14 +279,14 @@ mod tests {
                 fsdp_formats::metadata::Entry::Bytes(Default::default()),
             );
         }
-        let near = nearest("model.up.wieght", &metadata).unwrap();
+        let near = nearest_keys_text("model.up.wieght", &metadata).unwrap();
         assert!(near.starts_with("`model.up.weight`, "), "{near}");
         assert_eq!(
-            nearest("weight", &metadata).unwrap(),
+            nearest_keys_text("weight", &metadata).unwrap(),
             "`model.down.weight`, `model.up.weight`"
         );
-        assert_eq!(nearest("optimizer.lr", &metadata), None);
-        assert_eq!(nearest("", &metadata), None);
+        assert_eq!(nearest_keys_text("optimizer.lr", &metadata), None);
+        assert_eq!(nearest_keys_text("", &metadata), None);
     }
 
     #[test]

@@ -151,14 +151,14 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     }
     // A reader of stdout that has seen enough is not an error, but a training run that stopped
     // halfway must not look done.
-    let may_end_early = !command.trains();
+    let may_end_early = !command.is_train();
     match prepare_and_execute(command) {
         Ok(()) => exit_codes::OK,
         // The run has printed that it was stopped.
         Err(error) if error.is::<failure::Stopped>() => exit_codes::STOPPED,
         Err(error) if may_end_early && error.is::<output::StdoutClosed>() => exit_codes::OK,
         Err(error) => {
-            output::error(&error, outcome::hint(&error));
+            output::print_error(&error, outcome::hint(&error));
             outcome::exit_code(&error)
         }
     }
@@ -204,17 +204,21 @@ fn parse(arguments: &[OsString]) -> Result<Command, clap::Error> {
         Err(error) if error.kind() == ErrorKind::ArgumentConflict => {
             parse_with(command_line(false), arguments)
         }
-        parsed => parsed,
+        outcome => outcome,
     }
 }
 
-/// Parses a command line by the options of `command`.
-fn parse_with(command: clap::Command, arguments: &[OsString]) -> Result<Command, clap::Error> {
-    let parsed = Arguments::from_arg_matches(&command.try_get_matches_from(arguments)?)?.command;
-    if let Command::Cat(arguments) = &parsed {
+/// Parses a command line by the options of `definition`.
+///
+/// # Errors
+/// The command line is wrong, or asks for help or the version.
+fn parse_with(definition: clap::Command, arguments: &[OsString]) -> Result<Command, clap::Error> {
+    let command =
+        Arguments::from_arg_matches(&definition.try_get_matches_from(arguments)?)?.command;
+    if let Command::Cat(arguments) = &command {
         arguments.check()?;
     }
-    Ok(parsed)
+    Ok(command)
 }
 
 /// Gives candle's pools in this process the threads of one rank, and keeps the memory that a step
@@ -227,12 +231,17 @@ fn parse_with(command: clap::Command, arguments: &[OsString]) -> Result<Command,
 fn prepare_training(arguments: &train::TrainArguments) {
     let threads = train::threads_per_rank(arguments).to_string();
     // SAFETY: this process has no other thread yet that could read the environment meanwhile.
-    unsafe { std::env::set_var(cpu_threads::VARIABLE, threads) };
+    unsafe { std::env::set_var(cpu_threads::THREADS_VARIABLE, threads) };
     // The threads of candle's own pool wait for work in a loop, on cores that matrix products need
     // meanwhile.
     if std::env::var_os(cpu_threads::SPIN_VARIABLE).is_none() {
         // SAFETY: as above.
-        unsafe { std::env::set_var(cpu_threads::SPIN_VARIABLE, cpu_threads::SPINS.to_string()) };
+        unsafe {
+            std::env::set_var(
+                cpu_threads::SPIN_VARIABLE,
+                cpu_threads::SPIN_LIMIT.to_string(),
+            )
+        };
     }
     // The pad is not larger because glibc uses the whole of it before it joins the small free
     // blocks that aligned ones leave between them, so each refused connection would add to the
@@ -256,21 +265,21 @@ fn prepare_training(arguments: &train::TrainArguments) {
         reason = "mallopt is a C function, and there is no other way to set this from inside a program"
     )
 )]
-pub fn keep_freed_memory(pad: i32) {
+pub fn keep_freed_memory(pad_bytes: i32) {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: the options are numbers, which glibc checks, and it sets them under its own lock.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
-        libc::mallopt(libc::M_TOP_PAD, pad);
+        libc::mallopt(libc::M_TOP_PAD, pad_bytes);
     }
     #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-    let _ = pad;
+    let _ = pad_bytes;
 }
 
 impl Command {
     /// Returns `true` for `fsdp train`.
-    const fn trains(&self) -> bool {
+    const fn is_train(&self) -> bool {
         match self {
             #[cfg(feature = "train")]
             Command::Train(_) => true,
@@ -278,7 +287,7 @@ impl Command {
         }
     }
 
-    /// Returns the file that `--trace` names, for this process.
+    /// Returns the file that `--trace` names, for this process; `None` without a trace.
     fn trace_file(&self) -> Option<PathBuf> {
         match self {
             #[cfg(feature = "train")]
@@ -317,8 +326,10 @@ fn execute(command: Command) -> anyhow::Result<()> {
         Command::Merge(arguments) => convert::merge(&arguments),
         Command::Cat(arguments) => cat::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
-        Command::Completions(arguments) => manual::completions(&arguments, command_line(true)),
-        Command::Man(arguments) => manual::man(&arguments, command_line(true)),
+        Command::Completions(arguments) => {
+            manual::print_completions(&arguments, command_line(true))
+        }
+        Command::Man(arguments) => manual::print_manual_page(&arguments, command_line(true)),
     }
 }
 

@@ -6,8 +6,8 @@ use fsdp_formats::Location;
 use fsdp_formats::lineage::{Link, Note, list_chain};
 use serde_json::{Value, json};
 
-use crate::failure::difference;
-use crate::ls::no_checkpoints;
+use crate::failure::difference_error;
+use crate::ls::no_checkpoints_text;
 use crate::output;
 use crate::text::{escaped, or_word};
 
@@ -34,30 +34,30 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
     let mut links = list_chain(&arguments.run)?;
     // Chains are found from the oldest on, but the newest is what a reader looks for.
     links.reverse();
-    let broken = links
+    let break_count = links
         .iter()
         .filter(|link| link.notes.iter().any(Note::is_break))
         .count();
     if links.is_empty() && !arguments.json {
-        output::talk(&no_checkpoints(&arguments.run));
+        output::talk(&no_checkpoints_text(&arguments.run));
     }
-    output::read_or_not(if arguments.json {
+    output::ignore_closed_stdout(if arguments.json {
         let checkpoints: Vec<Value> = links.iter().map(link_json).collect();
-        output::json(&json!({
+        output::print_json(&json!({
             "schema": SCHEMA,
             "run": run,
-            "whole": broken == 0,
+            "whole": break_count == 0,
             "checkpoints": checkpoints,
         }))
     } else {
         let lines: Vec<String> = links.iter().flat_map(link_lines).collect();
-        output::lines(&lines)
+        output::print_lines(&lines)
     })?;
     // The list is printed whole before this error: it shows where the chain is broken.
     ensure!(
-        broken == 0,
-        difference(format!(
-            "the chain of `{run}` is broken at {broken} of its checkpoints"
+        break_count == 0,
+        difference_error(format!(
+            "the chain of `{run}` is broken at {break_count} of its checkpoints"
         ))
     );
     Ok(())

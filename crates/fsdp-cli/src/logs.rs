@@ -24,8 +24,8 @@ const TARGETS: [&str; 8] = [
     "fsdp_state",
 ];
 
-/// Starts both. The trace file is complete when the guard is dropped, if `keep_trace` has been
-/// called before.
+/// Starts both. Returns the guard of the trace, `None` without one. The trace file is complete when
+/// the guard is dropped, if `keep_trace` has been called before.
 ///
 /// # Errors
 /// The trace file cannot be created.
@@ -37,18 +37,18 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
         EnvFilter::new(TARGETS.map(|target| format!("{target}=warn")).join(","))
     };
     let is_coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let full = fmt::layer()
+    let stderr_layer = fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(is_coloured);
     // Times and modules help to debug a run, but only clutter a plain warning.
     let layer = if is_asked_for {
-        full.boxed()
+        stderr_layer.boxed()
     } else {
-        full.without_time().with_target(false).boxed()
+        stderr_layer.without_time().with_target(false).boxed()
     };
-    let lines = layer.with_filter(filter);
+    let events = layer.with_filter(filter);
     let Some(path) = trace else {
-        registry().with(lines).init();
+        registry().with(events).init();
         return Ok(None);
     };
     let file =
@@ -58,8 +58,12 @@ pub(crate) fn start(trace: Option<&Path>) -> Result<Option<FlushGuard>> {
         .include_args(true)
         .include_locations(false)
         .build();
-    let ours = Targets::new().with_targets(TARGETS.map(|target| (target, LevelFilter::DEBUG)));
-    registry().with(lines).with(spans.with_filter(ours)).init();
+    let own_targets =
+        Targets::new().with_targets(TARGETS.map(|target| (target, LevelFilter::DEBUG)));
+    registry()
+        .with(events)
+        .with(spans.with_filter(own_targets))
+        .init();
     Ok(Some(guard))
 }
 
@@ -80,7 +84,7 @@ struct TraceFile {
     /// `true` if there was no such file before.
     is_new: bool,
     /// The start of the trace; `None` once it is in the file.
-    buffered: Option<Vec<u8>>,
+    buffer: Option<Vec<u8>>,
 }
 
 impl TraceFile {
@@ -97,7 +101,7 @@ impl TraceFile {
             file,
             path: path.to_owned(),
             is_new,
-            buffered: Some(Vec::new()),
+            buffer: Some(Vec::new()),
         })
     }
 
@@ -105,20 +109,21 @@ impl TraceFile {
     /// kept. Does nothing once that is done.
     fn write_buffered(&mut self) -> io::Result<()> {
         let keeps_trace = KEEPS_TRACE.load(Ordering::Relaxed);
-        let Some(buffered) = self.buffered.take_if(|_| keeps_trace) else {
+        let Some(buffer) = self.buffer.take_if(|_| keeps_trace) else {
             return Ok(());
         };
         // A pipe or a device has no length.
         self.file.set_len(0).ok();
-        self.file.write_all(&buffered)
+        self.file.write_all(&buffer)
     }
 }
 
 impl Write for TraceFile {
+    /// Writes bytes to the file, or to the buffer until the trace is to be kept.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.write_buffered()?;
-        match &mut self.buffered {
-            Some(buffered) => buffered.write(bytes),
+        match &mut self.buffer {
+            Some(buffer) => buffer.write(bytes),
             None => self.file.write(bytes),
         }
     }
@@ -131,7 +136,7 @@ impl Write for TraceFile {
 
 impl Drop for TraceFile {
     fn drop(&mut self) {
-        if self.buffered.is_some() && self.is_new {
+        if self.buffer.is_some() && self.is_new {
             // A run that was refused leaves nothing.
             std::fs::remove_file(&self.path).ok();
         }

@@ -10,7 +10,7 @@ use fsdp_layout::with_causes;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::text::{count, escaped, iec};
+use crate::text::{bytes_text, count_text, escaped};
 use crate::{inspect, output};
 
 /// Options of `fsdp ls`.
@@ -65,7 +65,7 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
         checkpoints.push(listed);
     }
     if arguments.json {
-        return output::json(&json!({
+        return output::print_json(&json!({
             "schema": SCHEMA,
             "run": arguments.run.to_string(),
             "checkpoints": checkpoints,
@@ -73,39 +73,39 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
     }
     // An empty list on stdout is data; that it is empty is told on stderr.
     if checkpoints.is_empty() {
-        output::talk(&no_checkpoints(&arguments.run));
+        output::talk(&no_checkpoints_text(&arguments.run));
     }
     let lines: Vec<String> = checkpoints.iter().map(ListedCheckpoint::line).collect();
-    output::lines(&lines)
+    output::print_lines(&lines)
 }
 
 /// Returns what is said of a folder without checkpoints.
-pub(crate) fn no_checkpoints(run: &Location) -> String {
+pub(crate) fn no_checkpoints_text(run: &Location) -> String {
     format!("no checkpoints in `{}`", escaped(&run.to_string()))
 }
 
 impl ListedCheckpoint {
     /// Opens a checkpoint, and describes it. One that cannot be opened is described by the error.
-    fn new(found: &StepOfRun) -> Self {
-        let mut listed = ListedCheckpoint {
-            step: found.step,
-            name: found.name.clone(),
+    fn new(step_of_run: &StepOfRun) -> Self {
+        let mut summary = ListedCheckpoint {
+            step: step_of_run.step,
+            name: step_of_run.name.clone(),
             ..ListedCheckpoint::default()
         };
-        match checkpoint::open(&found.path, OpenOptions::default()) {
+        match checkpoint::open(&step_of_run.path, OpenOptions::default()) {
             Ok(opened) => {
-                listed.format = Some(opened.format().name());
+                summary.format = Some(opened.format().name());
                 // The sizes come from a file that may be damaged, so their sum must not overflow.
                 for (_, tensor) in opened.metadata().tensors() {
-                    listed.tensors += 1;
-                    listed.bytes = listed.bytes.saturating_add(inspect::bytes(tensor));
+                    summary.tensors += 1;
+                    summary.bytes = summary.bytes.saturating_add(inspect::tensor_bytes(tensor));
                 }
-                listed.values = opened.metadata().values().count();
-                listed.hashed = opened.directory().has_integrity();
+                summary.values = opened.metadata().values().count();
+                summary.hashed = opened.directory().has_integrity();
             }
-            Err(error) => listed.error = Some(with_causes(&error)),
+            Err(error) => summary.error = Some(with_causes(&error)),
         }
-        listed
+        summary
     }
 
     /// Returns the line of a checkpoint.
@@ -118,10 +118,10 @@ impl ListedCheckpoint {
         let format = self
             .format
             .expect("a checkpoint without an error has a format");
-        let tensors = count(self.tensors, "tensor", "tensors");
+        let tensors = count_text(self.tensors, "tensor", "tensors");
         let hashes = if self.hashed { ", hashes" } else { "" };
         let left = if self.left { ", left by the run" } else { "" };
-        let bytes = iec(self.bytes);
+        let bytes = bytes_text(self.bytes);
         format!("{step:>9}  {name}  {format}, {tensors}, {bytes}{hashes}{left}")
     }
 }

@@ -27,34 +27,37 @@ pub(crate) struct ManArguments {
 ///
 /// # Errors
 /// stdout cannot be written.
-pub(crate) fn completions(arguments: &CompletionsArguments, mut command: Command) -> Result<()> {
+pub(crate) fn print_completions(
+    arguments: &CompletionsArguments,
+    mut command: Command,
+) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(arguments.shell, &mut command, "fsdp", &mut script);
-    output::raw(&script)
+    output::print_bytes(&script)
 }
 
 /// Prints a manual page: `fsdp man`.
 ///
 /// # Errors
 /// There is no such command, or stdout cannot be written.
-pub(crate) fn man(arguments: &ManArguments, mut command: Command) -> Result<()> {
+pub(crate) fn print_manual_page(arguments: &ManArguments, mut command: Command) -> Result<()> {
     // Only a built command has the options that clap adds, such as `--help`.
     command.build();
     let page = match &arguments.command {
         None => command,
         Some(name) => {
-            let Some(found) = command.find_subcommand(name) else {
+            let Some(subcommand) = command.find_subcommand(name) else {
                 bail!(usage_error(
                     format!("there is no command `{name}`"),
                     "`fsdp help` lists the commands",
                 ));
             };
-            found.clone().display_name(format!("fsdp-{name}"))
+            subcommand.clone().display_name(format!("fsdp-{name}"))
         }
     };
     let mut text = Vec::new();
     clap_mangen::Man::new(page)
         .render(&mut text)
         .context("failed to write the page")?;
-    output::raw(&text)
+    output::print_bytes(&text)
 }

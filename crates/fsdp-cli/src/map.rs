@@ -36,12 +36,12 @@ pub(crate) struct MapArguments {
     /// Set a name in the map, or in a rule for `convert --tp`, to a number, such as heads=32. May
     /// be given more than once [default: from config.json beside the checkpoint, or in the
     /// directory of `convert --with`]
-    #[arg(long, value_name = "NAME=N", value_parser = setting)]
+    #[arg(long, value_name = "NAME=N", value_parser = parse_setting)]
     set: Vec<(String, usize)>,
 }
 
 /// Parses a setting of a map, such as `heads=8`.
-fn setting(text: &str) -> Result<(String, usize), String> {
+fn parse_setting(text: &str) -> Result<(String, usize), String> {
     let (name, number) = text.split_once('=').ok_or("a setting is NAME=N")?;
     match number.parse() {
         Ok(value) => Ok((name.to_owned(), value)),
@@ -50,18 +50,18 @@ fn setting(text: &str) -> Result<(String, usize), String> {
 }
 
 impl MapArguments {
-    /// Reads the map, if one is asked for. A name that was given no value has the one in the first
-    /// of these places that has a configuration.
+    /// Reads the map; returns `None` if none is asked for. A name that was given no value has the
+    /// one in the first of these places that has a configuration.
     ///
     /// # Errors
     /// The file cannot be read, or is no map.
-    pub(crate) fn read(&self, places: &[&Location]) -> Result<Option<Map>> {
+    pub(crate) fn read_map(&self, places: &[&Location]) -> Result<Option<Map>> {
         let Some(name) = &self.map else {
             return Ok(None);
         };
         // A map names sizes that differ from model to model, such as the number of heads.
         let values = self.values(places);
-        let parsed = match Map::builtin(name, &values) {
+        let map = match Map::builtin(name, &values) {
             Some(map) => map,
             None => {
                 let text = read_text(Path::new(name)).map_err(|error| {
@@ -78,7 +78,7 @@ impl MapArguments {
                 Map::parse(&text, &values)
             }
         };
-        let map = parsed.with_context(|| format!("cannot use the map `{name}`"))?;
+        let map = map.with_context(|| format!("cannot use the map `{name}`"))?;
         if self.map_reverse {
             return Ok(Some(map.reversed()));
         }
@@ -126,7 +126,10 @@ impl MapArguments {
     }
 }
 
-/// Reads the text of a map file or a `config.json`, of at most [`MAX_BYTES`].
+/// Reads the text of a map file or a `config.json`.
+///
+/// # Errors
+/// It cannot be read, or is longer than [`MAX_BYTES`].
 fn read_text(path: &Path) -> io::Result<String> {
     if fs::metadata(path)?.len() > MAX_BYTES {
         return Err(io::Error::other("it is too large"));
@@ -140,7 +143,7 @@ const TEXT_CONFIGS: [&str; 3] = ["decoder", "generator", "text_config"];
 
 /// Returns the part of a configuration that is about the text model: all of it, if there is no such
 /// part. `None` if there are several, as transformers' `get_text_config` chooses none then.
-fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
+fn find_text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
     let mut parts = TEXT_CONFIGS
         .iter()
         .filter_map(|name| config.get(name))
@@ -157,7 +160,7 @@ fn text_config(config: &serde_json::Value) -> Option<&serde_json::Value> {
 fn config_values(source: &Location) -> Values {
     let mut values = Values::new();
     let config = read_config(source);
-    let Some(config) = config.as_ref().and_then(text_config) else {
+    let Some(config) = config.as_ref().and_then(find_text_config) else {
         return values;
     };
     // Architectures have different names for the same size. The first that is there counts.

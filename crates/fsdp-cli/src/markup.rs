@@ -24,14 +24,14 @@ svg .paper{fill:var(--paper)}svg .none{fill:none;stroke:var(--line)}svg .several
 pub(crate) fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     // First what acts on a reader, such as text from right to left, then what acts on HTML.
-    for c in escaped(text).chars() {
-        match c {
+    for character in escaped(text).chars() {
+        match character {
             '&' => safe.push_str("&amp;"),
             '<' => safe.push_str("&lt;"),
             '>' => safe.push_str("&gt;"),
             '"' => safe.push_str("&quot;"),
             '\'' => safe.push_str("&#39;"),
-            c => safe.push(c),
+            character => safe.push(character),
         }
     }
     safe
@@ -50,14 +50,17 @@ pub(crate) fn page(title: &str, body: &str) -> String {
     )
 }
 
-/// Shortens text in its middle to `max_len` characters.
-pub(crate) fn shortened(text: &str, max_len: usize) -> String {
-    let count = text.chars().count();
-    if count <= max_len {
+/// Shortens text in its middle to `max_characters` characters.
+pub(crate) fn shortened(text: &str, max_characters: usize) -> String {
+    let character_count = text.chars().count();
+    if character_count <= max_characters {
         return text.to_owned();
     }
-    let front: String = text.chars().take((max_len - 1) / 2).collect();
-    let back: String = text.chars().skip(count - max_len / 2).collect();
+    let front: String = text.chars().take((max_characters - 1) / 2).collect();
+    let back: String = text
+        .chars()
+        .skip(character_count - max_characters / 2)
+        .collect();
     format!("{front}…{back}")
 }
 

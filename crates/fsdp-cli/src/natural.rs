@@ -6,16 +6,16 @@ use std::cmp::Ordering;
 pub(crate) fn compare<T: AsRef<str> + ?Sized>(left: &T, right: &T) -> Ordering {
     let mut left = left.as_ref().as_bytes();
     let mut right = right.as_ref().as_bytes();
-    while let (Some(l), Some(r)) = (left.first(), right.first()) {
+    while let (Some(left_byte), Some(right_byte)) = (left.first(), right.first()) {
         let order;
-        if l.is_ascii_digit() && r.is_ascii_digit() {
+        if left_byte.is_ascii_digit() && right_byte.is_ascii_digit() {
             let (left_number, left_rest) = left.split_at(count_digits(left));
             let (right_number, right_rest) = right.split_at(count_digits(right));
             order = compare_numbers(left_number, right_number);
             left = left_rest;
             right = right_rest;
         } else {
-            order = l.cmp(r);
+            order = left_byte.cmp(right_byte);
             left = &left[1..];
             right = &right[1..];
         }

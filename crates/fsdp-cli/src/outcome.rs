@@ -22,25 +22,25 @@ pub(crate) fn exit_code(error: &Error) -> u8 {
         Some(error) => error.exit_code,
         None => error
             .chain()
-            .find_map(code_of)
+            .find_map(code_of_cause)
             .unwrap_or(exit_codes::INTERNAL),
     }
 }
 
-/// Returns advice on what to do about an error, if there is any.
+/// Returns advice on what to do about an error; `None` if there is none.
 pub(crate) fn hint(error: &Error) -> Option<&'static str> {
     // Advice about one error is better than advice about all errors of its kind.
     match error.downcast_ref::<CommandError>() {
         Some(error) => error.hint,
         None => error
             .chain()
-            .find_map(hint_of)
+            .find_map(hint_of_cause)
             .or_else(|| hint_for_exit_code(exit_code(error))),
     }
 }
 
 /// Returns the exit code for one cause of an error; `None` if it tells none.
-fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
+fn code_of_cause(cause: &(dyn StdError + 'static)) -> Option<u8> {
     if cause.is::<MapError>() || cause.is::<TensorParallelError>() {
         return Some(exit_codes::USAGE);
     }
@@ -52,10 +52,10 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
     }
     // A cause of no known kind says nothing: the next one may.
     #[cfg(feature = "train")]
-    let of_job = job_failure::kind(cause);
+    let job_kind = job_failure::job_error_kind(cause);
     #[cfg(not(feature = "train"))]
-    let of_job = None;
-    let kind = of_job
+    let job_kind = None;
+    let kind = job_kind
         .or_else(|| kind_as::<FileError>(cause))
         .or_else(|| kind_as::<SignError>(cause))
         .or_else(|| kind_as::<FormatError>(cause))
@@ -67,7 +67,7 @@ fn code_of(cause: &(dyn StdError + 'static)) -> Option<u8> {
 }
 
 /// Returns the hint for one cause of an error; `None` if it has none.
-fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
+fn hint_of_cause(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if cause.is::<MapError>() {
         return Some(
             "`fsdp inspect` lists the keys; the book's page on `convert` has the rules of maps",
@@ -94,7 +94,7 @@ fn hint_of(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
         return Some("bring them along from where it was saved, or go on from another checkpoint");
     }
     #[cfg(feature = "train")]
-    if let Some(hint) = job_failure::hint(cause) {
+    if let Some(hint) = job_failure::job_error_hint(cause) {
         return Some(hint);
     }
     None
@@ -116,7 +116,7 @@ const fn hint_for_tensor_parallel_error(error: &TensorParallelError) -> &'static
     }
 }
 
-/// Returns the hint for an error of signatures.
+/// Returns the hint for an error of signatures; `None` if it has none.
 fn hint_for_sign_error(error: &SignError) -> Option<&'static str> {
     match error {
         SignError::Key { .. } => Some(
@@ -137,7 +137,8 @@ fn hint_for_sign_error(error: &SignError) -> Option<&'static str> {
     }
 }
 
-/// Returns the hint for an exit code, where the error itself has none.
+/// Returns the hint for an exit code, where the error itself has none; `None` for codes without
+/// advice.
 const fn hint_for_exit_code(code: u8) -> Option<&'static str> {
     match code {
         exit_codes::INCOMPLETE => Some("name the directory of a checkpoint that was saved whole"),

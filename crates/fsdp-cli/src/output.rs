@@ -20,10 +20,10 @@ pub(crate) struct StdoutClosed;
 ///
 /// # Errors
 /// stdout is full.
-pub(crate) fn read_or_not(written: Result<()>) -> Result<()> {
-    match written {
+pub(crate) fn ignore_closed_stdout(outcome: Result<()>) -> Result<()> {
+    match outcome {
         Err(error) if error.is::<StdoutClosed>() => Ok(()),
-        written => written,
+        outcome => outcome,
     }
 }
 
@@ -31,22 +31,22 @@ pub(crate) fn read_or_not(written: Result<()>) -> Result<()> {
 ///
 /// # Errors
 /// stdout is closed or full.
-pub(crate) fn data(line: &str) -> Result<()> {
-    raw(format!("{line}\n").as_bytes())
+pub(crate) fn print_line(line: &str) -> Result<()> {
+    print_bytes(format!("{line}\n").as_bytes())
 }
 
 /// Writes bytes unchanged.
 ///
 /// # Errors
-/// The same as [`data`].
-pub(crate) fn raw(bytes: &[u8]) -> Result<()> {
-    if capture::keep(bytes) {
+/// The same as [`print_line`].
+pub(crate) fn print_bytes(bytes: &[u8]) -> Result<()> {
+    if capture::capture_bytes(bytes) {
         return Ok(());
     }
     // A pipe whose reader has seen enough is another matter than a full disk.
     match write_stdout(bytes) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(StdoutClosed.into()),
-        written => written.context("failed to write to stdout"),
+        outcome => outcome.context("failed to write to stdout"),
     }
 }
 
@@ -60,23 +60,23 @@ fn write_stdout(bytes: &[u8]) -> io::Result<()> {
 /// Writes lines of data; nothing if there are none.
 ///
 /// # Errors
-/// The same as [`data`].
-pub(crate) fn lines(lines: &[String]) -> Result<()> {
+/// The same as [`print_line`].
+pub(crate) fn print_lines(lines: &[String]) -> Result<()> {
     // An empty list is no output at all, rather than an empty line.
     if lines.is_empty() {
         return Ok(());
     }
     let mut text = lines.join("\n");
     text.push('\n');
-    raw(text.as_bytes())
+    print_bytes(text.as_bytes())
 }
 
 /// Writes a value as one line of JSON.
 ///
 /// # Errors
-/// The same as [`data`].
-pub(crate) fn json(value: &impl Serialize) -> Result<()> {
-    data(&serde_json::to_string(value).context("failed to write JSON")?)
+/// The same as [`print_line`].
+pub(crate) fn print_json(value: &impl Serialize) -> Result<()> {
+    print_line(&serde_json::to_string(value).context("failed to write JSON")?)
 }
 
 /// The stream that output goes to.
@@ -108,25 +108,27 @@ pub(crate) fn talk(line: &str) {
 }
 
 /// The most keys that are listed.
-const LISTED: usize = 20;
+const MAX_LISTED_KEYS: usize = 20;
 
 /// Writes keys to stderr, one in a line; of many only the first.
 pub(crate) fn talk_keys(keys: &[impl AsRef<str>]) {
-    for key in keys.iter().take(LISTED) {
+    for key in keys.iter().take(MAX_LISTED_KEYS) {
         talk(&format!("  {}", escaped(key.as_ref())));
     }
-    if keys.len() > LISTED {
-        talk(&format!("  and {} more", keys.len() - LISTED));
+    if keys.len() > MAX_LISTED_KEYS {
+        talk(&format!("  and {} more", keys.len() - MAX_LISTED_KEYS));
     }
 }
 
 /// Returns the messages of an error and of its causes. Libraries repeat the message of a cause that
 /// they pass on; it is told once.
-pub(crate) fn messages(error: &Error) -> Vec<String> {
+pub(crate) fn error_messages(error: &Error) -> Vec<String> {
     let mut messages: Vec<String> = Vec::new();
     for message in error.chain().map(ToString::to_string) {
-        let is_told = messages.last().is_some_and(|last| last.ends_with(&message));
-        if !is_told {
+        let is_repeated = messages
+            .last()
+            .is_some_and(|previous| previous.ends_with(&message));
+        if !is_repeated {
             messages.push(message);
         }
     }
@@ -134,9 +136,9 @@ pub(crate) fn messages(error: &Error) -> Vec<String> {
 }
 
 /// Writes an error with its causes, one line each.
-pub(crate) fn error(error: &Error, hint: Option<&str>) {
+pub(crate) fn print_error(error: &Error, hint: Option<&str>) {
     let mut label = "error";
-    for message in messages(error) {
+    for message in error_messages(error) {
         talk(&format!("{label}: {}", escaped(&message)));
         label = "  caused by";
     }

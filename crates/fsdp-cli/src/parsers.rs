@@ -9,7 +9,7 @@ pub(crate) fn one_to(max: u64) -> RangedU64ValueParser<usize> {
 }
 
 /// Parses a finite number that is not negative.
-pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
+pub(crate) fn parse_not_negative(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
         _ => Err("it must be a finite number that is not negative".to_owned()),
@@ -17,22 +17,22 @@ pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
 }
 
 /// Parses a finite number above 0.
-pub(crate) fn positive(text: &str) -> Result<f64, String> {
-    match not_negative(text) {
+pub(crate) fn parse_positive(text: &str) -> Result<f64, String> {
+    match parse_not_negative(text) {
         Ok(number) if number > 0.0 => Ok(number),
         _ => Err("it must be a finite number above 0".to_owned()),
     }
 }
 
 /// Returns the parser of a floating-point dtype. The short form of a name (`bf16`) is taken too.
-pub(crate) fn float_types<const N: usize>(
+pub(crate) fn float_type_parser<const N: usize>(
     names: [&'static str; N],
 ) -> impl TypedValueParser<Value = DType> {
     let values = names.map(|name| PossibleValue::new(name).alias(name.replace("float", "f")));
-    PossibleValuesParser::new(values).map(move |given| {
+    PossibleValuesParser::new(values).map(move |text| {
         let mut names = names.into_iter();
         names
-            .find(|name| *name == given || name.replace("float", "f") == given)
+            .find(|name| *name == text || name.replace("float", "f") == text)
             .and_then(DType::from_torch_name)
             .expect("clap takes no other name")
     })

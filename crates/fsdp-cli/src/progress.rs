@@ -9,10 +9,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::capture;
 use crate::output;
-use crate::text::iec;
+use crate::text::bytes_text;
 
 /// The number of times per second that the bar is drawn.
-const HZ: u8 = 10;
+const DRAWS_PER_SECOND: u8 = 10;
 
 /// The time from one line to the next, where there is no terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
@@ -25,34 +25,34 @@ pub(crate) enum Progress {
     Bar(ProgressBar),
     /// Lines on stderr.
     Lines {
-        total: u64,
-        done: AtomicU64,
-        started: Instant,
+        total_bytes: u64,
+        done_bytes: AtomicU64,
+        start: Instant,
         /// The time of the last line.
-        last: Mutex<Instant>,
+        last_line_time: Mutex<Instant>,
     },
 }
 
 impl Progress {
     /// Creates a progress bar on a terminal, and lines now and then elsewhere.
-    pub(crate) fn new(bytes: u64, wanted: bool) -> Self {
+    pub(crate) fn new(bytes: u64, is_shown: bool) -> Self {
         // A program that embeds this command owns the terminal.
-        if !wanted || capture::is_on() {
+        if !is_shown || capture::is_on() {
             return Progress::Hidden;
         }
         // Logs of jobs have no cursor: a bar would fill them with copies of itself.
         if !is_terminal() {
             let now = Instant::now();
             return Progress::Lines {
-                total: bytes,
-                done: AtomicU64::new(0),
-                started: now,
-                last: Mutex::new(now),
+                total_bytes: bytes,
+                done_bytes: AtomicU64::new(0),
+                start: now,
+                last_line_time: Mutex::new(now),
             };
         }
         let template =
             "{bar:30} {binary_bytes}/{binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
-        Progress::Bar(bar(bytes, template))
+        Progress::Bar(make_bar(bytes, template))
     }
 
     /// Counts bytes that are done. Prints a line if the last one is long ago.
@@ -61,18 +61,18 @@ impl Progress {
             Progress::Hidden => {}
             Progress::Bar(bar) => bar.inc(bytes),
             Progress::Lines {
-                total,
-                done,
-                started,
-                last,
+                total_bytes,
+                done_bytes,
+                start,
+                last_line_time,
             } => {
-                let done = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+                let done_bytes = done_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
                 // If another thread holds the lock, it prints, and one line is enough.
-                if let Ok(mut last) = last.try_lock()
-                    && last.elapsed() >= LINE_INTERVAL
+                if let Ok(mut last_line_time) = last_line_time.try_lock()
+                    && last_line_time.elapsed() >= LINE_INTERVAL
                 {
-                    *last = Instant::now();
-                    output::talk(&line(done, *total, started.elapsed()));
+                    *last_line_time = Instant::now();
+                    output::talk(&progress_line(done_bytes, *total_bytes, start.elapsed()));
                 }
             }
         }
@@ -85,22 +85,25 @@ pub(crate) fn is_terminal() -> bool {
 }
 
 /// Returns a bar of this length on stderr.
-pub(crate) fn bar(length: u64, template: &str) -> ProgressBar {
+pub(crate) fn make_bar(length: u64, template: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("the templates are ours");
-    ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::stderr_with_hz(HZ))
-        .with_style(style)
+    ProgressBar::with_draw_target(
+        Some(length),
+        ProgressDrawTarget::stderr_with_hz(DRAWS_PER_SECOND),
+    )
+    .with_style(style)
 }
 
-/// Returns the line after so many bytes of all and so much time.
-fn line(done: u64, total: u64, elapsed: Duration) -> String {
+/// Returns the line about this many bytes of all after this much time.
+fn progress_line(done_bytes: u64, total_bytes: u64, elapsed: Duration) -> String {
     // The mean over all time is steadier than that of the last seconds, which depend on caches.
-    let rate = done as f64 / elapsed.as_secs_f64().max(1e-9);
-    let remaining = total.saturating_sub(done) as f64 / rate.max(1.0);
+    let rate = done_bytes as f64 / elapsed.as_secs_f64().max(1e-9);
+    let remaining_seconds = total_bytes.saturating_sub(done_bytes) as f64 / rate.max(1.0);
     format!(
-        "{} of {}, {}/s, {remaining:.0} s left",
-        iec(done),
-        iec(total),
-        iec(rate as u64)
+        "{} of {}, {}/s, {remaining_seconds:.0} s left",
+        bytes_text(done_bytes),
+        bytes_text(total_bytes),
+        bytes_text(rate as u64)
     )
 }
 
@@ -118,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_line_tells_bytes_speed_and_the_time_left() {
-        let line = line(1 << 20, 4 << 20, Duration::from_secs(2));
+        let line = progress_line(1 << 20, 4 << 20, Duration::from_secs(2));
         assert_eq!(line, "1.0 MiB of 4.0 MiB, 512.0 KiB/s, 6 s left");
     }
 }

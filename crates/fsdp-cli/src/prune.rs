@@ -11,9 +11,9 @@ use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use serde_json::{Value, json};
 
 use crate::failure::usage_error;
-use crate::ls::no_checkpoints;
+use crate::ls::no_checkpoints_text;
 use crate::output;
-use crate::text::{count, escaped};
+use crate::text::{count_text, escaped};
 
 /// Options of `fsdp prune`.
 #[derive(Debug, Args)]
@@ -49,32 +49,36 @@ const SCHEMA: u32 = 1;
 /// No checkpoint that would be kept is whole; names whose numbers count different things; a folder
 /// that cannot be listed; after the list is printed, the first error of a removal.
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
-    let all = list_steps(&arguments.run)?;
-    if all.is_empty() && !arguments.json {
-        output::talk(&no_checkpoints(&arguments.run));
+    let checkpoints = list_steps(&arguments.run)?;
+    if checkpoints.is_empty() && !arguments.json {
+        output::talk(&no_checkpoints_text(&arguments.run));
     }
     let run = arguments.run.to_string();
-    if let Some(other) = all.iter().find(|found| found.counts != all[0].counts) {
+    if let Some(other_kind) = checkpoints
+        .iter()
+        .find(|checkpoint| checkpoint.counts != checkpoints[0].counts)
+    {
         bail!(usage_error(
             format!(
                 "`{run}` has `{}` and `{}`, whose numbers count different things: it is not known \
                  which is older",
-                all[0].name, other.name
+                checkpoints[0].name, other_kind.name
             ),
             "move the checkpoints of one kind to another folder",
         ));
     }
-    let keep = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
-    let (all, left) = split_by_branch(all)?;
-    let (old, new) = all.split_at(all.len().saturating_sub(keep));
-    let (retained, expired): (Vec<&StepOfRun>, Vec<&StepOfRun>) = old.iter().partition(|found| {
-        let every = arguments.keep_every;
-        every.is_some_and(|every| found.step.is_multiple_of(every))
-    });
+    let keep_count = usize::try_from(arguments.keep).unwrap_or(usize::MAX);
+    let (checkpoints, left_checkpoints) = split_by_branch(checkpoints)?;
+    let (older, newest) = checkpoints.split_at(checkpoints.len().saturating_sub(keep_count));
+    let (retained, expired): (Vec<&StepOfRun>, Vec<&StepOfRun>) =
+        older.iter().partition(|checkpoint| {
+            let every = arguments.keep_every;
+            every.is_some_and(|every| checkpoint.step.is_multiple_of(every))
+        });
     // If a crash has damaged the newer ones, the old ones are all that the run has.
-    let mut staying = new.iter().rev().chain(retained.into_iter().rev());
+    let mut kept_checkpoints = newest.iter().rev().chain(retained.into_iter().rev());
     ensure!(
-        expired.is_empty() || staying.any(|found| is_whole(&found.path)),
+        expired.is_empty() || kept_checkpoints.any(|checkpoint| is_whole(&checkpoint.path)),
         usage_error(
             format!(
                 "nothing was removed, because no checkpoint of `{run}` that would be kept is whole"
@@ -82,47 +86,47 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             "`fsdp verify` says what is wrong with each; or keep more with `--keep`",
         )
     );
-    let mut removed = Vec::new();
+    let mut removed_names = Vec::new();
     // Old checkpoints that are kept, each with the reason.
-    let mut stay = Vec::new();
-    for found in &left {
+    let mut kept_names = Vec::new();
+    for checkpoint in &left_checkpoints {
         let reason = "the run has left it by going back to an older step".to_owned();
-        stay.push((&found.name, reason));
+        kept_names.push((&checkpoint.name, reason));
     }
-    let links = match all.first() {
-        Some(found) => LinksInFolder::of_run(&arguments.run, &found.path)?,
+    let links = match checkpoints.first() {
+        Some(checkpoint) => LinksInFolder::of_run(&arguments.run, &checkpoint.path)?,
         None => LinksInFolder::default(),
     };
-    let mut failed = None;
-    for found in expired {
-        let mut reason = reason_to_stay(&found.path, &links);
+    let mut first_error = None;
+    for checkpoint in expired {
+        let mut reason = reason_to_stay(&checkpoint.path, &links);
         if reason.is_none() && arguments.yes {
-            match Durable::new().remove_checkpoint(&found.path) {
+            match Durable::new().remove_checkpoint(&checkpoint.path) {
                 Ok(true) => {}
                 Ok(false) => reason = Some("it is being read".to_owned()),
                 // The others are removed all the same, and all are listed.
                 Err(error) => {
                     reason = Some(error.to_string());
-                    failed.get_or_insert(error);
+                    first_error.get_or_insert(error);
                 }
             }
         }
         match reason {
-            Some(reason) => stay.push((&found.name, reason)),
-            None => removed.push(&found.name),
+            Some(reason) => kept_names.push((&checkpoint.name, reason)),
+            None => removed_names.push(&checkpoint.name),
         }
     }
-    output::read_or_not(if arguments.json {
-        let stay: Vec<Value> = stay
+    output::ignore_closed_stdout(if arguments.json {
+        let kept_names: Vec<Value> = kept_names
             .iter()
             .map(|(name, reason)| json!({ "name": name, "reason": reason }))
             .collect();
-        output::json(&json!({
+        output::print_json(&json!({
             "schema": SCHEMA,
             "run": run,
             "dry_run": !arguments.yes,
-            "removed": removed,
-            "stay": stay,
+            "removed": removed_names,
+            "stay": kept_names,
         }))
     } else {
         let word = if arguments.yes {
@@ -131,19 +135,23 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             "would be removed"
         };
         let mut lines = Vec::new();
-        for name in &removed {
+        for name in &removed_names {
             lines.push(format!("{}  {word}", escaped(name)));
         }
-        for (name, reason) in &stay {
+        for (name, reason) in &kept_names {
             lines.push(format!("{}  stays: {}", escaped(name), escaped(reason)));
         }
-        output::lines(&lines)
+        output::print_lines(&lines)
     })?;
-    if !arguments.yes && !arguments.json && !removed.is_empty() {
-        let are = count(removed.len(), "checkpoint would be", "checkpoints would be");
-        output::talk(&format!("{are} removed; `--yes` removes"));
+    if !arguments.yes && !arguments.json && !removed_names.is_empty() {
+        let count = count_text(
+            removed_names.len(),
+            "checkpoint would be",
+            "checkpoints would be",
+        );
+        output::talk(&format!("{count} removed; `--yes` removes"));
     }
-    match failed {
+    match first_error {
         Some(error) => Err(error.into()),
         None => Ok(()),
     }
@@ -191,9 +199,9 @@ fn reason_to_stay(path: &Location, links: &LinksInFolder) -> Option<String> {
     };
     match ExtraFiles::find(&*opened) {
         // A user may have put other files there, which removing the directory would delete.
-        Ok(extra) => extra
+        Ok(extra_files) => extra_files
             .foreign()
-            .map(|other| format!("`{other}` is not its own")),
+            .map(|file| format!("`{file}` is not its own")),
         Err(error) => Some(error.to_string()),
     }
 }

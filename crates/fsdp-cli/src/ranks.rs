@@ -41,35 +41,39 @@ impl Default for Ranks {
 }
 
 impl Ranks {
-    /// Returns the number of CPU threads of each rank.
+    /// Returns the number of CPU threads of each rank: `threads`, or else an equal share of the
+    /// machine's.
     pub(crate) fn threads_per_rank(&self) -> usize {
         self.threads
-            .map_or_else(|| cpu_threads::share(self.count), NonZeroUsize::get)
+            .map_or_else(|| cpu_threads::equal_share(self.count), NonZeroUsize::get)
     }
 
-    /// Runs `f` on every rank, and returns the results in rank order.
+    /// Runs `work` on every rank, and returns the results in rank order.
     ///
     /// # Errors
     /// No ranks, ranks that could not be started, ranks that panicked.
-    pub fn run<T: Send>(&self, f: impl Fn(ProcessGroup) -> T + Sync) -> Result<Vec<T>, CommError> {
+    pub fn run<T: Send>(
+        &self,
+        work: impl Fn(ProcessGroup) -> T + Sync,
+    ) -> Result<Vec<T>, CommError> {
         let ranks = LocalRanks {
             world_size: self.count,
             deadline: self.deadline,
             ..LocalRanks::default()
         };
-        let results = ranks.run(|group| self.run_one(group.rank(), || f(group)))?;
+        let results = ranks.run(|group| self.run_one(group.rank(), || work(group)))?;
         results.into_iter().collect()
     }
 
-    /// Runs `f` on this thread as one of the ranks that share this machine, with CPU threads of its
-    /// own. For ranks that are processes.
+    /// Runs `work` on this thread as one of the ranks that share this machine, with CPU threads of
+    /// its own. For ranks that are processes.
     ///
     /// # Errors
     /// The threads could not be started.
     pub(crate) fn run_one<T: Send>(
         &self,
         rank: usize,
-        f: impl FnOnce() -> T + Send,
+        work: impl FnOnce() -> T + Send,
     ) -> Result<T, CommError> {
         // candle finds the pool of the thread that calls it, so work of this rank stays on its own
         // threads.
@@ -82,6 +86,6 @@ impl Ranks {
                 rank,
                 message: error.to_string(),
             })?;
-        Ok(pool.install(f))
+        Ok(pool.install(work))
     }
 }

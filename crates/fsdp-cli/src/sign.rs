@@ -12,7 +12,7 @@ use fsdp_formats::storage::Durable;
 use fsdp_tools::sign::{self, PrivateKey, PublicKey, SignOptions, Signed};
 use serde_json::{Value, json};
 
-use crate::failure::exists_already;
+use crate::failure::exists_already_error;
 use crate::output;
 use crate::progress::Progress;
 use crate::text::escaped;
@@ -47,7 +47,7 @@ pub(crate) struct SignArguments {
 const SCHEMA: u32 = 1;
 
 /// Returns the files that a signature vouches for, in JSON.
-pub(crate) fn json(Signed { files, root, key }: &Signed) -> Value {
+pub(crate) fn signed_json(Signed { files, root, key }: &Signed) -> Value {
     json!({ "files": files, "root": root, "key": key })
 }
 
@@ -66,13 +66,13 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
         None => path.join(SIGNATURE_FILE),
     };
     if !arguments.overwrite && signature.exists()? {
-        bail!(exists_already(&signature.to_string()));
+        bail!(exists_already_error(&signature.to_string()));
     }
     let bar = progress_over(path, &arguments.work);
     // A signature inside the checkpoint is not one of the files that it vouches for.
-    let inside = path_inside(path, &signature);
+    let relative_signature = path_inside(path, &signature);
     let options = SignOptions {
-        signature: inside.as_deref(),
+        signature: relative_signature.as_deref(),
         threads: Some(arguments.work.threads.count()),
         progress: Some(&|bytes| bar.add(bytes)),
     };
@@ -81,16 +81,16 @@ pub(crate) fn run(arguments: &SignArguments) -> Result<()> {
     drop(bar);
     Durable::new().replace_file(&signature, content.as_bytes())?;
     if arguments.work.json {
-        return output::json(&json!({
+        return output::print_json(&json!({
             "schema": SCHEMA,
             "path": path.to_string(),
             "signature": signature.to_string(),
-            "signed": json(&signed),
+            "signed": signed_json(&signed),
         }));
     }
-    output::data(&format!(
+    output::print_line(&format!(
         "{}  {}",
-        line(&signed),
+        signed_line(&signed),
         escaped(&signature.to_string())
     ))
 }
@@ -114,23 +114,23 @@ fn signature_location_for(checkpoint: &Location) -> Location {
 ///
 /// # Errors
 /// The signature is not one of the key's, or not of the files that are there.
-pub(crate) fn check(
+pub(crate) fn check_signature(
     path: &Location,
     signature: &Location,
     key: &Path,
     work: &Work,
 ) -> Result<Signed> {
-    let public = PublicKey::from_pem(&read_key(key)?)
+    let public_key = PublicKey::from_pem(&read_key(key)?)
         .with_context(|| format!("failed to use `{}`", key.display()))?;
     let content = sign::read_signature(signature)?;
     let bar = progress_over(path, work);
-    let inside = path_inside(path, signature);
+    let relative_signature = path_inside(path, signature);
     let options = SignOptions {
-        signature: inside.as_deref(),
+        signature: relative_signature.as_deref(),
         threads: Some(work.threads.count()),
         progress: Some(&|bytes| bar.add(bytes)),
     };
-    sign::check(path, &content, &public, options)
+    sign::check(path, &content, &public_key, options)
         .with_context(|| format!("`{path}` is not what `{signature}` vouches for"))
 }
 
@@ -152,20 +152,21 @@ fn progress_over(path: &Location, work: &Work) -> Progress {
 }
 
 /// Returns a line about the files that a signature vouches for.
-pub(crate) fn line(signed: &Signed) -> String {
+pub(crate) fn signed_line(signed: &Signed) -> String {
     format!("{:<9} {} files, key {}", "signed", signed.files, signed.key)
 }
 
 /// Reads the file of a key.
 fn read_key(path: &Path) -> Result<Vec<u8>> {
     let mut pem = Vec::new();
-    let read =
+    let outcome =
         File::open(path).and_then(|file| file.take(MAX_KEY_FILE_BYTES).read_to_end(&mut pem));
-    read.with_context(|| format!("failed to read the key `{}`", path.display()))?;
+    outcome.with_context(|| format!("failed to read the key `{}`", path.display()))?;
     Ok(pem)
 }
 
-/// Returns the path of `signature` relative to the directory of `checkpoint`, if it lies there.
+/// Returns the path of `signature` relative to the directory of `checkpoint`; `None` if it lies
+/// elsewhere.
 fn path_inside(checkpoint: &Location, signature: &Location) -> Option<String> {
     let (Some(directory), Some(file)) = (checkpoint.local(), signature.local()) else {
         let relative = signature.name().strip_prefix(checkpoint.name()).ok()?;

@@ -30,13 +30,16 @@ pub(crate) const REQUESTS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 ///
 /// # Errors
 /// The system does not allow it.
-pub(crate) fn on_signals(others: &[i32], handle: impl FnMut(i32) + Send + 'static) -> Result<()> {
+pub(crate) fn on_signals(
+    other_signals: &[i32],
+    handle: impl FnMut(i32) + Send + 'static,
+) -> Result<()> {
     // A system that does not tell ignores none.
-    let ignored = ignored_signals().unwrap_or(0);
-    let mut handled = [&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat();
-    handled.retain(|signal| ignored >> (signal - 1) & 1 == 0);
-    handled.extend(others);
-    let mut signals = Signals::new(handled).context("failed to listen for signals")?;
+    let ignored_mask = ignored_signals().unwrap_or(0);
+    let mut handled_signals = [&REQUESTS[..], &[SIGUSR1, SIGUSR2]].concat();
+    handled_signals.retain(|signal| ignored_mask >> (signal - 1) & 1 == 0);
+    handled_signals.extend(other_signals);
+    let mut signals = Signals::new(handled_signals).context("failed to listen for signals")?;
     // One thread sees all signals, one after the other. Handlers on two threads could both take
     // theirs for the first.
     thread::Builder::new()
@@ -46,7 +49,7 @@ pub(crate) fn on_signals(others: &[i32], handle: impl FnMut(i32) + Send + 'stati
     Ok(())
 }
 
-/// Returns the signals that this process ignores, a bit each, if the system tells.
+/// Returns the signals that this process ignores, a bit each; `None` if the system does not tell.
 fn ignored_signals() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let mask = status
@@ -72,7 +75,7 @@ impl StopRequest {
     /// make.
     pub(crate) fn new() -> Self {
         StopRequest {
-            signal: capture::stop().unwrap_or_default(),
+            signal: capture::stop_flag().unwrap_or_default(),
             is_listening: Arc::default(),
             is_watching: Arc::default(),
         }
@@ -102,24 +105,26 @@ impl StopRequest {
             return Ok(());
         }
         let request = self.clone();
-        let mut first_came: Option<Instant> = None;
+        let mut first_signal_time: Option<Instant> = None;
         on_signals(&[], move |signal| {
             if !request.is_watching.load(Ordering::Relaxed) {
                 end_by(signal);
             }
-            match first_came {
+            match first_signal_time {
                 None => {
-                    first_came = Some(Instant::now());
-                    let number = signal.unsigned_abs() as usize;
-                    request.signal.store(number, Ordering::Relaxed);
+                    first_signal_time = Some(Instant::now());
+                    let signal_number = signal.unsigned_abs() as usize;
+                    request.signal.store(signal_number, Ordering::Relaxed);
                 }
-                Some(first_came) if first_came.elapsed() >= SAME_REQUEST_WINDOW => end_by(signal),
+                Some(first_signal_time) if first_signal_time.elapsed() >= SAME_REQUEST_WINDOW => {
+                    end_by(signal)
+                }
                 Some(_) => {}
             }
         })
     }
 
-    /// Returns the signal that asked to stop.
+    /// Returns the signal that asked to stop; `None` if there was none.
     pub(crate) fn signal(&self) -> Option<u8> {
         match u8::try_from(self.signal.load(Ordering::Relaxed)) {
             // A program that embeds this may store any number.
@@ -156,6 +161,7 @@ pub(crate) fn survive_file_size_limit() -> Result<()> {
 /// Writing goes no further after a request to stop. Steps that publish or remove something are done
 /// whole.
 impl StepHook for StopRequest {
+    /// Refuses a step that writes once a signal has asked to stop.
     fn before(&self, step: Step, _: &Path) -> io::Result<()> {
         let writes = matches!(
             step,

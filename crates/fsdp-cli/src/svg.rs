@@ -20,14 +20,14 @@ pub(crate) struct Area {
 
 impl Area {
     /// Returns the position of a value that lies this far (0 to 1) along the horizontal axis.
-    pub(crate) fn x_at(&self, along: f64) -> f64 {
-        self.x + along * self.width
+    pub(crate) fn x_at(&self, fraction: f64) -> f64 {
+        self.x + fraction * self.width
     }
 
     /// Returns the position of a value that lies this far (0 to 1) up the vertical axis.
-    pub(crate) fn y_at(&self, up: f64) -> f64 {
+    pub(crate) fn y_at(&self, fraction: f64) -> f64 {
         // In SVG, y grows downwards.
-        self.y + (1.0 - up) * self.height
+        self.y + (1.0 - fraction) * self.height
     }
 }
 
@@ -40,7 +40,7 @@ impl Picture {
             ("width", area.width),
             ("height", area.height),
         ];
-        self.shape("rect", &lengths, style, &title(tooltip));
+        self.shape("rect", &lengths, style, &title_element(tooltip));
     }
 
     /// Draws a line across the whole width of an area.
@@ -58,7 +58,7 @@ impl Picture {
     ) {
         let points: Vec<String> = points
             .into_iter()
-            .map(|(x, y)| format!("{},{}", rounded(x), rounded(y)))
+            .map(|(x, y)| format!("{},{}", round_length(x), round_length(y)))
             .collect();
         let style = format!("points=\"{}\" {style}", points.join(" "));
         self.shape(name, &[], &style, "");
@@ -66,7 +66,7 @@ impl Picture {
 
     /// Writes text at a point, with a tooltip if that is not empty.
     pub(crate) fn text(&mut self, (x, y): (f64, f64), style: &str, text: &str, tooltip: &str) {
-        let content = format!("{}{}", escape(text), title(tooltip));
+        let content = format!("{}{}", escape(text), title_element(tooltip));
         self.shape("text", &[("x", x), ("y", y)], style, &content);
     }
 
@@ -80,7 +80,7 @@ impl Picture {
     ) {
         let lengths: String = lengths
             .iter()
-            .map(|(attribute, length)| format!(" {attribute}=\"{}\"", rounded(*length)))
+            .map(|(attribute, length)| format!(" {attribute}=\"{}\"", round_length(*length)))
             .collect();
         // Elements without a style have no attributes but their place.
         let gap = if style.is_empty() { "" } else { " " };
@@ -91,8 +91,13 @@ impl Picture {
 
     /// Returns the picture as a part of a page, which defines the styles.
     pub(crate) fn for_page(self, heading: &str, width: f64, height: f64) -> String {
-        let look = format!("width=\"{width}\" height=\"{height}\" role=\"img\"");
-        self.document(width, height, &look, &format!("{}\n", title(heading)))
+        let attributes = format!("width=\"{width}\" height=\"{height}\" role=\"img\"");
+        self.document(
+            width,
+            height,
+            &attributes,
+            &format!("{}\n", title_element(heading)),
+        )
     }
 
     /// Returns the picture as a file of its own, in the styles of pages.
@@ -105,17 +110,23 @@ impl Picture {
         self.for_page(heading, width, height)
     }
 
-    /// Returns the picture as SVG with these attributes. `head` comes before all elements.
-    pub(crate) fn document(self, width: f64, height: f64, look: &str, head: &str) -> String {
+    /// Returns the picture as SVG with these attributes. `first_element` comes before all elements.
+    pub(crate) fn document(
+        self,
+        width: f64,
+        height: f64,
+        attributes: &str,
+        first_element: &str,
+    ) -> String {
         format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" {look}>{head}{}</svg>\n",
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" {attributes}>{first_element}{}</svg>\n",
             self.elements
         )
     }
 }
 
 /// Returns the element that browsers show as a tooltip; nothing for an empty text.
-fn title(text: &str) -> String {
+fn title_element(text: &str) -> String {
     if text.is_empty() {
         return String::new();
     }
@@ -123,6 +134,6 @@ fn title(text: &str) -> String {
 }
 
 /// Rounds a length to a tenth of a pixel, which nobody can see.
-fn rounded(length: f64) -> f64 {
+fn round_length(length: f64) -> f64 {
     (length * 10.0).round() / 10.0
 }

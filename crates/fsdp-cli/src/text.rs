@@ -7,13 +7,13 @@ use clap::ValueEnum;
 
 /// Returns `true` for control characters, with which terminal commands begin, and for characters
 /// that are invisible or change the direction of text.
-fn is_unsafe(c: char) -> bool {
-    let invisible = matches!(
-        c,
+fn is_unsafe(character: char) -> bool {
+    let is_invisible = matches!(
+        character,
         '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
             | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
     );
-    c.is_control() || invisible
+    character.is_control() || is_invisible
 }
 
 /// Escapes unsafe characters of a name like Rust does: `\n`, `\u{1b}`.
@@ -23,7 +23,7 @@ pub(crate) fn escaped(name: &str) -> Cow<'_, str> {
 
 /// Escapes text of several lines, in which line breaks are safe.
 pub(crate) fn escaped_lines(text: &str) -> Cow<'_, str> {
-    escape(text, |c| c != '\n' && is_unsafe(c))
+    escape(text, |character| character != '\n' && is_unsafe(character))
 }
 
 /// Escapes the characters that `is_unsafe` picks, and copies nothing if there are none.
@@ -33,18 +33,20 @@ fn escape(text: &str, is_unsafe: impl Fn(char) -> bool) -> Cow<'_, str> {
         return Cow::Borrowed(text);
     }
     let mut escaped = String::with_capacity(text.len() + 8);
-    for c in text.chars() {
-        match c {
-            '\n' | '\r' | '\t' if is_unsafe(c) => escaped.extend(c.escape_default()),
-            c if is_unsafe(c) => escaped.extend(c.escape_unicode()),
-            c => escaped.push(c),
+    for character in text.chars() {
+        match character {
+            '\n' | '\r' | '\t' if is_unsafe(character) => {
+                escaped.extend(character.escape_default())
+            }
+            character if is_unsafe(character) => escaped.extend(character.escape_unicode()),
+            character => escaped.push(character),
         }
     }
     Cow::Owned(escaped)
 }
 
 /// Formats a number of bytes for people.
-pub(crate) fn iec(bytes: u64) -> String {
+pub(crate) fn bytes_text(bytes: u64) -> String {
     // Larger units have too few digits to tell two checkpoints apart.
     let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
     match units.into_iter().find(|&(_, unit)| bytes >= unit) {
@@ -73,7 +75,7 @@ pub(crate) fn choice_name(choice: &impl ValueEnum) -> String {
 }
 
 /// Formats a count with the word for what is counted.
-pub(crate) fn count(number: usize, one: &str, many: &str) -> String {
+pub(crate) fn count_text(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
@@ -94,7 +96,7 @@ mod tests {
     #[test]
     fn sizes_have_the_largest_unit_that_fits() {
         assert_eq!(
-            [iec(1023), iec(1536), iec(5 << 30)],
+            [bytes_text(1023), bytes_text(1536), bytes_text(5 << 30)],
             ["1023 B", "1.5 KiB", "5.0 GiB"]
         );
     }

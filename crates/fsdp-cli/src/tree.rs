@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use crate::natural;
-use crate::text::{escaped, iec};
+use crate::text::{bytes_text, escaped};
 
 /// Deeper than this, indentation says nothing.
 const MAX_INDENT: usize = 64;
@@ -26,7 +26,7 @@ pub(super) fn tree_lines<'a>(
     let mut entries: Vec<_> = entries
         .map(|(key, tensor, bytes)| (key.split('.').collect::<Vec<_>>(), tensor, bytes))
         .collect();
-    entries.sort_by(|(a, ..), (b, ..)| compare(a, b));
+    entries.sort_by(|(a, ..), (b, ..)| compare_keys(a, b));
     // From the last key to the first, because the sums of a node are known once all below it is
     // written.
     let root = Node {
@@ -35,14 +35,14 @@ pub(super) fn tree_lines<'a>(
     };
     let mut path = vec![root];
     let mut lines = Vec::new();
-    for (parts, tensor, bytes) in entries.into_iter().rev() {
-        let shared = path[1..]
+    for (names, tensor, bytes) in entries.into_iter().rev() {
+        let shared_depth = path[1..]
             .iter()
-            .zip(&parts)
-            .take_while(|(node, part)| node.name == **part)
+            .zip(&names)
+            .take_while(|(node, name)| node.name == **name)
             .count();
-        close(&mut path, 1 + shared, &mut lines);
-        path.extend(parts[shared..].iter().map(|name| Node {
+        close_nodes(&mut path, 1 + shared_depth, &mut lines);
+        path.extend(names[shared_depth..].iter().map(|name| Node {
             name,
             ..Node::default()
         }));
@@ -51,21 +51,21 @@ pub(super) fn tree_lines<'a>(
         node.bytes = node.bytes.saturating_add(bytes);
         node.leaf = Some(tensor.unwrap_or_else(|| "value".to_owned()));
     }
-    close(&mut path, 0, &mut lines);
+    close_nodes(&mut path, 0, &mut lines);
     lines.reverse();
     lines
 }
 
 /// Compares two keys part by part.
-fn compare(a: &[&str], b: &[&str]) -> Ordering {
+fn compare_keys(a: &[&str], b: &[&str]) -> Ordering {
     let mut orders = a.iter().zip(b).map(|(a, b)| natural::compare(a, b));
-    let first = orders.find(|order| order.is_ne());
-    first.unwrap_or(a.len().cmp(&b.len()))
+    let first_difference = orders.find(|order| order.is_ne());
+    first_difference.unwrap_or(a.len().cmp(&b.len()))
 }
 
 /// Writes the lines of the nodes of a path that are deeper than `depth`, and adds their sums to
 /// those above them.
-fn close(path: &mut Vec<Node<'_>>, depth: usize, lines: &mut Vec<String>) {
+fn close_nodes(path: &mut Vec<Node<'_>>, depth: usize, lines: &mut Vec<String>) {
     while path.len() > depth
         && let Some(node) = path.pop()
     {
@@ -74,11 +74,11 @@ fn close(path: &mut Vec<Node<'_>>, depth: usize, lines: &mut Vec<String>) {
         let Node { tensors, bytes, .. } = node;
         lines.push(match node.leaf {
             Some(description) => format!("{indent}{name}  {description}"),
-            None => format!("{indent}{name} ({tensors} tensors, {})", iec(bytes)),
+            None => format!("{indent}{name} ({tensors} tensors, {})", bytes_text(bytes)),
         });
-        if let Some(above) = path.last_mut() {
-            above.tensors += tensors;
-            above.bytes = above.bytes.saturating_add(bytes);
+        if let Some(parent) = path.last_mut() {
+            parent.tensors += tensors;
+            parent.bytes = parent.bytes.saturating_add(bytes);
         }
     }
 }

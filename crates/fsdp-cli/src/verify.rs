@@ -18,7 +18,7 @@ use crate::failure::CommandError;
 use crate::output;
 use crate::progress::Progress;
 use crate::sign;
-use crate::text::{escaped, iec};
+use crate::text::{bytes_text, escaped};
 use crate::work::Work;
 
 /// The depth of the check.
@@ -73,13 +73,13 @@ const SCHEMA: u32 = 1;
 pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let path = arguments.path.to_string();
     // Check the signature first: until then nothing in the files can be trusted.
-    let checked = match (&arguments.signature, &arguments.public_key) {
+    let signature_check = match (&arguments.signature, &arguments.public_key) {
         (Some(signature), Some(key)) => {
-            sign::check(&arguments.path, signature, key, &arguments.work).map(Some)
+            sign::check_signature(&arguments.path, signature, key, &arguments.work).map(Some)
         }
         _ => Ok(None),
     };
-    let opened = checked.and_then(|signed| {
+    let opened = signature_check.and_then(|signed| {
         let source = checkpoint::open(&arguments.path, OpenOptions { verify: true })?;
         Ok((signed, source))
     });
@@ -87,9 +87,9 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         Err(error) => {
             // With `--json` there is an object on stdout whatever happens.
             if arguments.work.json {
-                let ending = Some(format!("{error:#}"));
-                let object = json(&path, &Report::default(), &[], None, ending);
-                output::read_or_not(output::json(&object))?;
+                let early_error = Some(format!("{error:#}"));
+                let object = report_json(&path, &Report::default(), &[], None, early_error);
+                output::ignore_closed_stdout(output::print_json(&object))?;
             }
             return Err(error);
         }
@@ -104,7 +104,10 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     let shows_progress = !arguments.work.no_progress;
     // The deepest level reads the numbers after the hashes.
     let passes = if level == Level::Deep { 2 } else { 1 };
-    let bar = Progress::new(bytes(&*source).saturating_mul(passes), shows_progress);
+    let bar = Progress::new(
+        stored_bytes(&*source).saturating_mul(passes),
+        shows_progress,
+    );
     let options = VerifyOptions {
         threads: Some(arguments.work.threads.count()),
         progress: Some(&|bytes| bar.add(bytes)),
@@ -114,7 +117,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
     // Hashes of damaged files would make the damage look right from now on, so only a checkpoint
     // without problems gets them.
     if arguments.seal && report.is_ok() && !report.has_integrity {
-        let bar = Progress::new(bytes(&*source), shows_progress);
+        let bar = Progress::new(stored_bytes(&*source), shows_progress);
         verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
         report.has_integrity = true;
         drop(bar);
@@ -127,26 +130,26 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         .map(|file| file.display().to_string())
         .collect();
     // The exit code must not depend on how much of the report was read.
-    output::read_or_not(if arguments.work.json {
-        let object = json(&path, &report, &unknown_files, signed.as_ref(), None);
-        output::json(&object)
+    output::ignore_closed_stdout(if arguments.work.json {
+        let object = report_json(&path, &report, &unknown_files, signed.as_ref(), None);
+        output::print_json(&object)
     } else {
-        let mut text: Vec<String> = signed.iter().map(sign::line).collect();
-        text.extend(lines(&report, &unknown_files));
-        output::lines(&text)
+        let mut lines: Vec<String> = signed.iter().map(sign::signed_line).collect();
+        lines.extend(report_lines(&report, &unknown_files));
+        output::print_lines(&lines)
     })?;
     // One problem is enough for the message: the report above has all of them.
-    let Some(first) = report.problems.first() else {
+    let Some(first_problem) = report.problems.first() else {
         return Ok(());
     };
     let problems = &report.problems;
     // The first that holds decides: whoever cannot read the files learns nothing about their
     // content, and they may be sound.
-    let (exit_code, found) = if are_all(problems, ErrorKind::Io) {
+    let (exit_code, verdict) = if are_all_of_kind(problems, ErrorKind::Io) {
         (exit_codes::IO, "could not be read")
-    } else if are_all(problems, ErrorKind::UnsupportedVersion) {
+    } else if are_all_of_kind(problems, ErrorKind::UnsupportedVersion) {
         (exit_codes::UNSUPPORTED_VERSION, "could not be checked")
-    } else if let Some(name) = &first.file
+    } else if let Some(name) = &first_problem.file
         && matches!(source.directory().has(name), Ok(false))
     {
         // A file that is missing tells of an interrupted copy, which has another remedy than
@@ -156,16 +159,16 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         (exit_codes::CORRUPT, "is damaged")
     };
     let count = problems.len();
-    let first = problem_text(first);
+    let first_problem = problem_text(first_problem);
     bail!(CommandError {
         exit_code,
-        message: format!("`{path}` {found}: {count} problems, the first: {first}"),
+        message: format!("`{path}` {verdict}: {count} problems, the first: {first_problem}"),
         hint: None,
     })
 }
 
 /// Returns the number of bytes of all items, as stored.
-fn bytes(source: &dyn Checkpoint) -> u64 {
+fn stored_bytes(source: &dyn Checkpoint) -> u64 {
     // The lengths come from a file that may be damaged.
     let lengths = source
         .metadata()
@@ -176,12 +179,12 @@ fn bytes(source: &dyn Checkpoint) -> u64 {
 
 /// Returns the object of `--json`. A check that an error has ended early has this error as its only
 /// problem.
-fn json(
+fn report_json(
     path: &str,
     report: &Report,
     unknown_files: &[String],
     signed: Option<&Signed>,
-    ending: Option<String>,
+    early_error: Option<String>,
 ) -> Value {
     let mut problems: Vec<Value> = report
         .problems
@@ -196,12 +199,13 @@ fn json(
         })
         .collect();
     problems.extend(
-        ending.map(|error| json!({ "name": null, "file": null, "offset": null, "error": error })),
+        early_error
+            .map(|error| json!({ "name": null, "file": null, "offset": null, "error": error })),
     );
     let opaque: Vec<Value> = report
         .opaque
         .iter()
-        .map(|(name, of)| json!({ "name": name, "type": of }))
+        .map(|(name, type_name)| json!({ "name": name, "type": type_name }))
         .collect();
     let not_finite: Vec<Value> = report
         .not_finite
@@ -227,23 +231,27 @@ fn json(
         // The data files that the metadata does not name.
         "unknown_files": unknown_files,
         "stale_digests": report.stale_digests,
-        "signed": signed.map(sign::json),
+        "signed": signed.map(sign::signed_json),
     })
 }
 
 /// Returns `true` if no problem is of another kind.
-fn are_all(problems: &[Problem], kind: ErrorKind) -> bool {
+fn are_all_of_kind(problems: &[Problem], kind: ErrorKind) -> bool {
     problems.iter().all(|problem| problem.kind == kind)
 }
 
 /// Returns the lines for people: first the problems, last the verdict.
-fn lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
+fn report_lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
     let mut lines = Vec::new();
     for problem in &report.problems {
         lines.push(format!("bad       {}", problem_text(problem)));
     }
-    for (name, of) in &report.opaque {
-        lines.push(format!("opaque    {}: {}", escaped(name), escaped(of)));
+    for (name, type_name) in &report.opaque {
+        lines.push(format!(
+            "opaque    {}: {}",
+            escaped(name),
+            escaped(type_name)
+        ));
     }
     for (name, Census { nan, infinite, .. }) in &report.not_finite {
         lines.push(format!(
@@ -262,7 +270,7 @@ fn lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
     // Where nothing but the kind of some items is wrong, the checkpoint may well be sound.
     let verdict = if report.is_ok() {
         "ok"
-    } else if are_all(&report.problems, ErrorKind::UnsupportedVersion) {
+    } else if are_all_of_kind(&report.problems, ErrorKind::UnsupportedVersion) {
         "unchecked"
     } else {
         "damaged"
@@ -279,7 +287,7 @@ fn lines(report: &Report, unknown_files: &[String]) -> Vec<String> {
     if report.digests > 0 {
         line.push_str(&format!(", {} digests", report.digests));
     }
-    lines.push(format!("{line}, {} read", iec(report.bytes_read)));
+    lines.push(format!("{line}, {} read", bytes_text(report.bytes_read)));
     lines
 }
 

@@ -12,8 +12,8 @@ use fsdp_layout::TensorBox;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use crate::error::{detached, exception};
-use crate::memory::{borrow, bytes_mut, check_apart};
+use crate::error::{run_detached, to_exception};
+use crate::memory::{borrow, borrowed_bytes_mut, check_apart};
 use crate::value::to_python;
 
 /// An open checkpoint of any format.
@@ -23,22 +23,22 @@ pub(crate) struct Checkpoint {
 }
 
 /// A tensor in a list: name, dtype, shape.
-type Listed<'py> = (String, &'static str, Bound<'py, PyTuple>);
+type ListedTensor<'py> = (String, &'static str, Bound<'py, PyTuple>);
 
 /// A box of a tensor, and the buffer that it goes to: name, offsets, sizes, buffer.
-type Wanted<'py> = (String, Vec<usize>, Vec<usize>, Bound<'py, PyAny>);
+type WantedBox<'py> = (String, Vec<usize>, Vec<usize>, Bound<'py, PyAny>);
 
 #[pymethods]
 impl Checkpoint {
     /// Opens the checkpoint at a path or a URL.
     #[new]
     fn new(py: Python<'_>, path: OsString) -> PyResult<Self> {
-        let opened = detached(py, || checkpoint::open(path, OpenOptions { verify: true }))?;
+        let opened = run_detached(py, || checkpoint::open(path, OpenOptions { verify: true }))?;
         Ok(Checkpoint { opened })
     }
 
     /// Lists the tensors, in the order of the checkpoint.
-    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<Listed<'py>>> {
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<ListedTensor<'py>>> {
         let tensors = self.opened.metadata().tensors();
         tensors
             .map(|(name, tensor)| {
@@ -71,7 +71,7 @@ impl Checkpoint {
     /// for the tensors, so that wrong metadata cannot ask for more than the files have.
     #[pyo3(signature = (keys))]
     fn check(&self, py: Python<'_>, keys: Option<HashSet<String>>) -> PyResult<()> {
-        detached(py, || {
+        run_detached(py, || {
             self.opened
                 .check_stored(&|name| keys.as_ref().is_none_or(|keys| keys.contains(name)))
         })
@@ -87,14 +87,14 @@ impl Checkpoint {
         tensor: &Bound<'py, PyAny>,
         typed: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let value = detached(py, || self.opened.read_value(name))?;
+        let value = run_detached(py, || self.opened.read_value(name))?;
         to_python(&value, tensor, typed)
     }
 
     /// Returns a value as `torch.save` would write it. The bytes are encoded from the parsed value,
     /// so no bytes of the file's own pickle reach Python.
     fn item<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let encoded = detached(py, || {
+        let encoded = run_detached(py, || {
             let value = self.opened.read_value(name)?;
             writer::encode_value(&value).map_err(|source| FileError::Encode {
                 fqn: name.to_owned(),
@@ -114,18 +114,18 @@ impl Checkpoint {
         else {
             return self.item(py, name);
         };
-        let bytes = detached(py, || self.opened.read_item(name, stored))?;
+        let bytes = run_detached(py, || self.opened.read_item(name, stored))?;
         Ok(PyBytes::new(py, &bytes))
     }
 
     /// Fills buffers with boxes of tensors, in the dtypes of the checkpoint. Several threads read.
     /// All requests are checked before the first byte is read.
-    fn read(&self, py: Python<'_>, wanted: Vec<Wanted<'_>>) -> PyResult<()> {
+    fn read(&self, py: Python<'_>, wanted: Vec<WantedBox<'_>>) -> PyResult<()> {
         let mut requests = Vec::with_capacity(wanted.len());
         let mut memory = Vec::with_capacity(wanted.len());
         for (name, offsets, lengths, buffer) in wanted {
             let Some(tensor) = self.opened.metadata().tensor(&name) else {
-                return Err(exception(
+                return Err(to_exception(
                     py,
                     FileError::from(LoadPlanError::Missing { fqn: name }),
                 ));
@@ -140,11 +140,11 @@ impl Checkpoint {
                     bounds,
                     shape: tensor.shape.clone(),
                 };
-                return Err(exception(py, FileError::from(error)));
+                return Err(to_exception(py, FileError::from(error)));
             }
             let dtype = tensor.properties.dtype;
-            let length = bounds.numel() * dtype.size_in_bytes() as usize;
-            memory.push(borrow(&buffer, length, true)?);
+            let box_bytes = bounds.numel() * dtype.size_in_bytes() as usize;
+            memory.push(borrow(&buffer, box_bytes, true)?);
             requests.push(LoadRequest {
                 fqn: name,
                 dtype,
@@ -154,13 +154,13 @@ impl Checkpoint {
         }
         // Each buffer becomes a slice of its own, which no other may overlap.
         check_apart(&memory)?;
-        let buffers = memory.iter_mut().map(bytes_mut);
+        let buffers = memory.iter_mut().map(borrowed_bytes_mut);
         let destinations: Vec<Destination<'_>> = requests
             .into_iter()
             .zip(buffers)
             .map(|(request, buffer)| Destination::new(request, vec![buffer]))
             .collect();
-        detached(py, || {
+        run_detached(py, || {
             self.opened.read(destinations, ReadOptions::default())
         })?;
         Ok(())

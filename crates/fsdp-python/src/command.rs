@@ -10,7 +10,7 @@ use anyhow::anyhow;
 use fsdp_cli::embed;
 use pyo3::prelude::*;
 
-use crate::error::exception;
+use crate::error::to_exception;
 
 /// The number of SIGINT, which Python turns into `KeyboardInterrupt`.
 const SIGINT: usize = 2;
@@ -34,42 +34,42 @@ pub(crate) fn report(
     arguments: Vec<OsString>,
 ) -> PyResult<(String, Option<PyErr>)> {
     let stop = Arc::new(AtomicUsize::new(0));
-    let (done, finished) = sync_channel::<()>(1);
-    let finished = Mutex::new(finished);
+    let (end_sender, end_receiver) = sync_channel::<()>(1);
+    let end_receiver = Mutex::new(end_receiver);
     let worker = std::thread::spawn({
         let stop = Arc::clone(&stop);
         move || {
-            let reported = embed::report(arguments, stop);
+            let result = embed::report(arguments, stop);
             // Sending cannot fail: the receiver below lives until this thread has ended.
-            let _ = done.send(());
-            reported
+            let _ = end_sender.send(());
+            result
         }
     });
     // Python runs its signal handlers on the main thread only, when `check_signals` is called.
-    let mut interrupted = None;
+    let mut interruption = None;
     loop {
         // Without the lock of the interpreter, other Python threads go on meanwhile.
-        let waited = py.detach(|| {
-            finished
+        let waiting = py.detach(|| {
+            end_receiver
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .recv_timeout(SIGNAL_CHECK_INTERVAL)
         });
-        match waited {
+        match waiting {
             Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {}
         }
         if let Err(signal) = py.check_signals() {
             stop.store(SIGINT, Ordering::Relaxed);
-            interrupted.get_or_insert(signal);
+            interruption.get_or_insert(signal);
         }
     }
     let (outcome, output) = worker
         .join()
         .unwrap_or_else(|_| (Err(anyhow!("a bug: the command panicked")), String::new()));
-    if let Some(signal) = interrupted {
+    if let Some(signal) = interruption {
         return Err(signal);
     }
-    let error = outcome.err().map(|error| exception(py, error));
+    let error = outcome.err().map(|error| to_exception(py, error));
     Ok((output, error))
 }

@@ -6,28 +6,28 @@ use pyo3::prelude::*;
 
 use crate::error::wrong_argument;
 
-/// Borrows the memory of an object that has Python's buffer protocol, to be written if it is
-/// `filled`.
+/// Borrows the memory of an object that has Python's buffer protocol, to be filled if
+/// `is_filled`.
 ///
 /// # Errors
 /// An object without it, or whose elements are not bytes without gaps, or that is not `length`
 /// bytes long, or that Python calls read-only and is to be filled.
 pub(crate) fn borrow(
     object: &Bound<'_, PyAny>,
-    length: usize,
-    filled: bool,
+    needed_bytes: usize,
+    is_filled: bool,
 ) -> PyResult<PyBuffer<u8>> {
     let buffer = PyBuffer::<u8>::get(object)?;
     if !buffer.is_c_contiguous() || buffer.item_size() != 1 {
         return Err(wrong_argument("a buffer must be of contiguous bytes"));
     }
-    let found = buffer.len_bytes();
-    if found != length {
+    let buffer_bytes = buffer.len_bytes();
+    if buffer_bytes != needed_bytes {
         return Err(wrong_argument(format!(
-            "a buffer of {found} bytes, where {length} are needed"
+            "a buffer of {buffer_bytes} bytes, where {needed_bytes} are needed"
         )));
     }
-    if filled && buffer.readonly() {
+    if is_filled && buffer.readonly() {
         return Err(wrong_argument("a buffer must be writable"));
     }
     Ok(buffer)
@@ -38,7 +38,7 @@ pub(crate) fn borrow(
     unsafe_code,
     reason = "the buffer protocol hands out a pointer and a length"
 )]
-pub(crate) fn bytes(buffer: &PyBuffer<u8>) -> &[u8] {
+pub(crate) fn borrowed_bytes(buffer: &PyBuffer<u8>) -> &[u8] {
     assert!(buffer.is_c_contiguous(), "`borrow` has checked it");
     if buffer.len_bytes() == 0 {
         return &[];
@@ -75,13 +75,13 @@ pub(crate) fn check_apart(buffers: &[PyBuffer<u8>]) -> PyResult<()> {
     unsafe_code,
     reason = "the buffer protocol hands out a pointer and a length"
 )]
-pub(crate) fn bytes_mut(buffer: &mut PyBuffer<u8>) -> &mut [u8] {
+pub(crate) fn borrowed_bytes_mut(buffer: &mut PyBuffer<u8>) -> &mut [u8] {
     let may_be_filled = buffer.is_c_contiguous() && !buffer.readonly();
     assert!(may_be_filled, "`borrow` has checked it");
     if buffer.len_bytes() == 0 {
         return &mut [];
     }
-    // SAFETY: as in `bytes`; `check_apart` was called, so no other slice is of the same memory, and
-    // the Python side neither reads nor writes it during the call.
+    // SAFETY: as in `borrowed_bytes`; `check_apart` was called, so no other slice is of the same
+    // memory, and the Python side neither reads nor writes it during the call.
     unsafe { std::slice::from_raw_parts_mut(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) }
 }

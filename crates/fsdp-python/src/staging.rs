@@ -21,8 +21,8 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
-use crate::error::{detached, exception, wrong_argument};
-use crate::memory::{borrow, bytes};
+use crate::error::{run_detached, to_exception, wrong_argument};
+use crate::memory::{borrow, borrowed_bytes};
 
 /// A checkpoint that is being written. If the rank that prepared it drops it without a call of
 /// [`Staging::finish`], all its files are removed.
@@ -47,15 +47,18 @@ type TensorItem<'py> = (
 type ItemPlace = (u32, String, u64, u64);
 
 /// A value that cannot be read without running its pickle: its name, and the reason.
-type Opaque = (String, String);
+type OpaqueItem = (String, String);
 
 #[pymethods]
 impl Staging {
     /// Prepares to write a checkpoint at a path or a URL. Only the coordinator calls this; the
-    /// other ranks join.
+    /// other ranks join. Removes what killed saves have left beside the path.
+    ///
+    /// # Errors
+    /// Something is there that may not be replaced; the errors of the storage.
     #[staticmethod]
     fn prepare(py: Python<'_>, path: OsString, overwrite: bool) -> PyResult<Self> {
-        let staging = detached(py, || {
+        let staging = run_detached(py, || {
             let target = Location::from(path);
             if overwrite {
                 check_replaceable(&target)?;
@@ -74,11 +77,11 @@ impl Staging {
     /// directory's name.
     #[staticmethod]
     fn join(py: Python<'_>, path: OsString, name: &str) -> PyResult<Self> {
-        let staging = detached(py, || Durable::new().join(path, name))?;
+        let staging = run_detached(py, || Durable::new().join(path, name))?;
         Ok(Staging::new(staging))
     }
 
-    /// The name by which other ranks join.
+    /// Returns the name by which other ranks join.
     #[getter]
     fn name(&self) -> &str {
         &self.name
@@ -94,7 +97,7 @@ impl Staging {
         rank: usize,
         tensors: Vec<TensorItem<'py>>,
         values: Vec<(String, PyBackedBytes)>,
-    ) -> PyResult<(Vec<ItemPlace>, Bound<'py, PyBytes>, Vec<Opaque>)> {
+    ) -> PyResult<(Vec<ItemPlace>, Bound<'py, PyBytes>, Vec<OpaqueItem>)> {
         let mut plan = LocalPlan::default();
         let mut items = PythonItems::default();
         for (fqn, dtype, shape, offsets, lengths, buffer) in tensors {
@@ -113,15 +116,15 @@ impl Staging {
                 )));
             }
             // The sizes come from the caller, so their product may overflow.
-            let byte_len = checked_numel(&bounds.sizes)
+            let box_bytes = checked_numel(&bounds.sizes)
                 .and_then(|numel| numel.checked_mul(dtype.size_in_bytes() as usize))
                 .ok_or_else(|| wrong_argument(format!("box {bounds} of `{fqn}` is too large")))?;
-            let memory = borrow(&buffer, byte_len, false)?;
+            let memory = borrow(&buffer, box_bytes, false)?;
             plan.add_tensor(&fqn, None, dtype, shape, vec![bounds.clone()]);
             items.tensors.entry(fqn).or_default().push((bounds, memory));
         }
-        let mut digests = true;
-        let mut opaque = Vec::new();
+        let mut has_digests = true;
+        let mut opaque_items = Vec::new();
         for (fqn, item) in values {
             plan.add_value(&fqn, None, item.len() as u64);
             // Read the value as a reader will, for its digest. If one value cannot even be
@@ -129,11 +132,11 @@ impl Staging {
             let value = match decode_value(&item) {
                 Ok(value) => Some(value),
                 Err(error) => {
-                    opaque.push((fqn.clone(), error.to_string()));
+                    opaque_items.push((fqn.clone(), error.to_string()));
                     describe_item(&item).ok()
                 }
             };
-            digests &= value.is_some();
+            has_digests &= value.is_some();
             items
                 .values
                 .insert(fqn, (item, value.unwrap_or(PlainValue::None)));
@@ -150,7 +153,7 @@ impl Staging {
                 .collect(),
         };
         let options = WriteOptions {
-            digests,
+            digests: has_digests,
             ..WriteOptions::default()
         };
         let rank_items = RankItems {
@@ -166,14 +169,14 @@ impl Staging {
         });
         let written = outcome
             .ok_or_else(finished_error)?
-            .map_err(|error| exception(py, error))?;
+            .map_err(|error| to_exception(py, error))?;
         let mut places = Vec::with_capacity(written.items.len());
         for item in &written.items {
             let file = &written.files[item.file as usize];
             places.push((item.entry, file.name.clone(), item.offset, item.length));
         }
-        let report = serde_json::to_vec(&written).map_err(|error| exception(py, error))?;
-        Ok((places, PyBytes::new(py, &report), opaque))
+        let report = serde_json::to_vec(&written).map_err(|error| to_exception(py, error))?;
+        Ok((places, PyBytes::new(py, &report), opaque_items))
     }
 
     /// Writes the hashes and the metadata, which torch has pickled, and commits the checkpoint in
@@ -184,10 +187,10 @@ impl Staging {
             .iter()
             .map(|report| serde_json::from_slice(report))
             .collect();
-        let written = parsed.map_err(|error| exception(py, error))?;
+        let written = parsed.map_err(|error| to_exception(py, error))?;
         // It is taken out, so that a checkpoint is committed once.
         let staging = self.lock().take().ok_or_else(finished_error)?;
-        detached(py, || finish_encoded(staging, &metadata, &written))
+        run_detached(py, || finish_encoded(staging, &metadata, &written))
     }
 
     /// Ends the save without a checkpoint. The rank that prepared it removes the files that were
@@ -198,6 +201,7 @@ impl Staging {
 }
 
 impl Staging {
+    /// Returns the checkpoint that is written in this staging directory.
     fn new(staging: storage::Staging) -> Self {
         let name = staging.name().to_owned();
         Staging {
@@ -227,6 +231,7 @@ struct PythonItems {
 }
 
 impl PayloadSource for PythonItems {
+    /// Hands the bytes of a part of a box to `sink`, from the memory of its tensor.
     fn payload(
         &self,
         fqn: &str,
@@ -234,12 +239,13 @@ impl PayloadSource for PythonItems {
         range: Range<u64>,
         sink: &mut dyn FnMut(&[u8]) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
-        let found = self
+        let memory = self
             .tensors
             .get(fqn)
             .and_then(|boxes| boxes.iter().find(|(planned, _)| planned == bounds));
-        let part = found
-            .and_then(|(_, memory)| bytes(memory).get(range.start as usize..range.end as usize));
+        let part = memory.and_then(|(_, memory)| {
+            borrowed_bytes(memory).get(range.start as usize..range.end as usize)
+        });
         sink(part.ok_or_else(|| FileError::not_stored(fqn))?)
     }
 

@@ -11,7 +11,7 @@ use fsdp_tools::tensor_parallel::{Rules, TensorParallelPlan};
 use crate::failure::{CommandError, usage_error};
 use crate::keys::KeyFilter;
 use crate::map::MapArguments;
-use crate::parsers::{float_types, one_to};
+use crate::parsers::{float_type_parser, one_to};
 use crate::text::choice_name;
 use crate::work::Work;
 
@@ -24,7 +24,7 @@ const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// The formats that can be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum To {
+pub(crate) enum TargetFormat {
     /// A directory of torch.distributed.checkpoint, for --world-size ranks
     Dcp,
     /// One safetensors file
@@ -56,12 +56,12 @@ pub(super) struct WriteArguments {
 pub(super) struct TargetArguments {
     /// The format to write
     #[arg(long, value_enum)]
-    pub(super) to: To,
+    pub(super) to: TargetFormat,
     /// Ranks of the destination, for dcp and hf-sharded [default: 1]
     #[arg(long, value_name = "N", value_parser = one_to(MAX_RANKS))]
     world_size: Option<usize>,
     /// Largest size of a file, for hf: 500MB, 2GiB [default: 5GB]
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     max_shard_size: Option<u64>,
     /// Take the configuration and the tokenizer of this directory along, for hf
     #[arg(long, value_name = "DIR")]
@@ -95,14 +95,14 @@ pub(crate) struct ConvertArguments {
     pub(super) filter: KeyFilter,
     /// Replace OLD by NEW in keys that are OLD or begin with OLD and a dot; `model.=` removes
     /// `model.`. May be given more than once: the first rule that fits a key counts
-    #[arg(long, value_name = "OLD=NEW", value_parser = rename_rule)]
+    #[arg(long, value_name = "OLD=NEW", value_parser = parse_rename_rule)]
     pub(super) rename: Vec<(String, String)>,
     /// Put this before all keys, after --rename
     #[arg(long, value_name = "PREFIX")]
     pub(super) prefix: Option<String>,
     /// Cast tensors of float64, float32, float16 and bfloat16, but for the state of optimizers and
     /// counts of steps
-    #[arg(long, value_parser = float_types(["float64", "float32", "float16", "bfloat16"]))]
+    #[arg(long, value_parser = float_type_parser(["float64", "float32", "float16", "bfloat16"]))]
     dtype: Option<DType>,
     /// Cast the state of optimizers too
     #[arg(long, requires = "dtype")]
@@ -181,53 +181,56 @@ impl TargetArguments {
     ///
     /// # Errors
     /// An option that the format does not have.
-    pub(super) fn format(&self) -> Result<OutputFormat> {
+    pub(super) fn output_format(&self) -> Result<OutputFormat> {
         // An option that would be ignored is refused: whoever gives it expects something of it.
-        if self.world_size.is_some() && !matches!(self.to, To::Dcp | To::HfSharded) {
-            bail!(self.unused("--world-size"));
+        if self.world_size.is_some()
+            && !matches!(self.to, TargetFormat::Dcp | TargetFormat::HfSharded)
+        {
+            bail!(self.unused_option_error("--world-size"));
         }
-        if self.max_shard_size.is_some() && self.to != To::Hf {
-            bail!(self.unused("--max-shard-size"));
+        if self.max_shard_size.is_some() && self.to != TargetFormat::Hf {
+            bail!(self.unused_option_error("--max-shard-size"));
         }
         // One rank writes one file, which is what most conversions are for.
         let ranks = self.world_size.unwrap_or(1);
         Ok(match self.to {
-            To::Dcp => OutputFormat::Dcp { ranks },
-            To::Safetensors => OutputFormat::SafetensorsFile,
-            To::Hf => OutputFormat::SafetensorsDirectory {
+            TargetFormat::Dcp => OutputFormat::Dcp { ranks },
+            TargetFormat::Safetensors => OutputFormat::SafetensorsFile,
+            TargetFormat::Hf => OutputFormat::SafetensorsDirectory {
                 max_file_bytes: self.max_shard_size.unwrap_or(MAX_SHARD_BYTES),
             },
-            To::HfSharded => OutputFormat::SafetensorsShards { ranks },
-            To::Torch => OutputFormat::Torch,
+            TargetFormat::HfSharded => OutputFormat::SafetensorsShards { ranks },
+            TargetFormat::Torch => OutputFormat::Torch,
         })
     }
 
-    /// Returns the directory of `--with`, whose configuration and tokenizer are copied.
+    /// Returns the directory of `--with`, whose configuration and tokenizer are copied; `None`
+    /// without that option.
     ///
     /// # Errors
     /// The option is given for a format that does not have it; there is no such directory.
-    pub(super) fn with(&self) -> Result<Option<&Location>> {
-        let Some(with) = &self.with else {
+    pub(super) fn model_directory(&self) -> Result<Option<&Location>> {
+        let Some(directory) = &self.with else {
             return Ok(None);
         };
-        if self.to != To::Hf {
-            bail!(self.unused("--with"));
+        if self.to != TargetFormat::Hf {
+            bail!(self.unused_option_error("--with"));
         }
         // A slip in the name would otherwise leave the tokenizer out without a word.
-        if !with.exists()? || with.is_file()? {
+        if !directory.exists()? || directory.is_file()? {
             bail!(usage_error(
-                format!("`--with` names `{with}`, which is not a directory that exists"),
+                format!("`--with` names `{directory}`, which is not a directory that exists"),
                 "name the directory of a model's configuration and tokenizer",
             ));
         }
-        Ok(Some(with))
+        Ok(Some(directory))
     }
 
     /// Returns the error that the format does not have an option.
-    fn unused(&self, option: &str) -> CommandError {
-        let to = choice_name(&self.to);
+    fn unused_option_error(&self, option: &str) -> CommandError {
+        let format_name = choice_name(&self.to);
         usage_error(
-            format!("`{option}` has no effect with `--to {to}`"),
+            format!("`{option}` has no effect with `--to {format_name}`"),
             "leave the option out, or choose another `--to`",
         )
     }
@@ -235,20 +238,26 @@ impl TargetArguments {
 
 impl ConvertArguments {
     /// Checks the combinations of options that are not checked elsewhere.
+    ///
+    /// # Errors
+    /// `--tp` for another format than `hf`; `--set` that nothing uses.
     pub(super) fn check(&self) -> Result<()> {
         let has_tp = self.tp.is_some();
         // The rules of `--tp` have names of sizes too, so `--set` may be for them.
         self.map.check_set(Some(has_tp))?;
-        if has_tp && self.target.to != To::Hf {
-            bail!(self.target.unused("--tp"));
+        if has_tp && self.target.to != TargetFormat::Hf {
+            bail!(self.target.unused_option_error("--tp"));
         }
         Ok(())
     }
 
-    /// Plans the parts of tensor-parallel ranks, if `--tp` is given. The numbers of heads that the
-    /// command line does not set are taken from the first of `places` that has a `config.json` with
-    /// them.
-    pub(super) fn plan(
+    /// Plans the parts of tensor-parallel ranks; returns `None` without `--tp`. The numbers of
+    /// heads that the command line does not set are taken from the first of `places` that has a
+    /// `config.json` with them.
+    ///
+    /// # Errors
+    /// A rule that is none, or a tensor that the rules cannot cut.
+    pub(super) fn plan_tensor_parallel(
         &self,
         metadata: &Metadata,
         places: &[&Location],
@@ -261,7 +270,7 @@ impl ConvertArguments {
         Ok(Some(TensorParallelPlan::new(metadata, &rules, ranks)?))
     }
 
-    /// Returns the cast, if one is asked for.
+    /// Returns the cast; `None` if none is asked for.
     pub(super) fn cast(&self) -> Option<Cast> {
         self.dtype.map(|dtype| Cast {
             dtype,
@@ -271,11 +280,15 @@ impl ConvertArguments {
 }
 
 /// Parses a size: `2GiB`, `1.5GB`, `4096`.
-fn size(text: &str) -> Result<u64, String> {
+///
+/// # Errors
+/// An unknown unit, no number before it, or less than a byte.
+fn parse_size(text: &str) -> Result<u64, String> {
     // The unit is all letters at the end; what is before them must be a number.
-    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == ' ');
+    let digits = text
+        .trim_end_matches(|character: char| character.is_ascii_alphabetic() || character == ' ');
     // Units of 1000 and of 1024 are both in use, and neither may stand for the other.
-    let unit: u64 = match text[number.len()..].trim().to_ascii_lowercase().as_str() {
+    let unit: u64 = match text[digits.len()..].trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" => 1_000,
         "mb" => 1_000_000,
@@ -291,30 +304,30 @@ fn size(text: &str) -> Result<u64, String> {
             );
         }
     };
-    let bytes = match number.parse::<u64>() {
-        Ok(whole) => whole.checked_mul(unit),
-        Err(_) => fraction_of_unit(number, unit),
+    let bytes = match digits.parse::<u64>() {
+        Ok(count) => count.checked_mul(unit),
+        Err(_) => fraction_of_unit(digits, unit),
     };
     match bytes {
         Some(0) => Err("a file cannot be that small".to_owned()),
         Some(bytes) => Ok(bytes),
-        None => Err(format!("`{number}` is not a valid number of bytes")),
+        None => Err(format!("`{digits}` is not a valid number of bytes")),
     }
 }
 
-/// Returns the bytes of a number with a fraction, such as `1.5`. Only this goes through a float,
-/// which is not exact.
-fn fraction_of_unit(number: &str, unit: u64) -> Option<u64> {
+/// Returns the bytes of a number with a fraction, such as `1.5`; `None` if it is no number, or too
+/// large. Only this goes through a float, which is not exact.
+fn fraction_of_unit(digits: &str, unit: u64) -> Option<u64> {
     // No sign, no exponent and no `inf`, which floats may have.
-    if number.contains(|c: char| !c.is_ascii_digit() && c != '.') {
+    if digits.contains(|character: char| !character.is_ascii_digit() && character != '.') {
         return None;
     }
-    let bytes = number.parse::<f64>().ok()? * unit as f64;
+    let bytes = digits.parse::<f64>().ok()? * unit as f64;
     (bytes < u64::MAX as f64).then_some(bytes as u64)
 }
 
-/// Parses a rule of `--rename`, `OLD=NEW`. NEW may be empty.
-fn rename_rule(text: &str) -> Result<(String, String), String> {
+/// Parses a rule of `--rename`, `OLD=NEW`. NEW may be empty, OLD may not.
+fn parse_rename_rule(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         // An empty OLD would fit every key, which `--prefix` is for.
         Some((old, new)) if !old.is_empty() => Ok((old.to_owned(), new.to_owned())),
@@ -328,11 +341,11 @@ mod tests {
 
     #[test]
     fn sizes_have_units() {
-        assert_eq!(size("4096"), Ok(4096));
-        assert_eq!(size("2GiB"), Ok(2 << 30));
-        assert_eq!(size("500 mb"), Ok(500_000_000));
-        assert_eq!(size("1.5GB"), Ok(1_500_000_000));
-        assert_eq!(size("18446744073709551615"), Ok(u64::MAX));
+        assert_eq!(parse_size("4096"), Ok(4096));
+        assert_eq!(parse_size("2GiB"), Ok(2 << 30));
+        assert_eq!(parse_size("500 mb"), Ok(500_000_000));
+        assert_eq!(parse_size("1.5GB"), Ok(1_500_000_000));
+        assert_eq!(parse_size("18446744073709551615"), Ok(u64::MAX));
         for bad in [
             "",
             "GB",
@@ -345,7 +358,7 @@ mod tests {
             "5XB",
             "99999999999GiB",
         ] {
-            assert!(size(bad).is_err(), "{bad}");
+            assert!(parse_size(bad).is_err(), "{bad}");
         }
     }
 }

@@ -11,7 +11,7 @@ use fsdp_tools::convert::OutputFormat;
 use fsdp_tools::tensor_parallel::TensorParallelPlan;
 
 use super::arguments::{TargetArguments, WriteArguments};
-use crate::failure::{exists_already, not_replaceable, usage_error};
+use crate::failure::{exists_already_error, not_replaceable_error, usage_error};
 use crate::text::choice_name;
 
 /// The place to write to, and the options of writing.
@@ -19,12 +19,12 @@ pub(super) struct Destination<'a> {
     pub(super) path: &'a Location,
     pub(super) target: OutputFormat,
     /// The name of the format on the command line.
-    pub(super) name: String,
+    pub(super) format_name: String,
     pub(super) drop_opaque: bool,
     /// The directory whose configuration and tokenizer are copied.
-    pub(super) with: Option<&'a Location>,
+    pub(super) model_directory: Option<&'a Location>,
     /// The parts that tensor-parallel ranks get.
-    pub(super) plan: Option<TensorParallelPlan>,
+    pub(super) tensor_parallel_plan: Option<TensorParallelPlan>,
     pub(super) writing: &'a WriteArguments,
 }
 
@@ -40,11 +40,11 @@ impl<'a> Destination<'a> {
     ) -> Result<Self> {
         Ok(Destination {
             path,
-            target: target.format()?,
-            name: choice_name(&target.to),
+            target: target.output_format()?,
+            format_name: choice_name(&target.to),
             drop_opaque: target.drop_opaque,
-            with: target.with()?,
-            plan: None,
+            model_directory: target.model_directory()?,
+            tensor_parallel_plan: None,
             writing,
         })
     }
@@ -67,15 +67,17 @@ impl<'a> Destination<'a> {
             ));
         }
         if self.is_one_file() && path.ends_with('/') {
-            let to = &self.name;
+            let format_name = &self.format_name;
             bail!(usage_error(
-                format!("`{path}` is the name of a directory, and `--to {to}` writes one file"),
+                format!(
+                    "`{path}` is the name of a directory, and `--to {format_name}` writes one file"
+                ),
                 "leave out the slash at its end, or add the name of the file",
             ));
         }
         if is_taken {
-            ensure!(self.writing.overwrite, exists_already(&path));
-            ensure!(self.is_replaceable()?, not_replaceable(&path));
+            ensure!(self.writing.overwrite, exists_already_error(&path));
+            ensure!(self.is_replaceable()?, not_replaceable_error(&path));
         }
         Ok(opened)
     }
@@ -83,6 +85,9 @@ impl<'a> Destination<'a> {
     /// Returns `true` if `--overwrite` may replace what is there, so that a mistake does not delete
     /// other files. A file may be replaced if it is empty or of a known format, a directory if it
     /// is empty or holds nothing but a checkpoint.
+    ///
+    /// # Errors
+    /// The destination cannot be read.
     fn is_replaceable(&self) -> Result<bool> {
         let is_file = match self.path.local() {
             Some(path) => path.is_file(),
@@ -106,8 +111,8 @@ impl<'a> Destination<'a> {
         }
         match checkpoint::check_replaceable(self.path) {
             Err(FileError::NotReplaceable { .. }) => Ok(false),
-            checked => {
-                checked?;
+            outcome => {
+                outcome?;
                 Ok(true)
             }
         }
@@ -140,7 +145,7 @@ impl<'a> Destination<'a> {
 /// Returns `true` if a place is another one, or is in it.
 fn is_within(inner: &Location, outer: &Location) -> bool {
     match (inner.local(), outer.local()) {
-        (Some(inner), Some(outer)) => match (resolved(inner), resolved(outer)) {
+        (Some(inner), Some(outer)) => match (resolve(inner), resolve(outer)) {
             (Some(inner), Some(outer)) => inner.starts_with(outer),
             _ => false,
         },
@@ -149,9 +154,9 @@ fn is_within(inner: &Location, outer: &Location) -> bool {
     }
 }
 
-/// Returns the absolute path of a place. If the place does not exist yet, the closest directory
-/// above it that exists is resolved.
-fn resolved(path: &Path) -> Option<PathBuf> {
+/// Returns the absolute path of a place; `None` if it cannot be resolved. If the place does not
+/// exist yet, the closest directory above it that exists is resolved.
+fn resolve(path: &Path) -> Option<PathBuf> {
     path.ancestors().find_map(|ancestor| {
         // The path of the current directory is empty.
         let place = if ancestor.as_os_str().is_empty() {
@@ -159,7 +164,7 @@ fn resolved(path: &Path) -> Option<PathBuf> {
         } else {
             ancestor
         };
-        let rest = path.strip_prefix(ancestor).ok()?;
-        Some(place.canonicalize().ok()?.join(rest))
+        let tail = path.strip_prefix(ancestor).ok()?;
+        Some(place.canonicalize().ok()?.join(tail))
     })
 }

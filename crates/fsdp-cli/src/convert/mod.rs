@@ -20,7 +20,7 @@ use crate::failure::{CommandError, usage_error};
 use crate::output;
 use crate::progress::Progress;
 use crate::stop::StopRequest;
-use crate::text::count;
+use crate::text::count_text;
 
 pub(crate) use self::arguments::{ConvertArguments, MergeArguments, ReshardArguments};
 
@@ -41,24 +41,27 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
     keys.check(source.metadata())?;
     let view = View::new(&*source, |key| keys.rename(key), arguments.cast())?;
     // The sizes in rules come from the configuration of `--with`, or else of the source.
-    let mut places: Vec<&Location> = destination.with.into_iter().collect();
+    let mut places: Vec<&Location> = destination.model_directory.into_iter().collect();
     places.push(&arguments.source);
-    let map = arguments.map.read(&places)?;
+    let map = arguments.map.read_map(&places)?;
     let mapped = map.map(|map| Mapped::new(&view, &map)).transpose()?;
     let converted: &dyn Checkpoint = match &mapped {
         Some(mapped) => {
             let unmatched = mapped.unmatched();
             if !unmatched.is_empty() {
-                let keys = count(unmatched.len(), "key matches", "keys match");
-                output::talk(&format!("{keys} no rule of the map, and stay as they are:"));
+                let key_count = count_text(unmatched.len(), "key matches", "keys match");
+                output::talk(&format!(
+                    "{key_count} no rule of the map, and stay as they are:"
+                ));
                 output::talk_keys(unmatched);
             }
             mapped
         }
         None => &view,
     };
-    destination.plan = arguments.plan(converted.metadata(), &places)?;
-    write(converted, &destination)
+    destination.tensor_parallel_plan =
+        arguments.plan_tensor_parallel(converted.metadata(), &places)?;
+    write_checkpoint(converted, &destination)
 }
 
 /// Writes a checkpoint for another number of ranks: `fsdp reshard`.
@@ -71,14 +74,14 @@ pub(crate) fn reshard(arguments: &ReshardArguments) -> Result<()> {
         target: OutputFormat::Dcp {
             ranks: arguments.world_size,
         },
-        name: "dcp".to_owned(),
+        format_name: "dcp".to_owned(),
         drop_opaque: false,
-        with: None,
-        plan: None,
+        model_directory: None,
+        tensor_parallel_plan: None,
         writing: &arguments.writing,
     };
     let source = destination.open_source(&arguments.source)?;
-    write(&*source, &destination)
+    write_checkpoint(&*source, &destination)
 }
 
 /// Writes the average of checkpoints, or a base with a LoRA adapter: `fsdp merge`.
@@ -93,12 +96,12 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         &arguments.writing,
     )?;
     let keys = arguments.filter.keys(&[], None)?;
-    let mut opened = Vec::with_capacity(arguments.from.len());
-    for from in &arguments.from {
-        opened.push(destination.open_source(from)?);
+    let mut checkpoints = Vec::with_capacity(arguments.from.len());
+    for location in &arguments.from {
+        checkpoints.push(destination.open_source(location)?);
     }
-    let mut views = Vec::with_capacity(opened.len());
-    for source in &opened {
+    let mut views = Vec::with_capacity(checkpoints.len());
+    for source in &checkpoints {
         keys.check(source.metadata())?;
         views.push(View::new(&**source, |key| keys.rename(key), None)?);
     }
@@ -106,15 +109,15 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     for view in &views {
         sources.push(view);
     }
-    let Some(place) = &arguments.lora else {
+    let Some(adapter_location) = &arguments.lora else {
         let average = Average::new(sources, &arguments.weight)?;
-        let taken: Vec<&str> = average.taken_from_first().collect();
-        if !taken.is_empty() {
-            let keys = count(taken.len(), "key is", "keys are");
-            output::talk(&format!("{keys} taken from the first checkpoint:"));
-            output::talk_keys(&taken);
+        let first_keys: Vec<&str> = average.taken_from_first().collect();
+        if !first_keys.is_empty() {
+            let key_count = count_text(first_keys.len(), "key is", "keys are");
+            output::talk(&format!("{key_count} taken from the first checkpoint:"));
+            output::talk_keys(&first_keys);
         }
-        return write(&average, &destination);
+        return write_checkpoint(&average, &destination);
     };
     let [base] = sources.as_slice() else {
         bail!(usage_error(
@@ -122,27 +125,30 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
             "average the checkpoints first, or give one",
         ));
     };
-    let config = LoraConfig::read(place)?;
+    let config = LoraConfig::read(adapter_location)?;
     // Open the file rather than the directory: a trainer's directory holds more than the adapter.
-    let mut adapter_place = place.clone();
+    let mut adapter_file = adapter_location.clone();
     for name in ["adapter_model.safetensors", "adapter_model.bin"] {
-        let file = place.join(name);
+        let file = adapter_location.join(name);
         // If it cannot be told, opening the directory returns the error.
         if matches!(file.is_file(), Ok(true)) {
-            adapter_place = file;
+            adapter_file = file;
             break;
         }
     }
-    let adapter = destination.open_source(&adapter_place)?;
+    let adapter = destination.open_source(&adapter_file)?;
     let merged = Lora::new(*base, &*adapter, &config)?;
-    let changed = count(merged.changed().count(), "tensor", "tensors");
-    output::talk(&format!("the adapter changes {changed}"));
-    write(&merged, &destination)
+    let changed_tensors = count_text(merged.changed().count(), "tensor", "tensors");
+    output::talk(&format!("the adapter changes {changed_tensors}"));
+    write_checkpoint(&merged, &destination)
 }
 
 /// Writes a checkpoint, unless it is a dry run, and prints a report.
-fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
-    let mut report = WriteReport::planned(source, destination);
+///
+/// # Errors
+/// The destination cannot be written, or a signal has stopped the write: then there is none.
+fn write_checkpoint(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
+    let mut report = WriteReport::before_write(source, destination);
     let work = &destination.writing.work;
     if !destination.writing.dry_run {
         let stop = StopRequest::new();
@@ -154,12 +160,12 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         let durable = Durable::with_hook(Arc::new(stop.clone()));
         // Remove what a killed command has left of this destination.
         storage::clean_stale(destination.path)?;
-        let bar = Progress::new(report.written.bytes, !work.no_progress && !work.json);
+        let bar = Progress::new(report.conversion.bytes, !work.no_progress && !work.json);
         let options = ConvertOptions {
             overwrite: destination.writing.overwrite,
             drop_opaque: destination.drop_opaque,
-            with: destination.with,
-            tensor_parallel: destination.plan.as_ref(),
+            with: destination.model_directory,
+            tensor_parallel: destination.tensor_parallel_plan.as_ref(),
             threads: Some(work.threads.count()),
             progress: Some(&|bytes| bar.add(bytes)),
             durable: Some(&durable),
@@ -181,7 +187,7 @@ fn write(source: &dyn Checkpoint, destination: &Destination<'_>) -> Result<()> {
         }
         let converted =
             outcome.with_context(|| format!("failed to write `{}`", destination.path))?;
-        report.set_written(converted);
+        report.set_conversion(converted);
     }
     report.print(work.json)
 }

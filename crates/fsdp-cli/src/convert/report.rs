@@ -12,7 +12,7 @@ use super::destination::Destination;
 use crate::inspect;
 use crate::natural;
 use crate::output;
-use crate::text::{count, escaped, iec};
+use crate::text::{bytes_text, count_text, escaped};
 
 const SCHEMA: u32 = 1;
 
@@ -26,13 +26,13 @@ const OVERHEAD_BYTES: u64 = 2 << 20;
 pub(super) struct WriteReport<'a> {
     source: &'a dyn Checkpoint,
     destination: &'a Destination<'a>,
-    values: usize,
+    value_count: usize,
     /// The approximate upper limit of the memory used.
-    memory: u64,
+    memory_bytes: u64,
     /// The outcome of the write or, before it, as much as is known.
-    pub(super) written: Converted,
+    pub(super) conversion: Converted,
     /// The keys of opaque values that are left out, with their types.
-    dropped: Vec<String>,
+    dropped_keys: Vec<String>,
     tensor_parallel: Option<TensorParallelReport>,
 }
 
@@ -58,78 +58,82 @@ struct CutTensor {
 
 impl<'a> WriteReport<'a> {
     /// Returns the report of what will be written, as far as it is known before.
-    pub(super) fn planned(source: &'a dyn Checkpoint, destination: &'a Destination<'a>) -> Self {
+    pub(super) fn before_write(
+        source: &'a dyn Checkpoint,
+        destination: &'a Destination<'a>,
+    ) -> Self {
         // The sizes come from a file that may be damaged, so no sum may overflow.
         let metadata = source.metadata();
-        let mut written = Converted::default();
-        let mut largest = 0;
+        let mut conversion = Converted::default();
+        let mut largest_bytes = 0;
         for (_, tensor) in metadata.tensors() {
-            let size = inspect::bytes(tensor);
-            written.tensors += 1;
-            written.bytes = written.bytes.saturating_add(size);
-            largest = size.max(largest);
+            let tensor_bytes = inspect::tensor_bytes(tensor);
+            conversion.tensors += 1;
+            conversion.bytes = conversion.bytes.saturating_add(tensor_bytes);
+            largest_bytes = tensor_bytes.max(largest_bytes);
         }
         let threads = destination.writing.work.threads.count() as u64;
-        let values = metadata.values().count();
+        let value_count = metadata.values().count();
         // DCP directories and files of torch hold any value; the others keep what they cannot hold
         // in a file beside them.
-        written.aside_file = destination.values_file().filter(|_| values > 0);
-        if written.aside_file.is_some() {
-            written
+        conversion.aside_file = destination.values_file().filter(|_| value_count > 0);
+        if conversion.aside_file.is_some() {
+            conversion
                 .aside
                 .extend(metadata.values().map(|(key, _)| key.to_owned()));
-            written.aside.sort_by(natural::compare);
+            conversion.aside.sort_by(natural::compare);
         }
         let is_dry_run = destination.writing.dry_run;
-        let plan = destination.plan.as_ref();
+        let plan = destination.tensor_parallel_plan.as_ref();
         WriteReport {
             source,
             destination,
-            values,
+            value_count,
             // Each thread holds a piece as it was read, and the same piece as it will be written.
-            memory: threads.saturating_mul(2 * largest.min(PIECE_BYTES) + OVERHEAD_BYTES),
-            written,
-            dropped: Vec::new(),
+            memory_bytes: threads
+                .saturating_mul(2 * largest_bytes.min(PIECE_BYTES) + OVERHEAD_BYTES),
+            conversion,
+            dropped_keys: Vec::new(),
             tensor_parallel: plan.map(|plan| TensorParallelReport::new(plan, metadata, is_dry_run)),
         }
     }
 
     /// Sets what was really written. The plan counts what the source has: opaque items may have
     /// been left out since, and quantized tensors have become several.
-    pub(super) fn set_written(&mut self, mut written: Converted) {
-        written.aside.sort_by(natural::compare);
-        written.quantized.sort_by(natural::compare);
-        for (key, type_name) in &written.dropped {
+    pub(super) fn set_conversion(&mut self, mut conversion: Converted) {
+        conversion.aside.sort_by(natural::compare);
+        conversion.quantized.sort_by(natural::compare);
+        for (key, type_name) in &conversion.dropped {
             // An opaque item may be a tensor, and those are counted apart.
             if self.source.metadata().tensor(key).is_none() {
-                self.values -= 1;
+                self.value_count -= 1;
             }
-            self.dropped.push(format!("{key} ({type_name})"));
+            self.dropped_keys.push(format!("{key} ({type_name})"));
         }
-        self.written = written;
+        self.conversion = conversion;
     }
 
     /// Returns the object of `--json`.
     fn json(&self) -> Value {
-        let written = &self.written;
+        let conversion = &self.conversion;
         let mut object = json!({
             "schema": SCHEMA,
             "source": self.source.path().display().to_string(),
             "destination": self.destination.path.to_string(),
-            "to": self.destination.name,
+            "to": self.destination.format_name,
             "dry_run": self.destination.writing.dry_run,
-            "tensors": written.tensors,
-            "values": self.values,
-            "bytes": written.bytes,
-            "memory": self.memory,
-            "aside": written.aside,
-            "aside_file": written.aside_file,
-            "quantized": written.quantized,
-            "containers": written.containers,
-            "copied": written.copied,
-            "left_behind": written.left_behind,
-            "notes_left_out": written.notes_left_out,
-            "dropped": self.dropped,
+            "tensors": conversion.tensors,
+            "values": self.value_count,
+            "bytes": conversion.bytes,
+            "memory": self.memory_bytes,
+            "aside": conversion.aside,
+            "aside_file": conversion.aside_file,
+            "quantized": conversion.quantized,
+            "containers": conversion.containers,
+            "copied": conversion.copied,
+            "left_behind": conversion.left_behind,
+            "notes_left_out": conversion.notes_left_out,
+            "dropped": self.dropped_keys,
         });
         if let Some(report) = &self.tensor_parallel {
             object["tensor_parallel"] = json!(report);
@@ -145,86 +149,86 @@ impl<'a> WriteReport<'a> {
     pub(super) fn print(&self, as_json: bool) -> Result<()> {
         self.talk_of_differences();
         if as_json {
-            return output::json(&self.json());
+            return output::print_json(&self.json());
         }
-        let tensors = count(self.written.tensors, "tensor", "tensors");
-        let values = count(self.values, "value", "values");
-        let bytes = iec(self.written.bytes);
+        let tensors = count_text(self.conversion.tensors, "tensor", "tensors");
+        let value_count = count_text(self.value_count, "value", "values");
+        let bytes = bytes_text(self.conversion.bytes);
         let path = self.destination.path.to_string();
         let path = escaped(&path);
         // Ranks of a tensor-parallel job get different amounts, and the largest decides what fits.
-        let parts = match &self.tensor_parallel {
+        let part_text = match &self.tensor_parallel {
             Some(TensorParallelReport {
                 ranks, most_bytes, ..
             }) => format!(
                 " in parts for {ranks} ranks of at most {}",
-                iec(*most_bytes)
+                bytes_text(*most_bytes)
             ),
             None => String::new(),
         };
         if !self.destination.writing.dry_run {
             output::talk(&format!(
-                "wrote {tensors} and {values}, {bytes}{parts}, to `{path}`"
+                "wrote {tensors} and {value_count}, {bytes}{part_text}, to `{path}`"
             ));
             return Ok(());
         }
         if let Some(report) = &self.tensor_parallel {
             // The cuts are data, for scripts that check them before anything is written.
-            let lines: Vec<String> = report.tensors.iter().map(CutTensor::line).collect();
-            output::lines(&lines)?;
+            let lines: Vec<String> = report.tensors.iter().map(CutTensor::describe).collect();
+            output::print_lines(&lines)?;
         }
-        let memory = iec(self.memory);
-        output::data(&format!(
-            "would write {tensors} and {values}, {bytes}{parts}, to `{path}` with at most about \
+        let memory = bytes_text(self.memory_bytes);
+        output::print_line(&format!(
+            "would write {tensors} and {value_count}, {bytes}{part_text}, to `{path}` with at most about \
              {memory} of memory"
         ))
     }
 
     /// Tells on stderr what the destination holds in another way than the source, or not at all.
     fn talk_of_differences(&self) {
-        let format = &self.destination.name;
-        let written = &self.written;
-        if let Some(file) = &written.aside_file {
+        let format = &self.destination.format_name;
+        let conversion = &self.conversion;
+        if let Some(file) = &conversion.aside_file {
             let is_dry_run = self.destination.writing.dry_run;
-            let are = if is_dry_run { "would be" } else { "are" };
-            let what = format!("values that `{format}` cannot hold {are} in `{file}`:");
-            talk_list(&written.aside, &what);
+            let verb = if is_dry_run { "would be" } else { "are" };
+            let description = format!("values that `{format}` cannot hold {verb} in `{file}`:");
+            talk_list(&conversion.aside, &description);
         }
         talk_list(
-            &written.quantized,
+            &conversion.quantized,
             "quantized tensors were written as integers, with a value `KEY.quantizer` for each:",
         );
         talk_list(
-            &written.containers,
+            &conversion.containers,
             &format!(
                 "places of the state dict that `{format}` cannot tell (keys become text, tuples \
                  lists, empty dicts go):"
             ),
         );
-        let one = self.dropped.len() == 1;
-        let were = if one { "item was" } else { "items were" };
-        talk_list(&self.dropped, &format!("opaque {were} left out:"));
-        talk_names("copied", &written.copied);
-        talk_names("left behind:", &written.left_behind);
+        let is_one = self.dropped_keys.len() == 1;
+        let items = if is_one { "item was" } else { "items were" };
+        talk_list(&self.dropped_keys, &format!("opaque {items} left out:"));
+        talk_names("copied", &conversion.copied);
+        talk_names("left behind:", &conversion.left_behind);
         let notes = format!("notes in the header that `{format}` cannot hold:");
-        talk_names(&notes, &written.notes_left_out);
+        talk_names(&notes, &conversion.notes_left_out);
     }
 }
 
 /// Writes the number of some keys and what they are to stderr, and a line for each; nothing if
 /// there are none.
-fn talk_list(keys: &[String], what: &str) {
+fn talk_list(keys: &[String], description: &str) {
     if keys.is_empty() {
         return;
     }
-    output::talk(&format!("{} {what}", keys.len()));
+    output::talk(&format!("{} {description}", keys.len()));
     for key in keys {
         output::talk(&format!("  {}", escaped(key)));
     }
 }
 
 /// Writes names in one line to stderr; nothing if there are none.
-fn talk_names(what: &str, names: &[String]) {
+fn talk_names(description: &str, names: &[String]) {
     if names.is_empty() {
         return;
     }
@@ -232,24 +236,24 @@ fn talk_names(what: &str, names: &[String]) {
         .iter()
         .map(|name| format!("`{}`", escaped(name)))
         .collect();
-    output::talk(&format!("{what} {}", quoted.join(", ")));
+    output::talk(&format!("{description} {}", quoted.join(", ")));
 }
 
 impl TensorParallelReport {
-    /// Returns the report of a plan, with its tensors if it `lists` them.
-    fn new(plan: &TensorParallelPlan, metadata: &Metadata, lists: bool) -> Self {
+    /// Returns the report of a plan, with its tensors if `lists_tensors`.
+    fn new(plan: &TensorParallelPlan, metadata: &Metadata, lists_tensors: bool) -> Self {
         let mut tensors = Vec::new();
         // Heads and rows need not divide equally, so each rank is summed up for itself.
-        let mut bytes_of_ranks = vec![0u64; plan.ranks()];
+        let mut bytes_by_rank = vec![0u64; plan.ranks()];
         for (name, cut) in plan.cuts() {
             let tensor = metadata.tensor(name).expect("the plan is of these tensors");
             let shapes: Vec<Vec<usize>> =
                 (0..plan.ranks()).map(|rank| cut.shape_of(rank)).collect();
-            for (bytes, shape) in bytes_of_ranks.iter_mut().zip(&shapes) {
-                let part = inspect::bytes_of(tensor.properties.dtype, shape);
-                *bytes = bytes.saturating_add(part);
+            for (bytes, shape) in bytes_by_rank.iter_mut().zip(&shapes) {
+                let part_bytes = inspect::shape_bytes(tensor.properties.dtype, shape);
+                *bytes = bytes.saturating_add(part_bytes);
             }
-            if lists {
+            if lists_tensors {
                 tensors.push(CutTensor {
                     name: name.to_owned(),
                     how: cut.how.clone(),
@@ -260,7 +264,7 @@ impl TensorParallelReport {
         }
         TensorParallelReport {
             ranks: plan.ranks(),
-            most_bytes: bytes_of_ranks.into_iter().fold(0, u64::max),
+            most_bytes: bytes_by_rank.into_iter().fold(0, u64::max),
             tensors,
         }
     }
@@ -268,12 +272,12 @@ impl TensorParallelReport {
 
 impl CutTensor {
     /// Returns a line: key, shape, how it is cut, and the shapes on the ranks.
-    fn line(&self) -> String {
+    fn describe(&self) -> String {
         // Most ranks have parts of the same shape: they are written once, with their number.
         let shapes: Vec<String> = self
             .ranks
             .chunk_by(|a, b| a == b)
-            .map(|same| format!("{} x {:?}", same.len(), same[0]))
+            .map(|equal_shapes| format!("{} x {:?}", equal_shapes.len(), equal_shapes[0]))
             .collect();
         format!(
             "{}\t{:?}\t{}\t{}",

@@ -26,6 +26,7 @@ pub(super) struct Block {
 }
 
 impl Block {
+    /// Declares the parameters of a block, in nanoGPT's order.
     pub(super) fn new(vb: &VarBuilder<'_>, config: &GptConfig) -> Result<Self> {
         Ok(Block {
             ln_1: LayerNorm::new(&vb.pp("ln_1"), config.hidden)?,
@@ -51,6 +52,7 @@ struct Attention {
 }
 
 impl Attention {
+    /// Declares the parameters of the attention.
     fn new(vb: &VarBuilder<'_>, config: &GptConfig) -> Result<Self> {
         let hidden = config.hidden;
         Ok(Attention {
@@ -80,14 +82,14 @@ impl Attention {
         // time, width]`.
         let (batch, time, packed) = qkv.dims3()?;
         let width = packed / 3 / self.heads;
-        let parts = qkv
+        let split = qkv
             .reshape((batch, time, 3, self.heads, width))?
             .permute((2, 0, 3, 1, 4))?
             .contiguous()?;
-        let (key, value) = cache.append(&parts.get(1)?, &parts.get(2)?)?;
+        let (key, value) = cache.append(&split.get(1)?, &split.get(2)?)?;
         let scale = (width as f64).powf(-0.5);
         let is_causal = time > 1;
-        let mixed = scaled_dot_product_attention(&parts.get(0)?, &key, &value, is_causal, scale)?;
+        let mixed = scaled_dot_product_attention(&split.get(0)?, &key, &value, is_causal, scale)?;
         mixed.transpose(1, 2)?.reshape((batch, time, packed / 3))
     }
 }
@@ -98,6 +100,7 @@ struct Mlp {
 }
 
 impl Mlp {
+    /// Declares the parameters of the MLP.
     fn new(vb: &VarBuilder<'_>, hidden: usize) -> Result<Self> {
         Ok(Mlp {
             c_fc: Linear::new(&vb.pp("c_fc"), hidden, 4 * hidden)?,
@@ -117,6 +120,7 @@ struct Linear {
 }
 
 impl Linear {
+    /// Declares a weight and a bias, with torch's initial values.
     fn new(vb: &VarBuilder<'_>, input: usize, output: usize) -> Result<Self> {
         // torch's initial values of a bias depend on the inputs of its layer.
         let bound = (input as f64).powf(-0.5);

@@ -93,10 +93,10 @@ impl Gpt {
         self.scores(&x)
     }
 
-    /// Embeds tokens `[batch, time]` whose first position is `start`.
-    fn embed(&self, tokens: &Tensor, start: usize) -> Result<Tensor> {
+    /// Embeds tokens `[batch, time]` whose first position is `start_position`.
+    fn embed(&self, tokens: &Tensor, start_position: usize) -> Result<Tensor> {
         let (batch, time) = tokens.dims2()?;
-        let positions = self.wpe.narrow(0, start, time)?.unsqueeze(0)?;
+        let positions = self.wpe.narrow(0, start_position, time)?.unsqueeze(0)?;
         let embedded = self.wte.index_select(&tokens.flatten_all()?, 0)?.reshape((
             batch,
             time,

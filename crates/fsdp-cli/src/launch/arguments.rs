@@ -76,25 +76,25 @@ pub(crate) struct LaunchArguments {
     pub(super) program: Vec<OsString>,
 }
 
-/// The number of processes of a node, which may shrink from `most` to `least`.
+/// The number of processes of a node, which may shrink from `maximum` to `minimum`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ProcessCount {
-    pub(super) least: usize,
-    pub(super) most: usize,
+    pub(super) minimum: usize,
+    pub(super) maximum: usize,
 }
 
 impl FromStr for ProcessCount {
     type Err = String;
 
-    /// Reads `N` or `MIN:MAX`.
+    /// Parses `N` or `MIN:MAX`.
     fn from_str(text: &str) -> Result<Self, String> {
-        let (least, most) = text.split_once(':').unwrap_or((text, text));
-        if let (Ok(least), Ok(most)) = (least.parse(), most.parse())
-            && 1 <= least
-            && least <= most
-            && most <= MAX_PROCESSES
+        let (minimum, maximum) = text.split_once(':').unwrap_or((text, text));
+        if let (Ok(minimum), Ok(maximum)) = (minimum.parse(), maximum.parse())
+            && 1 <= minimum
+            && minimum <= maximum
+            && maximum <= MAX_PROCESSES
         {
-            return Ok(ProcessCount { least, most });
+            return Ok(ProcessCount { minimum, maximum });
         }
         Err(format!(
             "it must be a number from 1 to {MAX_PROCESSES}, or two as MIN:MAX"
@@ -104,7 +104,7 @@ impl FromStr for ProcessCount {
 
 /// The variable of the job's secret. It is no option, because everybody on a host can see command
 /// lines.
-const SECRET: &str = "FSDP_SECRET";
+const SECRET_VARIABLE: &str = "FSDP_SECRET";
 
 /// The place at which all ranks of a job meet, and the data that all of them share.
 pub(super) struct Rendezvous {
@@ -121,13 +121,13 @@ impl LaunchArguments {
     ///
     /// # Errors
     /// Options that do not go together; no free port.
-    pub(super) fn rendezvous(&self, nproc: usize, restarts: u32) -> Result<Rendezvous> {
+    pub(super) fn make_rendezvous(&self, nproc: usize, restarts: u32) -> Result<Rendezvous> {
         let nnodes = self.nnodes.get();
         let node_rank = self.node_rank;
-        let several = nnodes > 1;
+        let has_several_nodes = nnodes > 1;
         // The launchers of several nodes do not talk to each other, so none knows what another has
         // left.
-        if several && self.nproc.least < self.nproc.most {
+        if has_several_nodes && self.nproc.minimum < self.nproc.maximum {
             bail!(usage_error(
                 format!(
                     "the number of processes can change only on one node, and there are {nnodes}"
@@ -155,7 +155,7 @@ impl LaunchArguments {
         }
         let master_addr = match &self.master_addr {
             Some(address) => address.clone(),
-            None if several => bail!(usage_error(
+            None if has_several_nodes => bail!(usage_error(
                 format!("{nnodes} nodes need the address of node 0"),
                 "name it with `--master-addr`, the same on all nodes",
             )),
@@ -163,14 +163,14 @@ impl LaunchArguments {
         };
         let master_port = match self.master_port {
             Some(port) => port,
-            None if several => DEFAULT_MASTER_PORT,
-            None => free_port()?,
+            None if has_several_nodes => DEFAULT_MASTER_PORT,
+            None => find_free_port()?,
         };
-        let job = match &self.job_id {
-            Some(job) => job.clone(),
+        let job_id = match &self.job_id {
+            Some(job_id) => job_id.clone(),
             // Without a secret the name is all that tells jobs apart, and others may come to the
             // same one.
-            None if several && self.insecure && !has_secret() => {
+            None if has_several_nodes && self.insecure && !has_secret() => {
                 bail!(usage_error(
                     format!(
                         "without a secret, the ranks of {nnodes} nodes know each other by the name \
@@ -180,14 +180,14 @@ impl LaunchArguments {
                 ));
             }
             // All nodes must come to the same name.
-            None if several => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
+            None if has_several_nodes => format!("{master_addr}:{master_port}-{nnodes}x{nproc}"),
             None => format!("{:016x}", rand::random::<u64>()),
         };
         let mut variables = vec![
             ("WORLD_SIZE", world_size.to_string()),
             ("LOCAL_WORLD_SIZE", nproc.to_string()),
             ("GROUP_RANK", node_rank.to_string()),
-            ("FSDP_JOB_ID", job),
+            ("FSDP_JOB_ID", job_id),
             ("MASTER_PORT", master_port.to_string()),
             // If this runs inside a job of torchrun, its ranks must not look for torchrun's agent.
             ("TORCHELASTIC_USE_AGENT_STORE", "False".to_owned()),
@@ -195,13 +195,13 @@ impl LaunchArguments {
             ("TORCHELASTIC_RESTART_COUNT", restarts.to_string()),
             ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string()),
         ];
-        if several {
+        if has_several_nodes {
             // All nodes must have the same secret, so the user has to give it to each, and the
             // ranks inherit it.
             self.check_secret(&master_addr)?;
         } else {
             let secret = Secret::random().context("failed to make a secret")?;
-            variables.push((SECRET, secret.text().to_owned()));
+            variables.push((SECRET_VARIABLE, secret.text().to_owned()));
         }
         variables.push(("MASTER_ADDR", master_addr));
         Ok(Rendezvous {
@@ -211,6 +211,9 @@ impl LaunchArguments {
     }
 
     /// Checks that ranks of several nodes will let each other in.
+    ///
+    /// # Errors
+    /// There is no secret, they meet over a network, and `--insecure` is not set.
     fn check_secret(&self, master_addr: &str) -> Result<()> {
         let address = master_addr.trim_start_matches('[').trim_end_matches(']');
         let is_loopback = address.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
@@ -230,14 +233,18 @@ impl LaunchArguments {
 
 /// Returns `true` if the user has given this job a secret.
 pub(crate) fn has_secret() -> bool {
-    std::env::var_os(SECRET).is_some_and(|secret| !secret.is_empty())
+    std::env::var_os(SECRET_VARIABLE).is_some_and(|secret| !secret.is_empty())
 }
 
 /// Finds a port that is free now. If another program takes it before rank 0 does, the ranks report
 /// that.
-fn free_port() -> Result<u16> {
-    let bound = TcpListener::bind((LOCALHOST, 0)).and_then(|listener| listener.local_addr());
-    let address = bound
+///
+/// # Errors
+/// No port can be opened.
+fn find_free_port() -> Result<u16> {
+    let local_address =
+        TcpListener::bind((LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    let address = local_address
         .with_context(|| format!("no free port on {LOCALHOST}: name one with `--master-port`"))?;
     Ok(address.port())
 }

@@ -46,7 +46,7 @@ impl Processes {
     }
 
     /// Returns `true` if a process of a group still runs.
-    pub(super) fn run_in(&self, group: Pid) -> bool {
+    pub(super) fn has_running_process(&self, group: Pid) -> bool {
         let mut processes = self.0.iter();
         processes.any(|process| process.group == Some(group) && !process.has_ended)
     }
@@ -61,10 +61,10 @@ impl Processes {
     /// the system can forget them. Returns the group and the status of each. `rank_processes` are
     /// waited for elsewhere.
     pub(super) fn reap_orphans(&mut self, rank_processes: &HashSet<Pid>) -> Vec<(Pid, ExitStatus)> {
-        let this = getpid();
-        let mut found = Vec::new();
+        let own_id = getpid();
+        let mut statuses = Vec::new();
         for process in &mut self.0 {
-            let is_orphan = process.parent == Some(this) && !rank_processes.contains(&process.id);
+            let is_orphan = process.parent == Some(own_id) && !rank_processes.contains(&process.id);
             if !is_orphan || !process.has_ended {
                 continue;
             }
@@ -73,19 +73,19 @@ impl Processes {
                 waitpid(Some(process.id), WaitOptions::NOHANG),
             ) {
                 (Some(group), Ok(Some((_, status)))) => {
-                    found.push((group, ExitStatus::from_raw(status.as_raw())));
+                    statuses.push((group, ExitStatus::from_raw(status.as_raw())));
                 }
                 // Its main thread has ended, but others have not, so it has no status yet.
                 (_, Ok(None)) => process.has_ended = false,
                 _ => {}
             }
         }
-        found
+        statuses
     }
 }
 
 impl Process {
-    /// Parses a process's `stat` file.
+    /// Parses a process's `stat` file; `None` if it has another form.
     fn parse(stat: &str) -> Option<Self> {
         // The name of the program is in parentheses, and may contain any characters.
         let (id, _) = stat.split_once(' ')?;
@@ -93,19 +93,19 @@ impl Process {
         let mut fields = fields.split(' ');
         let has_ended = matches!(fields.next()?, "Z" | "X");
         Some(Process {
-            id: pid(id)?,
-            parent: pid(fields.next()?),
-            group: pid(fields.next()?),
+            id: parse_pid(id)?,
+            parent: parse_pid(fields.next()?),
+            group: parse_pid(fields.next()?),
             has_ended,
         })
     }
 }
 
 /// Parses the number of a process; `None` where there is none, which the system writes as 0 or -1.
-fn pid(field: &str) -> Option<Pid> {
-    let number = field.parse().ok()?;
-    if number > 0 {
-        Pid::from_raw(number)
+fn parse_pid(field: &str) -> Option<Pid> {
+    let raw_id = field.parse().ok()?;
+    if raw_id > 0 {
+        Pid::from_raw(raw_id)
     } else {
         None
     }

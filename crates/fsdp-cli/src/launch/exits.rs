@@ -54,17 +54,17 @@ impl Exit {
 pub(super) struct Cause {
     pub(super) exit: Exit,
     /// The ranks that this rank named, in its note, as the reason for its failure.
-    pub(super) because_of: Vec<usize>,
+    pub(super) blamed_ranks: Vec<usize>,
 }
 
 /// Returns the exit that caused the others; `None` if all processes succeeded. `exits` are in the
 /// order of time. `blame_dir` is the directory of the notes in which ranks name the ranks because
 /// of which they failed, if there is one.
-pub(super) fn cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
-    let bad = exits.iter().filter(|exit| !exit.status.success());
-    let causes = bad.map(|&exit| Cause {
+pub(super) fn find_cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
+    let unsuccessful = exits.iter().filter(|exit| !exit.status.success());
+    let causes = unsuccessful.map(|&exit| Cause {
         exit,
-        because_of: read_blamed_ranks(exit.rank, blame_dir),
+        blamed_ranks: read_blamed_ranks(exit.rank, blame_dir),
     });
     // The best candidate is a rank that failed, that was not asked to end, and that named no other
     // rank. It failed first, even if others noticed its failure and ended before it did. Among
@@ -73,7 +73,7 @@ pub(super) fn cause(exits: &[Exit], blame_dir: Option<&Path>) -> Option<Cause> {
         (
             !cause.exit.is_failure(),
             cause.exit.was_asked,
-            !cause.because_of.is_empty(),
+            !cause.blamed_ranks.is_empty(),
         )
     })
 }
@@ -85,13 +85,13 @@ pub(super) fn count_lost_ranks(exits: &[Exit], cause: &Cause, blame_dir: Option<
     let failed = exits
         .iter()
         .filter(|exit| exit.is_failure() && !exit.was_asked);
-    let unprovoked = failed
+    let unprovoked_count = failed
         .filter(|exit| read_blamed_ranks(exit.rank, blame_dir).is_empty())
         .count();
-    if unprovoked > 0 {
-        unprovoked
+    if unprovoked_count > 0 {
+        unprovoked_count
     } else {
-        cause.because_of.len().max(1)
+        cause.blamed_ranks.len().max(1)
     }
 }
 
@@ -111,35 +111,38 @@ fn read_blamed_ranks(rank: usize, blame_dir: Option<&Path>) -> Vec<usize> {
 
 /// Makes the directory in which ranks note the ranks because of which they failed. Returns `None`
 /// where none can be made: the notes are a help that no job depends on.
-pub(super) fn notes_directory() -> Option<TempDir> {
+pub(super) fn make_blame_dir() -> Option<TempDir> {
     // The last two are for a `TMPDIR` that cannot be used.
     let places = [env::temp_dir(), "/tmp".into(), "/dev/shm".into()];
-    let made = places
+    let directory = places
         .iter()
         .find_map(|place| tempfile::tempdir_in(place).ok());
-    if made.is_none() {
+    if directory.is_none() {
         tracing::warn!(
             "no directory for temporary files: a rank that fails because of another one cannot \
              note that"
         );
     }
-    made
+    directory
 }
 
 /// Lists all exits, those that are alike together: `rank 1 failed with exit code 7; ranks 0, 2-3
 /// succeeded`.
-pub(super) fn list(exits: &[Exit]) -> String {
-    let mut alike: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+pub(super) fn list_text(exits: &[Exit]) -> String {
+    let mut ranks_by_description: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     for exit in exits {
-        let mut how = exit.describe();
+        let mut description = exit.describe();
         if exit.was_asked && exit.is_failure() {
-            how.push_str(" after being asked to end");
+            description.push_str(" after being asked to end");
         }
-        alike.entry(how).or_default().push(exit.rank);
+        ranks_by_description
+            .entry(description)
+            .or_default()
+            .push(exit.rank);
     }
-    let texts: Vec<String> = alike
+    let texts: Vec<String> = ranks_by_description
         .into_iter()
-        .map(|(how, ranks)| format!("{} {how}", ranks_text(ranks)))
+        .map(|(description, ranks)| format!("{} {description}", ranks_text(ranks)))
         .collect();
     texts.join("; ")
 }
@@ -192,10 +195,10 @@ mod tests {
             [exit(0, 16), exit(2, 16), exit(1, 7), killed],
             [killed, exit(1, 7), exit(2, 16), exit(0, 16)],
         ] {
-            let cause = cause(&exits, Some(notes.path())).unwrap();
+            let cause = find_cause(&exits, Some(notes.path())).unwrap();
             assert_eq!(count_lost_ranks(&exits, &cause, Some(notes.path())), 1);
             assert_eq!(
-                (cause.exit.rank, cause.exit.code(), cause.because_of),
+                (cause.exit.rank, cause.exit.code(), cause.blamed_ranks),
                 (1, 7, vec![])
             );
         }
@@ -203,23 +206,23 @@ mod tests {
         assert_eq!(
             count_lost_ranks(
                 &two,
-                &cause(&two, Some(notes.path())).unwrap(),
+                &find_cause(&two, Some(notes.path())).unwrap(),
                 Some(notes.path())
             ),
             2
         );
         // The rank that caused the failure is on another node, or hangs.
         let exits = [exit(4, 0), exit(0, 16), killed];
-        let cause = cause(&exits, Some(notes.path())).unwrap();
+        let cause = find_cause(&exits, Some(notes.path())).unwrap();
         assert_eq!(count_lost_ranks(&exits, &cause, Some(notes.path())), 1);
-        assert_eq!((cause.exit.rank, cause.because_of), (0, vec![1]));
+        assert_eq!((cause.exit.rank, cause.blamed_ranks), (0, vec![1]));
     }
 
     #[test]
     fn exits_are_listed_by_their_likeness() {
         let exits = [exit(2, 16), exit(0, 16), exit(1, 0), exit(3, 16)];
         assert_eq!(
-            list(&exits),
+            list_text(&exits),
             "ranks 0, 2-3 failed with exit code 16; rank 1 succeeded"
         );
     }

@@ -57,7 +57,7 @@ impl Guard {
     /// # Errors
     /// The guard has ended.
     pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
-        self.tell(&format!("+{}\n", group.as_raw_nonzero()))
+        self.write_line(&format!("+{}\n", group.as_raw_nonzero()))
             .context("the guard of the processes has ended")
     }
 
@@ -65,17 +65,18 @@ impl Guard {
     /// its number to other processes.
     pub(super) fn forget(&mut self, group: Pid) {
         // A guard that has ended kills nothing.
-        self.tell(&format!("-{}\n", group.as_raw_nonzero())).ok();
+        self.write_line(&format!("-{}\n", group.as_raw_nonzero()))
+            .ok();
     }
 
     /// Has a directory removed when this process ends, if it is still there then.
-    pub(super) fn remove(&mut self, directory: &Path) {
+    pub(super) fn remove_at_end(&mut self, directory: &Path) {
         // The pipe is for lines of text. A directory with another name may stay behind.
         if let Some(directory) = directory
             .to_str()
             .filter(|directory| !directory.contains('\n'))
         {
-            self.tell(&format!("={directory}\n")).ok();
+            self.write_line(&format!("={directory}\n")).ok();
         }
     }
 
@@ -84,16 +85,19 @@ impl Guard {
         Pid::from_child(&self.process)
     }
 
-    fn tell(&mut self, line: &str) -> io::Result<()> {
+    /// Writes a line to the guard's pipe.
+    fn write_line(&mut self, line: &str) -> io::Result<()> {
         let pipe = self.pipe.as_mut().expect("it is closed only on drop");
         pipe.write_all(line.as_bytes())
     }
 }
 
 impl Drop for Guard {
+    /// Ends the guard, which kills the groups that are still watched but leaves the directory, and
+    /// waits for it.
     fn drop(&mut self) {
         // This process goes on, reads the notes, and removes them itself.
-        self.tell("=\n").ok();
+        self.write_line("=\n").ok();
         drop(self.pipe.take());
         self.process.wait().ok();
     }
@@ -104,18 +108,18 @@ impl Drop for Guard {
 pub(crate) fn run() {
     // A request to stop that goes to all processes of a job reaches this one too. Ignore it: the
     // guard is needed until the launcher has ended.
-    let _stays = Signals::new(REQUESTS);
+    let _ignored_signals = Signals::new(REQUESTS);
     let mut groups = BTreeSet::new();
     let mut directory = None;
     // A line that the launcher cannot have written ends the watch, as its end does.
     for line in io::stdin().lock().lines().map_while(Result::ok) {
-        let Some((sign, rest)) = line.split_at_checked(1) else {
+        let Some((sign, argument)) = line.split_at_checked(1) else {
             break;
         };
-        match (sign, rest.parse::<i32>()) {
+        match (sign, argument.parse::<i32>()) {
             ("+", Ok(group)) => drop(groups.insert(group)),
             ("-", Ok(group)) => drop(groups.remove(&group)),
-            ("=", _) => directory = (!rest.is_empty()).then(|| PathBuf::from(rest)),
+            ("=", _) => directory = (!argument.is_empty()).then(|| PathBuf::from(argument)),
             _ => break,
         }
     }

@@ -32,21 +32,21 @@ const LAST_LINE_BYTES: usize = 400;
 
 /// The threads that copy the output of the processes.
 pub(super) struct RankOutput {
-    /// Nothing is ever sent: each thread holds a clone, and `ended` closes when all of them are
-    /// dropped.
-    running: Sender<Infallible>,
-    ended: Receiver<Infallible>,
-    copied: Arc<Copied>,
+    /// Nothing is ever sent: each thread holds a clone, and `end_receiver` closes when all of them
+    /// are dropped.
+    end_sender: Sender<Infallible>,
+    end_receiver: Receiver<Infallible>,
+    progress: Arc<Progress>,
 }
 
 /// The progress of all threads, and what they keep.
 #[derive(Default)]
-struct Copied {
+struct Progress {
     /// The number of lines that are being written.
-    writing: AtomicUsize,
+    lines_in_writing: AtomicUsize,
     /// The number of lines that have been written.
-    written: AtomicUsize,
-    last: Mutex<LastLines>,
+    lines_written: AtomicUsize,
+    last_lines: Mutex<LastLines>,
 }
 
 /// The last lines on stderr of each process.
@@ -56,7 +56,11 @@ pub(super) type LastLines = HashMap<usize, VecDeque<String>>;
 ///
 /// # Errors
 /// The system does not allow it.
-pub(super) fn spawn(name: &str, rank: usize, work: impl FnOnce() + Send + 'static) -> Result<()> {
+pub(super) fn spawn_thread(
+    name: &str,
+    rank: usize,
+    work: impl FnOnce() + Send + 'static,
+) -> Result<()> {
     thread::Builder::new()
         .name(format!("{name}-{rank}"))
         .stack_size(STACK_BYTES)
@@ -66,34 +70,35 @@ pub(super) fn spawn(name: &str, rank: usize, work: impl FnOnce() + Send + 'stati
 }
 
 impl RankOutput {
+    /// Returns the output before any stream is copied.
     pub(super) fn new() -> Self {
-        let (running, ended) = mpsc::channel();
+        let (end_sender, end_receiver) = mpsc::channel();
         RankOutput {
-            running,
-            ended,
-            copied: Arc::default(),
+            end_sender,
+            end_receiver,
+            progress: Arc::default(),
         }
     }
 
-    /// Copies a stream of a process until it ends.
+    /// Starts a thread that copies a stream of a process until it ends.
     ///
     /// # Errors
     /// A thread cannot be started.
     pub(super) fn copy(
         &self,
         rank: usize,
-        from: Option<impl Read + Send + 'static>,
-        to: Stream,
+        source: Option<impl Read + Send + 'static>,
+        target: Stream,
     ) -> Result<()> {
         // A stream of its own thread each: a process that fills one pipe must not wait for the
         // other.
-        let from = from.expect("the processes are started with pipes");
-        let running = self.running.clone();
-        let copied = Arc::clone(&self.copied);
-        spawn("lines", rank, move || {
-            copied.copy(rank, from, to);
+        let source = source.expect("the processes are started with pipes");
+        let end_sender = self.end_sender.clone();
+        let progress = Arc::clone(&self.progress);
+        spawn_thread("lines", rank, move || {
+            progress.copy(rank, source, target);
             // This is how `finish` notices that all threads have ended.
-            drop(running);
+            drop(end_sender);
         })
     }
 
@@ -102,67 +107,69 @@ impl RankOutput {
     /// Usually this waits even if the reader of this program's own output does not read, but no
     /// longer once `is_asked_to_end` returns `true`.
     pub(super) fn finish(self, mut is_asked_to_end: impl FnMut() -> bool) -> LastLines {
-        drop(self.running);
+        drop(self.end_sender);
         let mut quiet_since = Instant::now();
-        let mut written_before = 0;
-        while self.ended.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            let is_asked = is_asked_to_end();
-            let written = self.copied.written.load(Ordering::Acquire);
-            let is_blocked = self.copied.writing.load(Ordering::Acquire) > 0;
-            if written != written_before || is_blocked && !is_asked {
+        let mut lines_before = 0;
+        while self.end_receiver.recv_timeout(CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            let is_ending = is_asked_to_end();
+            let lines_written = self.progress.lines_written.load(Ordering::Acquire);
+            let is_blocked = self.progress.lines_in_writing.load(Ordering::Acquire) > 0;
+            if lines_written != lines_before || is_blocked && !is_ending {
                 quiet_since = Instant::now();
             } else if quiet_since.elapsed() >= QUIET_TIMEOUT {
                 break;
             }
-            written_before = written;
+            lines_before = lines_written;
         }
-        std::mem::take(&mut self.copied.lock_last())
+        std::mem::take(&mut self.progress.lock_last_lines())
     }
 }
 
-impl Copied {
+impl Progress {
     /// Copies one stream. If stdout is closed, the pipe is closed too, so that the process notices.
-    fn copy(&self, rank: usize, from: impl Read, to: Stream) {
-        let mut from = BufReader::new(from);
+    fn copy(&self, rank: usize, source: impl Read, target: Stream) {
+        let mut source = BufReader::new(source);
         let prefix = format!("[{rank}] ").into_bytes();
         let mut line = prefix.clone();
-        while from
+        while source
             .by_ref()
             .take(MAX_LINE_BYTES)
             .read_until(b'\n', &mut line)
-            .is_ok_and(|read| read > 0)
+            .is_ok_and(|byte_count| byte_count > 0)
         {
             // The last line of a process may end without a break, and very long lines are cut: each
             // piece becomes a line.
             if !line.ends_with(b"\n") {
                 line.push(b'\n');
             }
-            if to == Stream::Stderr {
-                let mut last = self.lock_last();
-                keep(&line[prefix.len()..], last.entry(rank).or_default());
+            if target == Stream::Stderr {
+                let mut last_lines = self.lock_last_lines();
+                keep_last_line(&line[prefix.len()..], last_lines.entry(rank).or_default());
             }
             // While a line is being written, output is not finished, however long that takes.
-            self.writing.fetch_add(1, Ordering::AcqRel);
-            let passed_on = output::pass_on(to, &line);
-            self.writing.fetch_sub(1, Ordering::AcqRel);
-            self.written.fetch_add(1, Ordering::AcqRel);
-            if passed_on.is_err() {
+            self.lines_in_writing.fetch_add(1, Ordering::AcqRel);
+            let outcome = output::pass_on(target, &line);
+            self.lines_in_writing.fetch_sub(1, Ordering::AcqRel);
+            self.lines_written.fetch_add(1, Ordering::AcqRel);
+            if outcome.is_err() {
                 break;
             }
             line.truncate(prefix.len());
         }
     }
 
-    fn lock_last(&self) -> MutexGuard<'_, LastLines> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_last_lines(&self) -> MutexGuard<'_, LastLines> {
+        self.last_lines
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Appends the start of a line to the last lines of a process, and drops the oldest of them.
-fn keep(line: &[u8], last: &mut VecDeque<String>) {
-    if last.len() == LAST_LINES {
-        last.pop_front();
+fn keep_last_line(line: &[u8], last_lines: &mut VecDeque<String>) {
+    if last_lines.len() == LAST_LINES {
+        last_lines.pop_front();
     }
-    let start = &line[..line.len().min(LAST_LINE_BYTES)];
-    last.push_back(String::from_utf8_lossy(start).trim_end().to_owned());
+    let beginning = &line[..line.len().min(LAST_LINE_BYTES)];
+    last_lines.push_back(String::from_utf8_lossy(beginning).trim_end().to_owned());
 }

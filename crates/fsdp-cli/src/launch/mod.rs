@@ -50,26 +50,26 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// on return.
 pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
     // Mistakes in the options are found before anything is started.
-    arguments.rendezvous(arguments.nproc.most, 0)?;
+    arguments.make_rendezvous(arguments.nproc.maximum, 0)?;
     // Listen for signals, before there is a process that a signal to this one would leave behind.
     let events = Events::listen()?;
     descendants::adopt_orphans();
 
     let mut attempts = Attempts::new(arguments);
     loop {
-        let before = attempts.nproc;
+        let nproc_before = attempts.nproc;
         let start = Instant::now();
-        let next = match attempt(&attempts, &events)? {
+        let next = match run_attempt(&attempts, &events)? {
             AttemptOutcome::Done => return Ok(()),
             AttemptOutcome::Stopped => bail!(Stopped),
             AttemptOutcome::Regrows { unsaved } => attempts.regrow(unsaved)?,
             AttemptOutcome::Failed {
                 failure,
                 may_restart,
-                lost,
-            } => attempts.restart(failure, may_restart, lost, start.elapsed())?,
+                lost_count,
+            } => attempts.restart(failure, may_restart, lost_count, start.elapsed())?,
         };
-        output::talk(&attempts.announcement(&next, before));
+        output::talk(&attempts.announcement(&next, nproc_before));
         if events.was_asked_to_end_within(next.pause) {
             // A signal has asked this launcher to end while no process ran.
             match next.failure {
@@ -85,9 +85,9 @@ struct Attempts<'a> {
     arguments: &'a LaunchArguments,
     /// The number of processes of the next attempt.
     nproc: usize,
-    restarts: u32,
+    restart_count: u32,
     /// The number of attempts in a row that have failed early.
-    early: u32,
+    early_failures: u32,
     /// The time after which a job that has shrunk gets all its processes again.
     regrow_after: Option<Duration>,
     /// `true` if the last attempt began with all processes again, after the job had shrunk.
@@ -95,7 +95,7 @@ struct Attempts<'a> {
 }
 
 /// The way to the next attempt.
-struct Next {
+struct NextAttempt {
     /// The failure that made it necessary, if there was one.
     failure: Option<CommandError>,
     pause: Duration,
@@ -104,27 +104,28 @@ struct Next {
 }
 
 impl<'a> Attempts<'a> {
+    /// Returns the state before the first attempt.
     fn new(arguments: &'a LaunchArguments) -> Self {
         let regrow_after = arguments.regrow_after;
         Attempts {
             arguments,
-            nproc: arguments.nproc.most,
-            restarts: 0,
-            early: 0,
+            nproc: arguments.nproc.maximum,
+            restart_count: 0,
+            early_failures: 0,
             regrow_after: regrow_after.map(|seconds| capped_duration(seconds.get())),
             has_regrown: false,
         }
     }
 
     fn has_shrunk(&self) -> bool {
-        self.nproc < self.arguments.nproc.most
+        self.nproc < self.arguments.nproc.maximum
     }
 
     /// Returns the time at which the next attempt should stop, to be followed by one with all
-    /// processes.
+    /// processes; `None` if it has all processes, or need not regrow.
     fn stop_deadline(&self) -> Option<Instant> {
         match self.regrow_after {
-            Some(after) if self.has_shrunk() => Some(Instant::now() + after),
+            Some(timeout) if self.has_shrunk() => Some(Instant::now() + timeout),
             _ => None,
         }
     }
@@ -133,10 +134,10 @@ impl<'a> Attempts<'a> {
     ///
     /// # Errors
     /// Not all processes have saved, and no restart is left.
-    fn regrow(&mut self, unsaved: Option<CommandError>) -> Result<Next> {
-        self.nproc = self.arguments.nproc.most;
+    fn regrow(&mut self, unsaved: Option<CommandError>) -> Result<NextAttempt> {
+        self.nproc = self.arguments.nproc.maximum;
         self.has_regrown = true;
-        self.early = 0;
+        self.early_failures = 0;
         let is_restart = unsaved.is_some();
         if let Some(failure) = &unsaved {
             output::talk(
@@ -145,14 +146,14 @@ impl<'a> Attempts<'a> {
             // This counts as a restart. So a program that never saves is not started over and over.
             self.count_restart(failure)?;
         }
-        Ok(Next {
+        Ok(NextAttempt {
             failure: unsaved,
             pause: Duration::ZERO,
             is_restart,
         })
     }
 
-    /// Prepares the attempt after a failure, without the `lost` processes.
+    /// Prepares the attempt after a failure, without the processes that were lost.
     ///
     /// # Errors
     /// The failure, if it is final.
@@ -160,16 +161,16 @@ impl<'a> Attempts<'a> {
         &mut self,
         failure: CommandError,
         may_restart: bool,
-        lost: usize,
+        lost_count: usize,
         elapsed: Duration,
-    ) -> Result<Next> {
-        let least = self.arguments.nproc.least;
+    ) -> Result<NextAttempt> {
+        let minimum = self.arguments.nproc.minimum;
         let is_refused = failure.exit_code == exit_codes::USAGE;
         // A number of processes that the program refuses is no reason to end a job that may have
         // fewer. Nothing was computed, so it is not a restart.
-        if may_restart && is_refused && self.has_shrunk() && self.nproc > least {
+        if may_restart && is_refused && self.has_shrunk() && self.nproc > minimum {
             self.nproc -= 1;
-            return Ok(Next {
+            return Ok(NextAttempt {
                 failure: Some(failure),
                 pause: Duration::ZERO,
                 is_restart: false,
@@ -178,25 +179,25 @@ impl<'a> Attempts<'a> {
         // Any other mistake on the command line would only be repeated.
         ensure!(may_restart && !is_refused, failure);
         self.count_restart(&failure)?;
-        if let Some(after) = &mut self.regrow_after
+        if let Some(regrow_after) = &mut self.regrow_after
             && self.has_regrown
-            && elapsed < *after
+            && elapsed < *regrow_after
         {
             // The attempt with all processes failed early: the machine still lacks something that
             // they need. Each such attempt costs a restart, so wait twice as long before the next
             // one.
-            *after = after.saturating_mul(2).min(MAX_DURATION);
+            *regrow_after = regrow_after.saturating_mul(2).min(MAX_DURATION);
         }
         self.has_regrown = false;
-        self.early = if elapsed < EARLY_FAILURE_WINDOW {
-            self.early + 1
+        self.early_failures = if elapsed < EARLY_FAILURE_WINDOW {
+            self.early_failures + 1
         } else {
             0
         };
-        self.nproc = self.nproc.saturating_sub(lost).max(least);
-        Ok(Next {
+        self.nproc = self.nproc.saturating_sub(lost_count).max(minimum);
+        Ok(NextAttempt {
             failure: Some(failure),
-            pause: pause_after(self.early),
+            pause: pause_after(self.early_failures),
             is_restart: true,
         })
     }
@@ -206,27 +207,33 @@ impl<'a> Attempts<'a> {
     /// # Errors
     /// The failure, if no restart is left.
     fn count_restart(&mut self, failure: &CommandError) -> Result<()> {
-        ensure!(self.restarts < self.arguments.max_restarts, failure.clone());
-        self.restarts += 1;
+        ensure!(
+            self.restart_count < self.arguments.max_restarts,
+            failure.clone()
+        );
+        self.restart_count += 1;
         Ok(())
     }
 
     /// Returns a line about the next attempt, after one of `before` processes.
-    fn announcement(&self, next: &Next, before: usize) -> String {
-        let why = or_word(next.failure.as_ref(), "all processes stopped and saved");
-        let who = match self.nproc {
-            1 if before == 1 => "the process".to_owned(),
+    fn announcement(&self, next: &NextAttempt, nproc_before: usize) -> String {
+        let reason = or_word(next.failure.as_ref(), "all processes stopped and saved");
+        let processes = match self.nproc {
+            1 if nproc_before == 1 => "the process".to_owned(),
             1 => "1 process".to_owned(),
-            all if all == before => format!("all {all} processes"),
-            some => format!("{some} processes"),
+            count if count == nproc_before => format!("all {count} processes"),
+            count => format!("{count} processes"),
         };
-        let mut line = format!("{why}; starting {who} again");
+        let mut line = format!("{reason}; starting {processes} again");
         if !next.pause.is_zero() {
             line.push_str(&format!(" in {:?}", next.pause));
         }
         if next.is_restart {
             let max_restarts = self.arguments.max_restarts;
-            line.push_str(&format!(" (restart {} of {max_restarts})", self.restarts));
+            line.push_str(&format!(
+                " (restart {} of {max_restarts})",
+                self.restart_count
+            ));
         }
         line
     }
@@ -239,11 +246,11 @@ fn capped_duration(seconds: u64) -> Duration {
 
 /// Returns the pause after this many attempts in a row that have failed early: none after the
 /// first, then 1 second, 2, 4 and so on.
-fn pause_after(early: u32) -> Duration {
-    let Some(doubled) = early.checked_sub(2) else {
+fn pause_after(early_failures: u32) -> Duration {
+    let Some(doublings) = early_failures.checked_sub(2) else {
         return Duration::ZERO;
     };
-    Duration::from_secs(2u64.saturating_pow(doubled)).min(MAX_PAUSE)
+    Duration::from_secs(2u64.saturating_pow(doublings)).min(MAX_PAUSE)
 }
 
 /// The outcome of one attempt at a job.
@@ -261,40 +268,40 @@ enum AttemptOutcome {
     Failed {
         failure: CommandError,
         may_restart: bool,
-        lost: usize,
+        lost_count: usize,
     },
 }
 
-/// Starts the processes of one attempt, and waits until all have ended.
+/// Starts the processes of one attempt, and waits until all have ended and their output is printed.
 ///
 /// # Errors
-/// Processes that cannot be started.
-fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
+/// Processes that cannot be started, or whose status cannot be read.
+fn run_attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
     let &Attempts {
         arguments, nproc, ..
     } = attempts;
     // On one node each attempt has its own secret and its own port: no process of another attempt
     // can join it.
-    let rendezvous = arguments.rendezvous(nproc, attempts.restarts)?;
+    let rendezvous = arguments.make_rendezvous(nproc, attempts.restart_count)?;
     // Step 1: start the processes. Each is watched before anything else can fail, so that a failure
     // ends it.
     let mut guard = Guard::start()?;
-    let notes = exits::notes_directory();
-    if let Some(notes) = &notes {
-        guard.remove(notes.path());
+    let blame_dir = exits::make_blame_dir();
+    if let Some(blame_dir) = &blame_dir {
+        guard.remove_at_end(blame_dir.path());
     }
-    let grace = capped_duration(arguments.grace);
-    let mut ranks = RunningProcesses::new(events, grace, attempts.stop_deadline(), guard);
+    let grace_timeout = capped_duration(arguments.grace);
+    let mut ranks = RunningProcesses::new(events, grace_timeout, attempts.stop_deadline(), guard);
     let output = RankOutput::new();
     for local_rank in 0..nproc {
         let rank = rendezvous.first_rank + local_rank;
-        let mut command = command(arguments, nproc);
+        let mut command = make_command(arguments, nproc);
         command
             .envs(rendezvous.variables.iter().cloned())
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string());
-        match &notes {
-            Some(notes) => command.env(BLAME_DIR, notes.path()),
+        match &blame_dir {
+            Some(blame_dir) => command.env(BLAME_DIR, blame_dir.path()),
             None => command.env_remove(BLAME_DIR),
         };
         let mut child = command.spawn().with_context(|| {
@@ -311,25 +318,31 @@ fn attempt(attempts: &Attempts<'_>, events: &Events) -> Result<AttemptOutcome> {
         output.copy(rank, stderr, Stream::Stderr)?;
     }
     // Step 2: wait for all processes, then for the rest of their output.
-    let waited = ranks.wait();
-    let mut got_signal = waited.as_ref().is_ok_and(|end| end.got_signal);
+    let outcome = ranks.wait();
+    let mut got_signal = outcome.as_ref().is_ok_and(|end| end.got_signal);
     let last_lines = output.finish(|| {
         got_signal |= events.was_asked_to_end_within(Duration::ZERO);
         got_signal
     });
-    let mut end = waited?;
+    let mut end = outcome?;
     end.got_signal = got_signal;
     if got_signal {
         // Nobody may be reading stderr either.
         events.end_at_next_request();
     }
-    Ok(report(end, &last_lines, notes.as_ref().map(TempDir::path)))
+    Ok(report_exits(
+        end,
+        &last_lines,
+        blame_dir.as_ref().map(TempDir::path),
+    ))
 }
 
-/// Reports the exits of all processes, unless all went well.
-fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptOutcome {
+/// Reports how the processes have ended, and returns the outcome: `Done` if all went well,
+/// `Regrows` or `Stopped` if all were stopped and have saved. A failure is returned, for the caller
+/// to report; what helps to explain it is printed here.
+fn report_exits(end: JobEnd, last_lines: &LastLines, blame_dir: Option<&Path>) -> AttemptOutcome {
     let exits = &end.exits;
-    let Some(cause) = exits::cause(exits, notes) else {
+    let Some(cause) = exits::find_cause(exits, blame_dir) else {
         return AttemptOutcome::Done;
     };
     let exit = cause.exit;
@@ -342,17 +355,17 @@ fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptO
         return AttemptOutcome::Stopped;
     }
     if exits.len() > 1 {
-        output::talk(&format!("all exits: {}", exits::list(exits)));
+        output::talk(&format!("all exits: {}", exits::list_text(exits)));
     }
-    let lost = exits::count_lost_ranks(exits, &cause, notes);
+    let lost_count = exits::count_lost_ranks(exits, &cause, blame_dir);
     let rank = exit.rank;
-    let mut how = exit.describe();
+    let mut description = exit.describe();
     if let Some(signal) = end.first_signal {
-        how.push_str(&format!(", after signal {signal} to `fsdp launch`"));
+        description.push_str(&format!(", after signal {signal} to `fsdp launch`"));
     } else {
-        if !cause.because_of.is_empty() {
-            let others = exits::ranks_text(cause.because_of);
-            how.push_str(&format!(" because of {others}"));
+        if !cause.blamed_ranks.is_empty() {
+            let blamed_ranks = exits::ranks_text(cause.blamed_ranks);
+            description.push_str(&format!(" because of {blamed_ranks}"));
         }
         if let Some(lines) = last_lines.get(&rank) {
             let lines: String = lines.iter().map(|line| format!("\n  {line}")).collect();
@@ -361,7 +374,7 @@ fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptO
     }
     let failure = CommandError {
         exit_code: exit.code(),
-        message: format!("rank {rank} {how}"),
+        message: format!("rank {rank} {description}"),
         hint: Some("see what it wrote, above"),
     };
     let mut failures = exits.iter().filter(|exit| exit.is_failure());
@@ -375,12 +388,12 @@ fn report(end: JobEnd, last_lines: &LastLines, notes: Option<&Path>) -> AttemptO
     AttemptOutcome::Failed {
         failure,
         may_restart: !end.got_signal,
-        lost,
+        lost_count,
     }
 }
 
 /// Returns the command of one of `nproc` processes.
-fn command(arguments: &LaunchArguments, nproc: usize) -> Command {
+fn make_command(arguments: &LaunchArguments, nproc: usize) -> Command {
     use std::os::unix::process::CommandExt as _;
 
     // clap requires the program.
@@ -397,7 +410,10 @@ fn command(arguments: &LaunchArguments, nproc: usize) -> Command {
     command.process_group(0);
     if cpu_threads::requested_threads().is_none() {
         // Programs that use candle get their share of the cores too.
-        command.env(cpu_threads::VARIABLE, cpu_threads::share(nproc).to_string());
+        command.env(
+            cpu_threads::THREADS_VARIABLE,
+            cpu_threads::equal_share(nproc).to_string(),
+        );
     }
     #[cfg(target_os = "linux")]
     parent::end_with_this_process(&mut command);

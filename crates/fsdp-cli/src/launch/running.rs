@@ -14,7 +14,7 @@ use signal_hook::consts::SIGCHLD;
 use super::descendants::Processes;
 use super::exits::{Exit, ranks_text};
 use super::guard::Guard;
-use super::lines::spawn;
+use super::lines::spawn_thread;
 use super::signals::{Event, Events};
 use crate::output;
 use crate::stop::REQUESTS;
@@ -30,12 +30,12 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The processes of this node. The system does not reuse the id of a process until its status has
 /// been read, so a signal cannot reach another process.
 pub(super) struct RunningProcesses<'e> {
-    running: BTreeMap<usize, Child>,
+    children: BTreeMap<usize, Child>,
     /// The ranks whose own process has ended while processes that it has started may go on. They
-    /// are still in `running`.
-    outlived: BTreeSet<usize>,
+    /// are still in `children`.
+    outlived_ranks: BTreeSet<usize>,
     /// The status of the process that ended last of those that a rank's process has left behind.
-    last: BTreeMap<usize, ExitStatus>,
+    last_statuses: BTreeMap<usize, ExitStatus>,
     /// The time of the next check of the processes that ranks have started, if there is a reason
     /// for one.
     check_deadline: Option<Instant>,
@@ -86,9 +86,9 @@ impl<'e> RunningProcesses<'e> {
         guard: Guard,
     ) -> Self {
         RunningProcesses {
-            running: BTreeMap::new(),
-            outlived: BTreeSet::new(),
-            last: BTreeMap::new(),
+            children: BTreeMap::new(),
+            outlived_ranks: BTreeSet::new(),
+            last_statuses: BTreeMap::new(),
             check_deadline: None,
             events,
             grace_timeout,
@@ -105,10 +105,10 @@ impl<'e> RunningProcesses<'e> {
     /// A thread cannot be started.
     pub(super) fn watch(&mut self, rank: usize, child: Child) -> Result<()> {
         let process = Pid::from_child(&child);
-        self.running.insert(rank, child);
+        self.children.insert(rank, child);
         self.guard.watch(process)?;
         let events = self.events.sender.clone();
-        spawn("watch", rank, move || {
+        spawn_thread("watch", rank, move || {
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
             while waitid(WaitId::Pid(process), options).is_err_and(|error| error == Errno::INTR) {}
             // Sending fails only when all is over.
@@ -121,13 +121,13 @@ impl<'e> RunningProcesses<'e> {
     /// # Errors
     /// The status of a process cannot be read.
     pub(super) fn wait(mut self) -> Result<JobEnd> {
-        while !self.running.is_empty() {
+        while !self.children.is_empty() {
             let deadlines = [self.stage_deadline(), self.check_deadline];
             let next_deadline = deadlines.into_iter().flatten().min();
             match self.events.next(next_deadline) {
                 Ok(Event::Ended(rank)) => self.handle_end(rank)?,
                 Ok(Event::Signal(SIGCHLD)) => self.check_descendants_soon(),
-                Ok(Event::Signal(number)) => self.pass_on(number),
+                Ok(Event::Signal(signal_number)) => self.pass_on(signal_number),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
@@ -138,7 +138,7 @@ impl<'e> RunningProcesses<'e> {
         Ok(std::mem::take(&mut self.end))
     }
 
-    /// Returns the time at which this stage ends by itself.
+    /// Returns the time at which this stage ends by itself; `None` if it does not.
     fn stage_deadline(&self) -> Option<Instant> {
         match self.stage {
             Stage::Running => self.stop_deadline,
@@ -155,16 +155,16 @@ impl<'e> RunningProcesses<'e> {
 
     /// Passes a signal to the launcher on to all processes. Those by which schedulers and terminals
     /// ask a program to stop begin the last stage.
-    fn pass_on(&mut self, number: i32) {
-        if let Some(signal) = Signal::from_named_raw(number) {
-            self.signal(signal);
+    fn pass_on(&mut self, signal_number: i32) {
+        if let Some(signal) = Signal::from_named_raw(signal_number) {
+            self.send_signal(signal);
         }
-        if !is_request(number) {
+        if !is_request(signal_number) {
             return;
         }
         self.end.got_signal = true;
         if matches!(self.stage, Stage::Running) {
-            self.end.first_signal = Some(number);
+            self.end.first_signal = Some(signal_number);
         }
         if matches!(self.stage, Stage::Running | Stage::Settling(_)) {
             self.stage = Stage::Ending(Instant::now() + self.grace_timeout);
@@ -174,7 +174,7 @@ impl<'e> RunningProcesses<'e> {
     /// Begins the next stage if that is due now, and checks the processes that ranks have started
     /// if that is due.
     fn act_on_deadlines(&mut self) -> Result<()> {
-        if self.running.is_empty() {
+        if self.children.is_empty() {
             return Ok(());
         }
         let now = Instant::now();
@@ -191,39 +191,48 @@ impl<'e> RunningProcesses<'e> {
         Ok(())
     }
 
-    /// Moves to the next stage, because the time of this one is over.
+    /// Moves to the next stage, because the time of this one is over. Asks the processes to end, or
+    /// kills those that were asked.
     fn begin_next_stage(&mut self) {
-        let still_running = ranks_text(self.running.keys().copied().collect());
-        let are = if self.running.len() == 1 { "is" } else { "are" };
+        let still_running = ranks_text(self.children.keys().copied().collect());
+        let verb = if self.children.len() == 1 {
+            "is"
+        } else {
+            "are"
+        };
         match self.stage {
             Stage::Settling(_) => {
                 output::talk(&format!(
-                    "{still_running} {are} still running: sending SIGTERM"
+                    "{still_running} {verb} still running: sending SIGTERM"
                 ));
-                self.signal(Signal::TERM);
+                self.send_signal(Signal::TERM);
                 self.stage = Stage::Ending(Instant::now() + self.grace_timeout);
             }
             Stage::Ending(_) => {
                 let grace = self.grace_timeout;
                 output::talk(&format!(
-                    "{still_running} {are} still running after {grace:?}: sending SIGKILL"
+                    "{still_running} {verb} still running after {grace:?}: sending SIGKILL"
                 ));
-                self.signal(Signal::KILL);
+                self.send_signal(Signal::KILL);
                 self.stage = Stage::Killed;
                 self.check_descendants_soon();
             }
             Stage::Running => {
                 self.end.was_stopped = true;
-                self.signal(Signal::TERM);
+                self.send_signal(Signal::TERM);
                 self.stage = Stage::Ending(Instant::now() + self.grace_timeout);
             }
             Stage::Killed => {}
         }
     }
 
-    /// Handles the end of a rank's own process.
+    /// Handles the end of a rank's own process: finishes the rank, unless processes that it has
+    /// started may still save.
+    ///
+    /// # Errors
+    /// The status of a process cannot be read.
     fn handle_end(&mut self, rank: usize) -> Result<()> {
-        let Some(child) = self.running.get(&rank) else {
+        let Some(child) = self.children.get(&rank) else {
             return Ok(());
         };
         // If the rank's own process is a shell, it dies of a signal at once, while the program that
@@ -231,13 +240,13 @@ impl<'e> RunningProcesses<'e> {
         // have come from this launcher: schedulers signal every process of a job.
         match self.stage {
             Stage::Ending(_) => {
-                self.outlived.insert(rank);
+                self.outlived_ranks.insert(rank);
                 self.check_descendants_soon();
             }
             Stage::Running | Stage::Settling(_) if died_of_request(Pid::from_child(child)) => {
-                self.outlived.insert(rank);
+                self.outlived_ranks.insert(rank);
                 self.check_descendants()?;
-                if matches!(self.stage, Stage::Running) && self.outlived.contains(&rank) {
+                if matches!(self.stage, Stage::Running) && self.outlived_ranks.contains(&rank) {
                     self.stage = Stage::Settling(Instant::now() + SETTLE_TIMEOUT);
                 }
             }
@@ -251,7 +260,7 @@ impl<'e> RunningProcesses<'e> {
     fn check_descendants(&mut self) -> Result<()> {
         let mut processes = Processes::list();
         let ranks: Vec<(usize, Pid)> = self
-            .running
+            .children
             .iter()
             .map(|(&rank, child)| (rank, Pid::from_child(child)))
             .collect();
@@ -263,26 +272,30 @@ impl<'e> RunningProcesses<'e> {
             if processes.has_ended(group)
                 && let Some(&(rank, _)) = ranks.iter().find(|&&(_, process)| process == group)
             {
-                self.last.insert(rank, status);
+                self.last_statuses.insert(rank, status);
             }
         }
         for (rank, group) in ranks {
-            let is_over = matches!(self.stage, Stage::Killed) || !processes.run_in(group);
-            if is_over && self.outlived.contains(&rank) {
+            let is_over =
+                matches!(self.stage, Stage::Killed) || !processes.has_running_process(group);
+            if is_over && self.outlived_ranks.contains(&rank) {
                 self.finish(rank)?;
             }
         }
-        if !self.outlived.is_empty() {
+        if !self.outlived_ranks.is_empty() {
             self.check_descendants_soon();
         }
         Ok(())
     }
 
-    /// Reads the status of a rank's process, and ends the processes that it has left running. A
-    /// failure ends all other processes.
+    /// Reads the status of a rank's process, records its exit, and kills the processes that it has
+    /// left running. The first failure lets the other processes settle, and then ends them.
+    ///
+    /// # Errors
+    /// The status cannot be read.
     fn finish(&mut self, rank: usize) -> Result<()> {
-        self.outlived.remove(&rank);
-        let Some(mut child) = self.running.remove(&rank) else {
+        self.outlived_ranks.remove(&rank);
+        let Some(mut child) = self.children.remove(&rank) else {
             return Ok(());
         };
         let process = Pid::from_child(&child);
@@ -294,10 +307,10 @@ impl<'e> RunningProcesses<'e> {
             .with_context(|| format!("failed to wait for rank {rank}"))?;
         // Where a shell died of the request to stop, the program that it has started tells how the
         // rank ended.
-        if let Some(last) = self.last.remove(&rank)
+        if let Some(orphan_status) = self.last_statuses.remove(&rank)
             && status.signal().is_some_and(is_request)
         {
-            status = last;
+            status = orphan_status;
         }
         let exit = Exit {
             rank,
@@ -306,7 +319,7 @@ impl<'e> RunningProcesses<'e> {
         };
         self.end.exits.push(exit);
         if exit.is_failure() && matches!(self.stage, Stage::Running) {
-            if !self.running.is_empty() {
+            if !self.children.is_empty() {
                 output::talk(&format!(
                     "rank {rank} {}; the other processes end too",
                     exit.describe()
@@ -318,8 +331,8 @@ impl<'e> RunningProcesses<'e> {
     }
 
     /// Sends a signal to the process group of each rank.
-    fn signal(&self, signal: Signal) {
-        for child in self.running.values() {
+    fn send_signal(&self, signal: Signal) {
+        for child in self.children.values() {
             kill_process_group(Pid::from_child(child), signal).ok();
         }
     }
@@ -343,8 +356,8 @@ fn is_request(signal: i32) -> bool {
 impl Drop for RunningProcesses<'_> {
     /// Kills all processes that still run, so that none is left after an error.
     fn drop(&mut self) {
-        self.signal(Signal::KILL);
-        for child in self.running.values_mut() {
+        self.send_signal(Signal::KILL);
+        for child in self.children.values_mut() {
             self.guard.forget(Pid::from_child(child));
             child.wait().ok();
         }

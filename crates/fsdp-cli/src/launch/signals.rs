@@ -35,16 +35,16 @@ impl Events {
     pub(super) fn listen() -> Result<Self> {
         let (sender, receiver) = mpsc::channel();
         let ends_at_request = Arc::new(AtomicBool::new(false));
-        let to = sender.clone();
-        let ends = Arc::clone(&ends_at_request);
+        let event_sender = sender.clone();
+        let is_ending = Arc::clone(&ends_at_request);
         // SIGUSR1 and SIGUSR2 are meant for the processes of the job. By default they would end
         // this process, and all others with it.
         on_signals(&[SIGCHLD], move |signal| {
-            if ends.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
+            if is_ending.load(Ordering::Relaxed) && REQUESTS.contains(&signal) {
                 end_by(signal);
             }
             // Sending fails only when all is over.
-            to.send(Event::Signal(signal)).ok();
+            event_sender.send(Event::Signal(signal)).ok();
         })?;
         Ok(Events {
             sender,

@@ -4,10 +4,10 @@ use fsdp_formats::metadata::TensorEntry;
 
 use super::files::CheckpointFiles;
 use super::raster::Cell;
-use super::terminal::cut;
+use super::terminal::cut_text;
 use crate::markup::{escape, shortened};
 use crate::svg::{Area, Picture};
-use crate::text::{count, iec};
+use crate::text::{bytes_text, count_text};
 
 /// The most cells across a tensor.
 const COLUMNS: usize = 96;
@@ -17,16 +17,20 @@ const WIDTH: f64 = 960.0;
 /// The left edge of bars and tensors.
 const LEFT: f64 = 330.0;
 /// The width of a tensor, and of the bar of the largest file.
-const ACROSS: f64 = 380.0;
+const TENSOR_WIDTH: f64 = 380.0;
 /// The left edge of what is told about a file or a tensor.
-const NOTES: f64 = LEFT + ACROSS + 10.0;
+const NOTES_LEFT: f64 = LEFT + TENSOR_WIDTH + 10.0;
 /// The height of a line.
 const LINE_HEIGHT: f64 = 20.0;
 /// The longest name that is shown whole.
-const MAX_NAME_LEN: usize = 50;
+const MAX_NAME_CHARACTERS: usize = 50;
 
 /// Returns the picture as a file of its own.
-pub(super) fn file(title: &str, checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
+pub(super) fn picture_file(
+    title: &str,
+    checkpoint_files: &CheckpointFiles<'_>,
+    limit: usize,
+) -> String {
     let mut picture = Picture::default();
     picture.text(
         (12.0, 26.0),
@@ -39,7 +43,7 @@ pub(super) fn file(title: &str, checkpoint_files: &CheckpointFiles<'_>, limit: u
 }
 
 /// Returns the body of a page with the picture.
-pub(super) fn body(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
+pub(super) fn page_body(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
     let mut picture = Picture::default();
     let height = draw(&mut picture, checkpoint_files, limit, 0.0);
     format!(
@@ -57,9 +61,9 @@ fn summary(checkpoint_files: &CheckpointFiles<'_>) -> String {
         "{} ({}): {}, {} in {}",
         checkpoint_files.path,
         checkpoint_files.format,
-        count(checkpoint_files.entries.len(), "tensor", "tensors"),
-        iec(checkpoint_files.bytes),
-        count(checkpoint_files.files.len(), "file", "files")
+        count_text(checkpoint_files.entries.len(), "tensor", "tensors"),
+        bytes_text(checkpoint_files.bytes),
+        count_text(checkpoint_files.files.len(), "file", "files")
     )
 }
 
@@ -74,33 +78,33 @@ fn draw(
     // First the files, each with a bar for its bytes.
     for (position, file) in checkpoint_files.files.iter().take(MAX_FILES).enumerate() {
         let name = format!("rank {}  {}", file.rank_text(), file.file);
-        label(picture, &name, y);
+        draw_label(picture, &name, y);
         let bar = Area {
             x: LEFT,
             y: y - 12.0,
-            width: ACROSS * file.bytes as f64 / checkpoint_files.max_file_bytes() as f64,
+            width: TENSOR_WIDTH * file.bytes as f64 / checkpoint_files.max_file_bytes() as f64,
             height: 14.0,
         };
-        picture.rectangle(bar, &fill(position as u32), "");
-        let what = format!("{}, {} boxes", iec(file.bytes), file.boxes);
-        picture.text((NOTES, y), "class=\"soft\"", &what, "");
+        picture.rectangle(bar, &file_fill(position as u32), "");
+        let description = format!("{}, {} boxes", bytes_text(file.bytes), file.boxes);
+        picture.text((NOTES_LEFT, y), "class=\"soft\"", &description, "");
         y += LINE_HEIGHT;
     }
     if checkpoint_files.files.len() > MAX_FILES {
         let more_files = checkpoint_files.files.len() - MAX_FILES;
-        label(picture, &format!("… and {more_files} more files"), y);
+        draw_label(picture, &format!("… and {more_files} more files"), y);
         y += LINE_HEIGHT;
     }
     // Then the tensors, each as a grid of cells in the colours of their files.
     y += LINE_HEIGHT;
     let tensors = &checkpoint_files.entries;
     for (name, entry) in tensors.iter().take(limit) {
-        label(picture, name, y);
+        draw_label(picture, name, y);
         y += draw_tensor(picture, checkpoint_files, entry, y);
     }
     if tensors.len() > limit {
-        let more = tensors.len() - limit;
-        label(picture, &format!("… and {more} more tensors"), y);
+        let hidden_tensors = tensors.len() - limit;
+        draw_label(picture, &format!("… and {hidden_tensors} more tensors"), y);
         y += LINE_HEIGHT;
     }
     y
@@ -115,8 +119,13 @@ fn draw_tensor(
 ) -> f64 {
     let raster = checkpoint_files.raster(entry, COLUMNS);
     let dtype = entry.properties.dtype;
-    let what = format!("{dtype} {:?}{}", entry.shape, cut(&raster.dimensions));
-    picture.text((NOTES, y), "class=\"soft\"", &shortened(&what, 44), "");
+    let description = format!("{dtype} {:?}{}", entry.shape, cut_text(&raster.dimensions));
+    picture.text(
+        (NOTES_LEFT, y),
+        "class=\"soft\"",
+        &shortened(&description, 44),
+        "",
+    );
     // A grid of several rows is higher than a line of text.
     let height = if raster.rows == 1 { 14.0 } else { 7.0 };
     for row in 0..raster.rows {
@@ -132,9 +141,9 @@ fn draw_tensor(
                 Cell::Several => picture.rectangle(area, "class=\"several\"", "several boxes"),
                 Cell::File(position) => {
                     let file = &checkpoint_files.files[position as usize];
-                    let name = shortened(&file.file, MAX_NAME_LEN);
-                    let who = format!("rank {}, {name}", file.rank_text());
-                    picture.rectangle(area, &fill(position), &who);
+                    let name = shortened(&file.file, MAX_NAME_CHARACTERS);
+                    let tooltip = format!("rank {}, {name}", file.rank_text());
+                    picture.rectangle(area, &file_fill(position), &tooltip);
                 }
             }
         }
@@ -144,18 +153,18 @@ fn draw_tensor(
 
 /// Returns the width of some cells of a grid.
 fn width_of(cells: usize) -> f64 {
-    ACROSS * cells as f64 / COLUMNS as f64
+    TENSOR_WIDTH * cells as f64 / COLUMNS as f64
 }
 
 /// Writes a name at the left of a line, shortened to fit. A tooltip shows more of it.
-fn label(picture: &mut Picture, name: &str, y: f64) {
-    let short = shortened(name, MAX_NAME_LEN);
-    picture.text((12.0, y), "", &short, &shortened(name, 1000));
+fn draw_label(picture: &mut Picture, name: &str, y: f64) {
+    let short_name = shortened(name, MAX_NAME_CHARACTERS);
+    picture.text((12.0, y), "", &short_name, &shortened(name, 1000));
 }
 
 /// Returns the colour of the file at a position as a style: neighbours differ much, in light and
 /// dark.
-fn fill(position: u32) -> String {
+fn file_fill(position: u32) -> String {
     let hue = (210.0 + f64::from(position) * 137.508) % 360.0;
     format!("fill=\"hsl({hue:.0} 55% {}%)\"", 48 + position % 3 * 7)
 }

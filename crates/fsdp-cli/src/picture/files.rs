@@ -44,7 +44,7 @@ pub(super) struct CheckpointFiles<'a> {
     pub(super) entries: Vec<(&'a str, &'a TensorEntry)>,
     /// The position of each file in `files`, by its name.
     #[serde(skip)]
-    positions: HashMap<&'a str, u32>,
+    file_positions: HashMap<&'a str, u32>,
 }
 
 impl<'a> CheckpointFiles<'a> {
@@ -58,29 +58,29 @@ impl<'a> CheckpointFiles<'a> {
         entries.sort_by(|a, b| natural::compare(a.0, b.0));
         let mut bytes: u64 = 0;
         // A file may hold parts of many tensors, and a tensor parts in many files.
-        let mut by_file: HashMap<&str, FileContents> = HashMap::new();
+        let mut contents_by_file: HashMap<&str, FileContents> = HashMap::new();
         for (_, entry) in &entries {
-            bytes = bytes.saturating_add(inspect::bytes(entry));
+            bytes = bytes.saturating_add(inspect::tensor_bytes(entry));
             for chunk in &entry.chunks {
                 // A box that is stored nowhere is damage, which `verify` tells.
                 let Some(stored) = &chunk.stored else {
                     continue;
                 };
-                let file = by_file
+                let file = contents_by_file
                     .entry(&stored.relative_path)
                     .or_insert_with(|| FileContents::new(stored));
-                let bytes = inspect::bytes_of(entry.properties.dtype, &chunk.bounds.sizes);
+                let box_bytes = inspect::shape_bytes(entry.properties.dtype, &chunk.bounds.sizes);
                 file.boxes += 1;
-                file.bytes = file.bytes.saturating_add(bytes);
+                file.bytes = file.bytes.saturating_add(box_bytes);
             }
         }
-        let mut named: Vec<(&str, FileContents)> = by_file.into_iter().collect();
+        let mut named_files: Vec<(&str, FileContents)> = contents_by_file.into_iter().collect();
         // `__10_0.distcp` comes after `__2_0.distcp`, as its rank does.
-        named.sort_by(|a, b| natural::compare(a.0, b.0));
-        let mut files = Vec::with_capacity(named.len());
-        let mut positions = HashMap::with_capacity(named.len());
-        for (name, file) in named {
-            positions.insert(name, files.len() as u32);
+        named_files.sort_by(|a, b| natural::compare(a.0, b.0));
+        let mut files = Vec::with_capacity(named_files.len());
+        let mut file_positions = HashMap::with_capacity(named_files.len());
+        for (name, file) in named_files {
+            file_positions.insert(name, files.len() as u32);
             files.push(file);
         }
         CheckpointFiles {
@@ -91,7 +91,7 @@ impl<'a> CheckpointFiles<'a> {
             bytes,
             files,
             entries,
-            positions,
+            file_positions,
         }
     }
 
@@ -105,7 +105,7 @@ impl<'a> CheckpointFiles<'a> {
         let mut boxes = Vec::with_capacity(entry.chunks.len());
         for chunk in &entry.chunks {
             if let Some(stored) = &chunk.stored {
-                let position = self.positions[stored.relative_path.as_str()];
+                let position = self.file_positions[stored.relative_path.as_str()];
                 boxes.push((&chunk.bounds, position));
             }
         }
@@ -114,10 +114,11 @@ impl<'a> CheckpointFiles<'a> {
 }
 
 impl FileContents {
+    /// Returns the contents of a file before any box is counted.
     fn new(stored: &StorageInfo) -> Self {
         FileContents {
             file: stored.relative_path.clone(),
-            rank: inspect::rank(stored),
+            rank: inspect::rank_of_file(stored),
             boxes: 0,
             bytes: 0,
         }

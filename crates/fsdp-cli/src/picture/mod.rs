@@ -14,19 +14,19 @@ use fsdp_formats::checkpoint;
 use fsdp_formats::reader::OpenOptions;
 
 use self::files::CheckpointFiles;
-use crate::failure::nothing_selected;
+use crate::failure::nothing_selected_error;
 use crate::keys::KeyFilter;
 use crate::markup::page;
-use crate::new_file::{check_free, write};
+use crate::new_file::{check_free, write_file};
 use crate::output;
 use crate::parsers::one_to;
 
 /// The most tensors of a picture.
 const MAX_TENSORS: u64 = 2000;
 /// The tensors that a terminal shows, by default.
-const IN_TERMINAL: usize = 32;
+const TERMINAL_LIMIT: usize = 32;
 /// The tensors that a file shows, by default.
-const IN_FILE: usize = 300;
+const FILE_LIMIT: usize = 300;
 
 /// Options of `fsdp map`.
 #[derive(Debug, Args)]
@@ -72,24 +72,24 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
     let keys = arguments.filter.keys(&[], None)?;
     let checkpoint_files = CheckpointFiles::new(arguments.path.to_string(), &*source, &keys);
     if checkpoint_files.entries.is_empty() && !source.metadata().entries.is_empty() {
-        bail!(nothing_selected());
+        bail!(nothing_selected_error());
     }
     let Some(file) = file else {
         if arguments.json {
-            return output::json(&checkpoint_files);
+            return output::print_json(&checkpoint_files);
         }
-        let limit = arguments.limit.unwrap_or(IN_TERMINAL);
-        return output::lines(&terminal::picture_lines(&checkpoint_files, limit));
+        let limit = arguments.limit.unwrap_or(TERMINAL_LIMIT);
+        return output::print_lines(&terminal::picture_lines(&checkpoint_files, limit));
     };
     // A file can be scrolled, so it shows more than a terminal does.
-    let limit = arguments.limit.unwrap_or(IN_FILE);
+    let limit = arguments.limit.unwrap_or(FILE_LIMIT);
     let title = format!("Map of {}", checkpoint_files.path);
     // Both are one file that loads nothing, so they can be sent as they are.
     let text = match &arguments.html {
-        Some(_) => page(&title, &drawing::body(&checkpoint_files, limit)),
-        None => drawing::file(&title, &checkpoint_files, limit),
+        Some(_) => page(&title, &drawing::page_body(&checkpoint_files, limit)),
+        None => drawing::picture_file(&title, &checkpoint_files, limit),
     };
-    write(file, text.as_bytes(), arguments.overwrite)?;
+    write_file(file, text.as_bytes(), arguments.overwrite)?;
     output::talk(&format!("wrote `{}`", file.display()));
     Ok(())
 }

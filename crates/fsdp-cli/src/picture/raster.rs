@@ -39,6 +39,7 @@ struct Axis {
 }
 
 impl Axis {
+    /// Returns an axis of `cells` cells, each for the element of the dimension in its middle.
     fn new(dimension: Option<usize>, shape: &[usize], cells: usize) -> Self {
         let length = dimension.map_or(1, |dimension| shape[dimension]);
         // Each cell stands for the element in its middle. In 128 bits no product is too large.
@@ -54,8 +55,8 @@ impl Axis {
             return 0..self.indices.len();
         };
         let Range { start, end } = index_range(bounds, dimension);
-        let first = self.indices.partition_point(|&index| index < start);
-        first..self.indices.partition_point(|&index| index < end)
+        let first_cell = self.indices.partition_point(|&index| index < start);
+        first_cell..self.indices.partition_point(|&index| index < end)
     }
 }
 
@@ -67,6 +68,7 @@ fn index_range(bounds: &TensorBox, dimension: usize) -> Range<usize> {
 
 impl Raster {
     /// Draws the boxes of a tensor, each with the position of its file, in this many columns.
+    /// Leaves out boxes that do not fit the shape.
     pub(super) fn new(shape: &[usize], mut boxes: Vec<(&TensorBox, u32)>, columns: usize) -> Self {
         // A box of another number of dimensions is damage, which `verify` tells.
         boxes.retain(|(bounds, _)| {
@@ -74,40 +76,40 @@ impl Raster {
                 && bounds.sizes.len() == shape.len()
                 && !bounds.sizes.contains(&0)
         });
-        let mut cut = Vec::new();
+        let mut cut_dimensions = Vec::new();
         for (dimension, &length) in shape.iter().enumerate() {
             if boxes.iter().any(|(part, _)| part.sizes[dimension] < length) {
-                cut.push(dimension);
+                cut_dimensions.push(dimension);
             }
         }
         // There are two directions only: of further dimensions, the middle is shown.
-        let (down, across, hidden) = match cut.as_slice() {
+        let (row_dimension, column_dimension, hidden_dimensions) = match cut_dimensions.as_slice() {
             [] => (None, None, [].as_slice()),
             [across] => (None, Some(*across), [].as_slice()),
             [down, across, hidden @ ..] => (Some(*down), Some(*across), hidden),
         };
-        let rows = down.map_or(1, |down| shape[down].min(MAX_ROWS));
-        let down = Axis::new(down, shape, rows);
-        let across = Axis::new(across, shape, columns);
+        let rows = row_dimension.map_or(1, |dimension| shape[dimension].min(MAX_ROWS));
+        let row_axis = Axis::new(row_dimension, shape, rows);
+        let column_axis = Axis::new(column_dimension, shape, columns);
         let mut cells = vec![Cell::Nobody; rows * columns];
         for (bounds, file) in boxes {
-            let is_shown = hidden
+            let is_shown = hidden_dimensions
                 .iter()
                 .all(|&dimension| index_range(bounds, dimension).contains(&(shape[dimension] / 2)));
             if !is_shown {
                 continue;
             }
-            for row in down.cell_range(bounds) {
-                for cell in &mut cells[row * columns..][across.cell_range(bounds)] {
+            for row in row_axis.cell_range(bounds) {
+                for cell in &mut cells[row * columns..][column_axis.cell_range(bounds)] {
                     *cell = match *cell {
                         Cell::Nobody => Cell::File(file),
-                        Cell::File(other) if other == file => Cell::File(file),
+                        Cell::File(holder) if holder == file => Cell::File(file),
                         Cell::File(_) | Cell::Several => Cell::Several,
                     };
                 }
             }
         }
-        let dimensions = [down.dimension, across.dimension]
+        let dimensions = [row_axis.dimension, column_axis.dimension]
             .into_iter()
             .flatten()
             .collect();
@@ -127,10 +129,10 @@ impl Raster {
     /// Returns the runs of equal neighbouring cells in a row: the range of columns of each run, and
     /// its cell.
     pub(super) fn runs(&self, row: usize) -> impl Iterator<Item = (Range<usize>, Cell)> {
-        let mut at = 0;
+        let mut start = 0;
         self.row(row).chunk_by(|a, b| a == b).map(move |run| {
-            let range = at..at + run.len();
-            at = range.end;
+            let range = start..start + run.len();
+            start = range.end;
             (range, run[0])
         })
     }

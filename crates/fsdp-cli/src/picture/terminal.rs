@@ -5,21 +5,21 @@ use fsdp_formats::metadata::TensorEntry;
 use super::files::CheckpointFiles;
 use super::raster::Cell;
 use crate::markup::shortened;
-use crate::text::{column_widths, count, escaped, iec};
+use crate::text::{bytes_text, column_widths, count_text, escaped};
 
 /// The most cells across a tensor.
 const COLUMNS: usize = 40;
 /// The files that are listed one by one.
 const MAX_FILES: usize = 36;
 /// The longest name that is shown whole.
-const MAX_NAME_LEN: usize = 48;
+const MAX_NAME_CHARACTERS: usize = 48;
 /// The width of the bar of the largest file.
-const BAR: u64 = 24;
+const BAR_WIDTH: u64 = 24;
 
 /// Returns the lines of the layout picture of `checkpoint_files`, with at most `limit` tensors.
 pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> Vec<String> {
     let tensors = &checkpoint_files.entries;
-    let files = count(checkpoint_files.files.len(), "file", "files");
+    let files = count_text(checkpoint_files.files.len(), "file", "files");
     let mut lines = vec![
         format!(
             "checkpoint  {} ({})",
@@ -29,18 +29,18 @@ pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize
         format!(
             "tensors     {}, {} in {files}",
             tensors.len(),
-            iec(checkpoint_files.bytes)
+            bytes_text(checkpoint_files.bytes)
         ),
         String::new(),
     ];
     add_files(checkpoint_files, &mut lines);
     lines.push(String::new());
-    let shown = &tensors[..tensors.len().min(limit)];
-    add_rasters(checkpoint_files, shown, &mut lines);
-    if tensors.len() > shown.len() {
-        let more = tensors.len() - shown.len();
+    let shown_tensors = &tensors[..tensors.len().min(limit)];
+    add_rasters(checkpoint_files, shown_tensors, &mut lines);
+    if tensors.len() > shown_tensors.len() {
+        let hidden_tensors = tensors.len() - shown_tensors.len();
         lines.push(format!(
-            "… and {more} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"
+            "… and {hidden_tensors} more: `--limit N` shows N, `--include GLOB` selects, `--html FILE` draws"
         ));
     }
     lines
@@ -56,11 +56,11 @@ fn add_files(checkpoint_files: &CheckpointFiles<'_>, lines: &mut Vec<String>) {
         rows.push([
             symbol(position as u32).to_string(),
             file.rank_text(),
-            shortened(&escaped(&file.file), MAX_NAME_LEN),
+            shortened(&escaped(&file.file), MAX_NAME_CHARACTERS),
             file.boxes.to_string(),
-            iec(file.bytes),
+            bytes_text(file.bytes),
         ]);
-        bars.push(bar(file.bytes, checkpoint_files.max_file_bytes()));
+        bars.push(bar_text(file.bytes, checkpoint_files.max_file_bytes()));
     }
     let [_, w1, w2, w3, w4] = column_widths(&rows);
     for ([symbol, rank, file, boxes, bytes], bar) in rows.iter().zip(bars) {
@@ -79,22 +79,22 @@ fn add_files(checkpoint_files: &CheckpointFiles<'_>, lines: &mut Vec<String>) {
 /// Adds a picture of each tensor, with a symbol for the file that holds each of its parts.
 fn add_rasters(
     checkpoint_files: &CheckpointFiles<'_>,
-    shown: &[(&str, &TensorEntry)],
+    shown_tensors: &[(&str, &TensorEntry)],
     lines: &mut Vec<String>,
 ) {
-    let names: Vec<[String; 1]> = shown
+    let names: Vec<[String; 1]> = shown_tensors
         .iter()
-        .map(|(name, _)| [shortened(&escaped(name), MAX_NAME_LEN)])
+        .map(|(name, _)| [shortened(&escaped(name), MAX_NAME_CHARACTERS)])
         .collect();
     let [width] = column_widths(&names);
-    for ([name], (_, entry)) in names.iter().zip(shown) {
+    for ([name], (_, entry)) in names.iter().zip(shown_tensors) {
         let raster = checkpoint_files.raster(entry, COLUMNS);
         for row in 0..raster.rows {
             let cells: String = raster.row(row).iter().copied().map(cell_symbol).collect();
             // The name and the description are beside the first row.
             lines.push(if row == 0 {
                 let dtype = entry.properties.dtype;
-                let cut = cut(&raster.dimensions);
+                let cut = cut_text(&raster.dimensions);
                 format!("{name:width$}  {cells}  {dtype} {:?}{cut}", entry.shape)
             } else {
                 format!("{:width$}  {cells}", "")
@@ -104,10 +104,10 @@ fn add_rasters(
 }
 
 /// Returns the words for the dimensions in which a tensor is cut.
-pub(super) fn cut(dimensions: &[usize]) -> String {
+pub(super) fn cut_text(dimensions: &[usize]) -> String {
     match *dimensions {
         [] => String::new(),
-        [across] => format!(", cut along dim {across}"),
+        [dimension] => format!(", cut along dim {dimension}"),
         _ => {
             let dimensions: Vec<String> = dimensions.iter().map(ToString::to_string).collect();
             format!(", cut along dims {}", dimensions.join(" and "))
@@ -130,11 +130,11 @@ fn cell_symbol(cell: Cell) -> char {
 }
 
 /// Returns a bar whose length is the proportion of `bytes` to `largest`, in eighths of a character.
-fn bar(bytes: u64, largest: u64) -> String {
-    let eighths = (u128::from(bytes) * u128::from(BAR) * 8 / u128::from(largest)) as usize;
+fn bar_text(bytes: u64, largest: u64) -> String {
+    let eighths = (u128::from(bytes) * u128::from(BAR_WIDTH) * 8 / u128::from(largest)) as usize;
     // The last character is a part of a block, so that bars differ where files differ little.
-    let rest = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
-    format!("{}{rest}", "█".repeat(eighths / 8))
+    let partial_block = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
+    format!("{}{partial_block}", "█".repeat(eighths / 8))
 }
 
 #[cfg(test)]
@@ -143,9 +143,9 @@ mod tests {
 
     #[test]
     fn bars_are_as_long_as_their_part_of_the_largest() {
-        assert_eq!(bar(100, 100).chars().count(), 24);
-        assert_eq!(bar(50, 100), "█".repeat(12));
-        assert_eq!(bar(1, 192), "▏");
-        assert_eq!(bar(u64::MAX, u64::MAX).chars().count(), 24);
+        assert_eq!(bar_text(100, 100).chars().count(), 24);
+        assert_eq!(bar_text(50, 100), "█".repeat(12));
+        assert_eq!(bar_text(1, 192), "▏");
+        assert_eq!(bar_text(u64::MAX, u64::MAX).chars().count(), 24);
     }
 }

@@ -3,71 +3,71 @@
 
 use clap::Args;
 
-use crate::parsers::positive;
+use crate::parsers::parse_positive;
 
 /// The machines that a job runs on: speeds in bytes per second, and times in seconds.
 #[derive(Debug, Args)]
 pub(super) struct Machines {
     /// GB/s at which one rank copies its state to its host's memory
-    #[arg(long, value_name = "GB/S", default_value = "20", value_parser = in_units(1e9))]
+    #[arg(long, value_name = "GB/S", default_value = "20", value_parser = units_parser(1e9))]
     staging: f64,
     /// GB/s between one host and the storage
-    #[arg(long, value_name = "GB/S", default_value = "25", value_parser = in_units(1e9))]
+    #[arg(long, value_name = "GB/S", default_value = "25", value_parser = units_parser(1e9))]
     host_link: f64,
     /// GB/s of the storage, for all hosts together
-    #[arg(long, value_name = "GB/S", default_value = "200", value_parser = in_units(1e9))]
+    #[arg(long, value_name = "GB/S", default_value = "200", value_parser = units_parser(1e9))]
     storage: f64,
     /// Mean hours between two failures of one host
     // The default is that of the hosts that trained Llama 3.
-    #[arg(long, value_name = "HOURS", default_value = "5700", value_parser = in_units(3600.0))]
+    #[arg(long, value_name = "HOURS", default_value = "5700", value_parser = units_parser(3600.0))]
     pub(super) mtbf: f64,
     /// Minutes from a failure until a new start can load
-    #[arg(long, value_name = "MINUTES", default_value = "10", value_parser = in_units(60.0))]
+    #[arg(long, value_name = "MINUTES", default_value = "10", value_parser = units_parser(60.0))]
     pub(super) restart: f64,
 }
 
 /// Returns the parser of a number of units of this many bytes or seconds. Speeds and times are
 /// divisors, so none may be 0.
-fn in_units(unit: f64) -> impl Fn(&str) -> Result<f64, String> + Clone {
-    move |text| Ok(positive(text)? * unit)
+fn units_parser(unit: f64) -> impl Fn(&str) -> Result<f64, String> + Clone {
+    move |text| Ok(parse_positive(text)? * unit)
 }
 
 /// The bytes that a save or a load moves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Traffic {
     /// The bytes that the busiest rank moves.
-    pub(super) rank: u64,
+    pub(super) rank_bytes: u64,
     /// The bytes that the busiest host moves.
-    pub(super) host: u64,
+    pub(super) host_bytes: u64,
     /// The bytes that all ranks move.
-    pub(super) total: u64,
+    pub(super) total_bytes: u64,
 }
 
 impl Machines {
     /// Returns how long ranks take to copy what they save to their hosts' memory. Training stands
     /// still meanwhile.
-    pub(super) fn stall(&self, held: &Traffic) -> f64 {
-        held.rank as f64 / self.staging
+    pub(super) fn stall_seconds(&self, held: &Traffic) -> f64 {
+        held.rank_bytes as f64 / self.staging
     }
 
     /// Returns how long it takes to move bytes between hosts and storage: as long as the busiest
     /// host, or the storage, whichever is slower.
-    pub(super) fn transfer(&self, traffic: &Traffic) -> f64 {
-        (traffic.host as f64 / self.host_link).max(traffic.total as f64 / self.storage)
+    pub(super) fn transfer_seconds(&self, traffic: &Traffic) -> f64 {
+        (traffic.host_bytes as f64 / self.host_link).max(traffic.total_bytes as f64 / self.storage)
     }
 }
 
 impl Traffic {
     /// Adds up what each rank moves, on hosts of `per_host` ranks that follow each other.
-    pub(super) fn of_ranks(by_rank: &[u64], per_host: usize) -> Self {
+    pub(super) fn of_ranks(bytes_by_rank: &[u64], ranks_per_host: usize) -> Self {
         // Ranks of one host share its link to the storage.
-        let hosts = by_rank
-            .chunks(per_host.max(1))
+        let hosts = bytes_by_rank
+            .chunks(ranks_per_host.max(1))
             .map(|host| host.iter().sum::<u64>());
         Traffic {
-            rank: by_rank.iter().copied().fold(0, u64::max),
-            host: hosts.fold(0, u64::max),
-            total: by_rank.iter().sum(),
+            rank_bytes: bytes_by_rank.iter().copied().fold(0, u64::max),
+            host_bytes: hosts.fold(0, u64::max),
+            total_bytes: bytes_by_rank.iter().sum(),
         }
     }
 }
@@ -82,9 +82,9 @@ mod tests {
         assert_eq!(
             traffic,
             Traffic {
-                rank: 6,
-                host: 10,
-                total: 15
+                rank_bytes: 6,
+                host_bytes: 10,
+                total_bytes: 15
             }
         );
         let mut machines = Machines {
@@ -94,16 +94,16 @@ mod tests {
             mtbf: 1.0,
             restart: 1.0,
         };
-        assert_eq!(machines.stall(&traffic), 2.0);
-        assert_eq!(machines.transfer(&traffic), 5.0);
+        assert_eq!(machines.stall_seconds(&traffic), 2.0);
+        assert_eq!(machines.transfer_seconds(&traffic), 5.0);
         machines.storage = 1.0;
-        assert_eq!(machines.transfer(&traffic), 15.0);
+        assert_eq!(machines.transfer_seconds(&traffic), 15.0);
         assert_eq!(
             Traffic::of_ranks(&[], 8),
             Traffic {
-                rank: 0,
-                host: 0,
-                total: 0
+                rank_bytes: 0,
+                host_bytes: 0,
+                total_bytes: 0
             }
         );
     }

@@ -17,24 +17,24 @@ pub(super) struct JobTimes {
 
 /// Returns Young's interval: the square root of twice the stall times the mean time between
 /// failures.
-pub(super) fn young(times: &JobTimes) -> f64 {
+pub(super) fn young_interval(times: &JobTimes) -> f64 {
     (2.0 * times.stall * times.mtbf).sqrt()
 }
 
 /// Returns Daly's interval, which is right also where failures are frequent: Young's with two more
 /// terms, and the mean time between failures where a stall is twice as long as that.
-pub(super) fn daly(times: &JobTimes) -> f64 {
+pub(super) fn daly_interval(times: &JobTimes) -> f64 {
     let ratio = times.stall / (2.0 * times.mtbf);
     if ratio >= 1.0 {
         return times.mtbf;
     }
-    young(times) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - times.stall
+    young_interval(times) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - times.stall
 }
 
 /// Returns the interval of training time between saves: Daly's, but not shorter than a save takes,
 /// as saves follow each other.
 pub(super) fn best_interval(times: &JobTimes) -> f64 {
-    daly(times).max(times.stall + times.tail)
+    daly_interval(times).max(times.stall + times.tail)
 }
 
 /// Returns the fraction of all time in which training makes progress that is kept (goodput), if a
@@ -46,12 +46,12 @@ pub(super) fn best_interval(times: &JobTimes) -> f64 {
 pub(super) fn effective_fraction(times: &JobTimes, interval: f64) -> f64 {
     let segment = ((interval + times.stall) / times.mtbf).exp_m1();
     // Where both are 0, nothing but the restarts is lost.
-    let kept = if segment > 0.0 {
+    let kept_fraction = if segment > 0.0 {
         interval / times.mtbf / segment
     } else {
         1.0
     };
-    kept * (-(times.restart + times.tail) / times.mtbf).exp()
+    kept_fraction * (-(times.restart + times.tail) / times.mtbf).exp()
 }
 
 #[cfg(test)]
@@ -81,21 +81,21 @@ mod tests {
     fn dalys_interval_is_that_which_the_model_finds_best() {
         for stall in [1.0, 10.0, 60.0, 600.0, 1800.0] {
             let job = job(HOUR, stall);
-            let (daly, best) = (daly(&job), best_of_many(&job));
+            let (daly, best) = (daly_interval(&job), best_of_many(&job));
             assert!(
                 (daly / best - 1.0).abs() < 0.02,
                 "stall {stall}: {daly} and {best}"
             );
             // Young's is further off where saves are long.
-            assert!((young(&job) / best - 1.0).abs() >= (daly / best - 1.0).abs());
+            assert!((young_interval(&job) / best - 1.0).abs() >= (daly / best - 1.0).abs());
         }
-        assert_eq!(daly(&job(60.0, 120.0)), 60.0);
+        assert_eq!(daly_interval(&job(60.0, 120.0)), 60.0);
     }
 
     #[test]
     fn intervals_of_published_examples() {
         // Young: sqrt(2 * 0.1 h * 24 h) = 2.19 h.
-        assert!((young(&job(24.0 * HOUR, 360.0)) / HOUR - 2.1909).abs() < 1e-3);
+        assert!((young_interval(&job(24.0 * HOUR, 360.0)) / HOUR - 2.1909).abs() < 1e-3);
     }
 
     #[test]

@@ -22,9 +22,9 @@ use self::cost::Machines;
 use self::report::{PlanReport, SCHEMA};
 use self::state::{JobState, OptimizerState};
 use self::twin::{JobShape, Layout};
-use super::new_file::{check_free, write};
+use super::new_file::{check_free, write_file};
 use super::output;
-use super::parsers::{float_types, one_to};
+use super::parsers::{float_type_parser, one_to};
 
 /// The largest number of ranks.
 const MAX_RANKS: u64 = 131_072;
@@ -61,7 +61,7 @@ pub(crate) struct PlanArguments {
     ranks_per_host: usize,
     /// Type of the model's parameters
     #[arg(long, default_value = "float32",
-          value_parser = float_types(["float32", "bfloat16", "float16"]))]
+          value_parser = float_type_parser(["float32", "bfloat16", "float16"]))]
     dtype: DType,
     /// State of the optimizer
     #[arg(long, value_enum, default_value_t = OptimizerState::Adamw)]
@@ -85,41 +85,44 @@ pub(crate) struct PlanArguments {
 /// There is no such checkpoint, the ranks cannot be divided into equal replicas, the plan is too
 /// large, or the plot exists already.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<()> {
-    let (model, state) = arguments.state()?;
+    let (model, state) = arguments.load_state()?;
     if let Some(plot) = &arguments.plot {
         // A large plan takes minutes, so a file that is in the way is told before.
         check_free(plot, false)?;
     }
     if let Some(ranks) = arguments.ranks {
-        let report = arguments.report(&model, &state, ranks)?;
+        let report = arguments.make_report(&model, &state, ranks)?;
         if let Some(plot) = &arguments.plot {
-            write(plot, plot::svg(&report).as_bytes(), false)?;
+            write_file(plot, plot::plan_picture(&report).as_bytes(), false)?;
         }
         return if arguments.json {
-            output::json(&report.json())
+            output::print_json(&report.json())
         } else {
-            output::lines(&report.lines())
+            output::print_lines(&report.lines())
         };
     }
     // The plans of a sweep are made one after the other: each may take gigabytes.
     let mut plans = Vec::new();
     let mut lines = vec![PlanReport::header()];
     for &ranks in &arguments.sweep {
-        let mut report = arguments.report(&model, &state, ranks)?;
+        let mut report = arguments.make_report(&model, &state, ranks)?;
         // It would be that of the largest plan so far.
         report.peak_bytes = None;
         plans.push(report.json());
         lines.push(report.row());
     }
     if arguments.json {
-        return output::json(&json!({ "schema": SCHEMA, "plans": plans }));
+        return output::print_json(&json!({ "schema": SCHEMA, "plans": plans }));
     }
-    output::lines(&lines)
+    output::print_lines(&lines)
 }
 
 impl PlanArguments {
-    /// Returns the name and the state of what is planned.
-    fn state(&self) -> Result<(String, JobState)> {
+    /// Returns the name and the state of what is planned: a published model, or a checkpoint.
+    ///
+    /// # Errors
+    /// There is no committed checkpoint.
+    fn load_state(&self) -> Result<(String, JobState)> {
         if let Some(location) = &self.like {
             let state = JobState::from_checkpoint(location)?;
             return Ok((location.to_string(), state));
@@ -128,13 +131,16 @@ impl PlanArguments {
             .model
             .clone()
             .expect("clap requires `--model` without `--like`");
-        let units = models::units(&name).expect("clap takes no other name");
+        let units = models::find_units(&name).expect("clap takes no other name");
         let state = JobState::from_model(units, self.dtype, self.optimizer)?;
         Ok((name, state))
     }
 
-    /// Plans for one number of ranks.
-    fn report<'a>(
+    /// Plans a save of this many ranks, and returns the report.
+    ///
+    /// # Errors
+    /// The errors of [`twin::plan`].
+    fn make_report<'a>(
         &self,
         model: &'a str,
         state: &'a JobState,

@@ -11,10 +11,10 @@ struct Llama {
     intermediate: usize,
     heads: usize,
     kv_heads: usize,
-    head: usize,
+    head_width: usize,
     vocab: usize,
     /// `true` if the output layer is the embedding.
-    tied: bool,
+    is_tied: bool,
     /// The number of experts of a layer; 0 for one dense layer.
     experts: usize,
 }
@@ -26,9 +26,9 @@ const LLAMA_8B: Llama = Llama {
     intermediate: 14_336,
     heads: 32,
     kv_heads: 8,
-    head: 128,
+    head_width: 128,
     vocab: 128_256,
-    tied: false,
+    is_tied: false,
     experts: 0,
 };
 
@@ -38,10 +38,10 @@ const GPT2_POSITIONS: usize = 1024;
 
 /// Lists the parameters of a model by unit: one for those that are in no layer, and one for each
 /// layer.
-type Units = fn() -> Vec<Vec<Parameter>>;
+type ListUnits = fn() -> Vec<Vec<Parameter>>;
 
 /// All models that `--model` takes, by their names.
-pub(super) const MODELS: [(&str, Units); 11] = [
+pub(super) const MODELS: [(&str, ListUnits); 11] = [
     ("gpt2-124m", || gpt2_units(12, 768)),
     ("gpt2-355m", || gpt2_units(24, 1024)),
     ("gpt2-774m", || gpt2_units(36, 1280)),
@@ -51,8 +51,8 @@ pub(super) const MODELS: [(&str, Units); 11] = [
             layers: 16,
             hidden: 2048,
             intermediate: 8192,
-            head: 64,
-            tied: true,
+            head_width: 64,
+            is_tied: true,
             ..LLAMA_8B
         }
         .units()
@@ -63,7 +63,7 @@ pub(super) const MODELS: [(&str, Units); 11] = [
             hidden: 3072,
             intermediate: 8192,
             heads: 24,
-            tied: true,
+            is_tied: true,
             ..LLAMA_8B
         }
         .units()
@@ -106,8 +106,8 @@ pub(super) const MODELS: [(&str, Units); 11] = [
     }),
 ];
 
-/// Returns the units of the model of this name.
-pub(super) fn units(name: &str) -> Option<Vec<Vec<Parameter>>> {
+/// Returns the units of the model of this name; `None` if it is none of [`MODELS`].
+pub(super) fn find_units(name: &str) -> Option<Vec<Vec<Parameter>>> {
     let (_, units) = MODELS.iter().find(|(model, _)| *model == name)?;
     Some(units())
 }
@@ -124,54 +124,55 @@ impl Llama {
             ("model.norm.weight".to_owned(), vec![self.hidden]),
         ];
         // A tied output layer is the embedding under a second name, and has no bytes of its own.
-        if !self.tied {
+        if !self.is_tied {
             root.push(("lm_head.weight".to_owned(), vec![self.vocab, self.hidden]));
         }
         std::iter::once(root)
-            .chain((0..self.layers).map(|layer| self.layer(layer)))
+            .chain((0..self.layers).map(|layer| self.layer_parameters(layer)))
             .collect()
     }
 
     /// Returns the parameters of one layer, by Hugging Face's names.
-    fn layer(&self, layer: usize) -> Vec<Parameter> {
+    fn layer_parameters(&self, layer: usize) -> Vec<Parameter> {
         let hidden = self.hidden;
-        let inner = self.intermediate;
-        let queries = self.heads * self.head;
-        let keys = self.kv_heads * self.head;
-        let mut all = vec![
-            ("self_attn.q_proj".to_owned(), vec![queries, hidden]),
-            ("self_attn.k_proj".to_owned(), vec![keys, hidden]),
-            ("self_attn.v_proj".to_owned(), vec![keys, hidden]),
-            ("self_attn.o_proj".to_owned(), vec![hidden, queries]),
+        let intermediate = self.intermediate;
+        let query_width = self.heads * self.head_width;
+        let key_width = self.kv_heads * self.head_width;
+        let mut weights = vec![
+            ("self_attn.q_proj".to_owned(), vec![query_width, hidden]),
+            ("self_attn.k_proj".to_owned(), vec![key_width, hidden]),
+            ("self_attn.v_proj".to_owned(), vec![key_width, hidden]),
+            ("self_attn.o_proj".to_owned(), vec![hidden, query_width]),
         ];
         // A mixture of experts has a router in place of the dense layer, and an MLP for each
         // expert.
         if self.experts == 0 {
-            all.push(("mlp.gate_proj".to_owned(), vec![inner, hidden]));
-            all.push(("mlp.up_proj".to_owned(), vec![inner, hidden]));
-            all.push(("mlp.down_proj".to_owned(), vec![hidden, inner]));
+            weights.push(("mlp.gate_proj".to_owned(), vec![intermediate, hidden]));
+            weights.push(("mlp.up_proj".to_owned(), vec![intermediate, hidden]));
+            weights.push(("mlp.down_proj".to_owned(), vec![hidden, intermediate]));
         } else {
-            all.push((
+            weights.push((
                 "block_sparse_moe.gate".to_owned(),
                 vec![self.experts, hidden],
             ));
         }
         for expert in 0..self.experts {
             for (name, shape) in [
-                ("w1", [inner, hidden]),
-                ("w2", [hidden, inner]),
-                ("w3", [inner, hidden]),
+                ("w1", [intermediate, hidden]),
+                ("w2", [hidden, intermediate]),
+                ("w3", [intermediate, hidden]),
             ] {
-                all.push((
+                weights.push((
                     format!("block_sparse_moe.experts.{expert}.{name}"),
                     shape.to_vec(),
                 ));
             }
         }
-        all.push(("input_layernorm".to_owned(), vec![hidden]));
-        all.push(("post_attention_layernorm".to_owned(), vec![hidden]));
+        weights.push(("input_layernorm".to_owned(), vec![hidden]));
+        weights.push(("post_attention_layernorm".to_owned(), vec![hidden]));
         // All of them are weights of a layer, under Hugging Face's prefix.
-        all.into_iter()
+        weights
+            .into_iter()
             .map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape))
             .collect()
     }
@@ -263,6 +264,6 @@ mod tests {
             assert_eq!(names.len(), all, "{model}");
             assert!(units.len() > 12);
         }
-        assert!(units("llama-9b").is_none());
+        assert!(find_units("llama-9b").is_none());
     }
 }

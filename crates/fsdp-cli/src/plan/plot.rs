@@ -1,7 +1,7 @@
 //! A picture of the effective time against the interval between saves.
 
 use super::interval::{JobTimes, best_interval, effective_fraction};
-use super::report::{PlanReport, duration};
+use super::report::{PlanReport, duration_text};
 use crate::svg::{Area, Picture};
 
 const WIDTH: f64 = 720.0;
@@ -17,13 +17,13 @@ const SPAN: f64 = 32.0;
 const POINTS: u32 = 200;
 
 /// Returns the picture of a plan.
-pub(super) fn svg(report: &PlanReport<'_>) -> String {
+pub(super) fn plan_picture(report: &PlanReport<'_>) -> String {
     let times = &report.times;
     // An interval of 0, where a save takes no time, has no place on a logarithmic axis.
     let best = best_interval(times).max(1e-3);
     let mut picture = Picture::default();
-    let whole = [("width", WIDTH), ("height", HEIGHT)];
-    picture.shape("rect", &whole, "fill=\"white\"", "");
+    let page_size = [("width", WIDTH), ("height", HEIGHT)];
+    picture.shape("rect", &page_size, "fill=\"white\"", "");
     let heading = format!("{}: effective time by interval", report.title());
     picture.text((CHART.x, 28.0), "font-size=\"16\"", &heading, "");
 
@@ -37,41 +37,46 @@ pub(super) fn svg(report: &PlanReport<'_>) -> String {
     // The horizontal axis is the interval, with the best one in the middle.
     for power in [-5i32, -3, -1, 0, 1, 3, 5] {
         let interval = best * 2f64.powi(power);
-        let at = (x_of(interval, best), CHART.y_at(0.0) + 20.0);
-        picture.text(at, "text-anchor=\"middle\"", &duration(interval), "");
+        let position = (interval_x(interval, best), CHART.y_at(0.0) + 20.0);
+        picture.text(
+            position,
+            "text-anchor=\"middle\"",
+            &duration_text(interval),
+            "",
+        );
     }
     let curve = (0..=POINTS).map(|point| {
-        let along = f64::from(point) / f64::from(POINTS);
-        point_of(best / SPAN * (SPAN * SPAN).powf(along), best, times)
+        let fraction = f64::from(point) / f64::from(POINTS);
+        curve_point(best / SPAN * (SPAN * SPAN).powf(fraction), best, times)
     });
     picture.curve(
         "polyline",
         curve,
         "fill=\"none\" stroke=\"#1f5fa8\" stroke-width=\"2\"",
     );
-    let (x, y) = point_of(best, best, times);
+    let (x, y) = curve_point(best, best, times);
     let dot = [("cx", x), ("cy", y), ("r", 4.0)];
     picture.shape("circle", &dot, "fill=\"#c03030\"", "");
     let label = format!(
         "{}: {:.1} %",
-        duration(best),
+        duration_text(best),
         100.0 * effective_fraction(times, best)
     );
     picture.text((x, y - 12.0), "text-anchor=\"middle\"", &label, "");
-    let below = (CHART.x_at(0.5), HEIGHT - 12.0);
+    let axis_position = (CHART.x_at(0.5), HEIGHT - 12.0);
     let axis = "training time between saves";
-    picture.text(below, "text-anchor=\"middle\"", axis, "");
-    let look = "font-family=\"sans-serif\" font-size=\"13\"";
-    picture.document(WIDTH, HEIGHT, look, "\n")
+    picture.text(axis_position, "text-anchor=\"middle\"", axis, "");
+    let attributes = "font-family=\"sans-serif\" font-size=\"13\"";
+    picture.document(WIDTH, HEIGHT, attributes, "\n")
 }
 
 /// Returns the position of an interval on the logarithmic horizontal axis.
-fn x_of(interval: f64, best: f64) -> f64 {
+fn interval_x(interval: f64, best: f64) -> f64 {
     CHART.x_at((interval / best * SPAN).ln() / (SPAN * SPAN).ln())
 }
 
 /// Returns the point of the curve at an interval.
-fn point_of(interval: f64, best: f64, times: &JobTimes) -> (f64, f64) {
-    let up = effective_fraction(times, interval);
-    (x_of(interval, best), CHART.y_at(up))
+fn curve_point(interval: f64, best: f64, times: &JobTimes) -> (f64, f64) {
+    let fraction = effective_fraction(times, interval);
+    (interval_x(interval, best), CHART.y_at(fraction))
 }

@@ -12,7 +12,7 @@ use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 use indexmap::IndexMap;
 
 use super::models::Parameter;
-use crate::inspect::bytes_of;
+use crate::inspect::shape_bytes;
 
 /// The state that an optimizer keeps for each parameter.
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -29,9 +29,12 @@ pub(super) enum OptimizerState {
 
 impl OptimizerState {
     /// Lists the tensors that are kept for each parameter, with their types.
-    fn slots(self, parameters: DType) -> Vec<(&'static str, DType)> {
+    fn slot_dtypes(self, parameter_dtype: DType) -> Vec<(&'static str, DType)> {
         match self {
-            OptimizerState::Adamw => vec![("exp_avg", parameters), ("exp_avg_sq", parameters)],
+            OptimizerState::Adamw => vec![
+                ("exp_avg", parameter_dtype),
+                ("exp_avg_sq", parameter_dtype),
+            ],
             OptimizerState::AdamwMaster => {
                 vec![
                     ("master_param", DType::F32),
@@ -39,13 +42,13 @@ impl OptimizerState {
                     ("exp_avg_sq", DType::F32),
                 ]
             }
-            OptimizerState::Sgd => vec![("momentum_buffer", parameters)],
+            OptimizerState::Sgd => vec![("momentum_buffer", parameter_dtype)],
             OptimizerState::None => Vec::new(),
         }
     }
 
-    /// Lists the values of its parameter group.
-    const fn values(self) -> &'static [&'static str] {
+    /// Lists the names of the values of its parameter group.
+    const fn group_values(self) -> &'static [&'static str] {
         match self {
             OptimizerState::Adamw | OptimizerState::AdamwMaster => {
                 &["lr", "betas.0", "betas.1", "eps", "weight_decay"]
@@ -76,10 +79,10 @@ pub(super) struct Unit {
 #[derive(Debug, Clone, Default)]
 pub(super) struct JobState {
     /// The elements of the model's parameters, where these are known from the other tensors.
-    pub(super) parameters: Option<u64>,
+    pub(super) parameter_count: Option<u64>,
     pub(super) units: Vec<Unit>,
     /// The tensors that every rank holds, with types and shapes.
-    pub(super) whole: Vec<(Key, DType, Vec<usize>)>,
+    pub(super) unsharded: Vec<(Key, DType, Vec<usize>)>,
     /// The values that every rank holds, with the bytes of their items.
     pub(super) values: Vec<(Key, u64)>,
     /// The flat keys in the order of the state dict; empty if that is the order above, kind by
@@ -88,6 +91,7 @@ pub(super) struct JobState {
 }
 
 impl Key {
+    /// Returns the key with this path, whose flat key is the parts joined by dots.
     fn from_parts(parts: &[&str]) -> Self {
         let path = KeyPath(
             parts
@@ -114,23 +118,23 @@ impl JobState {
         optimizer: OptimizerState,
     ) -> Result<Self> {
         let mut state = JobState::default();
-        let mut elements = 0;
+        let mut element_count = 0;
         for parameters in units {
             // The keys are in the order of state dicts: the model first, then each kind of state.
-            let mut model = Vec::with_capacity(parameters.len());
+            let mut model_keys = Vec::with_capacity(parameters.len());
             for (name, shape) in &parameters {
-                model.push(Key::from_parts(&["model", name]));
-                elements += shape.iter().product::<usize>() as u64;
+                model_keys.push(Key::from_parts(&["model", name]));
+                element_count += shape.iter().product::<usize>() as u64;
                 if matches!(
                     optimizer,
                     OptimizerState::Adamw | OptimizerState::AdamwMaster
                 ) {
                     let step = Key::from_parts(&["optim", "state", name, "step"]);
-                    state.whole.push((step, DType::F32, Vec::new()));
+                    state.unsharded.push((step, DType::F32, Vec::new()));
                 }
             }
-            let mut kinds = vec![(dtype, model)];
-            for (slot, dtype) in optimizer.slots(dtype) {
+            let mut kinds = vec![(dtype, model_keys)];
+            for (slot, dtype) in optimizer.slot_dtypes(dtype) {
                 let keys = parameters
                     .iter()
                     .map(|(name, _)| Key::from_parts(&["optim", "state", name, slot]))
@@ -139,13 +143,13 @@ impl JobState {
             }
             state.units.push(Unit { parameters, kinds });
         }
-        state.parameters = Some(elements);
+        state.parameter_count = Some(element_count);
         // All floats take the same number of bytes, whatever their values.
-        let float = value_item_length(&PlainValue::Float(0.1))?;
-        for value in optimizer.values() {
+        let float_bytes = value_item_length(&PlainValue::Float(0.1))?;
+        for name in optimizer.group_values() {
             state.values.push((
-                Key::from_parts(&["optim", "param_groups", "0", value]),
-                float,
+                Key::from_parts(&["optim", "param_groups", "0", name]),
+                float_bytes,
             ));
         }
         state.values.push((
@@ -187,11 +191,13 @@ impl JobState {
                 }
                 // A scalar cannot be cut, so every rank holds it.
                 Entry::Tensor(tensor) if tensor.shape.is_empty() => {
-                    state.whole.push((key, tensor.properties.dtype, Vec::new()));
+                    state
+                        .unsharded
+                        .push((key, tensor.properties.dtype, Vec::new()));
                 }
                 Entry::Tensor(tensor) => {
                     let dtype = tensor.properties.dtype;
-                    let (prefix, kind) = unit_of(fqn);
+                    let (prefix, kind) = unit_prefix_and_kind(fqn);
                     let unit = units.entry((prefix, kind, dtype)).or_default();
                     unit.parameters.push((fqn.clone(), tensor.shape.clone()));
                     match unit.kinds.first_mut() {
@@ -206,35 +212,36 @@ impl JobState {
     }
 
     /// Returns the bytes of all tensors, each once.
-    pub(super) fn bytes(&self) -> u64 {
+    pub(super) fn total_bytes(&self) -> u64 {
         // The shapes may come from a file, so their product may be too large for a number.
         let mut bytes: u64 = 0;
         for unit in &self.units {
             for (dtype, _) in &unit.kinds {
                 for (_, shape) in &unit.parameters {
-                    bytes = bytes.saturating_add(bytes_of(*dtype, shape));
+                    bytes = bytes.saturating_add(shape_bytes(*dtype, shape));
                 }
             }
         }
-        for (_, dtype, shape) in &self.whole {
-            bytes = bytes.saturating_add(bytes_of(*dtype, shape));
+        for (_, dtype, shape) in &self.unsharded {
+            bytes = bytes.saturating_add(shape_bytes(*dtype, shape));
         }
         bytes
     }
 
     /// Returns the number of tensors.
-    pub(super) fn tensors(&self) -> usize {
+    pub(super) fn tensor_count(&self) -> usize {
         let sharded: usize = self
             .units
             .iter()
             .map(|unit| unit.kinds.len() * unit.parameters.len())
             .sum();
-        sharded + self.whole.len()
+        sharded + self.unsharded.len()
     }
 }
 
-/// Returns the name up to its first number, with that, and for state of an optimizer the last part.
-fn unit_of(fqn: &str) -> (&str, &str) {
+/// Returns the name up to its first number, with that, and for state of an optimizer the last part;
+/// empty texts where there is none.
+fn unit_prefix_and_kind(fqn: &str) -> (&str, &str) {
     // Moments have the shapes of their parameters, but are sharded in FlatParameters of their own.
     let kind = if fqn.starts_with("optim") {
         fqn.rsplit('.')
@@ -256,22 +263,25 @@ fn unit_of(fqn: &str) -> (&str, &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::models::units;
+    use super::super::models::find_units;
     use super::*;
 
     #[test]
     fn layers_are_units_and_moments_are_apart() {
         assert_eq!(
-            unit_of("model.layers.12.mlp.weight"),
+            unit_prefix_and_kind("model.layers.12.mlp.weight"),
             ("model.layers.12.", "")
         );
         assert_eq!(
-            unit_of("optim.state.h.3.w.exp_avg"),
+            unit_prefix_and_kind("optim.state.h.3.w.exp_avg"),
             ("optim.state.h.3.", "exp_avg")
         );
-        assert_eq!(unit_of("model.embed.weight"), ("", ""));
-        assert_eq!(unit_of("optim.state.embed.exp_avg_sq"), ("", "exp_avg_sq"));
-        assert_eq!(unit_of("7"), ("7", ""));
+        assert_eq!(unit_prefix_and_kind("model.embed.weight"), ("", ""));
+        assert_eq!(
+            unit_prefix_and_kind("optim.state.embed.exp_avg_sq"),
+            ("", "exp_avg_sq")
+        );
+        assert_eq!(unit_prefix_and_kind("7"), ("7", ""));
     }
 
     /// MLPerf Storage gives its checkpoints in GiB, of the model and of the optimizer.
@@ -283,9 +293,9 @@ mod tests {
             ("llama-405b", 755, 4533),
         ] {
             let of = |state| {
-                JobState::from_model(units(name).unwrap(), DType::BF16, state)
+                JobState::from_model(find_units(name).unwrap(), DType::BF16, state)
                     .unwrap()
-                    .bytes()
+                    .total_bytes()
             };
             let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
             let alone = gib(of(OptimizerState::None));

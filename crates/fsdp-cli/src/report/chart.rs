@@ -12,15 +12,19 @@ const CHART: Area = Area {
     height: 168.0,
 };
 /// The lines across, the axes included.
-const LINES: u32 = 4;
+const LINE_COUNT: u32 = 4;
 
-/// Returns a curve as a picture, or nothing if it has no points. `show` formats a value.
-pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) -> Option<String> {
+/// Returns a curve as a picture, or `None` if it has no points. `format_value` formats a value.
+pub(super) fn curve_picture(
+    title: &str,
+    series: &Series,
+    format_value: impl Fn(f64) -> String,
+) -> Option<String> {
     let points = series.points();
     // Steps go back where somebody has joined the metrics of two runs, so the first point need not
     // have the lowest step.
-    let first = points.iter().map(|point| point.step).min()?;
-    let last = points.iter().map(|point| point.step).max()?;
+    let first_step = points.iter().map(|point| point.step).min()?;
+    let last_step = points.iter().map(|point| point.step).max()?;
     let min = points
         .iter()
         .map(|point| point.min)
@@ -35,33 +39,50 @@ pub(super) fn chart(title: &str, series: &Series, show: impl Fn(f64) -> String) 
         0.0 => max.abs() / 2.0,
         span => span * 0.05,
     };
-    let low = min - margin;
-    let span = max + margin - low;
+    let lowest = min - margin;
+    let span = max + margin - lowest;
 
     let mut picture = Picture::default();
-    for line in 0..LINES {
-        let up = f64::from(line) / f64::from(LINES - 1);
-        let y = CHART.y_at(up);
+    for line in 0..LINE_COUNT {
+        let fraction = f64::from(line) / f64::from(LINE_COUNT - 1);
+        let y = CHART.y_at(fraction);
         picture.line_across(&CHART, y, "class=\"line\"");
         let style = "class=\"soft\" text-anchor=\"end\"";
-        let label = show(low + span * up);
+        let label = format_value(lowest + span * fraction);
         picture.text((CHART.x - 6.0, y + 4.0), style, &label, "");
     }
-    let steps = (last - first).max(1) as f64;
-    let values: [fn(&Point) -> f64; 3] = [|point| point.max, |point| point.min, Point::mean];
-    let [above, below, means] = values.map(|value| {
+    let steps = (last_step - first_step).max(1) as f64;
+    let point_values: [fn(&Point) -> f64; 3] = [|point| point.max, |point| point.min, Point::mean];
+    let [upper_edge, lower_edge, mean_curve] = point_values.map(|point_value| {
         points.iter().map(move |point| {
-            let along = (point.step - first) as f64 / steps;
-            (CHART.x_at(along), CHART.y_at((value(point) - low) / span))
+            let fraction = (point.step - first_step) as f64 / steps;
+            (
+                CHART.x_at(fraction),
+                CHART.y_at((point_value(point) - lowest) / span),
+            )
         })
     });
     // The band goes along the largest values, and back along the smallest.
-    picture.curve("polygon", above.chain(below.rev()), "class=\"band\"");
-    picture.curve("polyline", means, "class=\"one\"");
+    picture.curve(
+        "polygon",
+        upper_edge.chain(lower_edge.rev()),
+        "class=\"band\"",
+    );
+    picture.curve("polyline", mean_curve, "class=\"one\"");
     let y = HEIGHT - 8.0;
-    picture.text((CHART.x, y), "class=\"soft\"", &format!("step {first}"), "");
+    picture.text(
+        (CHART.x, y),
+        "class=\"soft\"",
+        &format!("step {first_step}"),
+        "",
+    );
     let style = "class=\"soft\" text-anchor=\"end\"";
-    picture.text((CHART.x_at(1.0), y), style, &format!("step {last}"), "");
+    picture.text(
+        (CHART.x_at(1.0), y),
+        style,
+        &format!("step {last_step}"),
+        "",
+    );
     Some(picture.for_page(title, WIDTH, HEIGHT))
 }
 
@@ -75,7 +96,7 @@ mod tests {
         for step in [500, 510, 3, 4] {
             series.push(step, Some(step as f64));
         }
-        let drawn = chart("loss", &series, |value| value.to_string()).unwrap();
+        let drawn = curve_picture("loss", &series, |value| value.to_string()).unwrap();
         assert!(
             !drawn.contains("-inf") && !drawn.contains("NaN") && !drawn.contains("e1"),
             "{drawn}"

@@ -35,7 +35,7 @@ pub(super) struct StartEvent {
     /// The way in which it ended: at its last step, or by a signal. `None` if it was killed or
     /// crashed.
     #[serde(skip)]
-    pub(super) end: Option<&'static str>,
+    pub(super) end_text: Option<&'static str>,
 }
 
 /// A save was committed.
@@ -68,7 +68,7 @@ impl History {
     /// The file cannot be read.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let mut history = History::default();
-        lines::read(path, |line| history.record(line))?;
+        lines::parse_lines(path, |line| history.record(line))?;
         Ok(history)
     }
 
@@ -76,32 +76,32 @@ impl History {
     fn record(&mut self, line: EventLine) {
         match line {
             EventLine::Start(start) => {
-                self.earlier_starts += make_room(&mut self.starts);
+                self.earlier_starts += drop_oldest(&mut self.starts);
                 // Resumes are counted over all starts, also those that are dropped from the list.
                 self.resumes += usize::from(start.resumed_from.is_some());
                 self.starts.push(start);
             }
             EventLine::Checkpoint(save) => {
-                self.earlier_saves += make_room(&mut self.saves);
+                self.earlier_saves += drop_oldest(&mut self.saves);
                 self.saves.push(save);
             }
-            EventLine::Stopped => self.end("stopped by a signal"),
-            EventLine::End => self.end("done"),
+            EventLine::Stopped => self.record_end("stopped by a signal"),
+            EventLine::End => self.record_end("done"),
             EventLine::Other => {}
         }
     }
 
     /// Records how the process that started last has ended.
-    fn end(&mut self, how: &'static str) {
+    fn record_end(&mut self, description: &'static str) {
         // The file may begin in the middle of a run, if somebody has shortened it.
         if let Some(start) = self.starts.last_mut() {
-            start.end = Some(how);
+            start.end_text = Some(description);
         }
     }
 }
 
-/// Drops the first of a full list, and returns the number of those that were dropped.
-fn make_room<T>(events: &mut Vec<T>) -> usize {
+/// Drops the first event of a full list, and returns the number that were dropped: 0 or 1.
+fn drop_oldest<T>(events: &mut Vec<T>) -> usize {
     if events.len() < MAX_EVENTS {
         return 0;
     }

@@ -10,53 +10,59 @@ use serde::de::DeserializeOwned;
 /// The longest line that is read.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-/// Parses each line as a JSON object and calls `take` with it. Returns the number of lines that
+/// Parses each line as a JSON object and calls `handle` with it. Returns the number of lines that
 /// could not be parsed. A missing file has no lines.
 ///
 /// # Errors
 /// The file cannot be read.
-pub(crate) fn read<T: DeserializeOwned>(path: &Path, mut take: impl FnMut(T)) -> Result<u64> {
+pub(crate) fn parse_lines<T: DeserializeOwned>(
+    path: &Path,
+    mut handle: impl FnMut(T),
+) -> Result<u64> {
     let mut unreadable = 0;
-    let visited = File::open(path).and_then(|file| {
-        visit(file, |line, _| match serde_json::from_slice(line) {
-            Ok(object) => take(object),
+    let outcome = File::open(path).and_then(|file| {
+        visit_lines(file, |line, _| match serde_json::from_slice(line) {
+            Ok(object) => handle(object),
             // A kill may have cut it off, or another program may have written it.
             Err(_) => unreadable += 1,
         })
     });
-    match visited {
+    match outcome {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
-        visited => {
-            visited.with_context(|| format!("failed to read `{}`", path.display()))?;
+        outcome => {
+            outcome.with_context(|| format!("failed to read `{}`", path.display()))?;
             Ok(unreadable)
         }
     }
 }
 
-/// Calls `take` with each line, its line break included, and with the offset of its end. Of a line
-/// that is too long only the start is given, which is no JSON object.
+/// Calls `handle` with each line, its line break included, and with the offset of its end. Of a
+/// line that is too long only the start is given, which is no JSON object.
 ///
 /// # Errors
 /// The file cannot be read.
-pub(crate) fn visit(from: impl io::Read, mut take: impl FnMut(&[u8], u64)) -> io::Result<()> {
-    let mut reader = BufReader::new(from);
+pub(crate) fn visit_lines(
+    source: impl io::Read,
+    mut handle: impl FnMut(&[u8], u64),
+) -> io::Result<()> {
+    let mut reader = BufReader::new(source);
     let mut line = Vec::new();
-    let mut end = 0;
+    let mut line_end = 0;
     loop {
         line.clear();
-        let read = reader
+        let byte_count = reader
             .by_ref()
             .take(MAX_LINE_BYTES)
             .read_until(b'\n', &mut line)?;
-        if read == 0 {
+        if byte_count == 0 {
             return Ok(());
         }
-        end += read as u64;
+        line_end += byte_count as u64;
         // Skip the rest of a line that is too long, which would be read as another line.
         if line.len() as u64 == MAX_LINE_BYTES && !line.ends_with(b"\n") {
-            end += reader.skip_until(b'\n')? as u64;
+            line_end += reader.skip_until(b'\n')? as u64;
         }
-        take(&line, end);
+        handle(&line, line_end);
     }
 }
 
@@ -72,10 +78,13 @@ mod tests {
         let long = "x".repeat(3 * MAX_LINE_BYTES as usize);
         write!(file, "1\n{long}\nno\n2\n3").unwrap();
         let mut taken: Vec<u64> = Vec::new();
-        assert_eq!(read(file.path(), |number| taken.push(number)).unwrap(), 2);
+        assert_eq!(
+            parse_lines(file.path(), |number| taken.push(number)).unwrap(),
+            2
+        );
         assert_eq!(taken, [1, 2, 3]);
         assert_eq!(
-            read(Path::new("no/such/file"), |number: u64| taken.push(number)).unwrap(),
+            parse_lines(Path::new("no/such/file"), |number: u64| taken.push(number)).unwrap(),
             0
         );
     }

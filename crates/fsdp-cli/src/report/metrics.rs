@@ -25,19 +25,19 @@ struct MetricsLine {
 #[derive(Debug, Default)]
 pub(super) struct Metrics {
     /// The number of steps with metrics.
-    pub(super) lines: u64,
+    pub(super) step_count: u64,
     /// The number of lines that could not be read.
-    pub(super) unreadable: u64,
+    pub(super) unreadable_lines: u64,
     /// The number of steps whose update was left out.
-    pub(super) skipped: u64,
+    pub(super) skipped_updates: u64,
     /// The number of steps done at the last line.
-    pub(super) steps: u64,
+    pub(super) steps_done: u64,
     pub(super) last_loss: Option<f64>,
     pub(super) loss: Series,
     pub(super) lr: Series,
     pub(super) grad_norm: Series,
     pub(super) tokens_per_s: Series,
-    pub(super) memory: Series,
+    pub(super) memory_bytes: Series,
 }
 
 impl Metrics {
@@ -47,7 +47,7 @@ impl Metrics {
     /// The file cannot be read.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let mut metrics = Metrics::default();
-        metrics.unreadable = lines::read(path, |line| metrics.record(&line))?;
+        metrics.unreadable_lines = lines::parse_lines(path, |line| metrics.record(&line))?;
         Ok(metrics)
     }
 
@@ -55,15 +55,15 @@ impl Metrics {
     fn record(&mut self, line: &MetricsLine) {
         // A line has the number of steps before it; people count those that are done.
         let step = line.step.saturating_add(1);
-        self.lines += 1;
-        self.skipped += u64::from(line.skipped);
-        self.steps = step;
+        self.step_count += 1;
+        self.skipped_updates += u64::from(line.skipped);
+        self.steps_done = step;
         self.last_loss = line.loss;
         // A step whose loss was not a number has no point, and leaves no gap in memory.
         self.loss.push(step, line.loss);
         self.lr.push(step, line.lr);
         self.grad_norm.push(step, line.grad_norm);
         self.tokens_per_s.push(step, line.tokens_per_s);
-        self.memory.push(step, line.peak_memory_bytes);
+        self.memory_bytes.push(step, line.peak_memory_bytes);
     }
 }

@@ -17,7 +17,7 @@ use fsdp_formats::lineage::list_chain;
 use self::history::History;
 use self::metrics::Metrics;
 use crate::failure::usage_error;
-use crate::new_file::{check_free, write};
+use crate::new_file::{check_free, write_file};
 use crate::output;
 
 /// The metrics of all steps, a line of JSON each, in the run's directory.
@@ -72,14 +72,14 @@ pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     let metrics = Metrics::read(&directory.join(METRICS_FILE))?;
     let history = History::read(&directory.join(EVENTS_FILE))?;
     let checkpoints = list_chain(checkpoint_dir)?;
-    if metrics.lines == 0 && checkpoints.is_empty() {
+    if metrics.step_count == 0 && checkpoints.is_empty() {
         bail!(usage_error(
             format!("`{name}` has neither metrics nor checkpoints of a run"),
             "name the directory that `fsdp train --out` was given",
         ));
     }
-    let page = page::html(&name, &metrics, &history, &checkpoints);
-    write(file, page.as_bytes(), arguments.overwrite)?;
+    let page = page::run_page(&name, &metrics, &history, &checkpoints);
+    write_file(file, page.as_bytes(), arguments.overwrite)?;
     output::talk(&format!("wrote `{}`", file.display()));
     Ok(())
 }

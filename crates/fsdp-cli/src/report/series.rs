@@ -28,14 +28,14 @@ impl Point {
         self.sum / self.count as f64
     }
 
-    /// Returns the point of the values of both, where `other` has the later steps.
-    fn join(&self, other: &Point) -> Point {
+    /// Returns the point of the values of both, where `later` has the higher steps.
+    fn join(&self, later: &Point) -> Point {
         Point {
             step: self.step,
-            min: self.min.min(other.min),
-            max: self.max.max(other.max),
-            sum: self.sum + other.sum,
-            count: self.count + other.count,
+            min: self.min.min(later.min),
+            max: self.max.max(later.max),
+            sum: self.sum + later.sum,
+            count: self.count + later.count,
         }
     }
 }
@@ -70,7 +70,9 @@ impl Series {
             count: 1,
         };
         match self.points.last_mut() {
-            Some(last) if last.count < self.stride => *last = last.join(&point),
+            Some(last_point) if last_point.count < self.stride => {
+                *last_point = last_point.join(&point)
+            }
             _ => self.points.push(point),
         }
         if self.points.len() > self.capacity {

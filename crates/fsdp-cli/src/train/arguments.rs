@@ -14,7 +14,7 @@ use fsdp::nn::BackwardPrefetch;
 use fsdp::prelude::*;
 
 use super::optimizers::OptimizerName;
-use crate::parsers::{not_negative, one_to, positive};
+use crate::parsers::{one_to, parse_not_negative, parse_positive};
 
 /// The largest number of ranks that are threads of one process.
 const MAX_RANKS: u64 = 1024;
@@ -37,7 +37,7 @@ const OUTPUT: &str = "Output";
 
 /// Returns the parser of a place for checkpoints. An empty text would be the current directory,
 /// which nobody means.
-fn location() -> impl TypedValueParser<Value = Location> {
+fn location_parser() -> impl TypedValueParser<Value = Location> {
     // A path need not be UTF-8, so the text is not turned into a string first.
     OsStringValueParser::new().try_map(|text| {
         if text.is_empty() {
@@ -49,7 +49,7 @@ fn location() -> impl TypedValueParser<Value = Location> {
 }
 
 /// Returns the parser of a number of steps, up to the largest that a checkpoint can keep.
-fn steps() -> RangedU64ValueParser<u64> {
+fn step_count_parser() -> RangedU64ValueParser<u64> {
     RangedU64ValueParser::new().range(..=i64::MAX.unsigned_abs())
 }
 
@@ -84,20 +84,22 @@ pub(super) const DECAYS: [(&str, Decay); 3] = [
     ("linear", Decay::Linear),
 ];
 
-/// Returns the decay of this name.
-pub(super) fn decay(name: &str) -> Option<Decay> {
-    let (_, decay) = DECAYS.into_iter().find(|(known, _)| *known == name)?;
+/// Returns the decay of this name; `None` if there is none.
+pub(super) fn find_decay(name: &str) -> Option<Decay> {
+    let (_, decay) = DECAYS
+        .into_iter()
+        .find(|(decay_name, _)| *decay_name == name)?;
     Some(decay)
 }
 
 /// Returns the parser of a choice that is one of these names.
-fn named<T: Clone + Send + Sync + 'static>(
+fn choice_parser<T: Clone + Send + Sync + 'static>(
     names: impl Into<PossibleValuesParser>,
-    choice: fn(&str) -> Option<T>,
+    find_choice: fn(&str) -> Option<T>,
 ) -> impl TypedValueParser<Value = T> {
     names
         .into()
-        .map(move |name| choice(&name).expect("clap takes no other name"))
+        .map(move |name| find_choice(&name).expect("clap takes no other name"))
 }
 
 /// The moments at which a backward begins to gather its next unit.
@@ -113,8 +115,8 @@ pub(super) enum PrefetchName {
 }
 
 impl PrefetchName {
-    /// Returns the library's option.
-    pub(super) const fn option(self) -> Option<BackwardPrefetch> {
+    /// Returns the library's option; `None` for no prefetch.
+    pub(super) const fn library_option(self) -> Option<BackwardPrefetch> {
         match self {
             PrefetchName::Pre => Some(BackwardPrefetch::Pre),
             PrefetchName::Post => Some(BackwardPrefetch::Post),
@@ -154,7 +156,7 @@ pub(crate) struct TrainArguments {
     pub(super) out: PathBuf,
     /// Place for the checkpoints instead of --out: a directory, or the URL of an object store
     /// (s3://, gs://, az://)
-    #[arg(help_heading = RUN, long, value_name = "LOCATION", value_parser = location())]
+    #[arg(help_heading = RUN, long, value_name = "LOCATION", value_parser = location_parser())]
     pub(super) checkpoint_dir: Option<Location>,
     /// Go on from the newest checkpoint of --out (or --checkpoint-dir), at whatever number of ranks
     /// is given now, or from the one before if it is damaged. With --resume=strict a damaged one is
@@ -175,7 +177,7 @@ pub(crate) struct TrainArguments {
     /// a launcher (tcp; nccl with a GPU each) or an MPI launcher (mpi) started [default: tcp if a
     /// launcher started several, else local]
     #[arg(help_heading = RANKS, long,
-          value_parser = named(["local", "tcp", "mpi", "nccl"], |name| name.parse::<BackendKind>().ok()))]
+          value_parser = choice_parser(["local", "tcp", "mpi", "nccl"], |name| name.parse::<BackendKind>().ok()))]
     pub(super) backend: Option<BackendKind>,
     /// Device of each rank; if there are several GPUs, the one with its number on this machine
     /// [default: cuda with --backend nccl, else cpu]
@@ -241,17 +243,17 @@ pub(crate) struct TrainArguments {
     #[arg(help_heading = MODEL, long, value_name = "Z")]
     pub(super) seed: Option<u64>,
     /// Learning rate [default: 0.001]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "X", value_parser = not_negative)]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "X", value_parser = parse_not_negative)]
     pub(super) lr: Option<f64>,
     /// The way in which the learning rate falls to 0, or not at all [default: constant]
     #[arg(help_heading = OPTIMIZER, long,
-          value_parser = named(DECAYS.map(|(name, _)| name), decay))]
+          value_parser = choice_parser(DECAYS.map(|(name, _)| name), find_decay))]
     pub(super) schedule: Option<Decay>,
     /// Steps in which the learning rate rises from 0 [default: 0]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "N", value_parser = steps())]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "N", value_parser = step_count_parser())]
     pub(super) warmup: Option<u64>,
     /// Steps after which the learning rate has fallen [default: --steps of the first run]
-    #[arg(help_heading = OPTIMIZER, long, value_name = "S", value_parser = steps())]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "S", value_parser = step_count_parser())]
     pub(super) schedule_steps: Option<u64>,
     /// Optimizer, with torch's defaults. muon takes the matrices of the blocks, and leaves the rest
     /// to adamw [default: adamw]
@@ -272,13 +274,13 @@ pub(crate) struct TrainArguments {
     /// Compute in this type, with parameters, reductions and optimizer state in f32. With f16 the
     /// loss is scaled
     #[arg(help_heading = SHARDING, long,
-          value_parser = named(["bf16", "f16"], |name| name.parse::<DType>().ok()))]
+          value_parser = choice_parser(["bf16", "f16"], |name| name.parse::<DType>().ok()))]
     pub(super) mixed_precision: Option<DType>,
     /// Keep shards and optimizer state in the host's memory, also where the device is a GPU
     #[arg(help_heading = SHARDING, long)]
     pub(super) cpu_offload: bool,
     /// Scale gradients down so that their norm over all parameters is at most this
-    #[arg(help_heading = OPTIMIZER, long, value_name = "NORM", value_parser = positive)]
+    #[arg(help_heading = OPTIMIZER, long, value_name = "NORM", value_parser = parse_positive)]
     pub(super) clip_grad_norm: Option<f64>,
     /// When gradients of some rank are NaN or infinite: end the run with an error, or skip the
     /// update of that step
@@ -325,10 +327,10 @@ pub(crate) struct TrainArguments {
 impl TrainArguments {
     /// Returns the options that must be the same on all ranks, as text: they decide what ranks
     /// compute together, and in which order they call collectives.
-    pub(super) fn of_all_ranks(&self) -> String {
+    pub(super) fn shared_options_text(&self) -> String {
         // Debug text is enough: it is only compared, by a hash, with that of the other ranks.
         // Options of this process alone, such as the trace or the threads, are left out.
-        let saves = (
+        let save_options = (
             self.save_every,
             // The directory may differ from host to host.
             self.memory_tier.is_some(),
@@ -338,7 +340,7 @@ impl TrainArguments {
             self.read_once,
             self.check_replicas,
         );
-        let sharding = (
+        let sharding_options = (
             self.strategy,
             self.replicas,
             self.use_orig_params,
@@ -347,21 +349,21 @@ impl TrainArguments {
             self.cpu_offload,
             self.activation_checkpointing,
         );
-        let steps = (
+        let step_options = (
             self.steps,
             self.clip_grad_norm,
             self.nonfinite,
             self.accumulate,
             self.sample,
         );
-        format!("{saves:?} {sharding:?} {steps:?}")
+        format!("{save_options:?} {sharding_options:?} {step_options:?}")
     }
 
-    /// Returns which checkpoint to continue from. A process that a launcher has started again goes
-    /// on, whatever it did the first time.
+    /// Returns the way in which the run resumes. A process that a launcher has started again
+    /// continues, whatever it did the first time.
     pub(super) fn resume_mode(&self) -> ResumeMode {
         // The command line of a process that is started again is that of its first start.
-        if self.goes_on_unasked() {
+        if self.is_resumed_by_launcher() {
             ResumeMode::Auto
         } else {
             self.resume
@@ -369,12 +371,12 @@ impl TrainArguments {
     }
 
     /// Returns `true` if the run continues only because a launcher has started it again.
-    pub(super) fn goes_on_unasked(&self) -> bool {
-        self.resume == ResumeMode::No && restarts() > 0
+    pub(super) fn is_resumed_by_launcher(&self) -> bool {
+        self.resume == ResumeMode::No && restart_count() > 0
     }
 
     /// Returns the place of the checkpoints.
-    pub(super) fn checkpoints(&self) -> Location {
+    pub(super) fn checkpoint_location(&self) -> Location {
         match &self.checkpoint_dir {
             Some(location) => location.clone(),
             None => Location::from(&self.out),
@@ -382,8 +384,9 @@ impl TrainArguments {
     }
 }
 
-/// Returns the number of times that a launcher has started this process again.
-pub(super) fn restarts() -> u64 {
+/// Returns the number of times that a launcher has started this process again; 0 if no launcher
+/// says so.
+pub(super) fn restart_count() -> u64 {
     // Without a launcher there is no such variable.
     let count = std::env::var("TORCHELASTIC_RESTART_COUNT");
     count.map_or(0, |count| count.trim().parse().unwrap_or(0))

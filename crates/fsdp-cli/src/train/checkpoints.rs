@@ -15,7 +15,7 @@ use super::report::Reporter;
 use crate::exit_codes;
 use crate::failure::CommandError;
 use crate::gpt::Gpt;
-use crate::job_failure::NO_PLACE;
+use crate::job_failure::NO_PLACE_HINT;
 use crate::output;
 
 /// A run's checkpoints, as one rank sees them.
@@ -23,33 +23,35 @@ pub(super) struct Checkpoints {
     pub(super) checkpointer: Checkpointer,
     /// `true` if training continues during saves.
     pub(super) in_background: bool,
-    started: Option<BackgroundSave>,
+    background_save: Option<BackgroundSave>,
     /// The damaged checkpoints that saves replace.
     damaged: Vec<Location>,
 }
 
-/// Returns the newest step of the memory tier if it is newer than the checkpoint `after`. A tier
-/// that cannot be used is left out, with a warning. This is a collective.
+/// Returns the newest step of the memory tier if it is newer than `newest_saved`; `None` if none
+/// is. A tier that cannot be used is left out, with a warning. This is a collective.
 ///
 /// # Errors
 /// A rank was lost; with `--resume=strict`, the errors of [`Checkpointer::latest_in_memory`].
 pub(super) fn latest_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
-    after: Option<&StepCheckpoint>,
+    newest_saved: Option<&StepCheckpoint>,
 ) -> Result<Option<StepCheckpoint>> {
     // A strict resume must not fall back to an older step without a word, so there a tier that
     // cannot be read is an error.
     let is_strict = arguments.resume_mode() == ResumeMode::Strict;
-    let found = checkpointer(arguments, group, false, None)?.latest_in_memory(after, is_strict);
-    let failed = "failed to look into the memory tier";
+    let outcome =
+        make_checkpointer(arguments, group, false, None)?.latest_in_memory(newest_saved, is_strict);
+    let failure_text = "failed to look into the memory tier";
     if is_strict {
-        return found.context(failed);
+        return outcome.context(failure_text);
     }
-    Ok(unless_lost(found, failed, group.rank() == 0)?.flatten())
+    Ok(warn_unless_lost(outcome, failure_text, group.rank() == 0)?.flatten())
 }
 
-/// Returns the newest step of the memory tier without reading it. This is a collective.
+/// Returns the newest step of the memory tier without reading it; `None` if there is none. This is
+/// a collective.
 ///
 /// # Errors
 /// The errors of [`Checkpointer::step_in_memory`].
@@ -57,25 +59,26 @@ pub(super) fn step_in_memory(
     arguments: &TrainArguments,
     group: &ProcessGroup,
 ) -> Result<Option<u64>> {
-    checkpointer(arguments, group, false, None)?
+    make_checkpointer(arguments, group, false, None)?
         .step_in_memory()
         .context("failed to look into the memory tier")
 }
 
 /// Turns an error of the memory tier into a warning and `None`, because the run can continue
-/// without the tier. Every rank has the same error, so all of them continue; one of them `reports`.
+/// without the tier. Every rank has the same error, so all of them continue. The warning comes from
+/// the rank with `is_reporter`.
 ///
 /// # Errors
 /// A rank was lost.
-fn unless_lost<T>(
+fn warn_unless_lost<T>(
     outcome: Result<T, CheckpointError>,
-    failed: &str,
-    reports: bool,
+    failure_text: &str,
+    is_reporter: bool,
 ) -> Result<Option<T>> {
     match outcome {
         Err(error) if error.kind() != ErrorKind::RankLost => {
-            if reports {
-                output::talk(&format!("warning: {failed}: {:#}", Error::new(error)));
+            if is_reporter {
+                output::talk(&format!("warning: {failure_text}: {:#}", Error::new(error)));
             }
             Ok(None)
         }
@@ -83,13 +86,13 @@ fn unless_lost<T>(
     }
 }
 
-/// Returns the checkpointer of a run. With `replaces`, saves may replace checkpoints. `only` lists
-/// the parts that it loads. This is a collective.
-fn checkpointer(
+/// Makes the checkpointer of a run. If `may_replace`, saves may replace checkpoints. `loaded_parts`
+/// are the parts that it loads; `None` for all. This is a collective.
+fn make_checkpointer(
     arguments: &TrainArguments,
     group: &ProcessGroup,
-    replaces: bool,
-    only: Option<Vec<String>>,
+    may_replace: bool,
+    loaded_parts: Option<Vec<String>>,
 ) -> Result<Checkpointer> {
     let options = CheckpointerOptions {
         retention: Retention {
@@ -98,19 +101,23 @@ fn checkpointer(
         },
         // Not strict: the checkpoint may also hold values that another program saved.
         save: SaveOptions {
-            overwrite: replaces,
+            overwrite: may_replace,
             incremental: arguments.incremental,
             ..SaveOptions::default()
         },
         load: LoadOptions {
             strict: false,
-            only,
+            only: loaded_parts,
             read_once: arguments.read_once.then_some(true),
             ..LoadOptions::default()
         },
         memory_tier: arguments.memory_tier.as_ref().map(Location::from),
     };
-    Ok(Checkpointer::new(arguments.checkpoints(), group, options)?)
+    Ok(Checkpointer::new(
+        arguments.checkpoint_location(),
+        group,
+        options,
+    )?)
 }
 
 /// Removes a damaged checkpoint from an object store, unless there are objects that no save has
@@ -142,20 +149,20 @@ struct BackgroundSave {
 
 impl Checkpoints {
     /// Prepares the saves and the load of a run. Saves replace `damaged` checkpoints, and the load
-    /// is limited to `only` some parts. This is a collective.
+    /// is limited to `loaded_parts`. This is a collective.
     ///
     /// # Errors
-    /// The same as [`Checkpointer::new`].
+    /// The errors of [`Checkpointer::new`].
     pub(super) fn new(
         arguments: &TrainArguments,
         group: &ProcessGroup,
         damaged: &[Location],
-        only: Option<Vec<String>>,
+        loaded_parts: Option<Vec<String>>,
     ) -> Result<Self> {
         Ok(Checkpoints {
-            checkpointer: checkpointer(arguments, group, !damaged.is_empty(), only)?,
+            checkpointer: make_checkpointer(arguments, group, !damaged.is_empty(), loaded_parts)?,
             in_background: arguments.async_save,
-            started: None,
+            background_save: None,
             damaged: damaged.to_vec(),
         })
     }
@@ -174,7 +181,7 @@ impl Checkpoints {
                 _ => Error::new(source).context(CommandError {
                     exit_code: exit_codes::IO,
                     message: format!("no checkpoint can be saved in `{place}`"),
-                    hint: Some(NO_PLACE),
+                    hint: Some(NO_PLACE_HINT),
                 }),
             })
     }
@@ -188,13 +195,17 @@ impl Checkpoints {
         &mut self,
         step: u64,
         run: &TrainState<Gpt>,
-        report: Option<&Reporter>,
+        reporter: Option<&Reporter>,
     ) -> Result<()> {
         let outcome = self.checkpointer.save_to_memory(step, run);
-        let failed = format!("failed to save step {step} to the memory tier");
-        let saved = unless_lost(outcome, &failed, report.is_some())?;
-        if let (Some(saved), Some(report)) = (saved, report) {
-            report.memory(step, saved.total_bytes, saved.duration.as_secs_f64())?;
+        let failure_text = format!("failed to save step {step} to the memory tier");
+        let save_report = warn_unless_lost(outcome, &failure_text, reporter.is_some())?;
+        if let (Some(save_report), Some(reporter)) = (save_report, reporter) {
+            reporter.memory_saved(
+                step,
+                save_report.total_bytes,
+                save_report.duration.as_secs_f64(),
+            )?;
         }
         Ok(())
     }
@@ -204,9 +215,9 @@ impl Checkpoints {
     ///
     /// # Errors
     /// A rank was lost.
-    pub(super) fn clear_memory(&mut self, reports: bool) -> Result<()> {
-        let cleared = self.checkpointer.clear_memory();
-        unless_lost(cleared, "failed to clear the memory tier", reports).map(drop)
+    pub(super) fn clear_memory(&mut self, is_reporter: bool) -> Result<()> {
+        let outcome = self.checkpointer.clear_memory();
+        warn_unless_lost(outcome, "failed to clear the memory tier", is_reporter).map(drop)
     }
 
     /// Saves the state after a step, or starts to. Every rank calls it.
@@ -217,28 +228,28 @@ impl Checkpoints {
         &mut self,
         step: u64,
         run: &TrainState<Gpt>,
-        report: Option<&Reporter>,
+        reporter: Option<&Reporter>,
     ) -> Result<()> {
         // The wait for the save before counts as a part of this save: training stands still for it.
         let start = Instant::now();
-        self.wait(report)?;
+        self.wait(reporter)?;
         self.make_room(step, run.model.group())?;
         if self.in_background {
             self.checkpointer
                 .save_async(step, run)
-                .with_context(|| self.failed(step))?;
-            self.started = Some(BackgroundSave {
+                .with_context(|| self.failure_text(step))?;
+            self.background_save = Some(BackgroundSave {
                 step,
                 stall: start.elapsed(),
                 outcome: None,
             });
             return Ok(());
         }
-        let saved = self
+        let save_report = self
             .checkpointer
             .save(step, run)
-            .with_context(|| self.failed(step))?;
-        self.report(step, &saved, start.elapsed(), report)
+            .with_context(|| self.failure_text(step))?;
+        self.report_saved(step, &save_report, start.elapsed(), reporter)
     }
 
     /// Removes a damaged checkpoint of this step from an object store. A directory is replaced in
@@ -249,35 +260,35 @@ impl Checkpoints {
     fn make_room(&mut self, step: u64, group: &ProcessGroup) -> Result<()> {
         let location = self.checkpointer.location(step);
         // Saves of other steps are not in the way of a damaged checkpoint.
-        let Some(at) = self.damaged.iter().position(|damaged| *damaged == location) else {
+        let Some(index) = self.damaged.iter().position(|damaged| *damaged == location) else {
             return Ok(());
         };
         // It is removed once: a later save of the same step would find its own files there.
-        self.damaged.swap_remove(at);
+        self.damaged.swap_remove(index);
         if location.local().is_some() {
             return Ok(());
         }
-        let removed = match group.rank() {
+        let outcome = match group.rank() {
             0 => remove_damaged(&location),
             _ => Ok(()),
         };
         let group = group.with_deadline_at_least(STORAGE_DEADLINE);
-        let agreed = group.agree("remove a damaged checkpoint", removed);
-        agreed.with_context(|| format!("failed to remove the damaged `{location}`"))
+        let outcome = group.agree("remove a damaged checkpoint", outcome);
+        outcome.with_context(|| format!("failed to remove the damaged `{location}`"))
     }
 
     /// Waits for the save in the background, if there is one. Every rank calls it.
     ///
     /// # Errors
     /// The errors of that save, the same on every rank.
-    pub(super) fn wait(&mut self, report: Option<&Reporter>) -> Result<()> {
+    pub(super) fn wait(&mut self, reporter: Option<&Reporter>) -> Result<()> {
         // Only the last save can still be in the background, because each one waits for the one
         // before.
         let Some(BackgroundSave {
             step,
             stall,
             outcome,
-        }) = self.started.take()
+        }) = self.background_save.take()
         else {
             return Ok(());
         };
@@ -285,8 +296,10 @@ impl Checkpoints {
             Some(outcome) => outcome,
             None => info_span!("wait for the save before").in_scope(|| self.checkpointer.wait()),
         };
-        match outcome.with_context(|| self.failed(step))? {
-            Some(saved) => self.report(step, &saved, stall + saved.waited, report),
+        match outcome.with_context(|| self.failure_text(step))? {
+            Some(save_report) => {
+                self.report_saved(step, &save_report, stall + save_report.waited, reporter)
+            }
             None => Ok(()),
         }
     }
@@ -296,40 +309,43 @@ impl Checkpoints {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn report_if_finished(&mut self, report: &Reporter) -> Result<()> {
-        let Some(started) = &mut self.started else {
+    pub(super) fn report_if_finished(&mut self, reporter: &Reporter) -> Result<()> {
+        let Some(background_save) = &mut self.background_save else {
             return Ok(());
         };
         // Looking must never wait: the next step begins right after this.
-        if started.outcome.is_some() || self.checkpointer.is_saving() {
+        if background_save.outcome.is_some() || self.checkpointer.is_saving() {
             return Ok(());
         }
         let outcome = self.checkpointer.wait();
         // An error is not reported by this rank alone. All ranks return it together when they next
         // wait.
-        let Ok(Some(saved)) = outcome else {
-            started.outcome = Some(outcome);
+        let Ok(Some(save_report)) = outcome else {
+            background_save.outcome = Some(outcome);
             return Ok(());
         };
-        started.outcome = Some(Ok(None));
-        let step = started.step;
-        let stall = started.stall + saved.waited;
-        self.report(step, &saved, stall, Some(report))
+        background_save.outcome = Some(Ok(None));
+        let step = background_save.step;
+        let stall = background_save.stall + save_report.waited;
+        self.report_saved(step, &save_report, stall, Some(reporter))
     }
 
-    fn failed(&self, step: u64) -> String {
+    /// Returns the message of a save after this step that has failed.
+    fn failure_text(&self, step: u64) -> String {
         format!("failed to save `{}`", self.checkpointer.location(step))
     }
 
-    /// Reports a checkpoint that is whole.
-    fn report(
+    /// Reports a checkpoint that is whole, on the rank with a reporter.
+    fn report_saved(
         &self,
         step: u64,
-        saved: &SaveReport,
+        save_report: &SaveReport,
         stall: Duration,
-        report: Option<&Reporter>,
+        reporter: Option<&Reporter>,
     ) -> Result<()> {
-        let Some(report) = report else { return Ok(()) };
-        report.checkpoint(step, &self.checkpointer.location(step), saved, stall)
+        let Some(reporter) = reporter else {
+            return Ok(());
+        };
+        reporter.checkpoint_saved(step, &self.checkpointer.location(step), save_report, stall)
     }
 }

@@ -9,7 +9,8 @@ use super::arguments::{DeviceName, TrainArguments};
 use crate::failure::{CommandError, usage_error};
 
 impl DeviceName {
-    /// Returns the device that was asked for, if this build and this machine have it.
+    /// Returns the device that was asked for, or that the backend needs, if this build and this
+    /// machine have it.
     ///
     /// # Errors
     /// A GPU backend with CPUs as the device; a build or a machine without GPUs.
@@ -28,7 +29,7 @@ impl DeviceName {
         };
         // A machine without a GPU is told before anything is written.
         if device == DeviceName::Cuda {
-            devices()?;
+            gpu_count()?;
         }
         Ok(device)
     }
@@ -40,12 +41,12 @@ impl DeviceName {
 /// # Errors
 /// The GPU cannot be used.
 pub(super) fn open_gpu(local_rank: usize) -> Result<Device> {
-    Ok(Device::new_cuda(local_rank % devices()?)?)
+    Ok(Device::new_cuda(local_rank % gpu_count()?)?)
 }
 
 /// Returns the number of GPUs that this process sees, which is not 0.
 #[cfg(feature = "cuda")]
-fn devices() -> Result<usize, CommandError> {
+fn gpu_count() -> Result<usize, CommandError> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
 
     let reason = match CudaContext::device_count().map(usize::try_from) {
@@ -60,7 +61,7 @@ fn devices() -> Result<usize, CommandError> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn devices() -> Result<usize, CommandError> {
+fn gpu_count() -> Result<usize, CommandError> {
     Err(usage_error(
         "this build computes on CPUs only",
         "leave `--device` out, or build with `--features cuda`",

@@ -71,26 +71,27 @@ impl Launched {
     /// Meets the other ranks.
     ///
     /// # Errors
-    /// The rendezvous.
+    /// The rendezvous fails.
     pub(super) fn meet(&self, ranks: &Ranks) -> Result<ProcessGroup> {
         Ok(init_process_group_within(self.backend, ranks.deadline)?)
     }
 }
 
-/// Trains with the ranks that this one has met.
+/// Checks that all ranks that this one has met have the same options, text and first step, and
+/// trains with them.
 ///
 /// # Errors
 /// The error of this rank, or that of another rank.
 pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<RunEnd> {
     // Each process has read its own command line and its own copy of the text, and found its own
     // newest checkpoint, so compare them.
-    let start = job.start();
+    let start = job.start_step();
     let text = job.text.digest();
     let mut hasher = DefaultHasher::new();
     format!("{:?} {start} {:?} {text}", job.settings, job.batches).hash(&mut hasher);
-    job.arguments.of_all_ranks().hash(&mut hasher);
-    let what = format!("train from step {start} with the same options and the same text");
-    group.agree_on(&what, hasher.finish(), Ok::<_, CommError>(()))?;
+    job.arguments.shared_options_text().hash(&mut hasher);
+    let agreement = format!("train from step {start} with the same options and the same text");
+    group.agree_on(&agreement, hasher.finish(), Ok::<_, CommError>(()))?;
     let result = ranks.run_one(group.rank(), || rank::run(group.clone(), job))?;
     result.inspect_err(|error| {
         // Leaving the group tells the others of the failure. So keep the group until this process

@@ -26,32 +26,32 @@ use fsdp::prelude::*;
 use serde_json::Value;
 
 use self::checkpoints::{latest_in_memory, step_in_memory};
-use self::fallback::{Candidates, named_if_damaged};
+use self::fallback::{Candidates, with_damage_context};
 use self::launched::Launched;
 use self::rank::{Job, RunEnd};
 use self::settings::{Resume, Settings};
 use super::output;
 use crate::failure::{Stopped, usage_error};
-use crate::job_failure::{UnreadableCheckpoint, is_about_others, out_is_taken};
+use crate::job_failure::{UnreadableCheckpoint, is_about_others, out_is_taken_error};
 use crate::logs;
 use crate::report::{EVENTS_FILE, lines};
 use crate::stop::StopRequest;
 
 pub(crate) use self::arguments::TrainArguments;
-use self::arguments::{DeviceName, ResumeMode, elastic_job, restarts};
+use self::arguments::{DeviceName, ResumeMode, elastic_job, restart_count};
 
-/// Returns the file for this process's trace. If ranks are processes, each writes a file of its
-/// own.
+/// Returns the file for this process's trace; `None` without `--trace`. If ranks are processes,
+/// each writes a file of its own.
 pub(crate) fn trace_file(arguments: &TrainArguments) -> Option<PathBuf> {
     let file = arguments.trace.as_ref()?;
     let launched = find_launcher(arguments);
     let rank = launched.map(|launched| launched.environment.rank);
-    Some(own_trace(file, rank, restarts()))
+    Some(trace_file_of_rank(file, rank, restart_count()))
 }
 
 /// Returns `FILE-rank3-restart1.json` for `FILE.json` and rank 3 after one restart. The trace of an
 /// attempt that has failed stays.
-fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
+fn trace_file_of_rank(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
     // A path without a file name, such as `..`, cannot be opened: that is an error of the run.
     let mut name = file.file_stem().unwrap_or_default().to_owned();
     if let Some(rank) = rank {
@@ -70,17 +70,18 @@ fn own_trace(file: &Path, rank: Option<usize>, restarts: u64) -> PathBuf {
 /// Returns the number of CPU threads of each rank of this process: `--threads`, or else the number
 /// that the user has set for candle, or else the rank's share of the machine.
 pub(crate) fn threads_per_rank(arguments: &TrainArguments) -> usize {
-    ranks(arguments, find_launcher(arguments).as_ref()).threads_per_rank()
+    local_ranks(arguments, find_launcher(arguments).as_ref()).threads_per_rank()
 }
 
-/// Finds the launcher of this process, before the run.
+/// Finds the launcher of this process, before the run; returns `None` if there is none, or if its
+/// variables make no sense.
 fn find_launcher(arguments: &TrainArguments) -> Option<Launched> {
     // A launcher's variables that make no sense are an error of the run, which comes next.
     Launched::find(arguments).ok().flatten()
 }
 
 /// Returns the ranks that share this machine, and the resources of each.
-fn ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
+fn local_ranks(arguments: &TrainArguments, launched: Option<&Launched>) -> Ranks {
     Ranks {
         count: launched.map_or(arguments.nproc.unwrap_or(1), Launched::local_world_size),
         threads: arguments.threads.or_else(cpu_threads::requested_threads),
@@ -100,16 +101,16 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     let launched = Launched::find(arguments)?;
     let device = DeviceName::choose(arguments)?;
     // If ranks are threads, this process has rank 0.
-    let reports = launched
+    let is_reporter = launched
         .as_ref()
         .is_none_or(|launched| launched.environment.rank == 0);
-    if reports {
+    if is_reporter {
         // Looking for steps in the memory tier would already disturb a run that is saving there, so
         // this comes first.
         report::check_free(arguments)?;
     }
-    let ranks = ranks(arguments, launched.as_ref());
-    let mut candidates = Candidates::new(arguments, reports);
+    let ranks = local_ranks(arguments, launched.as_ref());
+    let mut candidates = Candidates::new(arguments, is_reporter);
     let mut group = None;
     // The parts of a step in memory are spread over the hosts, so only all ranks together can tell
     // which step is whole.
@@ -119,12 +120,12 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     if let Some(tier) = &arguments.memory_tier
         && candidates.mode == ResumeMode::No
     {
-        let found = on_ranks(&ranks, group.as_ref(), |group| {
+        let step_in_tier = run_on_ranks(&ranks, group.as_ref(), |group| {
             step_in_memory(arguments, group)
         })?;
-        if let Some(step) = found {
+        if let Some(step) = step_in_tier {
             // The tier holds steps of a run with the same directory.
-            bail!(out_is_taken(tier.display(), step));
+            bail!(out_is_taken_error(tier.display(), step));
         }
     }
     loop {
@@ -132,19 +133,19 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
         let may_be_in_memory = candidates.mode != ResumeMode::No && !candidates.is_memory_damaged;
         if arguments.memory_tier.is_some() && may_be_in_memory {
             let newest = candidates.newest()?;
-            candidates.memory = on_ranks(&ranks, group.as_ref(), |group| {
+            candidates.memory_step = run_on_ranks(&ranks, group.as_ref(), |group| {
                 latest_in_memory(arguments, group, newest.as_ref())
             })?;
         }
         // Step 2: check all that can be checked without the other ranks.
-        let prepared = prepare(
+        let job = prepare(
             &mut candidates,
             launched.as_ref(),
             device,
             ranks.threads_per_rank(),
             stop.clone(),
         );
-        let ended = match prepared {
+        let outcome = match job {
             Ok(None) => return Ok(()),
             Ok(Some(job)) => {
                 logs::keep_trace();
@@ -158,14 +159,14 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
                     Some(group) => launched::run(group, &ranks, &job),
                     // All ranks end alike.
                     None => all_or_cause(ranks.run(|group| rank::run(group, &job))?)
-                        .map(|ended| *ended.first().expect("a job has a rank")),
+                        .map(|ends| *ends.first().expect("a job has a rank")),
                 }
             }
             Err(error) => Err(error),
         };
         // Damage is the same error on all ranks, so all of them continue with the checkpoint
         // before.
-        match ended {
+        match outcome {
             Ok(RunEnd::Done) => return Ok(()),
             Ok(RunEnd::Stopped) => bail!(Stopped),
             Err(error) => match error.downcast_ref::<UnreadableCheckpoint>() {
@@ -176,22 +177,22 @@ pub(crate) fn run(arguments: &TrainArguments) -> Result<()> {
     }
 }
 
-/// Runs a collective before the job, and returns its result, which is the same on every rank.
+/// Runs `collective` before the job, and returns its result, which is the same on every rank.
 /// `group` is given if this process is a single rank; otherwise the ranks are threads of this
 /// process.
 ///
 /// # Errors
-/// The first error of any rank.
-fn on_ranks<T: Send>(
+/// The error of a rank that probably caused those of the others.
+fn run_on_ranks<T: Send>(
     ranks: &Ranks,
     group: Option<&ProcessGroup>,
-    look: impl Fn(&ProcessGroup) -> Result<Option<T>> + Sync,
+    collective: impl Fn(&ProcessGroup) -> Result<Option<T>> + Sync,
 ) -> Result<Option<T>> {
     if let Some(group) = group {
-        return look(group);
+        return collective(group);
     }
-    let found = all_or_cause(ranks.run(|group| look(&group))?)?;
-    Ok(found.into_iter().flatten().next())
+    let results = all_or_cause(ranks.run(|group| collective(&group))?)?;
+    Ok(results.into_iter().flatten().next())
 }
 
 /// Opens the checkpoint that the run continues from, and checks the options; returns `None` if the
@@ -209,33 +210,33 @@ fn prepare<'a>(
     let &mut Candidates {
         arguments,
         mode,
-        reports,
+        is_reporter,
         ..
     } = candidates;
     let world_size = match launched {
         Some(launched) => launched.environment.world_size,
         None => arguments.nproc.unwrap_or(1),
     };
-    let begins = match mode {
+    let is_new_run = match mode {
         ResumeMode::No => true,
         ResumeMode::Auto => candidates.is_empty()?,
         ResumeMode::Newest | ResumeMode::Strict => false,
     };
-    if !begins && arguments.goes_on_unasked() && reports {
+    if !is_new_run && arguments.is_resumed_by_launcher() && is_reporter {
         check_run_is_own(candidates)?;
     }
     let resume = match &arguments.init_from {
-        _ if !begins => Some(candidates.open_newest()?),
-        Some(path) => Some(Resume::at(path)?),
+        _ if !is_new_run => Some(candidates.open_newest()?),
+        Some(path) => Some(Resume::open_any(path)?),
         None => None,
     };
-    let resolved = Settings::resolve(arguments, resume.as_ref());
+    let settings = Settings::resolve(arguments, resume.as_ref());
     let settings = match &resume {
         // Damage may show first in the settings. Then the checkpoint before may do.
-        Some(resume) if !begins => {
-            resolved.map_err(|error| named_if_damaged(error, &resume.path))?
+        Some(resume) if !is_new_run => {
+            settings.map_err(|error| with_damage_context(error, &resume.path))?
         }
-        _ => resolved?,
+        _ => settings?,
     };
     settings.gpt.validate()?;
     let text = match &settings.data {
@@ -249,11 +250,11 @@ fn prepare<'a>(
         accumulation: arguments.accumulate,
     };
     batches.check(&text)?;
-    let mesh = mesh(arguments, world_size)?;
+    let mesh = make_mesh(arguments, world_size)?;
     if let Some(Resume { step, path, .. }) = &resume
         && *step >= arguments.steps
     {
-        if reports {
+        if is_reporter {
             output::talk(&format!(
                 "nothing to do: `{path}` is at step {step} of {}",
                 arguments.steps
@@ -264,17 +265,18 @@ fn prepare<'a>(
     if mode == ResumeMode::No {
         check_out_is_free(candidates)?;
     }
-    if begins && reports {
+    if is_new_run && is_reporter {
         check_saved_nowhere_else(arguments)?;
     }
-    let mut rows = 0;
-    let mut from = None;
+    let mut rows_read = 0;
+    let mut origin = None;
     let mut is_saved = false;
     if let Some(resume) = &resume {
-        rows = resume.rows_read(settings.batch)?;
-        let is_in_memory = matches!(&candidates.memory, Some(memory) if memory.path == resume.path);
-        is_saved = !begins && !is_in_memory;
-        from = Some(StepCheckpoint {
+        rows_read = resume.rows_read(settings.batch)?;
+        let is_in_memory =
+            matches!(&candidates.memory_step, Some(memory) if memory.path == resume.path);
+        is_saved = !is_new_run && !is_in_memory;
+        origin = Some(StepCheckpoint {
             step: resume.step,
             path: resume.path.clone(),
         });
@@ -284,9 +286,9 @@ fn prepare<'a>(
         settings,
         text,
         batches,
-        from,
+        origin,
         is_saved,
-        rows,
+        rows_read,
         resume: Mutex::new(resume.map(Arc::new)),
         damaged: candidates.damaged.clone(),
         mesh,
@@ -298,7 +300,10 @@ fn prepare<'a>(
 }
 
 /// Returns the mesh of hybrid sharding, replicas x shards; `None` for other strategies.
-fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> {
+///
+/// # Errors
+/// The ranks cannot be divided into equal replicas.
+fn make_mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> {
     if arguments.strategy != ShardingStrategy::HybridShard {
         return Ok(None);
     }
@@ -317,34 +322,43 @@ fn mesh(arguments: &TrainArguments, ranks: usize) -> Result<Option<DeviceMesh>> 
 }
 
 /// Checks that a run would not mix its checkpoints with those of another.
+///
+/// # Errors
+/// There are checkpoints in its directory, or they cannot be listed.
 fn check_out_is_free(candidates: &Candidates<'_>) -> Result<()> {
     match candidates.newest()? {
-        Some(newest) => bail!(out_is_taken(&candidates.run, newest.step)),
+        Some(newest) => bail!(out_is_taken_error(&candidates.location, newest.step)),
         None => Ok(()),
     }
 }
 
 /// Returns the last event of a kind in the run's directory; `null` if there is none.
+///
+/// # Errors
+/// The file of events cannot be read.
 fn last_event(arguments: &TrainArguments, kind: &str) -> Result<Value> {
-    let mut last = Value::Null;
-    lines::read(&arguments.out.join(EVENTS_FILE), |event: Value| {
+    let mut latest = Value::Null;
+    lines::parse_lines(&arguments.out.join(EVENTS_FILE), |event: Value| {
         if event["event"] == kind {
-            last = event;
+            latest = event;
         }
     })?;
-    Ok(last)
+    Ok(latest)
 }
 
 /// Checks that the run's directory is not that of a run which has saved its checkpoints in another
 /// place, and which would begin anew because `--checkpoint-dir` is not what it was. Its metrics
 /// would be lost.
+///
+/// # Errors
+/// The last checkpoint still exists in another place; it cannot be looked for.
 fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
     let event = last_event(arguments, "checkpoint")?;
     let Some(path) = event["path"].as_str() else {
         return Ok(());
     };
     let place = Location::from(path);
-    if place.name().parent() == Some(arguments.checkpoints().name()) {
+    if place.name().parent() == Some(arguments.checkpoint_location().name()) {
         return Ok(());
     }
     let directory = arguments.out.display();
@@ -366,8 +380,11 @@ fn check_saved_nowhere_else(arguments: &TrainArguments) -> Result<()> {
 }
 
 /// Checks that a run which its launcher has started again finds its own checkpoints, and not those
-/// of another run: torchrun also restarts a process that has refused to begin because of them. It
-/// is known only of jobs with a name.
+/// of another run: torchrun also restarts a process that has refused to begin because of them. Jobs
+/// without a name pass, because nothing tells whose checkpoints these are.
+///
+/// # Errors
+/// The run in the directory was another job, and has left checkpoints.
 fn check_run_is_own(candidates: &Candidates<'_>) -> Result<()> {
     let Some(job) = elastic_job() else {
         return Ok(());
@@ -385,17 +402,17 @@ fn check_run_is_own(candidates: &Candidates<'_>) -> Result<()> {
 /// The error that probably caused the others: one that does not blame other ranks, if there is such
 /// an error.
 fn all_or_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
-    let mut values = Vec::new();
+    let mut results_of_ranks = Vec::new();
     let mut errors = Vec::new();
     for result in results {
         match result {
-            Ok(value) => values.push(value),
+            Ok(value) => results_of_ranks.push(value),
             Err(error) => errors.push(error),
         }
     }
     match errors.into_iter().min_by_key(is_about_others) {
         Some(error) => Err(error),
-        None => Ok(values),
+        None => Ok(results_of_ranks),
     }
 }
 
@@ -411,8 +428,14 @@ mod tests {
             ("trace", "trace-rank3"),
             (".trace", ".trace-rank3"),
         ] {
-            assert_eq!(own_trace(Path::new(file), Some(3), 0), Path::new(named));
-            assert_eq!(own_trace(Path::new(file), None, 0), Path::new(file));
+            assert_eq!(
+                trace_file_of_rank(Path::new(file), Some(3), 0),
+                Path::new(named)
+            );
+            assert_eq!(
+                trace_file_of_rank(Path::new(file), None, 0),
+                Path::new(file)
+            );
         }
     }
 
@@ -422,7 +445,10 @@ mod tests {
             (Some(0), "a/t-rank0-restart2.json"),
             (None, "a/t-restart2.json"),
         ] {
-            assert_eq!(own_trace(Path::new("a/t.json"), rank, 2), Path::new(named));
+            assert_eq!(
+                trace_file_of_rank(Path::new("a/t.json"), rank, 2),
+                Path::new(named)
+            );
         }
     }
 }

@@ -71,12 +71,12 @@ fn with_muon(lr: f64, parameters: &Arc<ShardedParameters>) -> Result<Optimizer> 
         ..MuonOptions::default()
     };
     // Embeddings and the output layer are matrices too, but Muon is for those inside of the model.
-    let (matrices, rest): (Vec<&str>, Vec<&str>) = parameters.fqns().partition(|fqn| {
+    let (matrices, other_parameters): (Vec<&str>, Vec<&str>) = parameters.fqns().partition(|fqn| {
         fqn.contains(".h.") && parameters.shape(fqn).is_ok_and(|shape| shape.len() == 2)
     });
     let groups = vec![
         ParamGroup::new(Algorithm::Muon(muon), matrices),
-        ParamGroup::new(adamw(lr), rest),
+        ParamGroup::new(adamw(lr), other_parameters),
     ];
     Ok(Optimizer::with_groups(parameters, groups)?)
 }

@@ -23,7 +23,7 @@ use tracing::info_span;
 use super::arguments::{DeviceName, NonFinite, TrainArguments, elastic_job};
 use super::checkpoints::Checkpoints;
 use super::device::open_gpu;
-use super::fallback::named_if_damaged;
+use super::fallback::with_damage_context;
 use super::report::{Reporter, SCHEMA, StepMetrics, now};
 use super::sample::sample;
 use super::settings::{Resume, Settings};
@@ -38,12 +38,12 @@ pub(super) struct Job<'a> {
     pub(super) text: Text,
     pub(super) batches: Batches,
     /// The checkpoint that the run continues from.
-    pub(super) from: Option<StepCheckpoint>,
+    pub(super) origin: Option<StepCheckpoint>,
     /// `true` if that is a durable checkpoint of the run itself, from which a further run continues
     /// like this one.
     pub(super) is_saved: bool,
     /// The number of rows of the text that the steps before that checkpoint have read.
-    pub(super) rows: u64,
+    pub(super) rows_read: u64,
     /// The same checkpoint, open, until all ranks have read it.
     pub(super) resume: Mutex<Option<Arc<Resume>>>,
     /// Damaged checkpoints that are newer than the one to resume from. Saves replace them.
@@ -67,24 +67,24 @@ pub(super) enum RunEnd {
 
 impl Job<'_> {
     /// Returns the first step to do.
-    pub(super) fn start(&self) -> u64 {
+    pub(super) fn start_step(&self) -> u64 {
         // Without a checkpoint to continue from, no step is done yet.
-        self.from.as_ref().map_or(0, |from| from.step)
+        self.origin.as_ref().map_or(0, |origin| origin.step)
     }
 
     /// Returns the number of rows of the text that all steps before `step` have read.
     fn rows_before(&self, step: u64) -> u128 {
-        u128::from(self.rows) + self.batches.rows_of(step.saturating_sub(self.start()))
+        u128::from(self.rows_read) + self.batches.rows_of(step.saturating_sub(self.start_step()))
     }
 
-    /// Returns the open checkpoint that the run continues from; `None` if it starts from the
-    /// beginning, or once it has been closed.
+    /// Locks the open checkpoint that the run continues from. There is none if the run starts from
+    /// the beginning, or once the checkpoint has been closed.
     fn lock_resume(&self) -> MutexGuard<'_, Option<Arc<Resume>>> {
         self.resume.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the library's options.
-    fn config(&self, device: &Device) -> FsdpConfig {
+    /// Returns the library's options for a rank on `device`.
+    fn fsdp_config(&self, device: &Device) -> FsdpConfig {
         FsdpConfig {
             device: device.clone(),
             strategy: self.arguments.strategy,
@@ -97,7 +97,7 @@ impl Job<'_> {
                 ..MixedPrecision::default()
             },
             cpu_offload: self.arguments.cpu_offload,
-            backward_prefetch: self.arguments.backward_prefetch.option(),
+            backward_prefetch: self.arguments.backward_prefetch.library_option(),
             forward_prefetch: self.arguments.forward_prefetch,
             limit_all_gathers: self.arguments.limit_all_gathers,
             seed: self.settings.seed,
@@ -111,9 +111,9 @@ struct Rank<'a> {
     device: Device,
     run: TrainState<Gpt>,
     checkpoints: Checkpoints,
-    report: Option<Reporter>,
+    reporter: Option<Reporter>,
     /// The digest of the text, on the rank that reports.
-    data: Option<Digest>,
+    text_digest: Option<Digest>,
 }
 
 /// Trains on one rank.
@@ -121,7 +121,7 @@ struct Rank<'a> {
 /// # Errors
 /// The error of this rank, or that of another rank.
 pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
-    let reports = group.rank() == 0;
+    let is_reporter = group.rank() == 0;
     let device = match job.device {
         DeviceName::Cpu => Device::Cpu,
         DeviceName::Cuda => {
@@ -130,7 +130,7 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
             group.agree("open a GPU", opened.map_err(|error| format!("{error:#}")))?
         }
     };
-    let model = FullyShardedDataParallel::new(group, job.config(&device), |scope| {
+    let model = FullyShardedDataParallel::new(group, job.fsdp_config(&device), |scope| {
         let is_recomputed = job.arguments.activation_checkpointing;
         Gpt::build(scope, &job.settings.gpt, is_recomputed)
     })?;
@@ -139,19 +139,19 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
         .optimizer
         .make(job.settings.lr, model.parameters())?;
     // Only f16 has so small a range that the loss needs a scale.
-    let has_scaler = job.arguments.mixed_precision == Some(DType::F16);
+    let needs_scaler = job.arguments.mixed_precision == Some(DType::F16);
     let resume = job.lock_resume().clone();
-    let only = resume
+    let parts = resume
         .as_ref()
-        .map(|resume| parts_to_load(resume, has_scaler));
-    let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged, only)?;
+        .map(|resume| parts_to_load(resume, needs_scaler));
+    let mut checkpoints = Checkpoints::new(job.arguments, model.group(), &job.damaged, parts)?;
     let mut run = TrainState::new(model, vec![optimizer]);
-    if has_scaler {
+    if needs_scaler {
         run.scaler = Some(GradScaler::new(GradScalerOptions::default())?);
     }
     if let Some(resume) = resume {
         restore(&resume, &mut checkpoints.checkpointer, &mut run)
-            .map_err(|error| named_if_damaged(error, &resume.path))?;
+            .map_err(|error| with_damage_context(error, &resume.path))?;
         // The last rank that closes it lets it be removed.
         job.lock_resume().take();
     }
@@ -163,36 +163,36 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
     run.optimizers.iter_mut().try_for_each(Optimizer::train)?;
     // A load may take long. Nothing is lost if the run ends here, and a step and its save might
     // take too long.
-    if job.is_saved && any_stops(run.model.group(), &job.stop)? {
-        if reports {
+    if job.is_saved && any_rank_stops(run.model.group(), &job.stop)? {
+        if is_reporter {
             output::talk("stopped by a signal before the first step: go on with `--resume`");
         }
         return Ok(RunEnd::Stopped);
     }
     // If the checkpoint could not be loaded, the run has ended above, and has written nothing.
-    checkpoints.check_writable(&job.arguments.checkpoints())?;
-    let report = open_report(run.model.group(), job)?;
-    let data = reports.then(|| job.text.digest());
+    checkpoints.check_writable(&job.arguments.checkpoint_location())?;
+    let reporter = open_reporter(run.model.group(), job)?;
+    let text_digest = is_reporter.then(|| job.text.digest());
     Rank {
         job,
         device,
         run,
         checkpoints,
-        report,
-        data,
+        reporter,
+        text_digest,
     }
     .train()
 }
 
-/// Opens the run's files on the rank that reports. No rank may begin a step if they cannot be used.
-/// This is a collective.
+/// Opens the run's files on the rank that reports; returns `None` on the others. No rank may begin
+/// a step if they cannot be used. This is a collective.
 ///
 /// # Errors
 /// On the rank that reports, the errors of [`Reporter::open`]. On the other ranks, an error with
 /// the text of that one.
-fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Reporter>> {
+fn open_reporter(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Reporter>> {
     let opened = match group.rank() {
-        0 => Reporter::open(job.arguments, job.start()).map(Some),
+        0 => Reporter::open(job.arguments, job.start_step()).map(Some),
         _ => Ok(None),
     };
     let outcome = match &opened {
@@ -205,67 +205,70 @@ fn open_report(group: &ProcessGroup, job: &Job<'_>) -> Result<Option<Reporter>> 
             },
         }),
     };
-    let agreed = group.agree("open the run's files", outcome);
-    let report = opened?;
-    agreed?;
-    Ok(report)
+    let agreement = group.agree("open the run's files", outcome);
+    let reporter = opened?;
+    agreement?;
+    Ok(reporter)
 }
 
 /// Returns `true` if a signal has asked any rank to stop. This is a collective.
-fn any_stops(group: &ProcessGroup, stop: &StopRequest) -> Result<bool> {
-    let mut all = vec![0u64; group.world_size()];
-    group.all_gather_into(&mut all, &[u64::from(stop.signal().is_some())])?;
-    Ok(all.contains(&1))
+fn any_rank_stops(group: &ProcessGroup, stop: &StopRequest) -> Result<bool> {
+    let mut stop_flags = vec![0u64; group.world_size()];
+    group.all_gather_into(&mut stop_flags, &[u64::from(stop.signal().is_some())])?;
+    Ok(stop_flags.contains(&1))
 }
 
-/// Returns `true` after each step whose number is a multiple of `every`.
-fn is_due(done: u64, every: Option<NonZeroU64>) -> bool {
-    every.is_some_and(|every| done % every == 0)
+/// Returns `true` if the number of steps done is a multiple of `every`; `false` if there is none.
+fn is_due(steps_done: u64, every: Option<NonZeroU64>) -> bool {
+    every.is_some_and(|every| steps_done % every == 0)
 }
 
 impl Rank<'_> {
-    /// Runs the steps, with the saves between them, and the end of the run: the last save, and the
-    /// text sample.
+    /// Runs the steps, with the saves between them, and the end of the run: waits for the last
+    /// save, clears the memory tier, and makes the text sample. If a signal has asked a rank to
+    /// stop, ends after the step, once it is saved.
     fn train(mut self) -> Result<RunEnd> {
         let arguments = self.job.arguments;
         let steps = arguments.steps;
-        self.tell_start()?;
-        for step in self.job.start()..steps {
-            let (metrics, stops) = self.step(step)?;
-            if let Some(report) = &mut self.report {
-                report.step(&metrics)?;
-                self.checkpoints.report_if_finished(report)?;
+        self.report_start()?;
+        for step in self.job.start_step()..steps {
+            let (metrics, is_stopping) = self.step(step)?;
+            if let Some(reporter) = &mut self.reporter {
+                reporter.step_done(&metrics)?;
+                self.checkpoints.report_if_finished(reporter)?;
             }
-            let done = step + 1;
+            let steps_done = step + 1;
             // Before a save, so that replicas that have drifted apart are not saved as one.
-            if is_due(done, arguments.check_replicas) {
+            if is_due(steps_done, arguments.check_replicas) {
                 check_replicas(&self.run, self.run.model.group())
-                    .with_context(|| format!("after step {done}"))?;
+                    .with_context(|| format!("after step {steps_done}"))?;
             }
-            let saves = stops || done == steps || is_due(done, arguments.save_every);
+            let is_save_due =
+                is_stopping || steps_done == steps || is_due(steps_done, arguments.save_every);
             // A step whose checkpoint is durable right after the save need not be kept in memory
             // too.
-            let is_needed = !saves || self.checkpoints.in_background && !stops && done < steps;
+            let is_kept_in_memory = !is_save_due
+                || self.checkpoints.in_background && !is_stopping && steps_done < steps;
             let memory_every = arguments
                 .memory_tier
                 .as_ref()
                 .map(|_| arguments.memory_every);
-            if is_due(done, memory_every) && is_needed {
-                self.save(done, Checkpoints::save_to_memory)?;
+            if is_due(steps_done, memory_every) && is_kept_in_memory {
+                self.save(steps_done, Checkpoints::save_to_memory)?;
             }
-            if saves {
-                self.save(done, Checkpoints::save)?;
+            if is_save_due {
+                self.save(steps_done, Checkpoints::save)?;
             }
-            if stops && done < steps {
-                self.checkpoints.wait(self.report.as_ref())?;
-                if let Some(report) = &self.report {
-                    report.stopped(done)?;
+            if is_stopping && steps_done < steps {
+                self.checkpoints.wait(self.reporter.as_ref())?;
+                if let Some(reporter) = &self.reporter {
+                    reporter.stopped(steps_done)?;
                 }
                 return Ok(RunEnd::Stopped);
             }
         }
-        self.checkpoints.wait(self.report.as_ref())?;
-        self.checkpoints.clear_memory(self.report.is_some())?;
+        self.checkpoints.wait(self.reporter.as_ref())?;
+        self.checkpoints.clear_memory(self.reporter.is_some())?;
         self.for_each_optimizer(Optimizer::eval)?;
         let mut text = None;
         if arguments.sample > 0 {
@@ -273,8 +276,8 @@ impl Rank<'_> {
             let sampled = sample(&self.run.model, &self.device, arguments.sample, seed)?;
             text = Some(sampled);
         }
-        if let Some(report) = &self.report {
-            report.end(steps, text.as_deref())?;
+        if let Some(reporter) = &self.reporter {
+            reporter.end(steps, text.as_deref())?;
         }
         Ok(RunEnd::Done)
     }
@@ -288,21 +291,26 @@ impl Rank<'_> {
     }
 
     /// Reports the model and the ranks before the first step, on the rank that reports.
-    fn tell_start(&self) -> Result<()> {
-        let Some(report) = &self.report else {
+    fn report_start(&self) -> Result<()> {
+        let Some(reporter) = &self.reporter else {
             return Ok(());
         };
         let parameters = self.run.model.parameters();
-        let mut count = 0;
+        let mut parameter_count = 0;
         for fqn in parameters.fqns() {
-            count += parameters.shape(fqn)?.iter().product::<usize>() as u64;
+            parameter_count += parameters.shape(fqn)?.iter().product::<usize>() as u64;
         }
         let ranks = self.run.model.group().world_size();
         let threads = self.job.threads_per_rank;
         let strategy = parameters.strategy();
-        let mut line =
-            format!("{count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each)");
-        let resumed_from = self.job.from.as_ref().map(|from| from.path.to_string());
+        let mut line = format!(
+            "{parameter_count} parameters on {ranks} ranks ({strategy}, {threads} CPU threads each)"
+        );
+        let resumed_from = self
+            .job
+            .origin
+            .as_ref()
+            .map(|origin| origin.path.to_string());
         if let Some(path) = &resumed_from {
             line.push_str(&format!(", from `{path}`"));
         }
@@ -311,14 +319,14 @@ impl Rank<'_> {
             "schema": SCHEMA,
             "ranks": ranks,
             "threads_per_rank": threads,
-            "parameters": count,
-            "step": self.job.start(),
+            "parameters": parameter_count,
+            "step": self.job.start_step(),
             "steps": self.job.arguments.steps,
             "resumed_from": resumed_from,
             // It stays the same when a launcher starts the processes again.
             "job": elastic_job(),
         });
-        report.start(event, &line)
+        reporter.start(event, &line)
     }
 
     /// Does one step on the global batch. All ranks get the same outcome, except for the time, the
@@ -330,12 +338,12 @@ impl Rank<'_> {
         let _span = info_span!("step", rank = self.run.model.group().rank(), step).entered();
         // Gradients are accumulated over the parts of the batch. Ranks communicate them in the last
         // part only.
-        let last = self.job.batches.accumulation - 1;
+        let last_part = self.job.batches.accumulation - 1;
         let mut loss = 0.0;
-        for part in 0..last {
+        for part in 0..last_part {
             loss += self.run.model.no_sync(|_| self.backward(step, part))?;
         }
-        loss += self.backward(step, last)?;
+        loss += self.backward(step, last_part)?;
         let grad_norm = self.update(step)?;
         let parameters = self.run.model.parameters();
         parameters.zero_grad();
@@ -349,11 +357,16 @@ impl Rank<'_> {
             parameters.parameter_bytes() as u64,
             parameters.peak_parameter_bytes() as u64,
         ];
-        let mut all = vec![0; own_numbers.len() * group.world_size()];
-        group.all_gather_into(&mut all, &own_numbers)?;
+        let mut all_numbers = vec![0; own_numbers.len() * group.world_size()];
+        group.all_gather_into(&mut all_numbers, &own_numbers)?;
         // Each rank has sent the four numbers of `own_numbers`, one after the other.
-        let [losses, mut signals, bytes, peak_bytes] =
-            [0, 1, 2, 3].map(|at| all.iter().skip(at).step_by(own_numbers.len()).copied());
+        let [losses, mut signals, bytes, peak_bytes] = [0, 1, 2, 3].map(|position| {
+            all_numbers
+                .iter()
+                .skip(position)
+                .step_by(own_numbers.len())
+                .copied()
+        });
         let seconds = start.elapsed().as_secs_f64();
         let Batches { batch, seq, .. } = self.job.batches;
         let metrics = StepMetrics {
@@ -366,7 +379,7 @@ impl Rank<'_> {
             tokens_per_s: (batch * seq) as f64 / seconds,
             parameter_bytes: bytes.collect(),
             peak_parameter_bytes: peak_bytes.collect(),
-            peak_memory_bytes: memory::peak_of_process(),
+            peak_memory_bytes: memory::peak_process_bytes(),
         };
         Ok((metrics, signals.any(|signal| signal > 0)))
     }
@@ -393,8 +406,8 @@ impl Rank<'_> {
             Some(limit) => parameters.clip_grad_norm(limit),
             None => parameters.finite_grad_norm(),
         };
-        let skips = self.job.arguments.nonfinite == NonFinite::Skip;
-        if matches!(norm, Err(NnError::NonFiniteGradients { .. })) && skips {
+        let skips_nonfinite = self.job.arguments.nonfinite == NonFinite::Skip;
+        if matches!(norm, Err(NnError::NonFiniteGradients { .. })) && skips_nonfinite {
             // The norm is that of all ranks' gradients, so all ranks skip the step, or none does.
             return Ok(None);
         }
@@ -425,16 +438,17 @@ impl Rank<'_> {
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
 
-    /// Saves the state after a step with one of the methods of [`Checkpoints`].
+    /// Saves the state after a step with one of the methods of [`Checkpoints`]. Optimizers are in
+    /// evaluation mode meanwhile.
     fn save(
         &mut self,
         step: u64,
-        save: fn(&mut Checkpoints, u64, &TrainState<Gpt>, Option<&Reporter>) -> Result<()>,
+        save_method: fn(&mut Checkpoints, u64, &TrainState<Gpt>, Option<&Reporter>) -> Result<()>,
     ) -> Result<()> {
         let position = u64::try_from(self.job.rows_before(step)).unwrap_or(u64::MAX);
         let settings = self.job.settings.state(step, position);
         self.run.values.insert("train", settings);
-        let data = self.data.map(|digest| DataPosition {
+        let data = self.text_digest.map(|digest| DataPosition {
             hash: digest.to_string(),
             position,
         });
@@ -445,7 +459,12 @@ impl Rank<'_> {
         // A schedule-free optimizer keeps the weights that it trains apart from their average,
         // which is what is saved.
         self.for_each_optimizer(Optimizer::eval)?;
-        save(&mut self.checkpoints, step, &self.run, self.report.as_ref())?;
+        save_method(
+            &mut self.checkpoints,
+            step,
+            &self.run,
+            self.reporter.as_ref(),
+        )?;
         Ok(self.for_each_optimizer(Optimizer::train)?)
     }
 }

@@ -13,11 +13,11 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::arguments::{TrainArguments, elastic_job, restarts};
+use super::arguments::{TrainArguments, elastic_job, restart_count};
 use super::sparkline::{empty_curve, sparkline};
 use crate::failure::usage_error;
 use crate::output;
-use crate::progress::{bar, is_terminal};
+use crate::progress::{is_terminal, make_bar};
 use crate::report::lines;
 use crate::report::series::Series;
 use crate::report::{EVENTS_FILE, METRICS_FILE};
@@ -26,7 +26,7 @@ use fsdp::checkpoint::{Location, SaveReport};
 use fsdp::formats::storage::Durable;
 
 /// The approximate number of lines for a whole run, if there is no bar.
-const LINES: u64 = 10;
+const LINE_COUNT: u64 = 10;
 
 /// One line of `metrics.jsonl`.
 #[derive(Debug, Serialize)]
@@ -63,7 +63,7 @@ pub(super) struct Reporter {
     events: LineFile,
     /// Holds the lock of the directory of the checkpoints.
     _checkpoints: Option<File>,
-    json: bool,
+    prints_json: bool,
     bar: Option<Bar>,
     steps: u64,
 }
@@ -83,13 +83,14 @@ struct Bar {
 
 impl Reporter {
     /// Makes the run's directory, locks it and that of the checkpoints, and opens the files of
-    /// metrics and events. Removes the metrics of steps from `start` on, because these steps are
-    /// about to be done, maybe for a second time.
+    /// metrics and events. Removes the metrics of steps from `start_step` on, because these steps
+    /// are about to be done, maybe for a second time. If that is the first step, removes the events
+    /// too.
     ///
     /// # Errors
     /// Another run holds a lock; the directory cannot be made, or a file cannot be opened or
     /// shortened.
-    pub(super) fn open(arguments: &TrainArguments, start: u64) -> Result<Self> {
+    pub(super) fn open(arguments: &TrainArguments, start_step: u64) -> Result<Self> {
         let out = &arguments.out;
         // The directory is created durably: checkpoints are saved in it, and would be lost with it
         // when power fails.
@@ -98,16 +99,16 @@ impl Reporter {
         lock(&events.file, out.display(), PROBE_TIMEOUT)?;
         let checkpoints = lock_checkpoints(arguments, PROBE_TIMEOUT)?;
         // Nothing is changed before both locks are held.
-        if start == 0 {
+        if start_step == 0 {
             // Older events are of a run that ended before its first checkpoint.
             events
                 .file
                 .set_len(0)
                 .with_context(|| events.failed_to("open"))?;
         }
-        end_line(&events.file).with_context(|| events.failed_to("open"))?;
+        end_last_line(&events.file).with_context(|| events.failed_to("open"))?;
         let metrics = LineFile::open(out.join(METRICS_FILE))?;
-        length_before(&metrics.file, start)
+        kept_length(&metrics.file, start_step)
             .and_then(|length| metrics.file.set_len(length))
             .with_context(|| metrics.failed_to("open"))?;
         let shows_bar = is_terminal() && !arguments.json && !arguments.no_progress;
@@ -115,8 +116,8 @@ impl Reporter {
             metrics,
             events,
             _checkpoints: checkpoints,
-            json: arguments.json,
-            bar: shows_bar.then(|| Bar::new(start, arguments.steps)),
+            prints_json: arguments.json,
+            bar: shows_bar.then(|| Bar::new(start_step, arguments.steps)),
             steps: arguments.steps,
         })
     }
@@ -124,17 +125,17 @@ impl Reporter {
     /// Reports the start of the run.
     ///
     /// # Errors
-    /// stdout is closed.
+    /// The event cannot be written, or stdout is closed.
     pub(super) fn start(&self, event: Value, line: &str) -> Result<()> {
-        self.tell(line);
-        self.happened(event)
+        self.print_line(line);
+        self.record_and_print(event)
     }
 
     /// Writes the metrics of a step, and reports it.
     ///
     /// # Errors
-    /// The metrics cannot be written.
-    pub(super) fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
+    /// The metrics cannot be written, or stdout is closed.
+    pub(super) fn step_done(&mut self, metrics: &StepMetrics) -> Result<()> {
         /// A step, as `--json` prints it.
         #[derive(Serialize)]
         struct StepEvent<'a> {
@@ -143,24 +144,24 @@ impl Reporter {
             metrics: &'a StepMetrics,
         }
         self.metrics.write(&serde_json::to_value(metrics)?)?;
-        let done = metrics.step + 1;
+        let steps_done = metrics.step + 1;
         let steps = self.steps;
         let StepMetrics {
             loss, tokens_per_s, ..
         } = metrics;
         if metrics.skipped {
-            self.tell(&format!(
-                "step {done}/{steps}: the gradients are not finite, and the update is skipped"
+            self.print_line(&format!(
+                "step {steps_done}/{steps}: the gradients are not finite, and the update is skipped"
             ));
         }
         if let Some(bar) = &mut self.bar {
-            bar.step(done, *loss, *tokens_per_s);
-        } else if done.is_multiple_of(steps.div_ceil(LINES)) || done == steps {
-            self.tell(&format!(
-                "step {done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"
+            bar.step(steps_done, *loss, *tokens_per_s);
+        } else if steps_done.is_multiple_of(steps.div_ceil(LINE_COUNT)) || steps_done == steps {
+            self.print_line(&format!(
+                "step {steps_done}/{steps}: loss {loss:.4}, {tokens_per_s:.0} tokens/s"
             ));
         }
-        self.print(&StepEvent {
+        self.print_json(&StepEvent {
             event: "step",
             metrics,
         })
@@ -170,26 +171,26 @@ impl Reporter {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn checkpoint(
+    pub(super) fn checkpoint_saved(
         &self,
         step: u64,
         place: &Location,
-        saved: &SaveReport,
+        save_report: &SaveReport,
         stall: Duration,
     ) -> Result<()> {
         // JSON is text, so what is not UTF-8 in the place is replaced.
         let path = place.to_string();
-        let bytes = saved.total_bytes;
+        let bytes = save_report.total_bytes;
         // From the start of the save to its commit.
-        let seconds = saved.duration.as_secs_f64();
+        let seconds = save_report.duration.as_secs_f64();
         let stall_seconds = stall.as_secs_f64();
         let mib = bytes as f64 / f64::from(1 << 20);
         let speed = bytes as f64 / 1e9 / seconds;
-        self.tell(&format!(
+        self.print_line(&format!(
             "saved `{path}`: {mib:.1} MiB in {seconds:.2} s ({speed:.2} GB/s), training waited \
              {stall_seconds:.2} s"
         ));
-        self.happened(json!({
+        self.record_and_print(json!({
             "event": "checkpoint",
             "step": step,
             "path": path,
@@ -204,8 +205,8 @@ impl Reporter {
     ///
     /// # Errors
     /// stdout is closed.
-    pub(super) fn memory(&self, step: u64, bytes: u64, seconds: f64) -> Result<()> {
-        self.print(&json!({
+    pub(super) fn memory_saved(&self, step: u64, bytes: u64, seconds: f64) -> Result<()> {
+        self.print_json(&json!({
             "event": "memory", "step": step, "bytes": bytes, "seconds": seconds,
         }))
     }
@@ -220,10 +221,10 @@ impl Reporter {
             output::talk("");
         }
         let steps = self.steps;
-        self.tell(&format!(
+        self.print_line(&format!(
             "stopped by a signal after step {step}/{steps}, which is saved: go on with `--resume`"
         ));
-        self.happened(json!({ "event": "stopped", "step": step }))
+        self.record_and_print(json!({ "event": "stopped", "step": step }))
     }
 
     /// Reports the end of the run.
@@ -239,19 +240,19 @@ impl Reporter {
         let mut event = json!({ "event": "end", "step": step, "sample": null });
         self.record(event.clone())?;
         if let Some(sample) = sample
-            && !self.json
+            && !self.prints_json
         {
             // The text may contain characters that act on a terminal, so they are escaped.
-            return output::data(&escaped_lines(sample));
+            return output::print_line(&escaped_lines(sample));
         }
         event["sample"] = sample.into();
-        self.print(&event)
+        self.print_json(&event)
     }
 
     /// Adds an event to those in the run's directory, and writes it to stdout with `--json`.
-    fn happened(&self, event: Value) -> Result<()> {
+    fn record_and_print(&self, event: Value) -> Result<()> {
         self.record(event.clone())?;
-        self.print(&event)
+        self.print_json(&event)
     }
 
     /// Adds an event, with the time, to those in the run's directory.
@@ -261,18 +262,18 @@ impl Reporter {
     }
 
     /// Writes a line to stderr: above the bar if there is one, and not at all with `--json`.
-    fn tell(&self, line: &str) {
+    fn print_line(&self, line: &str) {
         match &self.bar {
             Some(Bar { bar, .. }) => bar.suspend(|| output::talk(line)),
-            None if !self.json => output::talk(line),
+            None if !self.prints_json => output::talk(line),
             None => {}
         }
     }
 
     /// Writes an event to stdout, with `--json`.
-    fn print(&self, event: &impl Serialize) -> Result<()> {
-        if self.json {
-            output::json(event)?;
+    fn print_json(&self, event: &impl Serialize) -> Result<()> {
+        if self.prints_json {
+            output::print_json(event)?;
         }
         Ok(())
     }
@@ -281,12 +282,12 @@ impl Reporter {
 impl LineFile {
     /// Opens a file to read it and to append to it. Creates it if it does not exist.
     fn open(path: PathBuf) -> Result<Self> {
-        let opened = OpenOptions::new()
+        let file = OpenOptions::new()
             .read(true)
             .append(true)
             .create(true)
             .open(&path);
-        let file = opened.with_context(|| format!("failed to open `{}`", path.display()))?;
+        let file = file.with_context(|| format!("failed to open `{}`", path.display()))?;
         Ok(LineFile { file, path })
     }
 
@@ -304,9 +305,9 @@ impl LineFile {
 
 impl Bar {
     /// Creates the bar of a run that begins after `start` of `steps` steps.
-    fn new(start: u64, steps: u64) -> Self {
-        let bar = bar(steps, "{bar:20} {pos}/{len} steps, {msg}, {eta} left");
-        bar.set_position(start);
+    fn new(start_step: u64, steps: u64) -> Self {
+        let bar = make_bar(steps, "{bar:20} {pos}/{len} steps, {msg}, {eta} left");
+        bar.set_position(start_step);
         bar.reset_eta();
         Bar {
             bar,
@@ -316,15 +317,15 @@ impl Bar {
     }
 
     /// Shows a step that is done.
-    fn step(&mut self, done: u64, loss: f64, tokens_per_s: f64) {
-        self.loss.push(done, Some(loss));
-        self.tokens_per_s.push(done, Some(tokens_per_s));
+    fn step(&mut self, steps_done: u64, loss: f64, tokens_per_s: f64) {
+        self.loss.push(steps_done, Some(loss));
+        self.tokens_per_s.push(steps_done, Some(tokens_per_s));
         let losses = sparkline(&self.loss);
         let speeds = sparkline(&self.tokens_per_s);
         self.bar.set_message(format!(
             "loss {loss:.4} {losses}, {tokens_per_s:.0} tokens/s {speeds}"
         ));
-        self.bar.set_position(done);
+        self.bar.set_position(steps_done);
     }
 }
 
@@ -337,7 +338,7 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
     // A launcher starts a job again while its old processes may still end, and while the locks of a
     // host that has died are still there. The other ranks wait for this one at the rendezvous until
     // the timeout.
-    let is_restarted = elastic_job().is_some() || restarts() > 0;
+    let is_restarted = elastic_job().is_some() || restart_count() > 0;
     let timeout = if is_restarted {
         Duration::from_secs(arguments.timeout.get() / 2)
     } else {
@@ -360,13 +361,13 @@ pub(super) fn check_free(arguments: &TrainArguments) -> Result<()> {
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Locks the directory of the checkpoints, which may be another than that of the run, and returns
-/// what holds the lock. There is none in an object store, and none where only files can be locked
-/// that are open for writing (NFS).
+/// the file that holds the lock. Returns `None` in an object store, and where only files can be
+/// locked that are open for writing (NFS).
 ///
 /// # Errors
 /// Another run holds the lock.
 fn lock_checkpoints(arguments: &TrainArguments, timeout: Duration) -> Result<Option<File>> {
-    let place = arguments.checkpoints();
+    let place = arguments.checkpoint_location();
     let Some(directory) = place.local().and_then(|path| File::open(path).ok()) else {
         return Ok(None);
     };
@@ -398,14 +399,14 @@ fn lock(file: &File, directory: impl Display, timeout: Duration) -> Result<()> {
     }
 }
 
-/// Ends the last line of a file, which a kill may have left half written.
-fn end_line(mut file: &File) -> std::io::Result<()> {
+/// Ends the last line of a file with a newline, if a kill has left it half written.
+fn end_last_line(mut file: &File) -> std::io::Result<()> {
     let length = file.metadata()?.len();
-    let mut last = [b'\n'];
+    let mut last_byte = [b'\n'];
     if length > 0 {
-        file.read_exact_at(&mut last, length - 1)?;
+        file.read_exact_at(&mut last_byte, length - 1)?;
     }
-    if last != *b"\n" {
+    if last_byte != *b"\n" {
         file.write_all(b"\n")?;
     }
     Ok(())
@@ -414,28 +415,28 @@ fn end_line(mut file: &File) -> std::io::Result<()> {
 /// Returns the time in seconds since 1970, to the millisecond.
 pub(super) fn now() -> f64 {
     // A clock that is set to a time before 1970 counts as 0.
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.unwrap_or_default().as_millis() as f64 / 1e3
+    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH);
+    elapsed.unwrap_or_default().as_millis() as f64 / 1e3
 }
 
-/// Returns the length in bytes of the part of `metrics` that a run which continues at step `start`
-/// keeps: it ends with the last line of an earlier step before the first line of `start` or a later
-/// step.
+/// Returns the length in bytes of the part of `metrics` that a run which continues at step
+/// `start_step` keeps: it ends with the last line of an earlier step before the first line of
+/// `start_step` or a later step.
 ///
 /// Unreadable lines before the end of that part are kept. Unreadable lines after it are dropped: a
 /// killed run may have left half a line.
-fn length_before(metrics: &File, start: u64) -> std::io::Result<u64> {
+fn kept_length(metrics: &File, start_step: u64) -> std::io::Result<u64> {
     let mut length = 0;
     let mut is_over = false;
-    lines::visit(metrics, |line, end| {
+    lines::visit_lines(metrics, |line, line_end| {
         if !is_over
             && line.ends_with(b"\n")
-            && let Ok(metrics) = serde_json::from_slice::<Value>(line)
-            && let Some(step) = metrics["step"].as_u64()
+            && let Ok(line_metrics) = serde_json::from_slice::<Value>(line)
+            && let Some(step) = line_metrics["step"].as_u64()
         {
-            is_over = step >= start;
+            is_over = step >= start_step;
             if !is_over {
-                length = end;
+                length = line_end;
             }
         }
     })?;
@@ -464,11 +465,7 @@ mod tests {
             let mut file = tempfile::tempfile().unwrap();
             file.write_all(format!("{kept}{rest}").as_bytes()).unwrap();
             std::io::Seek::rewind(&mut file).unwrap();
-            assert_eq!(
-                length_before(&file, 3).unwrap(),
-                kept.len() as u64,
-                "{rest}"
-            );
+            assert_eq!(kept_length(&file, 3).unwrap(), kept.len() as u64, "{rest}");
         }
     }
 
@@ -490,7 +487,7 @@ mod tests {
             std::io::Seek::rewind(&mut file).unwrap();
             let kept = before.len() + damage.len() + after.len();
             assert_eq!(
-                length_before(&file, 3).unwrap(),
+                kept_length(&file, 3).unwrap(),
                 kept as u64,
                 "{}",
                 damage.len()

@@ -13,7 +13,8 @@ const TEMPERATURE: f64 = 0.8;
 /// The text that the model continues: the start of a paragraph.
 const PROMPT: u8 = b'\n';
 
-/// Writes `length` bytes, one by one. All ranks take part, and all get the same text.
+/// Returns a text of `length` bytes that the model generates, one by one. All ranks take part, and
+/// all get the same text. Parameters are sharded again on return.
 ///
 /// # Errors
 /// The errors of the forwards.
@@ -41,16 +42,16 @@ pub(super) fn sample(
 
 /// Returns the token at `quantile` of the distribution that the scores describe.
 fn draw(logits: &[f32], quantile: f64) -> u32 {
-    let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let highest_score = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> = logits
         .iter()
-        .map(|&score| (f64::from(score - highest) / TEMPERATURE).exp())
+        .map(|&score| (f64::from(score - highest_score) / TEMPERATURE).exp())
         .collect();
-    let mut remaining = quantile * weights.iter().sum::<f64>();
+    let mut remaining_weight = quantile * weights.iter().sum::<f64>();
     // The token in whose weight the quantile falls is the first that leaves nothing of it.
     for (token, weight) in weights.iter().enumerate() {
-        remaining -= weight;
-        if remaining <= 0.0 {
+        remaining_weight -= weight;
+        if remaining_weight <= 0.0 {
             return token as u32;
         }
     }

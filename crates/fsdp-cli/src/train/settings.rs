@@ -14,10 +14,10 @@ use fsdp::formats::metadata::{Entry, Metadata};
 use fsdp::formats::reader::{CheckpointReader, OpenOptions};
 use fsdp::prelude::*;
 
-use super::arguments::{DECAYS, MAX_LAYERS, MAX_SIZE, TrainArguments, decay};
+use super::arguments::{DECAYS, MAX_LAYERS, MAX_SIZE, TrainArguments, find_decay};
 use super::optimizers::OptimizerName;
 use crate::failure::usage_error;
-use crate::job_failure::changed;
+use crate::job_failure::changed_option_error;
 use crate::output;
 use crate::text::choice_name;
 
@@ -40,15 +40,15 @@ pub(super) struct Resume {
     pub(super) path: Location,
     pub(super) checkpoint: Box<dyn Checkpoint>,
     /// The prefix of the model's names in its keys.
-    pub(super) model: &'static str,
+    pub(super) model_prefix: &'static str,
     /// `true` if it holds an optimizer's state.
-    pub(super) optimizer: bool,
+    pub(super) has_optimizer: bool,
 }
 
 /// The prefix of a model's keys in a checkpoint that holds more than a model.
-const MODEL: &str = "model.";
+const MODEL_PREFIX: &str = "model.";
 /// A tensor that tells whether a checkpoint has the prefix of models.
-const EMBEDDING: &str = "transformer.wte.weight";
+const EMBEDDING_KEY: &str = "transformer.wte.weight";
 
 impl Resume {
     /// Opens the committed checkpoint of a run.
@@ -57,14 +57,14 @@ impl Resume {
     /// It is damaged.
     pub(super) fn open(path: Location) -> Result<Self> {
         let reader = CheckpointReader::open(&path)?;
-        let step = natural(&reader.read_value("train.step")?)
+        let step = as_natural(&reader.read_value("train.step")?)
             .with_context(|| format!("`train.step` of `{path}` is not a step"))?;
         Ok(Resume {
             step,
             path,
             checkpoint: Box::new(reader),
-            model: MODEL,
-            optimizer: true,
+            model_prefix: MODEL_PREFIX,
+            has_optimizer: true,
         })
     }
 
@@ -73,34 +73,34 @@ impl Resume {
     ///
     /// # Errors
     /// The location is not a checkpoint, or a damaged one.
-    pub(super) fn at(path: &Location) -> Result<Self> {
+    pub(super) fn open_any(path: &Location) -> Result<Self> {
         let checkpoint = checkpoint::open(path, OpenOptions::default())?;
         let metadata = checkpoint.metadata();
         // A file of weights alone has the names of the model; a checkpoint of a run has more, and
         // puts them below `model.`.
-        let model = if metadata.tensor(EMBEDDING).is_some() {
+        let model_prefix = if metadata.tensor(EMBEDDING_KEY).is_some() {
             ""
         } else {
-            MODEL
+            MODEL_PREFIX
         };
-        let by_name = has_keys(metadata, &format!("optim.state.{EMBEDDING}."))
+        let is_by_name = has_keys(metadata, &format!("optim.state.{EMBEDDING_KEY}."))
             || !has_keys(metadata, "optim.state.");
-        if !by_name {
+        if !is_by_name {
             output::talk(&format!(
                 "`{path}`: the optimizer's state is not by parameters' names, and is left out"
             ));
         }
-        let optimizer = by_name && has_keys(metadata, "optim.param_groups.");
+        let has_optimizer = is_by_name && has_keys(metadata, "optim.param_groups.");
         let mut resume = Resume {
             step: 0,
             path: path.clone(),
             checkpoint,
-            model,
-            optimizer,
+            model_prefix,
+            has_optimizer,
         };
         // Warn about state that a checkpoint of another program lacks.
-        let step = resume.read("train.step", natural)?;
-        let missing = match (optimizer, step) {
+        let step = resume.read_as("train.step", as_natural)?;
+        let missing = match (has_optimizer, step) {
             (true, Some(_)) => "",
             (false, Some(_)) => "no optimizer state",
             (true, None) => "no `train.step`: steps count from 0",
@@ -120,34 +120,35 @@ impl Resume {
     /// # Errors
     /// Values that cannot be read.
     pub(super) fn rows_read(&self, batch_size: usize) -> Result<u64> {
-        if let Some(rows) = self.read("train.rows", natural)? {
+        if let Some(rows) = self.read_as("train.rows", as_natural)? {
             return Ok(rows);
         }
         // Without a count of rows, all steps had batches of one size: the stored one, or else the
         // one of this run.
-        let saved = self.read("train.config.batch", natural)?;
+        let saved = self.read_as("train.config.batch", as_natural)?;
         Ok(self.step.saturating_mul(saved.unwrap_or(batch_size as u64)))
     }
 
-    /// Returns the learning rate of the optimizer's first group, if it was saved.
+    /// Returns the learning rate of the optimizer's first group; `None` if it was not saved.
     fn lr(&self) -> Result<Option<f64>> {
         // torch saves the learning rate as a value of each parameter group, which all have the same
         // one here.
         for (key, _) in self.checkpoint.metadata().values() {
             if key.starts_with("optim.param_groups.") && key.ends_with(".lr") {
-                return self.read(key, PlainValue::as_float);
+                return self.read_as(key, PlainValue::as_float);
             }
         }
         Ok(None)
     }
 
-    /// Returns what the checkpoint holds of the model under a name.
+    /// Returns the entry of the model's parameter `name`; `None` if the checkpoint has none.
     pub(super) fn entry(&self, name: &str) -> Option<&Entry> {
         let entries = &self.checkpoint.metadata().entries;
-        entries.get(&format!("{}{name}", self.model))
+        entries.get(&format!("{}{name}", self.model_prefix))
     }
 
-    /// Returns a dimension of a tensor of the model.
+    /// Returns the size of one dimension of a tensor of the model; `None` if the checkpoint has no
+    /// such tensor or dimension.
     fn dimension(&self, name: &str, dim: usize) -> Option<usize> {
         match self.entry(name)? {
             Entry::Tensor(tensor) => tensor.shape.get(dim).copied(),
@@ -156,16 +157,16 @@ impl Resume {
     }
 
     /// Returns a size of the model from the shapes of its tensors, for checkpoints of programs that
-    /// do not save their settings.
-    fn size_of_tensors(&self, key: &str) -> Option<usize> {
+    /// do not save their settings. Returns `None` for a size that shapes do not tell.
+    fn size_from_tensors(&self, key: &str) -> Option<usize> {
         match key {
-            "hidden" => self.dimension(EMBEDDING, 1),
+            "hidden" => self.dimension(EMBEDDING_KEY, 1),
             "seq" => self.dimension("transformer.wpe.weight", 0),
             "layers" => {
-                let prefix = format!("{}transformer.h.", self.model);
+                let prefix = format!("{}transformer.h.", self.model_prefix);
                 let names = self.checkpoint.metadata().tensors();
-                let layers = names.filter_map(|(key, _)| layer_of(key, &prefix));
-                layers.max()?.checked_add(1)
+                let layer_indices = names.filter_map(|(key, _)| layer_index(key, &prefix));
+                layer_indices.max()?.checked_add(1)
             }
             _ => None,
         }
@@ -176,7 +177,7 @@ impl Resume {
     ///
     /// # Errors
     /// A value that cannot be read, or that `convert` refuses.
-    pub(super) fn read<T>(
+    pub(super) fn read_as<T>(
         &self,
         key: &str,
         convert: impl FnOnce(&PlainValue) -> Option<T>,
@@ -186,8 +187,8 @@ impl Resume {
         }
         let value = self.checkpoint.read_value(key)?;
         let converted = convert(&value).with_context(|| {
-            let found = value.type_name();
-            format!("`{key}` of `{}` cannot be a {found}", self.path)
+            let type_name = value.type_name();
+            format!("`{key}` of `{}` cannot be a {type_name}", self.path)
         })?;
         Ok(Some(converted))
     }
@@ -199,8 +200,8 @@ fn has_keys(metadata: &Metadata, prefix: &str) -> bool {
     keys.any(|key| key.starts_with(prefix))
 }
 
-/// Returns the number of the layer that a key with this prefix is of.
-fn layer_of(key: &str, prefix: &str) -> Option<usize> {
+/// Returns the index of the layer that a key with this prefix is of; `None` for other keys.
+fn layer_index(key: &str, prefix: &str) -> Option<usize> {
     key.strip_prefix(prefix)?.split('.').next()?.parse().ok()
 }
 
@@ -212,20 +213,20 @@ impl Settings {
     /// cannot change.
     pub(super) fn resolve(arguments: &TrainArguments, resume: Option<&Resume>) -> Result<Self> {
         let gpt = GptConfig {
-            layers: size(arguments.layers, resume, "layers", 2)?,
-            heads: size(arguments.heads, resume, "heads", 4)?,
-            hidden: size(arguments.hidden, resume, "hidden", 64)?,
-            seq: size(arguments.seq, resume, "seq", 64)?,
+            layers: choose_size(arguments.layers, resume, "layers", 2)?,
+            heads: choose_size(arguments.heads, resume, "heads", 4)?,
+            hidden: choose_size(arguments.hidden, resume, "hidden", 64)?,
+            seq: choose_size(arguments.seq, resume, "seq", 64)?,
             vocab: VOCAB,
         };
         // Other numbers of heads fit the same shapes, so only this comparison finds that the number
         // has changed.
-        if let Some(heads) = saved_size(resume, "heads")?
+        if let Some(heads) = read_size(resume, "heads")?
             && heads != gpt.heads
         {
-            bail!(changed("--heads", heads, gpt.heads));
+            bail!(changed_option_error("--heads", heads, gpt.heads));
         }
-        let mut lr = saved(resume, "train.config.lr", PlainValue::as_float)?;
+        let mut lr = read_saved(resume, "train.config.lr", PlainValue::as_float)?;
         if let Some(resume) = resume
             && lr.is_none()
         {
@@ -233,17 +234,21 @@ impl Settings {
         }
         // Each part of the schedule may be given anew on a resume: a longer run needs more steps.
         let schedule = Schedule {
-            decay: chosen_decay(
+            decay: choose_decay(
                 arguments.schedule,
-                saved(resume, "train.config.schedule", text)?,
+                read_saved(resume, "train.config.schedule", as_text)?,
             )?,
             warmup: arguments
                 .warmup
-                .or(saved(resume, "train.config.warmup", natural)?)
+                .or(read_saved(resume, "train.config.warmup", as_natural)?)
                 .unwrap_or(0),
             steps: arguments
                 .schedule_steps
-                .or(saved(resume, "train.config.schedule_steps", natural)?)
+                .or(read_saved(
+                    resume,
+                    "train.config.schedule_steps",
+                    as_natural,
+                )?)
                 .unwrap_or(arguments.steps),
         };
         if schedule.decay != Decay::Constant && arguments.steps > schedule.steps {
@@ -257,23 +262,23 @@ impl Settings {
             ));
         }
         // Seeds are unsigned, but integers in checkpoints are signed: the bits are kept.
-        let seed = saved(resume, "train.seed", |seed| {
+        let seed = read_saved(resume, "train.seed", |seed| {
             Some(seed.as_int()?.cast_unsigned())
         })?;
         Ok(Settings {
             gpt,
-            batch: size(arguments.batch, resume, "batch", 12)?,
+            batch: choose_size(arguments.batch, resume, "batch", 12)?,
             lr: arguments.lr.or(lr).unwrap_or(1e-3),
             seed: arguments.seed.or(seed).unwrap_or(0),
-            optimizer: optimizer(
+            optimizer: choose_optimizer(
                 arguments.optimizer,
-                saved(resume, "train.config.optimizer", text)?,
+                read_saved(resume, "train.config.optimizer", as_text)?,
             )?,
             schedule,
             data: arguments
                 .data
                 .clone()
-                .or(saved(resume, "train.config.data", text)?.map(PathBuf::from)),
+                .or(read_saved(resume, "train.config.data", as_text)?.map(PathBuf::from)),
         })
     }
 
@@ -290,7 +295,7 @@ impl Settings {
 
     /// Returns the checkpoint's `train` part after this many steps, which have read `rows` rows of
     /// the text. [`Settings::resolve`] and [`Resume::rows_read`] read it.
-    pub(super) fn state(&self, step: u64, rows: u64) -> StateDict {
+    pub(super) fn state(&self, step: u64, rows_read: u64) -> StateDict {
         let mut config = StateDict::new();
         for (key, value) in [
             ("layers", self.gpt.layers),
@@ -322,8 +327,8 @@ impl Settings {
         let mut train = StateDict::new();
         train.insert("step", step.cast_signed());
         // If all batches had the same size, the step and that size tell how many rows were read.
-        if rows != step.saturating_mul(self.batch as u64) {
-            train.insert("rows", i64::try_from(rows).unwrap_or(i64::MAX));
+        if rows_read != step.saturating_mul(self.batch as u64) {
+            train.insert("rows", i64::try_from(rows_read).unwrap_or(i64::MAX));
         }
         train.insert("seed", self.seed.cast_signed());
         train.insert("config", config);
@@ -333,79 +338,102 @@ impl Settings {
 
 /// Reads a value of the checkpoint that a run continues from. Returns `None` if it continues from
 /// none, or if the checkpoint has no such value.
-fn saved<T>(
+fn read_saved<T>(
     resume: Option<&Resume>,
     key: &str,
     convert: impl FnOnce(&PlainValue) -> Option<T>,
 ) -> Result<Option<T>> {
     match resume {
-        Some(resume) => resume.read(key, convert),
+        Some(resume) => resume.read_as(key, convert),
         None => Ok(None),
     }
 }
 
 /// Returns a size that was asked for, or else the checkpoint's, or else the default.
-fn size(asked: Option<usize>, resume: Option<&Resume>, key: &str, default: usize) -> Result<usize> {
-    Ok(asked.or(saved_size(resume, key)?).unwrap_or(default))
+///
+/// # Errors
+/// The checkpoint's size cannot be read, or is out of bounds.
+fn choose_size(
+    requested: Option<usize>,
+    resume: Option<&Resume>,
+    key: &str,
+    default: usize,
+) -> Result<usize> {
+    Ok(requested.or(read_size(resume, key)?).unwrap_or(default))
 }
 
 /// Returns a size of the model or of the batch from the settings of the checkpoint, or else from
-/// its tensors.
-fn saved_size(resume: Option<&Resume>, key: &str) -> Result<Option<usize>> {
+/// its tensors; `None` if neither tells it.
+///
+/// # Errors
+/// It cannot be read, or is out of bounds.
+fn read_size(resume: Option<&Resume>, key: &str) -> Result<Option<usize>> {
     let Some(resume) = resume else {
         return Ok(None);
     };
     let name = format!("train.config.{key}");
-    let saved = resume.read(&name, |value| usize::try_from(value.as_int()?).ok())?;
+    let saved = resume.read_as(&name, |value| usize::try_from(value.as_int()?).ok())?;
     let Some(saved) = saved else {
-        return Ok(resume.size_of_tensors(key));
+        return Ok(resume.size_from_tensors(key));
     };
     // The number comes from a file, so it is bounded before memory is taken for it.
-    let most = match key {
+    let limit = match key {
         "layers" => MAX_LAYERS,
         _ => MAX_SIZE,
     };
     ensure!(
-        (1..=most).contains(&(saved as u64)),
-        "`{name}` of `{}` is {saved}, and can be 1 to {most}",
+        (1..=limit).contains(&(saved as u64)),
+        "`{name}` of `{}` is {saved}, and can be 1 to {limit}",
         resume.path,
     );
     Ok(Some(saved))
 }
 
-/// Returns a plain value as a text, if it is one.
-fn text(value: &PlainValue) -> Option<String> {
+/// Returns a plain value as a text; `None` if it is none.
+fn as_text(value: &PlainValue) -> Option<String> {
     value.as_str().map(str::to_owned)
 }
 
-/// Returns a plain value as a number, if it is an integer that is not negative.
-fn natural(value: &PlainValue) -> Option<u64> {
+/// Returns a plain value as a number; `None` if it is no integer, or negative.
+fn as_natural(value: &PlainValue) -> Option<u64> {
     u64::try_from(value.as_int()?).ok()
 }
 
-/// Returns the optimizer of the run: the checkpoint's, if it names one, and an error if another one
-/// was asked for.
-fn optimizer(asked: Option<OptimizerName>, saved: Option<String>) -> Result<OptimizerName> {
-    let Some(saved) = saved else {
-        return Ok(asked.unwrap_or(OptimizerName::Adamw));
+/// Returns the optimizer of the run: the checkpoint's, if it names one, or else the one that was
+/// asked for.
+///
+/// # Errors
+/// Another one than the checkpoint's was asked for, or the checkpoint's has an unknown name.
+fn choose_optimizer(
+    requested: Option<OptimizerName>,
+    saved_name: Option<String>,
+) -> Result<OptimizerName> {
+    let Some(saved_name) = saved_name else {
+        return Ok(requested.unwrap_or(OptimizerName::Adamw));
     };
     // State of one optimizer is of no use to another, so this cannot change.
-    if let Some(asked) = asked {
-        let asked = choice_name(&asked);
-        ensure!(asked == saved, changed("--optimizer", saved, asked));
+    if let Some(requested) = requested {
+        let requested = choice_name(&requested);
+        ensure!(
+            requested == saved_name,
+            changed_option_error("--optimizer", saved_name, requested)
+        );
     }
-    match OptimizerName::from_str(&saved, false) {
-        Ok(known) => Ok(known),
-        Err(_) => bail!("the checkpoint's optimizer `{saved}` is not known here"),
+    match OptimizerName::from_str(&saved_name, false) {
+        Ok(optimizer) => Ok(optimizer),
+        Err(_) => bail!("the checkpoint's optimizer `{saved_name}` is not known here"),
     }
 }
 
-/// Returns the decay that was asked for, or else the checkpoint's.
-fn chosen_decay(asked: Option<Decay>, saved: Option<String>) -> Result<Decay> {
-    match (asked, saved) {
-        (Some(asked), _) => Ok(asked),
+/// Returns the decay that was asked for, or else the checkpoint's, or else a constant rate.
+///
+/// # Errors
+/// The checkpoint's decay has an unknown name.
+fn choose_decay(requested: Option<Decay>, saved_name: Option<String>) -> Result<Decay> {
+    match (requested, saved_name) {
+        (Some(requested), _) => Ok(requested),
         (None, None) => Ok(Decay::Constant),
-        (None, Some(saved)) => decay(&saved)
-            .with_context(|| format!("the checkpoint's schedule `{saved}` is not known here")),
+        (None, Some(saved_name)) => find_decay(&saved_name)
+            .with_context(|| format!("the checkpoint's schedule `{saved_name}` is not known here")),
     }
 }

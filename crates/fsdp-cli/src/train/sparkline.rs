@@ -18,21 +18,24 @@ pub(super) fn empty_curve() -> Series {
 /// so values of which there are too few for a character are not shown yet.
 pub(super) fn sparkline(curve: &Series) -> String {
     let means: Vec<f64> = curve.whole_points().map(|point| point.mean()).collect();
-    let values: Vec<f64> = means
+    let column_means: Vec<f64> = means
         .chunks(means.len().div_ceil(WIDTH).max(1))
         .map(|chunk| chunk.iter().sum::<f64>() / chunk.len() as f64)
         .collect();
-    let min = values.iter().copied().fold(f64::INFINITY, f64::min);
-    let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let min = column_means.iter().copied().fold(f64::INFINITY, f64::min);
+    let max = column_means
+        .iter()
+        .copied()
+        .fold(f64::NEG_INFINITY, f64::max);
     let mut line = String::new();
-    for value in values {
+    for mean in column_means {
         // If all values are equal, the curve is in the middle.
-        let along = if max > min {
-            (value - min) / (max - min)
+        let height = if max > min {
+            (mean - min) / (max - min)
         } else {
             0.5
         };
-        let level = (along * LEVELS.len() as f64) as usize;
+        let level = (height * LEVELS.len() as f64) as usize;
         line.push(LEVELS[level.min(LEVELS.len() - 1)]);
     }
     line

@@ -13,17 +13,17 @@ use crate::gpt::Gpt;
 use crate::natural;
 
 /// The key of a gradient scaler's scale in a checkpoint.
-const SCALE: &str = "scaler.scale";
+const SCALE_KEY: &str = "scaler.scale";
 
 /// Returns the parts of a checkpoint that a run loads: the model, and the optimizer if it holds a
 /// usable one. If the run in it was in another precision, it holds no scaler. Then this run begins
 /// with its own scaler. The run's other values stay as they are.
 pub(super) fn parts_to_load(resume: &Resume, has_scaler: bool) -> Vec<String> {
     let mut parts = vec!["model".to_owned()];
-    if resume.optimizer {
+    if resume.has_optimizer {
         parts.push("optim".to_owned());
     }
-    if has_scaler && resume.checkpoint.metadata().entries.contains_key(SCALE) {
+    if has_scaler && resume.checkpoint.metadata().entries.contains_key(SCALE_KEY) {
         parts.push("scaler".to_owned());
     }
     parts
@@ -40,14 +40,14 @@ pub(super) fn restore(
     checkpointer: &mut Checkpointer,
     run: &mut TrainState<Gpt>,
 ) -> Result<()> {
-    let differences = differences(resume, run.model.parameters())?;
+    let differences = list_differences(resume, run.model.parameters())?;
     if !differences.is_empty() {
         bail!(CommandError {
             exit_code: exit_codes::DIFFERENCE,
             message: format!(
                 "checkpoint `{}` is of another model:{}",
                 resume.path,
-                list(&differences)
+                list_text(&differences)
             ),
             hint: Some(
                 "leave out `--layers`, `--hidden` and `--seq` to take the checkpoint's, or choose \
@@ -74,15 +74,15 @@ pub(super) fn restore(
 const MAX_DIFFERENCES: usize = 50;
 
 /// Returns the lines as a list below a message, of which only the first are shown.
-fn list(lines: &[String]) -> String {
+fn list_text(lines: &[String]) -> String {
     // A model of another size differs in every tensor, and thousands of lines would hide the
     // message.
-    let shown = lines.iter().take(MAX_DIFFERENCES);
-    let mut list: String = shown.map(|line| format!("\n  {line}")).collect();
+    let shown_lines = lines.iter().take(MAX_DIFFERENCES);
+    let mut text: String = shown_lines.map(|line| format!("\n  {line}")).collect();
     if lines.len() > MAX_DIFFERENCES {
-        list.push_str(&format!("\n  and {} more", lines.len() - MAX_DIFFERENCES));
+        text.push_str(&format!("\n  and {} more", lines.len() - MAX_DIFFERENCES));
     }
-    list
+    text
 }
 
 /// Returns the cause of a load that was interrupted: the run ends, so nobody continues with what
@@ -99,12 +99,12 @@ fn without_advice(error: CheckpointError) -> CheckpointError {
 }
 
 /// Returns `true` if a key belongs to a part of a run that is not the model.
-fn is_of_run(key: &str) -> bool {
+fn is_run_key(key: &str) -> bool {
     key.starts_with("optim.") || key.starts_with("train.") || key.starts_with("scaler.")
 }
 
 /// Lists the tensors in which the checkpoint's model and this one differ, a line each.
-fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
+fn list_differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<String>> {
     let entries = &resume.checkpoint.metadata().entries;
     let mut lines = Vec::new();
     let names: Vec<&str> = parameters
@@ -133,9 +133,9 @@ fn differences(resume: &Resume, parameters: &ShardedParameters) -> Result<Vec<St
         }
     }
     for (key, entry) in entries {
-        if let (Some(name), Entry::Tensor(tensor)) = (key.strip_prefix(resume.model), entry)
+        if let (Some(name), Entry::Tensor(tensor)) = (key.strip_prefix(resume.model_prefix), entry)
             && !names.contains(&name)
-            && !(resume.model.is_empty() && is_of_run(name))
+            && !(resume.model_prefix.is_empty() && is_run_key(name))
         {
             lines.push(format!(
                 "`{name}`: checkpoint {:?}, not in this model",

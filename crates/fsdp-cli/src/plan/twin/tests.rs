@@ -1,20 +1,25 @@
 //! Saves of many ranks, planned small enough for every run of the tests; and the large one, by
 //! hand.
 
-use super::super::models::units;
+use super::super::models::find_units;
 use super::super::state::OptimizerState;
 use super::*;
 use crate::failure::CommandError;
 use fsdp_layout::DType;
 
 fn state(model: &str) -> JobState {
-    JobState::from_model(units(model).unwrap(), DType::F32, OptimizerState::Adamw).unwrap()
+    JobState::from_model(
+        find_units(model).unwrap(),
+        DType::F32,
+        OptimizerState::Adamw,
+    )
+    .unwrap()
 }
 
 #[test]
 fn eight_billion_parameters_on_256_ranks_are_planned_in_both_layouts() {
     let state = state("llama-8b");
-    let bytes = state.bytes();
+    let bytes = state.total_bytes();
     for layout in [Layout::Flat, Layout::Rows] {
         for replicas in [1, 8] {
             let planned = plan(
@@ -28,23 +33,27 @@ fn eight_billion_parameters_on_256_ranks_are_planned_in_both_layouts() {
             )
             .unwrap();
             // Every byte is written once, and each rank holds its part of it.
-            assert!(planned.files.iter().sum::<u64>() > bytes);
-            let held = *planned.held.iter().max().unwrap();
+            assert!(planned.file_lengths.iter().sum::<u64>() > bytes);
+            let held = *planned.held_bytes.iter().max().unwrap();
             assert!(held >= bytes * replicas as u64 / 256);
             assert!(
-                planned.payload.most < bytes / 256 * 11 / 10,
+                planned.payload_bytes.most < bytes / 256 * 11 / 10,
                 "{:?}",
-                planned.payload
+                planned.payload_bytes
             );
-            assert!(planned.payload.least > 0, "{:?}", planned.payload);
-            assert!(planned.boxes >= state.tensors() as u64);
+            assert!(
+                planned.payload_bytes.least > 0,
+                "{:?}",
+                planned.payload_bytes
+            );
+            assert!(planned.box_count >= state.tensor_count() as u64);
             // Replicas send their boxes once, so they make the planner's work smaller.
             assert!(
-                planned.received < if replicas == 1 { 32 << 20 } else { 8 << 20 },
+                planned.received_bytes < if replicas == 1 { 32 << 20 } else { 8 << 20 },
                 "{}",
-                planned.received
+                planned.received_bytes
             );
-            assert!(planned.metadata > planned.boxes * 64);
+            assert!(planned.metadata_bytes > planned.box_count * 64);
         }
     }
 }
@@ -62,16 +71,17 @@ fn one_rank_holds_all_of_it() {
         },
     )
     .unwrap();
-    assert_eq!(planned.held, [state.bytes()]);
-    let written = state.bytes() + state.values.iter().map(|(_, length)| length).sum::<u64>();
+    assert_eq!(planned.held_bytes, [state.total_bytes()]);
+    let written_bytes =
+        state.total_bytes() + state.values.iter().map(|(_, length)| length).sum::<u64>();
     assert_eq!(
-        planned.payload,
+        planned.payload_bytes,
         LeastMost {
-            least: written,
-            most: written
+            least: written_bytes,
+            most: written_bytes
         }
     );
-    assert_eq!(planned.boxes, state.tensors() as u64);
+    assert_eq!(planned.box_count, state.tensor_count() as u64);
 }
 
 #[test]
@@ -103,6 +113,6 @@ fn four_hundred_billion_parameters_on_16384_ranks_are_planned_in_one_process() {
         },
     )
     .unwrap();
-    assert_eq!(planned.files.len(), 16_384);
-    assert!(planned.payload.least > 0);
+    assert_eq!(planned.file_lengths.len(), 16_384);
+    assert!(planned.payload_bytes.least > 0);
 }
