@@ -166,8 +166,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Returns the items of a tuple of `N`; `None` for anything else. A list counts as well, as JSON has
-/// no tuples.
+/// Returns the items of a tuple of `N`; `None` for anything else. A list counts as well, as JSON
+/// has no tuples.
 pub(super) fn tuple_items<const N: usize>(value: &PlainValue) -> Option<&[PlainValue; N]> {
     match value {
         PlainValue::Tuple(items) | PlainValue::List(items) => items.as_slice().try_into().ok(),

@@ -335,8 +335,8 @@ impl Optimizer {
         &mut self.locals
     }
 
-    /// Returns the position of the local parameter that holds `fqn`: its id in a state dict. Returns
-    /// `None` if the optimizer does not hold the parameter.
+    /// Returns the position of the local parameter that holds `fqn`: its id in a state dict.
+    /// Returns `None` if the optimizer does not hold the parameter.
     pub(crate) fn local_index(&self, fqn: &str) -> Option<usize> {
         self.local_indices
             .get(self.parameters.canonical_fqn(fqn))

@@ -31,8 +31,7 @@ fn lock_leaves() -> MutexGuard<'static, Leaves> {
     lock(&LEAVES)
 }
 
-/// Returns the slot of a tensor that is a parameter; `None` for other tensors, and for a parameter
-/// whose model is gone.
+/// Returns the slot of a tensor that is a parameter; `None` for other tensors.
 pub(crate) fn parameter_of(tensor: &Tensor) -> Option<Arc<ParameterSlot>> {
     lock_leaves().get(&tensor.id())?.as_ref()?.upgrade()
 }
