@@ -174,10 +174,10 @@ impl FromStr for ShardingStrategy {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::ALL
+        let strategy = Self::ALL
             .into_iter()
             .find(|strategy| strategy.name() == name);
-        found.ok_or_else(|| {
+        strategy.ok_or_else(|| {
             format!(
                 "unknown strategy `{name}`: use {}",
                 Self::ALL.map(Self::name).join(", ")
@@ -225,7 +225,7 @@ impl Default for MixedPrecision {
 
 impl MixedPrecision {
     /// Returns the setting for the units inside, which do not convert their outputs.
-    pub(crate) const fn inside(self) -> Self {
+    pub(crate) const fn for_inner_units(self) -> Self {
         MixedPrecision {
             output: None,
             ..self

@@ -39,16 +39,17 @@ fn is_shared(len: usize) -> bool {
 
 /// Calls `f` with each task of two slices of equal length.
 pub(crate) fn for_each_pair<T: Send, U: Sync>(
-    to: &mut [T],
-    from: &[U],
+    target: &mut [T],
+    source: &[U],
     f: impl Fn(&mut [T], &[U]) + Sync,
 ) {
-    if !is_shared(to.len()) {
-        return f(to, from);
+    if !is_shared(target.len()) {
+        return f(target, source);
     }
-    to.par_chunks_mut(TASK_LEN)
-        .zip(from.par_chunks(TASK_LEN))
-        .for_each(|(to, from)| f(to, from));
+    target
+        .par_chunks_mut(TASK_LEN)
+        .zip(source.par_chunks(TASK_LEN))
+        .for_each(|(target, source)| f(target, source));
 }
 
 /// Returns the sum of `term` of all `values`.
@@ -77,12 +78,12 @@ fn sum_of_task<T: Copy>(values: &[T], term: &impl Fn(T) -> f64) -> f64 {
     }
     // The lanes are independent sums, so that the loop can be vectorised. Their number is fixed,
     // and so is the result.
-    let rest: f64 = chunks.remainder().iter().map(|&value| term(value)).sum();
-    lanes.iter().sum::<f64>() + rest
+    let remainder_sum: f64 = chunks.remainder().iter().map(|&value| term(value)).sum();
+    lanes.iter().sum::<f64>() + remainder_sum
 }
 
 /// One task of an update: a part of the parameter, of its gradient and of each of its states.
-type Update<'a, T> = (&'a mut [T], &'a [T], Vec<&'a mut [T]>);
+type UpdateTask<'a, T> = (&'a mut [T], &'a [T], Vec<&'a mut [T]>);
 
 /// Calls `update` with each task of a parameter, its gradient and its states, all of equal length.
 /// An error of any task is returned.
@@ -100,7 +101,7 @@ pub(crate) fn update<T: Send + Sync, E: Send>(
         .iter_mut()
         .map(|state| state.chunks_mut(TASK_LEN))
         .collect();
-    let tasks: Vec<Update<'_, T>> = param
+    let tasks: Vec<UpdateTask<'_, T>> = param
         .chunks_mut(TASK_LEN)
         .zip(grad.chunks(TASK_LEN))
         .map(|(param, grad)| {
@@ -123,45 +124,51 @@ mod tests {
     #[test]
     fn every_element_of_short_and_long_slices_is_in_one_task() {
         for len in [0, 1, TASK_LEN, TASK_LEN + 1, 3 * TASK_LEN + 5] {
-            let from: Vec<f64> = (0..len).map(|index| index as f64).collect();
-            let mut to = vec![1f64; len];
-            for_each_pair(&mut to, &from, |to, from| {
-                to.iter_mut().zip(from).for_each(|(to, from)| *to += from)
+            let source: Vec<f64> = (0..len).map(|index| index as f64).collect();
+            let mut target = vec![1f64; len];
+            for_each_pair(&mut target, &source, |target, source| {
+                target
+                    .iter_mut()
+                    .zip(source)
+                    .for_each(|(target, source)| *target += source)
             });
             assert!(
-                to.iter().zip(&from).all(|(to, from)| *to == from + 1.0),
+                target
+                    .iter()
+                    .zip(&source)
+                    .all(|(target, source)| *target == source + 1.0),
                 "{len}"
             );
             assert_eq!(
-                sum(&from, |value| value),
+                sum(&source, |value| value),
                 (len * len.saturating_sub(1) / 2) as f64
             );
 
             let (mut first, mut second) = (vec![0f64; len], vec![0f64; len]);
             let updated = update(
-                &mut to,
-                &from,
+                &mut target,
+                &source,
                 &mut [&mut first, &mut second],
-                |to, from, states| {
+                |target, source, states| {
                     let [first, second] = states else {
                         return Err("two states");
                     };
-                    for (index, &from) in from.iter().enumerate() {
-                        to[index] -= from;
-                        first[index] += from;
-                        second[index] += 2.0 * from;
+                    for (index, &source) in source.iter().enumerate() {
+                        target[index] -= source;
+                        first[index] += source;
+                        second[index] += 2.0 * source;
                     }
                     Ok(())
                 },
             );
             assert_eq!(updated, Ok(()));
-            assert!(to.iter().all(|&to| to == 1.0), "{len}");
-            assert_eq!(first, from);
+            assert!(target.iter().all(|&target| target == 1.0), "{len}");
+            assert_eq!(first, source);
             assert!(
                 second
                     .iter()
-                    .zip(&from)
-                    .all(|(second, from)| *second == 2.0 * from)
+                    .zip(&source)
+                    .all(|(second, source)| *second == 2.0 * source)
             );
         }
     }
@@ -171,19 +178,19 @@ mod tests {
         let values: Vec<f64> = (0..5 * TASK_LEN)
             .map(|index| (index as f64).sin())
             .collect();
-        let shared = sum(&values, |value| value);
+        let shared_sum = sum(&values, |value| value);
         let thread = std::thread::spawn(move || {
             stay_on_this_thread();
-            let own = std::thread::current().id();
-            let mut to = vec![0f64; values.len()];
-            for_each_pair(&mut to, &values, |to, from| {
-                assert_eq!(std::thread::current().id(), own);
-                to.copy_from_slice(from);
+            let thread_id = std::thread::current().id();
+            let mut target = vec![0f64; values.len()];
+            for_each_pair(&mut target, &values, |target, source| {
+                assert_eq!(std::thread::current().id(), thread_id);
+                target.copy_from_slice(source);
             });
-            assert_eq!(to, values);
+            assert_eq!(target, values);
             sum(&values, |value| value)
         });
-        assert_eq!(thread.join().unwrap().to_bits(), shared.to_bits());
+        assert_eq!(thread.join().unwrap().to_bits(), shared_sum.to_bits());
     }
 
     #[test]

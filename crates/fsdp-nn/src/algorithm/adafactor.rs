@@ -3,8 +3,8 @@
 
 use fsdp_layout::{DType, PlainValue};
 
-use super::error::{AlgorithmError, at_least_zero, check_range};
-use super::group::{Reader, group, optional_bool, tuple};
+use super::error::{AlgorithmError, check_at_least_zero, check_range};
+use super::group::{Reader, make_group, optional_bool, tuple_items};
 use super::state::{StateEntries, StateEntry};
 
 /// Hyperparameters of Adafactor; the defaults are torch's.
@@ -80,17 +80,17 @@ fn update_averages(averages: &mut [Vec<f64>], grad: &[f64], shape: &[usize], wei
         ([rows, columns], [.., height, width]) if height * width > 0 => {
             // A parameter of more dimensions is a row of matrices, each with averages of its own.
             for (index, matrix) in grad.chunks_exact(height * width).enumerate() {
-                let mut of_columns = vec![0.0; *width];
+                let mut column_sums = vec![0.0; *width];
                 for (row, values) in matrix.chunks_exact(*width).enumerate() {
                     let sum: f64 = values.iter().map(|g| g * g).sum();
-                    of_columns
+                    column_sums
                         .iter_mut()
                         .zip(values)
                         .for_each(|(sum, g)| *sum += g * g);
-                    move_to(&mut rows[index * height + row], sum / *width as f64, weight);
+                    move_towards(&mut rows[index * height + row], sum / *width as f64, weight);
                 }
-                for (column, sum) in of_columns.into_iter().enumerate() {
-                    move_to(
+                for (column, sum) in column_sums.into_iter().enumerate() {
+                    move_towards(
                         &mut columns[index * width + column],
                         sum / *height as f64,
                         weight,
@@ -102,14 +102,14 @@ fn update_averages(averages: &mut [Vec<f64>], grad: &[f64], shape: &[usize], wei
             values
                 .iter_mut()
                 .zip(grad)
-                .for_each(|(value, g)| move_to(value, g * g, weight));
+                .for_each(|(value, g)| move_towards(value, g * g, weight));
         }
         _ => {}
     }
 }
 
 /// Returns the average of squares of each element.
-fn estimate(averages: &[Vec<f64>], shape: &[usize], eps: f64) -> Vec<f64> {
+fn estimate_squares(averages: &[Vec<f64>], shape: &[usize], eps: f64) -> Vec<f64> {
     match (averages, shape) {
         ([rows, columns], [.., height, width]) if height * width > 0 => {
             let matrices = rows.chunks_exact(*height).zip(columns.chunks_exact(*width));
@@ -126,7 +126,7 @@ fn estimate(averages: &[Vec<f64>], shape: &[usize], eps: f64) -> Vec<f64> {
 }
 
 /// Moves a value towards `end` by a weight: torch's `lerp_`.
-fn move_to(value: &mut f64, end: f64, weight: f64) {
+fn move_towards(value: &mut f64, end: f64, weight: f64) {
     *value += weight * (end - *value);
 }
 
@@ -150,6 +150,7 @@ pub(crate) struct WholeUpdate<'a> {
 }
 
 impl AdafactorOptions {
+    /// Checks the hyperparameters, and refuses those that are out of range.
     pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let eps1 = self.eps.0.unwrap_or(0.0);
         let values = [
@@ -158,7 +159,7 @@ impl AdafactorOptions {
             ("eps[1]", self.eps.1),
             ("weight_decay", self.weight_decay),
         ];
-        at_least_zero(algorithm, &values)?;
+        check_at_least_zero(algorithm, &values)?;
         check_range(
             algorithm,
             "beta2_decay",
@@ -175,9 +176,10 @@ impl AdafactorOptions {
         )
     }
 
+    /// Returns the hyperparameters under torch's keys, in torch's order and types.
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
         let eps1 = self.eps.0.map_or(PlainValue::None, PlainValue::from);
-        group([
+        make_group([
             ("lr", self.lr.into()),
             ("beta2_decay", self.beta2_decay.into()),
             ("eps", PlainValue::Tuple(vec![eps1, self.eps.1.into()])),
@@ -188,20 +190,21 @@ impl AdafactorOptions {
         ])
     }
 
+    /// Returns these options with the hyperparameters that a group has in their place.
     pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
         Ok(Self {
-            lr: reader.float("lr", self.lr)?,
-            beta2_decay: reader.float("beta2_decay", self.beta2_decay)?,
+            lr: reader.read_float("lr", self.lr)?,
+            beta2_decay: reader.read_float("beta2_decay", self.beta2_decay)?,
             eps: reader.read(
                 "eps",
                 self.eps,
                 "a tuple of None or a float, and a float",
-                eps,
+                read_eps,
             )?,
-            d: reader.float("d", self.d)?,
-            weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            foreach: reader.optional_switch("foreach", None)?,
-            maximize: reader.bool("maximize", self.maximize)?,
+            d: reader.read_float("d", self.d)?,
+            weight_decay: reader.read_float("weight_decay", self.weight_decay)?,
+            foreach: reader.read_optional_switch("foreach", None)?,
+            maximize: reader.read_bool("maximize", self.maximize)?,
         })
     }
 
@@ -241,7 +244,7 @@ impl AdafactorOptions {
             step.powf(self.beta2_decay),
         );
         let sign = if self.maximize { -1.0 } else { 1.0 };
-        let update: Vec<f64> = estimate(averages, update.shape, eps1)
+        let update: Vec<f64> = estimate_squares(averages, update.shape, eps1)
             .into_iter()
             .zip(update.grad)
             .map(|(v, g)| sign * g / at_least(v, eps1 * eps1).sqrt())
@@ -255,9 +258,9 @@ impl AdafactorOptions {
     }
 }
 
-/// Reads torch's pair `eps`, whose first element may be `None`.
-fn eps(value: &PlainValue) -> Option<(Option<f64>, f64)> {
-    let [first, second] = tuple(value)?;
+/// Reads torch's pair `eps`, whose first element may be `None`. Returns `None` for anything else.
+fn read_eps(value: &PlainValue) -> Option<(Option<f64>, f64)> {
+    let [first, second] = tuple_items(value)?;
     let first = match first {
         PlainValue::None => None,
         first => Some(first.as_float()?),

@@ -2,9 +2,9 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero};
+use super::error::{AlgorithmError, check_at_least_zero};
 use super::float::{Element, Float, Gradient, scalar};
-use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
+use super::group::{Reader, Switches, float_or_zero, make_group, optional_bool};
 use super::state::{StateEntries, StateEntry};
 
 /// Hyperparameters of Adagrad; the defaults are torch's.
@@ -43,8 +43,9 @@ impl Default for AdagradOptions {
 }
 
 impl AdagradOptions {
+    /// Checks the hyperparameters, and refuses those that are out of range.
     pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
-        at_least_zero(
+        check_at_least_zero(
             algorithm,
             &[
                 ("lr", self.lr),
@@ -56,8 +57,9 @@ impl AdagradOptions {
         )
     }
 
+    /// Returns the hyperparameters under torch's keys, in torch's order and types.
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
-        group([
+        make_group([
             ("lr", self.lr.into()),
             ("lr_decay", float_or_zero(self.lr_decay)),
             ("eps", self.eps.into()),
@@ -73,19 +75,21 @@ impl AdagradOptions {
         ])
     }
 
+    /// Returns these options with the hyperparameters that a group has in their place.
     pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
         Ok(Self {
-            lr: reader.float("lr", self.lr)?,
-            lr_decay: reader.float("lr_decay", self.lr_decay)?,
-            eps: reader.float("eps", self.eps)?,
-            weight_decay: reader.float("weight_decay", self.weight_decay)?,
+            lr: reader.read_float("lr", self.lr)?,
+            lr_decay: reader.read_float("lr_decay", self.lr_decay)?,
+            eps: reader.read_float("eps", self.eps)?,
+            weight_decay: reader.read_float("weight_decay", self.weight_decay)?,
             initial_accumulator_value: reader
-                .float("initial_accumulator_value", self.initial_accumulator_value)?,
-            maximize: reader.switch("maximize", false)?,
-            switches: reader.switches(Switches::default())?,
+                .read_float("initial_accumulator_value", self.initial_accumulator_value)?,
+            maximize: reader.read_switch("maximize", false)?,
+            switches: reader.read_switches(Switches::default())?,
         })
     }
 
+    /// Returns the state entries of a parameter, in torch's order.
     pub(super) fn state_entries(&self) -> StateEntries {
         let sum = StateEntry::like_parameter("sum", self.initial_accumulator_value);
         [Some(StateEntry::STEP), Some(sum), None, None]

@@ -2,9 +2,9 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero, check_range};
+use super::error::{AlgorithmError, check_at_least_zero, check_range};
 use super::float::{Element, Float, Gradient, Weight, scalar};
-use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
+use super::group::{Reader, Switches, float_or_zero, make_group, optional_bool};
 use super::state::{StateEntries, StateEntry};
 
 /// Hyperparameters of Adam and AdamW; [`Default`] has torch's for Adam, [`AdamOptions::adamw`]
@@ -54,8 +54,9 @@ impl AdamOptions {
         }
     }
 
+    /// Checks the hyperparameters, and refuses those that are out of range.
     pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
-        at_least_zero(
+        check_at_least_zero(
             algorithm,
             &[
                 ("lr", self.lr),
@@ -76,6 +77,7 @@ impl AdamOptions {
         Ok(())
     }
 
+    /// Returns the hyperparameters under torch's keys, in torch's order and types.
     pub(super) fn to_group(&self, decoupled: bool) -> Vec<(String, PlainValue)> {
         // torch's defaults differ: AdamW's is a float, Adam's the integer 0.
         let weight_decay = if decoupled {
@@ -83,7 +85,7 @@ impl AdamOptions {
         } else {
             float_or_zero(self.weight_decay)
         };
-        group([
+        make_group([
             ("lr", self.lr.into()),
             (
                 "betas",
@@ -109,21 +111,25 @@ impl AdamOptions {
         decoupled: bool,
     ) -> Result<(Self, bool), AlgorithmError> {
         let options = Self {
-            lr: reader.float("lr", self.lr)?,
-            betas: reader.float_pair("betas", self.betas)?,
-            eps: reader.float("eps", self.eps)?,
-            weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            amsgrad: reader.switch("amsgrad", false)?,
-            maximize: reader.switch("maximize", false)?,
+            lr: reader.read_float("lr", self.lr)?,
+            betas: reader.read_float_pair("betas", self.betas)?,
+            eps: reader.read_float("eps", self.eps)?,
+            weight_decay: reader.read_float("weight_decay", self.weight_decay)?,
+            amsgrad: reader.read_switch("amsgrad", false)?,
+            maximize: reader.read_switch("maximize", false)?,
             switches: Switches {
                 // Switches of torch's implementations: kept for torch, without an effect here.
-                capturable: reader.switch("capturable", false)?,
-                ..reader.switches(Switches::default())?
+                capturable: reader.read_switch("capturable", false)?,
+                ..reader.read_switches(Switches::default())?
             },
         };
-        Ok((options, reader.switch("decoupled_weight_decay", decoupled)?))
+        Ok((
+            options,
+            reader.read_switch("decoupled_weight_decay", decoupled)?,
+        ))
     }
 
+    /// Returns the state entries of a parameter, in torch's order.
     pub(super) fn state_entries(&self) -> StateEntries {
         [
             Some(StateEntry::STEP),
@@ -199,13 +205,15 @@ impl<T: Float> Scalars<T> {
         [exp_avgs, exp_avg_sqs, max_exp_avg_sqs]: [&mut [T]; 3],
     ) {
         let elements = params.iter_mut().zip(grads).zip(exp_avgs).zip(exp_avg_sqs);
-        for ((((param, &grad), exp_avg), exp_avg_sq), max) in elements.zip(max_exp_avg_sqs) {
+        for ((((param, &grad), exp_avg), exp_avg_sq), max_exp_avg_sq) in
+            elements.zip(max_exp_avg_sqs)
+        {
             let (p, m, v) = self.decay_and_update_moments(*param, grad, *exp_avg, *exp_avg_sq);
             // Amsgrad divides by the largest average so far.
-            let largest = Element::load(*max).maximum(v);
+            let largest = Element::load(*max_exp_avg_sq).maximum(v);
             *exp_avg = m.store();
             *exp_avg_sq = v.store();
-            *max = largest.store();
+            *max_exp_avg_sq = largest.store();
             *param = self.descend(p, m, largest).store();
         }
     }

@@ -160,7 +160,7 @@ pub(super) fn check_range(
 }
 
 /// Refuses the first of these hyperparameters that is negative, infinite or NaN.
-pub(super) fn at_least_zero(
+pub(super) fn check_at_least_zero(
     algorithm: &'static str,
     values: &[(&'static str, f64)],
 ) -> Result<(), AlgorithmError> {

@@ -238,7 +238,7 @@ impl<T: Float> Element<T> {
     /// Computes `self.lerp(end, weight)`.
     #[inline(always)]
     pub(super) fn lerp(self, end: Self, weight: Weight<T::Real>) -> Self {
-        let base = if weight.from_start { self } else { end };
+        let base = if weight.is_from_start { self } else { end };
         Self::round(weight.factor.fused(end.0 - self.0, base.0))
     }
 }
@@ -248,22 +248,22 @@ impl<T: Float> Element<T> {
 #[derive(Clone, Copy)]
 pub(super) struct Weight<R> {
     factor: R,
-    from_start: bool,
+    is_from_start: bool,
 }
 
 impl<R: Real> Weight<R> {
     /// Prepares a weight. Below 0.5 results are computed from the start, otherwise from the end.
     pub(super) fn new(weight: f64) -> Self {
         // In the type of the elements, as torch compares.
-        let from_start = R::from_scalar(weight.abs()) < R::from_scalar(0.5);
+        let is_from_start = R::from_scalar(weight.abs()) < R::from_scalar(0.5);
         let factor = R::from_scalar(weight);
         Self {
-            factor: if from_start {
+            factor: if is_from_start {
                 factor
             } else {
                 factor - R::from_scalar(1.0)
             },
-            from_start,
+            is_from_start,
         }
     }
 }
@@ -295,6 +295,7 @@ pub(super) struct Gradient<T: Float> {
 }
 
 impl<T: Float> Gradient<T> {
+    /// Prepares the changes of a step with these options.
     pub(super) fn new(maximize: bool, weight_decay: f64) -> Self {
         let sign = scalar::<T>(if maximize { -1.0 } else { 1.0 });
         Self {

@@ -22,17 +22,18 @@ pub struct Switches {
 pub(super) struct Reader<'a> {
     algorithm: &'static str,
     group: &'a [(String, PlainValue)],
-    known: Vec<&'static str>,
-    missing: Vec<&'static str>,
+    known_keys: Vec<&'static str>,
+    missing_keys: Vec<&'static str>,
 }
 
 impl<'a> Reader<'a> {
+    /// Makes a reader of a group of `algorithm`, by torch's name.
     pub(super) fn new(algorithm: &'static str, group: &'a [(String, PlainValue)]) -> Self {
         Self {
             algorithm,
             group,
-            known: Vec::new(),
-            missing: Vec::new(),
+            known_keys: Vec::new(),
+            missing_keys: Vec::new(),
         }
     }
 
@@ -48,10 +49,10 @@ impl<'a> Reader<'a> {
         expected: &'static str,
         convert: impl FnOnce(&PlainValue) -> Option<T>,
     ) -> Result<T, AlgorithmError> {
-        self.known.push(key);
+        self.known_keys.push(key);
         // Of a key that is there twice, the last counts, as in a Python dict.
         let Some((_, value)) = self.group.iter().rev().find(|(name, _)| name == key) else {
-            self.missing.push(key);
+            self.missing_keys.push(key);
             return Ok(current);
         };
         let found = value.type_name();
@@ -63,11 +64,17 @@ impl<'a> Reader<'a> {
         })
     }
 
-    pub(super) fn float(&mut self, key: &'static str, current: f64) -> Result<f64, AlgorithmError> {
+    /// Returns the float under `key`, or `current` if the group does not have the key.
+    pub(super) fn read_float(
+        &mut self,
+        key: &'static str,
+        current: f64,
+    ) -> Result<f64, AlgorithmError> {
         self.read(key, current, "a float", PlainValue::as_float)
     }
 
-    pub(super) fn bool(
+    /// Returns the bool under `key`, or `current` if the group does not have the key.
+    pub(super) fn read_bool(
         &mut self,
         key: &'static str,
         current: bool,
@@ -75,7 +82,12 @@ impl<'a> Reader<'a> {
         self.read(key, current, "a bool", PlainValue::as_bool)
     }
 
-    pub(super) fn count(&mut self, key: &'static str, current: u64) -> Result<u64, AlgorithmError> {
+    /// Returns the count under `key`, or `current` if the group does not have the key.
+    pub(super) fn read_count(
+        &mut self,
+        key: &'static str,
+        current: u64,
+    ) -> Result<u64, AlgorithmError> {
         self.read(key, current, "a count", |value| {
             u64::try_from(value.as_int()?).ok()
         })
@@ -83,7 +95,7 @@ impl<'a> Reader<'a> {
 
     /// Returns the value under `key`, or `default` in a group of an older version of torch, which
     /// did not have it: torch adds it when it loads such a group.
-    fn added<T>(
+    fn read_or_default<T>(
         &mut self,
         key: &'static str,
         default: T,
@@ -92,26 +104,26 @@ impl<'a> Reader<'a> {
     ) -> Result<T, AlgorithmError> {
         // An older torch did not save the key. Then the default is what it did.
         let value = self.read(key, default, expected, convert);
-        self.missing.retain(|missing| *missing != key);
+        self.missing_keys.retain(|missing_key| *missing_key != key);
         value
     }
 
     /// Returns a switch that older versions of torch did not have.
-    pub(super) fn switch(
+    pub(super) fn read_switch(
         &mut self,
         key: &'static str,
         default: bool,
     ) -> Result<bool, AlgorithmError> {
-        self.added(key, default, "a bool", PlainValue::as_bool)
+        self.read_or_default(key, default, "a bool", PlainValue::as_bool)
     }
 
     /// Returns a switch that may be `None`, and that older versions of torch did not have.
-    pub(super) fn optional_switch(
+    pub(super) fn read_optional_switch(
         &mut self,
         key: &'static str,
         default: Option<bool>,
     ) -> Result<Option<bool>, AlgorithmError> {
-        self.added(key, default, "None or a bool", |value| match value {
+        self.read_or_default(key, default, "None or a bool", |value| match value {
             PlainValue::None => Some(None),
             value => value.as_bool().map(Some),
         })
@@ -119,23 +131,23 @@ impl<'a> Reader<'a> {
 
     /// Returns the switches between torch's implementations, with its defaults for a group that
     /// lacks them.
-    pub(super) fn switches(&mut self, default: Switches) -> Result<Switches, AlgorithmError> {
+    pub(super) fn read_switches(&mut self, default: Switches) -> Result<Switches, AlgorithmError> {
         Ok(Switches {
-            foreach: self.optional_switch("foreach", default.foreach)?,
+            foreach: self.read_optional_switch("foreach", default.foreach)?,
             capturable: default.capturable,
-            differentiable: self.switch("differentiable", default.differentiable)?,
-            fused: self.optional_switch("fused", default.fused)?,
+            differentiable: self.read_switch("differentiable", default.differentiable)?,
+            fused: self.read_optional_switch("fused", default.fused)?,
         })
     }
 
     /// Returns the two floats under `key`, such as Adam's `betas`.
-    pub(super) fn float_pair(
+    pub(super) fn read_float_pair(
         &mut self,
         key: &'static str,
         current: (f64, f64),
     ) -> Result<(f64, f64), AlgorithmError> {
         self.read(key, current, "a tuple of two floats", |value| {
-            let [first, second] = tuple(value)?;
+            let [first, second] = tuple_items(value)?;
             first.as_float().zip(second.as_float())
         })
     }
@@ -147,15 +159,16 @@ impl<'a> Reader<'a> {
         let unknown = self
             .group
             .iter()
-            .filter(|(key, _)| !self.known.contains(&key.as_str()))
+            .filter(|(key, _)| !self.known_keys.contains(&key.as_str()))
             .cloned()
             .collect();
-        (unknown, self.missing)
+        (unknown, self.missing_keys)
     }
 }
 
-/// Returns the items of a tuple of `N`. A list counts as well, as JSON has no tuples.
-pub(super) fn tuple<const N: usize>(value: &PlainValue) -> Option<&[PlainValue; N]> {
+/// Returns the items of a tuple of `N`; `None` for anything else. A list counts as well, as JSON
+/// has no tuples.
+pub(super) fn tuple_items<const N: usize>(value: &PlainValue) -> Option<&[PlainValue; N]> {
     match value {
         PlainValue::Tuple(items) | PlainValue::List(items) => items.as_slice().try_into().ok(),
         _ => None,
@@ -177,7 +190,9 @@ pub(super) fn optional_bool(value: Option<bool>) -> PlainValue {
 }
 
 /// Gives the keys of a list of literals the type that groups have.
-pub(super) fn group<const N: usize>(entries: [(&str, PlainValue); N]) -> Vec<(String, PlainValue)> {
+pub(super) fn make_group<const N: usize>(
+    entries: [(&str, PlainValue); N],
+) -> Vec<(String, PlainValue)> {
     entries
         .into_iter()
         .map(|(key, value)| (key.to_owned(), value))

@@ -43,7 +43,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use error::at_least_zero;
+use error::check_at_least_zero;
 use fsdp_layout::{DType, PlainValue};
 
 pub use adafactor::AdafactorOptions;
@@ -135,7 +135,7 @@ impl Algorithm {
     /// # Errors
     /// [`AlgorithmError::OutOfRange`] for a negative or non-finite rate. The old rate stays then.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), AlgorithmError> {
-        at_least_zero(self.name(), &[("lr", lr)])?;
+        check_at_least_zero(self.name(), &[("lr", lr)])?;
         with_options!(self, options => options.lr = lr);
         Ok(())
     }
@@ -165,7 +165,7 @@ impl Algorithm {
             Algorithm::Adagrad(options) => options.eps,
             Algorithm::ScheduleFreeAdamW(options) => options.eps,
         };
-        let vanishes = match dtype {
+        let eps_vanishes = match dtype {
             DType::F64 => false,
             DType::F32 => vanishes::<f32>(eps),
             DType::BF16 => vanishes::<half::bf16>(eps),
@@ -177,7 +177,7 @@ impl Algorithm {
                 });
             }
         };
-        if eps > 0.0 && vanishes {
+        if eps > 0.0 && eps_vanishes {
             return Err(AlgorithmError::VanishingEps {
                 algorithm: self.name(),
                 eps,
@@ -267,10 +267,10 @@ impl Algorithm {
         }
         // An average of a parameter of one dimension has the parameter's shape.
         let averages = self.averages_of(shape);
-        let is_like = averages
+        let is_like_parameter = averages
             .iter()
-            .any(|(average, own)| *average == name && own == shape);
-        is_like.then_some(StateKind::LikeParameter)
+            .any(|(average, average_shape)| *average == name && average_shape == shape);
+        is_like_parameter.then_some(StateKind::LikeParameter)
     }
 
     /// Returns `true` if torch makes the state when the optimizer is constructed (Adagrad), rather
@@ -290,7 +290,7 @@ impl Algorithm {
     /// `step` is the number of this update: what the `step` entry holds once it is incremented,
     /// which is the caller's task; SGD, which has none, ignores it. `state` holds the entries of
     /// [`StateKind::LikeParameter`] in the order of [`state_entries`](Algorithm::state_entries).
-    /// `first` says that entries with [`Initial::FirstGradient`] do not exist yet: what their
+    /// `is_first` says that entries with [`Initial::FirstGradient`] do not exist yet: what their
     /// slices hold is then overwritten unread. No collective runs, and nothing is allocated.
     ///
     /// # Errors
@@ -310,7 +310,7 @@ impl Algorithm {
     pub fn update<T: Float>(
         &self,
         step: f32,
-        first: bool,
+        is_first: bool,
         param: &mut [T],
         grad: &[T],
         state: &mut [&mut [T]],
@@ -325,7 +325,7 @@ impl Algorithm {
         match (self, state) {
             (Algorithm::Sgd(options), []) if options.momentum == 0.0 => options.update(param, grad),
             (Algorithm::Sgd(options), [buffer]) if options.momentum != 0.0 => {
-                options.update_with_momentum(first, param, grad, buffer);
+                options.update_with_momentum(is_first, param, grad, buffer);
             }
             (Algorithm::Adam(options) | Algorithm::AdamW(options), [exp_avg, exp_avg_sq])
                 if !options.amsgrad =>

@@ -2,9 +2,9 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero, check_range};
+use super::error::{AlgorithmError, check_at_least_zero, check_range};
 use super::float::{Element, Float, Weight, scalar};
-use super::group::{Reader, group, tuple};
+use super::group::{Reader, make_group, tuple_items};
 use super::state::{StateEntries, StateEntry};
 
 /// The way in which Muon fits the learning rate to the shape of a matrix of A rows and B columns:
@@ -80,6 +80,7 @@ impl Default for MuonOptions {
 const MAX_STEPS: u64 = 99;
 
 impl MuonOptions {
+    /// Checks the hyperparameters, and refuses those that are out of range.
     pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let Self {
             lr,
@@ -90,7 +91,7 @@ impl MuonOptions {
             ns_steps,
             ..
         } = *self;
-        at_least_zero(
+        check_at_least_zero(
             algorithm,
             &[
                 ("lr", lr),
@@ -110,12 +111,13 @@ impl MuonOptions {
         )
     }
 
+    /// Returns the hyperparameters under torch's keys, in torch's order and types.
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
         let (a, b, c) = self.ns_coefficients;
         let adjust = self
             .adjust_lr_fn
             .map_or(PlainValue::None, |adjust| adjust.name().to_owned().into());
-        group([
+        make_group([
             ("lr", self.lr.into()),
             ("weight_decay", self.weight_decay.into()),
             ("momentum", self.momentum.into()),
@@ -130,20 +132,21 @@ impl MuonOptions {
         ])
     }
 
+    /// Returns these options with the hyperparameters that a group has in their place.
     pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
         Ok(Self {
-            lr: reader.float("lr", self.lr)?,
-            weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            momentum: reader.float("momentum", self.momentum)?,
-            nesterov: reader.bool("nesterov", self.nesterov)?,
+            lr: reader.read_float("lr", self.lr)?,
+            weight_decay: reader.read_float("weight_decay", self.weight_decay)?,
+            momentum: reader.read_float("momentum", self.momentum)?,
+            nesterov: reader.read_bool("nesterov", self.nesterov)?,
             ns_coefficients: reader.read(
                 "ns_coefficients",
                 self.ns_coefficients,
                 "a tuple of three floats",
                 read_triple,
             )?,
-            eps: reader.float("eps", self.eps)?,
-            ns_steps: reader.count("ns_steps", self.ns_steps)?,
+            eps: reader.read_float("eps", self.eps)?,
+            ns_steps: reader.read_count("ns_steps", self.ns_steps)?,
             adjust_lr_fn: reader.read(
                 "adjust_lr_fn",
                 self.adjust_lr_fn,
@@ -153,6 +156,7 @@ impl MuonOptions {
         })
     }
 
+    /// Returns the state entries of a parameter, in torch's order.
     pub(super) fn state_entries(&self) -> StateEntries {
         [
             Some(StateEntry::like_parameter("momentum_buffer", 0.0)),
@@ -214,13 +218,13 @@ impl MuonOptions {
     }
 }
 
-/// Reads a tuple of three floats.
+/// Reads a tuple of three floats. Returns `None` for anything else.
 fn read_triple(value: &PlainValue) -> Option<(f64, f64, f64)> {
-    let [a, b, c] = tuple(value)?;
+    let [a, b, c] = tuple_items(value)?;
     Some((a.as_float()?, b.as_float()?, c.as_float()?))
 }
 
-/// Reads `None`, or the name of a rule.
+/// Reads `None`, or the name of a rule. Returns `None` for anything else.
 fn read_adjust(value: &PlainValue) -> Option<Option<MuonAdjust>> {
     if matches!(value, PlainValue::None) {
         return Some(None);

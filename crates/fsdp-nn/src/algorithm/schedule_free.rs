@@ -3,9 +3,9 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero, check_range};
+use super::error::{AlgorithmError, check_at_least_zero, check_range};
 use super::float::{Element, Float, Weight, scalar};
-use super::group::{Reader, float_or_zero, group, optional_bool};
+use super::group::{Reader, float_or_zero, make_group, optional_bool};
 use super::state::{Initial, StateEntries, StateEntry, StateKind};
 
 /// Hyperparameters of schedule-free AdamW, with the defaults of the package `schedulefree`, and
@@ -72,6 +72,7 @@ impl Default for ScheduleFreeOptions {
 pub(super) const NAME: &str = "AdamWScheduleFree";
 
 impl ScheduleFreeOptions {
+    /// Checks the hyperparameters, and refuses those that are out of range.
     pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let values = [
             ("lr", self.lr),
@@ -81,7 +82,7 @@ impl ScheduleFreeOptions {
             ("weight_lr_power", self.weight_lr_power),
             ("weight_sum", self.weight_sum),
         ];
-        at_least_zero(algorithm, &values)?;
+        check_at_least_zero(algorithm, &values)?;
         // An infinite rate would make the weights NaN. Before the first step, `lr_max` is -1.
         check_range(
             algorithm,
@@ -107,8 +108,9 @@ impl ScheduleFreeOptions {
         )
     }
 
+    /// Returns the hyperparameters under torch's keys, in torch's order and types.
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
-        group([
+        make_group([
             ("lr", self.lr.into()),
             (
                 "betas",
@@ -128,24 +130,26 @@ impl ScheduleFreeOptions {
         ])
     }
 
+    /// Returns these options with the hyperparameters that a group has in their place.
     pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
         Ok(Self {
-            lr: reader.float("lr", self.lr)?,
-            betas: reader.float_pair("betas", self.betas)?,
-            eps: reader.float("eps", self.eps)?,
-            r: reader.float("r", self.r)?,
-            k: reader.count("k", self.k)?,
-            warmup_steps: reader.count("warmup_steps", self.warmup_steps)?,
-            train_mode: reader.bool("train_mode", self.train_mode)?,
-            weight_sum: reader.float("weight_sum", self.weight_sum)?,
-            lr_max: reader.float("lr_max", self.lr_max)?,
-            scheduled_lr: reader.float("scheduled_lr", self.scheduled_lr)?,
-            weight_lr_power: reader.float("weight_lr_power", self.weight_lr_power)?,
-            weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            foreach: reader.optional_switch("foreach", None)?,
+            lr: reader.read_float("lr", self.lr)?,
+            betas: reader.read_float_pair("betas", self.betas)?,
+            eps: reader.read_float("eps", self.eps)?,
+            r: reader.read_float("r", self.r)?,
+            k: reader.read_count("k", self.k)?,
+            warmup_steps: reader.read_count("warmup_steps", self.warmup_steps)?,
+            train_mode: reader.read_bool("train_mode", self.train_mode)?,
+            weight_sum: reader.read_float("weight_sum", self.weight_sum)?,
+            lr_max: reader.read_float("lr_max", self.lr_max)?,
+            scheduled_lr: reader.read_float("scheduled_lr", self.scheduled_lr)?,
+            weight_lr_power: reader.read_float("weight_lr_power", self.weight_lr_power)?,
+            weight_decay: reader.read_float("weight_decay", self.weight_decay)?,
+            foreach: reader.read_optional_switch("foreach", None)?,
         })
     }
 
+    /// Returns the state entries of a parameter, in torch's order.
     pub(super) fn state_entries(&self) -> StateEntries {
         let z = StateEntry {
             name: "z",

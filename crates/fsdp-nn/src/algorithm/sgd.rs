@@ -2,9 +2,9 @@
 
 use fsdp_layout::PlainValue;
 
-use super::error::{AlgorithmError, at_least_zero, check_range};
+use super::error::{AlgorithmError, check_at_least_zero, check_range};
 use super::float::{Element, Float, Gradient, scalar};
-use super::group::{Reader, Switches, float_or_zero, group, optional_bool};
+use super::group::{Reader, Switches, float_or_zero, make_group, optional_bool};
 use super::state::{Initial, StateEntries, StateEntry, StateKind};
 
 /// Hyperparameters of SGD; the defaults are torch's.
@@ -43,6 +43,7 @@ impl Default for SgdOptions {
 }
 
 impl SgdOptions {
+    /// Checks the hyperparameters, and refuses those that are out of range.
     pub(super) fn validate(&self, algorithm: &'static str) -> Result<(), AlgorithmError> {
         let Self {
             lr,
@@ -52,7 +53,7 @@ impl SgdOptions {
             nesterov,
             ..
         } = *self;
-        at_least_zero(
+        check_at_least_zero(
             algorithm,
             &[
                 ("lr", lr),
@@ -77,8 +78,9 @@ impl SgdOptions {
         Ok(())
     }
 
+    /// Returns the hyperparameters under torch's keys, in torch's order and types.
     pub(super) fn to_group(&self) -> Vec<(String, PlainValue)> {
-        group([
+        make_group([
             ("lr", self.lr.into()),
             ("momentum", float_or_zero(self.momentum)),
             ("dampening", float_or_zero(self.dampening)),
@@ -91,21 +93,23 @@ impl SgdOptions {
         ])
     }
 
+    /// Returns these options with the hyperparameters that a group has in their place.
     pub(super) fn read(&self, reader: &mut Reader<'_>) -> Result<Self, AlgorithmError> {
         Ok(Self {
-            lr: reader.float("lr", self.lr)?,
-            momentum: reader.float("momentum", self.momentum)?,
-            dampening: reader.float("dampening", self.dampening)?,
-            weight_decay: reader.float("weight_decay", self.weight_decay)?,
-            nesterov: reader.switch("nesterov", false)?,
-            maximize: reader.switch("maximize", false)?,
-            switches: reader.switches(Switches {
+            lr: reader.read_float("lr", self.lr)?,
+            momentum: reader.read_float("momentum", self.momentum)?,
+            dampening: reader.read_float("dampening", self.dampening)?,
+            weight_decay: reader.read_float("weight_decay", self.weight_decay)?,
+            nesterov: reader.read_switch("nesterov", false)?,
+            maximize: reader.read_switch("maximize", false)?,
+            switches: reader.read_switches(Switches {
                 fused: Some(false),
                 ..Switches::default()
             })?,
         })
     }
 
+    /// Returns the state entries of a parameter, in torch's order.
     pub(super) fn state_entries(&self) -> StateEntries {
         let buffer = StateEntry {
             name: "momentum_buffer",
@@ -125,17 +129,17 @@ impl SgdOptions {
         }
     }
 
-    /// Runs one step with momentum. The slices must have equal lengths. `first` is `true` if the
+    /// Runs one step with momentum. The slices must have equal lengths. `is_first` is `true` if the
     /// buffers have no values yet.
     pub(super) fn update_with_momentum<T: Float>(
         &self,
-        first: bool,
+        is_first: bool,
         params: &mut [T],
         grads: &[T],
         buffers: &mut [T],
     ) {
         // Four loops, because with these choices inside, one loop would not be vectorised.
-        match (first, self.nesterov) {
+        match (is_first, self.nesterov) {
             (true, false) => self.momentum_loop::<T, true, false>(params, grads, buffers),
             (true, true) => self.momentum_loop::<T, true, true>(params, grads, buffers),
             (false, false) => self.momentum_loop::<T, false, false>(params, grads, buffers),
@@ -154,17 +158,23 @@ impl SgdOptions {
         let gradient = Gradient::new(self.maximize, self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.lr);
         let momentum = scalar::<T>(self.momentum);
-        let ahead = Element::from_scalar(self.momentum);
-        let undamped = Element::from_scalar(1.0 - self.dampening);
+        let lookahead_weight = Element::from_scalar(self.momentum);
+        let gradient_weight = Element::from_scalar(1.0 - self.dampening);
         for ((param, &grad), buffer) in params.iter_mut().zip(grads).zip(buffers) {
             let p = Element::load(*param);
             let g = gradient.load(grad, p);
             let b = if FIRST {
                 g
             } else {
-                Element::load(*buffer).mul(momentum).add_scaled(g, undamped)
+                Element::load(*buffer)
+                    .mul(momentum)
+                    .add_scaled(g, gradient_weight)
             };
-            let direction = if NESTEROV { g.add_scaled(b, ahead) } else { b };
+            let direction = if NESTEROV {
+                g.add_scaled(b, lookahead_weight)
+            } else {
+                b
+            };
             *buffer = b.store();
             *param = p.add_scaled(direction, descent).store();
         }

@@ -44,6 +44,7 @@ impl StateEntry {
         initial: Initial::Value(0.0),
     };
 
+    /// Makes an entry of the parameter's shape that has the value `initial` everywhere at first.
     pub(super) const fn like_parameter(name: &'static str, initial: f64) -> StateEntry {
         StateEntry {
             name,

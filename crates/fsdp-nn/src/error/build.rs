@@ -115,6 +115,7 @@ pub enum BuildError {
     },
 }
 
+/// Returns the names in backticks, with commas between them.
 fn quote_names(names: &[String]) -> String {
     names
         .iter()

@@ -111,8 +111,8 @@ pub enum NnError {
     /// A computation read a parameter that was not gathered.
     #[error(
         "parameter {} is sharded here; {} ({error})",
-        one_of(parameters),
-        where_to_compute(units)
+        list_candidates(parameters),
+        advise_on_computing(units)
     )]
     ParametersSharded {
         /// The parameters that were sharded at that time: the one that was used is among them. The
@@ -147,7 +147,7 @@ pub enum NnError {
         unit: String,
     },
     /// An optimizer state dict that does not fit.
-    #[error("{error}{}", on_ranks(ranks))]
+    #[error("{error}{}", describe_ranks(ranks))]
     OptimState {
         /// The problem.
         error: OptimStateError,
@@ -161,18 +161,18 @@ pub enum NnError {
 }
 
 /// The most names of a large model that a message has.
-const NAMED: usize = 4;
+const MAX_NAMED: usize = 4;
 
 /// Lists the candidates for a parameter whose name is not known exactly, for a message: "`a`, `b`
 /// or one of 3 more".
-fn one_of(names: &[String]) -> String {
+fn list_candidates(names: &[String]) -> String {
     let mut named: Vec<String> = names
         .iter()
-        .take(NAMED)
+        .take(MAX_NAMED)
         .map(|name| format!("`{name}`"))
         .collect();
-    if names.len() > NAMED {
-        named.push(format!("one of {} more", names.len() - NAMED));
+    if names.len() > MAX_NAMED {
+        named.push(format!("one of {} more", names.len() - MAX_NAMED));
     }
     match named.pop() {
         Some(last) if named.is_empty() => last,
@@ -182,7 +182,7 @@ fn one_of(names: &[String]) -> String {
 }
 
 /// Returns the advice for a computation with a parameter that is sharded.
-fn where_to_compute(units: &[String]) -> String {
+fn advise_on_computing(units: &[String]) -> String {
     if units.is_empty() {
         return "a model that is being built can take views of its parameters (`t`, `reshape`), but \
                 neither compute with them nor copy them"
@@ -190,11 +190,11 @@ fn where_to_compute(units: &[String]) -> String {
     }
     let mut names: Vec<String> = units
         .iter()
-        .take(NAMED)
+        .take(MAX_NAMED)
         .map(|unit| unit_name(unit))
         .collect();
-    if units.len() > NAMED {
-        names.push(format!("{} more", units.len() - NAMED));
+    if units.len() > MAX_NAMED {
+        names.push(format!("{} more", units.len() - MAX_NAMED));
     }
     format!(
         "compute with parameters of {} only inside the forward of their unit",
@@ -203,7 +203,7 @@ fn where_to_compute(units: &[String]) -> String {
 }
 
 /// Returns the end of a message that names ranks.
-fn on_ranks(ranks: &[usize]) -> String {
+fn describe_ranks(ranks: &[usize]) -> String {
     match ranks {
         [] => String::new(),
         [rank] => format!(" (on rank {rank})"),
@@ -268,7 +268,7 @@ impl Failure for NnError {
 impl NnError {
     /// Returns the error of a computation, which is [`NnError::ParametersSharded`] if candle read
     /// released memory. `sharded` returns the parameters that are not there, and their units.
-    pub(crate) fn of_computation(
+    pub(crate) fn from_computation(
         error: candle_core::Error,
         sharded: impl FnOnce() -> (Vec<String>, Vec<String>),
     ) -> Self {
@@ -283,7 +283,7 @@ impl NnError {
         NnError::ParametersSharded {
             parameters,
             units,
-            error: operation(&error),
+            error: describe_operation(&error),
         }
     }
 }
@@ -300,7 +300,7 @@ impl From<candle_core::Error> for NnError {
             Error::WithBacktrace { inner, .. }
             | Error::Context { inner, .. }
             | Error::WithPath { inner, .. }
-                if is_ours(&inner) =>
+                if wraps_nn_error(&inner) =>
             {
                 Self::from(*inner)
             }
@@ -310,12 +310,12 @@ impl From<candle_core::Error> for NnError {
 }
 
 /// Returns the error inside of what candle has added to it on its way.
-fn innermost(error: &candle_core::Error) -> &candle_core::Error {
+fn find_innermost(error: &candle_core::Error) -> &candle_core::Error {
     use candle_core::Error;
     match error {
         Error::WithBacktrace { inner, .. }
         | Error::Context { inner, .. }
-        | Error::WithPath { inner, .. } => innermost(inner),
+        | Error::WithPath { inner, .. } => find_innermost(inner),
         error => error,
     }
 }
@@ -323,7 +323,7 @@ fn innermost(error: &candle_core::Error) -> &candle_core::Error {
 /// Returns `true` if an operation met the dummy dtype of released memory, or may have.
 fn reads_released(error: &candle_core::Error) -> bool {
     use candle_core::{DType::F4, Error};
-    match innermost(error) {
+    match find_innermost(error) {
         Error::UnexpectedDType { got, .. } => *got == F4,
         Error::DTypeMismatchBinaryOp { lhs, rhs, .. } => *lhs == F4 || *rhs == F4,
         // candle's fused norms name the dtype of their input, and not that of the weight that is
@@ -335,9 +335,9 @@ fn reads_released(error: &candle_core::Error) -> bool {
 
 /// Returns the operation that met released memory, for messages. The dtype of that memory says
 /// nothing to whoever wrote the model; another dtype may be the true cause.
-fn operation(error: &candle_core::Error) -> String {
+fn describe_operation(error: &candle_core::Error) -> String {
     use candle_core::Error;
-    match innermost(error) {
+    match find_innermost(error) {
         Error::UnexpectedDType { msg, .. } => (*msg).to_owned(),
         // The tensors may all be there, and the operation may not know their dtype: the error is
         // the same.
@@ -352,8 +352,8 @@ fn operation(error: &candle_core::Error) -> String {
 }
 
 /// Returns `true` if an error of candle's type wraps an [`NnError`], at any depth.
-fn is_ours(error: &candle_core::Error) -> bool {
-    match innermost(error) {
+fn wraps_nn_error(error: &candle_core::Error) -> bool {
+    match find_innermost(error) {
         candle_core::Error::Io(error) => error.get_ref().is_some_and(|inner| inner.is::<NnError>()),
         _ => false,
     }

@@ -18,7 +18,7 @@ pub enum OptimStateError {
         "FSDP currently requires each rank to have at least the optimizer states needed by rank \
          0's optimizer but some ranks are missing some of those states: {}; give all ranks' \
          optimizers the same parameters",
-        on_ranks(missing)
+        describe_missing(missing)
     )]
     MissingOnRanks {
         /// For each such rank the parameters that it has no state for.
@@ -250,7 +250,7 @@ impl OptimStateError {
 }
 
 /// Returns a text on the parameters that each rank is missing.
-fn on_ranks(missing: &[(usize, Vec<String>)]) -> String {
+fn describe_missing(missing: &[(usize, Vec<String>)]) -> String {
     let ranks: Vec<String> = missing
         .iter()
         .map(|(rank, fqns)| format!("rank {rank} is missing {fqns:?}"))

@@ -29,11 +29,12 @@ pub(crate) fn copy_gradient(
     let grad = grad.detach().flatten_all()?;
     for piece in pieces(range.len()) {
         // candle adds into new memory, so one piece at a time.
-        let mut new = grad.narrow(0, piece.start, piece.len())?;
+        let mut new_elements = grad.narrow(0, piece.start, piece.len())?;
         if accumulate {
-            new = (flat.narrow(0, range.start + piece.start, piece.len())? + new)?;
+            new_elements =
+                (flat.narrow(0, range.start + piece.start, piece.len())? + new_elements)?;
         }
-        flat.slice_set(&new.contiguous()?, 0, range.start + piece.start)?;
+        flat.slice_set(&new_elements.contiguous()?, 0, range.start + piece.start)?;
     }
     Ok(())
 }
@@ -115,12 +116,13 @@ mod nccl {
     use super::{ProcessGroup, Result, Tensor};
 
     /// Returns the group's collectives on the memory of this tensor, if it has any.
-    fn on_device<'g>(group: &'g ProcessGroup, tensor: &Tensor) -> Option<DeviceGroup<'g>> {
+    fn device_group<'g>(group: &'g ProcessGroup, tensor: &Tensor) -> Option<DeviceGroup<'g>> {
         group.device().filter(|_| tensor.device().is_cuda())
     }
 
     /// Returns all ranks' shards, one after the other.
     pub(crate) fn all_gather(group: &ProcessGroup, shard: &Tensor) -> Result<Option<Tensor>> {
+        /// Gathers the shards of elements of type `T` into `whole`.
         fn all_gather_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             whole: &Tensor,
@@ -134,7 +136,7 @@ mod nccl {
             })???; // Errors of the borrow of the input, of that of the output, and of the collective.
             Ok(())
         }
-        let Some(on_device) = on_device(group, shard) else {
+        let Some(device_group) = device_group(group, shard) else {
             return Ok(None);
         };
         let whole = zeros_on(
@@ -142,7 +144,7 @@ mod nccl {
             shard.dtype(),
             shard.device(),
         )?;
-        with_float!(shard.dtype(), T => all_gather_typed::<T>(on_device, &whole, shard)?);
+        with_float!(shard.dtype(), T => all_gather_typed::<T>(device_group, &whole, shard)?);
         Ok(Some(whole))
     }
 
@@ -153,6 +155,7 @@ mod nccl {
         reduced: &Tensor,
         whole: &Tensor,
     ) -> Result<bool> {
+        /// Reduces tensors of elements of type `T`.
         fn reduce_scatter_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             reduced: &Tensor,
@@ -170,15 +173,16 @@ mod nccl {
             })???; // Errors of the borrow of the input, of that of the output, and of the collective.
             Ok(())
         }
-        let Some(on_device) = on_device(group, whole) else {
+        let Some(device_group) = device_group(group, whole) else {
             return Ok(false);
         };
-        with_float!(whole.dtype(), T => reduce_scatter_typed::<T>(on_device, reduced, whole)?);
+        with_float!(whole.dtype(), T => reduce_scatter_typed::<T>(device_group, reduced, whole)?);
         Ok(true)
     }
 
     /// Replaces a tensor by the mean of all ranks' tensors.
     pub(crate) fn all_reduce(group: &ProcessGroup, buffer: &Tensor) -> Result<bool> {
+        /// Reduces tensors of elements of type `T`.
         fn all_reduce_typed<T: Scalar + Element + CudaDType + DeviceRepr>(
             group: DeviceGroup<'_>,
             buffer: &Tensor,
@@ -188,10 +192,10 @@ mod nccl {
             })??; // Errors of the borrow, and of the collective.
             Ok(())
         }
-        let Some(on_device) = on_device(group, buffer) else {
+        let Some(device_group) = device_group(group, buffer) else {
             return Ok(false);
         };
-        with_float!(buffer.dtype(), T => all_reduce_typed::<T>(on_device, buffer)?);
+        with_float!(buffer.dtype(), T => all_reduce_typed::<T>(device_group, buffer)?);
         Ok(true)
     }
 }

@@ -16,7 +16,7 @@ const TILE_LEN: usize = 32;
 /// Writes (or adds) a gradient, row-major, to its place in the flat gradient.
 pub(crate) fn copy_gradient<T: Scalar>(
     grad: &Tensor,
-    to: &mut [T],
+    target: &mut [T],
     accumulate: bool,
 ) -> Result<()> {
     // The gradient of `x.matmul(&weight.t())` arrives transposed: read it through the transpose,
@@ -28,7 +28,7 @@ pub(crate) fn copy_gradient<T: Scalar>(
         if transposed.is_contiguous() {
             transpose(
                 &HostSlice::<T>::read(&transposed)?,
-                to,
+                target,
                 rows,
                 columns,
                 accumulate,
@@ -37,11 +37,11 @@ pub(crate) fn copy_gradient<T: Scalar>(
         }
     }
     let grad = grad.contiguous()?;
-    let from = HostSlice::<T>::read(&grad)?;
+    let source = HostSlice::<T>::read(&grad)?;
     if accumulate {
-        tasks::for_each_pair(to, &from, add_assign);
+        tasks::for_each_pair(target, &source, add_assign);
     } else {
-        tasks::for_each_pair(to, &from, <[T]>::copy_from_slice);
+        tasks::for_each_pair(target, &source, <[T]>::copy_from_slice);
     }
     Ok(())
 }
@@ -67,35 +67,44 @@ pub(crate) fn flat_gradient<T: Scalar>(
             flat.resize(start + numel, T::zeroed());
             continue;
         };
-        let cast = cast(grad, Some(T::DTYPE))?;
-        if cast.is_contiguous() {
-            flat.extend_from_slice(&HostSlice::<T>::read(&cast)?);
+        let converted = cast(grad, Some(T::DTYPE))?;
+        if converted.is_contiguous() {
+            flat.extend_from_slice(&HostSlice::<T>::read(&converted)?);
         } else {
             flat.resize(start + numel, T::zeroed());
-            copy_gradient(&cast, &mut flat[start..], false)?;
+            copy_gradient(&converted, &mut flat[start..], false)?;
         }
     }
     flat.resize(layout.padded_unsharded_numel(), T::zeroed());
     Ok(flat)
 }
 
-/// Adds `from` to `to`, element by element. They have equal lengths.
-pub(crate) fn add_assign<T: Scalar>(to: &mut [T], from: &[T]) {
-    to.iter_mut().zip(from).for_each(|(to, from)| *to += *from);
+/// Adds `source` to `target`, element by element. They have equal lengths.
+pub(crate) fn add_assign<T: Scalar>(target: &mut [T], source: &[T]) {
+    target
+        .iter_mut()
+        .zip(source)
+        .for_each(|(target, source)| *target += *source);
 }
 
 /// Computes `to[row][column] = from[column][row]`, or `+=`.
-fn transpose<T: Scalar>(from: &[T], to: &mut [T], rows: usize, columns: usize, accumulate: bool) {
+fn transpose<T: Scalar>(
+    source: &[T],
+    target: &mut [T],
+    rows: usize,
+    columns: usize,
+    accumulate: bool,
+) {
     for row_tile in (0..rows).step_by(TILE_LEN) {
         for column_tile in (0..columns).step_by(TILE_LEN) {
             for row in row_tile..(row_tile + TILE_LEN).min(rows) {
-                let target = &mut to[row * columns..(row + 1) * columns];
+                let target_row = &mut target[row * columns..(row + 1) * columns];
                 for column in column_tile..(column_tile + TILE_LEN).min(columns) {
-                    let value = from[column * rows + row];
+                    let value = source[column * rows + row];
                     if accumulate {
-                        target[column] += value;
+                        target_row[column] += value;
                     } else {
-                        target[column] = value;
+                        target_row[column] = value;
                     }
                 }
             }

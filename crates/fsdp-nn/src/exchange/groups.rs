@@ -31,7 +31,7 @@ impl Groups {
 
     /// Returns the same groups with the unit's name as a label. If ranks call collectives for
     /// different units, they get an error, and not each other's values.
-    pub(crate) fn labelled(&self, unit: &str) -> Groups {
+    pub(crate) fn with_label(&self, unit: &str) -> Groups {
         let label = if unit.is_empty() {
             "the root unit".to_owned()
         } else {
@@ -47,12 +47,12 @@ impl Groups {
     }
 
     /// Returns `true` if nothing is shared with other ranks.
-    pub(crate) const fn are_empty(&self) -> bool {
+    pub(crate) const fn is_empty(&self) -> bool {
         self.shard.is_none() && self.replicate.is_none()
     }
 
     /// Returns the number of ranks that share a FlatParameter.
-    pub(crate) fn shards(&self) -> usize {
+    pub(crate) fn shard_count(&self) -> usize {
         self.shard.as_ref().map_or(1, ProcessGroup::world_size)
     }
 }

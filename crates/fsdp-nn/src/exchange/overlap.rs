@@ -57,15 +57,15 @@ struct State {
 }
 
 impl State {
-    /// Returns the order of the present phase.
+    /// Returns the order of the present phase; `None` outside of phases.
     const fn order(&mut self) -> Option<&mut Order> {
         match self.phase {
-            Some(phase) => Some(self.order_of(phase)),
+            Some(phase) => Some(self.order_of_phase(phase)),
             None => None,
         }
     }
 
-    const fn order_of(&mut self, phase: Phase) -> &mut Order {
+    const fn order_of_phase(&mut self, phase: Phase) -> &mut Order {
         match phase {
             Phase::Forward => &mut self.forward,
             Phase::Backward => &mut self.backward,
@@ -109,9 +109,9 @@ impl Overlap {
         self.discard_prefetched(&mut state)?;
         // Compare the order between ranks before following it: collectives in different orders
         // would be an error.
-        if let Some(order) = state.order_of(phase).to_compare() {
+        if let Some(order) = state.order_of_phase(phase).order_to_compare() {
             let is_same = self.is_same_on_all_ranks(order)?;
-            state.order_of(phase).set_compared(is_same);
+            state.order_of_phase(phase).set_is_same(is_same);
             if !is_same {
                 warn!(
                     ?phase,
@@ -119,12 +119,12 @@ impl Overlap {
                 );
             }
         }
-        let outer = state.phase.replace(phase);
-        state.order_of(phase).begin();
+        let outer_phase = state.phase.replace(phase);
+        state.order_of_phase(phase).begin();
         Ok(PhaseGuard {
             overlap: self,
             phase,
-            outer,
+            outer_phase,
         })
     }
 
@@ -148,11 +148,11 @@ impl Overlap {
     pub(crate) fn all_gather(&self, unit: &Arc<UnitExchange>) -> Result<Gathered> {
         let mut state = self.state();
         if let Some(order) = state.order() {
-            order.record_use(unit.number);
+            order.record_use(unit.unit_number);
         }
         if let Some((_, ticket)) = state
             .prefetched
-            .pop_front_if(|(next, _)| next.number == unit.number)
+            .pop_front_if(|(prefetched_unit, _)| prefetched_unit.unit_number == unit.unit_number)
         {
             return self.take_gathered(unit, ticket);
         }
@@ -166,7 +166,7 @@ impl Overlap {
     fn take_gathered(&self, unit: &UnitExchange, ticket: Ticket<Gathered>) -> Result<Gathered> {
         let gathered = ticket.wait();
         self.shared.memory.count_released(unit.unsharded_bytes());
-        gathered.map_err(|error| in_background(unit, "all-gather", error))
+        gathered.map_err(|error| background_error(unit, "all-gather", error))
     }
 
     /// Starts to prefetch the units that the model uses next, if the options ask for it at this
@@ -181,16 +181,16 @@ impl Overlap {
         if !is_wanted {
             return;
         }
-        let begun = state.prefetched.len();
-        let next = state.order().map_or(&[][..], |order| order.next());
-        let to_prefetch: Vec<usize> = next
+        let prefetched_count = state.prefetched.len();
+        let next_units = state.order().map_or(&[][..], |order| order.next_units());
+        let units_to_prefetch: Vec<usize> = next_units
             .iter()
             .take(self.max_prefetched)
-            .skip(begun)
+            .skip(prefetched_count)
             .copied()
             .collect();
-        for number in to_prefetch {
-            let unit = Arc::clone(&self.shared.units()[number]);
+        for unit_number in units_to_prefetch {
+            let unit = Arc::clone(&self.shared.units()[unit_number]);
             // The unit is still gathered from an earlier use. If it is released before the model
             // uses it again, it is gathered on demand then.
             if unit.is_unsharded() {
@@ -198,8 +198,8 @@ impl Overlap {
             }
             trace!(unit = %unit.name, "gather ahead");
             self.shared.memory.count_held(unit.unsharded_bytes());
-            let prefetched = Arc::clone(&unit);
-            let ticket = self.worker.submit(move || prefetched.all_gather());
+            let background_unit = Arc::clone(&unit);
+            let ticket = self.worker.submit(move || background_unit.all_gather());
             state.prefetched.push_back((unit, ticket));
         }
     }
@@ -213,21 +213,21 @@ impl Overlap {
     /// Waits for all prefetched units that were not used, and drops their values. Returns the first
     /// error of any.
     fn discard_prefetched(&self, state: &mut State) -> Result<()> {
-        let mut discarded = Ok(());
+        let mut outcome = Ok(());
         while let Some((unit, ticket)) = state.prefetched.pop_front() {
-            discarded = discarded.and(self.take_gathered(&unit, ticket).map(drop));
+            outcome = outcome.and(self.take_gathered(&unit, ticket).map(drop));
         }
-        discarded
+        outcome
     }
 
     /// Runs other collectives in the units' groups. Prefetched units are discarded. Every rank must
     /// do the same.
     pub(crate) fn run<T: Send + 'static>(
         &self,
-        run: impl FnOnce() -> Result<T> + Send + 'static,
+        job: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
         self.discard()?;
-        self.worker.submit(run).wait()
+        self.worker.submit(job).wait()
     }
 
     /// Reduces the gradients of a unit. If the backward can continue meanwhile, this returns
@@ -246,36 +246,38 @@ impl Overlap {
             .reductions
             .iter_mut()
             .for_each(|(_, ticket)| ticket.finish());
-        let reduced = Arc::clone(unit);
-        let ticket = self.worker.submit(move || reduced.reduce(reduction));
+        let background_unit = Arc::clone(unit);
+        let ticket = self
+            .worker
+            .submit(move || background_unit.reduce(reduction));
         if !overlaps {
             return ticket.wait().map(Some);
         }
-        state.reductions.push((unit.number, ticket));
+        state.reductions.push((unit.unit_number, ticket));
         Ok(None)
     }
 
     /// Waits for the reduction of a unit's gradients, if there is one.
     pub(crate) fn take_reduced(&self, unit: &UnitExchange) -> Result<Option<Reduction>> {
         let mut state = self.state();
-        let Some(at) = state
+        let Some(position) = state
             .reductions
             .iter()
-            .position(|(number, _)| *number == unit.number)
+            .position(|(unit_number, _)| *unit_number == unit.unit_number)
         else {
             return Ok(None);
         };
-        let (_, ticket) = state.reductions.remove(at);
+        let (_, ticket) = state.reductions.remove(position);
         ticket
             .wait()
             .map(Some)
-            .map_err(|error| in_background(unit, "reduction of gradients", error))
+            .map_err(|error| background_error(unit, "reduction of gradients", error))
     }
 }
 
 /// Wraps the error of a collective that ran in the background, with the unit and the operation that
 /// it belongs to.
-fn in_background(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnError {
+fn background_error(unit: &UnitExchange, operation: &'static str, error: NnError) -> NnError {
     NnError::BackgroundCollective {
         unit: unit.name.clone(),
         operation,
@@ -288,7 +290,7 @@ fn in_background(unit: &UnitExchange, operation: &'static str, error: NnError) -
 pub(crate) struct PhaseGuard<'a> {
     overlap: &'a Overlap,
     phase: Phase,
-    outer: Option<Phase>,
+    outer_phase: Option<Phase>,
 }
 
 impl PhaseGuard<'_> {
@@ -298,7 +300,7 @@ impl PhaseGuard<'_> {
         if let Some(order) = state.order() {
             order.learn();
         }
-        state.phase = self.outer;
+        state.phase = self.outer_phase;
         self.overlap.discard_prefetched(&mut state)
     }
 }
@@ -306,7 +308,7 @@ impl PhaseGuard<'_> {
 impl Drop for PhaseGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.overlap.state();
-        state.phase = self.outer;
+        state.phase = self.outer_phase;
         // Only a failed phase leaves gathers and reductions behind. Its own error is being
         // returned, so theirs are ignored.
         let _ = self.overlap.discard_prefetched(&mut state);

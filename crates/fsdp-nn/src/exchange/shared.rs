@@ -38,8 +38,8 @@ impl Shared {
 
     /// Converts an error of a computation. candle's error about released memory becomes one that
     /// names the sharded units.
-    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || {
+    pub(crate) fn explain_error(&self, error: candle_core::Error) -> NnError {
+        NnError::from_computation(error, || {
             let mut parameters = Vec::new();
             let mut units = Vec::new();
             for unit in self.units().iter().filter(|unit| !unit.is_unsharded()) {
@@ -60,7 +60,7 @@ impl Shared {
 /// The bytes of parameters on this rank.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
-    bytes: AtomicUsize,
+    held_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
 }
 
@@ -68,18 +68,18 @@ impl Memory {
     /// Counts bytes of parameters that are held from now on.
     pub(crate) fn count_held(&self, bytes: usize) {
         // Other threads count too, so take the peak of what this one has seen.
-        let now = self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
+        let held_bytes = self.held_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak_bytes.fetch_max(held_bytes, Ordering::Relaxed);
     }
 
     /// Counts bytes of parameters that are held no more.
     pub(crate) fn count_released(&self, bytes: usize) {
-        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.held_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Returns the bytes of parameters that this rank holds now.
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes.load(Ordering::Relaxed)
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.held_bytes.load(Ordering::Relaxed)
     }
 
     /// Returns the most bytes of parameters that this rank has ever held.
@@ -133,7 +133,7 @@ impl Reductions {
     }
 
     /// Counts a reduction of gradients.
-    pub(crate) fn count_one(&self) {
+    pub(crate) fn count_reduction(&self) {
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -147,7 +147,7 @@ impl Reductions {
 #[derive(Debug, Default)]
 pub(crate) struct Forwards {
     /// The forwards that are running, one inside the other.
-    running: AtomicUsize,
+    running_count: AtomicUsize,
     /// The forwards so far; those inside others do not count.
     count: AtomicU64,
 }
@@ -156,25 +156,25 @@ impl Forwards {
     /// Begins a forward of the model, which runs until the result is dropped.
     pub(crate) fn begin(&self) -> OnDrop<impl FnMut()> {
         // A forward inside another one, such as that of a recomputed part, continues it.
-        if self.running.fetch_add(1, Ordering::Relaxed) == 0 {
+        if self.running_count.fetch_add(1, Ordering::Relaxed) == 0 {
             self.count.fetch_add(1, Ordering::Relaxed);
         }
-        OnDrop(|| _ = self.running.fetch_sub(1, Ordering::Relaxed))
+        OnDrop(|| _ = self.running_count.fetch_sub(1, Ordering::Relaxed))
     }
 
     /// Returns `true` while exactly one forward of the model runs, and none inside of it.
     pub(crate) fn is_outermost(&self) -> bool {
-        self.running.load(Ordering::Relaxed) == 1
+        self.running_count.load(Ordering::Relaxed) == 1
     }
 
     /// Returns the number of the current forward, or of the last one.
-    pub(crate) fn number(&self) -> u64 {
+    pub(crate) fn last_number(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }
 
     /// Returns `true` while the forward with this number runs.
     fn is_running_as(&self, number: u64) -> bool {
-        self.running.load(Ordering::Relaxed) > 0 && number == self.number()
+        self.running_count.load(Ordering::Relaxed) > 0 && number == self.last_number()
     }
 }
 
@@ -185,7 +185,7 @@ pub(crate) struct Values {
     version: AtomicU64,
     /// `true` once views of the shards have been lent to somebody who may write into them at any
     /// time.
-    lent: AtomicBool,
+    is_lent: AtomicBool,
     readers: Arc<Readers>,
 }
 
@@ -202,12 +202,12 @@ impl Values {
 
     /// Records that views of the shards were lent to be written into.
     pub(crate) fn lend(&self) {
-        self.lent.store(true, Ordering::Relaxed);
+        self.is_lent.store(true, Ordering::Relaxed);
     }
 
     /// Returns `true` if somebody may write into views of the shards at any time.
     fn is_lent(&self) -> bool {
-        self.lent.load(Ordering::Relaxed)
+        self.is_lent.load(Ordering::Relaxed)
     }
 
     /// Returns a guard for whom changes wait; `None` if views have been lent to be written into.
@@ -219,7 +219,7 @@ impl Values {
         }
     }
 
-    /// Waits until nobody keeps the values unchanged. Called before any value changes.
+    /// Waits until nobody keeps the values unchanged. Call it before any value changes.
     pub(crate) fn wait_for_readers(&self) {
         self.readers.wait();
     }

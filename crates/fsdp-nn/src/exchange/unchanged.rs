@@ -27,19 +27,19 @@ impl Unchanged {
     /// changes go on once no other guard is left.
     pub fn release(self) -> Duration {
         let waiting_since = lock(&self.readers.state).waiting_since;
-        waiting_since.map_or(Duration::ZERO, |since| since.elapsed())
+        waiting_since.map_or(Duration::ZERO, |start| start.elapsed())
     }
 }
 
 impl Drop for Unchanged {
     fn drop(&mut self) {
-        let mut reading = lock(&self.readers.state);
-        reading.readers -= 1;
+        let mut state = lock(&self.readers.state);
+        state.readers -= 1;
         // The changes that wait go on. The next one waits for other readers, and its time begins
         // anew.
-        if reading.readers == 0 {
-            reading.waiting_since = None;
-            self.readers.ended.notify_all();
+        if state.readers == 0 {
+            state.waiting_since = None;
+            self.readers.readers_ended.notify_all();
         }
     }
 }
@@ -47,12 +47,12 @@ impl Drop for Unchanged {
 /// The readers of values that must not change meanwhile.
 #[derive(Debug, Default)]
 pub(super) struct Readers {
-    state: Mutex<Reading>,
-    ended: Condvar,
+    state: Mutex<ReadersState>,
+    readers_ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Reading {
+struct ReadersState {
     /// The number of readers.
     readers: usize,
     /// The time at which the first change began to wait for these readers.
@@ -62,16 +62,16 @@ struct Reading {
 impl Readers {
     /// Waits until nobody reads. Called before any value changes.
     pub(super) fn wait(&self) {
-        let mut reading = lock(&self.state);
-        if reading.readers == 0 {
+        let mut state = lock(&self.state);
+        if state.readers == 0 {
             return;
         }
         // Show in a trace for how long training stood still.
         let _span = info_span!("wait for a copy of the state").entered();
-        reading.waiting_since.get_or_insert_with(Instant::now);
+        state.waiting_since.get_or_insert_with(Instant::now);
         drop(
-            self.ended
-                .wait_while(reading, |reading| reading.readers > 0),
+            self.readers_ended
+                .wait_while(state, |state| state.readers > 0),
         );
     }
 }

@@ -23,7 +23,7 @@ use crate::tasks;
 #[derive(Debug)]
 pub(crate) struct UnitExchange {
     /// The index of the unit among those of the model.
-    pub(crate) number: usize,
+    pub(crate) unit_number: usize,
     pub(crate) name: String,
     pub(crate) layout: FlatLayout,
     /// The dtype of shards, reduced gradients and optimizer state.
@@ -86,8 +86,8 @@ impl UnitExchange {
             return Ok(Vec::new());
         };
         // Cast before the collective, so that the narrower dtype is sent.
-        let computed = cast(flat.shard().clone(), Some(self.compute_dtype))?;
-        let shard = to_device(&computed, &self.device)?;
+        let converted = cast(flat.shard().clone(), Some(self.compute_dtype))?;
+        let shard = to_device(&converted, &self.device)?;
         let Some(group) = &self.groups.shard else {
             return self.split_into_params(&shard);
         };
@@ -108,18 +108,18 @@ impl UnitExchange {
         group: &ProcessGroup,
     ) -> Result<Gathered> {
         // The group fills the buffers in the order of the flat layout, padding included.
-        let mut values: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
+        let mut buffers: Vec<Vec<T>> = Vec::with_capacity(self.layout.entries().len() + 1);
         for &numel in self.layout.numels_with_padding() {
-            values.push(zeroed_vec(numel)?);
+            buffers.push(zeroed_vec(numel)?);
         }
         let right_padding =
             self.layout.padded_unsharded_numel() - self.layout.unpadded_unsharded_numel();
-        values.push(zeroed_vec(right_padding)?);
-        let mut slices: Vec<&mut [T]> = values.iter_mut().map(Vec::as_mut_slice).collect();
+        buffers.push(zeroed_vec(right_padding)?);
+        let mut slices: Vec<&mut [T]> = buffers.iter_mut().map(Vec::as_mut_slice).collect();
         group.all_gather_into_slices(&mut slices, &HostSlice::<T>::read(shard)?)?;
-        let entries = self.layout.entries().iter().zip(values);
+        let entries = self.layout.entries().iter().zip(buffers);
         let params = entries.filter(|(entry, _)| matches!(entry, FlatEntry::Param(_)));
-        Ok(params.map(|(_, value)| Contents::new(value)).collect())
+        Ok(params.map(|(_, buffer)| Contents::new(buffer)).collect())
     }
 
     /// Returns the unsharded FlatParameter in the dtype of the shards; `None` if the parameters'
@@ -165,15 +165,16 @@ impl UnitExchange {
         if let Some(unsharded) = reduction.unsharded.take() {
             trace!(unit = %self.name, "reduce gradients");
             // Gradients that stay on this rank are not rounded.
-            let sent = if self.groups.shard.is_some() {
+            let sent_grad = if self.groups.shard.is_some() {
                 cast(unsharded, reduction.sent_dtype)?
             } else {
                 unsharded
             };
-            let scattered = with_float!(sent.dtype(), T => self.reduce_scatter::<T>(sent)?);
+            let scattered_grad =
+                with_float!(sent_grad.dtype(), T => self.reduce_scatter::<T>(sent_grad)?);
             self.add_to(
                 &mut reduction.partial,
-                cast(scattered, Some(self.reduce_dtype))?,
+                cast(scattered_grad, Some(self.reduce_dtype))?,
             )?;
         }
         if self.groups.replicate.is_some() && !reduction.all_reduces {
@@ -182,12 +183,12 @@ impl UnitExchange {
         let Some(partial) = reduction.partial.take() else {
             return Ok(reduction);
         };
-        let sent = if self.groups.replicate.is_some() {
+        let sent_grad = if self.groups.replicate.is_some() {
             cast(partial, reduction.sent_dtype)?
         } else {
             partial
         };
-        let reduced = with_float!(sent.dtype(), T => self.all_reduce::<T>(sent)?);
+        let reduced = with_float!(sent_grad.dtype(), T => self.all_reduce::<T>(sent_grad)?);
         reduction.reduced = Some(to_device(
             &cast(reduced, Some(self.dtype))?,
             &self.shard_device,
@@ -203,8 +204,8 @@ impl UnitExchange {
                 device::copy_gradient(&grad, sum, range, true)?;
             }
             Some(sum) => with_float!(sum.dtype(), T => {
-                let from = HostSlice::<T>::read(&grad)?;
-                tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &from, add_assign);
+                let addend = HostSlice::<T>::read(&grad)?;
+                tasks::for_each_pair(&mut HostSliceMut::<T>::write(sum)?, &addend, add_assign);
             }),
             None => *sum = Some(grad),
         }

@@ -14,22 +14,22 @@ type Job = Box<dyn FnOnce() + Send>;
 /// is dropped, it finishes the submitted jobs and ends.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    jobs: Option<Sender<Job>>,
+    job_sender: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
     /// Starts the thread.
     pub(crate) fn start(name: &str) -> io::Result<Self> {
-        let (jobs, queue) = mpsc::channel::<Job>();
+        let (job_sender, job_receiver) = mpsc::channel::<Job>();
         let thread = thread::Builder::new()
             .name(name.to_owned())
             .spawn(move || {
                 tasks::stay_on_this_thread();
-                queue.into_iter().for_each(|job| job());
+                job_receiver.into_iter().for_each(|job| job());
             })?;
         Ok(Worker {
-            jobs: Some(jobs),
+            job_sender: Some(job_sender),
             thread: Some(thread),
         })
     }
@@ -39,12 +39,12 @@ impl Worker {
         &self,
         job: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Ticket<T> {
-        let (result, receiver) = mpsc::channel();
+        let (result_sender, receiver) = mpsc::channel();
         // Nobody may be waiting for the result any more.
-        let job = Box::new(move || drop(result.send(job())));
-        if let Some(jobs) = &self.jobs {
+        let job = Box::new(move || drop(result_sender.send(job())));
+        if let Some(job_sender) = &self.job_sender {
             // If the thread has ended, so has the sender of the result, which the ticket reports.
-            let _ = jobs.send(job);
+            let _ = job_sender.send(job);
         }
         Ticket {
             receiver,
@@ -55,7 +55,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        drop(self.jobs.take());
+        drop(self.job_sender.take());
         if let Some(thread) = self.thread.take() {
             // A job that has panicked has been reported by its ticket.
             let _ = thread.join();
@@ -82,7 +82,7 @@ impl<T> Ticket<T> {
         }
     }
 
-    /// Waits for the result.
+    /// Waits until the job is done, and returns its result.
     pub(crate) fn wait(mut self) -> Result<T> {
         self.finish();
         self.result.unwrap_or_else(|| Err(worker_ended_error()))
@@ -104,13 +104,17 @@ mod tests {
     #[test]
     fn jobs_run_in_order_and_their_errors_come_back() {
         let worker = Worker::start("jobs").unwrap();
-        let (seen, order) = mpsc::channel();
+        let (seen_sender, seen_receiver) = mpsc::channel();
         let tickets: Vec<Ticket<usize>> = (0..4)
-            .map(|k| {
-                let seen = seen.clone();
+            .map(|index| {
+                let seen_sender = seen_sender.clone();
                 worker.submit(move || {
-                    seen.send(k).unwrap();
-                    if k == 2 { Err(NnError::Swapped) } else { Ok(k) }
+                    seen_sender.send(index).unwrap();
+                    if index == 2 {
+                        Err(NnError::Swapped)
+                    } else {
+                        Ok(index)
+                    }
                 })
             })
             .collect();
@@ -119,17 +123,20 @@ mod tests {
             results.as_slice(),
             [Ok(0), Ok(1), Err(NnError::Swapped), Ok(3)]
         ));
-        drop(seen);
-        assert_eq!(order.into_iter().collect::<Vec<usize>>(), [0, 1, 2, 3]);
+        drop(seen_sender);
+        assert_eq!(
+            seen_receiver.into_iter().collect::<Vec<usize>>(),
+            [0, 1, 2, 3]
+        );
     }
 
     #[test]
     fn nobody_waits_for_a_thread_that_has_panicked() {
         let worker = Worker::start("jobs").unwrap();
-        let panics: Ticket<()> = worker.submit(|| panic!("a job panics"));
-        let error = panics.wait().unwrap_err();
+        let ticket: Ticket<()> = worker.submit(|| panic!("a job panics"));
+        let error = ticket.wait().unwrap_err();
         assert!(error.to_string().contains("has ended"), "{error}");
-        let after = worker.submit(|| Ok(1));
-        assert!(after.wait().is_err());
+        let later_ticket = worker.submit(|| Ok(1));
+        assert!(later_ticket.wait().is_err());
     }
 }

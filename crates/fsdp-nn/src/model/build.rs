@@ -11,7 +11,7 @@ use fsdp_layout::flat::aligned_numel;
 use indexmap::IndexMap;
 
 use super::init::InitialValues;
-use super::registry::{Declared, ROOT, Registry};
+use super::registry::{DeclaredParameter, ROOT, Registry};
 use crate::config::{FsdpConfig, ShardingStrategy};
 use crate::error::{BuildError, NnError, Result};
 use crate::exchange::{Groups, Overlap, Shared};
@@ -19,7 +19,7 @@ use crate::unit::{FlatParamHandle, Parameter, UnitSpec};
 
 /// The units of a model that have parameters, and their shared state.
 #[derive(Debug)]
-pub(crate) struct Built {
+pub(crate) struct BuiltUnits {
     pub(crate) groups: Groups,
     pub(crate) strategy: ShardingStrategy,
     pub(crate) handles: Vec<Arc<FlatParamHandle>>,
@@ -38,7 +38,7 @@ pub(crate) fn build_units(
     group: &ProcessGroup,
     config: &FsdpConfig,
     registry: &Registry,
-) -> Result<Built> {
+) -> Result<BuiltUnits> {
     let groups = shard_and_replicate_groups(group, config)?;
     // As in torch, a single rank has nothing to shard.
     let strategy = if groups.shard.is_some() {
@@ -48,13 +48,13 @@ pub(crate) fn build_units(
     };
     // Sort the parameters by the units that they belong to, in the order in which they were
     // declared.
-    let mut by_unit: Vec<Vec<(&String, &Declared)>> =
+    let mut declared_by_unit: Vec<Vec<(&String, &DeclaredParameter)>> =
         registry.units.iter().map(|_| Vec::new()).collect();
     for (fqn, declared) in &registry.params {
-        by_unit[declared.unit].push((fqn, declared));
+        declared_by_unit[declared.unit].push((fqn, declared));
     }
     let shared = Arc::new(Shared::default());
-    let (unit_groups, overlap) = if config.prefetches() && !groups.are_empty() {
+    let (unit_groups, overlap) = if config.prefetches() && !groups.is_empty() {
         // Collectives that overlap with the computation run in groups of their own, so that other
         // collectives in the model's groups do not mix with them.
         let unit_groups = groups.duplicate()?;
@@ -63,7 +63,7 @@ pub(crate) fn build_units(
     } else {
         (groups.clone(), None)
     };
-    let mut built = Built {
+    let mut built = BuiltUnits {
         groups,
         strategy,
         handles: Vec::new(),
@@ -71,7 +71,7 @@ pub(crate) fn build_units(
         overlap,
         unit_groups,
     };
-    for (index, (unit, declared)) in registry.units.iter().zip(&by_unit).enumerate() {
+    for (index, (unit, declared)) in registry.units.iter().zip(&declared_by_unit).enumerate() {
         if declared.is_empty() {
             continue;
         }
@@ -83,10 +83,10 @@ pub(crate) fn build_units(
             }
             .into());
         }
-        let handle = Arc::new(built.unit(index, registry, declared, config)?);
+        let handle = Arc::new(built.build_unit(index, registry, declared, config)?);
         // From now on the model's tensors and modules find their unit.
         for (param, (_, declared)) in declared.iter().enumerate() {
-            declared.slot.set(&handle, param);
+            declared.slot.set_place(&handle, param);
         }
         unit.slot
             .set(Arc::downgrade(&handle))
@@ -100,21 +100,21 @@ pub(crate) fn build_units(
     Ok(built)
 }
 
-impl Built {
+impl BuiltUnits {
     /// Lays out the parameters of one unit, and makes its handle with this rank's initial values.
-    fn unit(
+    fn build_unit(
         &self,
         index: usize,
         registry: &Registry,
-        declared: &[(&String, &Declared)],
+        declared: &[(&String, &DeclaredParameter)],
         config: &FsdpConfig,
     ) -> Result<FlatParamHandle> {
         let unit = &registry.units[index];
         let dtype = check_unit(declared, config.use_orig_params)?;
         if let Some(reduce) = unit.precision.reduce {
-            check_computes(reduce, "reduction of gradients")?;
+            check_is_computable(reduce, "reduction of gradients")?;
         }
-        let align = if config.use_orig_params {
+        let alignment = if config.use_orig_params {
             aligned_numel(file_dtype(dtype)?)
         } else {
             0
@@ -123,12 +123,12 @@ impl Built {
             .iter()
             .map(|(fqn, param)| ((*fqn).clone(), param.tensor.dims().to_vec()))
             .collect();
-        let layout = FlatLayout::new(shapes, align, self.groups.shards())?;
+        let layout = FlatLayout::new(shapes, alignment, self.groups.shard_count())?;
         // Initial values are computed on the host, so that they are the same for all devices.
         let rank = self.groups.shard.as_ref().map_or(0, ProcessGroup::rank);
         let shard = zeros(&[layout.sharded_numel()], dtype)?;
         let flat = FlatParameter::new(layout, rank, shard)?;
-        if registry.makes_values() {
+        if registry.computes_initial_values() {
             initialize(&flat, declared, config.seed)?;
         }
         let params = declared.iter().map(|(fqn, param)| {
@@ -142,7 +142,7 @@ impl Built {
         });
         let spec = UnitSpec {
             name: unit.name.clone(),
-            number: self.handles.len(),
+            unit_number: self.handles.len(),
             is_root: index == ROOT,
             params: params.collect(),
             flat,
@@ -156,7 +156,7 @@ impl Built {
 }
 
 /// Describes a model, its options and its declarations, in lines that the ranks compare.
-pub(crate) fn describe(
+pub(crate) fn describe_model(
     config: &FsdpConfig,
     registry: &Registry,
     aliases: &IndexMap<String, String>,
@@ -183,7 +183,7 @@ pub(crate) fn describe(
             .iter()
             .skip(1)
             .map(|unit| match unit.precision {
-                precision if precision == config.mixed_precision.inside() => {
+                precision if precision == config.mixed_precision.for_inner_units() => {
                     format!("the unit `{}`", unit.name)
                 }
                 precision => format!("the unit `{}` with {precision:?}", unit.name),
@@ -232,15 +232,15 @@ fn shard_and_replicate_groups(group: &ProcessGroup, config: &FsdpConfig) -> Resu
     match (config.strategy, &config.mesh) {
         (ShardingStrategy::NoShard, _) => Ok(Groups {
             shard: None,
-            replicate: unless_alone(group.clone()),
+            replicate: some_if_several_ranks(group.clone()),
         }),
         // The rows of the mesh are replicas, and the ranks of a row hold one copy together.
         (ShardingStrategy::HybridShard, Some(mesh))
             if mesh.shape().len() == 2 && mesh.size() == group.world_size() =>
         {
-            let replicate = unless_alone(group.mesh_group(mesh, 0)?);
+            let replicate = some_if_several_ranks(group.mesh_group(mesh, 0)?);
             Ok(Groups {
-                shard: unless_alone(group.mesh_group(mesh, 1)?),
+                shard: some_if_several_ranks(group.mesh_group(mesh, 1)?),
                 replicate,
             })
         }
@@ -252,14 +252,14 @@ fn shard_and_replicate_groups(group: &ProcessGroup, config: &FsdpConfig) -> Resu
         }
         .into()),
         _ => Ok(Groups {
-            shard: unless_alone(group.clone()),
+            shard: some_if_several_ranks(group.clone()),
             replicate: None,
         }),
     }
 }
 
 /// Returns the group, or `None` if it has a single rank.
-fn unless_alone(group: ProcessGroup) -> Option<ProcessGroup> {
+fn some_if_several_ranks(group: ProcessGroup) -> Option<ProcessGroup> {
     Some(group).filter(|group| group.world_size() > 1)
 }
 
@@ -271,7 +271,7 @@ fn file_dtype(dtype: DType) -> Result<fsdp_layout::DType> {
 }
 
 /// Checks that there is arithmetic of a dtype: files know 8-bit floats too.
-fn check_computes(dtype: DType, operation: &'static str) -> Result<()> {
+fn check_is_computable(dtype: DType, operation: &'static str) -> Result<()> {
     match dtype {
         DType::F32 | DType::F64 | DType::BF16 | DType::F16 => Ok(()),
         _ => Err(candle_core::Error::UnsupportedDTypeForOp(dtype, operation).into()),
@@ -281,8 +281,8 @@ fn check_computes(dtype: DType, operation: &'static str) -> Result<()> {
 /// Checks that parameters can share a unit, and returns the dtype of their shards. All shards must
 /// have one dtype, which holds floats, and the model must compute with all in one dtype. Without
 /// `use_orig_params` all must be trained, or none.
-fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Result<DType> {
-    let (_, first) = declared[0];
+fn check_unit(declared: &[(&String, &DeclaredParameter)], use_orig_params: bool) -> Result<DType> {
+    let (_, first_param) = declared[0];
     for (fqn, param) in declared {
         let dtype = file_dtype(param.dtype)?;
         if !dtype.is_float() {
@@ -292,11 +292,11 @@ fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Resul
             }
             .into());
         }
-        check_computes(param.dtype, "FlatParameter")?;
+        check_is_computable(param.dtype, "FlatParameter")?;
         // One flat tensor holds all parameters of a unit, and one operation casts it.
         for (expected, found) in [
-            (first.dtype, param.dtype),
-            (first.tensor.dtype(), param.tensor.dtype()),
+            (first_param.dtype, param.dtype),
+            (first_param.tensor.dtype(), param.tensor.dtype()),
         ] {
             if found != expected {
                 return Err(fsdp_flat::FlatError::MixedDType {
@@ -307,27 +307,31 @@ fn check_unit(declared: &[(&String, &Declared)], use_orig_params: bool) -> Resul
                 .into());
             }
         }
-        if !use_orig_params && param.requires_grad != first.requires_grad {
+        if !use_orig_params && param.requires_grad != first_param.requires_grad {
             return Err(fsdp_flat::FlatError::MixedRequiresGrad {
                 fqn: (*fqn).clone(),
             }
             .into());
         }
     }
-    Ok(first.dtype)
+    Ok(first_param.dtype)
 }
 
 /// Writes this rank's part of each parameter's initial values.
-fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64) -> Result<()> {
+fn initialize(
+    flat: &FlatParameter,
+    declared: &[(&String, &DeclaredParameter)],
+    seed: u64,
+) -> Result<()> {
     let infos = flat.layout().shard_param_infos(flat.rank());
     with_float!(flat.shard().dtype(), T => {
-        let mut data = HostSliceMut::<T>::write(flat.shard())?;
+        let mut shard = HostSliceMut::<T>::write(flat.shard())?;
         for (info, (fqn, param)) in infos.iter().zip(declared) {
             if let Some(info) = info {
-                let target = &mut data[info.shard_range()];
+                let target = &mut shard[info.shard_range()];
                 let shape = param.tensor.dims();
-                let values = InitialValues { init: &param.init, seed, fqn, shape };
-                values.fill(info.param_range(), target);
+                let initial_values = InitialValues { init: &param.init, seed, fqn, shape };
+                initial_values.fill(info.param_range(), target);
             }
         }
     });
@@ -335,7 +339,7 @@ fn initialize(flat: &FlatParameter, declared: &[(&String, &Declared)], seed: u64
 }
 
 /// The operation that makes a model.
-pub(crate) const NEW: &str = "FullyShardedDataParallel::new";
+pub(crate) const NEW_OPERATION: &str = "FullyShardedDataParallel::new";
 
 /// Turns one rank's error into an error on every rank, and checks that all ranks describe their
 /// models by the same lines. Collectives: one agreement; if the lines differ, a binary search for
@@ -344,59 +348,59 @@ pub(crate) const NEW: &str = "FullyShardedDataParallel::new";
 pub(crate) fn agree_on_model<T>(
     group: &ProcessGroup,
     operation: &str,
-    built: Result<T>,
+    outcome: Result<T>,
     describe: impl FnOnce(&T) -> Vec<String>,
 ) -> Result<T> {
-    let lines = built.as_ref().map_or_else(|_| Vec::new(), describe);
-    match group.agree_on(operation, hash(&lines), built.as_ref().map(|_| ())) {
+    let lines = outcome.as_ref().map_or_else(|_| Vec::new(), describe);
+    match group.agree_on(operation, hash_lines(&lines), outcome.as_ref().map(|_| ())) {
         // This rank's own error keeps its type.
-        Err(CommError::RankFailed { .. }) if built.is_err() => built,
+        Err(CommError::RankFailed { .. }) if outcome.is_err() => outcome,
         Err(CommError::SchemaMismatch { .. }) => Err(first_difference(group, &lines)?),
         Err(error) => Err(error.into()),
-        Ok(()) => built,
+        Ok(()) => outcome,
     }
 }
 
 /// Returns a hash of lines.
-fn hash(lines: &[String]) -> u64 {
+fn hash_lines(lines: &[String]) -> u64 {
     twox_hash::XxHash3_64::oneshot(lines.join("\n").as_bytes())
 }
 
 /// Finds the first line that is not the same on all ranks, and returns it as an error. At least one
 /// line must differ. Collectives: all-gathers, of hashes and of one line.
 fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
-    // Search by halves. The first `same` lines are the same on all ranks, and the first `different`
-    // lines are not. Some rank may have fewer lines than that, and then lacks the last of them. All
-    // ranks see the same hashes, so they take the same turns.
+    // Search by halves. The first `same_count` lines are the same on all ranks, and the first
+    // `different_count` lines are not. Some rank may have fewer lines than that, and then lacks the
+    // last of them. All ranks see the same hashes, so they take the same turns.
     let longest = group
         .all_gather_object(&lines.len())?
         .into_iter()
         .max()
         .expect("a group has ranks");
-    let mut same = 0;
-    let mut different = longest;
-    while same + 1 < different {
-        let middle = same.midpoint(different);
-        let hashes = group.all_gather_object(&hash(&lines[..middle.min(lines.len())]))?;
+    let mut same_count = 0;
+    let mut different_count = longest;
+    while same_count + 1 < different_count {
+        let middle = same_count.midpoint(different_count);
+        let hashes = group.all_gather_object(&hash_lines(&lines[..middle.min(lines.len())]))?;
         if hashes.iter().all(|hash| *hash == hashes[0]) {
-            same = middle;
+            same_count = middle;
         } else {
-            different = middle;
+            different_count = middle;
         }
     }
     // Show each other the line that differs, and list which ranks have which.
-    let found = group.all_gather_object(&lines.get(same).cloned())?;
-    let mut by_line: Vec<(Option<String>, Vec<usize>)> = Vec::new();
-    for (line, &rank) in found.into_iter().zip(group.global_ranks()) {
-        match by_line.iter_mut().find(|(other, _)| *other == line) {
+    let rank_lines = group.all_gather_object(&lines.get(same_count).cloned())?;
+    let mut ranks_by_line: Vec<(Option<String>, Vec<usize>)> = Vec::new();
+    for (line, &rank) in rank_lines.into_iter().zip(group.global_ranks()) {
+        match ranks_by_line.iter_mut().find(|(other, _)| *other == line) {
             Some((_, ranks)) => ranks.push(rank),
-            None => by_line.push((line, vec![rank])),
+            None => ranks_by_line.push((line, vec![rank])),
         }
     }
-    let differences = by_line.into_iter().map(|(line, ranks)| {
+    let differences = ranks_by_line.into_iter().map(|(line, ranks)| {
         format!(
             "{} {}",
-            on_ranks(&ranks),
+            describe_ranks(&ranks),
             line.as_deref().unwrap_or("nothing more")
         )
     });
@@ -406,7 +410,7 @@ fn first_difference(group: &ProcessGroup, lines: &[String]) -> Result<NnError> {
 }
 
 /// Returns the subject and the verb of a sentence about ranks: `rank 3 has`.
-fn on_ranks(ranks: &[usize]) -> String {
+fn describe_ranks(ranks: &[usize]) -> String {
     match ranks {
         [rank] => format!("rank {rank} has"),
         ranks => format!("ranks {ranks:?} have"),

@@ -116,7 +116,7 @@ impl<M> FullyShardedDataParallel<M> {
         let dtype = config.mixed_precision.param.unwrap_or(config.dtype);
         let vb = VarBuilder::from_backend(backend, dtype, config.device.clone());
         let scope = Scope::sharded(vb, Arc::clone(&registry));
-        let built = build(&scope).map_err(|error| lock(&registry).explain(error));
+        let built = build(&scope).map_err(|error| lock(&registry).explain_error(error));
         let (parameters, module) = ShardedParameters::new(group, config, &registry, built)?;
         Ok(FullyShardedDataParallel {
             module,
@@ -155,19 +155,20 @@ impl<M> FullyShardedDataParallel<M> {
             .map(|overlap| overlap.begin(Phase::Forward))
             .transpose()?;
         let root = self.parameters.root();
-        let whole = root.map(|root| root.unshard_for_forward()).transpose()?;
-        let output = f(&self.module).map_err(|error| self.parameters.shared.explain(error))?;
+        let root_guard = root.map(|root| root.unshard_for_forward()).transpose()?;
+        let output =
+            f(&self.module).map_err(|error| self.parameters.shared.explain_error(error))?;
         phase.map_or(Ok(()), |phase| phase.complete())?;
-        drop(whole);
-        let converted = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
+        drop(root_guard);
+        let output = output.map_tensors(&mut |tensor| cast(tensor, self.output_dtype))?;
         // Attach a check to the output: a backward must fail if values have changed since this
         // forward. Units that are gathered attach it to their own output, the others do not.
         let unchecked: Vec<Arc<FlatParamHandle>> = self.parameters.unchecked_units();
         if root.is_none() && unchecked.is_empty() {
-            return Ok(converted);
+            return Ok(output);
         }
         let version_at_forward = self.parameters.shared.values.version();
-        Ok(converted.map_tensors(&mut |tensor| {
+        Ok(output.map_tensors(&mut |tensor| {
             // The hook copies its tensor, so it is attached only where it is needed. A tensor
             // without a gradient has no backward. And a parameter that the model returns as its
             // output was not computed from the values of parameters.
@@ -231,7 +232,7 @@ impl<M> FullyShardedDataParallel<M> {
         self.parameters.begin_backward(loss);
         let grads = loss
             .backward()
-            .map_err(|error| self.parameters.shared.explain(error))?;
+            .map_err(|error| self.parameters.shared.explain_error(error))?;
         if let Some(phase) = &phase {
             phase.complete()?;
         }
@@ -294,8 +295,8 @@ impl<M> FullyShardedDataParallel<M> {
     /// The errors of `f`.
     pub fn no_sync<T, E>(&self, f: impl FnOnce(&Self) -> Result<T, E>) -> Result<T, E> {
         let reductions = &self.parameters.shared.reductions;
-        let before = reductions.set_no_sync(true);
-        let _restore = OnDrop(|| _ = reductions.set_no_sync(before));
+        let previous = reductions.set_no_sync(true);
+        let _restore = OnDrop(|| _ = reductions.set_no_sync(previous));
         f(self)
     }
 
@@ -321,23 +322,23 @@ impl<M> FullyShardedDataParallel<M> {
     /// different ones. One rank's error is every rank's.
     pub fn register_comm_hook(&self, hook: CommHook) -> Result<()> {
         let reductions = &self.parameters().shared.reductions;
-        let free = match reductions.sent_dtype() {
-            Some(_) => Err(second_hook()),
+        let checked_hook = match reductions.sent_dtype() {
+            Some(_) => Err(second_hook_error()),
             None => Ok(hook),
         };
-        let hook = agree_on_model(self.group(), "register_comm_hook", free, |hook| {
+        let hook = agree_on_model(self.group(), "register_comm_hook", checked_hook, |hook| {
             vec![format!("the hook {hook:?}")]
         })?;
         if reductions.set_sent_dtype(hook.dtype()) {
             Ok(())
         } else {
-            Err(second_hook())
+            Err(second_hook_error())
         }
     }
 }
 
 /// Returns the error for a model that is given a second communication hook.
-fn second_hook() -> NnError {
+fn second_hook_error() -> NnError {
     NnError::options("the model has a communication hook already, and can have one only")
 }
 

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::unit::Unreduced;
 
 /// The most parameters that the warning names.
-const NAMED: usize = 8;
+const MAX_NAMED: usize = 8;
 
 impl ShardedParameters {
     /// Ends a backward that has come to all parameters that it reaches: waits until all gradients
@@ -38,22 +38,25 @@ impl ShardedParameters {
             .collect();
         if !self.shared.reductions.all_reduces() && self.replicate_group().is_some() {
             let unreduced = self.unreduced_in_replica(own_unreduced)?;
-            return self.reduce_rest(&unreduced);
+            return self.reduce_unreduced(&unreduced);
         }
-        let touched = self.handles.iter().flat_map(|handle| handle.touched());
+        let has_own_gradients = self
+            .handles
+            .iter()
+            .flat_map(|handle| handle.has_own_gradient());
         let mut bytes: Vec<u8> = own_unreduced
             .into_iter()
-            .chain(touched.map(u8::from))
+            .chain(has_own_gradients.map(u8::from))
             .collect();
         if self.group().world_size() > 1 {
             self.group().all_reduce(&mut bytes, ReduceOp::Max)?;
         }
-        let (unreduced, touched) = bytes.split_at(self.handles.len());
-        self.reduce_rest(unreduced)?;
+        let (unreduced, has_own_gradients) = bytes.split_at(self.handles.len());
+        self.reduce_unreduced(unreduced)?;
         self.set_has_gradient(
-            &touched
+            &has_own_gradients
                 .iter()
-                .map(|&touched| touched != 0)
+                .map(|&byte| byte != 0)
                 .collect::<Vec<bool>>(),
         );
         Ok(())
@@ -70,20 +73,20 @@ impl ShardedParameters {
         let Some(group) = self.shard_group() else {
             return Ok(own_unreduced);
         };
-        let of_ranks = group.all_gather_object(&own_unreduced)?;
+        let rank_bytes = group.all_gather_object(&own_unreduced)?;
         Ok((0..own_unreduced.len())
             .map(|unit| {
-                let of_unit = of_ranks.iter().map(|bytes| bytes[unit]);
-                of_unit.max().expect("a group has ranks")
+                let unit_bytes = rank_bytes.iter().map(|bytes| bytes[unit]);
+                unit_bytes.max().expect("a group has ranks")
             })
             .collect())
     }
 
     /// Reduces what all ranks together have left, given as one byte for each unit, and waits for
     /// all reductions.
-    fn reduce_rest(&self, unreduced: &[u8]) -> Result<()> {
+    fn reduce_unreduced(&self, unreduced: &[u8]) -> Result<()> {
         for (handle, &unreduced) in self.handles.iter().zip(unreduced).rev() {
-            handle.reduce_rest(Unreduced::from_byte(unreduced))?;
+            handle.reduce_unreduced(Unreduced::from_byte(unreduced))?;
         }
         self.handles
             .iter()
@@ -108,14 +111,15 @@ impl ShardedParameters {
     /// Records which parameters got a gradient on any rank, and warns, once, of those without one.
     /// No communication.
     pub(crate) fn set_has_gradient(&self, has_gradient: &[bool]) {
-        let mut rest = has_gradient;
+        let mut remaining = has_gradient;
         for handle in &self.handles {
-            let of_unit;
-            (of_unit, rest) = rest.split_at(handle.params.len());
-            handle.set_has_gradient(of_unit.to_vec());
+            let unit_flags;
+            (unit_flags, remaining) = remaining.split_at(handle.params.len());
+            handle.set_has_gradient(unit_flags.to_vec());
         }
         // Every rank has the same result, so one warning is enough.
-        if !self.looked_for_unreached.swap(true, Ordering::Relaxed) && self.group().rank() == 0 {
+        if !self.has_looked_for_unreached.swap(true, Ordering::Relaxed) && self.group().rank() == 0
+        {
             self.warn_of_unreached(has_gradient);
         }
     }
@@ -135,12 +139,12 @@ impl ShardedParameters {
         // A few names are enough to find the place in the model.
         let mut names = unreached
             .iter()
-            .take(NAMED)
+            .take(MAX_NAMED)
             .map(|fqn| format!("`{fqn}`"))
             .collect::<Vec<_>>()
             .join(", ");
-        if unreached.len() > NAMED {
-            names += &format!(" and {} more", unreached.len() - NAMED);
+        if unreached.len() > MAX_NAMED {
+            names += &format!(" and {} more", unreached.len() - MAX_NAMED);
         }
         warn!(
             "no gradient comes to {} of the trained parameters, which stay as they are: {names}. \

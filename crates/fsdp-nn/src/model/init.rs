@@ -20,27 +20,27 @@ pub(crate) struct InitialValues<'a> {
 }
 
 impl InitialValues<'_> {
-    /// Writes the values of a range of the parameter's elements, row-major, to `out`.
-    pub(crate) fn fill<T: Scalar>(&self, range: Range<usize>, out: &mut [T]) {
+    /// Writes the values of a range of the parameter's elements, row-major, to `elements`.
+    pub(crate) fn fill<T: Scalar>(&self, range: Range<usize>, elements: &mut [T]) {
         match *self.init {
-            Init::Const(value) => out.fill(T::from_f64(value)),
+            Init::Const(value) => elements.fill(T::from_f64(value)),
             Init::Uniform { lo, up } => {
-                let mut words = self.words(range.start);
-                for value in out {
-                    *value = T::from_f64(lo + (up - lo) * next_unit(&mut words));
+                let mut words = self.random_words(range.start);
+                for value in elements {
+                    *value = T::from_f64(lo + (up - lo) * next_fraction(&mut words));
                 }
             }
             Init::Randn { mean, stdev } => {
                 // Box-Muller: two words make two elements, 2k and 2k + 1.
-                let mut pairs = self.words(range.start & !1);
-                let mut spare = None;
-                if range.start % 2 == 1 && !out.is_empty() {
-                    spare = Some(next_normal_pair(&mut pairs).1);
+                let mut pairs = self.random_words(range.start & !1);
+                let mut spare_normal = None;
+                if range.start % 2 == 1 && !elements.is_empty() {
+                    spare_normal = Some(next_normal_pair(&mut pairs).1);
                 }
-                for value in out {
-                    let normal = spare.take().unwrap_or_else(|| {
+                for value in elements {
+                    let normal = spare_normal.take().unwrap_or_else(|| {
                         let (first, second) = next_normal_pair(&mut pairs);
-                        spare = Some(second);
+                        spare_normal = Some(second);
                         first
                     });
                     *value = T::from_f64(mean + stdev * normal);
@@ -66,13 +66,13 @@ impl InitialValues<'_> {
                         }
                     }
                 };
-                InitialValues { init, ..*self }.fill(range, out);
+                InitialValues { init, ..*self }.fill(range, elements);
             }
         }
     }
 
-    /// Returns the random words from one element on: one word for each element.
-    fn words(&self, element: usize) -> ChaCha8Rng {
+    /// Returns the random words from `first_element` on: one word for each element.
+    fn random_words(&self, first_element: usize) -> ChaCha8Rng {
         // Seed and name make the key, so that no value depends on the other parameters or on how
         // they are sharded.
         let mut key = [0; 32];
@@ -80,20 +80,20 @@ impl InitialValues<'_> {
         let name = twox_hash::XxHash3_128::oneshot(self.fqn.as_bytes());
         key[8..24].copy_from_slice(&name.to_le_bytes());
         let mut rng = ChaCha8Rng::from_seed(key);
-        rng.set_word_pos(element as u128);
+        rng.set_word_pos(first_element as u128);
         rng
     }
 }
 
 /// Returns a number in the open interval from 0 to 1.
-fn next_unit(words: &mut ChaCha8Rng) -> f64 {
+fn next_fraction(words: &mut ChaCha8Rng) -> f64 {
     (f64::from(words.next_u32()) + 0.5) / f64::from(1 << 16) / f64::from(1 << 16)
 }
 
 /// Returns two independent numbers of the standard normal distribution: a Box-Muller transform.
 fn next_normal_pair(words: &mut ChaCha8Rng) -> (f64, f64) {
-    let radius = (-2.0 * next_unit(words).ln()).sqrt();
-    let (sin, cos) = (TAU * next_unit(words)).sin_cos();
+    let radius = (-2.0 * next_fraction(words).ln()).sqrt();
+    let (sin, cos) = (TAU * next_fraction(words)).sin_cos();
     (radius * cos, radius * sin)
 }
 
@@ -135,15 +135,15 @@ mod tests {
             stdev: 0.02,
         };
         let make = |seed, fqn| {
-            let mut out = vec![0f64; 100_000];
+            let mut elements = vec![0f64; 100_000];
             let values = InitialValues {
                 init: &normal,
                 seed,
                 fqn,
                 shape: &[100_000],
             };
-            values.fill(0..100_000, &mut out);
-            out
+            values.fill(0..100_000, &mut elements);
+            elements
         };
         let a = make(0, "a");
         assert_ne!(a, make(0, "b"));

@@ -12,7 +12,7 @@ use fsdp_flat::sharded::copy_overlap;
 use fsdp_layout::TensorBox;
 use indexmap::IndexMap;
 
-use super::build::{Built, NEW, agree_on_model, build_units, describe};
+use super::build::{BuiltUnits, NEW_OPERATION, agree_on_model, build_units, describe_model};
 use super::registry::SharedRegistry;
 use super::state_dict_type::StateDictSettings;
 use crate::config::{FsdpConfig, ShardingStrategy};
@@ -42,9 +42,9 @@ pub struct ShardedParameters {
     /// `true` while the parameters have the values of an average, which has theirs.
     pub(crate) has_average: AtomicBool,
     /// `true` once parameters without a gradient have been looked for.
-    pub(super) looked_for_unreached: AtomicBool,
+    pub(super) has_looked_for_unreached: AtomicBool,
     /// `true` if a mesh was given.
-    pub(crate) on_mesh: bool,
+    pub(crate) has_mesh: bool,
     /// The part of the layout that each rank of the group has.
     shard_ranks: Vec<usize>,
 }
@@ -63,13 +63,16 @@ impl ShardedParameters {
         // Agree before anything is laid out: from different declarations the ranks would make
         // different shards.
         let declared = build.and_then(|module| Ok((module, registry.complete()?)));
-        let (module, aliases) = agree_on_model(&group, NEW, declared, |(_, aliases)| {
-            describe(config, &registry, aliases)
+        let (module, aliases) = agree_on_model(&group, NEW_OPERATION, declared, |(_, aliases)| {
+            describe_model(config, &registry, aliases)
         })?;
-        let built = agree_on_model(&group, NEW, build_units(&group, config, &registry), |_| {
-            Vec::new()
-        })?;
-        let Built {
+        let built = agree_on_model(
+            &group,
+            NEW_OPERATION,
+            build_units(&group, config, &registry),
+            |_| Vec::new(),
+        )?;
+        let BuiltUnits {
             groups,
             strategy,
             handles,
@@ -88,8 +91,8 @@ impl ShardedParameters {
         places.sort_by_key(|fqn, _| registry.params.get_index_of(fqn));
         // Each rank's part follows from the options, so no communication is needed.
         let shard_ranks = shard_ranks(&group, &groups, config);
-        let mut ignored = Vec::with_capacity(registry.ignored.len());
-        for name in &registry.ignored {
+        let mut ignored = Vec::with_capacity(registry.ignored_names.len());
+        for name in &registry.ignored_names {
             // The builder got an error for an ignored parameter that could not be made.
             if let Some((tensor, _)) = registry.buffers.get(name) {
                 ignored.push((name.clone(), Var::from_tensor(tensor)?));
@@ -109,8 +112,8 @@ impl ShardedParameters {
             overlap,
             settings: Mutex::default(),
             has_average: AtomicBool::new(false),
-            looked_for_unreached: AtomicBool::new(false),
-            on_mesh: config.mesh.is_some(),
+            has_looked_for_unreached: AtomicBool::new(false),
+            has_mesh: config.mesh.is_some(),
             shard_ranks,
         };
         Ok((parameters, module))
@@ -119,14 +122,15 @@ impl ShardedParameters {
     /// Prepares the backward of a loss: tells each unit which of its parameters the backward will
     /// reach.
     pub(crate) fn begin_backward(&self, loss: &Tensor) {
-        let reached: HashSet<TensorId> = loss.sorted_nodes().into_iter().map(Tensor::id).collect();
+        let reached_ids: HashSet<TensorId> =
+            loss.sorted_nodes().into_iter().map(Tensor::id).collect();
         for handle in &self.handles {
             // The root unit is reduced last on all ranks, whatever parameters the backward reaches
             // on each of them.
             if handle.is_root {
-                handle.reduce_last();
+                handle.defer_reduction();
             } else {
-                handle.begin_backward(&reached);
+                handle.begin_backward(&reached_ids);
             }
         }
     }
@@ -300,7 +304,7 @@ impl ShardedParameters {
             return Ok(None);
         }
         let piece = handle.grad_piece(param)?;
-        handle.boxed(param, piece.as_ref()).map(Some)
+        handle.to_boxes(param, piece.as_ref()).map(Some)
     }
 
     /// Writes values into the parameter's live memory on this rank. `values` must cover this rank's
@@ -361,7 +365,7 @@ impl ShardedParameters {
     /// units that are gathered.
     #[must_use]
     pub fn parameter_bytes(&self) -> usize {
-        self.shared.memory.bytes()
+        self.shared.memory.held_bytes()
     }
 
     /// Returns the largest number of bytes of parameters that were ever in memory on this rank.
@@ -474,8 +478,8 @@ pub(crate) fn write_boxes(values: &ShardedTensor, target: &ShardedTensor) -> Res
         return Ok(());
     }
     for shard in target.shards() {
-        for from in values.shards() {
-            copy_overlap(&from.tensor, &from.bounds, &shard.tensor, &shard.bounds)?;
+        for source in values.shards() {
+            copy_overlap(&source.tensor, &source.bounds, &shard.tensor, &shard.bounds)?;
         }
     }
     Ok(())
@@ -515,8 +519,8 @@ impl ShardedParameters {
 
     /// Checks a choice of the parameters to train: they must have been built as trainable, and
     /// without `use_orig_params` a unit's parameters must all be chosen or none.
-    fn check_choice(&self, chosen: &[(&Parameter, bool)]) -> Result<()> {
-        if let Some((param, _)) = chosen
+    fn check_choice(&self, choices: &[(&Parameter, bool)]) -> Result<()> {
+        if let Some((param, _)) = choices
             .iter()
             .find(|(param, requires_grad)| *requires_grad && !param.is_trainable)
         {
@@ -530,13 +534,16 @@ impl ShardedParameters {
         if self.use_orig_params() {
             return Ok(());
         }
-        let mut rest = chosen;
+        let mut remaining = choices;
         for handle in &self.handles {
-            let of_unit;
-            (of_unit, rest) = rest.split_at(handle.params.len());
+            let unit_choices;
+            (unit_choices, remaining) = remaining.split_at(handle.params.len());
             // A FlatParameter is trained as a whole, or not at all.
-            let (_, first) = of_unit[0];
-            if let Some((param, _)) = of_unit.iter().find(|(_, chosen)| *chosen != first) {
+            let (_, first_choice) = unit_choices[0];
+            if let Some((param, _)) = unit_choices
+                .iter()
+                .find(|(_, choice)| *choice != first_choice)
+            {
                 return Err(fsdp_flat::FlatError::MixedRequiresGrad {
                     fqn: param.fqn.clone(),
                 }

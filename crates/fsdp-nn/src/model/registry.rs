@@ -19,7 +19,7 @@ use crate::guards::lock;
 use crate::unit::{ParameterOp, ParameterSlot, UnitSlot};
 
 /// A parameter that the model has requested.
-pub(crate) struct Declared {
+pub(crate) struct DeclaredParameter {
     /// The tensor that the model computes with, in the requested dtype.
     pub(crate) tensor: Tensor,
     /// The dtype of the shards.
@@ -37,22 +37,22 @@ pub(crate) const ROOT: usize = 0;
 
 /// The declarations of a model so far, in order.
 pub(crate) struct Registry {
-    pub(crate) params: IndexMap<String, Declared>,
+    pub(crate) params: IndexMap<String, DeclaredParameter>,
     /// The units; the first is the root.
     pub(crate) units: Vec<DeclaredUnit>,
     /// The units that are being built, innermost last.
-    open: Vec<usize>,
+    open_units: Vec<usize>,
     /// Other names of parameters: alias to parameter or to another alias.
     aliases: IndexMap<String, String>,
     /// Names that were announced (tied to themselves) before the model requests them.
-    announced: IndexSet<String>,
+    announced_names: IndexSet<String>,
     /// Tensors that are saved but not trained: name to value, and `true` if it is saved.
     pub(crate) buffers: IndexMap<String, (Tensor, bool)>,
     /// The names of those buffers that are parameters selected by `FsdpConfig::ignored_states`.
-    pub(crate) ignored: IndexSet<String>,
+    pub(crate) ignored_names: IndexSet<String>,
     /// The first invalid tie or buffer. `Scope::tie` and `Scope::buffer` cannot return an error, so
     /// it is reported when the model is complete.
-    wrong: Option<BuildError>,
+    first_error: Option<BuildError>,
     /// `true` once the model has been sharded.
     is_complete: bool,
     requires_grad: Arc<dyn Fn(&str) -> bool + Send + Sync>,
@@ -91,12 +91,12 @@ impl Registry {
                 precision: config.mixed_precision,
                 slot: Arc::default(),
             }],
-            open: Vec::new(),
+            open_units: Vec::new(),
             aliases: IndexMap::new(),
-            announced: IndexSet::new(),
+            announced_names: IndexSet::new(),
             buffers: IndexMap::new(),
-            ignored: IndexSet::new(),
-            wrong: None,
+            ignored_names: IndexSet::new(),
+            first_error: None,
             is_complete: false,
             requires_grad: Arc::clone(&config.requires_grad),
             ignored_states: Arc::clone(&config.ignored_states),
@@ -108,13 +108,13 @@ impl Registry {
 
     /// Returns the innermost unit that is being built: the root, if there is no other.
     fn open_unit_or_root(&self) -> usize {
-        self.open.last().copied().unwrap_or(ROOT)
+        self.open_units.last().copied().unwrap_or(ROOT)
     }
 
     /// Ends the declarations, and returns the other names of parameters: alias to parameter.
     pub(crate) fn complete(&mut self) -> Result<IndexMap<String, String>> {
         self.is_complete = true;
-        if let Some(error) = self.wrong.take() {
+        if let Some(error) = self.first_error.take() {
             return Err(error.into());
         }
         if let Some(name) = self
@@ -130,7 +130,7 @@ impl Registry {
         }
         // A name that was tied must not be a parameter of its own too: which of the two it is would
         // depend on the order in which the model requested them.
-        let mut resolved = IndexMap::new();
+        let mut resolved_aliases = IndexMap::new();
         for alias in self.aliases.keys() {
             let fqn = self.resolve(alias)?;
             if self.params.contains_key(alias) {
@@ -140,18 +140,21 @@ impl Registry {
                 }
                 .into());
             }
-            resolved.insert(alias.clone(), fqn.to_owned());
+            resolved_aliases.insert(alias.clone(), fqn.to_owned());
         }
         // A tie to a name that the model has never requested is a typing error.
-        for fqn in resolved.values().chain(&self.announced) {
+        for fqn in resolved_aliases.values().chain(&self.announced_names) {
             if !self.params.contains_key(fqn) {
                 return Err(NnError::unknown_parameter(fqn));
             }
         }
-        Ok(resolved)
+        Ok(resolved_aliases)
     }
 
-    /// Returns the name at the end of a chain of ties.
+    /// Returns the name at the end of a chain of ties: `name` itself if it is not tied.
+    ///
+    /// # Errors
+    /// [`BuildError::TieCircle`].
     fn resolve<'a>(&'a self, name: &'a str) -> Result<&'a str> {
         let mut chain = vec![name];
         let mut current = name;
@@ -178,11 +181,11 @@ impl Registry {
         slot: Arc<UnitSlot>,
     ) -> Option<DType> {
         // A unit inherits the precision of the one around it, but the conversion of the outputs.
-        let around = self.units[self.open_unit_or_root()].precision;
-        self.open.push(self.units.len());
+        let outer_precision = self.units[self.open_unit_or_root()].precision;
+        self.open_units.push(self.units.len());
         self.units.push(DeclaredUnit {
             name,
-            precision: precision.unwrap_or(around.inside()),
+            precision: precision.unwrap_or(outer_precision.for_inner_units()),
             slot,
         });
         precision.map(|precision| precision.param.unwrap_or(self.dtype))
@@ -190,25 +193,25 @@ impl Registry {
 
     /// Ends the innermost unit that is being built.
     pub(crate) fn close_unit(&mut self) {
-        self.open.pop();
+        self.open_units.pop();
     }
 
     /// Records that the parameter `alias` shares the values of `fqn`. The first alias that is tied
     /// to two names is kept as an error.
     pub(crate) fn tie(&mut self, alias: String, fqn: &str) {
         if alias == fqn {
-            self.announced.insert(alias);
+            self.announced_names.insert(alias);
             return;
         }
         // A name that is tied to the same one again is fine.
         match self.aliases.get(&alias) {
-            Some(first) if first != fqn => {
+            Some(existing) if existing != fqn => {
                 let error = BuildError::TiedTwice {
                     alias,
-                    first: first.clone(),
+                    first: existing.clone(),
                     second: fqn.to_owned(),
                 };
-                self.wrong.get_or_insert(error);
+                self.first_error.get_or_insert(error);
             }
             _ => {
                 self.aliases.insert(alias, fqn.to_owned());
@@ -225,7 +228,7 @@ impl Registry {
                  state dict"
             );
         } else if self.buffers.contains_key(&name) {
-            self.wrong.get_or_insert(BuildError::Buffer {
+            self.first_error.get_or_insert(BuildError::Buffer {
                 name,
                 problem: "twice",
             });
@@ -236,8 +239,8 @@ impl Registry {
 
     /// Checks that a parameter of the unit `owner` is gathered whenever the unit that requests it
     /// computes: it must belong to that unit, to the root, or to a unit around it.
-    fn check_is_gathered_here(&self, fqn: &str, owner: usize) -> Result<()> {
-        if self.is_complete || owner == ROOT || self.open.contains(&owner) {
+    fn check_is_gathered(&self, fqn: &str, owner: usize) -> Result<()> {
+        if self.is_complete || owner == ROOT || self.open_units.contains(&owner) {
             return Ok(());
         }
         let [first, second] =
@@ -252,14 +255,14 @@ impl Registry {
 
     /// Returns the tensor of a parameter, and declares it if the model requests it for the first
     /// time.
-    fn parameter(&mut self, name: &str, request: Request<'_>) -> Result<Tensor> {
+    fn request_parameter(&mut self, name: &str, request: Request<'_>) -> Result<Tensor> {
         let name = self.resolve(name)?.to_owned();
         let is_ignored = (self.ignored_states)(&name);
         if is_ignored || is_running_statistic(&name) || self.buffers.contains_key(&name) {
             if is_ignored {
-                self.ignored.insert(name.clone());
+                self.ignored_names.insert(name.clone());
             }
-            return self.buffer(&name, &request);
+            return self.request_buffer(&name, &request);
         }
         let Request {
             shape,
@@ -306,7 +309,7 @@ impl Registry {
         slot.set_tensors(&tensor, anchor.as_tensor());
         self.params.insert(
             name,
-            Declared {
+            DeclaredParameter {
                 tensor: tensor.clone(),
                 dtype: shard_dtype,
                 init,
@@ -320,7 +323,7 @@ impl Registry {
     }
 
     /// Returns `true` if initial values must be computed.
-    pub(crate) const fn makes_values(&self) -> bool {
+    pub(crate) const fn computes_initial_values(&self) -> bool {
         self.shapes.is_none()
     }
 
@@ -362,14 +365,19 @@ impl Registry {
         let Some(existing) = self.params.get(fqn) else {
             return Err(NnError::unknown_parameter(fqn));
         };
-        self.check_is_gathered_here(fqn, existing.unit)?;
+        self.check_is_gathered(fqn, existing.unit)?;
         Ok(existing.tensor.clone())
     }
 
     /// Returns the tensor of a name that is requested without a shape: the existing one, or one of
     /// the checkpoint's shape.
-    fn unchecked(&mut self, asked: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let fqn = self.resolve(asked)?.to_owned();
+    fn request_without_shape(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let fqn = self.resolve(name)?.to_owned();
         if let Some((buffer, _)) = self.buffers.get(&fqn) {
             return Ok(buffer.clone());
         }
@@ -382,7 +390,7 @@ impl Registry {
                     dtype,
                     device,
                 };
-                self.parameter(asked, request)
+                self.request_parameter(name, request)
             }
             _ => self.request_again(&fqn),
         }
@@ -390,7 +398,7 @@ impl Registry {
 
     /// Returns a buffer, and registers it as a persistent one if the model requests it for the
     /// first time.
-    fn buffer(&mut self, name: &str, request: &Request<'_>) -> Result<Tensor> {
+    fn request_buffer(&mut self, name: &str, request: &Request<'_>) -> Result<Tensor> {
         let shape = &request.shape;
         if let Some((existing, _)) = self.buffers.get(name) {
             // Under mixed precision the buffer may have a dtype of its own, so only its shape is
@@ -407,7 +415,7 @@ impl Registry {
         self.check_saved(name, shape)?;
         let precision = self.units[self.open_unit_or_root()].precision;
         // An ignored parameter is trained outside of the units, in the dtype that was asked for.
-        let dtype = if self.ignored.contains(name) {
+        let dtype = if self.ignored_names.contains(name) {
             request.dtype
         } else if let Some(dtype) = precision.buffer {
             dtype
@@ -416,29 +424,29 @@ impl Registry {
         } else {
             request.dtype
         };
-        let values_of = InitialValues {
+        let initial_values = InitialValues {
             init: &request.init,
             seed: self.seed,
             fqn: name,
             shape: shape.dims(),
         };
-        let initial = with_float!(dtype, T => {
+        let initial_tensor = with_float!(dtype, T => {
             let mut values = zeroed_vec::<T>(shape.elem_count())?;
-            let all = 0..values.len();
-            values_of.fill(all, &mut values);
+            let range = 0..values.len();
+            initial_values.fill(range, &mut values);
             Tensor::from_vec(values, shape, request.device)?
         }, else return Err(candle_core::Error::UnsupportedDTypeForOp(dtype, "buffer").into()));
         // Make it a variable: candle's batch norm updates a variable in place, but would update a
         // copy of another tensor.
-        let value = Var::from_tensor(&initial)?.into_inner();
+        let value = Var::from_tensor(&initial_tensor)?.into_inner();
         self.buffers.insert(name.to_owned(), (value.clone(), true));
         Ok(value)
     }
 
     /// Converts an error of the model's own code, which may have computed with a parameter. The
     /// last parameter that it has requested is listed first, because it is the most likely one.
-    pub(crate) fn explain(&self, error: candle_core::Error) -> NnError {
-        NnError::of_computation(error, || {
+    pub(crate) fn explain_error(&self, error: candle_core::Error) -> NnError {
+        NnError::from_computation(error, || {
             (self.params.keys().rev().cloned().collect(), Vec::new())
         })
     }
@@ -486,7 +494,7 @@ impl SimpleBackend for Backend {
             dtype,
             device,
         };
-        Ok(lock(&self.0).parameter(name, request)?)
+        Ok(lock(&self.0).request_parameter(name, request)?)
     }
 
     fn get_unchecked(
@@ -495,7 +503,7 @@ impl SimpleBackend for Backend {
         dtype: DType,
         device: &Device,
     ) -> candle_core::Result<Tensor> {
-        Ok(lock(&self.0).unchecked(name, dtype, device)?)
+        Ok(lock(&self.0).request_without_shape(name, dtype, device)?)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
@@ -508,6 +516,6 @@ impl SimpleBackend for Backend {
             || registry.params.contains_key(name)
             || registry.buffers.contains_key(name)
             || registry.aliases.contains_key(name)
-            || registry.announced.contains(name)
+            || registry.announced_names.contains(name)
     }
 }

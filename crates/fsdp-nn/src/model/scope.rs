@@ -103,10 +103,10 @@ impl Scope {
         if let Some(dtype) = dtype {
             scope.vb = scope.vb.set_dtype(dtype);
         }
-        let built = build(&scope);
+        let module = build(&scope);
         // Close it on an error too: the caller may go on with other units.
         lock(registry).close_unit();
-        Ok(Unit::new(built?, Some(slot)))
+        Ok(Unit::new(module?, Some(slot)))
     }
 
     /// Ties weights: makes `alias` (a name in this scope) another name of the parameter with the

@@ -21,10 +21,10 @@ const WRITE_BACK: &str = "FullParameters::write_back";
 #[derive(Debug)]
 pub struct FullParameters<'a> {
     parameters: &'a ShardedParameters,
-    whole: IndexMap<String, Tensor>,
+    tensors: IndexMap<String, Tensor>,
     /// The names whose values have been replaced.
-    replaced: IndexSet<String>,
-    in_use: Vec<InUse>,
+    replaced_names: IndexSet<String>,
+    guards: Vec<InUse>,
 }
 
 impl ShardedParameters {
@@ -53,22 +53,25 @@ impl ShardedParameters {
     /// # Errors
     /// The errors of the all-gathers.
     pub fn summon_full_params(&self) -> Result<FullParameters<'_>> {
-        let in_use = self.handles.iter().map(InUse::new).collect();
+        let guards = self.handles.iter().map(InUse::new).collect();
         // Every rank gathers all units in the same order.
-        let mut units: Vec<Vec<Tensor>> = Vec::with_capacity(self.handles.len());
+        let mut unit_tensors: Vec<Vec<Tensor>> = Vec::with_capacity(self.handles.len());
         for handle in &self.handles {
-            units.push(handle.all_gather_params()?);
+            unit_tensors.push(handle.all_gather_params()?);
         }
-        let mut whole = IndexMap::new();
+        let mut tensors = IndexMap::new();
         for fqn in self.fqns() {
             let (handle, param) = self.place(fqn)?;
-            whole.insert(fqn.to_owned(), units[handle.number()][param].clone());
+            tensors.insert(
+                fqn.to_owned(),
+                unit_tensors[handle.unit_number()][param].clone(),
+            );
         }
         Ok(FullParameters {
             parameters: self,
-            whole,
-            replaced: IndexSet::new(),
-            in_use,
+            tensors,
+            replaced_names: IndexSet::new(),
+            guards,
         })
     }
 }
@@ -80,14 +83,14 @@ impl FullParameters<'_> {
     /// [`NnError::UnknownParameter`].
     pub fn get(&self, fqn: &str) -> Result<&Tensor> {
         let name = self.parameters.canonical_fqn(fqn);
-        self.whole
+        self.tensors
             .get(name)
             .ok_or_else(|| NnError::unknown_parameter(fqn))
     }
 
     /// Returns the parameters by name, in the order in which the model declared them.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.whole
+        self.tensors
             .iter()
             .map(|(fqn, tensor)| (fqn.as_str(), tensor))
     }
@@ -98,18 +101,18 @@ impl FullParameters<'_> {
     /// # Errors
     /// [`NnError::UnknownParameter`]; a value of another shape or dtype.
     pub fn set(&mut self, fqn: &str, value: Tensor) -> Result<()> {
-        let there = self.get(fqn)?;
-        if there.dims() != value.dims() || there.dtype() != value.dtype() {
+        let current = self.get(fqn)?;
+        if current.dims() != value.dims() || current.dtype() != value.dtype() {
             return Err(BuildError::Conflict {
                 fqn: fqn.to_owned(),
                 asked: format!("{:?} {:?}", value.dims(), value.dtype()),
-                existing: format!("{:?} {:?}", there.dims(), there.dtype()),
+                existing: format!("{:?} {:?}", current.dims(), current.dtype()),
             }
             .into());
         }
         let name = self.parameters.canonical_fqn(fqn).to_owned();
-        self.whole.insert(name.clone(), value.detach());
-        self.replaced.insert(name);
+        self.tensors.insert(name.clone(), value.detach());
+        self.replaced_names.insert(name);
         Ok(())
     }
 
@@ -125,16 +128,18 @@ impl FullParameters<'_> {
     pub fn write_back(self) -> Result<()> {
         let FullParameters {
             parameters,
-            whole,
-            replaced,
-            in_use,
+            tensors,
+            replaced_names,
+            guards,
         } = self;
         // The guards would refuse the reshard and the change of values.
-        drop(in_use);
+        drop(guards);
         let prepared = parameters.reshard().and_then(|()| {
-            let values = replaced.iter().filter_map(|fqn| whole.get_key_value(fqn));
+            let values = replaced_names
+                .iter()
+                .filter_map(|fqn| tensors.get_key_value(fqn));
             values
-                .map(|(fqn, value)| Ok((fqn, value, hash(value)?)))
+                .map(|(fqn, value)| Ok((fqn, value, hash_elements(value)?)))
                 .collect::<Result<Vec<_>>>()
         });
         // Every rank writes its own part, so other values on another rank would break the parameter
@@ -155,7 +160,7 @@ impl FullParameters<'_> {
 }
 
 /// Returns a hash of a tensor's elements.
-fn hash(value: &Tensor) -> Result<u64> {
+fn hash_elements(value: &Tensor) -> Result<u64> {
     let value = value.contiguous()?;
     Ok(twox_hash::XxHash3_64::oneshot(&HostBytes::read(&value)?))
 }

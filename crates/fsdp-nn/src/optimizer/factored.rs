@@ -6,21 +6,23 @@ use fsdp_flat::storage::{HostSliceMut, to_device};
 use fsdp_flat::with_float;
 
 use super::local::{BEGUN, LocalParam, LocalState};
-use super::owners::{GroupStep, Owned, agree, assign_owners, from_owners, to_owners};
+use super::owners::{
+    GroupStep, Owned, agree, assign_owners, gather_to_owners, scatter_from_owners,
+};
 use crate::algorithm::{AdafactorOptions, Averages, WholeUpdate, average_shapes, zero_averages};
 use crate::error::Result;
 
-/// The most entries of averages that a parameter has.
-const ENTRIES: usize = 2;
+/// The largest number of averages that a parameter has.
+const MAX_AVERAGES: usize = 2;
 
 /// The number of elements of whole parameters for which a step takes memory at a time, on each
 /// rank; more if one parameter has more.
 const BATCH_LEN: usize = 1 << 24;
 
-/// Updates the parameters of a group, unless `before`, what this rank has done in the step so far,
-/// has failed on some rank. Values travel, and are computed with, in `f64`: sums do not depend on
-/// ranks, and each result is rounded once. That takes many times the memory of the parameters, so
-/// they are updated in batches.
+/// Updates the parameters of a group, unless `earlier_outcome`, what this rank has done in the step
+/// so far, has failed on some rank. Values travel, and are computed with, in `f64`: sums do not
+/// depend on ranks, and each result is rounded once. That takes many times the memory of the
+/// parameters, so they are updated in batches.
 ///
 /// An average that has its parameter's shape is sharded with it, as in every optimizer's state;
 /// others are whole on every rank. Collectives: where parameters are sharded, one agreement; for
@@ -28,27 +30,30 @@ const BATCH_LEN: usize = 1 << 24;
 pub(super) fn step_factored(
     options: &AdafactorOptions,
     mut step: GroupStep<'_>,
-    before: Result<()>,
+    earlier_outcome: Result<()>,
 ) -> Result<()> {
     let group = step.shard_group;
-    let prepared = before.and_then(|()| Ok((step.owned()?, ())));
-    let (mut all, ()) = step.agree_on_parameters(prepared)?;
+    let prepared = earlier_outcome.and_then(|()| Ok((step.list_owned()?, ())));
+    let (mut parameters, ()) = step.agree_on_parameters(prepared)?;
     // Each rank updates about as much of a batch as any other. All ranks cut the same batches,
     // because only shapes decide.
-    let largest = all.iter().map(Owned::numel).fold(BATCH_LEN, usize::max);
+    let largest = parameters
+        .iter()
+        .map(Owned::numel)
+        .fold(BATCH_LEN, usize::max);
     let limit = largest.saturating_mul(group.map_or(1, ProcessGroup::world_size));
-    let mut rest = all.as_mut_slice();
+    let mut remaining = parameters.as_mut_slice();
     loop {
-        let len = batch_len(rest.iter().map(Owned::numel), limit);
-        let (batch, after) = rest.split_at_mut(len);
+        let len = batch_len(remaining.iter().map(Owned::numel), limit);
+        let (batch, later_batches) = remaining.split_at_mut(len);
         assign_owners(batch, |shape| {
             shape.iter().map(|&size| size as u128).product()
         });
         step_batch(options, &mut step, batch)?;
-        if after.is_empty() {
+        if later_batches.is_empty() {
             return Ok(());
         }
-        rest = after;
+        remaining = later_batches;
     }
 }
 
@@ -56,33 +61,35 @@ pub(super) fn step_factored(
 /// least one parameter, if there are any. `numels` are the numbers of elements of the parameters.
 fn batch_len(numels: impl Iterator<Item = usize>, limit: usize) -> usize {
     let mut total = 0usize;
-    let fits = numels.enumerate().take_while(|(index, numel)| {
+    let batch = numels.enumerate().take_while(|(index, numel)| {
         total = total.saturating_add(*numel);
         *index == 0 || total <= limit
     });
-    fits.count()
+    batch.count()
 }
 
-/// Updates some of the parameters of a group.
-fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, all: &[Owned]) -> Result<()> {
+/// Updates some of the parameters of a group. Collective where parameters are sharded: see
+/// [`step_factored`].
+fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, batch: &[Owned]) -> Result<()> {
     let group = step.shard_group;
     let rank = step.rank();
-    let refs: Vec<&Owned> = all.iter().collect();
+    let references: Vec<&Owned> = batch.iter().collect();
     // Step 1: this rank's parts of values and gradients, and the averages that all ranks have.
-    let read = all
+    let own_parts = batch
         .iter()
         .map(|owned| read_part(owned, &step.locals[owned.local]))
         .collect::<Result<Vec<_>>>();
-    let mut parts = agree(group, read)?;
+    let mut parts = agree(group, own_parts)?;
     // Step 2: each owner puts its parameters together, and updates them and their averages.
     let own_params = parts.iter_mut().map(|part| std::mem::take(&mut part.param));
-    let mut params = to_owners(group, &refs, own_params.collect())?;
+    let mut params = gather_to_owners(group, &references, own_params.collect())?;
     let own_grads = parts.iter_mut().map(|part| std::mem::take(&mut part.grad));
-    let grads = to_owners(group, &refs, own_grads.collect())?;
-    for entry in 0..ENTRIES {
-        gather_sharded_averages(group, entry, all, &mut parts)?;
+    let grads = gather_to_owners(group, &references, own_grads.collect())?;
+    for average_index in 0..MAX_AVERAGES {
+        gather_sharded_averages(group, average_index, batch, &mut parts)?;
     }
-    for (((owned, param), grad), part) in all.iter().zip(&mut params).zip(&grads).zip(&mut parts) {
+    for (((owned, param), grad), part) in batch.iter().zip(&mut params).zip(&grads).zip(&mut parts)
+    {
         if owned.owner == rank {
             let local = &step.locals[owned.local];
             let update = WholeUpdate {
@@ -96,17 +103,17 @@ fn step_batch(options: &AdafactorOptions, step: &mut GroupStep<'_>, all: &[Owned
     }
     drop(grads);
     // Step 3: every rank gets its parts of the values, and all averages.
-    let updated_params = from_owners(group, &refs, params)?;
+    let updated_params = scatter_from_owners(group, &references, params)?;
     let mut averages: Vec<Averages> = parts.into_iter().map(|part| part.averages).collect();
     if let Some(group) = group {
-        share_averages(group, all, &mut averages)?;
+        share_averages(group, batch, &mut averages)?;
     }
-    let mut updated = all.iter().zip(updated_params).zip(averages);
-    let written = updated.try_for_each(|((owned, param), averages)| {
+    let mut new_values = batch.iter().zip(updated_params).zip(averages);
+    let outcome = new_values.try_for_each(|((owned, param), averages)| {
         let local = &mut step.locals[owned.local];
         write_part(owned, rank, local, &param, &averages)
     });
-    agree(group, written)
+    agree(group, outcome)
 }
 
 /// A rank's part of a parameter, before a step.
@@ -116,63 +123,66 @@ struct OwnPart {
     /// The averages that are whole on every rank; the others are zero until they are joined.
     averages: Averages,
     /// This rank's part of each average that is sharded; empty for an average that is not sharded.
-    sharded: [Vec<f64>; ENTRIES],
+    sharded: [Vec<f64>; MAX_AVERAGES],
 }
 
 /// Returns a tensor's elements as `f64`.
-fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+fn f64_elements(tensor: &Tensor) -> Result<Vec<f64>> {
     let tensor = tensor.to_device(&Device::Cpu)?.detach();
     Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
 /// Returns a tensor's elements; none if there is no tensor.
-fn values_or_empty(piece: Option<Tensor>) -> Result<Vec<f64>> {
-    piece.map_or(Ok(Vec::new()), |piece| values(&piece))
+fn f64_elements_or_empty(piece: Option<Tensor>) -> Result<Vec<f64>> {
+    piece.map_or(Ok(Vec::new()), |piece| f64_elements(&piece))
 }
 
-/// Reads this rank's part of a parameter, of its gradient and of its averages.
+/// Reads this rank's part of a parameter, of its gradient and of its averages, in preparation of
+/// its change: waits for readers, releases the gathered copy, and makes the backward of an earlier
+/// forward an error (`begin_change`).
 fn read_part(owned: &Owned, local: &LocalParam) -> Result<OwnPart> {
     local.handle.begin_change()?;
     let mut part = OwnPart {
-        param: values_or_empty(local.handle.local_piece(owned.param)?)?,
-        grad: values_or_empty(local.handle.grad_piece(owned.param)?)?,
+        param: f64_elements_or_empty(local.handle.local_piece(owned.param)?)?,
+        grad: f64_elements_or_empty(local.handle.grad_piece(owned.param)?)?,
         averages: zero_averages(&owned.shape),
         sharded: Default::default(),
     };
-    for (entry, (name, shape)) in average_shapes(&owned.shape).into_iter().enumerate() {
+    for (index, (name, shape)) in average_shapes(&owned.shape).into_iter().enumerate() {
         // An average that is missing, or of another shape, begins at zero.
         let saved = local
             .state
             .as_ref()
             .and_then(|state| state.entries.get(name));
         if shape == owned.shape {
-            part.sharded[entry] = match local.live_piece(name) {
-                Some(flat) if flat.elem_count() == part.param.len() => values(flat)?,
+            part.sharded[index] = match local.live_piece(name) {
+                Some(flat) if flat.elem_count() == part.param.len() => f64_elements(flat)?,
                 _ => vec![0.0; part.param.len()],
             };
         } else if let Some(LocalState::Whole(tensor)) = saved
-            && tensor.elem_count() == part.averages[entry].len()
+            && tensor.elem_count() == part.averages[index].len()
         {
-            part.averages[entry] = values(tensor)?;
+            part.averages[index] = f64_elements(tensor)?;
         }
     }
     Ok(part)
 }
 
-/// Gathers the sharded averages of one entry: each owner gets the whole averages of its parameters.
+/// Gathers the sharded averages at one index of the entries: each owner gets the whole averages of
+/// its parameters.
 /// Collective: one exchange, or none if no average is sharded.
 fn gather_sharded_averages(
     group: Option<&ProcessGroup>,
-    entry: usize,
-    all: &[Owned],
+    average_index: usize,
+    batch: &[Owned],
     parts: &mut [OwnPart],
 ) -> Result<()> {
     let mut chosen = Vec::new();
-    for (index, one) in all.iter().enumerate() {
-        let shapes = average_shapes(&one.shape);
+    for (index, parameter) in batch.iter().enumerate() {
+        let shapes = average_shapes(&parameter.shape);
         if shapes
-            .get(entry)
-            .is_some_and(|(_, shape)| *shape == one.shape)
+            .get(average_index)
+            .is_some_and(|(_, shape)| *shape == parameter.shape)
         {
             chosen.push(index);
         }
@@ -181,15 +191,18 @@ fn gather_sharded_averages(
         return Ok(());
     }
     // All ranks choose the same parameters, because only shapes decide.
-    let owned: Vec<&Owned> = chosen.iter().map(|&index| &all[index]).collect();
+    let owned: Vec<&Owned> = chosen.iter().map(|&index| &batch[index]).collect();
     let sharded = chosen
         .iter()
-        .map(|&index| std::mem::take(&mut parts[index].sharded[entry]))
+        .map(|&index| std::mem::take(&mut parts[index].sharded[average_index]))
         .collect();
     let rank = group.map_or(0, ProcessGroup::rank);
-    for (index, whole) in chosen.into_iter().zip(to_owners(group, &owned, sharded)?) {
-        if all[index].owner == rank {
-            parts[index].averages[entry] = whole;
+    for (index, average) in chosen
+        .into_iter()
+        .zip(gather_to_owners(group, &owned, sharded)?)
+    {
+        if batch[index].owner == rank {
+            parts[index].averages[average_index] = average;
         }
     }
     Ok(())
@@ -207,34 +220,37 @@ fn next_step(local: &LocalParam) -> f32 {
 
 /// Gives the averages of each parameter, as its owner has them, to all ranks. Collective: one
 /// all-gather.
-fn share_averages(group: &ProcessGroup, all: &[Owned], averages: &mut [Averages]) -> Result<()> {
+fn share_averages(group: &ProcessGroup, batch: &[Owned], averages: &mut [Averages]) -> Result<()> {
     // The sizes follow from the shapes, so no rank has to send its own.
     let mut counts = vec![0; group.world_size()];
     let mut own_averages: Vec<f64> = Vec::new();
-    for (one, values) in all.iter().zip(averages.iter().map(|lists| lists.concat())) {
-        counts[one.owner] += values.len();
-        if one.owner == group.rank() {
-            own_averages.extend(values);
+    for (parameter, elements) in batch
+        .iter()
+        .zip(averages.iter().map(|lists| lists.concat()))
+    {
+        counts[parameter.owner] += elements.len();
+        if parameter.owner == group.rank() {
+            own_averages.extend(elements);
         }
     }
     let mut received = vec![0.0; counts.iter().sum()];
     group.all_gather_uneven_into(&mut received, &counts, &own_averages)?;
-    let mut rest = received.as_slice();
+    let mut remaining = received.as_slice();
     for owner in 0..group.world_size() {
-        let owned = all
+        let owned = batch
             .iter()
             .zip(averages.iter_mut())
-            .filter(|(one, _)| one.owner == owner);
+            .filter(|(parameter, _)| parameter.owner == owner);
         for average in owned.flat_map(|(_, averages)| averages) {
-            let values;
-            (values, rest) = rest.split_at(average.len());
-            average.copy_from_slice(values);
+            let elements;
+            (elements, remaining) = remaining.split_at(average.len());
+            average.copy_from_slice(elements);
         }
     }
     Ok(())
 }
 
-/// Writes this rank's part of the new values, and the new averages.
+/// Writes this rank's part of the new values, and replaces the state by the new averages and step.
 fn write_part(
     owned: &Owned,
     rank: usize,
@@ -245,21 +261,21 @@ fn write_part(
     if let Some(piece) = local.handle.local_piece(owned.param)? {
         with_float!(piece.dtype(), T => {
             let mut piece = HostSliceMut::<T>::write(&piece)?;
-            for (to, from) in piece.iter_mut().zip(param) {
-                *to = <T as WithDType>::from_f64(*from);
+            for (element, value) in piece.iter_mut().zip(param) {
+                *element = <T as WithDType>::from_f64(*value);
             }
             piece.finish()?;
         });
     }
     let mut state = local.state.clone().expect(BEGUN);
     state.step = Some(next_step(local));
-    for ((name, shape), values) in average_shapes(&owned.shape).into_iter().zip(averages) {
+    for ((name, shape), average) in average_shapes(&owned.shape).into_iter().zip(averages) {
         // An average of the parameter's own shape is sharded as the parameter is.
         let entry = if shape == owned.shape {
-            let own_part = &values[owned.parts[rank].clone()];
+            let own_part = &average[owned.parts[rank].clone()];
             LocalState::Piece(state_tensor(own_part, &[own_part.len()], local)?)
         } else {
-            LocalState::Whole(state_tensor(values, &shape, local)?)
+            LocalState::Whole(state_tensor(average, &shape, local)?)
         };
         state.entries.insert(name.to_owned(), entry);
     }

@@ -39,7 +39,8 @@ impl ParamState {
     }
 }
 
-/// A stretch of a local parameter that belongs to one of the model's parameters.
+/// A stretch of a local parameter that belongs to one of the model's parameters: the parameter's
+/// position in its unit, and the stretch in elements.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Segment {
     pub(crate) param: usize,
@@ -163,18 +164,18 @@ impl LocalParam {
         let state = self.state.as_ref();
         let dims = self.dims();
         state
-            .map(|state| entries(state, |flat| Ok(flat.reshape(dims.as_slice())?.into())))
+            .map(|state| make_state_dict(state, |flat| Ok(flat.reshape(dims.as_slice())?.into())))
             .transpose()
     }
 
     /// Returns the part of a parameter that this rank holds; an empty one if it holds none.
     pub(crate) fn segment(&self, param: usize) -> Segment {
-        let found = self
+        let segment = self
             .segments
             .iter()
             .copied()
             .find(|segment| segment.param == param);
-        found.unwrap_or(Segment {
+        segment.unwrap_or(Segment {
             param,
             start: 0,
             len: 0,
@@ -184,20 +185,24 @@ impl LocalParam {
     /// Returns the optimizer state of one parameter, under torch's state names. This rank's pieces
     /// become sharded tensors, whose layout does not depend on units. `param` is the position of
     /// the parameter in its unit.
-    pub(crate) fn portable(&self, state: &ParamState, param: usize) -> Result<StateDict> {
-        entries(state, |flat| Ok(self.sharded_piece(flat, param)?.into()))
+    pub(crate) fn portable_state(&self, state: &ParamState, param: usize) -> Result<StateDict> {
+        make_state_dict(state, |flat| Ok(self.sharded_piece(flat, param)?.into()))
     }
 
     /// Returns the elements of one of the model's parameters in a flat piece of state, as boxes of
     /// the parameter's own shape.
     pub(crate) fn sharded_piece(&self, flat: &Tensor, param: usize) -> Result<ShardedTensor> {
         let Segment { start, len, .. } = self.segment(param);
-        self.handle.boxed(param, Some(&flat.narrow(0, start, len)?))
+        self.handle
+            .to_boxes(param, Some(&flat.narrow(0, start, len)?))
     }
 }
 
-/// Returns a parameter's state under torch's names. `piece` makes the value of a piece.
-fn entries(state: &ParamState, piece: impl Fn(&Tensor) -> Result<StateValue>) -> Result<StateDict> {
+/// Returns a parameter's state under torch's names. `make_value` makes the value of a piece.
+fn make_state_dict(
+    state: &ParamState,
+    make_value: impl Fn(&Tensor) -> Result<StateValue>,
+) -> Result<StateDict> {
     let mut entries = StateDict::new();
     if let Some(step) = state.step {
         // A new tensor each time, so that an in-place edit of one parameter's step does not change
@@ -206,7 +211,7 @@ fn entries(state: &ParamState, piece: impl Fn(&Tensor) -> Result<StateValue>) ->
     }
     for (name, value) in &state.entries {
         let value = match value {
-            LocalState::Piece(flat) => piece(flat)?,
+            LocalState::Piece(flat) => make_value(flat)?,
             LocalState::Whole(tensor) => tensor.clone().into(),
             LocalState::Plain(value) => value.clone().into(),
         };
@@ -226,7 +231,7 @@ pub(crate) fn initial_state(algorithm: &Algorithm, local: &LocalParam) -> Result
         }
         let piece = match entry.initial {
             Initial::FirstGradient => continue,
-            Initial::Parameter => copy_of_parameter(local)?,
+            Initial::Parameter => copy_parameter(local)?,
             Initial::Value(value) => {
                 // Zeros are fresh memory. Other values are written on the host.
                 let on_host = zeros(&[local.numel], local.handle.dtype())?;
@@ -266,21 +271,21 @@ pub(crate) fn complete_state(
     // Averages have shapes of their own, and belong to one of the model's parameters.
     if let [param] = local.params()[..] {
         let shape = &local.handle.layout().shapes()[param];
-        for (name, own_shape) in algorithm.averages_of(shape) {
+        for (name, average_shape) in algorithm.averages_of(shape) {
             if state.entries.contains_key(name) {
                 continue;
             }
-            let average = if own_shape == *shape {
+            let average = if average_shape == *shape {
                 LocalState::Piece(local.zeros()?)
             } else {
                 let device = local.handle.shard_device();
-                LocalState::Whole(zeros_on(&own_shape, local.handle.dtype(), device)?)
+                LocalState::Whole(zeros_on(&average_shape, local.handle.dtype(), device)?)
             };
             state.entries.insert(name.to_owned(), average);
         }
     }
-    let is_any = state.step.is_some() || !state.entries.is_empty();
-    Ok(is_any.then_some(state))
+    let has_state = state.step.is_some() || !state.entries.is_empty();
+    Ok(has_state.then_some(state))
 }
 
 /// The invariant after [`begin_state`], for an algorithm with state.
@@ -296,7 +301,7 @@ pub(super) fn begin_state(algorithm: &Algorithm, local: &mut LocalParam) -> Resu
 }
 
 /// Returns a copy of this rank's piece of a local parameter.
-fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
+fn copy_parameter(local: &LocalParam) -> Result<Tensor> {
     let flat = zeros(&[local.numel], local.handle.dtype())?;
     // Padding between the parameters stays zero.
     for segment in local.segments.iter().filter(|segment| segment.len > 0) {
@@ -304,11 +309,11 @@ fn copy_of_parameter(local: &LocalParam) -> Result<Tensor> {
             continue;
         };
         with_float!(local.handle.dtype(), T => {
-            let from = HostSlice::<T>::read(&piece)?;
-            let target = flat.narrow(0, segment.start, segment.len)?;
-            let mut to = HostSliceMut::<T>::write(&target)?;
-            to.copy_from_slice(&from);
-            to.finish()?;
+            let source_slice = HostSlice::<T>::read(&piece)?;
+            let target_piece = flat.narrow(0, segment.start, segment.len)?;
+            let mut target_slice = HostSliceMut::<T>::write(&target_piece)?;
+            target_slice.copy_from_slice(&source_slice);
+            target_slice.finish()?;
         });
     }
     Ok(to_device(&flat, local.handle.shard_device())?)

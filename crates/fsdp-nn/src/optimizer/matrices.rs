@@ -5,35 +5,37 @@ use fsdp_flat::with_float;
 use half::bf16;
 
 use super::local::{BEGUN, LocalParam, LocalState};
-use super::newton_schulz::orthogonal;
-use super::owners::{GroupStep, Owned, agree, assign_owners, from_owners, to_owners};
+use super::newton_schulz::orthogonalize;
+use super::owners::{
+    GroupStep, Owned, agree, assign_owners, gather_to_owners, scatter_from_owners,
+};
 use crate::algorithm::MuonOptions;
 use crate::error::Result;
 
 /// The key of the momentum in the state.
 const MOMENTUM: &str = "momentum_buffer";
 
-/// Updates the matrices of a group, unless `before`, what this rank has done in the step so far,
-/// has failed on some rank. Collectives: where parameters are sharded, two agreements and two
-/// exchanges over the shard group.
+/// Updates the matrices of a group, unless `earlier_outcome`, what this rank has done in the step
+/// so far, has failed on some rank. Collectives: where parameters are sharded, two agreements and
+/// two exchanges over the shard group.
 pub(super) fn step_matrices(
     options: &MuonOptions,
     mut step: GroupStep<'_>,
-    before: Result<()>,
+    earlier_outcome: Result<()>,
 ) -> Result<()> {
     let group = step.shard_group;
     // Step 1: each rank updates the momentum of its parts, and computes their directions.
-    let prepared = before.and_then(|()| directions(options, &mut step));
+    let prepared = earlier_outcome.and_then(|()| compute_directions(options, &mut step));
     let (matrices, parts) = step.agree_on_parameters(prepared)?;
     // Step 2: each owner gathers the directions of its matrices, orthogonalizes them, and sends the
     // parts back.
-    let all: Vec<&Owned> = matrices.iter().collect();
-    let gathered = to_owners(group, &all, parts)?;
+    let references: Vec<&Owned> = matrices.iter().collect();
+    let gathered = gather_to_owners(group, &references, parts)?;
     let orthogonal = agree(
         group,
         orthogonalize_owned(options, &matrices, gathered, step.rank()),
     )?;
-    let parts = from_owners(group, &all, orthogonal)?;
+    let parts = scatter_from_owners(group, &references, orthogonal)?;
     // Step 3: each rank updates its parts.
     for (matrix, direction) in matrices.iter().zip(&parts) {
         descend(options, matrix, &step.locals[matrix.local], direction)?;
@@ -41,13 +43,13 @@ pub(super) fn step_matrices(
     Ok(())
 }
 
-/// Returns the matrices that got a gradient, with an owner each, and the directions of this rank's
-/// parts of them.
-fn directions(
+/// Updates the momentum of this rank's parts. Returns the matrices that got a gradient, with an
+/// owner each, and the directions of the parts.
+fn compute_directions(
     options: &MuonOptions,
     step: &mut GroupStep<'_>,
 ) -> Result<(Vec<Owned>, Vec<Vec<bf16>>)> {
-    let mut matrices = step.owned()?;
+    let mut matrices = step.list_owned()?;
     assign_owners(&mut matrices, multiplication_cost);
     let mut directions = Vec::with_capacity(matrices.len());
     for matrix in &matrices {
@@ -63,12 +65,12 @@ fn directions(
 /// Returns the number of multiplications that it takes to orthogonalize a matrix of this `shape`,
 /// up to a constant factor.
 fn multiplication_cost(shape: &[usize]) -> u128 {
-    let [rows, columns] = sizes(shape).map(|size| size as u128);
+    let [rows, columns] = rows_and_columns(shape).map(|size| size as u128);
     rows * columns * rows.min(columns)
 }
 
 /// Returns the rows and columns of a matrix. Groups of Muon hold only matrices.
-fn sizes(shape: &[usize]) -> [usize; 2] {
+fn rows_and_columns(shape: &[usize]) -> [usize; 2] {
     match *shape {
         [rows, columns] => [rows, columns],
         _ => unreachable!("an optimizer refuses parameters for Muon that are not matrices"),
@@ -130,23 +132,28 @@ fn descend(
     };
     with_float!(param.dtype(), T => {
         let mut param = HostSliceMut::<T>::write(&param)?;
-        options.descend(sizes(&matrix.shape), &mut param, direction);
+        options.descend(rows_and_columns(&matrix.shape), &mut param, direction);
         Ok(param.finish()?)
     })
 }
 
-/// Orthogonalizes the matrices that this rank owns. The others are left as they are.
+/// Orthogonalizes the gathered directions of the matrices that this rank owns. The others are left
+/// as they are.
 fn orthogonalize_owned(
     options: &MuonOptions,
     matrices: &[Owned],
-    whole: Vec<Vec<bf16>>,
+    gathered: Vec<Vec<bf16>>,
     rank: usize,
 ) -> Result<Vec<Vec<bf16>>> {
-    let directions = matrices.iter().zip(whole).map(|(matrix, whole)| {
+    let directions = matrices.iter().zip(gathered).map(|(matrix, direction)| {
         if matrix.owner == rank {
-            Ok(orthogonal(options, &whole, sizes(&matrix.shape))?)
+            Ok(orthogonalize(
+                options,
+                &direction,
+                rows_and_columns(&matrix.shape),
+            )?)
         } else {
-            Ok(whole)
+            Ok(direction)
         }
     });
     directions.collect()

@@ -117,9 +117,9 @@ pub struct Optimizer {
     /// The local parameters, group by group.
     locals: Vec<LocalParam>,
     /// The local parameter of each of the model's parameters.
-    local_of: IndexMap<String, usize>,
+    local_indices: IndexMap<String, usize>,
     /// The names in each group when the optimizer was made.
-    fqns_of_group: Vec<Arc<[String]>>,
+    group_fqns: Vec<Arc<[String]>>,
     /// State under keys that do not belong to a parameter, kept as it was loaded.
     user_state: StateDict,
 }
@@ -147,8 +147,8 @@ impl Optimizer {
             parameters: Arc::clone(parameters),
             groups: Vec::new(),
             locals: Vec::new(),
-            local_of: IndexMap::new(),
-            fqns_of_group: Vec::new(),
+            local_indices: IndexMap::new(),
+            group_fqns: Vec::new(),
             user_state: StateDict::new(),
         };
         // Step 1: find the local parameter of each name. Without `use_orig_params` all names of a
@@ -161,26 +161,28 @@ impl Optimizer {
                 .map(|fqn| parameters.canonical_fqn(fqn).to_owned());
             group.fqns = fqns.collect();
             for fqn in &*group.fqns {
-                let unit = parameters.place(fqn)?.0.number();
-                if optimizer.local_of.contains_key(fqn) {
+                let unit = parameters.place(fqn)?.0.unit_number();
+                if optimizer.local_indices.contains_key(fqn) {
                     return Err(NnError::options(format!(
                         "parameter `{fqn}` is in more than one parameter group"
                     )));
                 }
                 // Without `use_orig_params` the first name of a unit brings in all of it.
                 let local = match flat_locals.get(&unit) {
-                    Some(&existing) => optimizer.check_same_group(existing, index, fqn)?,
+                    Some(&existing_local) => {
+                        optimizer.check_same_group(existing_local, index, fqn)?
+                    }
                     None => {
                         optimizer.add_local(fqn, index)?;
                         optimizer.locals.len() - 1
                     }
                 };
-                optimizer.local_of.insert(fqn.clone(), local);
+                optimizer.local_indices.insert(fqn.clone(), local);
                 if !parameters.use_orig_params() {
                     flat_locals.insert(unit, local);
                 }
             }
-            optimizer.fqns_of_group.push(Arc::clone(&group.fqns));
+            optimizer.group_fqns.push(Arc::clone(&group.fqns));
             optimizer.groups.push(group);
         }
         // Step 2: check what only all groups together show.
@@ -216,13 +218,13 @@ impl Optimizer {
         if self.locals[local].group == group {
             return Ok(local);
         }
-        let first = self.locals[local]
+        let grouped = self.locals[local]
             .handle
             .params
             .iter()
-            .find(|other| self.local_of.contains_key(&other.fqn))
+            .find(|param| self.local_indices.contains_key(&param.fqn))
             .expect("a FlatParameter has a local parameter since one of its names was grouped");
-        Err(split_flat_parameter(&first.fqn, fqn))
+        Err(split_flat_parameter_error(&grouped.fqn, fqn))
     }
 
     /// Adds the local parameter for `fqn`, its own piece or the FlatParameter that holds it.
@@ -273,13 +275,13 @@ impl Optimizer {
         }
         for local in &self.locals {
             // One update moves the whole flat tensor, frozen parameters or not.
-            let (inside, outside): (Vec<_>, Vec<_>) = local
+            let (grouped, ungrouped): (Vec<_>, Vec<_>) = local
                 .handle
                 .params
                 .iter()
-                .partition(|param| self.local_of.contains_key(&param.fqn));
-            if let (Some(first), Some(second)) = (inside.first(), outside.first()) {
-                return Err(split_flat_parameter(&first.fqn, &second.fqn));
+                .partition(|param| self.local_indices.contains_key(&param.fqn));
+            if let (Some(first), Some(second)) = (grouped.first(), ungrouped.first()) {
+                return Err(split_flat_parameter_error(&first.fqn, &second.fqn));
             }
         }
         Ok(())
@@ -334,8 +336,9 @@ impl Optimizer {
     }
 
     /// Returns the position of the local parameter that holds `fqn`: its id in a state dict.
+    /// Returns `None` if the optimizer does not hold the parameter.
     pub(crate) fn local_index(&self, fqn: &str) -> Option<usize> {
-        self.local_of
+        self.local_indices
             .get(self.parameters.canonical_fqn(fqn))
             .copied()
     }
@@ -361,7 +364,7 @@ impl Optimizer {
         local
             .state
             .as_ref()
-            .map(|state| Ok(local.portable(state, param)?.into_iter().collect()))
+            .map(|state| Ok(local.portable_state(state, param)?.into_iter().collect()))
             .transpose()
     }
 
@@ -422,15 +425,15 @@ impl Optimizer {
             parameters: Arc::clone(&self.parameters),
             groups: self.groups.clone(),
             locals: self.locals.iter().map(LocalParam::without_state).collect(),
-            local_of: self.local_of.clone(),
-            fqns_of_group: self.fqns_of_group.clone(),
+            local_indices: self.local_indices.clone(),
+            group_fqns: self.group_fqns.clone(),
             user_state: StateDict::new(),
         }
     }
 
     /// Returns an optimizer of one of the local parameters alone, without any state. State of that
     /// parameter can be loaded into it to convert the state, while this optimizer stays as it is.
-    pub(crate) fn of_local(&self, local: usize) -> Self {
+    pub(crate) fn with_one_local(&self, local: usize) -> Self {
         // Conversions run on a copy, so that an error changes nothing here.
         let mut local = self.locals[local].without_state();
         let group = &self.groups[local.group];
@@ -438,13 +441,13 @@ impl Optimizer {
         let fqns: Arc<[String]> = local.fqns().into();
         Optimizer {
             parameters: Arc::clone(&self.parameters),
-            local_of: fqns.iter().map(|fqn| (fqn.clone(), 0)).collect(),
+            local_indices: fqns.iter().map(|fqn| (fqn.clone(), 0)).collect(),
             groups: vec![ParamGroup {
                 fqns: Arc::clone(&fqns),
                 ..group.clone()
             }],
             locals: vec![local],
-            fqns_of_group: vec![fqns],
+            group_fqns: vec![fqns],
             user_state: StateDict::new(),
         }
     }
@@ -491,7 +494,7 @@ impl Optimizer {
 }
 
 /// Returns the error for two parameters of one FlatParameter of which only one is in a group.
-fn split_flat_parameter(first: &str, second: &str) -> NnError {
+fn split_flat_parameter_error(first: &str, second: &str) -> NnError {
     NnError::options(format!(
         "parameters `{first}` and `{second}` are of one FlatParameter, so they must be in one \
          parameter group: set `use_orig_params` or group them together"

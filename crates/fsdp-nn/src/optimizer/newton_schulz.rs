@@ -7,7 +7,7 @@ use crate::algorithm::MuonOptions;
 
 /// Makes a matrix nearly orthogonal, by the iteration of Newton and Schulz. As in torch, each
 /// matrix on the way is rounded to `bf16`; products are summed in `f32`.
-pub(super) fn orthogonal(
+pub(super) fn orthogonalize(
     options: &MuonOptions,
     matrix: &[bf16],
     [rows, columns]: [usize; 2],
@@ -23,11 +23,11 @@ pub(super) fn orthogonal(
     };
     let norm = f64::from(x.sqr()?.sum_all()?.to_scalar::<f32>()?).sqrt();
     // The iteration converges only from a matrix whose norm is at most 1.
-    x = rounded(&(x / rounded_scalar(norm).max(rounded_scalar(options.eps)))?)?;
+    x = round_tensor(&(x / round_scalar(norm).max(round_scalar(options.eps)))?)?;
     for _ in 0..options.ns_steps {
-        let gram = rounded(&x.matmul(&x.t()?)?)?;
-        let update = rounded(&((&gram * b)? + (gram.matmul(&gram)? * c)?)?)?;
-        x = rounded(&((&x * a)? + update.matmul(&x)?)?)?;
+        let gram = round_tensor(&x.matmul(&x.t()?)?)?;
+        let update = round_tensor(&((&gram * b)? + (gram.matmul(&gram)? * c)?)?)?;
+        x = round_tensor(&((&x * a)? + update.matmul(&x)?)?)?;
     }
     if is_tall {
         x = x.t()?.contiguous()?;
@@ -36,11 +36,11 @@ pub(super) fn orthogonal(
 }
 
 /// Rounds a tensor to bf16. The result is `f32` again.
-fn rounded(x: &Tensor) -> Result<Tensor> {
+fn round_tensor(x: &Tensor) -> Result<Tensor> {
     x.to_dtype(DType::BF16)?.to_dtype(DType::F32)
 }
 
 /// Rounds a number to bf16.
-fn rounded_scalar(x: f64) -> f64 {
+fn round_scalar(x: f64) -> f64 {
     bf16::from_f64(x).to_f64()
 }

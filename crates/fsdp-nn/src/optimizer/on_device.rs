@@ -20,7 +20,7 @@ pub(super) struct Update<'a> {
     /// The number of the update, from 1.
     pub(super) step: f32,
     /// `true` if the entry that begins as the first gradient has no values yet.
-    pub(super) first: bool,
+    pub(super) is_first: bool,
 }
 
 impl Update<'_> {
@@ -43,16 +43,22 @@ impl Update<'_> {
     /// Updates a piece and its state with a gradient. All arithmetic is done in the wider type that
     /// `widen` chooses.
     fn apply_to_piece(self, param: &Tensor, grad: &Tensor, state: &[Tensor]) -> Result<()> {
-        let widened: Vec<Tensor> = state.iter().map(widen).collect::<Result<_>>()?;
-        let p = widen(param)?;
-        let g = widen(grad)?;
+        let wide_state: Vec<Tensor> = state.iter().map(widen).collect::<Result<_>>()?;
+        let wide_param = widen(param)?;
+        let wide_grad = widen(grad)?;
         let (new_param, new_state) = match self.algorithm {
-            Algorithm::Sgd(options) => sgd(options, self.first, p, g, &widened)?,
-            Algorithm::Adam(options) | Algorithm::AdamW(options) => {
-                adam(options, self, p, g, &widened)?
+            Algorithm::Sgd(options) => {
+                sgd(options, self.is_first, wide_param, wide_grad, &wide_state)?
             }
-            Algorithm::Adagrad(options) => adagrad(options, self.step, p, g, &widened)?,
-            Algorithm::ScheduleFreeAdamW(options) => schedule_free(options, &p, g, &widened)?,
+            Algorithm::Adam(options) | Algorithm::AdamW(options) => {
+                adam(options, self, wide_param, wide_grad, &wide_state)?
+            }
+            Algorithm::Adagrad(options) => {
+                adagrad(options, self.step, wide_param, wide_grad, &wide_state)?
+            }
+            Algorithm::ScheduleFreeAdamW(options) => {
+                schedule_free(options, &wide_param, wide_grad, &wide_state)?
+            }
             Algorithm::Adafactor(_) | Algorithm::Muon(_) => {
                 unreachable!("`Optimizer::step` updates parameters that must be whole by itself")
             }
@@ -82,7 +88,12 @@ fn store(target: &Tensor, value: &Tensor) -> Result<()> {
 }
 
 /// Returns the gradient, turned round to maximize, and with the L2 penalty added.
-fn gradient(grad: Tensor, param: &Tensor, maximize: bool, weight_decay: f64) -> Result<Tensor> {
+fn adjust_gradient(
+    grad: Tensor,
+    param: &Tensor,
+    maximize: bool,
+    weight_decay: f64,
+) -> Result<Tensor> {
     let grad = if maximize { grad.neg()? } else { grad };
     if weight_decay == 0.0 {
         Ok(grad)
@@ -94,37 +105,37 @@ fn gradient(grad: Tensor, param: &Tensor, maximize: bool, weight_decay: f64) -> 
 /// Computes a step of SGD.
 fn sgd(
     options: &SgdOptions,
-    first: bool,
-    p: Tensor,
-    g: Tensor,
+    is_first: bool,
+    param: Tensor,
+    grad: Tensor,
     state: &[Tensor],
 ) -> Result<Updated> {
-    let g = gradient(g, &p, options.maximize, options.weight_decay)?;
+    let grad = adjust_gradient(grad, &param, options.maximize, options.weight_decay)?;
     if options.momentum == 0.0 {
-        return Ok(((p - (g * options.lr)?)?, Vec::new()));
+        return Ok(((param - (grad * options.lr)?)?, Vec::new()));
     }
     let [buffer] = state else {
         unreachable!("SGD with momentum has one entry of state");
     };
     // The momentum begins as the first gradient itself.
-    let buffer = if first {
-        g.clone()
+    let buffer = if is_first {
+        grad.clone()
     } else {
-        ((buffer * options.momentum)? + (&g * (1.0 - options.dampening))?)?
+        ((buffer * options.momentum)? + (&grad * (1.0 - options.dampening))?)?
     };
     let direction = if options.nesterov {
-        (g + (&buffer * options.momentum)?)?
+        (grad + (&buffer * options.momentum)?)?
     } else {
         buffer.clone()
     };
-    Ok(((p - (direction * options.lr)?)?, vec![buffer]))
+    Ok(((param - (direction * options.lr)?)?, vec![buffer]))
 }
 
 /// Computes a step of schedule-free AdamW.
 fn schedule_free(
     options: &ScheduleFreeOptions,
     y: &Tensor,
-    g: Tensor,
+    grad: Tensor,
     state: &[Tensor],
 ) -> Result<Updated> {
     let [z, exp_avg_sq] = state else {
@@ -133,24 +144,24 @@ fn schedule_free(
     // The same arithmetic as on the host, one operation of candle's at a time.
     let z_weight = options.z_weight();
     let beta2 = options.betas.1;
-    let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
+    let v = ((exp_avg_sq * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
     let denominator = ((&v / options.bias_correction())?.sqrt()? + options.eps)?;
-    let normalized = ((g / denominator)? + (y * options.weight_decay)?)?;
+    let normalized = ((grad / denominator)? + (y * options.weight_decay)?)?;
     let moved = ((y * (1.0 - z_weight))? + (z * z_weight)?)?;
-    let p = (moved + (&normalized * options.gradient_factor())?)?;
+    let param = (moved + (&normalized * options.gradient_factor())?)?;
     let z = (z - (normalized * options.scheduled_lr)?)?;
-    Ok((p, vec![z, v]))
+    Ok((param, vec![z, v]))
 }
 
 /// Computes a step of Adam, or with `decoupled` weight decay of AdamW.
 fn adam(
     options: &AdamOptions,
     update: Update<'_>,
-    mut p: Tensor,
-    g: Tensor,
+    mut param: Tensor,
+    grad: Tensor,
     state: &[Tensor],
 ) -> Result<Updated> {
-    let [exp_avg, exp_avg_sq, rest @ ..] = state else {
+    let [exp_avg, exp_avg_sq, optional_max @ ..] = state else {
         unreachable!("Adam has two entries of state or more");
     };
     let (beta1, beta2) = options.betas;
@@ -160,40 +171,40 @@ fn adam(
     if matches!(update.algorithm, Algorithm::AdamW(_)) {
         penalty = 0.0;
         if options.weight_decay != 0.0 {
-            p = (p * (1.0 - options.lr * options.weight_decay))?;
+            param = (param * (1.0 - options.lr * options.weight_decay))?;
         }
     }
-    let g = gradient(g, &p, options.maximize, penalty)?;
-    let m = ((exp_avg * beta1)? + (&g * (1.0 - beta1))?)?;
-    let v = ((exp_avg_sq * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
+    let grad = adjust_gradient(grad, &param, options.maximize, penalty)?;
+    let m = ((exp_avg * beta1)? + (&grad * (1.0 - beta1))?)?;
+    let v = ((exp_avg_sq * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
     // With amsgrad the third entry is the largest average so far.
-    let max = match rest.first() {
-        Some(max) => Some(max.maximum(&v)?),
+    let max_exp_avg_sq = match optional_max.first() {
+        Some(earlier_max) => Some(earlier_max.maximum(&v)?),
         None => None,
     };
-    let squares = max.as_ref().unwrap_or(&v);
+    let squares = max_exp_avg_sq.as_ref().unwrap_or(&v);
     let denominator = ((squares.sqrt()? / bias_correction(beta2, step).sqrt())? + options.eps)?;
     let descent = ((&m / denominator)? * (options.lr / bias_correction(beta1, step)))?;
-    let new_state = [m, v].into_iter().chain(max).collect();
-    Ok(((p - descent)?, new_state))
+    let new_state = [m, v].into_iter().chain(max_exp_avg_sq).collect();
+    Ok(((param - descent)?, new_state))
 }
 
 /// Computes a step of Adagrad.
 fn adagrad(
     options: &AdagradOptions,
     step: f32,
-    p: Tensor,
-    g: Tensor,
+    param: Tensor,
+    grad: Tensor,
     state: &[Tensor],
 ) -> Result<Updated> {
     let [sum] = state else {
         unreachable!("Adagrad has one entry of state");
     };
     let rate = options.lr / (1.0 + (f64::from(step) - 1.0) * options.lr_decay);
-    let g = gradient(g, &p, options.maximize, options.weight_decay)?;
-    let sum = (sum + g.sqr()?)?;
+    let grad = adjust_gradient(grad, &param, options.maximize, options.weight_decay)?;
+    let sum = (sum + grad.sqr()?)?;
     let denominator = (sum.sqrt()? + options.eps)?;
-    Ok(((p - ((g / denominator)? * rate)?)?, vec![sum]))
+    Ok(((param - ((grad / denominator)? * rate)?)?, vec![sum]))
 }
 
 #[cfg(test)]
@@ -255,7 +266,7 @@ mod tests {
         const STEPS: usize = 6;
         for algorithm in algorithms() {
             let numel = 5;
-            let wave = |k: usize| (k as f64 * 0.7).sin() + 0.05;
+            let wave = |i: usize| (i as f64 * 0.7).sin() + 0.05;
             let mut expected: Vec<f64> = (0..numel).map(wave).collect();
             let param = Tensor::new(expected.as_slice(), &Device::Cpu).unwrap();
             let entries: Vec<_> = algorithm
@@ -278,26 +289,26 @@ mod tests {
                 .map(|values| Tensor::new(values.as_slice(), &Device::Cpu).unwrap())
                 .collect();
             for step in 0..STEPS {
-                let first = step == 0
+                let is_first = step == 0
                     && entries
                         .iter()
                         .any(|entry| entry.initial == Initial::FirstGradient);
-                let grads: Vec<f64> = (0..numel).map(|k| wave(k * 3 + step * 5)).collect();
+                let grads: Vec<f64> = (0..numel).map(|i| wave(i * 3 + step * 5)).collect();
                 let grad = Tensor::new(grads.as_slice(), &Device::Cpu).unwrap();
-                let number = (step + 1) as f32;
+                let step_number = (step + 1) as f32;
                 let update = Update {
                     algorithm: &algorithm,
-                    step: number,
-                    first,
+                    step: step_number,
+                    is_first,
                 };
                 update.apply(&param, &grad, &state).unwrap();
                 let mut slices: Vec<&mut [f64]> =
                     expected_state.iter_mut().map(Vec::as_mut_slice).collect();
                 algorithm
-                    .update(number, first, &mut expected, &grads, &mut slices)
+                    .update(step_number, is_first, &mut expected, &grads, &mut slices)
                     .unwrap();
             }
-            let close = |found: &Tensor, expected: &[f64]| {
+            let assert_close = |found: &Tensor, expected: &[f64]| {
                 for (found, expected) in found.to_vec1::<f64>().unwrap().iter().zip(expected) {
                     assert!(
                         (found - expected).abs() < 1e-12,
@@ -305,11 +316,11 @@ mod tests {
                     );
                 }
             };
-            close(&param, &expected);
+            assert_close(&param, &expected);
             state
                 .iter()
                 .zip(&expected_state)
-                .for_each(|(found, expected)| close(found, expected));
+                .for_each(|(found, expected)| assert_close(found, expected));
         }
     }
 
@@ -327,7 +338,7 @@ mod tests {
         let update = Update {
             algorithm: &adam,
             step: 1.0,
-            first: false,
+            is_first: false,
         };
         update.apply(&param, &tensor(2.0), &state).unwrap();
         let value = |tensor: &Tensor| {

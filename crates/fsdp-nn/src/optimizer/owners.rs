@@ -49,9 +49,9 @@ impl GroupStep<'_> {
     /// Lists the parameters that got a gradient, in the order of the model, which is the same on
     /// all ranks: a rank may have named them in any order. Rank 0 owns them until
     /// [`assign_owners`]. All trained parameters get their initial state.
-    pub(super) fn owned(&mut self) -> Result<Vec<Owned>> {
-        let ranks = self.shard_group.map_or(1, ProcessGroup::world_size);
-        let mut all = Vec::new();
+    pub(super) fn list_owned(&mut self) -> Result<Vec<Owned>> {
+        let rank_count = self.shard_group.map_or(1, ProcessGroup::world_size);
+        let mut parameters = Vec::new();
         for (index, local) in self.locals.iter_mut().enumerate() {
             if !local.requires_grad() || local.handle.grad().is_none() {
                 continue;
@@ -64,11 +64,12 @@ impl GroupStep<'_> {
                 if !local.handle.has_gradient(param) {
                     continue;
                 }
-                let parts = (0..ranks).map(|rank| match layout.shard_param_info(param, rank) {
-                    Some(info) => info.param_range(),
-                    None => 0..0,
-                });
-                all.push(Owned {
+                let parts =
+                    (0..rank_count).map(|rank| match layout.shard_param_info(param, rank) {
+                        Some(info) => info.param_range(),
+                        None => 0..0,
+                    });
+                parameters.push(Owned {
                     local: index,
                     param,
                     shape: layout.shapes()[param].clone(),
@@ -77,8 +78,9 @@ impl GroupStep<'_> {
                 });
             }
         }
-        all.sort_by_key(|owned| (self.locals[owned.local].handle.number(), owned.param));
-        Ok(all)
+        parameters
+            .sort_by_key(|owned| (self.locals[owned.local].handle.unit_number(), owned.param));
+        Ok(parameters)
     }
 
     /// Turns one rank's error into an error on every rank, and checks that all ranks are about to
@@ -92,47 +94,51 @@ impl GroupStep<'_> {
             return outcome;
         };
         let mut hasher = XxHash3_64::new();
-        for owned in outcome.iter().flat_map(|(all, _)| all) {
-            let number = self.locals[owned.local].handle.number();
-            (number, owned.param, &owned.shape).hash(&mut hasher);
+        for owned in outcome.iter().flat_map(|(parameters, _)| parameters) {
+            let unit_number = self.locals[owned.local].handle.unit_number();
+            (unit_number, owned.param, &owned.shape).hash(&mut hasher);
         }
         let operation = format!(
             "Optimizer::step, for the parameters of {} that got a gradient,",
             self.algorithm.name()
         );
-        let own = outcome.as_ref().map(|_| ());
-        tell(group.agree_on(&operation, hasher.finish(), own), outcome)
+        let own_outcome = outcome.as_ref().map(|_| ());
+        resolve_agreement(
+            group.agree_on(&operation, hasher.finish(), own_outcome),
+            outcome,
+        )
     }
 }
 
 /// Assigns an owner to each parameter, the same on all ranks. Parameters are assigned in the order
 /// of their cost, the most expensive first, each to the rank with the least work so far. Only ranks
 /// that have a part of a parameter can own it, because only these have its state after a load.
-pub(super) fn assign_owners(all: &mut [Owned], cost: impl Fn(&[usize]) -> u128) {
-    let ranks = all.first().map_or(1, |first| first.parts.len());
-    let mut order: Vec<usize> = (0..all.len()).collect();
-    order.sort_by_key(|&index| std::cmp::Reverse(cost(&all[index].shape)));
-    let mut loads = vec![0u128; ranks];
+pub(super) fn assign_owners(parameters: &mut [Owned], cost: impl Fn(&[usize]) -> u128) {
+    let rank_count = parameters.first().map_or(1, |first| first.parts.len());
+    let mut order: Vec<usize> = (0..parameters.len()).collect();
+    order.sort_by_key(|&index| std::cmp::Reverse(cost(&parameters[index].shape)));
+    let mut rank_loads = vec![0u128; rank_count];
     for index in order {
-        let holders = (0..ranks).filter(|&rank| !all[index].parts[rank].is_empty());
+        let holders = (0..rank_count).filter(|&rank| !parameters[index].parts[rank].is_empty());
         // A parameter without elements has no holder, and nothing to update.
-        let owner = holders.min_by_key(|&rank| loads[rank]).unwrap_or(0);
-        loads[owner] += cost(&all[index].shape);
-        all[index].owner = owner;
+        let owner = holders.min_by_key(|&rank| rank_loads[rank]).unwrap_or(0);
+        rank_loads[owner] += cost(&parameters[index].shape);
+        parameters[index].owner = owner;
     }
 }
 
 /// Turns one rank's error into an error on every rank.
 pub(super) fn agree<T>(group: Option<&ProcessGroup>, outcome: Result<T>) -> Result<T> {
     let Some(group) = group else { return outcome };
-    tell(
+    resolve_agreement(
         group.agree("Optimizer::step", outcome.as_ref().map(|_| ())),
         outcome,
     )
 }
 
-/// Returns the outcome of an agreement on `outcome`.
-fn tell<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Result<T> {
+/// Returns `outcome` if all ranks agreed or this rank failed, and otherwise the error of the
+/// agreement.
+fn resolve_agreement<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Result<T> {
     match agreed {
         // This rank's own error keeps its type.
         Err(_) if outcome.is_err() => outcome,
@@ -141,89 +147,107 @@ fn tell<T>(agreed: Result<(), CommError>, outcome: Result<T>) -> Result<T> {
     }
 }
 
-/// Returns the parameters of one owner, with their positions in `all`.
-fn owned_by<'a>(all: &'a [&Owned], owner: usize) -> impl Iterator<Item = (usize, &'a Owned)> {
-    all.iter()
+/// Returns the parameters of one owner, with their positions in `parameters`.
+fn owned_by<'a>(
+    parameters: &'a [&Owned],
+    owner: usize,
+) -> impl Iterator<Item = (usize, &'a Owned)> {
+    parameters
+        .iter()
         .copied()
         .enumerate()
-        .filter(move |(_, one)| one.owner == owner)
+        .filter(move |(_, parameter)| parameter.owner == owner)
 }
 
 /// Returns the parameters that this rank owns, whole, from the parts of all ranks; the others are
 /// empty. Collective: one exchange, none without a group.
-pub(super) fn to_owners<T: Element + Default>(
+pub(super) fn gather_to_owners<T: Element + Default>(
     group: Option<&ProcessGroup>,
-    all: &[&Owned],
+    parameters: &[&Owned],
     parts: Vec<Vec<T>>,
 ) -> Result<Vec<Vec<T>>> {
     let Some(group) = group else { return Ok(parts) };
-    let ranks = group.world_size();
+    let rank_count = group.world_size();
     // Step 1: pack this rank's parts, owner by owner.
-    let mut sent = Vec::new();
-    let mut send_counts = vec![0; ranks];
+    let mut send_buffer = Vec::new();
+    let mut send_counts = vec![0; rank_count];
     for (owner, count) in send_counts.iter_mut().enumerate() {
-        for (index, _) in owned_by(all, owner) {
-            sent.extend_from_slice(&parts[index]);
+        for (index, _) in owned_by(parameters, owner) {
+            send_buffer.extend_from_slice(&parts[index]);
             *count += parts[index].len();
         }
     }
     // Step 2: exchange the parts.
-    let mut receive_counts = vec![0; ranks];
-    for (_, one) in owned_by(all, group.rank()) {
+    let mut receive_counts = vec![0; rank_count];
+    for (_, parameter) in owned_by(parameters, group.rank()) {
         receive_counts
             .iter_mut()
-            .zip(&one.parts)
+            .zip(&parameter.parts)
             .for_each(|(count, part)| *count += part.len());
     }
-    let mut received = vec![T::default(); receive_counts.iter().sum()];
-    group.all_to_all_uneven(&mut received, &receive_counts, &sent, &send_counts)?;
+    let mut receive_buffer = vec![T::default(); receive_counts.iter().sum()];
+    group.all_to_all_uneven(
+        &mut receive_buffer,
+        &receive_counts,
+        &send_buffer,
+        &send_counts,
+    )?;
     // Step 3: put the parts of each rank in their places. Each rank has packed them in the order of
-    // `all`.
-    let mut whole = vec![Vec::new(); all.len()];
-    let mut rest = received.as_slice();
-    for from in 0..ranks {
-        for (index, one) in owned_by(all, group.rank()) {
+    // `parameters`.
+    let mut whole_parameters = vec![Vec::new(); parameters.len()];
+    let mut remaining = receive_buffer.as_slice();
+    for sender in 0..rank_count {
+        for (index, parameter) in owned_by(parameters, group.rank()) {
             let part;
-            (part, rest) = rest.split_at(one.parts[from].len());
-            whole[index].resize(one.numel(), T::default());
-            whole[index][one.parts[from].clone()].copy_from_slice(part);
+            (part, remaining) = remaining.split_at(parameter.parts[sender].len());
+            whole_parameters[index].resize(parameter.numel(), T::default());
+            whole_parameters[index][parameter.parts[sender].clone()].copy_from_slice(part);
         }
     }
-    Ok(whole)
+    Ok(whole_parameters)
 }
 
 /// Returns this rank's parts of all parameters, from their owners.
 /// Collective: one exchange, none without a group.
-pub(super) fn from_owners<T: Element + Default>(
+pub(super) fn scatter_from_owners<T: Element + Default>(
     group: Option<&ProcessGroup>,
-    all: &[&Owned],
-    whole: Vec<Vec<T>>,
+    parameters: &[&Owned],
+    whole_parameters: Vec<Vec<T>>,
 ) -> Result<Vec<Vec<T>>> {
-    let Some(group) = group else { return Ok(whole) };
+    let Some(group) = group else {
+        return Ok(whole_parameters);
+    };
     let rank = group.rank();
-    let ranks = group.world_size();
+    let rank_count = group.world_size();
     // Step 1: pack each rank's part of the parameters that this rank owns, rank by rank.
-    let mut sent = Vec::new();
-    let mut send_counts = vec![0; ranks];
-    for (to, count) in send_counts.iter_mut().enumerate() {
-        for (index, one) in owned_by(all, rank) {
-            sent.extend_from_slice(&whole[index][one.parts[to].clone()]);
-            *count += one.parts[to].len();
+    let mut send_buffer = Vec::new();
+    let mut send_counts = vec![0; rank_count];
+    for (receiver, count) in send_counts.iter_mut().enumerate() {
+        for (index, parameter) in owned_by(parameters, rank) {
+            send_buffer
+                .extend_from_slice(&whole_parameters[index][parameter.parts[receiver].clone()]);
+            *count += parameter.parts[receiver].len();
         }
     }
     // Step 2: exchange the parts.
-    let mut receive_counts = vec![0; ranks];
-    all.iter()
-        .for_each(|one| receive_counts[one.owner] += one.parts[rank].len());
-    let mut received = vec![T::default(); receive_counts.iter().sum()];
-    group.all_to_all_uneven(&mut received, &receive_counts, &sent, &send_counts)?;
-    // Step 3: tell the parts apart. Each owner has packed them in the order of `all`.
-    let mut parts = vec![Vec::new(); all.len()];
-    let mut rest = received.as_slice();
-    for owner in 0..ranks {
-        for (index, one) in owned_by(all, owner) {
+    let mut receive_counts = vec![0; rank_count];
+    parameters
+        .iter()
+        .for_each(|parameter| receive_counts[parameter.owner] += parameter.parts[rank].len());
+    let mut receive_buffer = vec![T::default(); receive_counts.iter().sum()];
+    group.all_to_all_uneven(
+        &mut receive_buffer,
+        &receive_counts,
+        &send_buffer,
+        &send_counts,
+    )?;
+    // Step 3: tell the parts apart. Each owner has packed them in the order of `parameters`.
+    let mut parts = vec![Vec::new(); parameters.len()];
+    let mut remaining = receive_buffer.as_slice();
+    for owner in 0..rank_count {
+        for (index, parameter) in owned_by(parameters, owner) {
             let part;
-            (part, rest) = rest.split_at(one.parts[rank].len());
+            (part, remaining) = remaining.split_at(parameter.parts[rank].len());
             parts[index] = part.to_vec();
         }
     }

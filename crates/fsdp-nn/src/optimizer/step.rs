@@ -45,7 +45,7 @@ impl Optimizer {
         // Step 1: check everything that can be known before something is changed.
         self.parameters.check_not_swapped()?;
         self.check_groups()?;
-        let mut begun = Vec::with_capacity(self.groups.len());
+        let mut begun_algorithms = Vec::with_capacity(self.groups.len());
         for index in 0..self.groups.len() {
             let mut algorithm = self.groups[index].algorithm.clone();
             // A step without gradients does not count.
@@ -53,7 +53,7 @@ impl Optimizer {
             if has_gradients {
                 algorithm.begin_step()?;
             }
-            begun.push((algorithm, has_gradients));
+            begun_algorithms.push((algorithm, has_gradients));
         }
         self.parameters
             .handles
@@ -67,7 +67,7 @@ impl Optimizer {
         // Step 2: update the groups that need no other rank. The first error is kept: the groups of
         // step 3 communicate, and tell it to the other ranks.
         let mut outcome = Ok(());
-        for (index, (algorithm, has_gradients)) in begun.into_iter().enumerate() {
+        for (index, (algorithm, has_gradients)) in begun_algorithms.into_iter().enumerate() {
             self.groups[index].algorithm = algorithm;
             if outcome.is_ok() && !self.groups[index].algorithm.needs_whole_parameters() {
                 outcome = self.step_group(index);
@@ -104,9 +104,9 @@ impl Optimizer {
             let locals = &self.locals[self.locals_of_group(index)];
             let params = locals.iter().flat_map(|local| {
                 let params = local.params().into_iter();
-                params.map(|param| (local.handle.number(), param))
+                params.map(|param| (local.handle.unit_number(), param))
             });
-            order.extend(params.min().map(|first| (first, index)));
+            order.extend(params.min().map(|first_param| (first_param, index)));
         }
         order.sort_unstable();
         order.into_iter().map(|(_, index)| index).collect()
@@ -115,7 +115,7 @@ impl Optimizer {
     /// Checks that the groups are those that the optimizer was made of, and that their algorithms,
     /// which may have been changed since, can update their parameters.
     fn check_groups(&self) -> Result<()> {
-        for (index, (group, fqns)) in self.groups.iter().zip(&self.fqns_of_group).enumerate() {
+        for (index, (group, fqns)) in self.groups.iter().zip(&self.group_fqns).enumerate() {
             if !Arc::ptr_eq(&group.fqns, fqns) && group.fqns != *fqns {
                 return Err(NnError::options(format!(
                     "parameter group {index} has been replaced by one of other parameters: change \
@@ -166,18 +166,18 @@ pub(super) fn step_local<T: Scalar + Float>(
         Some(state) => state.clone(),
         None => initial_state(algorithm, local)?,
     };
-    let mut first = false;
-    let mut slices = Vec::new();
+    let mut is_first = false;
+    let mut state_tensors = Vec::new();
     for entry in algorithm
         .state_entries()
         .filter(|entry| entry.kind == StateKind::LikeParameter)
     {
         if let Some(LocalState::Piece(flat)) = state.entries.get(entry.name) {
-            slices.push(flat.clone());
+            state_tensors.push(flat.clone());
             continue;
         }
-        // `first` holds for the one entry that begins as the gradient.
-        first |= entry.initial == Initial::FirstGradient;
+        // `is_first` holds for the one entry that begins as the gradient.
+        is_first |= entry.initial == Initial::FirstGradient;
         let fresh = match initial_state(algorithm, local)?
             .entries
             .swap_remove(entry.name)
@@ -185,7 +185,7 @@ pub(super) fn step_local<T: Scalar + Float>(
             Some(LocalState::Piece(flat)) => flat,
             _ => local.zeros()?,
         };
-        slices.push(fresh.clone());
+        state_tensors.push(fresh.clone());
         state
             .entries
             .insert(entry.name.to_owned(), LocalState::Piece(fresh));
@@ -205,7 +205,7 @@ pub(super) fn step_local<T: Scalar + Float>(
         ) else {
             continue;
         };
-        let pieces = slices
+        let pieces = state_tensors
             .iter()
             .map(|flat| flat.narrow(0, segment.start, segment.len))
             .collect::<candle_core::Result<Vec<_>>>()?;
@@ -213,7 +213,7 @@ pub(super) fn step_local<T: Scalar + Float>(
             let update = on_device::Update {
                 algorithm,
                 step,
-                first,
+                is_first,
             };
             update.apply(&param, &grad, &pieces)?;
             continue;
@@ -224,10 +224,13 @@ pub(super) fn step_local<T: Scalar + Float>(
             .iter()
             .map(HostSliceMut::<T>::write)
             .collect::<Result<Vec<_>, _>>()?;
-        let mut state: Vec<&mut [T]> = guards.iter_mut().map(|guard| &mut **guard).collect();
-        tasks::update(&mut param, &grad, &mut state, |param, grad, state| {
-            algorithm.update(step, first, param, grad, state)
-        })?;
+        let mut state_slices: Vec<&mut [T]> = guards.iter_mut().map(|guard| &mut **guard).collect();
+        tasks::update(
+            &mut param,
+            &grad,
+            &mut state_slices,
+            |param, grad, state| algorithm.update(step, is_first, param, grad, state),
+        )?;
     }
     let counts_steps = algorithm
         .state_entries()

@@ -25,7 +25,7 @@ impl LoadError for NnError {
     ) -> Result<T> {
         // An agreement sends errors as text only. So keep this rank's error, for the round that
         // follows a failure.
-        let typed = match &outcome {
+        let own_error = match &outcome {
             Err(NnError::OptimState { error, .. }) => Some(error.clone()),
             _ => None,
         };
@@ -37,8 +37,9 @@ impl LoadError for NnError {
             Ok(value) => Ok(value),
             // Every rank has this error, so every rank takes part in the second round.
             Err(error @ CommError::RankFailed { .. }) => {
-                let errors: Vec<Option<OptimStateError>> = group.all_gather_object(&typed)?;
-                Err(first_of(group, &errors, &error).unwrap_or(NnError::Comm(error)))
+                let errors: Vec<Option<OptimStateError>> = group.all_gather_object(&own_error)?;
+                Err(error_of_first_failed_rank(group, &errors, &error)
+                    .unwrap_or(NnError::Comm(error)))
             }
             Err(error) => Err(error.into()),
         }
@@ -47,7 +48,7 @@ impl LoadError for NnError {
 
 /// Returns the error of the first rank that failed, and the ranks that met the same error. Returns
 /// `None` if that error is not an [`OptimStateError`].
-fn first_of(
+fn error_of_first_failed_rank(
     group: &ProcessGroup,
     errors: &[Option<OptimStateError>],
     failure: &CommError,
@@ -55,17 +56,17 @@ fn first_of(
     let CommError::RankFailed { failures, .. } = failure else {
         return None;
     };
-    let first = failures.first()?.rank;
+    let failed_rank = failures.first()?.rank;
     let position = group
         .global_ranks()
         .iter()
-        .position(|&rank| rank == first)?;
+        .position(|&rank| rank == failed_rank)?;
     let error = errors.get(position)?.clone()?;
     let mut ranks: Vec<usize> = group
         .global_ranks()
         .iter()
         .zip(errors)
-        .filter(|(_, other)| other.as_ref() == Some(&error))
+        .filter(|(_, rank_error)| rank_error.as_ref() == Some(&error))
         .map(|(rank, _)| *rank)
         .collect();
     // An empty list stands for all ranks.

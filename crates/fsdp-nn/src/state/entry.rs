@@ -11,14 +11,14 @@ use fsdp_state::{Memory, StateValue};
 use indexmap::IndexMap;
 
 use super::OptimStateError;
-use super::groups::plain;
+use super::groups::to_plain;
 use crate::algorithm::{Algorithm, Initial, StateKind};
 use crate::error::{NnError, Result, StateDictError};
 use crate::optimizer::{LocalParam, LocalState, ParamState};
 
 /// One saved state entry of one parameter.
 #[derive(Debug, Clone)]
-pub(crate) enum Saved {
+pub(crate) enum SavedValue {
     /// A tensor: its position in the source, its dtype, its shape, and its value if the tensor is
     /// small.
     Tensor {
@@ -31,11 +31,11 @@ pub(crate) enum Saved {
     Scalar(StateValue),
 }
 
-impl Saved {
+impl SavedValue {
     /// Returns the entry as its algorithm takes it: a small tensor becomes a scalar, unless it is
     /// shaped like a parameter without dimensions.
-    fn of_kind(&self, kind: Option<StateKind>, parameter: &[usize]) -> Self {
-        let Saved::Tensor {
+    fn as_kind(&self, kind: Option<StateKind>, parameter_shape: &[usize]) -> Self {
+        let SavedValue::Tensor {
             small: Some(value),
             shape,
             ..
@@ -46,11 +46,11 @@ impl Saved {
         let is_scalar = match kind {
             // A step may have been saved with a dimension of one element.
             Some(StateKind::Scalar) => true,
-            Some(StateKind::LikeParameter) => shape.is_empty() && !parameter.is_empty(),
+            Some(StateKind::LikeParameter) => shape.is_empty() && !parameter_shape.is_empty(),
             None => shape.is_empty(),
         };
         if is_scalar {
-            Saved::Scalar(value.clone())
+            SavedValue::Scalar(value.clone())
         } else {
             self.clone()
         }
@@ -59,38 +59,38 @@ impl Saved {
     /// Returns the shape; that of a value that is no tensor has no dimensions.
     fn shape(&self) -> &[usize] {
         match self {
-            Saved::Tensor { shape, .. } => shape,
-            Saved::Scalar(_) => &[],
+            SavedValue::Tensor { shape, .. } => shape,
+            SavedValue::Scalar(_) => &[],
         }
     }
 
     /// Returns the kind of the entry, for messages.
     const fn type_name(&self) -> &'static str {
         match self {
-            Saved::Tensor { .. } => "tensor",
-            Saved::Scalar(StateValue::Tensor(_)) => "zero-dimension tensor",
-            Saved::Scalar(value) => value.kind(),
+            SavedValue::Tensor { .. } => "tensor",
+            SavedValue::Scalar(StateValue::Tensor(_)) => "zero-dimension tensor",
+            SavedValue::Scalar(value) => value.kind(),
         }
     }
 
     /// Returns the value of the entry, or its dtype and shape, for messages.
     pub(crate) fn describe(&self) -> String {
         match self {
-            Saved::Tensor { dtype, shape, .. } => format!("{dtype} {shape:?}"),
-            Saved::Scalar(value @ StateValue::Tensor(_)) => plain(value)
+            SavedValue::Tensor { dtype, shape, .. } => format!("{dtype} {shape:?}"),
+            SavedValue::Scalar(value @ StateValue::Tensor(_)) => to_plain(value)
                 .and_then(|number| number.as_float())
                 .map_or_else(String::new, |number| number.to_string()),
-            Saved::Scalar(StateValue::Plain(value)) => format!("{value:?}"),
-            Saved::Scalar(other) => other.kind().to_owned(),
+            SavedValue::Scalar(StateValue::Plain(value)) => format!("{value:?}"),
+            SavedValue::Scalar(other) => other.kind().to_owned(),
         }
     }
 
     /// Returns a text that is the same for two scalars only if they are equal and of one dtype;
     /// `None` for tensors.
-    fn bits(&self) -> Option<String> {
+    fn comparable_text(&self) -> Option<String> {
         match self {
-            Saved::Tensor { .. } => None,
-            Saved::Scalar(value) => value
+            SavedValue::Tensor { .. } => None,
+            SavedValue::Scalar(value) => value
                 .to_plain()
                 .ok()
                 .flatten()
@@ -102,12 +102,12 @@ impl Saved {
 /// Returns the number of steps that a value holds, as a number or as a tensor of one element.
 /// Returns `None` if it is negative, not finite, or not a number.
 pub(crate) fn as_step(value: &StateValue) -> Option<f32> {
-    let step = plain(value)?.as_float()?;
+    let step = to_plain(value)?.as_float()?;
     (step.is_finite() && step >= 0.0).then_some(step as f32)
 }
 
 /// A parameter's saved entries, by name.
-pub(crate) type SavedEntries = IndexMap<String, Saved>;
+pub(crate) type SavedEntries = IndexMap<String, SavedValue>;
 
 /// A tensor that a plan asks for.
 #[derive(Debug)]
@@ -115,17 +115,17 @@ pub(crate) struct EntryTensor {
     /// Its position in the source.
     pub(crate) position: usize,
     /// The dtype that it becomes.
-    pub(crate) becomes: DType,
+    pub(crate) target_dtype: DType,
     /// The name of the entry that it becomes, or that it becomes a part of.
     pub(crate) name: String,
     /// The parameter that it is shaped like, and the memory to fill. `None` for a tensor of another
     /// shape, which becomes an entry once it has been read.
-    pub(crate) like: Option<(String, ShardedTensor, Home)>,
+    pub(crate) parameter: Option<(String, ShardedTensor, MemoryKind)>,
 }
 
 /// The kind of memory that a load fills.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Home {
+pub(crate) enum MemoryKind {
     /// Memory of the live model or its optimizers.
     Live,
     /// New memory, which is zero where nothing is loaded.
@@ -152,7 +152,7 @@ struct SavedEntry<'a> {
     /// The kind that the algorithm gives to this entry; `None` for an entry that has a shape of its
     /// own, such as Adafactor's averages, and for one that the algorithm does not know.
     kind: Option<StateKind>,
-    values: Vec<Option<Saved>>,
+    values: Vec<Option<SavedValue>>,
     /// `true` if parameters of a FlatParameter may lack state that others of it have.
     allow_missing: bool,
     /// `true` if tensors of another dtype than the parameter are converted.
@@ -177,20 +177,20 @@ impl EntryPlan {
         allow_missing: bool,
         cast: bool,
     ) -> Result<Option<Self>> {
-        let Some(first) = saved.iter().flatten().next() else {
+        let Some(first_entries) = saved.iter().flatten().next() else {
             return Ok(None);
         };
         // One flat tensor holds an entry of all these parameters. So if one of them has the entry,
         // all others with state must have it too.
-        let names: BTreeSet<&String> = first.keys().collect();
+        let names: BTreeSet<&String> = first_entries.keys().collect();
         if saved
             .iter()
             .flatten()
             .any(|entries| entries.keys().collect::<BTreeSet<_>>() != names)
         {
-            let names = saved
-                .iter()
-                .map(|entries| entries.map_or_else(Vec::new, |e| e.keys().cloned().collect()));
+            let names = saved.iter().map(|entries| {
+                entries.map_or_else(Vec::new, |entries| entries.keys().cloned().collect())
+            });
             return Err(OptimStateError::DifferingNames {
                 fqns: local.fqns(),
                 names: names.collect(),
@@ -207,7 +207,7 @@ impl EntryPlan {
             Vec::new()
         };
         for (name, expected) in &averages {
-            if let Some(found) = first.get(*name).map(Saved::shape)
+            if let Some(found) = first_entries.get(*name).map(SavedValue::shape)
                 && found != expected.as_slice()
             {
                 return Err(OptimStateError::WrongShape {
@@ -221,29 +221,29 @@ impl EntryPlan {
         }
         // Take the entries in the algorithm's order, whatever order they were saved in, so that
         // equal state is saved as equal bytes again.
-        let mut known: Vec<&'static str> =
+        let mut known_names: Vec<&'static str> =
             algorithm.state_entries().map(|entry| entry.name).collect();
-        known.extend(averages.iter().map(|(name, _)| *name));
-        let mut order: Vec<&String> = first.keys().collect();
-        order.sort_by_key(|name| {
-            known
+        known_names.extend(averages.iter().map(|(name, _)| *name));
+        let mut ordered_names: Vec<&String> = first_entries.keys().collect();
+        ordered_names.sort_by_key(|name| {
+            known_names
                 .iter()
                 .position(|entry| entry == name)
-                .unwrap_or(known.len())
+                .unwrap_or(known_names.len())
         });
         let mut plan = EntryPlan {
             state: ParamState::default(),
             tensors: Vec::new(),
             missing: Vec::new(),
         };
-        for name in order {
+        for name in ordered_names {
             // The algorithm knows which entries are shaped like the parameter; others are kept as
             // they are.
             let kind = params
                 .first()
                 .and_then(|&param| algorithm.kind_of(name, &shapes[param]));
             let values = saved.iter().zip(&params).map(|(entries, &param)| {
-                Some(entries.as_ref()?.get(name)?.of_kind(kind, &shapes[param]))
+                Some(entries.as_ref()?.get(name)?.as_kind(kind, &shapes[param]))
             });
             plan.plan_entry(&SavedEntry {
                 local,
@@ -256,16 +256,16 @@ impl EntryPlan {
         }
         // Note which entries are missing. Those that are made with the first gradient may be
         // absent, because there may have been no gradient yet.
-        let mut needed: Vec<&'static str> = algorithm
+        let mut missing: Vec<&'static str> = algorithm
             .state_entries()
             .filter(|entry| entry.initial != Initial::FirstGradient)
             .map(|entry| entry.name)
             .collect();
         if plan.state.step.is_some_and(|step| step > 0.0) {
-            needed.extend(averages.iter().map(|(name, _)| *name));
+            missing.extend(averages.iter().map(|(name, _)| *name));
         }
-        needed.retain(|name| !first.contains_key(*name));
-        plan.missing = needed;
+        missing.retain(|name| !first_entries.contains_key(*name));
+        plan.missing = missing;
         Ok(Some(plan))
     }
 
@@ -278,7 +278,7 @@ impl EntryPlan {
             ref values,
             ..
         } = entry;
-        let first = values
+        let first_value = values
             .iter()
             .flatten()
             .next()
@@ -287,15 +287,20 @@ impl EntryPlan {
         let is_one_type = values
             .iter()
             .flatten()
-            .all(|value| value.type_name() == first.type_name());
-        let is_tensor = matches!(first, Saved::Tensor { .. });
+            .all(|value| value.type_name() == first_value.type_name());
+        let is_tensor = matches!(first_value, SavedValue::Tensor { .. });
         if is_one_type && kind == Some(StateKind::Scalar) && is_tensor {
-            return Err(malformed_step(local, first));
+            return Err(malformed_step_error(local, first_value));
         }
         if !is_one_type || entry.is_like_parameter() && !is_tensor {
             let types = values
                 .iter()
-                .map(|value| value.as_ref().map_or("None", Saved::type_name).to_owned())
+                .map(|value| {
+                    value
+                        .as_ref()
+                        .map_or("None", SavedValue::type_name)
+                        .to_owned()
+                })
                 .collect();
             return Err(OptimStateError::DifferingTypes {
                 name: name.to_owned(),
@@ -304,19 +309,19 @@ impl EntryPlan {
             }
             .into());
         }
-        let Saved::Scalar(value) = first else {
+        let SavedValue::Scalar(value) = first_value else {
             return self.add_tensors(entry);
         };
         // A FlatParameter has one scalar for all its parameters, so their scalars must be the same.
-        let bits = first.bits();
+        let comparable_text = first_value.comparable_text();
         let is_same = values.iter().all(|value| match value {
-            Some(value) => value.bits() == bits,
+            Some(value) => value.comparable_text() == comparable_text,
             None => entry.allow_missing,
         });
         if !is_same {
             let mut dtypes = BTreeSet::new();
             for value in values.iter().flatten() {
-                if let Saved::Scalar(StateValue::Tensor(tensor)) = value {
+                if let SavedValue::Scalar(StateValue::Tensor(tensor)) = value {
                     dtypes.insert(tensor.dtype().as_str().to_owned());
                 }
             }
@@ -324,7 +329,11 @@ impl EntryPlan {
                 name: name.to_owned(),
                 values: values
                     .iter()
-                    .map(|value| value.as_ref().map_or("None".to_owned(), Saved::describe))
+                    .map(|value| {
+                        value
+                            .as_ref()
+                            .map_or("None".to_owned(), SavedValue::describe)
+                    })
                     .collect(),
                 dtypes: dtypes.into_iter().collect(),
                 fqns: local.fqns(),
@@ -333,18 +342,18 @@ impl EntryPlan {
         }
         if kind == Some(StateKind::Scalar) {
             let Some(step) = as_step(value) else {
-                return Err(malformed_step(local, first));
+                return Err(malformed_step_error(local, first_value));
             };
             self.state.step = Some(step);
             return Ok(());
         }
         // An entry that the algorithm does not know is kept, and saved again.
-        let retained = match (value.copy()?, value.to_plain()?) {
+        let kept = match (value.copy()?, value.to_plain()?) {
             (StateValue::Tensor(tensor), _) => LocalState::Whole(tensor),
             (_, Some(plain)) => LocalState::Plain(plain),
-            (other, None) => return Err(unexpected_state(local, name, other.kind())),
+            (other, None) => return Err(unexpected_state_error(local, name, other.kind())),
         };
-        self.state.entries.insert(name.to_owned(), retained);
+        self.state.entries.insert(name.to_owned(), kept);
         Ok(())
     }
 
@@ -356,7 +365,7 @@ impl EntryPlan {
             ref values,
             ..
         } = entry;
-        let is_like = entry.is_like_parameter();
+        let is_like_parameter = entry.is_like_parameter();
         let params = local.params();
         let fqns = local.fqns();
         let shapes = local.handle.layout().shapes();
@@ -364,28 +373,32 @@ impl EntryPlan {
         // Step 1: look at all values before choosing the error. It names the first value that does
         // not fit. Zeros take the place of absent values, but not for a parameter without
         // dimensions: torch refuses that.
-        let mut wrong = None;
+        let mut wrong_shape = None;
         let mut absent_scalar = None;
         for ((&param, fqn), value) in params.iter().zip(&fqns).zip(values) {
-            let Some(Saved::Tensor { dtype, shape, .. }) = value else {
+            let Some(SavedValue::Tensor { dtype, shape, .. }) = value else {
                 if shapes[param].is_empty() && value.is_none() && !entry.allow_missing {
                     absent_scalar = Some(fqn);
                 }
                 continue;
             };
             dtypes.insert(*dtype);
-            if *shape != shapes[param] && wrong.is_none() {
-                wrong = Some((fqn, shape, &shapes[param]));
+            if *shape != shapes[param] && wrong_shape.is_none() {
+                wrong_shape = Some((fqn, shape, &shapes[param]));
             }
         }
-        if !is_like
+        if !is_like_parameter
             && let Some(dtype) = dtypes
                 .iter()
                 .find(|dtype| dtype::to_candle(**dtype).is_err())
         {
-            return Err(unexpected_state(local, name, &format!("tensor of {dtype}")));
+            return Err(unexpected_state_error(
+                local,
+                name,
+                &format!("tensor of {dtype}"),
+            ));
         }
-        if wrong.is_some() && !is_like && have_one_dtype_and_shape(values) {
+        if wrong_shape.is_some() && !is_like_parameter && have_one_dtype_and_shape(values) {
             // The FlatParameter has one such tensor, and the state of each of its parameters was
             // saved with a copy of it. Until the copies are read and compared, a placeholder keeps
             // the entry's place.
@@ -393,7 +406,7 @@ impl EntryPlan {
                 .entries
                 .insert(name.to_owned(), LocalState::Plain(PlainValue::None));
             for value in values.iter().flatten() {
-                let Saved::Tensor {
+                let SavedValue::Tensor {
                     position, dtype, ..
                 } = value
                 else {
@@ -401,9 +414,9 @@ impl EntryPlan {
                 };
                 self.tensors.push(EntryTensor {
                     position: *position,
-                    becomes: *dtype,
+                    target_dtype: *dtype,
                     name: name.to_owned(),
-                    like: None,
+                    parameter: None,
                 });
             }
             return Ok(());
@@ -416,7 +429,7 @@ impl EntryPlan {
             }
             .into());
         }
-        if let Some((fqn, found, expected)) = wrong {
+        if let Some((fqn, found, expected)) = wrong_shape {
             return Err(OptimStateError::WrongShape {
                 fqn: fqn.clone(),
                 name: name.to_owned(),
@@ -434,8 +447,8 @@ impl EntryPlan {
         }
         let found = *dtypes.first().expect("an entry of tensors has one");
         let expected = local.handle.file_dtype();
-        let casts = entry.cast && Memory::converts(found, local.handle.dtype());
-        if is_like && found != expected && !casts {
+        let can_cast = entry.cast && Memory::converts(found, local.handle.dtype());
+        if is_like_parameter && found != expected && !can_cast {
             return Err(OptimStateError::WrongDType {
                 fqn: fqns[0].clone(),
                 name: name.to_owned(),
@@ -446,30 +459,32 @@ impl EntryPlan {
         }
         // An entry of the parameter's shape takes the parameter's dtype. Other entries keep the
         // dtype that was saved.
-        let becomes = if is_like { expected } else { found };
-        let dtype = dtype::to_candle(becomes)?;
+        let target_dtype = if is_like_parameter { expected } else { found };
+        let dtype = dtype::to_candle(target_dtype)?;
         // Step 2: find memory for the entry of the whole local parameter. Its live memory is filled
         // only if the values cover all of it. What is not covered must become zero, so it needs new
         // memory.
-        let live = local.live_piece(name).filter(|live| live.dtype() == dtype);
+        let live_piece = local
+            .live_piece(name)
+            .filter(|live_piece| live_piece.dtype() == dtype);
         let device = local.handle.shard_device();
-        let (flat, home) = match live.filter(|_| values.iter().all(Option::is_some)) {
-            Some(live) => (live.clone(), Home::Live),
+        let (flat, memory_kind) = match live_piece.filter(|_| values.iter().all(Option::is_some)) {
+            Some(live_piece) => (live_piece.clone(), MemoryKind::Live),
             None if device.is_cpu() && local.is_one_box() => {
-                (unfilled(&[local.numel], dtype)?, Home::Unfilled)
+                (unfilled(&[local.numel], dtype)?, MemoryKind::Unfilled)
             }
-            None => (zeros_on(&[local.numel], dtype, device)?, Home::New),
+            None => (zeros_on(&[local.numel], dtype, device)?, MemoryKind::New),
         };
         // Step 3: give each parameter its part of that memory.
         for ((&param, fqn), value) in params.iter().zip(fqns).zip(values) {
-            let Some(Saved::Tensor { position, .. }) = value else {
+            let Some(SavedValue::Tensor { position, .. }) = value else {
                 continue;
             };
             self.tensors.push(EntryTensor {
                 position: *position,
-                becomes,
+                target_dtype,
                 name: name.to_owned(),
-                like: Some((fqn, local.sharded_piece(&flat, param)?, home)),
+                parameter: Some((fqn, local.sharded_piece(&flat, param)?, memory_kind)),
             });
         }
         self.state
@@ -487,8 +502,8 @@ impl EntryPlan {
         for (name, value) in &self.state.entries {
             let value = match value {
                 LocalState::Plain(value) => format!("{value:?}"),
-                LocalState::Whole(tensor) => Saved::Scalar(tensor.clone().into())
-                    .bits()
+                LocalState::Whole(tensor) => SavedValue::Scalar(tensor.clone().into())
+                    .comparable_text()
                     .unwrap_or_else(|| "a tensor of many elements".to_owned()),
                 LocalState::Piece(_) => continue,
             };
@@ -498,14 +513,14 @@ impl EntryPlan {
 
     /// Sets an entry to a tensor that has been read. It is called once for each parameter of a
     /// FlatParameter, and all parameters must have the same tensor.
-    pub(crate) fn take_whole(
+    pub(crate) fn set_whole_tensor(
         &mut self,
         local: &LocalParam,
         name: &str,
         tensor: Tensor,
     ) -> Result<()> {
-        if let Some(LocalState::Whole(first)) = self.state.entries.get(name)
-            && *HostBytes::read(first)? != *HostBytes::read(&tensor)?
+        if let Some(LocalState::Whole(earlier)) = self.state.entries.get(name)
+            && *HostBytes::read(earlier)? != *HostBytes::read(&tensor)?
         {
             return Err(OptimStateError::DifferingScalars {
                 name: name.to_owned(),
@@ -523,7 +538,7 @@ impl EntryPlan {
 }
 
 /// Returns the error for a saved step that is no number of steps.
-fn malformed_step(local: &LocalParam, step: &Saved) -> NnError {
+fn malformed_step_error(local: &LocalParam, step: &SavedValue) -> NnError {
     let error = OptimStateError::MalformedStep {
         fqn: local.name(),
         found: step.describe(),
@@ -532,7 +547,7 @@ fn malformed_step(local: &LocalParam, step: &Saved) -> NnError {
 }
 
 /// Returns the error for an entry of a kind that no optimizer can keep.
-pub(crate) fn unexpected_state(local: &LocalParam, name: &str, kind: &str) -> NnError {
+pub(crate) fn unexpected_state_error(local: &LocalParam, name: &str, kind: &str) -> NnError {
     let error = StateDictError::UnexpectedState {
         fqn: local.name(),
         name: name.to_owned(),
@@ -543,11 +558,11 @@ pub(crate) fn unexpected_state(local: &LocalParam, name: &str, kind: &str) -> Nn
 
 /// Returns `true` if there is a value for every parameter, and all are tensors of the same dtype
 /// and shape. Then they may be copies of one tensor, which the FlatParameter has as a whole.
-fn have_one_dtype_and_shape(values: &[Option<Saved>]) -> bool {
+fn have_one_dtype_and_shape(values: &[Option<SavedValue>]) -> bool {
     let mut tensors = values.iter().map(|value| match value {
-        Some(Saved::Tensor { dtype, shape, .. }) => Some((dtype, shape)),
+        Some(SavedValue::Tensor { dtype, shape, .. }) => Some((dtype, shape)),
         _ => None,
     });
-    let first = tensors.next().flatten();
-    first.is_some() && tensors.all(|tensor| tensor == first)
+    let first_tensor = tensors.next().flatten();
+    first_tensor.is_some() && tensors.all(|tensor| tensor == first_tensor)
 }

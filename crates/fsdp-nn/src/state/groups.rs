@@ -26,7 +26,7 @@ impl SavedGroup {
     /// Returns a live group as a state dict has it. `params` are the names or ids of its
     /// parameters. Its hyperparameters come in torch's order, and after them the keys that its
     /// algorithm does not know.
-    pub(crate) fn of_live(
+    pub(crate) fn from_live_group(
         group: &ParamGroup,
         params: Vec<String>,
         key_type: OptimStateKeyType,
@@ -45,7 +45,7 @@ impl SavedGroup {
     }
 
     /// Returns a group of one parameter, without hyperparameters.
-    pub(crate) fn of_parameter(name: &str) -> Self {
+    pub(crate) fn for_parameter(name: &str) -> Self {
         let key_type = Some(OptimStateKeyType::ParamName);
         SavedGroup {
             hyperparameters: Vec::new(),
@@ -56,20 +56,20 @@ impl SavedGroup {
 }
 
 /// Makes an optimizer state dict of its two parts. Every optimizer state dict is made here.
-pub(crate) fn optim_dict(states: StateDict, groups: Vec<SavedGroup>) -> StateDict {
+pub(crate) fn make_optim_dict(states: StateDict, groups: Vec<SavedGroup>) -> StateDict {
     let mut dict = StateDict::new();
     dict.insert("state", states);
-    dict.insert("param_groups", group_dicts(groups));
+    dict.insert("param_groups", make_group_dicts(groups));
     dict
 }
 
 /// Returns the value of `param_groups` in an optimizer state dict. Every such value is made here.
-pub(crate) fn group_dicts(groups: Vec<SavedGroup>) -> StateValue {
-    StateValue::List(groups.into_iter().map(group_dict).collect())
+pub(crate) fn make_group_dicts(groups: Vec<SavedGroup>) -> StateValue {
+    StateValue::List(groups.into_iter().map(make_group_dict).collect())
 }
 
 /// Returns a group as a dict of `param_groups`.
-fn group_dict(group: SavedGroup) -> StateValue {
+fn make_group_dict(group: SavedGroup) -> StateValue {
     let mut dict: StateDict = group
         .hyperparameters
         .into_iter()
@@ -100,7 +100,7 @@ pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
         }
         Some(other) => {
             let problem = format!("`param_groups` is a {}", other.kind());
-            return Err(malformed(0, problem));
+            return Err(malformed_group_error(0, problem));
         }
     };
     let groups = groups.iter().enumerate();
@@ -110,22 +110,22 @@ pub(crate) fn read_param_groups(state: &StateDict) -> Result<Vec<SavedGroup>> {
 }
 
 /// Returns the error for a group that cannot be read.
-fn malformed(index: usize, problem: String) -> NnError {
+fn malformed_group_error(index: usize, problem: String) -> NnError {
     StateDictError::MalformedGroup { index, problem }.into()
 }
 
 /// Reads one group: `params` are names or ids, and all other keys are hyperparameters.
 fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
-    let Some(PlainValue::Dict(entries)) = plain(group) else {
+    let Some(PlainValue::Dict(entries)) = to_plain(group) else {
         // Name what is in the way: a tensor of many elements is no hyperparameter.
-        let wrong = group
+        let misfit = group
             .as_dict()
             .into_iter()
             .flatten()
-            .find(|(_, value)| plain(value).is_none());
-        return Err(malformed(
+            .find(|(_, value)| to_plain(value).is_none());
+        return Err(malformed_group_error(
             index,
-            match wrong {
+            match misfit {
                 Some((key, value)) => format!("`{key}` is a {}", value.kind()),
                 None => format!("it is a {}", group.kind()),
             },
@@ -138,14 +138,17 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
     };
     for (key, value) in entries {
         let PlainValue::Str(key) = key else {
-            return Err(malformed(index, format!("a key is a {}", key.type_name())));
+            return Err(malformed_group_error(
+                index,
+                format!("a key is a {}", key.type_name()),
+            ));
         };
         if key != "params" {
             group.hyperparameters.push((key, value));
             continue;
         }
         let (PlainValue::List(params) | PlainValue::Tuple(params)) = value else {
-            return Err(malformed(
+            return Err(malformed_group_error(
                 index,
                 format!("`params` is a {}", value.type_name()),
             ));
@@ -155,15 +158,21 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
                 PlainValue::Str(fqn) => (fqn, OptimStateKeyType::ParamName),
                 PlainValue::Int(id) => (id.to_string(), OptimStateKeyType::ParamId),
                 other => {
-                    return Err(malformed(
+                    return Err(malformed_group_error(
                         index,
                         format!("`params` holds a {}, not names or ids", other.type_name()),
                     ));
                 }
             };
             // Names and ids together cannot be told apart later: a name may be a number.
-            if group.key_type.is_some_and(|before| before != key_type) {
-                return Err(malformed(index, "`params` holds names and ids".to_owned()));
+            if group
+                .key_type
+                .is_some_and(|earlier_type| earlier_type != key_type)
+            {
+                return Err(malformed_group_error(
+                    index,
+                    "`params` holds names and ids".to_owned(),
+                ));
             }
             group.key_type = Some(key_type);
             group.params.push(key);
@@ -173,21 +182,21 @@ fn read_group(index: usize, group: &StateValue) -> Result<SavedGroup> {
 }
 
 /// Returns a value as a plain one; tensors of one element (a learning rate may be one) become
-/// numbers.
-pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
+/// numbers. Returns `None` for other tensors, and for containers of them.
+pub(crate) fn to_plain(value: &StateValue) -> Option<PlainValue> {
     match value {
         StateValue::Plain(value) => Some(value.clone()),
-        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => number(tensor).ok(),
+        StateValue::Tensor(tensor) if tensor.elem_count() == 1 => to_number(tensor).ok(),
         StateValue::List(list) => Some(PlainValue::List(
-            list.iter().map(plain).collect::<Option<_>>()?,
+            list.iter().map(to_plain).collect::<Option<_>>()?,
         )),
         StateValue::Tuple(list) => Some(PlainValue::Tuple(
-            list.iter().map(plain).collect::<Option<_>>()?,
+            list.iter().map(to_plain).collect::<Option<_>>()?,
         )),
         StateValue::Dict(dict) => {
             let mut entries = Vec::new();
             for (key, value) in dict {
-                entries.push((PlainValue::Str(key.clone()), plain(value)?));
+                entries.push((PlainValue::Str(key.clone()), to_plain(value)?));
             }
             Some(PlainValue::Dict(entries))
         }
@@ -196,7 +205,7 @@ pub(crate) fn plain(value: &StateValue) -> Option<PlainValue> {
 }
 
 /// Returns a tensor of one element as a number: an integer if its dtype holds integers.
-pub(crate) fn number(tensor: &Tensor) -> candle_core::Result<PlainValue> {
+pub(crate) fn to_number(tensor: &Tensor) -> candle_core::Result<PlainValue> {
     let element = tensor.flatten_all()?.get(0)?;
     if element.dtype().is_float() {
         Ok(element.to_dtype(DType::F64)?.to_scalar::<f64>()?.into())
@@ -209,30 +218,30 @@ pub(crate) fn number(tensor: &Tensor) -> candle_core::Result<PlainValue> {
 pub(crate) struct SavedGroups {
     pub(crate) groups: Vec<SavedGroup>,
     /// The positions of the groups that name a parameter, by the parameter's own name in the model.
-    pub(crate) of_parameter: HashMap<String, Vec<usize>>,
+    pub(crate) positions_by_parameter: HashMap<String, Vec<usize>>,
     /// The positions of groups without parameters that no live group has been matched with yet.
-    empty: VecDeque<usize>,
+    unmatched_positions: VecDeque<usize>,
 }
 
 impl SavedGroups {
     /// Sorts groups by the parameters that they name.
     pub(crate) fn new(groups: Vec<SavedGroup>, parameters: &ShardedParameters) -> Self {
-        let mut of_parameter: HashMap<String, Vec<usize>> = HashMap::new();
+        let mut positions_by_parameter: HashMap<String, Vec<usize>> = HashMap::new();
         for (index, group) in groups.iter().enumerate() {
             for name in &group.params {
-                of_parameter
+                positions_by_parameter
                     .entry(parameters.canonical_fqn(name).to_owned())
                     .or_default()
                     .push(index);
             }
         }
-        let empty = (0..groups.len())
+        let unmatched_positions = (0..groups.len())
             .filter(|&index| groups[index].params.is_empty())
             .collect();
         SavedGroups {
             groups,
-            of_parameter,
-            empty,
+            positions_by_parameter,
+            unmatched_positions,
         }
     }
 
@@ -255,25 +264,25 @@ impl SavedGroups {
         for (index, group) in optimizer.groups().iter().enumerate() {
             // Each saved group that names a parameter of this one counts once.
             let mut sources: Vec<usize> = Vec::new();
-            let mut seen = HashSet::new();
-            let mut unnamed = Vec::new();
+            let mut seen_positions = HashSet::new();
+            let mut unnamed_fqns = Vec::new();
             for fqn in group.fqns() {
-                match self.of_parameter.get(fqn) {
+                match self.positions_by_parameter.get(fqn) {
                     Some(groups) => {
-                        sources.extend(groups.iter().filter(|&&group| seen.insert(group)))
+                        sources.extend(groups.iter().filter(|&&group| seen_positions.insert(group)))
                     }
-                    None if optimizer.parameters().requires_grad(fqn)? => unnamed.push(fqn),
+                    None if optimizer.parameters().requires_grad(fqn)? => unnamed_fqns.push(fqn),
                     None => {}
                 }
             }
             // A group without parameters cannot be found by name. It is matched by its position
             // among the groups without parameters.
             if group.fqns().is_empty() {
-                sources.extend(self.empty.pop_front());
+                sources.extend(self.unmatched_positions.pop_front());
             }
             // A group that was not saved keeps its hyperparameters.
-            let Some((&first, others)) = sources.split_first() else {
-                if !unnamed.is_empty() && !self.groups.is_empty() {
+            let Some((&first_position, other_positions)) = sources.split_first() else {
+                if !unnamed_fqns.is_empty() && !self.groups.is_empty() {
                     missing.push(format!("param_groups.{index}"));
                 }
                 updates.push((group.algorithm.clone(), group.extra.clone()));
@@ -281,8 +290,8 @@ impl SavedGroups {
             };
             // Parameters of several saved groups can share one only if the hyperparameters are the
             // same.
-            let source = &self.groups[first];
-            for &other in others {
+            let source = &self.groups[first_position];
+            for &other in other_positions {
                 if !same_hyperparameters(source, &self.groups[other]) {
                     return Err(StateDictError::ConflictingGroups {
                         index,
@@ -292,19 +301,20 @@ impl SavedGroups {
                     .into());
                 }
             }
-            unnamed.retain(|fqn| !is_missed(fqn));
+            unnamed_fqns.retain(|fqn| !is_missed(fqn));
             missing.extend(
-                unnamed
+                unnamed_fqns
                     .iter()
                     .map(|fqn| format!("param_groups.{index}.params.{fqn}")),
             );
-            let read = group.algorithm.with_group(&source.hyperparameters)?;
+            let updated = group.algorithm.with_group(&source.hyperparameters)?;
             missing.extend(
-                read.missing
+                updated
+                    .missing
                     .iter()
                     .map(|key| format!("param_groups.{index}.{key}")),
             );
-            updates.push((read.algorithm, read.unknown));
+            updates.push((updated.algorithm, updated.unknown));
         }
         Ok(updates)
     }
@@ -316,29 +326,33 @@ impl SavedGroups {
 pub(crate) fn agree_on_groups(
     optimizer: &Optimizer,
     groups: &[GroupUpdate],
-    agreed: &mut Vec<(String, String)>,
+    agreed_values: &mut Vec<(String, String)>,
 ) {
     for (group, (algorithm, extra)) in optimizer.groups().iter().zip(groups) {
         // The order of parameters in a group may differ too, so take the first by name.
-        let Some(first) = group.fqns().iter().min() else {
+        let Some(first_fqn) = group.fqns().iter().min() else {
             continue;
         };
         for (key, value) in algorithm.to_group().iter().chain(extra) {
-            agreed.push((format!("param_groups.{first}.{key}"), format!("{value:?}")));
+            agreed_values.push((
+                format!("param_groups.{first_fqn}.{key}"),
+                format!("{value:?}"),
+            ));
         }
     }
 }
 
 /// Returns `true` if two groups have the same hyperparameters, in any order.
 fn same_hyperparameters(a: &SavedGroup, b: &SavedGroup) -> bool {
-    let of_b: HashMap<&str, &PlainValue> = b
+    let b_values: HashMap<&str, &PlainValue> = b
         .hyperparameters
         .iter()
         .map(|(key, value)| (key.as_str(), value))
         .collect();
     a.hyperparameters.len() == b.hyperparameters.len()
         && a.hyperparameters.iter().all(|(key, value)| {
-            of_b.get(key.as_str())
+            b_values
+                .get(key.as_str())
                 .is_some_and(|other| value.same_bits(other))
         })
 }

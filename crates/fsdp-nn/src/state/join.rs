@@ -14,7 +14,7 @@ use fsdp_state::{
 use serde::{Deserialize, Serialize};
 
 use super::OptimStateError;
-use super::entry::Saved;
+use super::entry::SavedValue;
 use super::local::PortableStates;
 use crate::error::{NnError, Result, StateDictError};
 use crate::optimizer::Optimizer;
@@ -36,33 +36,36 @@ impl OptimStateKey {
     }
 }
 
-/// Returns the keys in the order that all ranks follow. `all` has the keys of each rank. With
-/// `merge_keys` the result is the union of them; without, all ranks must have the same keys.
+/// Returns the keys in the order that all ranks follow. With `merge_keys` they are the union of the
+/// keys of all ranks, sorted. Without it they are rank 0's; keys that only others have are dropped.
+///
+/// # Errors
+/// [`OptimStateError::MissingOnRanks`] without `merge_keys`, if a rank lacks a key of rank 0.
 pub(crate) fn resolve_keys(
     group: &ProcessGroup,
-    all: &[Vec<OptimStateKey>],
+    keys_by_rank: &[Vec<OptimStateKey>],
     merge_keys: bool,
 ) -> Result<Vec<OptimStateKey>> {
     if merge_keys {
         // A rank may have nothing of a parameter, so the keys of all ranks count. Sort them, so
         // that all ranks have the same order.
-        let mut keys: Vec<OptimStateKey> = all.iter().flatten().cloned().collect();
+        let mut keys: Vec<OptimStateKey> = keys_by_rank.iter().flatten().cloned().collect();
         keys.sort();
         keys.dedup();
         return Ok(keys);
     }
     // Every rank has a piece of each FlatParameter, so every rank must have the keys of rank 0.
-    let keys = &all[0];
+    let keys = &keys_by_rank[0];
     let mut missing = Vec::new();
-    for (rank, has) in group.global_ranks().iter().zip(all) {
-        let has: HashSet<&OptimStateKey> = has.iter().collect();
-        let lacks: Vec<String> = keys
+    for (rank, rank_keys) in group.global_ranks().iter().zip(keys_by_rank) {
+        let rank_keys: HashSet<&OptimStateKey> = rank_keys.iter().collect();
+        let missing_names: Vec<String> = keys
             .iter()
-            .filter(|key| !has.contains(key))
+            .filter(|key| !rank_keys.contains(key))
             .flat_map(|key| key.unflat_param_names.iter().cloned())
             .collect();
-        if !lacks.is_empty() {
-            missing.push((*rank, lacks));
+        if !missing_names.is_empty() {
+            missing.push((*rank, missing_names));
         }
     }
     if missing.is_empty() {
@@ -87,7 +90,7 @@ struct Contribution {
 struct Entry {
     leaf: Leaf,
     /// The value itself, if it is a small one.
-    small: Option<PlainValue>,
+    small_value: Option<PlainValue>,
 }
 
 impl Entry {
@@ -96,7 +99,7 @@ impl Entry {
         let leaf = Leaf::from_value(&KeyPath::from_key(name), value)?;
         Ok(Entry {
             leaf,
-            small: value.to_plain()?,
+            small_value: value.to_plain()?,
         })
     }
 
@@ -105,23 +108,23 @@ impl Entry {
         // The leaf tells whether the value is a small one, which is there on both ranks.
         self.leaf == other.leaf
             && self
-                .small
+                .small_value
                 .as_ref()
-                .zip(other.small.as_ref())
+                .zip(other.small_value.as_ref())
                 .is_none_or(|(a, b)| a.same_bits(b))
     }
 
     /// Returns the value of a rank that lacks the entry: the small one, or a tensor without boxes.
     fn value_without_elements(&self) -> Result<StateValue> {
-        Ok(self.leaf.without_elements(self.small.clone())?)
+        Ok(self.leaf.without_elements(self.small_value.clone())?)
     }
 
     /// Returns the value, or its dtype and shape, for messages.
     fn describe(&self) -> Result<String> {
-        if self.small.is_none() {
+        if self.small_value.is_none() {
             return Ok(self.leaf.describe());
         }
-        Ok(Saved::Scalar(self.value_without_elements()?).describe())
+        Ok(SavedValue::Scalar(self.value_without_elements()?).describe())
     }
 }
 
@@ -170,11 +173,11 @@ pub(crate) fn join(
         .flat_map(|(_, states)| states)
         .map(|(fqn, state)| (fqn.as_str(), state))
         .collect();
-    let all: Vec<Contribution> = gathered.into_iter().flatten().collect();
+    let contributions: Vec<Contribution> = gathered.into_iter().flatten().collect();
     // From here on every rank computes from the contributions of all ranks, so all find the same
     // errors.
     let merge_keys = optimizer.parameters().use_orig_params();
-    let keys_of_ranks: Vec<Vec<OptimStateKey>> = all
+    let keys_of_ranks: Vec<Vec<OptimStateKey>> = contributions
         .iter()
         .map(|contribution| {
             contribution
@@ -186,29 +189,32 @@ pub(crate) fn join(
         .collect();
     let keys = resolve_keys(group, &keys_of_ranks, merge_keys)?;
     if merge_keys {
-        check_elements(optimizer, &keys, &all)?;
+        check_elements(optimizer, &keys, &contributions)?;
     }
-    let mut known: HashMap<&str, Holders<'_>> = HashMap::new();
-    for (rank, contribution) in all.iter().enumerate() {
+    let mut holders_by_fqn: HashMap<&str, Holders<'_>> = HashMap::new();
+    for (rank, contribution) in contributions.iter().enumerate() {
         for (fqn, entries) in &contribution.states {
-            known.entry(fqn).or_default().push((rank, entries));
+            holders_by_fqn.entry(fqn).or_default().push((rank, entries));
         }
     }
     let mut joined = StateDict::new();
-    let mut lacking = StateDict::new();
+    let mut partly_held = StateDict::new();
     for fqn in keys.iter().flat_map(|key| &key.unflat_param_names) {
-        let Some(holders) = known.remove(fqn.as_str()) else {
+        let Some(holders) = holders_by_fqn.remove(fqn.as_str()) else {
             continue;
         };
         check_same(group, fqn, &holders)?;
         let (_, entries) = holders[0];
-        let here = own_states.get(fqn.as_str());
+        let own_entries = own_states.get(fqn.as_str());
         let mut state = StateDict::new();
         for (name, entry) in entries {
-            let here_too = here.and_then(|state| state.get(name)).cloned();
+            let own_value = own_entries.and_then(|state| state.get(name)).cloned();
             // A whole tensor that is not on every rank is gathered from those that have it. All
             // ranks find out alike whether the others can hold it.
-            if entry.small.is_none() && !entry.leaf.is_sharded() && holders.len() < all.len() {
+            if entry.small_value.is_none()
+                && !entry.leaf.is_sharded()
+                && holders.len() < contributions.len()
+            {
                 let Ok(absent) = entry.value_without_elements() else {
                     return Err(StateDictError::UnexpectedState {
                         fqn: fqn.clone(),
@@ -217,7 +223,7 @@ pub(crate) fn join(
                     }
                     .into());
                 };
-                let boxes = match here_too.as_ref().and_then(StateValue::as_tensor) {
+                let boxes = match own_value.as_ref().and_then(StateValue::as_tensor) {
                     Some(tensor) => ShardedTensor::from_whole(tensor).into(),
                     None => absent,
                 };
@@ -225,9 +231,9 @@ pub(crate) fn join(
                     PathPart::Key(fqn.clone()),
                     PathPart::Key(name.clone()),
                 ]);
-                set_element(&mut lacking, &path, boxes)?;
+                set_element(&mut partly_held, &path, boxes)?;
             }
-            let value = match here_too {
+            let value = match own_value {
                 Some(value) => value,
                 None => entry.value_without_elements()?,
             };
@@ -235,14 +241,14 @@ pub(crate) fn join(
         }
         joined.insert(fqn.as_str(), state);
     }
-    if !lacking.is_empty() {
+    if !partly_held.is_empty() {
         let call = GatherCall {
             operation,
             group,
             options: &GatherOptions::default(),
             boxes_on: None,
         };
-        gather(&call, &lacking, |path, value| {
+        gather(&call, &partly_held, |path, value| {
             set_element(&mut joined, path, value)
         })?;
     }
@@ -276,23 +282,26 @@ fn new_contribution(optimizer: &Optimizer, own_state: &PortableStates) -> Result
 fn check_elements(
     optimizer: &Optimizer,
     keys: &[OptimStateKey],
-    all: &[Contribution],
+    contributions: &[Contribution],
 ) -> Result<()> {
     let parameters = optimizer.parameters();
     let replicas = parameters.group().world_size()
         / parameters.shard_group().map_or(1, ProcessGroup::world_size);
     // Each replica of the model holds every element once, so with replicas every element is counted
     // several times.
-    let mut held: HashMap<&OptimStateKey, usize> = HashMap::new();
-    for (key, numel) in all.iter().flat_map(|contribution| &contribution.keys) {
-        *held.entry(key).or_default() += numel;
+    let mut held_counts: HashMap<&OptimStateKey, usize> = HashMap::new();
+    for (key, numel) in contributions
+        .iter()
+        .flat_map(|contribution| &contribution.keys)
+    {
+        *held_counts.entry(key).or_default() += numel;
     }
     for key in keys {
         let [fqn] = key.unflat_param_names.as_slice() else {
             continue;
         };
         let expected = parameters.shape(fqn)?.iter().product::<usize>() * replicas;
-        let found = held[key];
+        let found = held_counts[key];
         if found != expected {
             return Err(OptimStateError::NotOnAllRanks {
                 fqn: fqn.clone(),

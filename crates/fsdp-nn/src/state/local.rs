@@ -9,9 +9,9 @@ use fsdp_comm::ProcessGroup;
 use fsdp_state::engine::{DictSource, LoadOptions};
 use fsdp_state::{StateDict, StateValue, load_state};
 
-use super::entry::unexpected_state;
-use super::groups::{SavedGroup, optim_dict, plain, read_param_groups};
-use super::names::key_type_of;
+use super::entry::unexpected_state_error;
+use super::groups::{SavedGroup, make_optim_dict, read_param_groups, to_plain};
+use super::names::find_key_type;
 use super::{ExactLoad, LiveTarget, OptimStateError, OptimStateKeyType, StatePrefixes};
 use crate::algorithm::Initial;
 use crate::error::{NnError, Result};
@@ -31,7 +31,7 @@ pub(crate) struct LocalStates {
     pub(crate) states: Vec<(usize, String, StateDict)>,
     /// The states of local parameters of which this rank has no element, by their positions in the
     /// optimizer.
-    of_empty: Vec<(usize, StateDict)>,
+    empty_piece_states: Vec<(usize, StateDict)>,
     /// State under other keys.
     pub(crate) user_state: StateDict,
     /// The groups, with the names of the model's parameters; `None` if the dict has none.
@@ -53,9 +53,9 @@ impl LocalStates {
             .map(|(index, local)| (local.name(), index))
             .collect();
         let groups = read_param_groups(&state)?;
-        Self::sorted(optimizer, state, groups, |key, by_name| {
+        Self::sort(optimizer, state, groups, |key, are_names| {
             match key.parse::<usize>() {
-                Ok(id) if !by_name => (id < count).then_some(id),
+                Ok(id) if !are_names => (id < count).then_some(id),
                 _ => names.get(key).copied(),
             }
         })
@@ -96,19 +96,19 @@ impl LocalStates {
             }
             positions.extend(group.params.iter().cloned().zip(params));
         }
-        Self::sorted(optimizer, state, groups, |key, _| {
+        Self::sort(optimizer, state, groups, |key, _| {
             positions.get(key).copied()
         })
     }
 
     /// Sorts a local state dict into the states of local parameters, state under other keys, and
-    /// groups. `find` returns the position of the local parameter that has a key. Its second
+    /// groups. `find_local` returns the position of the local parameter that has a key. Its second
     /// argument is `true` if keys are names, and `false` if they are ids.
-    fn sorted(
+    fn sort(
         optimizer: &Optimizer,
         mut state: StateDict,
         mut groups: Vec<SavedGroup>,
-        find: impl Fn(&str, bool) -> Option<usize>,
+        find_local: impl Fn(&str, bool) -> Option<usize>,
     ) -> Result<Self> {
         let Some(StateValue::Dict(states)) = state.remove("state") else {
             return Err(OptimStateError::missing_key("state"));
@@ -116,13 +116,15 @@ impl LocalStates {
         let locals = optimizer.locals();
         // The groups determine whether keys are ids or names. Without groups, keys that are numbers
         // count as ids.
-        let of_groups = groups.iter().filter_map(|group| group.key_type);
-        let by_name =
-            key_type_of(&StateDict::new(), of_groups)? == Some(OptimStateKeyType::ParamName);
-        let mut read = LocalStates::default();
+        let group_key_types = groups.iter().filter_map(|group| group.key_type);
+        let are_names = find_key_type(&StateDict::new(), group_key_types)?
+            == Some(OptimStateKeyType::ParamName);
+        let mut local_states = LocalStates::default();
         for (key, value) in states {
-            match (find(&key, by_name), value) {
-                (Some(index), StateValue::Dict(entries)) => read.states.push((index, key, entries)),
+            match (find_local(&key, are_names), value) {
+                (Some(index), StateValue::Dict(entries)) => {
+                    local_states.states.push((index, key, entries))
+                }
                 (Some(_), value) => {
                     let expected = format!("the state of parameter `{key}` is a {}", value.kind());
                     return Err(OptimStateError::InvalidKeys {
@@ -139,13 +141,15 @@ impl LocalStates {
                     }
                     .into());
                 }
-                (None, value) => _ = read.user_state.insert(key, value),
+                (None, value) => _ = local_states.user_state.insert(key, value),
             }
         }
         // Parameters of which this rank holds nothing have their state under a key of its own.
         for (key, value) in state.dict(EMPTY_PIECES).into_iter().flatten() {
-            let index = find(key, by_name).filter(|&at| locals[at].is_empty());
-            read.of_empty.extend(index.zip(value.as_dict().cloned()));
+            let index = find_local(key, are_names).filter(|&index| locals[index].is_empty());
+            local_states
+                .empty_piece_states
+                .extend(index.zip(value.as_dict().cloned()));
         }
         // Groups list local parameters. Replace them by the names of the model's parameters, which
         // all other code uses.
@@ -153,7 +157,7 @@ impl LocalStates {
             for (index, group) in groups.iter_mut().enumerate() {
                 let mut names = Vec::new();
                 for key in &group.params {
-                    let Some(local) = find(key, by_name) else {
+                    let Some(local) = find_local(key, are_names) else {
                         let key = key.clone();
                         return Err(OptimStateError::UnknownParam { index, key }.into());
                     };
@@ -162,9 +166,9 @@ impl LocalStates {
                 group.params = names;
                 group.key_type = Some(OptimStateKeyType::ParamName);
             }
-            read.groups = Some(groups);
+            local_states.groups = Some(groups);
         }
-        Ok(read)
+        Ok(local_states)
     }
 }
 
@@ -182,24 +186,24 @@ pub(crate) struct PortableStates {
 
 impl PortableStates {
     /// Returns the live state, as views.
-    pub(crate) fn live(optimizer: &Optimizer) -> Result<Self> {
+    pub(crate) fn from_live(optimizer: &Optimizer) -> Result<Self> {
         let mut states = Vec::new();
         for (index, local) in optimizer.locals().iter().enumerate() {
             let Some(state) = local.state.as_ref().filter(|_| !local.is_empty()) else {
                 continue;
             };
             // Views: nothing is copied before it is needed.
-            let mut portable = Vec::new();
+            let mut param_states = Vec::new();
             for (fqn, param) in local.fqns().into_iter().zip(local.params()) {
-                portable.push((fqn, local.portable(state, param)?));
+                param_states.push((fqn, local.portable_state(state, param)?));
             }
-            states.push((index, portable));
+            states.push((index, param_states));
         }
         let mut groups = Vec::with_capacity(optimizer.groups().len());
         for (index, group) in optimizer.groups().iter().enumerate() {
             let locals = &optimizer.locals()[optimizer.locals_of_group(index)];
             let fqns = locals.iter().flat_map(LocalParam::fqns);
-            groups.push(SavedGroup::of_live(
+            groups.push(SavedGroup::from_live_group(
                 group,
                 fqns.collect(),
                 OptimStateKeyType::ParamName,
@@ -216,12 +220,12 @@ impl PortableStates {
     /// [`Optimizer::named_state_dict`] gave.
     ///
     /// # Errors
-    /// Those of [`LocalStates::read`] and of [`Self::of_local`].
+    /// Those of [`LocalStates::read`] and of [`Self::from_local`].
     pub(crate) fn read(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
         let local = LocalStates::read(optimizer, state)?;
         let mut states = Vec::new();
         for (index, _, entries) in &local.states {
-            states.extend(Self::of_local(optimizer, *index, entries)?.states);
+            states.extend(Self::from_local(optimizer, *index, entries)?.states);
         }
         Ok(PortableStates {
             states,
@@ -233,15 +237,15 @@ impl PortableStates {
     /// Returns the state of one local parameter alone.
     ///
     /// # Errors
-    /// Those of [`portable_state`].
-    pub(crate) fn of_local(
+    /// Those of [`portable_states`].
+    pub(crate) fn from_local(
         optimizer: &Optimizer,
         index: usize,
         entries: &StateDict,
     ) -> Result<Self> {
         let mut states = Vec::new();
         if !entries.is_empty() && !optimizer.locals()[index].is_empty() {
-            states.push((index, portable_state(optimizer, index, entries)?));
+            states.push((index, portable_states(optimizer, index, entries)?));
         }
         Ok(PortableStates {
             states,
@@ -257,7 +261,7 @@ impl PortableStates {
 /// # Errors
 /// [`OptimStateError::WrongShape`] for pieces of another length than this rank's; containers of
 /// tensors.
-fn portable_state(
+fn portable_states(
     optimizer: &Optimizer,
     index: usize,
     entries: &StateDict,
@@ -294,9 +298,9 @@ fn portable_state(
                 .into());
             }
             StateValue::Tensor(_) | StateValue::Raw(_) => value.clone(),
-            other => match plain(other) {
+            other => match to_plain(other) {
                 Some(plain) => plain.into(),
-                None => return Err(unexpected_state(local, name, other.kind())),
+                None => return Err(unexpected_state_error(local, name, other.kind())),
             },
         };
         states
@@ -320,7 +324,8 @@ pub(crate) fn load_exactly(
         model: None,
         optim: Some(Vec::new()),
     };
-    let mut target = LiveTarget::new(&parameters, vec![optimizer], prefixes)?.exact(exact);
+    let mut target =
+        LiveTarget::new(&parameters, vec![optimizer], prefixes)?.with_exact_load(exact);
     let options = LoadOptions {
         strict: false,
         ..LoadOptions::default()
@@ -331,9 +336,9 @@ pub(crate) fn load_exactly(
 
 /// Loads states by the model's names, like [`load_exactly`], from this rank alone: the states hold
 /// everything that it needs. No communication.
-pub(crate) fn load_here(states: StateDict, optimizer: &mut Optimizer) -> Result<()> {
+pub(crate) fn load_from_this_rank(states: StateDict, optimizer: &mut Optimizer) -> Result<()> {
     let state: StateDict = [("state", states.into())].into_iter().collect();
-    let options = ExactLoad {
+    let exact = ExactLoad {
         allow_missing_state: true,
         arguments: String::new(),
     };
@@ -342,7 +347,7 @@ pub(crate) fn load_here(states: StateDict, optimizer: &mut Optimizer) -> Result<
         &ProcessGroup::alone(),
         &mut DictSource::on_every_rank(&state)?,
         optimizer,
-        options,
+        exact,
     )
 }
 
@@ -386,7 +391,7 @@ impl Optimizer {
     /// dict is made here.
     pub(crate) fn state_dict_views(&self, key_type: OptimStateKeyType) -> Result<StateDict> {
         let mut state = StateDict::new();
-        let mut of_empty = StateDict::new();
+        let mut empty_piece_states = StateDict::new();
         for (index, local) in self.locals().iter().enumerate() {
             let Some(entries) = local.local_entries()? else {
                 continue;
@@ -394,7 +399,7 @@ impl Optimizer {
             // torch's state dicts have no state of pieces without elements, so it goes under a key
             // of its own.
             let state = if local.is_empty() {
-                &mut of_empty
+                &mut empty_piece_states
             } else {
                 &mut state
             };
@@ -405,11 +410,15 @@ impl Optimizer {
         for (index, group) in self.groups().iter().enumerate() {
             let locals = self.locals_of_group(index);
             let params = locals.map(|local| self.key_of_local(local, key_type));
-            groups.push(SavedGroup::of_live(group, params.collect(), key_type));
+            groups.push(SavedGroup::from_live_group(
+                group,
+                params.collect(),
+                key_type,
+            ));
         }
-        let mut dict = optim_dict(state, groups);
+        let mut dict = make_optim_dict(state, groups);
         if self.locals().iter().any(LocalParam::is_empty) {
-            dict.insert(EMPTY_PIECES, of_empty);
+            dict.insert(EMPTY_PIECES, empty_piece_states);
         }
         Ok(dict)
     }
@@ -437,39 +446,44 @@ impl Optimizer {
     /// dtype than this rank's piece, entries and hyperparameters that the algorithm needs and that
     /// are missing; malformed groups and hyperparameters.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
-        let read = LocalStates::read_by_position(self, state.clone())?;
+        let local_states = LocalStates::read_by_position(self, state.clone())?;
         let mut groups = Vec::with_capacity(self.groups().len());
         for (index, (group, saved)) in self
             .groups()
             .iter()
-            .zip(read.groups.iter().flatten())
+            .zip(local_states.groups.iter().flatten())
             .enumerate()
         {
-            let found = group.algorithm.with_group(&saved.hyperparameters)?;
-            if let Some(key) = found.missing.first() {
+            let group_update = group.algorithm.with_group(&saved.hyperparameters)?;
+            if let Some(key) = group_update.missing.first() {
                 let key = format!("param_groups.{index}.{key}");
                 return Err(OptimStateError::missing_key(key));
             }
-            groups.push((found.algorithm, found.unknown));
+            groups.push((group_update.algorithm, group_update.unknown));
         }
         // Load the groups before the states: the new hyperparameters determine which entries there
         // must be.
         let mut loaded = self.without_state();
         loaded.replace_state(Vec::new(), groups)?;
         let mut states = StateDict::new();
-        let with_elements = read
+        let nonempty_states = local_states
             .states
             .into_iter()
             .map(|(index, _, entries)| (index, entries));
-        for (index, entries) in with_elements.chain(read.of_empty) {
-            let portable = portable_state(&loaded, index, &entries)?;
-            states.extend(portable.into_iter().map(|(fqn, state)| (fqn, state.into())));
+        for (index, entries) in nonempty_states.chain(local_states.empty_piece_states) {
+            let param_states = portable_states(&loaded, index, &entries)?;
+            states.extend(
+                param_states
+                    .into_iter()
+                    .map(|(fqn, state)| (fqn, state.into())),
+            );
         }
-        load_here(states, &mut loaded).map_err(|error| self.name_flat_parameter(error))?;
+        load_from_this_rank(states, &mut loaded)
+            .map_err(|error| self.name_flat_parameter(error))?;
         if state.dict(EMPTY_PIECES).is_none() {
-            loaded.deduce_empty()?;
+            loaded.deduce_empty_piece_states()?;
         }
-        loaded.set_user_state(read.user_state.copy()?);
+        loaded.set_user_state(local_states.user_state.copy()?);
         *self = loaded;
         Ok(())
     }
@@ -490,22 +504,22 @@ impl Optimizer {
 
     /// Makes state for parameters of which this rank has no element and that have no state, from
     /// the states of the other parameters of their groups.
-    fn deduce_empty(&mut self) -> Result<()> {
+    fn deduce_empty_piece_states(&mut self) -> Result<()> {
         for group in 0..self.groups().len() {
-            let members = self.locals_of_group(group);
-            let locals = &self.locals()[members.clone()];
+            let positions = self.locals_of_group(group);
+            let locals = &self.locals()[positions.clone()];
             let mut steps = locals
                 .iter()
                 .filter_map(|local| Some(local.state.as_ref()?.step));
             // If the others differ, it is not known how many steps this one has made.
-            let Some(first) = steps
+            let Some(common_step) = steps
                 .next()
-                .filter(|&first| steps.all(|step| step == first))
+                .filter(|&common_step| steps.all(|step| step == common_step))
             else {
                 continue;
             };
             // Entries that begin with the first gradient are there if the others have them.
-            let begun: Vec<&str> = self.groups()[group]
+            let begun_entries: Vec<&str> = self.groups()[group]
                 .algorithm
                 .state_entries()
                 .filter(|entry| entry.initial == Initial::FirstGradient)
@@ -515,14 +529,14 @@ impl Optimizer {
                     locals.any(|local| local.live_piece(name).is_some())
                 })
                 .collect();
-            for index in members {
+            for index in positions {
                 let local = &self.locals()[index];
                 if local.is_empty() && local.state.is_none() {
                     let mut state = initial_state(&self.groups()[group].algorithm, local)?;
-                    state.step = first;
-                    for name in &begun {
-                        let nothing = LocalState::Piece(local.zeros()?);
-                        state.entries.insert((*name).to_owned(), nothing);
+                    state.step = common_step;
+                    for name in &begun_entries {
+                        let zeros = LocalState::Piece(local.zeros()?);
+                        state.entries.insert((*name).to_owned(), zeros);
                     }
                     self.locals_mut()[index].state = Some(state);
                 }

@@ -23,13 +23,17 @@ mod saved;
 mod views;
 
 pub use crate::error::OptimStateError;
-pub(crate) use groups::{SavedGroup, group_dicts, optim_dict, plain, read_param_groups};
+pub(crate) use groups::{
+    SavedGroup, make_group_dicts, make_optim_dict, read_param_groups, to_plain,
+};
 pub use join::OptimStateKey;
 pub(crate) use join::{join, resolve_keys};
 pub(crate) use live::ExactLoad;
 pub use live::{LiveTarget, StatePrefixes};
-pub(crate) use local::{EMPTY_PIECES, LocalStates, PortableStates, load_exactly, load_here};
+pub(crate) use local::{
+    EMPTY_PIECES, LocalStates, PortableStates, load_exactly, load_from_this_rank,
+};
 pub use names::OptimStateKeyType;
-pub(crate) use names::{key_type_of, names_that_count};
+pub(crate) use names::{find_key_type, names_that_count};
 pub use views::{MissingState, live_model_state_dict, live_optim_state_dict};
 pub(crate) use views::{live_states_and_groups, persistent_buffers};

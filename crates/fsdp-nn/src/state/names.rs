@@ -22,35 +22,38 @@ pub enum OptimStateKeyType {
 
 /// Returns the type of the keys of a state dict, ids or names; `None` if the dict is empty. The
 /// groups determine the type. Without groups, keys that are numbers are ids.
-pub(crate) fn key_type_of(
+pub(crate) fn find_key_type(
     states: &StateDict,
-    mut of_groups: impl Iterator<Item = OptimStateKeyType>,
+    mut group_key_types: impl Iterator<Item = OptimStateKeyType>,
 ) -> Result<Option<OptimStateKeyType>> {
-    let numbers = states
+    let number_count = states
         .keys()
         .filter(|key| key.parse::<usize>().is_ok())
         .count();
-    let of_groups = match of_groups.next() {
-        Some(first) if of_groups.any(|other| other != first) => {
-            return Err(invalid(states, "some groups have names, others ids"));
+    let group_key_type = match group_key_types.next() {
+        Some(first) if group_key_types.any(|other| other != first) => {
+            return Err(invalid_keys_error(
+                states,
+                "some groups have names, others ids",
+            ));
         }
-        of_groups => of_groups,
+        first => first,
     };
     // A name may be a number. So only the groups can say that numbers are names.
-    match of_groups {
-        Some(OptimStateKeyType::ParamId) if numbers < states.len() => {
-            Err(invalid(states, "the groups have ids"))
+    match group_key_type {
+        Some(OptimStateKeyType::ParamId) if number_count < states.len() => {
+            Err(invalid_keys_error(states, "the groups have ids"))
         }
-        Some(_) => Ok(of_groups),
+        Some(_) => Ok(group_key_type),
         None if states.is_empty() => Ok(None),
-        None if numbers == states.len() => Ok(Some(OptimStateKeyType::ParamId)),
-        None if numbers == 0 => Ok(Some(OptimStateKeyType::ParamName)),
-        None => Err(invalid(states, "some are names, others ids")),
+        None if number_count == states.len() => Ok(Some(OptimStateKeyType::ParamId)),
+        None if number_count == 0 => Ok(Some(OptimStateKeyType::ParamName)),
+        None => Err(invalid_keys_error(states, "some are names, others ids")),
     }
 }
 
 /// Returns the error for keys that are not what they should be, with some of them.
-fn invalid(states: &StateDict, expected: &str) -> NnError {
+fn invalid_keys_error(states: &StateDict, expected: &str) -> NnError {
     let error = OptimStateError::InvalidKeys {
         keys: states.keys().take(8).map(str::to_owned).collect(),
         expected: expected.to_owned(),
@@ -73,9 +76,9 @@ pub(crate) fn names_that_count<'n>(
     let aliases = parameters.aliases();
     let mut chosen: HashMap<&str, &str> = HashMap::new();
     for name in names {
-        let best = chosen.entry(parameters.canonical_fqn(name)).or_insert(name);
-        if aliases.get_index_of(name) < aliases.get_index_of(*best) {
-            *best = name;
+        let best_name = chosen.entry(parameters.canonical_fqn(name)).or_insert(name);
+        if aliases.get_index_of(name) < aliases.get_index_of(*best_name) {
+            *best_name = name;
         }
     }
     chosen
@@ -110,7 +113,7 @@ impl OptimKey {
             }
             [PathPart::Key(flat), inside @ ..] => {
                 if let Some(rest) = flat.strip_prefix("state.") {
-                    let (key, entry) = split(rest, is_parameter)?;
+                    let (key, entry) = split_at_parameter(rest, is_parameter)?;
                     let inside = [PathPart::Key(entry)]
                         .into_iter()
                         .chain(inside.iter().cloned())
@@ -120,7 +123,7 @@ impl OptimKey {
                 let rest = flat.strip_prefix("param_groups.")?;
                 // torch's flat form writes groups by parameter, whose name may begin with a number.
                 // Formats of flat keys write nested groups by number.
-                if let Some((key, name)) = split(rest, is_parameter) {
+                if let Some((key, name)) = split_at_parameter(rest, is_parameter) {
                     return Some(OptimKey::FlatGroup { key, name });
                 }
                 let (index, name) = rest.split_once('.')?;
@@ -134,10 +137,11 @@ impl OptimKey {
     }
 }
 
-/// Splits `<parameter>.<name>` at the end of the longest parameter's name.
-fn split(key: &str, is_parameter: &dyn Fn(&str) -> bool) -> Option<(String, String)> {
+/// Splits `<parameter>.<name>` at the end of the longest parameter's name; `None` if no parameter's
+/// name leads the key.
+fn split_at_parameter(key: &str, is_parameter: &dyn Fn(&str) -> bool) -> Option<(String, String)> {
     // Both parts may have dots in them.
-    let mut dots = key.match_indices('.').map(|(at, _)| at).rev();
-    let at = dots.find(|&at| is_parameter(&key[..at]))?;
-    Some((key[..at].to_owned(), key[at + 1..].to_owned()))
+    let mut dots = key.match_indices('.').map(|(dot, _)| dot).rev();
+    let dot = dots.find(|&dot| is_parameter(&key[..dot]))?;
+    Some((key[..dot].to_owned(), key[dot + 1..].to_owned()))
 }

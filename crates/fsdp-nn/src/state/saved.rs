@@ -8,8 +8,8 @@ use fsdp_state::engine::{LoadOptions, Values};
 use fsdp_state::{Schema, StateDict, StateError, StateValue, set_element};
 use indexmap::IndexMap;
 
-use super::entry::{Saved, SavedEntries};
-use super::groups::{SavedGroup, SavedGroups, plain, read_param_groups};
+use super::entry::{SavedEntries, SavedValue};
+use super::groups::{SavedGroup, SavedGroups, read_param_groups, to_plain};
 use super::names::{OptimKey, names_that_count};
 use super::{OptimStateError, OptimStateKeyType};
 use crate::error::{NnError, Result, StateDictError};
@@ -38,7 +38,7 @@ pub(crate) struct LoadContext<'a> {
 impl LoadContext<'_> {
     /// Returns the small value at a position. For a tensor, which is read later, this is a tensor
     /// without elements: it only shows that there is no plain value here.
-    fn value(&self, position: usize) -> Result<StateValue> {
+    fn small_value(&self, position: usize) -> Result<StateValue> {
         match self.values.get(&position) {
             Some(value) => Ok(value.clone()),
             None => Ok(Tensor::zeros(0, DType::U8, &Device::Cpu)?.into()),
@@ -64,24 +64,29 @@ impl SavedOptim {
     ) -> Result<Self> {
         // A source lists single leaves: those of one parameter, and those of all groups, are
         // collected first.
-        let mut by_key: IndexMap<&str, Vec<StatePart<'_>>> = IndexMap::new();
+        let mut parts_by_key: IndexMap<&str, Vec<StatePart<'_>>> = IndexMap::new();
         let mut nested_groups = StateDict::new();
         let mut flat_groups: IndexMap<&str, SavedGroup> = IndexMap::new();
         for (key, position) in parts {
             match key {
-                OptimKey::State { key, inside } => {
-                    by_key.entry(key).or_default().push((inside, *position))
-                }
+                OptimKey::State { key, inside } => parts_by_key
+                    .entry(key)
+                    .or_default()
+                    .push((inside, *position)),
                 OptimKey::Group(inside) => {
                     let mut path = vec![PathPart::Key("param_groups".to_owned())];
                     path.extend(inside.iter().cloned());
-                    set_element(&mut nested_groups, &KeyPath(path), load.value(*position)?)?;
+                    set_element(
+                        &mut nested_groups,
+                        &KeyPath(path),
+                        load.small_value(*position)?,
+                    )?;
                 }
                 OptimKey::FlatGroup { key, name } => {
-                    let value = plain_entry(key, name, &load.value(*position)?)?;
+                    let value = plain_entry(key, name, &load.small_value(*position)?)?;
                     let group = flat_groups
                         .entry(key)
-                        .or_insert_with(|| SavedGroup::of_parameter(key));
+                        .or_insert_with(|| SavedGroup::for_parameter(key));
                     group.hyperparameters.push((name.clone(), value));
                 }
             }
@@ -92,12 +97,12 @@ impl SavedOptim {
             .iter()
             .find(|group| group.key_type == Some(OptimStateKeyType::ParamId))
         {
-            return Err(ids(group.params.clone()));
+            return Err(id_keys_error(group.params.clone()));
         }
         groups.extend(flat_groups.into_values());
         let mut sources = HashMap::new();
         for name in groups.iter_mut().flat_map(|group| &mut group.params) {
-            *name = rename_apart(name, rename, &mut sources)?;
+            *name = rename_uniquely(name, rename, &mut sources)?;
         }
         let mut saved = SavedOptim {
             states: HashMap::new(),
@@ -107,23 +112,24 @@ impl SavedOptim {
         };
         // Groups and states name the same parameters, so each has a map of its own.
         sources.clear();
-        let mut named: Vec<(String, Vec<StatePart<'_>>)> = Vec::with_capacity(by_key.len());
-        for (key, parts) in by_key {
-            named.push((rename_apart(key, rename, &mut sources)?, parts));
+        let mut renamed_parts: Vec<(String, Vec<StatePart<'_>>)> =
+            Vec::with_capacity(parts_by_key.len());
+        for (key, parts) in parts_by_key {
+            renamed_parts.push((rename_uniquely(key, rename, &mut sources)?, parts));
         }
         // A tied parameter may have been saved under several of its names. One of them is used.
-        let names = named
+        let names = renamed_parts
             .iter()
             .map(|(name, _)| name.as_str())
             .filter(|name| parameters.contains(name));
         let chosen = names_that_count(parameters, names);
         // Go in the order of the source, so that every rank reports the same.
-        for (name, parts) in &named {
+        for (name, parts) in &renamed_parts {
             let fqn = parameters.canonical_fqn(name);
             if chosen.get(fqn) == Some(&name.as_str()) {
                 saved
                     .states
-                    .insert(fqn.to_owned(), entries(fqn, name, load, parts)?);
+                    .insert(fqn.to_owned(), collect_entries(fqn, name, load, parts)?);
             } else if !parameters.contains(name) {
                 saved.add_unknown(name, parts)?;
             }
@@ -142,12 +148,12 @@ impl SavedOptim {
     /// it is a parameter of another model, and is unexpected. Otherwise it is state that a user has
     /// added, under a key that is no number.
     fn add_unknown(&mut self, name: &str, parts: &[StatePart<'_>]) -> Result<()> {
-        if self.groups.of_parameter.contains_key(name) {
+        if self.groups.positions_by_parameter.contains_key(name) {
             self.unexpected.push(name.to_owned());
             return Ok(());
         }
         if name.parse::<usize>().is_ok() {
-            return Err(ids(vec![name.to_owned()]));
+            return Err(id_keys_error(vec![name.to_owned()]));
         }
         for (inside, position) in parts {
             let path = [PathPart::Key(name.to_owned())]
@@ -165,7 +171,7 @@ impl SavedOptim {
 }
 
 /// Returns the error of keys that are ids.
-fn ids(keys: Vec<String>) -> NnError {
+fn id_keys_error(keys: Vec<String>) -> NnError {
     let expected = "these are ids, and names are needed: see `rekey_optim_state_dict`".to_owned();
     OptimStateError::InvalidKeys { keys, expected }.into()
 }
@@ -175,25 +181,25 @@ fn ids(keys: Vec<String>) -> NnError {
 ///
 /// # Errors
 /// [`StateError::DuplicateKey`] if another name of the source has become the same name.
-fn rename_apart(
+fn rename_uniquely(
     name: &str,
     rename: &dyn Fn(&str) -> String,
     sources: &mut HashMap<String, String>,
 ) -> Result<String> {
-    let new = rename(name);
-    let first = sources
-        .entry(new.clone())
+    let new_name = rename(name);
+    let first_source = sources
+        .entry(new_name.clone())
         .or_insert_with(|| name.to_owned());
-    if first == name {
-        Ok(new)
+    if first_source == name {
+        Ok(new_name)
     } else {
-        Err(StateError::DuplicateKey { key: new }.into())
+        Err(StateError::DuplicateKey { key: new_name }.into())
     }
 }
 
 /// Returns one parameter's entries: positions of tensors, which are read later, and the scalars and
 /// plain values themselves.
-fn entries(
+fn collect_entries(
     fqn: &str,
     name: &str,
     load: &LoadContext<'_>,
@@ -221,24 +227,28 @@ fn entries(
         };
         // A container is assembled from its leaves.
         if !inside.is_empty() {
-            set_element(&mut nested, &KeyPath(path.to_vec()), load.value(position)?)?;
+            set_element(
+                &mut nested,
+                &KeyPath(path.to_vec()),
+                load.small_value(position)?,
+            )?;
             continue;
         }
-        let saved = match (leaf.tensor(), load.values.get(&position).cloned()) {
-            (Some((dtype, shape)), small) => Saved::Tensor {
+        let saved_value = match (leaf.tensor(), load.values.get(&position).cloned()) {
+            (Some((dtype, shape)), small) => SavedValue::Tensor {
                 position,
                 dtype,
                 shape: shape.to_vec(),
                 small,
             },
-            (None, Some(value)) => Saved::Scalar(value),
+            (None, Some(value)) => SavedValue::Scalar(value),
             (None, None) => continue,
         };
-        entries.insert(entry.clone(), saved);
+        entries.insert(entry.clone(), saved_value);
     }
     for (entry, value) in nested {
         let value = plain_entry(fqn, &entry, &value)?;
-        entries.insert(entry, Saved::Scalar(value.into()));
+        entries.insert(entry, SavedValue::Scalar(value.into()));
     }
     entries.sort_keys();
     Ok(entries)
@@ -246,7 +256,7 @@ fn entries(
 
 /// Returns an entry of a parameter, of its state or its group, that must be a plain value.
 fn plain_entry(fqn: &str, name: &str, value: &StateValue) -> Result<PlainValue> {
-    plain(value).ok_or_else(|| {
+    to_plain(value).ok_or_else(|| {
         StateDictError::UnexpectedState {
             fqn: fqn.to_owned(),
             name: name.to_owned(),

@@ -3,7 +3,7 @@
 use fsdp_state::{StateDict, StateValue};
 
 use super::OptimStateKeyType;
-use super::groups::{SavedGroup, optim_dict};
+use super::groups::{SavedGroup, make_optim_dict};
 use crate::error::Result;
 use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
@@ -66,7 +66,7 @@ pub fn live_optim_state_dict(
     missing: MissingState,
 ) -> Result<StateDict> {
     let (state, groups) = live_states_and_groups(optimizers, missing, &str::to_owned)?;
-    Ok(optim_dict(state, groups))
+    Ok(make_optim_dict(state, groups))
 }
 
 /// Returns the two parts of [`live_optim_state_dict`]. `rename` turns the names of the model's
@@ -95,13 +95,13 @@ pub(crate) fn live_states_and_groups(
                     continue;
                 };
                 let local = &optimizer.locals()[index];
-                if let Some(of_local) = &states[index] {
+                if let Some(local_state) = &states[index] {
                     let (_, param) = optimizer.parameters().place(fqn)?;
-                    state.insert_new(rename(fqn), local.portable(of_local, param)?)?;
+                    state.insert_new(rename(fqn), local.portable_state(local_state, param)?)?;
                 }
             }
             let params = group.fqns().iter().map(|fqn| rename(fqn)).collect();
-            groups.push(SavedGroup::of_live(
+            groups.push(SavedGroup::from_live_group(
                 group,
                 params,
                 OptimStateKeyType::ParamName,

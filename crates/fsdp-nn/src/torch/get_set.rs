@@ -21,7 +21,7 @@ use crate::model::ShardedParameters;
 use crate::optimizer::Optimizer;
 use crate::state::{
     LiveTarget, MissingState, OptimStateError, SavedGroup, StatePrefixes, live_model_state_dict,
-    live_states_and_groups, optim_dict,
+    live_states_and_groups, make_optim_dict,
 };
 use crate::unit::FLAT_PARAM;
 
@@ -79,7 +79,7 @@ pub fn get_model_state_dict(
     parameters: &ShardedParameters,
     options: &StateDictOptions,
 ) -> Result<StateDict> {
-    finish(
+    finish_state_dict(
         parameters.group(),
         model_views(parameters, options),
         options,
@@ -132,7 +132,7 @@ pub fn get_optimizer_state_dict(
         // later.
         parameters.shared.values.lend();
     }
-    finish(parameters.group(), views, options)
+    finish_state_dict(parameters.group(), views, options)
 }
 
 /// Returns views of the live optimizers' state, in the format and under the names of the state
@@ -147,12 +147,12 @@ fn optimizer_views(
         .iter()
         .try_for_each(|optimizer| optimizer.check_belongs_to(parameters))?;
     let (states, groups) = live_states_and_groups(optimizers, MissingState::Complete, &|fqn| {
-        options.renamed_in_dict(fqn)
+        options.rename_for_dict(fqn)
     })?;
     if options.flatten_optimizer_state_dict {
-        return flatten(&states, groups);
+        return flatten_optim_dict(&states, groups);
     }
-    Ok(optim_dict(states, groups))
+    Ok(make_optim_dict(states, groups))
 }
 
 /// Returns an optimizer state dict in the flat format (`flatten_optimizer_state_dict`).
@@ -160,7 +160,7 @@ fn optimizer_views(
 /// # Errors
 /// [`OptimStateError::InvalidKeys`] for state under a user's key, which the flat format has no
 /// place for.
-fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
+fn flatten_optim_dict(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
     let mut flat = StateDict::new();
     let mut parameters: HashSet<String> = HashSet::new();
     for group in groups {
@@ -192,7 +192,7 @@ fn flatten(states: &StateDict, groups: Vec<SavedGroup>) -> Result<StateDict> {
 
 /// Turns views of live values into the state dict that the options ask for: gathered whole, on the
 /// CPU, as views, or copied. Collective only for a full state dict.
-fn finish(
+fn finish_state_dict(
     group: &ProcessGroup,
     views: Result<StateDict>,
     options: &StateDictOptions,
@@ -212,7 +212,7 @@ fn finish(
             &state,
             group,
             &GatherOptions {
-                keep_on: options.kept_on(),
+                keep_on: options.ranks_to_keep(),
                 device,
             },
         )?);
@@ -260,7 +260,7 @@ pub fn set_state_dict(
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
-    set(
+    load_dicts(
         "set_state_dict",
         &[(MODEL, model), (OPTIM, optim)],
         parameters,
@@ -279,7 +279,7 @@ pub fn set_model_state_dict(
     parameters: &ShardedParameters,
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
-    set(
+    load_dicts(
         "set_model_state_dict",
         &[(MODEL, model)],
         parameters,
@@ -300,7 +300,7 @@ pub fn set_optimizer_state_dict(
     optimizers: &mut [&mut Optimizer],
     options: &StateDictOptions,
 ) -> Result<LoadReport> {
-    set(
+    load_dicts(
         "set_optimizer_state_dict",
         &[(OPTIM, optim)],
         parameters,
@@ -309,12 +309,12 @@ pub fn set_optimizer_state_dict(
     )
 }
 
-/// The keys under which [`set`] loads the dicts of the model and of its optimizers.
+/// The keys under which [`load_dicts`] loads the dicts of the model and of its optimizers.
 const MODEL: &str = "model";
 const OPTIM: &str = "optim";
 
 /// Loads the dicts that are given. All three functions that set state call this.
-fn set(
+fn load_dicts(
     operation: &'static str,
     dicts: &[(&str, &StateDict)],
     parameters: &ShardedParameters,
@@ -326,19 +326,19 @@ fn set(
         .iter()
         .map(|&(key, dict)| (key, dict.clone().into()))
         .collect();
-    let mut checked = options.check(parameters);
+    let mut check_outcome = options.check(parameters);
     // With `broadcast_from_rank0` the dicts of the other ranks are ignored, so they are not
     // checked.
     if !options.broadcast_from_rank0 || group.rank() == 0 {
         for (key, dict) in dicts {
-            checked = checked.and_then(|()| match *key {
+            check_outcome = check_outcome.and_then(|()| match *key {
                 MODEL => check_model_dict(dict, parameters),
                 _ => check_optim_dict(dict),
             });
         }
     }
     let rank0_only = options.broadcast_from_rank0;
-    let mut source = open_source(operation, group, rank0_only, checked.map(|()| &state))?;
+    let mut source = open_source(operation, group, rank0_only, check_outcome.map(|()| &state))?;
     // An empty model dict stands for none.
     let has_model = source.schema().has_key(MODEL);
     let has_optim = dicts.iter().any(|(key, _)| *key == OPTIM);
@@ -350,19 +350,19 @@ fn set(
         .iter_mut()
         .map(|optimizer| &mut **optimizer)
         .collect();
-    let live = LiveTarget::new(parameters, optimizers, prefixes);
-    let mut target = NnError::or_refuse(group, operation, live)?
+    let live_target = LiveTarget::new(parameters, optimizers, prefixes);
+    let mut target = NnError::or_refuse(group, operation, live_target)?
         .with_names(
             |name| options.name_in_model(name),
-            |name| options.renamed_in_model(name),
+            |name| options.rename_for_model(name),
         )
         .ignore_frozen(options.ignore_frozen_params)
         .with_arguments(options.arguments_of_load());
-    let load = LoadOptions {
+    let load_options = LoadOptions {
         strict: options.strict,
         ..LoadOptions::default()
     };
-    load_state(operation, group, &mut source, &mut target, &load)
+    load_state(operation, group, &mut source, &mut target, &load_options)
 }
 
 /// Checks that a model's dict has no key of a FlatParameter: that is one of a local state dict,

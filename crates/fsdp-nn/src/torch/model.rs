@@ -65,14 +65,14 @@ pub fn state_dict_into(
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,
 ) -> Result<()> {
     let settings = parameters.get_state_dict_type();
-    let keep = settings.state_dict_config().gather_options();
+    let gather_options = settings.state_dict_config().gather_options();
     let state = match settings.state_dict_type() {
-        StateDictType::Full => return gather_full_state(parameters, &keep, sink),
+        StateDictType::Full => return gather_full_state(parameters, &gather_options, sink),
         StateDictType::Sharded => live_model_state_dict(parameters)?,
         StateDictType::Local => local_views(parameters)?,
     };
     for (name, value) in &state {
-        sink(name, value.copy_to(keep.device.as_ref())?)?;
+        sink(name, value.copy_to(gather_options.device.as_ref())?)?;
     }
     Ok(())
 }
@@ -80,7 +80,7 @@ pub fn state_dict_into(
 /// Gathers the whole values, and hands each to `sink` under all its names.
 fn gather_full_state(
     parameters: &ShardedParameters,
-    keep: &GatherOptions,
+    gather_options: &GatherOptions,
     mut sink: impl FnMut(&str, StateValue) -> Result<()>,
 ) -> Result<()> {
     // Each parameter moves once, under its own name.
@@ -95,13 +95,19 @@ fn gather_full_state(
     for (alias, fqn) in parameters.aliases() {
         aliases.entry(fqn).or_default().push(alias);
     }
-    gather_state("state_dict", &state, parameters, keep, |path, value| {
-        let name = path.flat_key();
-        for alias in aliases.get(name.as_str()).into_iter().flatten() {
-            sink(alias, value.clone())?;
-        }
-        sink(&name, value)
-    })
+    gather_state(
+        "state_dict",
+        &state,
+        parameters,
+        gather_options,
+        |path, value| {
+            let name = path.flat_key();
+            for alias in aliases.get(name.as_str()).into_iter().flatten() {
+                sink(alias, value.clone())?;
+            }
+            sink(&name, value)
+        },
+    )
 }
 
 /// Gathers a dict of views of live values, shaped like parameters, where arithmetic knows the boxes
@@ -110,7 +116,7 @@ pub(super) fn gather_state(
     operation: &'static str,
     state: &StateDict,
     parameters: &ShardedParameters,
-    keep: &GatherOptions,
+    gather_options: &GatherOptions,
     mut sink: impl FnMut(&KeyPath, StateValue) -> Result<()>,
 ) -> Result<()> {
     let boxes_on = |path: &KeyPath, rank: usize| match path.0.first() {
@@ -120,7 +126,7 @@ pub(super) fn gather_state(
     let call = GatherCall {
         operation,
         group: parameters.group(),
-        options: keep,
+        options: gather_options,
         boxes_on: Some(&boxes_on),
     };
     Ok(fsdp_state::gather(&call, state, |path, value| {
@@ -130,7 +136,7 @@ pub(super) fn gather_state(
 
 /// Returns the flat parameters as views of this rank's shards, and the persistent buffers.
 fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
-    if parameters.on_mesh {
+    if parameters.has_mesh {
         return Err(StateDictError::MeshWithLocal.into());
     }
     if parameters.shard_group().is_none() {
@@ -144,8 +150,8 @@ fn local_views(parameters: &ShardedParameters) -> Result<StateDict> {
         let layout = handle.layout();
         // With `use_orig_params` the padding for the number of ranks counts as part of the
         // FlatParameter; without it the tensor is the same for any number of ranks.
-        let last = layout.fqns().len() - 1;
-        let end = layout.param_range(last).end;
+        let last_param = layout.fqns().len() - 1;
+        let end = layout.param_range(last_param).end;
         let range = layout.shard_range(handle.shard_rank());
         let numel = range.end.min(end).saturating_sub(range.start);
         let mut shards = Vec::new();

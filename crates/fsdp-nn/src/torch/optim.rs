@@ -14,7 +14,7 @@ use crate::model::state_dict_type::StateDictConfig;
 use crate::optimizer::Optimizer;
 use crate::state::{
     ExactLoad, LocalStates, OptimStateError, OptimStateKey, OptimStateKeyType, PortableStates,
-    group_dicts, join, load_exactly, load_here, names_that_count, resolve_keys,
+    join, load_exactly, load_from_this_rank, make_group_dicts, names_that_count, resolve_keys,
 };
 
 /// Returns the optimizer's state by the model's names: torch's `FSDP.optim_state_dict`. Collective
@@ -46,7 +46,7 @@ pub fn optim_state_dict(
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
-    let own_state = own_states(state, parameters, optimizer);
+    let own_state = read_own_states(state, parameters, optimizer);
     let settings = parameters.get_state_dict_type();
     let config = settings.optim_state_dict_config();
     collect_state(own_state, parameters, optimizer, config)
@@ -66,7 +66,7 @@ pub fn optim_state_dict_into(
     optimizer: &Optimizer,
     mut sink: impl FnMut(&str, &str, StateValue) -> Result<()>,
 ) -> Result<StateDict> {
-    let own_state = own_states(state, parameters, optimizer);
+    let own_state = read_own_states(state, parameters, optimizer);
     let settings = parameters.get_state_dict_type();
     let config = settings.optim_state_dict_config();
     Ok(stream_state(own_state, parameters, optimizer, config, &mut sink)?.0)
@@ -88,7 +88,7 @@ pub fn full_optim_state_dict(
         offload_to_cpu: true,
         rank0_only,
     };
-    let own_state = own_states(state, parameters, optimizer);
+    let own_state = read_own_states(state, parameters, optimizer);
     collect_state(own_state, parameters, optimizer, &config)
 }
 
@@ -106,12 +106,12 @@ pub fn sharded_optim_state_dict(
     let config = StateDictConfig::Sharded {
         offload_to_cpu: false,
     };
-    let own_state = own_states(state, parameters, optimizer);
+    let own_state = read_own_states(state, parameters, optimizer);
     collect_state(own_state, parameters, optimizer, &config)
 }
 
 /// Returns this rank's state by the model's names: that of a local state dict, or the live one.
-fn own_states(
+fn read_own_states(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
@@ -119,7 +119,7 @@ fn own_states(
     optimizer.check_belongs_to(parameters)?;
     match state {
         Some(state) => PortableStates::read(optimizer, state.clone()),
-        None => PortableStates::live(optimizer),
+        None => PortableStates::from_live(optimizer),
     }
 }
 
@@ -132,7 +132,7 @@ fn collect_state(
 ) -> Result<StateDict> {
     // The gather hands entries out sorted by name. The result has the order of the join.
     let mut states: IndexMap<String, StateDict> = IndexMap::new();
-    let (mut result, order) = stream_state(
+    let (mut result, fqn_order) = stream_state(
         own_state,
         parameters,
         optimizer,
@@ -146,14 +146,14 @@ fn collect_state(
         },
     )?;
     // A rank that keeps nothing has no `state`. Elsewhere it holds user state, which comes last.
-    if let Some(StateValue::Dict(merged)) = result.get_mut("state") {
-        let user_state = std::mem::take(merged);
-        for fqn in order {
+    if let Some(StateValue::Dict(joined_states)) = result.get_mut("state") {
+        let user_state = std::mem::take(joined_states);
+        for fqn in fqn_order {
             if let Some(state) = states.swap_remove(&fqn) {
-                merged.insert(fqn, state);
+                joined_states.insert(fqn, state);
             }
         }
-        merged.extend(user_state);
+        joined_states.extend(user_state);
     }
     Ok(result)
 }
@@ -169,15 +169,15 @@ fn stream_state(
 ) -> Result<(StateDict, Vec<String>)> {
     const OPERATION: &str = "optim_state_dict";
     let group = parameters.group();
-    let keep = config.gather_options();
+    let gather_options = config.gather_options();
     let (joined, own_state) = join(optimizer, group, OPERATION, own_state)?;
-    let order = joined.keys().map(str::to_owned).collect();
+    let fqn_order = joined.keys().map(str::to_owned).collect();
     if matches!(config, StateDictConfig::Full { .. }) {
         gather_state(
             OPERATION,
             &joined,
             parameters,
-            &keep,
+            &gather_options,
             |path, value| match path.0.as_slice() {
                 [PathPart::Key(fqn), entry @ ..] => {
                     sink(fqn, &KeyPath(entry.to_vec()).flat_key(), value)
@@ -185,32 +185,37 @@ fn stream_state(
                 [PathPart::Index(_), ..] | [] => Ok(()),
             },
         )?;
-        return Ok((user_state_and_groups(own_state, &keep, group)?, order));
+        return Ok((
+            user_state_and_groups(own_state, &gather_options, group)?,
+            fqn_order,
+        ));
     }
     // Boxes are not gathered. So without this agreement the other ranks would not learn of an
     // error.
-    let offered = joined.iter().try_for_each(|(fqn, entries)| {
+    let outcome = joined.iter().try_for_each(|(fqn, entries)| {
         let mut entries = entries.as_dict().into_iter().flatten();
-        entries.try_for_each(|(name, value)| sink(fqn, name, value.copy_to(keep.device.as_ref())?))
+        entries.try_for_each(|(name, value)| {
+            sink(fqn, name, value.copy_to(gather_options.device.as_ref())?)
+        })
     });
-    let rest = offered.and_then(|()| user_state_and_groups(own_state, &keep, group));
-    Ok((NnError::agree(group, OPERATION, None, rest)?, order))
+    let leftover = outcome.and_then(|()| user_state_and_groups(own_state, &gather_options, group));
+    Ok((NnError::agree(group, OPERATION, None, leftover)?, fqn_order))
 }
 
 /// Returns a dict with the state under keys that are no parameter's, and with the groups. It is
 /// empty on ranks that keep nothing.
 fn user_state_and_groups(
     own_state: PortableStates,
-    keep: &GatherOptions,
+    gather_options: &GatherOptions,
     group: &ProcessGroup,
 ) -> Result<StateDict> {
     let mut dict = StateDict::new();
-    if !keep.keep_on.contains(group.rank()) {
+    if !gather_options.keep_on.contains(group.rank()) {
         return Ok(dict);
     }
     dict.insert("state", own_state.user_state.copy()?);
     if let Some(groups) = own_state.groups {
-        dict.insert("param_groups", group_dicts(groups));
+        dict.insert("param_groups", make_group_dicts(groups));
     }
     Ok(dict)
 }
@@ -239,19 +244,23 @@ pub fn unflatten_optim_state(
     )?;
     let own_state = optimizer
         .check_belongs_to(parameters)
-        .and_then(|()| PortableStates::of_local(optimizer, local, flat_state));
+        .and_then(|()| PortableStates::from_local(optimizer, local, flat_state));
     let settings = parameters.get_state_dict_type();
     let config = settings.optim_state_dict_config();
     let state = collect_state(own_state, parameters, optimizer, config)?;
     // A rank that keeps nothing has no `state`, and parameters without state are not in it.
     let states = state.dict("state");
-    let of_params = fqns.iter().map(|fqn| states?.dict(fqn.as_ref()));
-    Ok(of_params
+    let param_states = fqns.iter().map(|fqn| states?.dict(fqn.as_ref()));
+    Ok(param_states
         .map(|state| state.cloned().unwrap_or_default())
         .collect())
 }
 
-/// Finds the local parameter that is made of the parameters `fqns`, and returns its index.
+/// Finds the local parameter that is made of the parameters `fqns`, in this order, and returns its
+/// index.
+///
+/// # Errors
+/// [`StateDictError::NotAFlatParameter`] if there is none.
 fn find_local(optimizer: &Optimizer, fqns: &[impl AsRef<str>]) -> Result<usize> {
     let fqns: Vec<&str> = fqns.iter().map(AsRef::as_ref).collect();
     let local = optimizer
@@ -319,7 +328,8 @@ pub fn optim_state_dict_to_load(
         .get_state_dict_type()
         .optim_state_dict_config()
         .rank0_only();
-    let (loaded, dict) = to_local(Some(state), parameters, optimizer, rank0_only, options)?;
+    let (loaded, dict) =
+        load_into_new_optimizer(Some(state), parameters, optimizer, rank0_only, options)?;
     if !options.load_directly {
         return Ok(dict);
     }
@@ -349,7 +359,7 @@ pub fn flatten_optim_state_dict(
         is_named_optimizer: true,
         ..OptimLoadOptions::default()
     };
-    Ok(to_local(state, parameters, optimizer, rank0_only, &options)?.1)
+    Ok(load_into_new_optimizer(state, parameters, optimizer, rank0_only, &options)?.1)
 }
 
 /// Returns the local state, by ids, from a full one that every rank has: torch's
@@ -364,7 +374,7 @@ pub fn shard_full_optim_state_dict(
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
     let options = OptimLoadOptions::default();
-    Ok(to_local(Some(full), parameters, optimizer, false, &options)?.1)
+    Ok(load_into_new_optimizer(Some(full), parameters, optimizer, false, &options)?.1)
 }
 
 /// Returns this rank's local optimizer state dict, keyed by parameter ids, from a full one that
@@ -380,7 +390,7 @@ pub fn scatter_full_optim_state_dict(
     optimizer: &Optimizer,
 ) -> Result<StateDict> {
     let options = OptimLoadOptions::default();
-    Ok(to_local(full, parameters, optimizer, true, &options)?.1)
+    Ok(load_into_new_optimizer(full, parameters, optimizer, true, &options)?.1)
 }
 
 /// Returns the local state, by ids, from one that is sharded in any boxes: torch's
@@ -391,7 +401,7 @@ pub use self::shard_full_optim_state_dict as flatten_sharded_optim_state_dict;
 /// Loads state by the model's names into a new optimizer like `optimizer`, which is not changed.
 /// Returns the new one, and its local state dict, whose tensors are views of it. All functions that
 /// make local state call this. [`OptimLoadOptions::load_directly`] is not used here.
-fn to_local(
+fn load_into_new_optimizer(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
     optimizer: &Optimizer,
@@ -400,17 +410,17 @@ fn to_local(
 ) -> Result<(Optimizer, StateDict)> {
     const OPERATION: &str = "optim_state_dict_to_load";
     let group = parameters.group();
-    let nothing = StateDict::new();
-    let own = optimizer.check_belongs_to(parameters).and_then(|()| {
+    let empty = StateDict::new();
+    let own_dict = optimizer.check_belongs_to(parameters).and_then(|()| {
         if rank0_only && group.rank() != 0 {
-            return Ok(&nothing);
+            return Ok(&empty);
         }
         // An optimizer's state dict that was brought has the states of parameters.
         state
             .filter(|state| state.dict("state").is_some())
             .ok_or_else(|| OptimStateError::missing_key("state"))
     });
-    let mut source = open_source(OPERATION, group, rank0_only, own)?;
+    let mut source = open_source(OPERATION, group, rank0_only, own_dict)?;
     // The caller's optimizer stays as it is unless the state is to be loaded directly.
     let mut loaded = optimizer.without_state();
     load_exactly(
@@ -456,14 +466,14 @@ pub fn flatten_optim_state(
     let states = fqns
         .iter()
         .filter_map(|fqn| Some((fqn.as_ref(), state.dict(fqn.as_ref())?.clone().into())));
-    flattened(optimizer, local, states.collect())
+    flatten_states(optimizer, local, states.collect())
 }
 
 /// Returns a local parameter's state as a dict, from the states of its parameters; an empty one if
 /// none has state.
-fn flattened(optimizer: &Optimizer, local: usize, states: StateDict) -> Result<StateDict> {
-    let mut loaded = optimizer.of_local(local);
-    load_here(states, &mut loaded)?;
+fn flatten_states(optimizer: &Optimizer, local: usize, states: StateDict) -> Result<StateDict> {
+    let mut loaded = optimizer.with_one_local(local);
+    load_from_this_rank(states, &mut loaded)?;
     Ok(loaded.locals()[0].local_entries()?.unwrap_or_default())
 }
 
@@ -486,7 +496,7 @@ pub fn shard_orig_param_state(
         .local_index(fqn)
         .ok_or_else(|| NnError::unknown_parameter(fqn))?;
     let states = [(fqn, state.clone().into())].into_iter().collect();
-    let entries = flattened(optimizer, local, states)?;
+    let entries = flatten_states(optimizer, local, states)?;
     Ok(if optimizer.locals()[local].is_empty() {
         StateDict::new()
     } else {
@@ -515,16 +525,19 @@ pub fn map_param_key_to_optim_keys(
 ) -> Result<(Vec<OptimStateKey>, IndexMap<OptimStateKey, String>)> {
     // Keys of one rank say nothing of the others: all exchange theirs.
     let group = optimizer.parameters().group();
-    let read = LocalStates::read(optimizer, state.clone());
-    let local = NnError::agree(group, "map_param_key_to_optim_keys", None, read)?;
-    let keyed: IndexMap<OptimStateKey, String> = local
+    let local_states = LocalStates::read(optimizer, state.clone());
+    let local = NnError::agree(group, "map_param_key_to_optim_keys", None, local_states)?;
+    let keys_in_dict: IndexMap<OptimStateKey, String> = local
         .states
         .into_iter()
         .map(|(index, key, _)| (OptimStateKey::new(optimizer, index), key))
         .collect();
-    let mine: Vec<OptimStateKey> = keyed.keys().cloned().collect();
-    let all: Vec<Vec<OptimStateKey>> = group.all_gather_object(&mine)?;
-    Ok((resolve_keys(group, &all, merge_keys)?, keyed))
+    let own_keys: Vec<OptimStateKey> = keys_in_dict.keys().cloned().collect();
+    let keys_by_rank: Vec<Vec<OptimStateKey>> = group.all_gather_object(&own_keys)?;
+    Ok((
+        resolve_keys(group, &keys_by_rank, merge_keys)?,
+        keys_in_dict,
+    ))
 }
 
 /// Returns rank 0's states on every rank, without the elements of tensors: torch's
@@ -568,10 +581,12 @@ pub fn broadcast_processed_state(
         if chosen.get(fqn) != Some(&name.as_str()) {
             continue;
         }
-        let is_like =
+        let is_like_parameter =
             matches!(entry, [PathPart::Key(entry)] if optimizer.is_like_parameter(name, entry));
         let value = match leaf.tensor() {
-            Some((_, shape)) if !shape.is_empty() || is_like => leaf.without_elements(None)?,
+            Some((_, shape)) if !shape.is_empty() || is_like_parameter => {
+                leaf.without_elements(None)?
+            }
             // On rank 0 this is the caller's own value.
             _ => source.values(&[position])?.remove(0).copy()?,
         };

@@ -108,7 +108,7 @@ impl StateDictOptions {
     }
 
     /// Returns the ranks that keep a full state dict.
-    pub(super) fn kept_on(&self) -> KeepOn {
+    pub(super) fn ranks_to_keep(&self) -> KeepOn {
         match &self.keep_on {
             Some(keep_on) => keep_on.clone(),
             None if self.cpu_offload => KeepOn::Ranks(vec![0]),
@@ -121,36 +121,36 @@ impl StateDictOptions {
     pub(super) fn name_in_dict(&self, fqn: &str) -> Option<String> {
         let mut name = fqn;
         if !self.submodules.is_empty() {
-            let (_, rest) = self
+            let (_, name_in_module) = self
                 .submodules
                 .iter()
                 .find_map(|module| Some((module, name_below(fqn, module)?)))?;
             if !self.keep_submodule_prefixes {
-                name = rest;
+                name = name_in_module;
             }
         }
-        Some(self.renamed_in_dict(name))
+        Some(self.rename_for_dict(name))
     }
 
     /// Returns the name in the state dict of a parameter of the optimizers, which submodules do not
     /// narrow.
-    pub(super) fn renamed_in_dict(&self, fqn: &str) -> String {
+    pub(super) fn rename_for_dict(&self, fqn: &str) -> String {
         let mut renames = self.fqn_renames.iter();
-        let renamed = renames.find_map(|(model, dict)| replace(fqn, model, dict));
+        let renamed = renames.find_map(|(model, dict)| replace_prefix(fqn, model, dict));
         renamed.unwrap_or_else(|| fqn.to_owned())
     }
 
     /// Returns the name in the model of a parameter in the optimizers' state dict.
-    pub(super) fn renamed_in_model(&self, name: &str) -> String {
+    pub(super) fn rename_for_model(&self, name: &str) -> String {
         let mut renames = self.fqn_renames.iter();
-        let renamed = renames.find_map(|(model, dict)| replace(name, dict, model));
+        let renamed = renames.find_map(|(model, dict)| replace_prefix(name, dict, model));
         renamed.unwrap_or_else(|| name.to_owned())
     }
 
     /// Returns the name in the model of something in a state dict.
     #[must_use]
     pub fn name_in_model(&self, name: &str) -> String {
-        let fqn = self.renamed_in_model(name);
+        let fqn = self.rename_for_model(name);
         match self.submodules.as_slice() {
             [module] if !self.keep_submodule_prefixes => format!("{module}.{fqn}"),
             _ => fqn,
@@ -167,16 +167,17 @@ fn name_below<'a>(name: &'a str, module: &str) -> Option<&'a str> {
     }
 }
 
-/// Returns the name with a leading name replaced by another; `None` if it does not begin with that.
-fn replace(name: &str, from: &str, to: &str) -> Option<String> {
-    match name.strip_prefix(from)? {
-        "" => Some(to.to_owned()),
-        rest if from.is_empty() => Some(format!("{to}.{rest}")),
-        rest => rest.strip_prefix('.').map(|rest| {
-            if to.is_empty() {
-                rest.to_owned()
+/// Returns the name with the leading name `old_prefix` replaced by `new_prefix`; `None` if it does
+/// not begin with that.
+fn replace_prefix(name: &str, old_prefix: &str, new_prefix: &str) -> Option<String> {
+    match name.strip_prefix(old_prefix)? {
+        "" => Some(new_prefix.to_owned()),
+        suffix if old_prefix.is_empty() => Some(format!("{new_prefix}.{suffix}")),
+        suffix => suffix.strip_prefix('.').map(|suffix| {
+            if new_prefix.is_empty() {
+                suffix.to_owned()
             } else {
-                format!("{to}.{rest}")
+                format!("{new_prefix}.{suffix}")
             }
         }),
     }

@@ -7,7 +7,7 @@ use fsdp_state::{StateDict, StateError};
 
 use super::{OptimStateError, OptimStateKeyType};
 use crate::error::Result;
-use crate::state::{EMPTY_PIECES, group_dicts, key_type_of, read_param_groups};
+use crate::state::{EMPTY_PIECES, find_key_type, make_group_dicts, read_param_groups};
 
 /// Returns the same state under the other kind of keys: torch's `rekey_optim_state_dict`.
 /// `names[id]` is the name of the parameter with that id: the order of the unsharded model's
@@ -29,10 +29,10 @@ use crate::state::{EMPTY_PIECES, group_dicts, key_type_of, read_param_groups};
 /// use fsdp_state::{StateDict, StateValue};
 /// let mut group = StateDict::new();
 /// group.insert("params", PlainValue::List(vec![PlainValue::Int(0), PlainValue::Int(1)]));
-/// let mut of_b = StateDict::new();
-/// of_b.insert("step", 3.0);
+/// let mut b_state = StateDict::new();
+/// b_state.insert("step", 3.0);
 /// let mut state = StateDict::new();
-/// state.insert("state", [("1", StateValue::Dict(of_b))].into_iter().collect::<StateDict>());
+/// state.insert("state", [("1", StateValue::Dict(b_state))].into_iter().collect::<StateDict>());
 /// state.insert("param_groups", StateValue::List(vec![group.into()]));
 /// let named = rekey_optim_state_dict(&state, OptimStateKeyType::ParamName, &["a", "b"])?;
 /// assert!(named.dict("state").unwrap().contains_key("b"));
@@ -47,7 +47,7 @@ pub fn rekey_optim_state_dict(
         .dict("state")
         .ok_or_else(|| OptimStateError::missing_key("state"))?;
     let mut groups = read_param_groups(state)?;
-    if key_type_of(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
+    if find_key_type(states, groups.iter().filter_map(|group| group.key_type))? == Some(key_type) {
         return Ok(state.copy()?);
     }
     let ids = (0..names.len()).map(|id| id.to_string());
@@ -90,7 +90,7 @@ pub fn rekey_optim_state_dict(
             }
             group.key_type = Some(key_type);
         }
-        result.insert("param_groups", group_dicts(groups));
+        result.insert("param_groups", make_group_dicts(groups));
     }
     Ok(result.copy()?)
 }

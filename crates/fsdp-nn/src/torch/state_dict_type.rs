@@ -40,8 +40,8 @@ impl ShardedParameters {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn state_dict_type<T>(&self, settings: StateDictSettings, f: impl FnOnce() -> T) -> T {
-        let before = self.set_state_dict_type(settings);
-        let _restore = OnDrop(|| _ = self.set_state_dict_type(before));
+        let previous = self.set_state_dict_type(settings);
+        let _restore = OnDrop(|| _ = self.set_state_dict_type(previous));
         f()
     }
 }

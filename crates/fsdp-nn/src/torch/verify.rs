@@ -75,10 +75,13 @@ pub fn verify_osd_by_load(
     let loaded = set_optimizer_state_dict(&full, parameters, fresh, &options).and_then(|_| {
         let fresh: Vec<&Optimizer> = fresh.iter().map(|optimizer| &**optimizer).collect();
         let found = get_optimizer_state_dict(parameters, &fresh, &options)?;
-        let of = reference
+        let reference_parameters = reference
             .first()
             .map_or(parameters, |optimizer| optimizer.parameters());
-        check_same(&found, &get_optimizer_state_dict(of, reference, &options)?)
+        check_same(
+            &found,
+            &get_optimizer_state_dict(reference_parameters, reference, &options)?,
+        )
     });
     Ok(group.agree("verify_osd_by_load", loaded)?)
 }
@@ -138,7 +141,7 @@ fn check_same(found: &StateDict, expected: &StateDict) -> Result<()> {
     let keys: BTreeSet<&String> = found.keys().chain(expected.keys()).collect();
     for key in keys {
         let problem = match (found.get(key), expected.get(key)) {
-            (Some(found), Some(expected)) => difference(found, expected)?,
+            (Some(found), Some(expected)) => describe_difference(found, expected)?,
             (Some(_), None) => Some("it is not expected"),
             (None, _) => Some("it is missing"),
         };
@@ -154,7 +157,7 @@ fn check_same(found: &StateDict, expected: &StateDict) -> Result<()> {
 }
 
 /// Returns how two values differ; `None` if they are the same.
-fn difference(found: &StateValue, expected: &StateValue) -> Result<Option<&'static str>> {
+fn describe_difference(found: &StateValue, expected: &StateValue) -> Result<Option<&'static str>> {
     let is_same = match (found, expected) {
         (StateValue::Tensor(found), StateValue::Tensor(expected)) => {
             if found.dims() != expected.dims() || found.dtype() != expected.dtype() {

@@ -13,13 +13,13 @@ use indexmap::IndexMap;
 use crate::error::{NnError, Result};
 use crate::model::parameters::{ShardedParameters, check_values, write_boxes};
 use crate::optimizer::move_towards;
-use crate::state::{names_that_count, persistent_buffers, plain};
+use crate::state::{names_that_count, persistent_buffers, to_plain};
 
 /// The key of the number of updates.
 const N_AVERAGED: &str = "n_averaged";
-const LOAD: &str = "AveragedModel::load_state_dict";
+const LOAD_OPERATION: &str = "AveragedModel::load_state_dict";
 /// The prefix of the parameters' names.
-const MODULE: &str = "module.";
+const MODULE_PREFIX: &str = "module.";
 
 /// An exponential moving average of a sharded model's weights: torch's `AveragedModel` with
 /// `get_ema_multi_avg_fn(decay)`. Each rank averages its shard; no method communicates.
@@ -158,9 +158,9 @@ impl AveragedModel {
             };
             if !average.device().is_cpu() {
                 // candle cannot exchange the contents of two tensors on a GPU.
-                let before = param.copy()?;
+                let old_values = param.copy()?;
                 param.slice_set(average, 0, 0)?;
-                average.slice_set(&before, 0, 0)?;
+                average.slice_set(&old_values, 0, 0)?;
                 continue;
             }
             with_float!(average.dtype(), T => {
@@ -189,11 +189,11 @@ impl AveragedModel {
         let mut state = StateDict::new();
         state.insert(N_AVERAGED, Tensor::new(self.n_averaged, &Device::Cpu)?);
         for name in self.parameters.names() {
-            let average = self.sharded(self.parameters.canonical_fqn(name))?;
-            state.insert(format!("{MODULE}{name}"), average);
+            let average = self.sharded_average(self.parameters.canonical_fqn(name))?;
+            state.insert(format!("{MODULE_PREFIX}{name}"), average);
         }
         for (name, buffer) in persistent_buffers(&self.parameters) {
-            state.insert(format!("{MODULE}{name}"), buffer);
+            state.insert(format!("{MODULE_PREFIX}{name}"), buffer);
         }
         Ok(state)
     }
@@ -202,17 +202,18 @@ impl AveragedModel {
     /// nothing was saved, if something was saved under another of their names. `is_saved` gets keys
     /// of the state dict.
     pub fn retain_saved_names(&self, state: &mut StateDict, is_saved: impl Fn(&str) -> bool) {
-        let mut tied: IndexMap<&str, Vec<String>> = IndexMap::new();
+        let mut tied_keys: IndexMap<&str, Vec<String>> = IndexMap::new();
         for (alias, fqn) in self.parameters.aliases() {
-            tied.entry(fqn)
-                .or_insert_with(|| vec![format!("{MODULE}{fqn}")])
-                .push(format!("{MODULE}{alias}"));
+            tied_keys
+                .entry(fqn)
+                .or_insert_with(|| vec![format!("{MODULE_PREFIX}{fqn}")])
+                .push(format!("{MODULE_PREFIX}{alias}"));
         }
-        for keys in tied.values() {
-            let (saved, others): (Vec<&String>, Vec<&String>) =
+        for keys in tied_keys.values() {
+            let (saved_keys, other_keys): (Vec<&String>, Vec<&String>) =
                 keys.iter().partition(|key| is_saved(key));
-            if !saved.is_empty() {
-                others.into_iter().for_each(|key| _ = state.remove(key));
+            if !saved_keys.is_empty() {
+                other_keys.into_iter().for_each(|key| _ = state.remove(key));
             }
         }
     }
@@ -223,13 +224,13 @@ impl AveragedModel {
     /// # Errors
     /// [`StateError::Incompatible`] names the key.
     pub fn check_n_averaged(state: &StateDict) -> Result<()> {
-        if state.get(N_AVERAGED).and_then(count_of).is_some() {
+        if state.get(N_AVERAGED).and_then(read_count).is_some() {
             return Ok(());
         }
         let mut report = fsdp_state::LoadReport::default();
         report.missing.push(N_AVERAGED.to_owned());
         Err(StateError::Incompatible {
-            operation: LOAD,
+            operation: LOAD_OPERATION,
             report,
         }
         .into())
@@ -248,20 +249,22 @@ impl AveragedModel {
             return Err(NnError::Swapped);
         }
         let mut report = fsdp_state::LoadReport::default();
-        let count = state.get(N_AVERAGED).and_then(count_of);
+        let count = state.get(N_AVERAGED).and_then(read_count);
         report
             .missing
             .extend(count.is_none().then(|| N_AVERAGED.to_owned()));
         // Step 1: find the values of all parameters.
-        let mut taken = Vec::with_capacity(self.average.len());
-        let names = state.keys().filter_map(|key| key.strip_prefix(MODULE));
+        let mut param_values = Vec::with_capacity(self.average.len());
+        let names = state
+            .keys()
+            .filter_map(|key| key.strip_prefix(MODULE_PREFIX));
         let chosen = names_that_count(
             &self.parameters,
             names.filter(|name| self.parameters.contains(name)),
         );
         for fqn in self.average.keys() {
             let key = format!(
-                "{MODULE}{}",
+                "{MODULE_PREFIX}{}",
                 chosen.get(fqn.as_str()).unwrap_or(&fqn.as_str())
             );
             let values = match state.get(&key) {
@@ -272,21 +275,21 @@ impl AveragedModel {
                     continue;
                 }
             };
-            taken.push((fqn, self.sharded(fqn)?, values));
+            param_values.push((fqn, self.sharded_average(fqn)?, values));
         }
         let Some(count) = count.filter(|_| report.missing.is_empty()) else {
             return Err(StateError::Incompatible {
-                operation: LOAD,
+                operation: LOAD_OPERATION,
                 report,
             }
             .into());
         };
         // Step 2: check all of them before any is written.
-        for (fqn, target, values) in &taken {
+        for (fqn, target, values) in &param_values {
             check_values(fqn, values, target)?;
         }
         self.parameters.wait_for_readers();
-        for (_, target, values) in &taken {
+        for (_, target, values) in &param_values {
             write_boxes(values, target)?;
         }
         self.n_averaged = count;
@@ -294,13 +297,13 @@ impl AveragedModel {
     }
 
     /// Returns the average of a parameter as this rank's boxes of it.
-    fn sharded(&self, fqn: &str) -> Result<ShardedTensor> {
+    fn sharded_average(&self, fqn: &str) -> Result<ShardedTensor> {
         let (handle, param) = self.parameters.place(fqn)?;
-        handle.boxed(param, self.average[fqn].as_ref())
+        handle.to_boxes(param, self.average[fqn].as_ref())
     }
 }
 
-/// Returns the number of updates that a value holds.
-fn count_of(value: &StateValue) -> Option<i64> {
-    plain(value)?.as_int().filter(|count| *count >= 0)
+/// Returns the number of updates that a value holds; `None` if it is not an integer of at least 0.
+fn read_count(value: &StateValue) -> Option<i64> {
+    to_plain(value)?.as_int().filter(|count| *count >= 0)
 }

@@ -66,23 +66,23 @@ impl ShardedParameters {
         let is_infinity = norm == GradNorm::Infinity;
         let mut total = [0f64];
         for grad in self.handles.iter().filter_map(|handle| handle.grad()) {
-            let local = if !grad.device().is_cpu() {
+            let unit_norm = if !grad.device().is_cpu() {
                 device::norm_part(&grad, is_infinity)?
             } else {
                 with_float!(grad.dtype(), T => {
                     let values = HostSlice::<T>::read(&grad)?;
                     if is_infinity {
-                        let sizes = values.iter().map(|x| WithDType::to_f64(*x).abs());
-                        sizes.fold(0.0, larger)
+                        let magnitudes = values.iter().map(|x| WithDType::to_f64(*x).abs());
+                        magnitudes.fold(0.0, larger_or_nan)
                     } else {
                         tasks::sum(&values, |x| WithDType::to_f64(x).powi(2))
                     }
                 })
             };
             total[0] = if is_infinity {
-                larger(total[0], local)
+                larger_or_nan(total[0], unit_norm)
             } else {
-                total[0] + local
+                total[0] + unit_norm
             };
         }
         if let Some(group) = self.shard_group() {
@@ -175,6 +175,6 @@ impl ShardedParameters {
 }
 
 /// Returns the larger of two numbers, or NaN if one of them is NaN.
-fn larger(a: f64, b: f64) -> f64 {
+fn larger_or_nan(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

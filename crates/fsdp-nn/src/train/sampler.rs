@@ -124,14 +124,14 @@ impl ShardedSampler {
             .map(|rank| (u128::from(batch) * rank as u128 / ranks.max(1) as u128) as u64);
         let part = start..end.min(batch);
         let samples = part
-            .map(|offset| self.sample(self.consumed.wrapping_add(offset)))
+            .map(|offset| self.sample_at(self.consumed.wrapping_add(offset)))
             .collect();
         self.consumed = self.consumed.wrapping_add(batch);
         samples
     }
 
     /// Returns the sample at a place in the order of all epochs.
-    fn sample(&self, place: u64) -> u64 {
+    fn sample_at(&self, place: u64) -> u64 {
         let SamplerOptions {
             samples,
             seed,
@@ -166,7 +166,7 @@ impl ShardedSampler {
     /// [`SamplerError::Other`] for another data set, seed or order, and [`SamplerError::State`].
     /// Nothing has been changed then.
     pub fn load_state_dict(&mut self, state: &StateDict) -> Result<(), SamplerError> {
-        let here = self.options;
+        let current = self.options;
         let saved = state.get("shuffle").and_then(|value| value.as_plain());
         let Some(saved_shuffle) = saved.and_then(PlainValue::as_bool) else {
             return Err(SamplerError::State {
@@ -175,9 +175,9 @@ impl ShardedSampler {
             });
         };
         // With another seed or number of samples, the place in the order would be of other samples.
-        check_setting("samples", read_integer(state, "samples")?, here.samples)?;
-        check_setting("seed", read_integer(state, "seed")?, here.seed)?;
-        check_setting("shuffle", saved_shuffle, here.shuffle)?;
+        check_setting("samples", read_integer(state, "samples")?, current.samples)?;
+        check_setting("seed", read_integer(state, "seed")?, current.seed)?;
+        check_setting("shuffle", saved_shuffle, current.shuffle)?;
         self.consumed = read_integer(state, "consumed")?;
         Ok(())
     }
@@ -199,15 +199,15 @@ fn read_integer(state: &StateDict, key: &'static str) -> Result<u64, SamplerErro
 fn check_setting<T: PartialEq + ToString>(
     key: &'static str,
     saved: T,
-    here: T,
+    current: T,
 ) -> Result<(), SamplerError> {
-    if saved == here {
+    if saved == current {
         return Ok(());
     }
     Err(SamplerError::Other {
         key,
         saved: saved.to_string(),
-        here: here.to_string(),
+        here: current.to_string(),
     })
 }
 
@@ -218,10 +218,10 @@ fn check_setting<T: PartialEq + ToString>(
 /// then maps to the next such number on its cycle, so this is a permutation too.
 fn permute_below(mut x: u64, n: u64, key: u64) -> u64 {
     // Both halves of the network have as many bits.
-    let half = (u64::BITS - (n - 1).leading_zeros()).div_ceil(2).max(1);
-    let mask = (1u64 << half) - 1;
+    let half_bits = (u64::BITS - (n - 1).leading_zeros()).div_ceil(2).max(1);
+    let mask = (1u64 << half_bits) - 1;
     loop {
-        let mut left = x >> half;
+        let mut left = x >> half_bits;
         let mut right = x & mask;
         for round in 0..4 {
             (left, right) = (
@@ -229,7 +229,7 @@ fn permute_below(mut x: u64, n: u64, key: u64) -> u64 {
                 left ^ (mix_bits(key ^ mix_bits(right.wrapping_add(round << 56))) & mask),
             );
         }
-        x = left << half | right;
+        x = left << half_bits | right;
         // More than a quarter of the numbers are below `n`, so this ends soon.
         if x < n {
             return x;
@@ -274,17 +274,21 @@ mod tests {
             let mut state = sampler(samples, 1, seed).state_dict();
             let mut seen = Vec::new();
             for (ranks, batch, steps) in schedule {
-                let mut all: Vec<ShardedSampler> = (0..ranks).map(|_| sampler(samples, batch, seed)).collect();
-                all.iter_mut().for_each(|rank| rank.load_state_dict(&state).unwrap());
+                let mut samplers: Vec<ShardedSampler> =
+                    (0..ranks).map(|_| sampler(samples, batch, seed)).collect();
+                samplers.iter_mut().for_each(|rank| rank.load_state_dict(&state).unwrap());
                 for _ in 0..steps {
-                    let parts: Vec<Vec<u64>> =
-                        all.iter_mut().enumerate().map(|(rank, sampler)| sampler.next_batch(rank, ranks)).collect();
+                    let parts: Vec<Vec<u64>> = samplers
+                        .iter_mut()
+                        .enumerate()
+                        .map(|(rank, sampler)| sampler.next_batch(rank, ranks))
+                        .collect();
                     let sizes = parts.iter().map(Vec::len);
                     prop_assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1);
                     seen.extend(parts.concat());
                 }
-                prop_assert!(all.iter().all(|sampler| sampler == &all[0]));
-                state = all[0].state_dict();
+                prop_assert!(samplers.iter().all(|sampler| sampler == &samplers[0]));
+                state = samplers[0].state_dict();
             }
             // The same order as on one rank without a stop.
             let whole = sampler(samples, seen.len() as u64, seed).next_batch(0, 1);
@@ -300,11 +304,11 @@ mod tests {
     #[test]
     fn the_weights_of_all_samples_of_a_batch_are_those_of_its_mean() {
         for (batch, ranks) in [(10, 1), (10, 4), (2, 5), (1, 3)] {
-            let of_rank = |rank: usize| {
+            let rank_weight = |rank: usize| {
                 let mut sampler = sampler(100, batch, 1);
                 sampler.next_batch(rank, ranks).len() as f64 * sampler.weight_of_sample(ranks)
             };
-            let mean = (0..ranks).map(of_rank).sum::<f64>() / ranks as f64;
+            let mean = (0..ranks).map(rank_weight).sum::<f64>() / ranks as f64;
             assert!((mean - 1.0).abs() < 1e-12, "{mean} for {batch} on {ranks}");
         }
     }
@@ -320,12 +324,12 @@ mod tests {
         assert!(orders[0] != orders[1] && orders[0] != orders[2] && orders[1] != orders[2]);
         assert_eq!(first.epoch(), 2);
         // No sample stays near its place more often than by chance.
-        let near = orders[0]
+        let near_count = orders[0]
             .iter()
             .zip(0u64..)
             .filter(|(sample, place)| sample.abs_diff(*place) < 10)
             .count();
-        assert!(near < 50, "{near} of 1000");
+        assert!(near_count < 50, "{near_count} of 1000");
         let plain = SamplerOptions {
             samples: 3,
             batch: 5,
@@ -340,23 +344,23 @@ mod tests {
 
     #[test]
     fn the_state_of_another_data_set_is_refused_and_changes_nothing() {
-        let mut here = sampler(10, 2, 1);
-        here.next_batch(0, 1);
-        let before = here.clone();
+        let mut current = sampler(10, 2, 1);
+        current.next_batch(0, 1);
+        let before = current.clone();
         for other in [sampler(11, 2, 1), sampler(10, 2, 3)] {
-            let error = here.load_state_dict(&other.state_dict()).unwrap_err();
+            let error = current.load_state_dict(&other.state_dict()).unwrap_err();
             assert!(matches!(error, SamplerError::Other { .. }), "{error}");
         }
         let mut part = before.state_dict();
         part.remove("consumed");
         assert!(matches!(
-            here.load_state_dict(&part),
+            current.load_state_dict(&part),
             Err(SamplerError::State {
                 key: "consumed",
                 ..
             })
         ));
-        assert_eq!(here, before);
+        assert_eq!(current, before);
         for (samples, batch) in [(0, 1), (1, 0)] {
             let options = SamplerOptions {
                 samples,

@@ -112,7 +112,7 @@ impl GradScaler {
         } = options;
         // torch keeps the scale in f32, which may not hold the number.
         let scale = init_scale as f32;
-        for (key, value, is_fine, range) in [
+        for (key, value, is_in_range, range) in [
             (
                 "init_scale",
                 init_scale,
@@ -138,7 +138,7 @@ impl GradScaler {
                 "at least 1",
             ),
         ] {
-            if enabled && !is_fine {
+            if enabled && !is_in_range {
                 return Err(ScalerError::OutOfRange { key, value, range }.into());
             }
         }
@@ -182,16 +182,18 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(true);
         }
-        if self.unscaled_of(parameters)?.is_some() {
+        if self.find_unscaled(parameters)?.is_some() {
             return Err(ScalerError::UnscaledTwice.into());
         }
         let unscaled = parameters.unscale_gradients((1.0 / f64::from(self.scale)) as f32);
         // An error of this rank must not leave the others waiting.
         let is_own_finite = *unscaled.as_ref().unwrap_or(&false);
-        let mut found = [f32::from(u8::from(!is_own_finite))];
-        parameters.group().all_reduce(&mut found, ReduceOp::Max)?;
+        let mut non_finite_flag = [f32::from(u8::from(!is_own_finite))];
+        parameters
+            .group()
+            .all_reduce(&mut non_finite_flag, ReduceOp::Max)?;
         unscaled?;
-        let is_finite = found[0] == 0.0;
+        let is_finite = non_finite_flag[0] == 0.0;
         self.unscaled.push(Unscaled {
             model: Arc::as_ptr(&parameters.shared).addr(),
             reductions: parameters.shared.reductions.count(),
@@ -205,7 +207,7 @@ impl GradScaler {
     ///
     /// # Errors
     /// [`ScalerError::NewGradients`].
-    fn unscaled_of(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
+    fn find_unscaled(&self, parameters: &ShardedParameters) -> Result<Option<Unscaled>> {
         // One scaler may serve several models, so remember which were unscaled.
         let model = Arc::as_ptr(&parameters.shared).addr();
         let found = self
@@ -228,7 +230,7 @@ impl GradScaler {
     /// The errors of the optimizer and of [`Self::unscale`].
     pub fn step(&mut self, optimizer: &mut Optimizer) -> Result<bool> {
         if self.options.enabled {
-            let is_finite = match self.unscaled_of(optimizer.parameters())? {
+            let is_finite = match self.find_unscaled(optimizer.parameters())? {
                 Some(unscaled) => unscaled.is_finite,
                 None => self.unscale(optimizer.parameters())?,
             };
@@ -294,13 +296,13 @@ impl GradScaler {
             return Ok(());
         }
         let options = GradScalerOptions {
-            init_scale: float(state, "scale")?,
-            growth_factor: float(state, "growth_factor")?,
-            backoff_factor: float(state, "backoff_factor")?,
-            growth_interval: count(state, "growth_interval")?,
+            init_scale: read_float(state, "scale")?,
+            growth_factor: read_float(state, "growth_factor")?,
+            backoff_factor: read_float(state, "backoff_factor")?,
+            growth_interval: read_count(state, "growth_interval")?,
             enabled: true,
         };
-        let growth_tracker = count(state, "_growth_tracker")?;
+        let growth_tracker = read_count(state, "_growth_tracker")?;
         let loaded = GradScaler {
             growth_tracker,
             ..GradScaler::new(options)?
@@ -319,19 +321,22 @@ impl GradScaler {
 }
 
 /// Reads a float from the state of a scaler.
-fn float(state: &StateDict, key: &'static str) -> Result<f64> {
-    value(state, key, "a float", PlainValue::as_float)
+fn read_float(state: &StateDict, key: &'static str) -> Result<f64> {
+    read_value(state, key, "a float", PlainValue::as_float)
 }
 
 /// Reads a count from the state of a scaler.
-fn count(state: &StateDict, key: &'static str) -> Result<u32> {
-    value(state, key, "a count", |value| {
+fn read_count(state: &StateDict, key: &'static str) -> Result<u32> {
+    read_value(state, key, "a count", |value| {
         u32::try_from(value.as_int()?).ok()
     })
 }
 
 /// Reads a value from the state of a scaler.
-fn value<T>(
+///
+/// # Errors
+/// [`ScalerError::State`] for a missing key, and for a value that `convert` does not accept.
+fn read_value<T>(
     state: &StateDict,
     key: &'static str,
     expected: &'static str,

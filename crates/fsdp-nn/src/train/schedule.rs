@@ -48,8 +48,8 @@ impl Schedule {
         if step < self.warmup {
             return step as f64 / self.warmup as f64;
         }
-        let decaying = self.steps.saturating_sub(self.warmup).max(1);
-        let progress = ((step - self.warmup) as f64 / decaying as f64).min(1.0);
+        let decay_steps = self.steps.saturating_sub(self.warmup).max(1);
+        let progress = ((step - self.warmup) as f64 / decay_steps as f64).min(1.0);
         match self.decay {
             Decay::Constant => 1.0,
             Decay::Cosine => 0.5 * (1.0 + (PI * progress).cos()),
@@ -68,9 +68,9 @@ impl Schedule {
     pub fn apply(&self, optimizer: &mut Optimizer, step: u64) -> Result<(), AlgorithmError> {
         let factor = self.factor(step);
         for group in optimizer.groups_mut() {
-            let base = group.initial_lr().unwrap_or_else(|| group.algorithm.lr());
-            group.algorithm.set_lr(base * factor)?;
-            group.set_initial_lr(base);
+            let base_lr = group.initial_lr().unwrap_or_else(|| group.algorithm.lr());
+            group.algorithm.set_lr(base_lr * factor)?;
+            group.set_initial_lr(base_lr);
         }
         Ok(())
     }

@@ -15,17 +15,17 @@ use crate::exchange::{Reduction, device};
 use crate::tasks;
 
 impl FlatParamHandle {
-    /// Prepares a backward that will reach the tensors in `reached`. The unit is done when the
-    /// backward has finished with those of its parameters that are among them.
-    pub(crate) fn begin_backward(&self, reached: &HashSet<TensorId>) {
+    /// Prepares a backward that will reach the tensors with the `reached_ids`. The unit is done
+    /// when the backward has finished with those of its parameters that are among them.
+    pub(crate) fn begin_backward(&self, reached_ids: &HashSet<TensorId>) {
         let mut expected = self.params_in_graph();
-        expected.retain(|&param| reached.contains(&self.params[param].tensor.id()));
+        expected.retain(|&param| reached_ids.contains(&self.params[param].tensor.id()));
         self.state().gradients.backward = Backward::Expecting(expected);
     }
 
     /// Prepares a backward in which this unit is reduced after all others, by
-    /// [`Self::reduce_rest`].
-    pub(crate) fn reduce_last(&self) {
+    /// [`Self::reduce_unreduced`].
+    pub(crate) fn defer_reduction(&self) {
         self.state().gradients.backward = Backward::ReducesLast;
     }
 
@@ -34,7 +34,7 @@ impl FlatParamHandle {
         let params = self.params.iter().enumerate();
         params
             .filter(|(_, param)| param.is_in_graph)
-            .map(|(number, _)| number)
+            .map(|(index, _)| index)
             .collect()
     }
 
@@ -58,7 +58,7 @@ impl FlatParamHandle {
             return Ok(());
         };
         expected.remove(&param);
-        if !expected.is_empty() || self.keeps_until_the_end() {
+        if !expected.is_empty() || self.keeps_params_until_the_end() {
             return Ok(());
         }
         self.end_backward_locked(&mut state)?;
@@ -73,7 +73,7 @@ impl FlatParamHandle {
 
     /// Returns `true` if it cannot be known when a backward no longer needs the parameters, because
     /// it does not come to all of them.
-    fn keeps_until_the_end(&self) -> bool {
+    fn keeps_params_until_the_end(&self) -> bool {
         self.needs_unshard() && self.params.iter().any(|param| !param.is_in_graph)
     }
 
@@ -84,21 +84,21 @@ impl FlatParamHandle {
             return Ok(());
         }
         for (param, _) in &received {
-            gradients.touched[*param] = true;
+            gradients.has_own_gradient[*param] = true;
         }
         let exchange = &self.exchange;
         // Several threads are fastest if they add to a buffer of zeros. A single one is faster if
         // it writes each element once, without zeros first.
         if gradients.unsharded.is_none() && exchange.device.is_cpu() && tasks::is_alone() {
-            let (first, others) = self.first_gradients(received);
-            gradients.unsharded = Some(self.flatten(first)?);
-            received = others;
+            let (first_grads, later_grads) = self.split_first_gradients(received);
+            gradients.unsharded = Some(self.make_flat_gradient(first_grads)?);
+            received = later_grads;
         }
-        let Unsharded { flat, written } = self.unsharded_or_zeros(&mut gradients.unsharded)?;
+        let Unsharded { flat, is_written } = self.unsharded_or_zeros(&mut gradients.unsharded)?;
         for (param, grad) in received {
             let grad = cast(grad, Some(exchange.reduce_dtype))?;
             let range = exchange.layout.param_range(param);
-            let accumulate = std::mem::replace(&mut written[param], true);
+            let accumulate = std::mem::replace(&mut is_written[param], true);
             if !exchange.device.is_cpu() {
                 device::copy_gradient(&grad, flat, range, accumulate)?;
             } else {
@@ -111,31 +111,31 @@ impl FlatParamHandle {
     }
 
     /// Splits gradients into the first one of each parameter, and the others.
-    fn first_gradients(
+    fn split_first_gradients(
         &self,
         received: Vec<(usize, Tensor)>,
     ) -> (Vec<Option<Tensor>>, Vec<(usize, Tensor)>) {
-        let mut first: Vec<Option<Tensor>> = vec![None; self.params.len()];
-        let mut others = Vec::new();
+        let mut first_grads: Vec<Option<Tensor>> = vec![None; self.params.len()];
+        let mut later_grads = Vec::new();
         for (param, grad) in received {
-            if first[param].is_some() {
-                others.push((param, grad));
+            if first_grads[param].is_some() {
+                later_grads.push((param, grad));
             } else {
-                first[param] = Some(grad);
+                first_grads[param] = Some(grad);
             }
         }
-        (first, others)
+        (first_grads, later_grads)
     }
 
     /// Makes the unsharded flat gradient of at most one gradient of each parameter.
-    fn flatten(&self, grads: Vec<Option<Tensor>>) -> Result<Unsharded> {
+    fn make_flat_gradient(&self, grads: Vec<Option<Tensor>>) -> Result<Unsharded> {
         let exchange = &self.exchange;
-        let written = grads.iter().map(Option::is_some).collect();
+        let is_written = grads.iter().map(Option::is_some).collect();
         let numel = exchange.layout.padded_unsharded_numel();
         let flat = with_float!(exchange.reduce_dtype, T => {
             Tensor::from_vec(flat_gradient::<T>(&exchange.layout, grads)?, numel, &exchange.device)?
         });
-        Ok(Unsharded { flat, written })
+        Ok(Unsharded { flat, is_written })
     }
 
     /// Returns the unsharded flat gradient, one of zeros if there was none.
@@ -145,9 +145,9 @@ impl FlatParamHandle {
     ) -> Result<&'g mut Unsharded> {
         match unsharded {
             Some(unsharded) => Ok(unsharded),
-            none => Ok(none.insert(Unsharded {
+            empty => Ok(empty.insert(Unsharded {
                 flat: self.zeros(self.exchange.layout.padded_unsharded_numel())?,
-                written: vec![false; self.params.len()],
+                is_written: vec![false; self.params.len()],
             })),
         }
     }
@@ -172,7 +172,7 @@ impl FlatParamHandle {
         }
         // First release the parameters, so that the gradients can use that memory. If this backward
         // runs inside a forward, the forward still needs the parameters.
-        if state.users == 0 {
+        if state.user_count == 0 {
             self.release()?;
         }
         self.flatten_received(&mut state.gradients)?;
@@ -192,7 +192,7 @@ impl FlatParamHandle {
     /// Reduces the gradients that are left at the end of a backward. `unreduced` is what all ranks
     /// have together: a rank that has less takes part with zeros, so that all ranks call the same
     /// collectives.
-    pub(crate) fn reduce_rest(&self, unreduced: Unreduced) -> Result<()> {
+    pub(crate) fn reduce_unreduced(&self, unreduced: Unreduced) -> Result<()> {
         let mut state = self.state();
         let gradients = &mut state.gradients;
         match unreduced {
@@ -226,11 +226,11 @@ impl FlatParamHandle {
         if reduction.unsharded.is_none() && reduction.partial.is_none() {
             return Ok(());
         }
-        let reduced = match &self.overlap {
+        let finished = match &self.overlap {
             Some(overlap) => overlap.reduce(&self.exchange, reduction)?,
             None => Some(self.exchange.reduce(reduction)?),
         };
-        self.add_reduced(gradients, reduced)
+        self.add_reduced(gradients, finished)
     }
 
     /// Waits for the reduction in the background, if there is one.
@@ -256,7 +256,7 @@ impl FlatParamHandle {
         let Some(reduced) = reduction.reduced else {
             return Ok(());
         };
-        self.shared.reductions.count_one();
+        self.shared.reductions.count_reduction();
         // The ranks agreed on which parameters have gradients before these came, so they must agree
         // again.
         gradients.has_gradient = None;

@@ -32,7 +32,7 @@ pub(super) struct Gradients {
     /// The gradient that has been reduced over all ranks, as long as the shard.
     pub(super) reduced: Option<Tensor>,
     /// `true` for each parameter that got a gradient on this rank since the last `zero_grad`.
-    pub(super) touched: Vec<bool>,
+    pub(super) has_own_gradient: Vec<bool>,
     /// `true` for each parameter that got a gradient on any rank; `None` where the ranks have not
     /// agreed on it.
     pub(super) has_gradient: Option<Vec<bool>>,
@@ -43,19 +43,19 @@ pub(super) struct Gradients {
 pub(super) struct Unsharded {
     pub(super) flat: Tensor,
     /// `true` for each parameter whose gradient has been written.
-    pub(super) written: Vec<bool>,
+    pub(super) is_written: Vec<bool>,
 }
 
 impl Gradients {
     /// Makes the state of a unit of so many parameters before its first backward.
-    pub(super) fn new(params: usize) -> Self {
+    pub(super) fn new(param_count: usize) -> Self {
         Gradients {
             backward: Backward::Idle,
             received: Vec::new(),
             unsharded: None,
             partial: None,
             reduced: None,
-            touched: vec![false; params],
+            has_own_gradient: vec![false; param_count],
             has_gradient: None,
         }
     }

@@ -23,7 +23,7 @@ pub(crate) const FLAT_PARAM: &str = "_flat_param";
 pub(crate) struct UnitSpec {
     pub(crate) name: String,
     /// The number of the unit in the model, which is the same on all ranks.
-    pub(crate) number: usize,
+    pub(crate) unit_number: usize,
     pub(crate) is_root: bool,
     pub(crate) params: Vec<Parameter>,
     /// This rank's initial values, on the host.
@@ -61,7 +61,7 @@ pub(super) struct HandleState {
     /// The forward that gathered the parameters.
     gathered_in_forward: u64,
     /// The number of guards that keep the parameters as they are now.
-    pub(super) users: usize,
+    pub(super) user_count: usize,
     /// The version of the unit's values: that of the model ([`FlatParamHandle::version`]) at their
     /// last change.
     version: u64,
@@ -75,7 +75,7 @@ pub(crate) struct InUse(Arc<FlatParamHandle>);
 
 impl InUse {
     pub(crate) fn new(handle: &Arc<FlatParamHandle>) -> Self {
-        handle.state().users += 1;
+        handle.state().user_count += 1;
         InUse(Arc::clone(handle))
     }
 }
@@ -83,8 +83,8 @@ impl InUse {
 impl Drop for InUse {
     fn drop(&mut self) {
         let mut state = self.0.state();
-        state.users -= 1;
-        if state.users == 0 && self.0.reshards_after_forward() {
+        state.user_count -= 1;
+        if state.user_count == 0 && self.0.reshards_after_forward() {
             // If this fails (only a GPU's driver can), the parameters stay gathered, and are still
             // counted as such.
             let _ = self.0.release();
@@ -100,13 +100,13 @@ impl FlatParamHandle {
         shared: Arc<Shared>,
         overlap: Option<Arc<Overlap>>,
     ) -> Result<Self> {
-        let first = &unit
+        let first_tensor = &unit
             .params
             .first()
             .expect("a unit without parameters is not built")
             .tensor;
-        let compute_dtype = first.dtype();
-        let device = first.device().clone();
+        let compute_dtype = first_tensor.dtype();
+        let device = first_tensor.device().clone();
         let dtype = unit.flat.shard().dtype();
         let layout = unit.flat.layout().clone();
         let shard_device = if unit.cpu_offload {
@@ -132,8 +132,8 @@ impl FlatParamHandle {
             )?)
         };
         let exchange = UnitExchange {
-            number: unit.number,
-            groups: unit.groups.labelled(&unit.name),
+            unit_number: unit.unit_number,
+            groups: unit.groups.with_label(&unit.name),
             name: unit.name,
             layout,
             dtype,
@@ -153,7 +153,7 @@ impl FlatParamHandle {
             shared,
             state: Mutex::new(HandleState {
                 gathered_in_forward: 0,
-                users: 0,
+                user_count: 0,
                 version: 0,
                 gradients: Gradients::new(unit.params.len()),
             }),
@@ -178,8 +178,8 @@ impl FlatParamHandle {
     }
 
     /// Returns the number of the unit in the model, which is the same on all ranks.
-    pub(crate) fn number(&self) -> usize {
-        self.exchange.number
+    pub(crate) fn unit_number(&self) -> usize {
+        self.exchange.unit_number
     }
 
     pub(crate) fn layout(&self) -> &FlatLayout {
@@ -286,7 +286,7 @@ impl FlatParamHandle {
 
     /// Returns this rank's elements of a parameter, or of values like it, as boxes. `flat` is
     /// `None` for no elements.
-    pub(crate) fn boxed(&self, param: usize, flat: Option<&Tensor>) -> Result<ShardedTensor> {
+    pub(crate) fn to_boxes(&self, param: usize, flat: Option<&Tensor>) -> Result<ShardedTensor> {
         let shape = &self.layout().shapes()[param];
         Ok(match flat {
             Some(flat) => {
@@ -333,8 +333,8 @@ impl FlatParamHandle {
 
     /// Returns `true` for each parameter that got a gradient on this rank since the last
     /// `zero_grad`.
-    pub(crate) fn touched(&self) -> Vec<bool> {
-        self.state().gradients.touched.clone()
+    pub(crate) fn has_own_gradient(&self) -> Vec<bool> {
+        self.state().gradients.has_own_gradient.clone()
     }
 
     /// Sets what the ranks have agreed on: `true` for each parameter that got a gradient on any
@@ -358,11 +358,11 @@ impl FlatParamHandle {
         let mut state = self.state();
         // An earlier forward may have gathered them, and somebody may have written into lent shards
         // since. Lending is the same on all ranks, so all of them gather again.
-        if state.users == 0 && self.shared.may_be_stale(state.gathered_in_forward) {
+        if state.user_count == 0 && self.shared.may_be_stale(state.gathered_in_forward) {
             self.release()?;
         }
         self.unshard_locked(&mut state)?;
-        state.users += 1;
+        state.user_count += 1;
         Ok(InUse(Arc::clone(self)))
     }
 
@@ -386,7 +386,7 @@ impl FlatParamHandle {
         };
         self.fill_storages(gathered)?;
         self.exchange.set_unsharded(true);
-        state.gathered_in_forward = self.shared.forwards.number();
+        state.gathered_in_forward = self.shared.forwards.last_number();
         self.shared
             .memory
             .count_held(self.exchange.unsharded_bytes());
@@ -444,7 +444,7 @@ impl FlatParamHandle {
 
     /// Checks that no forward computes with the parameters now.
     fn check_unused(&self, state: &HandleState) -> Result<()> {
-        if state.users > 0 {
+        if state.user_count > 0 {
             Err(NnError::UnitInUse {
                 unit: self.name().to_owned(),
             })
@@ -490,11 +490,11 @@ impl FlatParamHandle {
         let exchange = Arc::clone(&self.exchange);
         // Run the gather in the same queue as the units' other collectives, so that their order is
         // the same on all ranks.
-        let whole = match &self.overlap {
+        let gathered = match &self.overlap {
             Some(overlap) => overlap.run(move || exchange.all_gather_flat())?,
             None => exchange.all_gather_flat()?,
         };
-        let Some(whole) = whole else {
+        let Some(gathered) = gathered else {
             return self
                 .params
                 .iter()
@@ -504,7 +504,7 @@ impl FlatParamHandle {
         let mut params = Vec::with_capacity(self.params.len());
         for (index, shape) in self.layout().shapes().iter().enumerate() {
             let range = self.layout().param_range(index);
-            let flat = whole.narrow(0, range.start, range.len())?;
+            let flat = gathered.narrow(0, range.start, range.len())?;
             params.push(owned_copy(&flat.reshape(shape.as_slice())?)?);
         }
         Ok(params)

@@ -27,18 +27,18 @@ type Leaves = HashMap<TensorId, Option<Weak<ParameterSlot>>>;
 /// reveal the operation that made it.
 static LEAVES: LazyLock<Mutex<Leaves>> = LazyLock::new(Mutex::default);
 
-fn leaves() -> MutexGuard<'static, Leaves> {
+fn lock_leaves() -> MutexGuard<'static, Leaves> {
     lock(&LEAVES)
 }
 
-/// Returns the slot of a tensor that is a parameter.
+/// Returns the slot of a tensor that is a parameter; `None` for other tensors.
 pub(crate) fn parameter_of(tensor: &Tensor) -> Option<Arc<ParameterSlot>> {
-    leaves().get(&tensor.id())?.as_ref()?.upgrade()
+    lock_leaves().get(&tensor.id())?.as_ref()?.upgrade()
 }
 
 /// Returns `true` if a tensor is the anchor variable of a parameter.
 pub(crate) fn is_anchor(tensor: &Tensor) -> bool {
-    matches!(leaves().get(&tensor.id()), Some(None))
+    matches!(lock_leaves().get(&tensor.id()), Some(None))
 }
 
 /// Returns `true` if a tensor is computed from a parameter that was built to be trained, or from a
@@ -107,7 +107,7 @@ pub(crate) struct ParameterSlot {
 impl Drop for ParameterSlot {
     fn drop(&mut self) {
         // The ids of tensors are not used again, but the map would grow with every model.
-        let mut leaves = leaves();
+        let mut leaves = lock_leaves();
         for id in self.tensors.get().into_iter().flatten() {
             leaves.remove(id);
         }
@@ -116,7 +116,7 @@ impl Drop for ParameterSlot {
 
 impl ParameterSlot {
     /// Sets the unit that the parameter belongs to, and its number there.
-    pub(crate) fn set(&self, unit: &Arc<FlatParamHandle>, param: usize) {
+    pub(crate) fn set_place(&self, unit: &Arc<FlatParamHandle>, param: usize) {
         self.place
             .set((Arc::downgrade(unit), param))
             .expect("each parameter belongs to one unit");
@@ -125,7 +125,7 @@ impl ParameterSlot {
     /// Records the tensor of the parameter and its anchor variable.
     pub(crate) fn set_tensors(self: &Arc<Self>, parameter: &Tensor, anchor: &Tensor) {
         let ids = [parameter.id(), anchor.id()];
-        let mut leaves = leaves();
+        let mut leaves = lock_leaves();
         leaves.insert(ids[0], Some(Arc::downgrade(self)));
         leaves.insert(ids[1], None);
         self.tensors.set(ids).expect("a parameter has one tensor");

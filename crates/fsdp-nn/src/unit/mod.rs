@@ -90,10 +90,10 @@ impl<M> Unit<M> {
         let Some(handle) = self.handle() else {
             return f(&self.module);
         };
-        let whole = handle.unshard_for_forward()?;
-        let computed = f(&self.module).map_err(|error| handle.shared.explain(error))?;
+        let guard = handle.unshard_for_forward()?;
+        let computed = f(&self.module).map_err(|error| handle.shared.explain_error(error))?;
         // Release the parameters before anything else takes memory.
-        drop(whole);
+        drop(guard);
         let output = computed.map_tensors(&mut |tensor| handle.cast_output(tensor))?;
         if !handle.needs_unshard() && handle.is_built_frozen() {
             return cut_graph(output);

@@ -134,14 +134,14 @@ pub fn recompute(
 ) -> Result<Tensor> {
     // Step 1: compute the output from stand-ins for the inputs: variables without a history, so
     // that the graph ends there.
-    let kept: Vec<Input> = inputs.iter().map(|input| Input::new(input)).collect();
-    let stand_ins = stand_ins(&kept)?;
+    let part_inputs: Vec<Input> = inputs.iter().map(|input| Input::new(input)).collect();
+    let stand_ins = make_stand_ins(&part_inputs)?;
     let output = f(&stand_ins)?;
     // Step 2: find the tensors that gradients go to.
     // A backward comes to them in the reverse order.
     let nodes = output.sorted_nodes().into_iter().rev();
     let mut targets: Vec<Target> = nodes
-        .filter_map(|node| target_of(node, &stand_ins))
+        .filter_map(|node| find_target(node, &stand_ins))
         .collect();
     if targets.is_empty() {
         return Ok(output.detach());
@@ -159,7 +159,7 @@ pub fn recompute(
     let tensors: Vec<Tensor> = targets.iter().map(|target| target.tensor(inputs)).collect();
     let part = Arc::new(Part {
         f: Box::new(f),
-        inputs: kept,
+        inputs: part_inputs,
         targets,
         gradients: Mutex::default(),
     });
@@ -196,9 +196,9 @@ impl Input {
         }
     }
 
-    /// Returns the tensor that the part computes with: a variable if a gradient may go to the
+    /// Makes the tensor that the part computes with: a variable if a gradient may go to the
     /// input.
-    fn stand_in(&self) -> Result<Tensor> {
+    fn make_stand_in(&self) -> Result<Tensor> {
         if self.is_tracked {
             Ok(Var::from_tensor(&self.value)?.into_inner())
         } else {
@@ -207,9 +207,10 @@ impl Input {
     }
 }
 
-/// Returns the inputs as a part computes with them: variables where gradients may go to them.
-fn stand_ins(inputs: &[Input]) -> Result<Vec<Tensor>> {
-    inputs.iter().map(Input::stand_in).collect()
+/// Makes the tensors that a part computes with in place of its inputs: variables where gradients
+/// may go to them.
+fn make_stand_ins(inputs: &[Input]) -> Result<Vec<Tensor>> {
+    inputs.iter().map(Input::make_stand_in).collect()
 }
 
 /// A tensor that a gradient goes to.
@@ -237,7 +238,7 @@ impl Target {
 }
 
 /// Returns the target that a node of the graph is; `None` for a node in the middle of it.
-fn target_of(node: &Tensor, stand_ins: &[Tensor]) -> Option<Target> {
+fn find_target(node: &Tensor, stand_ins: &[Tensor]) -> Option<Target> {
     if let Some(input) = stand_ins
         .iter()
         .position(|stand_in| stand_in.id() == node.id())
@@ -269,7 +270,11 @@ struct Part {
 }
 
 impl Part {
-    /// Computes the part again, and from the gradient of its output the gradients of all targets.
+    /// Computes the part again, and from the gradient of its output the gradients of all targets,
+    /// which the links then pass on.
+    ///
+    /// # Errors
+    /// Values that have changed since the forward; a part that computes something else this time.
     fn compute_gradients(&self, node: &Tensor, grad: &Tensor) -> Result<()> {
         for target in &self.targets {
             if let Target::Parameter {
@@ -281,35 +286,35 @@ impl Part {
                 slot.check_unchanged(*version_at_forward)?;
             }
         }
-        let stand_ins = stand_ins(&self.inputs)?;
+        let stand_ins = make_stand_ins(&self.inputs)?;
         // From here on gradients of parameters are collected instead of passed to their units.
         let inner = InnerBackward::begin();
         let output = (self.f)(&stand_ins)?;
         // A function that depends on anything but its inputs may show here.
         if output.shape() != node.shape() || output.dtype() != node.dtype() {
-            return Err(not_the_same());
+            return Err(recompute_mismatch_error());
         }
         // candle's backward begins at a single number. The gradient of this sum by `output` is
         // exactly `grad`.
-        let mut found = (output * grad)?.sum_all()?.backward()?;
+        let mut store = (output * grad)?.sum_all()?.backward()?;
         let mut parameters = inner.end();
         let gradients = self.targets.iter().map(|target| match target {
-            Target::Input(index) => found.remove(&stand_ins[*index]),
+            Target::Input(index) => store.remove(&stand_ins[*index]),
             Target::Parameter { tensor, .. } => parameters.remove(&tensor.id()),
-            Target::Variable(tensor) => found.remove(tensor),
+            Target::Variable(tensor) => store.remove(tensor),
         });
         *lock(&self.gradients) = gradients.collect();
         // The remaining gradients are of parameters that the first forward did not use.
         if parameters.is_empty() {
             Ok(())
         } else {
-            Err(not_the_same())
+            Err(recompute_mismatch_error())
         }
     }
 }
 
 /// Returns the error of a part that computes something else the second time.
-fn not_the_same() -> candle_core::Error {
+fn recompute_mismatch_error() -> candle_core::Error {
     candle_core::Error::Msg(
         "a recomputed part of the model computes something else in the backward than in the \
          forward"
@@ -343,7 +348,7 @@ impl CustomOp1 for Node {
         let (storage, layout) = output.storage_and_layout();
         match &*storage {
             candle_core::Storage::Cpu(storage) => copy_contiguous(storage, layout),
-            _ => Err(not_the_same()),
+            _ => Err(recompute_mismatch_error()),
         }
     }
 
@@ -357,7 +362,7 @@ impl CustomOp1 for Node {
         let (storage, layout) = output.storage_and_layout();
         match &*storage {
             candle_core::Storage::Cuda(storage) => copy_contiguous(storage, layout),
-            _ => Err(not_the_same()),
+            _ => Err(recompute_mismatch_error()),
         }
     }
 
@@ -413,7 +418,7 @@ impl CustomOp2 for Link {
         let gradient = lock(&self.part.gradients)
             .get_mut(self.index)
             .and_then(Option::take)
-            .ok_or_else(not_the_same)?;
+            .ok_or_else(recompute_mismatch_error)?;
         Ok((token.track_op().then(|| grad.clone()), Some(gradient)))
     }
 }

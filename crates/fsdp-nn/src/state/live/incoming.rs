@@ -8,7 +8,7 @@ use crate::algorithm::Initial;
 use crate::error::{NnError, Result};
 use crate::optimizer::{GroupUpdate, Optimizer};
 use crate::state::OptimStateError;
-use crate::state::entry::{EntryPlan, Saved};
+use crate::state::entry::{EntryPlan, SavedValue};
 use crate::state::saved::SavedOptim;
 
 /// A load into an optimizer that is not in use yet. The first value that does not fit is an error
@@ -43,14 +43,14 @@ impl Incoming {
     ) -> Result<Self> {
         // A parameter without state is reported once, not again for the group that does not name
         // it. In an exact load it goes with the others of its group.
-        let lacks_state = if exact.is_some() {
+        let fqns_without_state = if exact.is_some() {
             HashSet::new()
         } else {
-            missing_states(optimizer, saved)?
+            find_fqns_without_state(optimizer, saved)?
         };
         let mut missing = Vec::new();
         let groups = saved.groups.match_with(optimizer, &mut missing, |fqn| {
-            exact.is_some() || lacks_state.contains(fqn)
+            exact.is_some() || fqns_without_state.contains(fqn)
         })?;
         // A group that was not saved (`param_groups.<index>` in `missing`) keeps its
         // hyperparameters. A group that was saved must have all of them; one that it lacks is
@@ -65,10 +65,10 @@ impl Incoming {
         let mut plans = Vec::with_capacity(optimizer.locals().len());
         for local in optimizer.locals() {
             let fqns = local.fqns();
-            let first = &fqns[0];
+            let first_fqn = &fqns[0];
             let entries: Vec<_> = fqns
                 .iter()
-                .map(|fqn| saved.states.get(fqn).filter(|e| !e.is_empty()))
+                .map(|fqn| saved.states.get(fqn).filter(|entries| !entries.is_empty()))
                 .collect();
             let (algorithm, _) = &groups[local.group];
             let plan = match EntryPlan::new(local, algorithm, &entries, exact.is_none(), cast) {
@@ -86,7 +86,7 @@ impl Incoming {
                     let fqn = if local.is_flat {
                         local.name()
                     } else {
-                        first.clone()
+                        first_fqn.clone()
                     };
                     return Err(OptimStateError::MissingEntry {
                         fqn,
@@ -94,7 +94,7 @@ impl Incoming {
                     }
                     .into());
                 }
-                missing.push(format!("{first}.{name}"));
+                missing.push(format!("{first_fqn}.{name}"));
             }
             plans.push(plan);
         }
@@ -103,12 +103,12 @@ impl Incoming {
             // each.
             Some(exact) => {
                 if !exact.allow_missing_state && optimizer.parameters().use_orig_params() {
-                    check_presence(optimizer, saved)?;
+                    check_all_have_state(optimizer, saved)?;
                 }
             }
             None => report
                 .missing
-                .extend(missing.into_iter().chain(lacks_state)),
+                .extend(missing.into_iter().chain(fqns_without_state)),
         }
         Ok(Incoming { plans, groups })
     }
@@ -118,7 +118,7 @@ impl Incoming {
 /// has some from the first step on and others have been saved. A frozen parameter never has any. An
 /// optimizer that has never stepped saves no state at all. An optimizer that has not stepped either
 /// misses nothing then, but one that has stepped would lose its own state.
-fn missing_states(optimizer: &Optimizer, saved: &SavedOptim) -> Result<HashSet<String>> {
+fn find_fqns_without_state(optimizer: &Optimizer, saved: &SavedOptim) -> Result<HashSet<String>> {
     let mut missing = HashSet::new();
     if saved.states.is_empty() && optimizer.is_fresh() {
         return Ok(missing);
@@ -154,7 +154,7 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
             };
             Ok(Mismatch {
                 fqn: format!("{fqn}.{name}"),
-                saved: entry.map_or_else(String::new, Saved::describe),
+                saved: entry.map_or_else(String::new, SavedValue::describe),
                 current: format!("{dtype} {shape:?}"),
             })
         }
@@ -168,20 +168,20 @@ fn as_mismatch(error: NnError, optimizer: &Optimizer, saved: &SavedOptim) -> Res
 }
 
 /// Refuses state of some of a unit's trained parameters without that of others.
-fn check_presence(optimizer: &Optimizer, saved: &SavedOptim) -> Result<()> {
-    let lacking = missing_states(optimizer, saved)?;
+fn check_all_have_state(optimizer: &Optimizer, saved: &SavedOptim) -> Result<()> {
+    let lacking = find_fqns_without_state(optimizer, saved)?;
     for handle in &optimizer.parameters().handles {
         let params = handle.params.iter().zip(handle.layout().numels());
         let mut lacking =
             params.filter(|(param, numel)| **numel > 0 && lacking.contains(&param.fqn));
-        let other = handle
+        let stateful = handle
             .params
             .iter()
             .find(|param| saved.has_state(&param.fqn));
-        if let (Some((param, _)), Some(other)) = (lacking.next(), other) {
+        if let (Some((param, _)), Some(stateful)) = (lacking.next(), stateful) {
             return Err(OptimStateError::MissingState {
                 fqn: param.fqn.clone(),
-                other: other.fqn.clone(),
+                other: stateful.fqn.clone(),
             }
             .into());
         }

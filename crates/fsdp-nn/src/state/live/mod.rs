@@ -14,8 +14,8 @@ use fsdp_state::{
 
 pub(crate) use self::incoming::ExactLoad;
 use self::incoming::Incoming;
-use super::entry::Home;
-use super::groups::number;
+use super::entry::MemoryKind;
+use super::groups::to_number;
 use super::names::{OptimKey, names_that_count};
 use super::saved::LoadContext;
 use super::views::persistent_buffers;
@@ -61,7 +61,7 @@ type Rename<'a> = dyn Fn(&str) -> String + 'a;
 
 /// The positions of a source's leaves, by the part of the target that they belong to.
 #[derive(Default)]
-struct Sorted {
+struct SortedLeaves {
     model: Vec<(String, usize)>,
     optim: Vec<(OptimKey, usize)>,
     /// Keys among the optimizers' that are nothing that these optimizers can take.
@@ -73,7 +73,7 @@ struct Sorted {
 struct Destination {
     /// The memory that it goes to, and its kind; `None` if it gets fresh memory, which is taken
     /// over when it is filled.
-    memory: Option<(StateValue, Home)>,
+    memory: Option<(StateValue, MemoryKind)>,
     part: TargetPart,
 }
 
@@ -168,7 +168,7 @@ impl<'a> LiveTarget<'a> {
 
     /// Lets the load end with an error at the first value that does not fit the optimizers, instead
     /// of a report of all such values. The optimizers must not be in use yet.
-    pub(crate) fn exact(mut self, exact: ExactLoad) -> Self {
+    pub(crate) fn with_exact_load(mut self, exact: ExactLoad) -> Self {
         self.arguments.clone_from(&exact.arguments);
         self.exact = Some(exact);
         self
@@ -182,9 +182,9 @@ impl<'a> LiveTarget<'a> {
         plan: &mut Plan,
     ) -> Result<()> {
         // Renaming must not make one of two names.
-        let mut named: HashMap<&str, usize> = HashMap::new();
+        let mut positions_by_name: HashMap<&str, usize> = HashMap::new();
         for (name, position) in model {
-            if named.insert(name, *position).is_some() {
+            if positions_by_name.insert(name, *position).is_some() {
                 return Err(StateError::DuplicateKey { key: name.clone() }.into());
             }
         }
@@ -192,7 +192,7 @@ impl<'a> LiveTarget<'a> {
         // A tied parameter is loaded once, from the name that counts.
         let chosen = names_that_count(
             parameters,
-            named
+            positions_by_name
                 .keys()
                 .copied()
                 .filter(|name| parameters.contains(name)),
@@ -207,7 +207,7 @@ impl<'a> LiveTarget<'a> {
             let value = parameters.parameter(fqn)?.into();
             let wanted = Wanted::fit(
                 load.schema,
-                named[name],
+                positions_by_name[name],
                 || (*name).to_owned(),
                 &value,
                 load.options,
@@ -215,7 +215,7 @@ impl<'a> LiveTarget<'a> {
             self.request_live(wanted, value, TargetPart::Parameter(fqn.to_owned()), plan);
         }
         for (name, value) in persistent_buffers(parameters) {
-            match named.remove(name) {
+            match positions_by_name.remove(name) {
                 None => plan.report.missing.push(name.to_owned()),
                 Some(position) => {
                     let wanted = Wanted::fit(
@@ -231,7 +231,9 @@ impl<'a> LiveTarget<'a> {
         }
         // Parameters are left, some under several names of which one is loaded, and what the model
         // does not have.
-        let unknown = named.into_keys().filter(|name| !parameters.contains(name));
+        let unknown = positions_by_name
+            .into_keys()
+            .filter(|name| !parameters.contains(name));
         plan.report.unexpected.extend(unknown.map(str::to_owned));
         Ok(())
     }
@@ -261,10 +263,10 @@ impl<'a> LiveTarget<'a> {
             }
             Ok(wanted) => {
                 let destination = Destination {
-                    memory: Some((value, Home::Live)),
+                    memory: Some((value, MemoryKind::Live)),
                     part,
                 };
-                ask_for(wanted, destination, &mut self.destinations, plan);
+                request_tensor(wanted, destination, &mut self.destinations, plan);
             }
             Err(mismatch) => plan.report.mismatched.push(mismatch),
         }
@@ -281,29 +283,29 @@ impl<'a> LiveTarget<'a> {
         plan: &mut Plan,
     ) -> Result<()> {
         let Some(current) = self.values.take() else {
-            let others = positions
+            let unexpected = positions
                 .iter()
                 .filter_map(|&position| load.schema.get(position));
             plan.report
                 .unexpected
-                .extend(others.map(|(path, _)| path.flat_key()));
+                .extend(unexpected.map(|(path, _)| path.flat_key()));
             return Ok(());
         };
         // Names that are still unexpected are refused on all ranks alike, because tensors here are
         // each rank's own.
         plan.refuses_unexpected = true;
         let mut new_values = current.clone();
-        let mut saved: HashSet<KeyPath> = HashSet::new();
+        let mut saved_paths: HashSet<KeyPath> = HashSet::new();
         // The paths of the containers that were saved around the values which only the source has.
-        let mut opened: HashSet<KeyPath> = HashSet::new();
+        let mut opened_paths: HashSet<KeyPath> = HashSet::new();
         for &position in positions {
             let Some((path, leaf)) = load.schema.get(position) else {
                 continue;
             };
-            saved.insert(path.clone());
+            saved_paths.insert(path.clone());
             match (get_element(current, path), load.values.get(&position)) {
                 (Some(StateValue::Plain(_)), Some(StateValue::Tensor(tensor))) => {
-                    set_element(&mut new_values, path, number(tensor)?)?;
+                    set_element(&mut new_values, path, to_number(tensor)?)?;
                 }
                 (
                     Some(StateValue::Plain(_) | StateValue::List(_) | StateValue::Tuple(_)),
@@ -312,7 +314,7 @@ impl<'a> LiveTarget<'a> {
                     set_element(&mut new_values, path, value.copy()?)?;
                 }
                 (None, Some(value)) => match set_element(&mut new_values, path, value.copy()?) {
-                    Ok(()) => opened
+                    Ok(()) => opened_paths
                         .extend((1..path.0.len()).map(|depth| KeyPath(path.0[..depth].to_vec()))),
                     // A value that is no container lies on the way.
                     Err(StateError::WrongContainer { expected, .. }) => {
@@ -326,8 +328,9 @@ impl<'a> LiveTarget<'a> {
                 },
                 (
                     Some(
-                        here
-                        @ (StateValue::Tensor(_) | StateValue::Sharded(_) | StateValue::Raw(_)),
+                        current_value @ (StateValue::Tensor(_)
+                        | StateValue::Sharded(_)
+                        | StateValue::Raw(_)),
                     ),
                     _,
                 ) => {
@@ -335,16 +338,21 @@ impl<'a> LiveTarget<'a> {
                         load.schema,
                         position,
                         || path.flat_key(),
-                        here,
+                        current_value,
                         load.options,
                     );
-                    self.request_live(wanted, here.clone(), TargetPart::Value(path.clone()), plan);
+                    self.request_live(
+                        wanted,
+                        current_value.clone(),
+                        TargetPart::Value(path.clone()),
+                        plan,
+                    );
                 }
-                (Some(here), _) => {
+                (Some(current_value), _) => {
                     plan.report.mismatched.push(Mismatch {
                         fqn: path.flat_key(),
                         saved: leaf.to_string(),
-                        current: here.kind().to_owned(),
+                        current: current_value.kind().to_owned(),
                     });
                 }
                 (None, None) => plan.report.unexpected.push(path.flat_key()),
@@ -352,9 +360,9 @@ impl<'a> LiveTarget<'a> {
         }
         // A list of plain values is one value in some formats, and its elements are in others.
         for (path, _) in Schema::from_state(current)?.iter() {
-            let is_saved =
-                (1..=path.0.len()).any(|depth| saved.contains(&KeyPath(path.0[..depth].to_vec())));
-            if !is_saved && !opened.contains(path) {
+            let is_saved = (1..=path.0.len())
+                .any(|depth| saved_paths.contains(&KeyPath(path.0[..depth].to_vec())));
+            if !is_saved && !opened_paths.contains(path) {
                 plan.report.missing.push(path.flat_key());
             }
         }
@@ -364,22 +372,22 @@ impl<'a> LiveTarget<'a> {
     }
 
     /// Sorts the positions of a source's leaves by the part of the target that they belong to.
-    fn sort(&self, schema: &Schema) -> Sorted {
+    fn sort_leaves(&self, schema: &Schema) -> SortedLeaves {
         let optim = self.prefixes.optim.as_ref();
         let model = self.prefixes.model.as_ref();
-        let mut sorted = Sorted::default();
+        let mut sorted = SortedLeaves::default();
         for (position, (path, _)) in schema.iter().enumerate() {
-            if let Some(inside) = optim.and_then(|prefix| path.below(prefix)) {
-                let key = OptimKey::read(&inside.0, &|name| {
+            if let Some(inner_path) = optim.and_then(|prefix| path.below(prefix)) {
+                let key = OptimKey::read(&inner_path.0, &|name| {
                     self.parameters.contains(&(self.rename_in_optimizers)(name))
                 });
                 match key {
                     // Without an optimizer nothing can be taken.
                     Some(key) if !self.optimizers.is_empty() => sorted.optim.push((key, position)),
-                    _ => sorted.unreadable.push(inside.flat_key()),
+                    _ => sorted.unreadable.push(inner_path.flat_key()),
                 }
-            } else if let Some(inside) = model.and_then(|prefix| path.below(prefix)) {
-                let name = (self.rename)(&inside.flat_key());
+            } else if let Some(inner_path) = model.and_then(|prefix| path.below(prefix)) {
+                let name = (self.rename)(&inner_path.flat_key());
                 sorted.model.push((name, position));
             } else {
                 sorted.values.push(position);
@@ -395,10 +403,10 @@ impl Target for LiveTarget<'_> {
     fn plan<E: From<NnError>>(
         &mut self,
         schema: &Schema,
-        small: &dyn Fn(&[usize]) -> Result<Values, E>,
+        read_small_values: &dyn Fn(&[usize]) -> Result<Values, E>,
         options: &LoadOptions,
     ) -> Result<Plan, E> {
-        let mut sorted = self.sort(schema);
+        let mut sorted = self.sort_leaves(schema);
         let mut positions: Vec<usize> =
             sorted.optim.iter().map(|(_, position)| *position).collect();
         if self.values.is_some() {
@@ -406,7 +414,7 @@ impl Target for LiveTarget<'_> {
         }
         let load = LoadContext {
             schema,
-            values: &small(&positions)?,
+            values: &read_small_values(&positions)?,
             options,
         };
         if self.is_live() {
@@ -439,7 +447,7 @@ impl Target for LiveTarget<'_> {
 
     fn memory(&mut self, wanted: &Wanted) -> Result<Memory, StateError> {
         match &self.destinations[wanted.place].memory {
-            Some((StateValue::Sharded(tensor), Home::Unfilled)) => {
+            Some((StateValue::Sharded(tensor), MemoryKind::Unfilled)) => {
                 Ok(Memory::Unfilled(tensor.clone()))
             }
             Some((value, _)) => Memory::live(value),
@@ -459,7 +467,11 @@ impl Target for LiveTarget<'_> {
                 if let (Some(plan), StateValue::Tensor(tensor)) =
                     (&mut self.incoming[optimizer].plans[local], tensor)
                 {
-                    plan.take_whole(&self.optimizers[optimizer].locals()[local], name, tensor)?;
+                    plan.set_whole_tensor(
+                        &self.optimizers[optimizer].locals()[local],
+                        name,
+                        tensor,
+                    )?;
                 }
             }
             TargetPart::UserState(path) => set_element(
@@ -489,7 +501,7 @@ impl Target for LiveTarget<'_> {
     fn lends_live(&self, wanted: &Wanted) -> bool {
         matches!(
             self.destinations[wanted.place].memory,
-            Some((_, Home::Live))
+            Some((_, MemoryKind::Live))
         )
     }
 
@@ -512,7 +524,7 @@ impl Target for LiveTarget<'_> {
                 self.parameters.begin_change(fqn)?;
             }
         }
-        let is_loaded = !self.incoming.is_empty() || !self.user_state.is_empty();
+        let has_loaded_state = !self.incoming.is_empty() || !self.user_state.is_empty();
         for (optimizer, incoming) in self
             .optimizers
             .iter_mut()
@@ -525,7 +537,7 @@ impl Target for LiveTarget<'_> {
                 .collect();
             optimizer.replace_state(states, incoming.groups)?;
         }
-        if is_loaded {
+        if has_loaded_state {
             give_user_state(&mut self.optimizers, std::mem::take(&mut self.user_state));
         }
         if let Some(values) = &mut self.values {
@@ -536,7 +548,7 @@ impl Target for LiveTarget<'_> {
 }
 
 /// Asks for a tensor that goes to a destination.
-fn ask_for(
+fn request_tensor(
     wanted: Wanted,
     destination: Destination,
     destinations: &mut Vec<Destination>,
@@ -558,17 +570,17 @@ fn ask_for(
 
 /// Gives state under users' keys to the optimizers that had it before, or else to the first.
 fn give_user_state(optimizers: &mut [&mut Optimizer], user_state: StateDict) {
-    let mut of_optimizer: Vec<StateDict> = optimizers.iter().map(|_| StateDict::new()).collect();
+    let mut states: Vec<StateDict> = optimizers.iter().map(|_| StateDict::new()).collect();
     for (key, value) in user_state {
         let holder = optimizers
             .iter()
             .position(|optimizer| optimizer.user_state().contains_key(&key))
             .unwrap_or(0);
-        if let Some(state) = of_optimizer.get_mut(holder) {
+        if let Some(state) = states.get_mut(holder) {
             state.insert(key, value);
         }
     }
-    for (optimizer, state) in optimizers.iter_mut().zip(of_optimizer) {
+    for (optimizer, state) in optimizers.iter_mut().zip(states) {
         optimizer.set_user_state(state);
     }
 }

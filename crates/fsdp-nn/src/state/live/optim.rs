@@ -5,7 +5,7 @@ use fsdp_state::engine::{Plan, Wanted};
 use fsdp_state::set_element;
 
 use super::incoming::Incoming;
-use super::{Destination, LiveTarget, TargetPart, ask_for};
+use super::{Destination, LiveTarget, TargetPart, request_tensor};
 use crate::error::Result;
 use crate::optimizer::Optimizer;
 use crate::state::OptimStateError;
@@ -29,7 +29,7 @@ impl LiveTarget<'_> {
             .collect();
         let mut saved = SavedOptim::new(self.parameters, load, parts, &self.rename_in_optimizers)?;
         if self.exact.is_some() {
-            check_known(&optimizers, &saved)?;
+            check_all_held(&optimizers, &saved)?;
         } else {
             if saved.groups.groups.is_empty() && !optimizers.is_empty() {
                 plan.report.missing.push("param_groups".to_owned());
@@ -57,17 +57,17 @@ impl LiveTarget<'_> {
                     continue;
                 };
                 for tensor in entry_plan.tensors.drain(..) {
-                    let (wanted, memory, part) = match tensor.like {
-                        Some((fqn, memory, home)) => {
+                    let (wanted, memory, part) = match tensor.parameter {
+                        Some((fqn, memory, memory_kind)) => {
                             let wanted = Wanted::new(
                                 load.schema,
                                 tensor.position,
-                                tensor.becomes,
+                                tensor.target_dtype,
                                 memory.boxes(),
                             );
                             (
                                 wanted,
-                                Some((memory.into(), home)),
+                                Some((memory.into(), memory_kind)),
                                 TargetPart::EntryLike(fqn),
                             )
                         }
@@ -82,7 +82,7 @@ impl LiveTarget<'_> {
                     };
                     if let Some(wanted) = wanted {
                         let destination = Destination { memory, part };
-                        ask_for(wanted, destination, &mut self.destinations, plan);
+                        request_tensor(wanted, destination, &mut self.destinations, plan);
                     }
                 }
                 entry_plan.add_scalars(&param.fqns()[0], &mut plan.common.values);
@@ -91,7 +91,7 @@ impl LiveTarget<'_> {
             agree_on_groups(optimizer, &incoming.groups, &mut plan.common.values);
             self.incoming.push(incoming);
         }
-        let unknown = saved.states.keys().filter(|fqn| !holds(&optimizers, fqn));
+        let unknown = saved.states.keys().filter(|fqn| !is_held(&optimizers, fqn));
         plan.report.unexpected.extend(unknown.cloned());
         plan.report.unexpected.append(&mut saved.unexpected);
         self.plan_user_state(saved.user_state, load, plan)
@@ -113,7 +113,7 @@ impl LiveTarget<'_> {
                     memory: None,
                     part: TargetPart::UserState(path),
                 };
-                ask_for(wanted, destination, &mut self.destinations, plan);
+                request_tensor(wanted, destination, &mut self.destinations, plan);
             }
         }
         Ok(())
@@ -121,14 +121,14 @@ impl LiveTarget<'_> {
 }
 
 /// Returns `true` if one of the optimizers holds a parameter.
-fn holds(optimizers: &[&Optimizer], fqn: &str) -> bool {
+fn is_held(optimizers: &[&Optimizer], fqn: &str) -> bool {
     optimizers.iter().any(|optimizer| optimizer.holds(fqn))
 }
 
 /// Refuses state and groups of parameters that no optimizer has.
-fn check_known(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
+fn check_all_held(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
     // The first by name, since the keys are in no order.
-    let unknown = saved.states.keys().filter(|fqn| !holds(optimizers, fqn));
+    let unknown = saved.states.keys().filter(|fqn| !is_held(optimizers, fqn));
     if let Some(fqn) = unknown.min() {
         let count = optimizers
             .iter()
@@ -141,7 +141,7 @@ fn check_known(optimizers: &[&Optimizer], saved: &SavedOptim) -> Result<()> {
         .into());
     }
     for (index, group) in saved.groups.groups.iter().enumerate() {
-        if let Some(key) = group.params.iter().find(|fqn| !holds(optimizers, fqn)) {
+        if let Some(key) = group.params.iter().find(|fqn| !is_held(optimizers, fqn)) {
             return Err(OptimStateError::UnknownParam {
                 index,
                 key: key.clone(),
