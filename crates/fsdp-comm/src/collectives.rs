@@ -450,7 +450,7 @@ impl ProcessGroup {
         turn.round(None, own_counts, bytemuck::cast_slice(input), |records| {
             let counts: Vec<Counts<'_>> = records
                 .iter()
-                .map(|record| Counts(&record.header.own))
+                .map(|record| Counts(&record.header.own_numbers))
                 .collect();
             // For every two ranks, one must send as much as the other expects.
             let fits = counts.iter().all(|counts| counts.0.len() == 2 * world_size)

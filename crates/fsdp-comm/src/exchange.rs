@@ -157,7 +157,7 @@ impl Routes {
     ) -> Result<Self, CommError> {
         let mut sizes = Vec::with_capacity(records.len());
         for (record, rank) in records.iter().zip(ranks) {
-            let own_sizes = &record.header.own;
+            let own_sizes = &record.header.own_numbers;
             if let Some(size) = own_sizes
                 .iter()
                 .find(|&&size| size > MAX_OBJECT_BYTES as u64)
@@ -337,11 +337,11 @@ mod tests {
 
     #[test]
     fn a_size_that_no_object_may_have_is_refused_and_the_rank_is_named() {
-        let record = |own: Vec<u64>| {
+        let record = |own_numbers: Vec<u64>| {
             let header = Header {
                 call: Call::new(Operation::GatherObject),
                 fault: None,
-                own,
+                own_numbers,
                 inline: true,
             };
             Record {

@@ -318,7 +318,7 @@ impl Turn<'_> {
         let header = Header {
             call: call.clone(),
             fault,
-            own: own_numbers,
+            own_numbers,
             inline: send.len() <= INLINE_BYTES,
         };
         let encoded = wire::encode(&header)

@@ -215,7 +215,7 @@ impl ProcessGroup {
             // differs.
             if records
                 .iter()
-                .all(|record| record.header.own == records[0].header.own)
+                .all(|record| record.header.own_numbers == records[0].header.own_numbers)
             {
                 return Ok(None);
             }
@@ -223,7 +223,7 @@ impl ProcessGroup {
                 .iter()
                 .zip(self.global_ranks())
                 .map(|(record, &rank)| {
-                    let hashes = record.header.own.iter();
+                    let hashes = record.header.own_numbers.iter();
                     let schema: String = hashes.map(|hash| format!("{hash:016x}")).collect();
                     (rank, format!("schema {schema}"))
                 });

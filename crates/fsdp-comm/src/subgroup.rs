@@ -86,10 +86,14 @@ impl Turn<'_> {
         let proposed_number = self.next_group_number();
         let mut chosen_number = 0;
         self.round(None, vec![proposed_number], &[], |records| {
-            chosen_number = *records[first_rank].header.own.first().ok_or_else(|| {
-                let message = format!("rank {global_rank} has chosen no number for a group");
-                CommError::object(&name, "decode", message)
-            })?;
+            chosen_number = *records[first_rank]
+                .header
+                .own_numbers
+                .first()
+                .ok_or_else(|| {
+                    let message = format!("rank {global_rank} has chosen no number for a group");
+                    CommError::object(&name, "decode", message)
+                })?;
             Ok(None)
         })?;
         // All ranks have taken part in the round above. Those outside of the group are done.

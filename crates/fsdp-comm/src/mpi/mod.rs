@@ -69,7 +69,7 @@ impl MpiBackend {
         })
     }
 
-    /// Moves the bytes of a round. If the wait for it fails, this process uses MPI no more.
+    /// Moves the bytes of a round. If that fails, this process does not use MPI any more.
     fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
         let mut communicator_slot = lock(&self.communicator);
         let rank = self.control.members().rank;

@@ -21,7 +21,7 @@ const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 struct CallRequest {
     call: Movement,
     /// The event of the GPU that must come before the call.
-    ready: CudaEvent,
+    earlier_work: CudaEvent,
     watch: Watch,
     reply: Sender<Result<(), CommError>>,
 }
@@ -82,13 +82,13 @@ impl OwnerThread {
         stream: &CudaStream,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
-        let ready = stream
+        let earlier_work = stream
             .record_event(None)
             .map_err(|error| driver_error("cuEventRecord", error))?;
         let (reply, replies) = mpsc::channel();
         let request = CallRequest {
             call,
-            ready,
+            earlier_work,
             watch: Watch::new(control, round),
             reply,
         };
@@ -195,12 +195,12 @@ impl Owned {
     fn work(self, requests: &Receiver<CallRequest>) {
         for CallRequest {
             call,
-            ready,
+            earlier_work,
             watch,
             reply,
         } in requests
         {
-            if let Err(error) = self.carry_out(&call, &ready, &watch) {
+            if let Err(error) = self.carry_out(&call, &earlier_work, &watch) {
                 // Tell the others first: NCCL ends a communicator only when all ranks do.
                 watch.abort(&error);
                 // The caller may use the memory again as soon as it has its answer.
@@ -215,17 +215,17 @@ impl Owned {
         self.leave();
     }
 
-    /// Carries out a call after the work that `ready` stands for, and waits until the GPU is done
-    /// with it.
+    /// Carries out a call after the work that `earlier_work` stands for, and waits until the GPU is
+    /// done with it.
     fn carry_out(
         &self,
         call: &Movement,
-        ready: &CudaEvent,
+        earlier_work: &CudaEvent,
         watch: &Watch,
     ) -> Result<(), CommError> {
         let operation = watch.operation.as_str();
         self.stream
-            .wait(ready)
+            .wait(earlier_work)
             .map_err(|error| driver_error("cuStreamWaitEvent", error))?;
         self.communicator
             .call(call, &self.stream)

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use super::client::{
     NotJoined, TcpStore, connect_once, connect_until, rendezvous_error, retry_pause,
 };
-use super::listening::{Name, in_zone};
+use super::listening::{Name, address_in_zone};
 use super::protocol::{StoreOptions, invalid_data_error};
 use crate::access::nonce_text;
 use crate::blocking::{is_end, read_exact, write_all};
@@ -91,7 +91,7 @@ impl TcpStore {
             rendezvous_error(agent, format!("rank 0 found no random number: {error}"))
         })?;
         let store = TcpStore::host(
-            &in_zone(connection.local, ip, 0).to_string(),
+            &address_in_zone(connection.local, ip, 0).to_string(),
             &options_with_nonce(options, &nonce),
         )?;
         let address = store
@@ -181,7 +181,7 @@ impl Agent {
             } else {
                 published_address.ip()
             };
-            let address = in_zone(self.local, ip, published_address.port());
+            let address = address_in_zone(self.local, ip, published_address.port());
             let joined = match connect_once(address, self.deadline) {
                 Ok(stream) => {
                     let deadline = self.deadline.min(deadline_after(timeout / ADDRESSES));

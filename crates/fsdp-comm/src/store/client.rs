@@ -34,7 +34,7 @@ pub struct TcpStore {
     /// The address of the other end.
     pub(crate) peer: SocketAddr,
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
-    pub(crate) is_everywhere: bool,
+    pub(crate) listens_everywhere: bool,
     timeout: Duration,
     _server: Option<Port>,
 }
@@ -119,7 +119,7 @@ impl TcpStore {
         let listening_address = server.address();
         let mut name = listening_address.to_string();
         let mut store_addresses = vec![listening_address];
-        if listening::is_everywhere(address, options) {
+        if listening::listens_everywhere(address, options) {
             let port = listening_address.port();
             name = format!("{}:{port}", listening::host_of(address));
             store_addresses = listening::loopback_addresses(port).to_vec();
@@ -206,7 +206,7 @@ impl TcpStore {
             key,
             local: stream.local_addr()?,
             peer: stream.peer_addr()?,
-            is_everywhere: listening::is_everywhere(address, options),
+            listens_everywhere: listening::listens_everywhere(address, options),
             connection: Mutex::new(Some(stream)),
             timeout: options.deadline,
             _server: None,

@@ -204,7 +204,7 @@ mod tests {
         let header = Header {
             call,
             fault: None,
-            own: vec![u64::MAX; 2 * MAX_WORLD_SIZE],
+            own_numbers: vec![u64::MAX; 2 * MAX_WORLD_SIZE],
             inline: true,
         };
         let texts = 2 * MAX_MESSAGE_BYTES + INLINE_BYTES;

@@ -53,7 +53,7 @@ pub(super) struct InboxState {
     /// in which this rank heard of it.
     lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
-    closed: HashSet<u64>,
+    closed_groups: HashSet<u64>,
     /// `true` once this rank leaves the job.
     pub(super) leaving: bool,
 }
@@ -163,7 +163,7 @@ impl InboxState {
             notices: Vec::new(),
             neighbours: Vec::new(),
             lost: Vec::new(),
-            closed: HashSet::new(),
+            closed_groups: HashSet::new(),
             leaving: false,
         }
     }
@@ -218,7 +218,7 @@ impl InboxState {
                 self.receive_news_of_end(ended);
             }
             // All kinds below are about a group.
-            _ if self.closed.contains(&group) => {}
+            _ if self.closed_groups.contains(&group) => {}
             Kind::Abort => {
                 let failure = wire::decode(&body).unwrap_or_else(|message| CommError::Aborted {
                     rank: sender,
@@ -446,7 +446,7 @@ impl InboxState {
     pub(super) fn close(&mut self, group: u64) {
         self.groups.remove(&group);
         self.questions.retain(|question| question.group != group);
-        self.closed.insert(group);
+        self.closed_groups.insert(group);
     }
 
     /// Lets a group fail on this rank, unless it has failed already. Returns the ranks that this

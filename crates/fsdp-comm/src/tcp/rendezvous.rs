@@ -29,7 +29,7 @@ use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::open_files;
-use crate::store::{RankValues, StoreOptions, TcpStore, every_address, in_zone};
+use crate::store::{RankValues, StoreOptions, TcpStore, address_in_zone, every_address};
 use crate::wire;
 
 /// The address at which a rank listens, and what else the other ranks must know of it.
@@ -54,7 +54,7 @@ impl RankAddress {
         } else {
             self.ip
         };
-        in_zone(store.local, ip, self.port)
+        address_in_zone(store.local, ip, self.port)
     }
 }
 
@@ -202,13 +202,13 @@ fn connect_to_neighbours(
 /// Returns the addresses at which this rank may listen, and the address of this host to publish.
 fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
     let ip = store.local.ip();
-    if ip.is_loopback() && store.is_everywhere {
+    if ip.is_loopback() && store.listens_everywhere {
         // This is the host of the store, and the store listens at all addresses of it. This rank
         // has reached the store at a loopback address, which is of no use to other hosts. So listen
         // at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    (vec![in_zone(store.local, ip, 0)], ip)
+    (vec![address_in_zone(store.local, ip, 0)], ip)
 }
 
 impl Participant {
