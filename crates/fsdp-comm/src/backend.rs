@@ -218,11 +218,11 @@ pub(crate) struct Plan<'p> {
         not(feature = "mpi"),
         expect(dead_code, reason = "only MPI needs all ranks to make the same calls")
     )]
-    pub(crate) longest: usize,
+    pub(crate) largest_transfer_bytes: usize,
     /// For each rank, the range of this rank's bytes that it reads.
-    pub(crate) to: Vec<Range<usize>>,
+    pub(crate) sent_ranges: Vec<Range<usize>>,
     /// For each rank, the range of its bytes that this rank reads.
-    pub(crate) from: Vec<Range<usize>>,
+    pub(crate) received_ranges: Vec<Range<usize>>,
     /// The place that the bytes go to.
     pub(crate) destination: Destination<'p>,
 }
@@ -243,31 +243,31 @@ pub(crate) type Reducer<'p> = Box<dyn FnMut(usize, &[&[u8]]) + 'p>;
 /// Consecutive slices that are filled from consecutive pieces.
 pub(crate) struct Filler<'p> {
     slices: std::vec::IntoIter<&'p mut [u8]>,
-    rest: &'p mut [u8],
+    remaining: &'p mut [u8],
 }
 
 impl<'p> Filler<'p> {
     fn new(slices: Vec<&'p mut [u8]>) -> Self {
         Filler {
             slices: slices.into_iter(),
-            rest: &mut [],
+            remaining: &mut [],
         }
     }
 
     /// Copies bytes to the next free places. There are places for all bytes that a plan asks for.
     pub(crate) fn fill(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            if self.rest.is_empty() {
-                self.rest = self
+            if self.remaining.is_empty() {
+                self.remaining = self
                     .slices
                     .next()
                     .expect("the slices are as long as the bytes that are planned for them");
                 continue;
             }
-            let cut = bytes.len().min(self.rest.len());
-            let (head, tail) = std::mem::take(&mut self.rest).split_at_mut(cut);
+            let cut = bytes.len().min(self.remaining.len());
+            let (head, tail) = std::mem::take(&mut self.remaining).split_at_mut(cut);
             head.copy_from_slice(&bytes[..cut]);
-            self.rest = tail;
+            self.remaining = tail;
             bytes = &bytes[cut..];
         }
     }
@@ -298,14 +298,14 @@ impl<'p> Destination<'p> {
 
 /// Reduces equally long pieces, which begin at `offset`, block by block.
 pub(crate) fn reduce_blocks(reduce: &mut Reducer<'_>, offset: usize, pieces: &[&[u8]]) {
-    let len = pieces
+    let piece_len = pieces
         .iter()
         .map(|piece| piece.len())
         .min()
         .expect("there is a piece of each rank");
     let mut block = Vec::with_capacity(pieces.len());
-    for start in (0..len).step_by(BLOCK_BYTES) {
-        let end = len.min(start + BLOCK_BYTES);
+    for start in (0..piece_len).step_by(BLOCK_BYTES) {
+        let end = piece_len.min(start + BLOCK_BYTES);
         block.clear();
         block.extend(pieces.iter().map(|piece| &piece[start..end]));
         reduce(offset + start, &block);
@@ -316,28 +316,32 @@ impl Plan<'_> {
     /// Returns the number of bytes that this rank, which is `rank`, sends to others, and that it
     /// reads from others.
     pub(crate) fn moved_bytes(&self, rank: usize) -> (usize, usize) {
-        let [sent, received] = [&self.to, &self.from]
+        let [sent, received] = [&self.sent_ranges, &self.received_ranges]
             .map(|ranges| bytes_of_others(ranges.iter().map(ExactSizeIterator::len), rank));
         (sent, received)
     }
 
     /// Fills the destination from the published bytes of all ranks (an empty slice for a rank that
-    /// this one does not read). Copies begin with the bytes of rank `first`, so that ranks can
+    /// this one does not read). Copies begin with the bytes of rank `first_rank`, so that ranks can
     /// begin at different places.
     ///
     /// # Errors
     /// A rank has published fewer bytes than are read from it: that rank, and the number of bytes.
-    pub(crate) fn deliver(self, sources: &[&[u8]], first: usize) -> Result<(), (usize, usize)> {
+    pub(crate) fn deliver(
+        self,
+        sources: &[&[u8]],
+        first_rank: usize,
+    ) -> Result<(), (usize, usize)> {
         match self.destination {
             Destination::Copy(mut fillers) => {
                 let ranks = fillers.len();
-                for rank in (0..ranks).map(|k| (first + k) % ranks) {
-                    fillers[rank].fill(published_bytes(&self.from, sources, rank)?);
+                for rank in (0..ranks).map(|distance| (first_rank + distance) % ranks) {
+                    fillers[rank].fill(published_bytes(&self.received_ranges, sources, rank)?);
                 }
             }
             Destination::Reduce(mut reduce) => {
-                let pieces =
-                    (0..sources.len()).map(|rank| published_bytes(&self.from, sources, rank));
+                let pieces = (0..sources.len())
+                    .map(|rank| published_bytes(&self.received_ranges, sources, rank));
                 reduce_blocks(&mut reduce, 0, &pieces.collect::<Result<Vec<&[u8]>, _>>()?);
             }
         }
@@ -345,11 +349,11 @@ impl Plan<'_> {
     }
 }
 
-/// Returns the sum of the numbers of bytes of all ranks but this one.
+/// Returns the sum of the numbers of bytes of all ranks but `rank`.
 pub(crate) fn bytes_of_others(bytes: impl Iterator<Item = usize>, rank: usize) -> usize {
     bytes
         .enumerate()
-        .filter(|&(other, _)| other != rank)
+        .filter(|&(other_rank, _)| other_rank != rank)
         .map(|(_, bytes)| bytes)
         .sum()
 }
@@ -359,11 +363,11 @@ pub(crate) fn bytes_of_others(bytes: impl Iterator<Item = usize>, rank: usize) -
 /// # Errors
 /// It has published fewer: that rank, and the number of bytes.
 fn published_bytes<'s>(
-    from: &[Range<usize>],
+    received_ranges: &[Range<usize>],
     sources: &[&'s [u8]],
     rank: usize,
 ) -> Result<&'s [u8], (usize, usize)> {
-    let range = from[rank].clone();
+    let range = received_ranges[rank].clone();
     let source = sources[rank];
     // A rank that this one does not read from may have published nothing.
     if range.is_empty() {

@@ -24,8 +24,8 @@ static HAS_NOTE: AtomicBool = AtomicBool::new(false);
 /// Held while the note is changed.
 static CHANGING: Mutex<()> = Mutex::new(());
 
-/// Writes, changes or removes the note of a rank after an operation with this outcome, and returns
-/// the outcome. A note that cannot be written is not an error.
+/// Returns the outcome of an operation, after it has written, changed or removed the note of the
+/// rank accordingly. A note that cannot be written is not an error.
 pub(crate) fn record<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T, CommError> {
     let blamed = match &outcome {
         Ok(_) => Vec::new(),
@@ -37,7 +37,7 @@ pub(crate) fn record<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T,
         && let Some(dir) = std::env::var_os(BLAME_DIR).filter(|dir| !dir.is_empty())
     {
         let _changing = lock(&CHANGING);
-        HAS_NOTE.store(write(&dir, rank, &blamed), Ordering::Relaxed);
+        HAS_NOTE.store(write_note(&dir, rank, &blamed), Ordering::Relaxed);
     }
     outcome
 }
@@ -47,7 +47,7 @@ pub(crate) fn record<T>(rank: usize, outcome: Result<T, CommError>) -> Result<T,
     clippy::disallowed_methods,
     reason = "a note is no checkpoint, and need not be durable"
 )]
-fn write(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
+fn write_note(dir: &OsStr, rank: usize, blamed: &[usize]) -> bool {
     let file = Path::new(dir).join(rank.to_string());
     if blamed.is_empty() {
         // The program went on after the error of the old note, so that error is not the one that

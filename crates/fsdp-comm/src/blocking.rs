@@ -26,7 +26,7 @@ pub(crate) fn write_all(
         stream.set_write_timeout(Some(remaining(deadline)))?;
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => bytes = &bytes[written..],
+            Ok(written_bytes) => bytes = &bytes[written_bytes..],
             Err(error) => check_may_retry(error, deadline)?,
         }
     }
@@ -43,7 +43,7 @@ pub(crate) fn read_exact(
         stream.set_read_timeout(Some(remaining(deadline)))?;
         match stream.read(buffer) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(read) => buffer = &mut buffer[read..],
+            Ok(read_bytes) => buffer = &mut buffer[read_bytes..],
             Err(error) => check_may_retry(error, deadline)?,
         }
     }

@@ -33,7 +33,7 @@ impl ProcessGroup {
         self.all_gather_into_slices(&mut [output], input)
     }
 
-    /// Does the same as [`all_gather_into`](Self::all_gather_into), with the output in pieces. The
+    /// Gathers like [`all_gather_into`](Self::all_gather_into), with the output in pieces. The
     /// slices of `outputs` are filled one after the other, like a single slice, so that each
     /// parameter's own buffer is filled without a flat temporary. The lengths of the slices may
     /// differ between ranks.
@@ -89,19 +89,19 @@ impl ProcessGroup {
         counts: &[usize],
         input: &[T],
     ) -> Result<(), CommError> {
-        let given = total_len(outputs);
+        let output_len = total_len(outputs);
         let arguments = check(&call, || {
             self.check_counts("counts", counts)?;
             self.check_numel("the input", input.len(), counts[self.rank()])?;
-            self.check_numel("the output", given, checked_sum(counts)?)
+            self.check_numel("the output", output_len, checked_sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
             Ok(Some(Plan {
                 pattern: Pattern::AllGather,
-                longest: max_byte_len::<T>(counts),
-                to: vec![0..size_of_val(input); counts.len()],
-                from: whole_inputs::<T>(counts),
+                largest_transfer_bytes: largest_byte_len::<T>(counts),
+                sent_ranges: vec![0..size_of_val(input); counts.len()],
+                received_ranges: whole_inputs::<T>(counts),
                 destination: copy_into(outputs, counts),
             }))
         })
@@ -156,32 +156,37 @@ impl ProcessGroup {
                 let whole = vec![0..size_of_val(buffer); world_size];
                 Ok(Some(Plan {
                     pattern: Pattern::AllGather,
-                    longest: size_of_val(buffer),
-                    to: whole.clone(),
-                    from: whole,
+                    largest_transfer_bytes: size_of_val(buffer),
+                    sent_ranges: whole.clone(),
+                    received_ranges: whole,
                     destination: reduce_into(buffer, op),
                 }))
             });
         }
         // The buffer is reduced window by window. In each window a rank reduces one segment, and
         // then all ranks gather all segments.
-        let segment = numel
+        let segment_len = numel
             .div_ceil(world_size)
             .next_multiple_of(SEGMENT_ELEMENTS)
             .min(MAX_SEGMENT_BYTES / size_of::<T>());
-        let mut reduced = vec![T::zeroed(); segment];
-        for mut window in buffer.chunks_mut(segment * world_size) {
+        let mut reduced = vec![T::zeroed(); segment_len];
+        for mut window in buffer.chunks_mut(segment_len * world_size) {
             let counts: Vec<usize> = (0..world_size)
-                .map(|rank| window.len().saturating_sub(rank * segment).min(segment))
+                .map(|rank| {
+                    window
+                        .len()
+                        .saturating_sub(rank * segment_len)
+                        .min(segment_len)
+                })
                 .collect();
             let reduced = &mut reduced[..counts[self.rank()]];
             turn.reduce_scatter(reduced, &counts, window, op)?;
             turn.round(None, Vec::new(), bytemuck::cast_slice(reduced), |_| {
                 Ok(Some(Plan {
                     pattern: Pattern::AllGather,
-                    longest: max_byte_len::<T>(&counts),
-                    to: vec![0..size_of_val(reduced); world_size],
-                    from: whole_inputs::<T>(&counts),
+                    largest_transfer_bytes: largest_byte_len::<T>(&counts),
+                    sent_ranges: vec![0..size_of_val(reduced); world_size],
+                    received_ranges: whole_inputs::<T>(&counts),
                     destination: copy_into([&mut window], &counts),
                 }))
             })?;
@@ -202,7 +207,7 @@ impl ProcessGroup {
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(buffer);
-        let len = bytes.len();
+        let byte_len = bytes.len();
         // The root keeps its bytes, and all others take those of the root.
         let (send, receive): (&[u8], Option<&mut [u8]>) = if self.rank() == root {
             (bytes, None)
@@ -210,20 +215,20 @@ impl ProcessGroup {
             (&[], Some(bytes))
         };
         turn.round(None, Vec::new(), send, move |_| {
-            let mut to = vec![0..send.len(); world_size];
-            to[root] = 0..0;
-            let mut from = vec![0..0; world_size];
+            let mut sent_ranges = vec![0..send.len(); world_size];
+            sent_ranges[root] = 0..0;
+            let mut received_ranges = vec![0..0; world_size];
             let mut destinations: Vec<Vec<&mut [u8]>> =
                 (0..world_size).map(|_| Vec::new()).collect();
             if let Some(bytes) = receive {
-                from[root] = 0..len;
+                received_ranges[root] = 0..byte_len;
                 destinations[root].push(bytes);
             }
             Ok(Some(Plan {
                 pattern: Pattern::Broadcast { root },
-                longest: len,
-                to,
-                from,
+                largest_transfer_bytes: byte_len,
+                sent_ranges,
+                received_ranges,
                 destination: Destination::copy(destinations),
             }))
         })
@@ -252,7 +257,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Does the same as [`gather`](Self::gather) for `counts[r]` elements of each rank `r`, with
+    /// Gathers like [`gather`](Self::gather), with `counts[r]` elements of each rank `r`, with
     /// the root's output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices).
     /// All ranks give all counts.
     ///
@@ -282,29 +287,29 @@ impl ProcessGroup {
         input: &[T],
     ) -> Result<(), CommError> {
         let root = call.root.expect("a gather has a root");
-        let given = outputs.as_deref().map(total_len);
+        let output_len = outputs.as_deref().map(total_len);
         let arguments = check(&call, || {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
             self.check_numel("the input", input.len(), counts[self.rank()])?;
-            self.check_root_only("an output", root, given, checked_sum(counts)?)
+            self.check_root_only("an output", root, output_len, checked_sum(counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
         // Only the root has outputs, and only to the root does any rank send.
         turn.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
-            let mut to = vec![0..0; counts.len()];
-            to[root] = 0..size_of_val(input);
-            let received = match outputs {
+            let mut sent_ranges = vec![0..0; counts.len()];
+            sent_ranges[root] = 0..size_of_val(input);
+            let output_counts = match outputs {
                 Some(_) => counts.to_vec(),
                 None => vec![0; counts.len()],
             };
             let outputs = outputs.into_iter().flatten();
             Ok(Some(Plan {
                 pattern: Pattern::Gather { root },
-                longest: max_byte_len::<T>(counts),
-                to,
-                from: whole_inputs::<T>(&received),
-                destination: copy_into(outputs, &received),
+                largest_transfer_bytes: largest_byte_len::<T>(counts),
+                sent_ranges,
+                received_ranges: whole_inputs::<T>(&output_counts),
+                destination: copy_into(outputs, &output_counts),
             }))
         })
     }
@@ -329,7 +334,7 @@ impl ProcessGroup {
         self.scatter_counts(call, &mut [output], input, &counts)
     }
 
-    /// Does the same as [`scatter`](Self::scatter) for `counts[r]` elements of each rank `r`, with
+    /// Scatters like [`scatter`](Self::scatter), with `counts[r]` elements of each rank `r`, with
     /// the output in pieces, as in [`all_gather_into_slices`](Self::all_gather_into_slices). All
     /// ranks give all counts.
     ///
@@ -360,11 +365,11 @@ impl ProcessGroup {
         counts: &[usize],
     ) -> Result<(), CommError> {
         let root = call.root.expect("a scatter has a root");
-        let given = total_len(outputs);
+        let output_len = total_len(outputs);
         let arguments = check(&call, || {
             self.check_root(root)?;
             self.check_counts("counts", counts)?;
-            self.check_numel("the output", given, counts[self.rank()])?;
+            self.check_numel("the output", output_len, counts[self.rank()])?;
             self.check_root_only(
                 "an input",
                 root,
@@ -377,21 +382,21 @@ impl ProcessGroup {
         let send = bytemuck::cast_slice(input.unwrap_or_default());
         turn.round(None, Vec::new(), send, move |_| {
             let ranges = byte_ranges::<T>(counts);
-            let mut from = vec![0..0; counts.len()];
-            from[root] = ranges[self.rank()].clone();
-            let mut received = vec![0; counts.len()];
-            received[root] = given;
-            let to = if input.is_some() {
+            let mut received_ranges = vec![0..0; counts.len()];
+            received_ranges[root] = ranges[self.rank()].clone();
+            let mut output_counts = vec![0; counts.len()];
+            output_counts[root] = output_len;
+            let sent_ranges = if input.is_some() {
                 ranges
             } else {
                 vec![0..0; counts.len()]
             };
             Ok(Some(Plan {
                 pattern: Pattern::Scatter { root },
-                longest: max_byte_len::<T>(counts),
-                to,
-                from,
-                destination: copy_into(outputs, &received),
+                largest_transfer_bytes: largest_byte_len::<T>(counts),
+                sent_ranges,
+                received_ranges,
+                destination: copy_into(outputs, &output_counts),
             }))
         })
     }
@@ -426,31 +431,33 @@ impl ProcessGroup {
         send_counts: &[usize],
     ) -> Result<(), CommError> {
         let call = tensor_call::<T>(Operation::AllToAllUneven, Vec::new());
-        let given = total_len(outputs);
+        let output_len = total_len(outputs);
         let arguments = check(&call, || {
             self.check_counts("the counts to receive", receive_counts)?;
             self.check_counts("the counts to send", send_counts)?;
-            self.check_numel("the output", given, checked_sum(receive_counts)?)?;
+            self.check_numel("the output", output_len, checked_sum(receive_counts)?)?;
             self.check_numel("the input", input.len(), checked_sum(send_counts)?)
         });
         let mut turn = self.begin(call, arguments)?;
         let world_size = self.world_size();
         // Each rank shows all others its counts to send, followed by its counts to receive.
-        let own = send_counts
+        let own_counts = send_counts
             .iter()
             .chain(receive_counts)
             .map(|&count| count as u64)
             .collect();
         let sequence = turn.call.sequence;
-        turn.round(None, own, bytemuck::cast_slice(input), |records| {
+        turn.round(None, own_counts, bytemuck::cast_slice(input), |records| {
             let counts: Vec<Counts<'_>> = records
                 .iter()
-                .map(|record| Counts(&record.header.own))
+                .map(|record| Counts(&record.header.own_numbers))
                 .collect();
             // For every two ranks, one must send as much as the other expects.
             let fits = counts.iter().all(|counts| counts.0.len() == 2 * world_size)
-                && (0..world_size).all(|from| {
-                    (0..world_size).all(|to| counts[from].sent()[to] == counts[to].received()[from])
+                && (0..world_size).all(|sender| {
+                    (0..world_size).all(|receiver| {
+                        counts[sender].sent()[receiver] == counts[receiver].received()[sender]
+                    })
                 });
             if !fits {
                 let calls = self.global_ranks().iter().copied().zip(counts);
@@ -460,12 +467,12 @@ impl ProcessGroup {
                 });
             }
             // The bytes for this rank follow those for the ranks before it in the sender's input.
-            let from = (0..world_size).map(|from| {
-                let before = counts[from].sent()[..self.rank()]
+            let received_ranges = (0..world_size).map(|sender| {
+                let elements_before = counts[sender].sent()[..self.rank()]
                     .iter()
                     .fold(0u64, |sum, &count| sum.saturating_add(count));
-                let start = (before as usize).saturating_mul(size_of::<T>());
-                start..start.saturating_add(receive_counts[from] * size_of::<T>())
+                let start = (elements_before as usize).saturating_mul(size_of::<T>());
+                start..start.saturating_add(receive_counts[sender] * size_of::<T>())
             });
             let largest = counts
                 .iter()
@@ -474,9 +481,9 @@ impl ProcessGroup {
                 .expect("there is a count for each rank");
             Ok(Some(Plan {
                 pattern: Pattern::AllToAll,
-                longest: max_byte_len::<T>(&[*largest as usize]),
-                to: byte_ranges::<T>(send_counts),
-                from: from.collect(),
+                largest_transfer_bytes: largest_byte_len::<T>(&[*largest as usize]),
+                sent_ranges: byte_ranges::<T>(send_counts),
+                received_ranges: received_ranges.collect(),
                 destination: copy_into(outputs, receive_counts),
             }))
         })
@@ -495,12 +502,12 @@ impl Turn<'_> {
     ) -> Result<(), CommError> {
         let rank = self.group.rank();
         self.round(None, Vec::new(), bytemuck::cast_slice(input), move |_| {
-            let to = byte_ranges::<T>(counts);
+            let sent_ranges = byte_ranges::<T>(counts);
             Ok(Some(Plan {
                 pattern: Pattern::AllToAll,
-                longest: max_byte_len::<T>(counts),
-                from: vec![to[rank].clone(); counts.len()],
-                to,
+                largest_transfer_bytes: largest_byte_len::<T>(counts),
+                received_ranges: vec![sent_ranges[rank].clone(); counts.len()],
+                sent_ranges,
                 destination: reduce_into(output, op),
             }))
         })
@@ -508,6 +515,7 @@ impl Turn<'_> {
 }
 
 impl ProcessGroup {
+    /// Checks that `root` is a rank of this group. The error is a message.
     pub(crate) fn check_root(&self, root: usize) -> Result<(), String> {
         if root < self.world_size() {
             return Ok(());
@@ -518,51 +526,56 @@ impl ProcessGroup {
         ))
     }
 
-    pub(crate) fn check_counts(&self, what: &str, counts: &[usize]) -> Result<(), String> {
+    /// Checks that there is one count for each rank. The error is a message that begins with
+    /// `name`, a plural noun such as `the counts to send`.
+    pub(crate) fn check_counts(&self, name: &str, counts: &[usize]) -> Result<(), String> {
         if counts.len() == self.world_size() {
             return Ok(());
         }
         Err(format!(
-            "{what} must be one for each of {} ranks, not {}",
+            "{name} must be one for each of {} ranks, not {}",
             self.world_size(),
             counts.len()
         ))
     }
 
+    /// Checks that an argument with `numel` elements has the `needed` number. The error is a
+    /// message that begins with `name`, a noun such as `the input`.
     pub(crate) fn check_numel(
         &self,
-        what: &str,
-        given: usize,
+        name: &str,
+        numel: usize,
         needed: usize,
     ) -> Result<(), String> {
-        if given == needed {
+        if numel == needed {
             return Ok(());
         }
         Err(format!(
-            "{what} must have {needed} elements on rank {} of {}, not {given}",
+            "{name} must have {needed} elements on rank {} of {}, not {numel}",
             self.rank(),
             self.world_size()
         ))
     }
 
-    /// Checks an argument that the root must give and no other rank may give. `given` is its number
+    /// Checks an argument that the root must give and no other rank may give. `numel` is its number
     /// of elements, or `None` if this rank does not give it. `needed` is the number of elements
-    /// that it must have.
+    /// that it must have. The error is a message that begins with `name`, a noun such as `an
+    /// output`.
     pub(crate) fn check_root_only(
         &self,
-        what: &str,
+        name: &str,
         root: usize,
-        given: Option<usize>,
+        numel: Option<usize>,
         needed: usize,
     ) -> Result<(), String> {
-        match given {
-            Some(given) if self.rank() == root => self.check_numel(what, given, needed),
+        match numel {
+            Some(numel) if self.rank() == root => self.check_numel(name, numel, needed),
             None if self.rank() != root => Ok(()),
             Some(_) => Err(format!(
-                "{what} must not be given on rank {}, but only on root {root}",
+                "{name} must not be given on rank {}, but only on root {root}",
                 self.rank()
             )),
-            None => Err(format!("{what} must be given on root {root}")),
+            None => Err(format!("{name} must be given on root {root}")),
         }
     }
 }
@@ -585,13 +598,13 @@ pub(crate) fn check(
 }
 
 /// Checks that elements of type `T` can be reduced by `op`: an average of integers cannot, nor can
-/// a type that is not `known` to the backend.
+/// a type of which `is_known` says that the backend does not have it.
 pub(crate) fn check_reduction<T: Element>(
     call: &Call,
     op: ReduceOp,
-    known: bool,
+    is_known: bool,
 ) -> Result<(), CommError> {
-    if known && (op != ReduceOp::Avg || T::AVERAGES) {
+    if is_known && (op != ReduceOp::Avg || T::AVERAGES) {
         return Ok(());
     }
     Err(CommError::UnsupportedReduction {
@@ -615,7 +628,7 @@ fn total_len<T>(outputs: &[&mut [T]]) -> usize {
 }
 
 /// Returns the number of bytes of the largest of `counts`.
-fn max_byte_len<T>(counts: &[usize]) -> usize {
+fn largest_byte_len<T>(counts: &[usize]) -> usize {
     let largest = counts.iter().max().expect("there is a count of each rank");
     largest.saturating_mul(size_of::<T>())
 }
@@ -650,23 +663,23 @@ fn copy_into<'p, 'o: 'p, T: Element>(
     let mut outputs = outputs
         .into_iter()
         .map(|output| bytemuck::cast_slice_mut(output));
-    let mut rest: &mut [u8] = &mut [];
+    let mut remaining: &mut [u8] = &mut [];
     let mut destinations = Vec::with_capacity(counts.len());
     for count in counts {
         let mut missing = count * size_of::<T>();
         let mut slices = Vec::new();
         while missing > 0 {
             // Outputs without elements are passed over here.
-            if rest.is_empty() {
-                rest = outputs
+            if remaining.is_empty() {
+                remaining = outputs
                     .next()
                     .expect("the outputs are as long as the counts, which is checked before");
                 continue;
             }
-            let cut = missing.min(rest.len());
-            let (head, tail) = std::mem::take(&mut rest).split_at_mut(cut);
+            let cut = missing.min(remaining.len());
+            let (head, tail) = std::mem::take(&mut remaining).split_at_mut(cut);
             missing -= cut;
-            rest = tail;
+            remaining = tail;
             slices.push(head);
         }
         destinations.push(slices);

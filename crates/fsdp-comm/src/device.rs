@@ -19,7 +19,7 @@ use crate::collectives::{self, check, checked_sum};
 use crate::element::Element;
 use crate::error::CommError;
 use crate::group::{ProcessGroup, Turn};
-use crate::nccl::library::number;
+use crate::nccl::library::nccl_data_type;
 use crate::record::{Call, Operation};
 use crate::reduce::ReduceOp;
 
@@ -111,7 +111,7 @@ impl DeviceGroup<'_> {
         self.transfer.ordinal()
     }
 
-    /// Does the same as [`ProcessGroup::all_gather_into`].
+    /// Gathers like [`ProcessGroup::all_gather_into`].
     ///
     /// # Errors
     /// The same as on the host, and memory of another GPU.
@@ -148,7 +148,7 @@ impl DeviceGroup<'_> {
         )
     }
 
-    /// Does the same as [`ProcessGroup::reduce_scatter`], in an order that NCCL chooses.
+    /// Reduces like [`ProcessGroup::reduce_scatter`], in an order that NCCL chooses.
     ///
     /// # Errors
     /// The same as on the host, dtypes that NCCL does not compute with, and memory of another GPU.
@@ -187,7 +187,7 @@ impl DeviceGroup<'_> {
         )
     }
 
-    /// Does the same as [`ProcessGroup::all_reduce`], in an order that NCCL chooses. It is the same
+    /// Reduces like [`ProcessGroup::all_reduce`], in an order that NCCL chooses. It is the same
     /// on all ranks.
     ///
     /// # Errors
@@ -223,7 +223,7 @@ impl DeviceGroup<'_> {
         )
     }
 
-    /// Does the same as [`ProcessGroup::broadcast`].
+    /// Copies like [`ProcessGroup::broadcast`].
     ///
     /// # Errors
     /// The same as on the host, and memory of another GPU.
@@ -254,7 +254,7 @@ impl DeviceGroup<'_> {
         self.run(turn, moved, buffer.stream, (bytes > 0).then_some(movement))
     }
 
-    /// Does the same as [`ProcessGroup::gather`].
+    /// Gathers like [`ProcessGroup::gather`].
     ///
     /// # Errors
     /// The same as on the host, and memory of another GPU.
@@ -268,7 +268,7 @@ impl DeviceGroup<'_> {
         let bytes = input.bytes();
         let call = call::<T>(Operation::Gather, vec![input.numel], Some(root));
         let output = output.map(|output| &output.0);
-        let given = output.map(|output| output.numel);
+        let output_numel = output.map(|output| output.numel);
         let stream = output.map(|output| output.stream);
         let arguments = check(&call, || {
             let streams = [Some(input.stream), stream];
@@ -277,7 +277,7 @@ impl DeviceGroup<'_> {
             self.group.check_root_only(
                 "an output",
                 root,
-                given,
+                output_numel,
                 checked_product(input.numel, ranks)?,
             )
         });
@@ -292,7 +292,7 @@ impl DeviceGroup<'_> {
         self.exchange(turn, send, receive, input.stream)
     }
 
-    /// Does the same as [`ProcessGroup::scatter`].
+    /// Scatters like [`ProcessGroup::scatter`].
     ///
     /// # Errors
     /// The same as on the host, and memory of another GPU.
@@ -327,7 +327,7 @@ impl DeviceGroup<'_> {
         self.exchange(turn, send, receive, output.stream)
     }
 
-    /// Does the same as [`ProcessGroup::all_to_all_uneven`].
+    /// Exchanges like [`ProcessGroup::all_to_all_uneven`].
     ///
     /// # Errors
     /// The same as on the host, and memory of another GPU.
@@ -339,7 +339,7 @@ impl DeviceGroup<'_> {
         send_counts: &[usize],
     ) -> Result<(), CommError> {
         // All counts, so that ranks which expect something else find out before anything moves.
-        let all = self
+        let counts_by_rank = self
             .group
             .all_gather_object(&(send_counts.to_vec(), receive_counts.to_vec()))?;
         let call = call::<T>(Operation::AllToAllUneven, Vec::new(), None);
@@ -353,12 +353,12 @@ impl DeviceGroup<'_> {
                 .check_numel("the input", input.numel, checked_sum(send_counts)?)?;
             self.group
                 .check_numel("the output", output.numel, checked_sum(receive_counts)?)?;
-            for (from, (sent, _)) in all.iter().enumerate() {
-                if sent.get(rank) != receive_counts.get(from) {
+            for (sender, (sent, _)) in counts_by_rank.iter().enumerate() {
+                if sent.get(rank) != receive_counts.get(sender) {
                     return Err(format!(
-                        "rank {from} sends {:?} elements to rank {rank}, which expects {:?}",
+                        "rank {sender} sends {:?} elements to rank {rank}, which expects {:?}",
                         sent.get(rank),
-                        receive_counts.get(from)
+                        receive_counts.get(sender)
                     ));
                 }
             }
@@ -391,16 +391,16 @@ impl DeviceGroup<'_> {
         )
     }
 
-    /// Agrees with all ranks on a call, and then makes it. `moved` is the number of bytes that this
-    /// rank sends and receives. Without a `movement` the call is only agreed on.
+    /// Agrees with all ranks on a call, and then makes it. `moved_bytes` is the number of bytes
+    /// that this rank sends and receives. Without a `movement` the call is only agreed on.
     fn run(
         &self,
         mut turn: Turn<'_>,
-        moved: (usize, usize),
+        moved_bytes: (usize, usize),
         stream: &CudaStream,
         movement: Option<Movement>,
     ) -> Result<(), CommError> {
-        turn.transfer(moved, |round| match movement {
+        turn.transfer(moved_bytes, |round| match movement {
             Some(movement) => self.transfer.transfer(round, movement, stream),
             None => Ok(()),
         })
@@ -409,11 +409,11 @@ impl DeviceGroup<'_> {
     /// Checks that all memory is on this rank's GPU and used through one stream, so
     /// that the collective is ordered after the work on that stream.
     fn check_devices_and_stream(&self, streams: &[&CudaStream]) -> Result<(), String> {
-        let own = self.ordinal();
+        let own_ordinal = self.ordinal();
         let mut ordinals = streams.iter().map(|stream| stream.context().ordinal());
-        if let Some(given) = ordinals.find(|&given| given != own) {
+        if let Some(other_ordinal) = ordinals.find(|&other_ordinal| other_ordinal != own_ordinal) {
             return Err(format!(
-                "the memory is GPU {given}'s, but rank {} of the group has GPU {own}",
+                "the memory is GPU {other_ordinal}'s, but rank {} of the group has GPU {own_ordinal}",
                 self.group.rank()
             ));
         }
@@ -427,6 +427,7 @@ impl DeviceGroup<'_> {
     }
 }
 
+/// Returns the call of an operation on elements of type `T` in GPU memory.
 fn call<T: Element>(operation: Operation, sizes: Vec<usize>, root: Option<usize>) -> Call {
     Call {
         dtype: Some(T::DTYPE),
@@ -440,14 +441,14 @@ fn call<T: Element>(operation: Operation, sizes: Vec<usize>, root: Option<usize>
 /// Returns the count and dtype to give NCCL for a move: bytes, if NCCL does not know the element
 /// type.
 const fn as_counted<T: Element>(numel: usize) -> (usize, DType) {
-    match number(T::DTYPE) {
+    match nccl_data_type(T::DTYPE) {
         Some(_) => (numel, T::DTYPE),
         None => (numel * size_of::<T>(), DType::U8),
     }
 }
 
 fn check_reduction<T: Element>(call: &Call, op: ReduceOp) -> Result<(), CommError> {
-    collectives::check_reduction::<T>(call, op, number(T::DTYPE).is_some())
+    collectives::check_reduction::<T>(call, op, nccl_data_type(T::DTYPE).is_some())
 }
 
 /// Returns the number of elements of `numel` elements for each rank.
@@ -467,11 +468,11 @@ fn bytes_of<T>(counts: &[usize]) -> Vec<usize> {
 
 /// Returns the addresses of consecutive pieces of `bytes` bytes each, from `start` on.
 fn pieces(start: CUdeviceptr, bytes: &[usize]) -> Vec<(CUdeviceptr, usize)> {
-    let mut next = start;
+    let mut address = start;
     let mut pieces = Vec::with_capacity(bytes.len());
     for &len in bytes {
-        pieces.push((next, len));
-        next = next.saturating_add(len as u64);
+        pieces.push((address, len));
+        address = address.saturating_add(len as u64);
     }
     pieces
 }

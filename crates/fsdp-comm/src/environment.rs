@@ -217,8 +217,8 @@ impl Environment {
         let variables = Variables(&get);
         let names = LAUNCHERS.iter().find(|names| {
             // SLURM sets a rank also for a process that is not in a step, and so no rank of a job.
-            variables.has(names.rank)
-                && (names.launcher != Launcher::Slurm || variables.has("SLURM_STEP_ID"))
+            variables.is_set(names.rank)
+                && (names.launcher != Launcher::Slurm || variables.is_set("SLURM_STEP_ID"))
         });
         let Some(names) = names else {
             let message = "is not set, nor is any other launcher's rank variable: start the ranks with `fsdp launch`, \
@@ -229,7 +229,7 @@ impl Environment {
         // job.
         let (rank, world_size) = variables.read_place(names)?;
         let master_port = variables
-            .number("MASTER_PORT")?
+            .read_number("MASTER_PORT")?
             .unwrap_or(DEFAULT_MASTER_PORT);
         if master_port == 0 && world_size > 1 {
             return Err(variable_error(
@@ -243,8 +243,8 @@ impl Environment {
             launcher: names.launcher,
             rank,
             world_size,
-            local_rank: variables.first_number(names.local_rank)?,
-            local_world_size: variables.first_number(names.local_world_size)?,
+            local_rank: variables.read_first_number(names.local_rank)?,
+            local_world_size: variables.read_first_number(names.local_world_size)?,
             master_addr: String::new(),
             master_port,
             agent_store: variables.agent_store(names.launcher, &job),
@@ -256,7 +256,7 @@ impl Environment {
             // SLURM tells how many ranks each host has in a form of its own, but also how many
             // hosts there are.
             let hosts: Option<usize> =
-                variables.first_number(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES"])?;
+                variables.read_first_number(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES"])?;
             environment.local_world_size = (hosts == Some(1)).then_some(world_size);
         }
         environment.master_addr = match variables.get("MASTER_ADDR") {
@@ -280,8 +280,11 @@ impl Environment {
         }
         // An IPv6 address needs brackets before a port.
         let bare_v6 = self.master_addr.contains(':') && !self.master_addr.starts_with('[');
-        let (open, close) = if bare_v6 { ("[", "]") } else { ("", "") };
-        format!("{open}{}{close}:{}", self.master_addr, self.master_port)
+        let (open_bracket, close_bracket) = if bare_v6 { ("[", "]") } else { ("", "") };
+        format!(
+            "{open_bracket}{}{close_bracket}:{}",
+            self.master_addr, self.master_port
+        )
     }
 
     /// Returns `true` if the launcher says that all ranks are on one host.
@@ -326,6 +329,7 @@ impl Environment {
     }
 }
 
+/// Returns the error of a variable that is missing or makes no sense.
 fn variable_error(variable: &str, message: impl Into<String>) -> CommError {
     CommError::Environment {
         variable: variable.to_owned(),
@@ -356,11 +360,13 @@ impl Variables<'_> {
             .filter(|value| !value.is_empty())
     }
 
-    fn has(&self, name: &str) -> bool {
+    fn is_set(&self, name: &str) -> bool {
         self.get(name).is_some()
     }
 
-    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, CommError> {
+    /// Reads a variable that holds a number; `None` if it is not set. A value that is no number, or
+    /// not one in the range of the type, is an error.
+    fn read_number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, CommError> {
         let Some(value) = self.get(name) else {
             return Ok(None);
         };
@@ -373,10 +379,10 @@ impl Variables<'_> {
         }
     }
 
-    /// Reads the first of the variables `names` that is set.
-    fn first_number(&self, names: &[&str]) -> Result<Option<usize>, CommError> {
-        match names.iter().find(|name| self.has(name)) {
-            Some(name) => self.number(name),
+    /// Reads the number in the first of the variables `names` that is set; `None` if none is.
+    fn read_first_number(&self, names: &[&str]) -> Result<Option<usize>, CommError> {
+        match names.iter().find(|name| self.is_set(name)) {
+            Some(name) => self.read_number(name),
             None => Ok(None),
         }
     }
@@ -384,7 +390,7 @@ impl Variables<'_> {
     /// Reads a variable that the launcher must have set, as it has set the rank.
     fn read_required(&self, name: &str, names: &LauncherVariables) -> Result<usize, CommError> {
         let LauncherVariables { launcher, rank, .. } = names;
-        self.number(name)?.ok_or_else(|| {
+        self.read_number(name)?.ok_or_else(|| {
             variable_error(
                 name,
                 format!("is not set, though {launcher} has set `{rank}`"),
@@ -392,29 +398,32 @@ impl Variables<'_> {
         })
     }
 
-    /// Reads the rank and the world size.
+    /// Reads the rank and the world size, and checks that there is such a rank.
     fn read_place(&self, names: &LauncherVariables) -> Result<(usize, usize), CommError> {
-        let rank = names.rank;
-        let set_size = names.world_size.iter().find(|name| self.has(name));
-        let size = set_size.unwrap_or(&names.world_size[0]);
-        let number = self.read_required(rank, names)?;
-        let world_size = self.read_required(size, names)?;
+        let rank_variable = names.rank;
+        let set_variable = names.world_size.iter().find(|name| self.is_set(name));
+        let size_variable = set_variable.unwrap_or(&names.world_size[0]);
+        let rank_number = self.read_required(rank_variable, names)?;
+        let world_size = self.read_required(size_variable, names)?;
         if world_size == 0 || world_size > MAX_WORLD_SIZE {
             return Err(variable_error(
-                size,
+                size_variable,
                 format!("is `{world_size}`, but a job has 1 to {MAX_WORLD_SIZE} ranks"),
             ));
         }
-        if number >= world_size {
+        if rank_number >= world_size {
             return Err(variable_error(
-                rank,
-                format!("is `{number}`, but `{size}` is `{world_size}`, and ranks count from 0"),
+                rank_variable,
+                format!(
+                    "is `{rank_number}`, but `{size_variable}` is `{world_size}`, and ranks count from 0"
+                ),
             ));
         }
-        Ok((number, world_size))
+        Ok((rank_number, world_size))
     }
 
-    /// Returns the key of rank 0's address, if torchrun's agent keeps a store.
+    /// Returns the key of rank 0's address in the store of torchrun's agent; `None` if it keeps no
+    /// store.
     ///
     /// The restart count is not part of the key. An agent that restarts its ranks because another
     /// agent did so does not count that, so the ranks of one attempt can have different counts.
@@ -424,6 +433,7 @@ impl Variables<'_> {
         has_store.then(|| format!("fsdp/{job}/address"))
     }
 
+    /// Reads the job's secret; `None` if there is none. One that is too short is an error.
     fn secret(&self) -> Result<Option<Secret>, CommError> {
         self.get(SECRET)
             .map(|text| Secret::new(text).map_err(|reason| variable_error(SECRET, reason)))
@@ -435,9 +445,9 @@ impl Variables<'_> {
         match self.get(INSECURE).as_deref() {
             None | Some("false" | "0") => Ok(false),
             Some("true" | "1") => Ok(true),
-            Some(other) => Err(variable_error(
+            Some(value) => Err(variable_error(
                 INSECURE,
-                format!("is `{other}`, neither `true` nor `false`"),
+                format!("is `{value}`, neither `true` nor `false`"),
             )),
         }
     }
@@ -461,19 +471,19 @@ impl Variables<'_> {
 /// with more than one pair of brackets. `MASTER_ADDR` has to be set then.
 fn first_host(hosts: &str) -> Option<String> {
     let end = hosts.find([',', '[']).unwrap_or(hosts.len());
-    let (prefix, rest) = hosts.split_at(end);
-    let Some(rest) = rest.strip_prefix('[') else {
+    let (prefix, after_prefix) = hosts.split_at(end);
+    let Some(in_brackets) = after_prefix.strip_prefix('[') else {
         return (!prefix.is_empty()).then(|| prefix.to_owned());
     };
     // The host's name is the text before the brackets, the first number in them, and the text after
     // them.
-    let (ranges, rest) = rest.split_once(']')?;
-    let number = ranges.split([',', '-']).next()?;
-    let suffix = rest.split(',').next()?;
-    if number.is_empty() || suffix.contains('[') {
+    let (ranges, after_brackets) = in_brackets.split_once(']')?;
+    let first_number = ranges.split([',', '-']).next()?;
+    let suffix = after_brackets.split(',').next()?;
+    if first_number.is_empty() || suffix.contains('[') {
         return None;
     }
-    Some(format!("{prefix}{number}{suffix}"))
+    Some(format!("{prefix}{first_number}{suffix}"))
 }
 
 #[cfg(test)]

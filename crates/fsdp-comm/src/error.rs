@@ -218,7 +218,10 @@ impl RankCall {
     ) -> Vec<RankCall> {
         let mut collected: Vec<(Vec<usize>, C)> = Vec::new();
         for (rank, call) in calls {
-            match collected.iter_mut().find(|(_, other)| *other == call) {
+            match collected
+                .iter_mut()
+                .find(|(_, known_call)| *known_call == call)
+            {
                 Some((ranks, _)) => ranks.push(rank),
                 None => collected.push((vec![rank], call)),
             }
@@ -229,7 +232,7 @@ impl RankCall {
             .into_iter()
             .map(|(ranks, call)| RankCall {
                 ranks,
-                call: cut(&call, limit),
+                call: truncate_text(&call, limit),
             })
             .collect()
     }
@@ -303,33 +306,37 @@ impl Failure for CommError {
     }
 }
 
-/// Writes a message, and cuts it after [`MAX_MESSAGE_BYTES`].
+/// Returns a message as a text, cut to [`MAX_MESSAGE_BYTES`] as [`truncate_text`] does.
 pub(crate) fn bounded(message: &(impl fmt::Display + ?Sized)) -> String {
-    cut(message, MAX_MESSAGE_BYTES)
+    truncate_text(message, MAX_MESSAGE_BYTES)
 }
 
-/// Writes a message, and cuts it between characters so that it has at most `limit` bytes. The rest
-/// of it is never written.
-fn cut(message: &(impl fmt::Display + ?Sized), limit: usize) -> String {
-    let mut bounded = Bounded {
-        written: String::new(),
+/// Returns a message as a text of at most `limit` bytes. A longer one is cut between characters,
+/// and ends with `…`, which is within the limit; what is cut off is never formatted.
+fn truncate_text(message: &(impl fmt::Display + ?Sized), limit: usize) -> String {
+    let mut writer = Bounded {
+        text: String::new(),
         limit,
     };
     // Writing fails where the message is cut.
-    fmt::Write::write_fmt(&mut bounded, format_args!("{message}")).ok();
-    bounded.written
+    fmt::Write::write_fmt(&mut writer, format_args!("{message}")).ok();
+    writer.text
 }
 
 /// A text of a limited length.
 struct Bounded {
-    written: String,
+    text: String,
     limit: usize,
 }
 
 impl fmt::Write for Bounded {
+    /// Appends a text. Fails once the limit is passed, so that nothing more is formatted.
     fn write_str(&mut self, text: &str) -> fmt::Result {
         const ELLIPSIS: &str = "…";
-        let Bounded { written, limit } = self;
+        let Bounded {
+            text: written,
+            limit,
+        } = self;
         let room = *limit - written.len();
         if text.len() <= room {
             written.push_str(text);
@@ -357,19 +364,20 @@ fn rank_list(ranks: &[usize]) -> String {
 /// Returns the ranks of a rendezvous for a message, or nothing if none is known: ` (connected: rank
 /// 0; missing: ranks 1, 2)`.
 fn attendance(joined: &[usize], missing: &[usize]) -> String {
-    let mut known = Vec::new();
+    let mut known_ranks = Vec::new();
     if !joined.is_empty() {
-        known.push(format!("connected: {}", rank_list(joined)));
+        known_ranks.push(format!("connected: {}", rank_list(joined)));
     }
     if !missing.is_empty() {
-        known.push(format!("missing: {}", rank_list(missing)));
+        known_ranks.push(format!("missing: {}", rank_list(missing)));
     }
-    if known.is_empty() {
+    if known_ranks.is_empty() {
         return String::new();
     }
-    format!(" ({})", known.join("; "))
+    format!(" ({})", known_ranks.join("; "))
 }
 
+/// Returns failures for a message: `rank 0: …; rank 2: …`.
 fn failure_list(failures: &[RankFailure]) -> String {
     let failures: Vec<String> = failures
         .iter()
@@ -378,6 +386,7 @@ fn failure_list(failures: &[RankFailure]) -> String {
     failures.join("; ")
 }
 
+/// Returns calls for a message, each with its ranks: `ranks 0, 2: …; rank 1: …`.
 fn call_list(calls: &[RankCall]) -> String {
     let calls: Vec<String> = calls
         .iter()

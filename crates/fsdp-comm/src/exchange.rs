@@ -33,20 +33,20 @@ impl ProcessGroup {
         &self,
         call: Call,
         pattern: Pattern,
-        sent: Result<Vec<Vec<u8>>, CommError>,
+        objects: Result<Vec<Vec<u8>>, CommError>,
     ) -> Result<Vec<Vec<u8>>, CommError> {
-        let (sent, arguments) = match sent {
-            Ok(sent) => (sent, Ok(())),
+        let (objects, arguments) = match objects {
+            Ok(objects) => (objects, Ok(())),
             Err(error) => (Vec::new(), Err(error)),
         };
         self.begin(call, arguments)?
-            .exchange_objects(None, pattern, &sent)
+            .exchange_objects(None, pattern, &objects)
     }
 }
 
 impl Turn<'_> {
-    /// Moves encoded objects. `sent` are those of this rank: one for each rank in a scatter, else
-    /// one for all. Returns the object from each rank, which is empty if there is none.
+    /// Moves encoded objects. `own_objects` are those of this rank: one for each rank in a scatter,
+    /// else one for all. Returns the object from each rank, which is empty if there is none.
     ///
     /// # Errors
     /// The `fault` of any rank, on all of them; a rank without memory for its objects.
@@ -54,59 +54,59 @@ impl Turn<'_> {
         &mut self,
         fault: Option<Fault>,
         pattern: Pattern,
-        sent: &[Vec<u8>],
+        own_objects: &[Vec<u8>],
     ) -> Result<Vec<Vec<u8>>, CommError> {
         let rank = self.group.rank();
         let global_ranks = self.group.global_ranks();
         let name = self.call.name().to_owned();
-        let sizes: Vec<u64> = sent.iter().map(|bytes| bytes.len() as u64).collect();
-        let mut received: Vec<Vec<u8>> = vec![Vec::new(); global_ranks.len()];
+        let sizes: Vec<u64> = own_objects.iter().map(|bytes| bytes.len() as u64).collect();
+        let mut received_objects: Vec<Vec<u8>> = vec![Vec::new(); global_ranks.len()];
 
         // All ranks learn all sizes, and get the objects too if they fit in this round. A rank
         // whose own objects do not fit knows so already, and publishes nothing.
-        let first = if saturating_sum(sent.iter().map(Vec::len)) <= ROUND_BYTES {
-            piece(sent, &WHOLE)
+        let first_piece = if saturating_sum(own_objects.iter().map(Vec::len)) <= ROUND_BYTES {
+            piece(own_objects, &WHOLE)
         } else {
             Cow::Borrowed(&[][..])
         };
         let mut planned = None;
-        self.round(fault, sizes, &first, |records| {
+        self.round(fault, sizes, &first_piece, |records| {
             // The sizes come from the records of others, and are checked before anything is
             // reserved.
             let found = Routes::new(records, global_ranks, &name, pattern)?;
-            let fits = found.longest_round() <= ROUND_BYTES;
+            let fits = found.busiest_rank_bytes() <= ROUND_BYTES;
             if fits {
                 // Others may be reading the bytes of this rank already, so they must be told if it
                 // cannot continue.
                 found
-                    .reserve(rank, global_ranks, &mut received)
+                    .reserve(rank, global_ranks, &mut received_objects)
                     .map_err(|message| CommError::Aborted {
                         rank: global_ranks[rank],
                         message,
                     })?;
             }
-            let plan = fits.then(|| found.plan(rank, &WHOLE, &mut received));
+            let plan = fits.then(|| found.plan(rank, &WHOLE, &mut received_objects));
             planned = Some(found);
             Ok(plan)
         })?;
         let routes = planned.expect("a round that succeeds has been planned");
-        if routes.longest_round() <= ROUND_BYTES {
-            return Ok(received);
+        if routes.busiest_rank_bytes() <= ROUND_BYTES {
+            return Ok(received_objects);
         }
 
         // No bytes have moved yet. A rank without memory for its objects says so in the next round,
         // which fails on all.
         let mut no_memory = routes
-            .reserve(rank, global_ranks, &mut received)
+            .reserve(rank, global_ranks, &mut received_objects)
             .err()
             .map(|error| Fault::new(&error));
         for window in routes.windows() {
-            let piece = piece(sent, &window);
+            let piece = piece(own_objects, &window);
             self.round(no_memory.take(), Vec::new(), &piece, |_| {
-                Ok(Some(routes.plan(rank, &window, &mut received)))
+                Ok(Some(routes.plan(rank, &window, &mut received_objects)))
             })?;
         }
-        Ok(received)
+        Ok(received_objects)
     }
 }
 
@@ -146,6 +146,9 @@ struct Routes {
 
 impl Routes {
     /// Reads the sizes from the records of all ranks.
+    ///
+    /// # Errors
+    /// An object that is larger than [`MAX_OBJECT_BYTES`].
     fn new(
         records: &[Record<'_>],
         ranks: &[usize],
@@ -154,88 +157,94 @@ impl Routes {
     ) -> Result<Self, CommError> {
         let mut sizes = Vec::with_capacity(records.len());
         for (record, rank) in records.iter().zip(ranks) {
-            let own = &record.header.own;
-            if let Some(size) = own.iter().find(|&&size| size > MAX_OBJECT_BYTES as u64) {
+            let own_sizes = &record.header.own_numbers;
+            if let Some(size) = own_sizes
+                .iter()
+                .find(|&&size| size > MAX_OBJECT_BYTES as u64)
+            {
                 let message = format!(
                     "an object of rank {rank} has {size} bytes, more than {MAX_OBJECT_BYTES}"
                 );
                 return Err(CommError::invalid_argument(operation, message));
             }
-            sizes.push(own.iter().map(|&size| size as usize).collect());
+            sizes.push(own_sizes.iter().map(|&size| size as usize).collect());
         }
         Ok(Routes { sizes, pattern })
     }
 
     /// Returns the index of the object that a rank gets from another.
-    fn index(&self, from: usize, to: usize) -> Option<usize> {
+    fn object_index(&self, sender: usize, receiver: usize) -> Option<usize> {
         let index = match self.pattern {
             Pattern::AllGather => 0,
-            Pattern::Broadcast { root } if from == root => 0,
-            Pattern::Gather { root } if to == root => 0,
-            Pattern::Scatter { root } if from == root => to,
-            Pattern::AllToAll => to,
+            Pattern::Broadcast { root } if sender == root => 0,
+            Pattern::Gather { root } if receiver == root => 0,
+            Pattern::Scatter { root } if sender == root => receiver,
+            Pattern::AllToAll => receiver,
             Pattern::Broadcast { .. } | Pattern::Gather { .. } | Pattern::Scatter { .. } => {
                 return None;
             }
         };
-        (index < self.sizes[from].len()).then_some(index)
+        (index < self.sizes[sender].len()).then_some(index)
     }
 
     /// Returns the size of the object that a rank gets from another; 0 if it gets none.
-    fn size(&self, from: usize, to: usize) -> usize {
-        self.index(from, to)
-            .map_or(0, |index| self.sizes[from][index])
+    fn object_bytes(&self, sender: usize, receiver: usize) -> usize {
+        self.object_index(sender, receiver)
+            .map_or(0, |index| self.sizes[sender][index])
     }
 
     /// Returns the largest number of bytes that any rank would send or receive if all objects moved
     /// in one round.
-    fn longest_round(&self) -> usize {
+    fn busiest_rank_bytes(&self) -> usize {
         let ranks = self.sizes.len();
-        let sent = self
+        let sent_bytes = self
             .sizes
             .iter()
             .map(|sizes| saturating_sum(sizes.iter().copied()));
-        let received =
-            (0..ranks).map(|to| saturating_sum((0..ranks).map(|from| self.size(from, to))));
-        sent.chain(received)
+        let received_bytes = (0..ranks).map(|receiver| {
+            saturating_sum((0..ranks).map(|sender| self.object_bytes(sender, receiver)))
+        });
+        sent_bytes
+            .chain(received_bytes)
             .max()
             .expect("a group has at least one rank")
     }
 
     /// Returns the size of the largest object, 0 if there is none.
-    fn max_size(&self) -> usize {
+    fn largest_object_bytes(&self) -> usize {
         self.sizes.iter().flatten().max().copied().unwrap_or(0)
     }
 
     /// Returns the window of each round if objects move in pieces.
     fn windows(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let piece = (ROUND_BYTES / self.sizes.len()).max(MIN_PIECE_BYTES);
-        (0..self.max_size())
-            .step_by(piece)
-            .map(move |start| start..start + piece)
+        let piece_bytes = (ROUND_BYTES / self.sizes.len()).max(MIN_PIECE_BYTES);
+        (0..self.largest_object_bytes())
+            .step_by(piece_bytes)
+            .map(move |start| start..start + piece_bytes)
     }
 
-    /// Reserves memory for the objects that a rank receives.
+    /// Reserves memory in `received` for the objects that a rank receives. The error is a message
+    /// that names the object for which there is not enough.
     fn reserve(
         &self,
         rank: usize,
         ranks: &[usize],
         received: &mut [Vec<u8>],
     ) -> Result<(), String> {
-        for (from, bytes) in received.iter_mut().enumerate() {
-            let name = format!("an object of rank {}", ranks[from]);
-            reserve(bytes, self.size(from, rank), &name)?;
+        for (sender, bytes) in received.iter_mut().enumerate() {
+            let name = format!("an object of rank {}", ranks[sender]);
+            reserve(bytes, self.object_bytes(sender, rank), &name)?;
         }
         Ok(())
     }
 
     /// Returns the range of the object from a rank to another in the bytes that [`piece`] returns
     /// for a window.
-    fn range(&self, from: usize, to: usize, window: &Range<usize>) -> Range<usize> {
-        let Some(index) = self.index(from, to) else {
+    fn range(&self, sender: usize, receiver: usize, window: &Range<usize>) -> Range<usize> {
+        let Some(index) = self.object_index(sender, receiver) else {
             return 0..0;
         };
-        let sizes = &self.sizes[from];
+        let sizes = &self.sizes[sender];
         let start = sizes[..index]
             .iter()
             .map(|&size| cut_to_window(size, window).len())
@@ -251,21 +260,26 @@ impl Routes {
         received: &'p mut [Vec<u8>],
     ) -> Plan<'p> {
         let ranks = 0..self.sizes.len();
-        let from: Vec<Range<usize>> = ranks
+        let received_ranges: Vec<Range<usize>> = ranks
             .clone()
-            .map(|from| self.range(from, rank, window))
+            .map(|sender| self.range(sender, rank, window))
             .collect();
-        let destinations = received.iter_mut().zip(&from).map(|(bytes, range)| {
-            let old = bytes.len();
-            bytes.resize(old + range.len(), 0);
-            vec![&mut bytes[old..]]
-        });
+        let destinations = received
+            .iter_mut()
+            .zip(&received_ranges)
+            .map(|(bytes, range)| {
+                let old_len = bytes.len();
+                bytes.resize(old_len + range.len(), 0);
+                vec![&mut bytes[old_len..]]
+            });
         Plan {
             pattern: self.pattern,
-            longest: cut_to_window(self.max_size(), window).len(),
-            to: ranks.map(|to| self.range(rank, to, window)).collect(),
+            largest_transfer_bytes: cut_to_window(self.largest_object_bytes(), window).len(),
+            sent_ranges: ranks
+                .map(|receiver| self.range(rank, receiver, window))
+                .collect(),
             destination: Destination::copy(destinations.collect()),
-            from,
+            received_ranges,
         }
     }
 }
@@ -286,7 +300,7 @@ mod tests {
     fn together_objects_may_be_larger_than_any_one_of_them_while_no_round_is() {
         let sizes = [MAX_OBJECT_BYTES, 700 << 20, 0, 5, MAX_OBJECT_BYTES];
         let routes = gather(sizes.iter().map(|&size| vec![size]).collect());
-        assert!(routes.longest_round() > MAX_OBJECT_BYTES);
+        assert!(routes.busiest_rank_bytes() > MAX_OBJECT_BYTES);
         let mut moved = [0; 5];
         for window in routes.windows() {
             let round: Vec<usize> = (0..5)
@@ -323,11 +337,11 @@ mod tests {
 
     #[test]
     fn a_size_that_no_object_may_have_is_refused_and_the_rank_is_named() {
-        let record = |own: Vec<u64>| {
+        let record = |own_numbers: Vec<u64>| {
             let header = Header {
                 call: Call::new(Operation::GatherObject),
                 fault: None,
-                own,
+                own_numbers,
                 inline: true,
             };
             Record {

@@ -197,7 +197,8 @@ impl ProcessGroup {
 
     /// Begins an operation: takes this rank's turn and its sequence number.
     ///
-    /// If the rank's own `arguments` are wrong, it tells the others, so that the operation fails on
+    /// A group that has failed returns that failure, and no sequence number is taken. If the rank's
+    /// own `arguments` are wrong, it tells the others in a round, so that the operation fails on
     /// all ranks. This rank gets its own error back.
     pub(crate) fn begin(
         &self,
@@ -296,11 +297,13 @@ impl Turn<'_> {
     /// Carries out one round: compares the calls of all ranks, lets `plan` decide from all records,
     /// and moves the bytes.
     ///
-    /// `plan` must come to fitting results on all ranks. It is not called if a rank has a fault.
+    /// `own_numbers` are numbers of this rank that the plans need, besides the call. `plan` must
+    /// come to fitting results on all ranks. It is not called if a rank has a fault, or if the
+    /// calls differ, which both are errors on all ranks.
     pub(crate) fn round<'p>(
         &mut self,
         fault: Option<Fault>,
-        own: Vec<u64>,
+        own_numbers: Vec<u64>,
         send: &[u8],
         plan: impl FnOnce(&[Record<'_>]) -> Result<Option<Plan<'p>>, CommError>,
     ) -> Result<(), CommError> {
@@ -315,7 +318,7 @@ impl Turn<'_> {
         let header = Header {
             call: call.clone(),
             fault,
-            own,
+            own_numbers,
             inline: send.len() <= INLINE_BYTES,
         };
         let encoded = wire::encode(&header)
@@ -326,9 +329,9 @@ impl Turn<'_> {
         let record = [&encoded, payload].concat();
         let planner = Box::new(|records: &[&[u8]]| {
             let mut decoded = Vec::with_capacity(records.len());
-            for (from, bytes) in records.iter().enumerate() {
+            for (sender, bytes) in records.iter().enumerate() {
                 // This rank knows its own record, whatever others say.
-                let bytes = if from == *rank { &record[..] } else { bytes };
+                let bytes = if sender == *rank { &record[..] } else { bytes };
                 decoded.push(Record::decode(bytes, &header, &encoded, call.name())?);
             }
             compare(&decoded, global_ranks)?;
@@ -342,7 +345,9 @@ impl Turn<'_> {
             }
             let payloads: Vec<&[u8]> = decoded.iter().map(|record| record.payload).collect();
             plan.deliver(&payloads, *rank)
-                .map_err(|(from, published)| too_short(call, global_ranks[from], published))?;
+                .map_err(|(sender, published)| {
+                    too_short_error(call, global_ranks[sender], published)
+                })?;
             Ok(None)
         });
         let outcome = backend.round(&self.current_round(), &record, send, planner);
@@ -351,11 +356,11 @@ impl Turn<'_> {
 
     /// Ends the current round. If it has failed in a way that ends the group, all ranks are told.
     fn end_round(&mut self, outcome: Result<(), CommError>) -> Result<(), CommError> {
-        let number = self.progress.rounds - 1;
+        let round_number = self.progress.rounds - 1;
         blame::record(self.group.global_rank(), outcome).inspect_err(|error| {
             if error.ends_group() {
                 self.progress.failure = Some(error.clone());
-                self.group.shared.backend.abort(number, error);
+                self.group.shared.backend.abort(round_number, error);
             }
         })
     }
@@ -370,15 +375,15 @@ impl ProcessGroup {
 
 #[cfg(feature = "nccl")]
 impl Turn<'_> {
-    /// Moves GPU memory, after all ranks have agreed on the call. `moved` is the number of bytes to
-    /// and from other ranks.
+    /// Moves GPU memory, after all ranks have agreed on the call. `moved_bytes` is the number of
+    /// bytes to and from other ranks.
     pub(crate) fn transfer(
         &mut self,
-        moved: (usize, usize),
+        moved_bytes: (usize, usize),
         transfer: impl FnOnce(&Round<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         self.synchronize()?;
-        let (sent, received) = moved;
+        let (sent, received) = moved_bytes;
         lock(&self.group.shared.totals.traffic).record_payload(true, sent, received);
         // The transfer belongs to the round in which the ranks have agreed on it.
         let outcome = transfer(&self.current_round());
@@ -389,7 +394,7 @@ impl Turn<'_> {
 /// Compares the records of all ranks. A fault of any rank is the error of all; otherwise all calls
 /// must be the same.
 fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
-    let first = &records[0].header.call;
+    let first_call = &records[0].header.call;
     let mut failures = Vec::new();
     for (record, &rank) in records.iter().zip(ranks) {
         if let Some(Fault { kind, message }) = &record.header.fault {
@@ -402,11 +407,14 @@ fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
     }
     if !failures.is_empty() {
         return Err(CommError::RankFailed {
-            operation: first.name().to_owned(),
+            operation: first_call.name().to_owned(),
             failures,
         });
     }
-    if records.iter().all(|record| record.header.call == *first) {
+    if records
+        .iter()
+        .all(|record| record.header.call == *first_call)
+    {
         return Ok(());
     }
     let calls = records
@@ -414,14 +422,14 @@ fn compare(records: &[Record<'_>], ranks: &[usize]) -> Result<(), CommError> {
         .zip(ranks)
         .map(|(record, &rank)| (rank, &record.header.call));
     Err(CommError::Mismatch {
-        sequence: first.sequence,
+        sequence: first_call.sequence,
         calls: RankCall::collect(calls),
     })
 }
 
 /// Returns the error for a rank that published fewer bytes than its record promised. Only a bug in
 /// a backend can cause it.
-fn too_short(call: &Call, rank: usize, published: usize) -> CommError {
+fn too_short_error(call: &Call, rank: usize, published: usize) -> CommError {
     CommError::Mismatch {
         sequence: call.sequence,
         calls: vec![RankCall {

@@ -21,8 +21,8 @@ pub fn init_process_group(backend: BackendKind) -> Result<ProcessGroup, CommErro
     init_process_group_within(backend, DEFAULT_DEADLINE)
 }
 
-/// Does the same as [`init_process_group`], with a deadline for the rendezvous, which is then the
-/// group's deadline: torch's `timeout`.
+/// Creates the group as [`init_process_group`] does, with a deadline for the rendezvous, which is
+/// then the group's deadline: torch's `timeout`.
 ///
 /// # Errors
 /// The same as [`init_process_group`].

@@ -103,16 +103,16 @@ impl Backend for LinkedBackend {
         send: &[u8],
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
-        let received = Cell::new(0);
-        let measured = Box::new(|records: &[&[u8]]| {
+        let received_bytes = Cell::new(0);
+        let measuring_planner = Box::new(|records: &[&[u8]]| {
             let plan = plan(records)?;
             if let Some(plan) = &plan {
-                received.set(plan.moved_bytes(self.members().rank).1);
+                received_bytes.set(plan.moved_bytes(self.members().rank).1);
             }
             Ok(plan)
         });
-        self.inner.round(round, record, send, measured)?;
-        self.link.wait_for_transfer(received.get());
+        self.inner.round(round, record, send, measuring_planner)?;
+        self.link.wait_for_transfer(received_bytes.get());
         Ok(())
     }
 

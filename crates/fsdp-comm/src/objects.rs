@@ -22,9 +22,9 @@ impl ProcessGroup {
         value: &T,
     ) -> Result<Vec<T>, CommError> {
         let call = Call::new(Operation::AllGatherObject);
-        let sent = encode(&call, value).map(|bytes| vec![bytes]);
-        let received = self.exchange_objects(call.clone(), Pattern::AllGather, sent)?;
-        decode_all(&call, &received)
+        let own_objects = encode(&call, value).map(|bytes| vec![bytes]);
+        let objects = self.exchange_objects(call.clone(), Pattern::AllGather, own_objects)?;
+        decode_all(&call, &objects)
     }
 
     /// Gathers every rank's value, in rank order, on the root; other ranks get `None`. torch's
@@ -41,14 +41,14 @@ impl ProcessGroup {
             root: Some(root),
             ..Call::new(Operation::GatherObject)
         };
-        let sent = check(&call, || self.check_root(root))
+        let own_objects = check(&call, || self.check_root(root))
             .and_then(|()| encode(&call, value))
             .map(|bytes| vec![bytes]);
-        let received = self.exchange_objects(call.clone(), Pattern::Gather { root }, sent)?;
+        let objects = self.exchange_objects(call.clone(), Pattern::Gather { root }, own_objects)?;
         if self.rank() != root {
             return Ok(None);
         }
-        decode_all(&call, &received).map(Some)
+        decode_all(&call, &objects).map(Some)
     }
 
     /// Gives each rank `r` the `r`-th of the root's values. torch's `scatter_object_list`.
@@ -81,10 +81,11 @@ impl ProcessGroup {
         });
         // Only the values of the root count.
         let values = values.filter(|_| self.rank() == root).unwrap_or_default();
-        let sent =
+        let own_objects =
             arguments.and_then(|()| values.iter().map(|value| encode(&call, value)).collect());
-        let received = self.exchange_objects(call.clone(), Pattern::Scatter { root }, sent)?;
-        decode(&call, &received[root])
+        let objects =
+            self.exchange_objects(call.clone(), Pattern::Scatter { root }, own_objects)?;
+        decode(&call, &objects[root])
     }
 
     /// Copies the root's value to every rank. torch's `broadcast_object_list`.
@@ -104,10 +105,11 @@ impl ProcessGroup {
         };
         let arguments = check(&call, || self.check_value(value.is_some(), root));
         let value = value.filter(|_| self.rank() == root);
-        let sent =
+        let own_objects =
             arguments.and_then(|()| value.iter().map(|value| encode(&call, value)).collect());
-        let received = self.exchange_objects(call.clone(), Pattern::Broadcast { root }, sent)?;
-        decode(&call, &received[root])
+        let objects =
+            self.exchange_objects(call.clone(), Pattern::Broadcast { root }, own_objects)?;
+        decode(&call, &objects[root])
     }
 
     /// Copies the root's value to every rank, unless any rank has an error, which then becomes the
@@ -137,19 +139,19 @@ impl ProcessGroup {
         let has_value = !matches!(outcome, Ok(None));
         let arguments = check(&call, || self.check_value(has_value, root));
         let mut turn = self.begin(call.clone(), arguments)?;
-        let mut sent = Vec::new();
+        let mut own_objects = Vec::new();
         let mut fault = None;
         match &outcome {
             // A value that cannot be encoded is an error on every rank, like an error of the work.
             Ok(Some(value)) if self.rank() == root => match encode(&call, value) {
-                Ok(bytes) => sent.push(bytes),
+                Ok(bytes) => own_objects.push(bytes),
                 Err(error) => fault = Some(Fault::new(&error)),
             },
             Ok(_) => {}
             Err(error) => fault = Some(Fault::new(error)),
         }
-        let received = turn.exchange_objects(fault, Pattern::Broadcast { root }, &sent)?;
-        decode(&call, &received[root])
+        let objects = turn.exchange_objects(fault, Pattern::Broadcast { root }, &own_objects)?;
+        decode(&call, &objects[root])
     }
 
     /// Checks the arguments of a broadcast, in which the root must give a value.
@@ -178,8 +180,8 @@ impl ProcessGroup {
         self.agree_with(operation, Vec::new(), outcome)
     }
 
-    /// Does the same as [`agree`](Self::agree), and fails if the ranks do not pass the same hash of
-    /// the data they are about to work on.
+    /// Turns errors into errors of every rank, as [`agree`](Self::agree) does, and fails if the
+    /// ranks do not pass the same hash of the data they are about to work on.
     ///
     /// # Errors
     /// The same as [`agree`](Self::agree); [`CommError::SchemaMismatch`] names the ranks whose
@@ -194,26 +196,26 @@ impl ProcessGroup {
     }
 
     /// Runs the round of an agreement. It fails on every rank if one rank has an error, or if the
-    /// ranks' `schema` differ.
+    /// ranks' `schema_hashes` differ.
     fn agree_with<T, E: Failure>(
         &self,
         operation: &str,
-        schema: Vec<u64>,
+        schema_hashes: Vec<u64>,
         outcome: Result<T, E>,
     ) -> Result<T, CommError> {
         let call = Call {
             label: Some(bounded(operation)),
-            sizes: vec![schema.len()],
+            sizes: vec![schema_hashes.len()],
             ..Call::new(Operation::Agree)
         };
         let mut turn = self.begin(call, Ok(()))?;
         let fault = outcome.as_ref().err().map(Fault::new);
-        turn.round(fault, schema, &[], |records| {
+        turn.round(fault, schema_hashes, &[], |records| {
             // The hashes are not a part of the calls, so that the error for a difference says what
             // differs.
             if records
                 .iter()
-                .all(|record| record.header.own == records[0].header.own)
+                .all(|record| record.header.own_numbers == records[0].header.own_numbers)
             {
                 return Ok(None);
             }
@@ -221,7 +223,7 @@ impl ProcessGroup {
                 .iter()
                 .zip(self.global_ranks())
                 .map(|(record, &rank)| {
-                    let hashes = record.header.own.iter();
+                    let hashes = record.header.own_numbers.iter();
                     let schema: String = hashes.map(|hash| format!("{hash:016x}")).collect();
                     (rank, format!("schema {schema}"))
                 });

@@ -32,35 +32,36 @@ pub(crate) fn raise_open_file_limit(connections: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// Does nothing on systems other than Linux.
+/// Returns at once: on systems other than Linux no limit is raised.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn raise_open_file_limit(_connections: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the new limit if the `current` one must be raised for `connections` connections. `None`
-/// stands for no limit.
+/// Returns the new limit if the `current` one must be raised for `connections` connections, and
+/// `None` if it need not be. A limit that is `None` is no limit. The error is a message that the
+/// system does not allow so many.
 #[cfg(any(target_os = "linux", test))]
 fn raised_limit(
     current: Option<u64>,
     maximum: Option<u64>,
     connections: usize,
 ) -> Result<Option<u64>, String> {
-    let [needed, wanted] = [MIN_OTHER_FILES, OTHER_FILES]
+    let [needed_limit, wanted_limit] = [MIN_OTHER_FILES, OTHER_FILES]
         .map(|other_files| (connections as u64).saturating_add(other_files));
-    let Some(current) = current.filter(|&current| current < wanted) else {
+    let Some(current) = current.filter(|&current| current < wanted_limit) else {
         return Ok(None);
     };
-    let possible = maximum
-        .map_or(wanted, |maximum| maximum.min(wanted))
+    let possible_limit = maximum
+        .map_or(wanted_limit, |maximum| maximum.min(wanted_limit))
         .max(current);
-    if possible < needed {
+    if possible_limit < needed_limit {
         return Err(format!(
-            "{connections} connections to other ranks need {needed} open files, but this process may have {possible}: \
+            "{connections} connections to other ranks need {needed_limit} open files, but this process may have {possible_limit}: \
              raise the limit (`ulimit -n`)"
         ));
     }
-    Ok((possible > current).then_some(possible))
+    Ok((possible_limit > current).then_some(possible_limit))
 }
 
 #[cfg(test)]

@@ -28,12 +28,14 @@ pub(crate) struct Pause {
 }
 
 impl Pause {
+    /// Begins the pauses of a wait.
     pub(crate) fn new() -> Self {
         Pause {
             spin_until: Instant::now() + SPIN_INTERVAL,
         }
     }
 
+    /// Pauses until the next check: lets other threads run at first, and sleeps later.
     pub(crate) fn wait(&mut self) {
         if Instant::now() < self.spin_until {
             thread::yield_now()

@@ -158,7 +158,7 @@ pub(crate) struct Header {
     pub(crate) fault: Option<Fault>,
     /// Numbers that may differ between ranks: sizes of objects, counts of an all-to-all, a schema
     /// hash.
-    pub(crate) own: Vec<u64>,
+    pub(crate) own_numbers: Vec<u64>,
     /// `true` if everything that this rank sends follows the header in the record. Unless this is
     /// so on all ranks, no rank uses the payloads in the records, and the payloads are transferred
     /// after them.
@@ -173,26 +173,26 @@ pub(crate) struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Decodes a record. `own` is this rank's header, and `own_encoded` its encoded form. Most
-    /// headers of other ranks are equal to it, and these are not decoded: with many ranks, decoding
-    /// would take longer than the rest of a small collective.
+    /// Decodes a record. `own_header` is this rank's header, and `own_encoded` its encoded form.
+    /// Most headers of other ranks are equal to it, and these are not decoded: with many ranks,
+    /// decoding would take longer than the rest of a small collective.
     pub(crate) fn decode(
         bytes: &'a [u8],
-        own: &'a Header,
+        own_header: &'a Header,
         own_encoded: &[u8],
         operation: &str,
     ) -> Result<Self, CommError> {
         if let Some(payload) = bytes.strip_prefix(own_encoded) {
             return Ok(Record {
-                header: Cow::Borrowed(own),
+                header: Cow::Borrowed(own_header),
                 payload,
             });
         }
-        let (header, read) = wire::decode_prefix(bytes)
+        let (header, header_bytes) = wire::decode_prefix(bytes)
             .map_err(|message| CommError::object(operation, "decode", message))?;
         Ok(Record {
             header: Cow::Owned(header),
-            payload: &bytes[read..],
+            payload: &bytes[header_bytes..],
         })
     }
 }
@@ -203,7 +203,7 @@ mod tests {
 
     #[test]
     fn a_record_is_the_same_whether_its_header_is_this_ranks_or_another() {
-        let header = |sequence: u64, own: Vec<u64>| {
+        let header = |sequence: u64, own_numbers: Vec<u64>| {
             let call = Call {
                 sequence,
                 sizes: vec![3, 4],
@@ -212,7 +212,7 @@ mod tests {
             Header {
                 call,
                 fault: None,
-                own,
+                own_numbers,
                 inline: true,
             }
         };

@@ -47,12 +47,13 @@ fn with_elements<T: bytemuck::Pod>(bytes: &[u8], with: impl FnOnce(&[T])) {
     }
 }
 
-/// Combines the pieces one after the other, the first two in one go.
+/// Fills `output` with the pieces combined one after the other, the first two in one go. Without
+/// pieces it stays as it is.
 fn fold<T: bytemuck::Pod>(pieces: &[&[u8]], output: &mut [T], combine: impl Fn(T, T) -> T) {
     match pieces {
         [] => {}
         [only] => with_elements(only, |only| output.copy_from_slice(only)),
-        [first, second, others @ ..] => {
+        [first, second, further_pieces @ ..] => {
             with_elements(first, |first: &[T]| {
                 with_elements(second, |second: &[T]| {
                     output
@@ -62,7 +63,7 @@ fn fold<T: bytemuck::Pod>(pieces: &[&[u8]], output: &mut [T], combine: impl Fn(T
                         .for_each(|((sum, &x), &y)| *sum = combine(x, y));
                 });
             });
-            for piece in others {
+            for piece in further_pieces {
                 with_elements(piece, |piece: &[T]| {
                     output
                         .iter_mut()

@@ -28,8 +28,8 @@ impl ProcessGroup {
             if ranks.is_empty() {
                 return Err("a group needs at least one rank".to_owned());
             }
-            if let Some(twice) = ranks.windows(2).find(|pair| pair[0] == pair[1]) {
-                return Err(format!("rank {} is given twice", twice[0]));
+            if let Some(repeated) = ranks.windows(2).find(|pair| pair[0] == pair[1]) {
+                return Err(format!("rank {} is given twice", repeated[0]));
             }
             match ranks.iter().find(|&&rank| rank >= self.world_size()) {
                 Some(rank) => Err(format!(
@@ -67,8 +67,8 @@ impl ProcessGroup {
             )),
         });
         let mut turn = self.begin(call, arguments)?;
-        let along = ranks.expect("a mesh without these ranks is a wrong argument");
-        let group = turn.create_group(&along)?;
+        let mesh_ranks = ranks.expect("a mesh without these ranks is a wrong argument");
+        let group = turn.create_group(&mesh_ranks)?;
         Ok(group.expect("the ranks along a dimension include the rank itself"))
     }
 }
@@ -76,20 +76,24 @@ impl ProcessGroup {
 impl Turn<'_> {
     /// Creates the group of `ranks` of the present group, in which this rank need not be. All
     /// ranks of the present group call this, with the same ranks or with ranks of groups that have
-    /// no rank in common.
+    /// no rank in common. Takes one round. Returns `None` on a rank that is not in `ranks`.
     fn create_group(&mut self, ranks: &[usize]) -> Result<Option<ProcessGroup>, CommError> {
         // No two groups of a job may have the same number. So the first rank of a group chooses it:
         // a number that it has not chosen before, followed by the 16 bits of its own rank.
-        let first = ranks[0];
-        let global_rank = self.group.global_ranks()[first];
+        let first_rank = ranks[0];
+        let global_rank = self.group.global_ranks()[first_rank];
         let name = self.call.name().to_owned();
-        let proposed = self.next_group_number();
-        let mut chosen = 0;
-        self.round(None, vec![proposed], &[], |records| {
-            chosen = *records[first].header.own.first().ok_or_else(|| {
-                let message = format!("rank {global_rank} has chosen no number for a group");
-                CommError::object(&name, "decode", message)
-            })?;
+        let proposed_number = self.next_group_number();
+        let mut chosen_number = 0;
+        self.round(None, vec![proposed_number], &[], |records| {
+            chosen_number = *records[first_rank]
+                .header
+                .own_numbers
+                .first()
+                .ok_or_else(|| {
+                    let message = format!("rank {global_rank} has chosen no number for a group");
+                    CommError::object(&name, "decode", message)
+                })?;
             Ok(None)
         })?;
         // All ranks have taken part in the round above. Those outside of the group are done.
@@ -97,7 +101,7 @@ impl Turn<'_> {
             return Ok(None);
         };
         let members = Members {
-            id: chosen << MAX_WORLD_SIZE.ilog2() | global_rank as u64,
+            id: chosen_number << MAX_WORLD_SIZE.ilog2() | global_rank as u64,
             global_ranks: ranks
                 .iter()
                 .map(|&rank| self.group.global_ranks()[rank])

@@ -26,10 +26,10 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
 /// Decodes a value that takes up all of `bytes`.
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     match decode_prefix(bytes)? {
-        (value, read) if read == bytes.len() => Ok(value),
-        (_, read) => Err(format!(
-            "{} bytes are left over after {read}",
-            bytes.len() - read
+        (value, consumed) if consumed == bytes.len() => Ok(value),
+        (_, consumed) => Err(format!(
+            "{} bytes are left over after {consumed}",
+            bytes.len() - consumed
         )),
     }
 }

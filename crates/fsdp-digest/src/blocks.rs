@@ -33,7 +33,7 @@ pub(crate) fn compute_sums(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_one_by_one(offset, bytes)
 }
 
-/// Does what [`sums_side_by_side`] does, compiled for AVX2. For that, all functions below are
+/// Returns what [`sums_side_by_side`] returns, compiled for AVX2. For that, all functions below are
 /// inlined into this one.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
@@ -43,7 +43,7 @@ fn sums_with_avx2(offset: u64, bytes: &[u8]) -> [u64; 2] {
     sums_side_by_side::<4>(offset, bytes)
 }
 
-/// Does what [`sums_side_by_side`] does, compiled for AVX-512F.
+/// Returns what [`sums_side_by_side`] returns, compiled for AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sums_with_avx512(offset: u64, bytes: &[u8]) -> [u64; 2] {
@@ -64,20 +64,20 @@ fn sums_side_by_side<const PAIRS: usize>(offset: u64, bytes: &[u8]) -> [u64; 2] 
     // The bytes before the first whole block, and those after the last group of blocks, are summed
     // block by block.
     let until_block = (offset.wrapping_neg() % BLOCK_BYTES as u64) as usize;
-    let (before, rest) = bytes.split_at(bytes.len().min(until_block));
-    let groups = rest.chunks_exact(GROUP_BYTES);
-    let after = groups.remainder();
-    let mut lanes = sums_one_by_one(offset, before);
-    let mut at = offset + before.len() as u64;
+    let (head, aligned) = bytes.split_at(bytes.len().min(until_block));
+    let groups = aligned.chunks_exact(GROUP_BYTES);
+    let tail = groups.remainder();
+    let mut lanes = sums_one_by_one(offset, head);
+    let mut tensor_offset = offset + head.len() as u64;
     for group in groups {
         add_blocks(
             &mut lanes,
-            at / BLOCK_BYTES as u64,
+            tensor_offset / BLOCK_BYTES as u64,
             &group_sums::<PAIRS>(group),
         );
-        at += GROUP_BYTES as u64;
+        tensor_offset += GROUP_BYTES as u64;
     }
-    add(&mut lanes, sums_one_by_one(at, after));
+    add(&mut lanes, sums_one_by_one(tensor_offset, tail));
     lanes
 }
 
@@ -92,28 +92,28 @@ pub(crate) fn add(lanes: &mut [u64; 2], others: [u64; 2]) {
 /// Returns both lanes' sums, as [`compute_sums`] does, one block after the other.
 #[inline(always)]
 fn sums_one_by_one(mut offset: u64, bytes: &[u8]) -> [u64; 2] {
-    let mut rest = bytes;
+    let mut remaining = bytes;
     let mut lanes = [0u64; 2];
-    while !rest.is_empty() {
+    while !remaining.is_empty() {
         // Only the first part may start within a block, and only the last may end within one.
-        let start = (offset % BLOCK_BYTES as u64) as usize;
-        let (part, after) = rest.split_at(rest.len().min(BLOCK_BYTES - start));
+        let block_offset = (offset % BLOCK_BYTES as u64) as usize;
+        let (part, tail) = remaining.split_at(remaining.len().min(BLOCK_BYTES - block_offset));
         add_blocks(
             &mut lanes,
             offset / BLOCK_BYTES as u64,
-            &[block_sums(start, part)],
+            &[block_sums(block_offset, part)],
         );
         offset += part.len() as u64;
-        rest = after;
+        remaining = tail;
     }
     lanes
 }
 
 /// Adds the sums of consecutive blocks, multiplied by the factors of their blocks, to the lanes.
-/// The first of them is block number `first` of the tensor.
+/// The first of them is block number `first_block` of the tensor.
 #[inline(always)]
-fn add_blocks(lanes: &mut [u64; 2], first: u64, blocks: &[[u64; 2]]) {
-    for (block, sums) in (first..).zip(blocks) {
+fn add_blocks(lanes: &mut [u64; 2], first_block: u64, blocks: &[[u64; 2]]) {
+    for (block, sums) in (first_block..).zip(blocks) {
         add(
             lanes,
             [
@@ -132,15 +132,15 @@ fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     let words = group.as_chunks::<8>().0;
     // Each block has a vector of sums for each lane. Those of one vector are added up at the end.
     let mut sums = [[[0u64; PAIRS]; 2]; SIDE_BY_SIDE];
-    for first in (0..BLOCK_PAIRS).step_by(PAIRS) {
-        for (block, lanes) in sums.iter_mut().enumerate() {
-            let start = block * BLOCK_PAIRS + first;
+    for first_pair in (0..BLOCK_PAIRS).step_by(PAIRS) {
+        for (block_index, lanes) in sums.iter_mut().enumerate() {
+            let start = block_index * BLOCK_PAIRS + first_pair;
             let pairs: [u64; PAIRS] =
                 std::array::from_fn(|index| u64::from_le_bytes(words[start + index]));
             for (sums, table) in lanes.iter_mut().zip(&TABLES) {
                 for (index, sum) in sums.iter_mut().enumerate() {
                     let pair = pairs[index];
-                    let factors = table[first + index];
+                    let factors = table[first_pair + index];
                     let even = (pair & LOW).wrapping_mul(factors & LOW);
                     let odd = (pair >> 32).wrapping_mul(factors >> 32);
                     *sum = sum.wrapping_add(even).wrapping_add(odd);
@@ -151,38 +151,41 @@ fn group_sums<const PAIRS: usize>(group: &[u8]) -> [[u64; 2]; SIDE_BY_SIDE] {
     sums.map(|lanes| lanes.map(|sums| sums.into_iter().fold(0, u64::wrapping_add)))
 }
 
-/// Returns both lanes' sums over some bytes of one block, the first of which is byte `start` of the
-/// block. The factor of the block itself is not multiplied in.
+/// Returns both lanes' sums over some bytes of one block, the first of which is byte `block_offset`
+/// of the block. The factor of the block itself is not multiplied in.
 #[inline(always)]
-fn block_sums(start: usize, bytes: &[u8]) -> [u64; 2] {
+fn block_sums(block_offset: usize, bytes: &[u8]) -> [u64; 2] {
     // Words are processed in pairs, which have 8 bytes. The bytes before the first whole pair and
     // after the last are padded to a pair with zeros, which add nothing to the sums.
-    let until_pair = (8 - start % 8) % 8;
-    let (head, rest) = bytes.split_at(bytes.len().min(until_pair));
-    let (pairs, tail) = rest.as_chunks::<8>();
-    let first = (start + head.len()) / 8;
-    let mut sums = pair_sums(pairs, first);
+    let until_pair = (8 - block_offset % 8) % 8;
+    let (head, aligned) = bytes.split_at(bytes.len().min(until_pair));
+    let (pairs, tail) = aligned.as_chunks::<8>();
+    let first_pair = (block_offset + head.len()) / 8;
+    let mut sums = pair_sums(pairs, first_pair);
     // For each edge: its bytes, their position in the pair, and the number of the pair in the
     // block.
-    for (edge, at, pair) in [(head, start % 8, start / 8), (tail, 0, first + pairs.len())] {
+    for (edge, pair_offset, pair) in [
+        (head, block_offset % 8, block_offset / 8),
+        (tail, 0, first_pair + pairs.len()),
+    ] {
         if !edge.is_empty() {
             let mut padded = [0; 8];
-            padded[at..at + edge.len()].copy_from_slice(edge);
+            padded[pair_offset..pair_offset + edge.len()].copy_from_slice(edge);
             add(&mut sums, pair_sums(&[padded], pair));
         }
     }
     sums
 }
 
-/// Returns both lanes' sums over whole pairs of words, the first of which is pair number `first` of
-/// the block.
+/// Returns both lanes' sums over whole pairs of words, the first of which is pair number
+/// `first_pair` of the block.
 ///
 /// The sums of even and of odd words are kept apart until the end, and there are no branches, so
 /// that the compiler uses vector instructions.
 #[inline(always)]
-fn pair_sums(pairs: &[[u8; 8]], first: usize) -> [u64; 2] {
-    let table0 = &TABLES[0][first..first + pairs.len()];
-    let table1 = &TABLES[1][first..first + pairs.len()];
+fn pair_sums(pairs: &[[u8; 8]], first_pair: usize) -> [u64; 2] {
+    let table0 = &TABLES[0][first_pair..first_pair + pairs.len()];
+    let table1 = &TABLES[1][first_pair..first_pair + pairs.len()];
     let mut lane0 = [0u64; 2];
     let mut lane1 = [0u64; 2];
     for ((pair, factors0), factors1) in pairs.iter().zip(table0).zip(table1) {

@@ -50,11 +50,11 @@ impl BoxPlace {
             .sum();
         // The innermost dimensions that the box has whole, and the one outside of them, make up a
         // run.
-        let whole = (0..shape.len())
+        let whole_dimensions = (0..shape.len())
             .rev()
-            .take_while(|&d| bounds.sizes[d] == shape[d])
+            .take_while(|&dimension| bounds.sizes[dimension] == shape[dimension])
             .count();
-        let outside = shape.len().saturating_sub(whole + 1);
+        let outside = shape.len().saturating_sub(whole_dimensions + 1);
         let run_len = bounds.sizes[outside..].iter().product::<usize>() * element_size;
         let sizes = bounds.sizes[..outside].iter().map(|&size| size as u64);
         Ok(BoxPlace {
@@ -73,19 +73,19 @@ impl BoxPlace {
 
     /// Returns the pieces of a range of the box's bytes that are contiguous in the tensor: where
     /// each begins there, and its length.
-    pub(crate) fn pieces(&self, offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
-        let end = offset + len;
+    pub(crate) fn pieces(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
+        let end = offset + length;
         let mut offset_in_box = offset;
         std::iter::from_fn(move || {
             if offset_in_box >= end {
                 return None;
             }
             // The range may begin and end within a run.
-            let within = offset_in_box % self.run_len;
-            let len = (self.run_len - within).min(end - offset_in_box);
-            let start = self.run_start_offset(offset_in_box / self.run_len) + within;
-            offset_in_box += len;
-            Some((start, len))
+            let offset_in_run = offset_in_box % self.run_len;
+            let piece_length = (self.run_len - offset_in_run).min(end - offset_in_box);
+            let start = self.run_start_offset(offset_in_box / self.run_len) + offset_in_run;
+            offset_in_box += piece_length;
+            Some((start, piece_length))
         })
     }
 

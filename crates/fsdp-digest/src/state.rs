@@ -58,9 +58,10 @@ impl StateDigest {
     /// order.
     #[must_use]
     pub fn differing(&self, other: &StateDigest) -> Vec<String> {
-        // A set, so that a name that both have is listed once, and all are in order.
-        let all: BTreeSet<&String> = self.0.keys().chain(other.0.keys()).collect();
-        all.into_iter()
+        // A set, so that a name that both have is listed once, and they are in order.
+        let names: BTreeSet<&String> = self.0.keys().chain(other.0.keys()).collect();
+        names
+            .into_iter()
             .filter(|name| self.get(name) != other.get(name))
             .cloned()
             .collect()

@@ -65,12 +65,12 @@ impl Sum {
     /// that of the piece in the row-major bytes of the box. Bytes beyond the end of the box are
     /// ignored.
     pub fn add_piece(&mut self, place: &BoxPlace, offset: u64, bytes: &[u8]) {
-        let in_box = place.length().saturating_sub(offset) as usize;
-        let mut rest = &bytes[..bytes.len().min(in_box)];
-        for (start, length) in place.pieces(offset, rest.len() as u64) {
-            let (piece, after) = rest.split_at(length as usize);
+        let bytes_until_box_end = place.length().saturating_sub(offset) as usize;
+        let mut remaining = &bytes[..bytes.len().min(bytes_until_box_end)];
+        for (start, length) in place.pieces(offset, remaining.len() as u64) {
+            let (piece, tail) = remaining.split_at(length as usize);
             self.add_bytes(start, piece);
-            rest = after;
+            remaining = tail;
         }
     }
 
@@ -140,70 +140,70 @@ impl Digest {
 
 /// Appends a value: a letter for its kind, and its content. Texts, bytes and containers begin with
 /// their length.
-fn encode(value: &PlainValue, to: &mut Vec<u8>) {
+fn encode(value: &PlainValue, output: &mut Vec<u8>) {
     match value {
-        PlainValue::None => to.push(b'n'),
-        PlainValue::Bool(value) => to.extend([b'b', u8::from(*value)]),
-        PlainValue::Int(value) => encode_bytes(b'i', value.to_string().as_bytes(), to),
-        PlainValue::BigInt(bytes) => encode_bytes(b'I', bytes, to),
+        PlainValue::None => output.push(b'n'),
+        PlainValue::Bool(value) => output.extend([b'b', u8::from(*value)]),
+        PlainValue::Int(value) => encode_bytes(b'i', value.to_string().as_bytes(), output),
+        PlainValue::BigInt(bytes) => encode_bytes(b'I', bytes, output),
         PlainValue::Float(value) => {
-            to.push(b'f');
-            to.extend(value.to_bits().to_le_bytes());
+            output.push(b'f');
+            output.extend(value.to_bits().to_le_bytes());
         }
-        PlainValue::Str(text) => encode_bytes(b's', text.as_bytes(), to),
-        PlainValue::Bytes(bytes) => encode_bytes(b'y', bytes, to),
-        PlainValue::List(values) => encode_all(b'l', values, to),
-        PlainValue::Tuple(values) => encode_all(b't', values, to),
+        PlainValue::Str(text) => encode_bytes(b's', text.as_bytes(), output),
+        PlainValue::Bytes(bytes) => encode_bytes(b'y', bytes, output),
+        PlainValue::List(values) => encode_all(b'l', values, output),
+        PlainValue::Tuple(values) => encode_all(b't', values, output),
         PlainValue::Set(values) => {
-            let mut items: Vec<Vec<u8>> = Vec::with_capacity(values.len());
+            let mut encoded_values: Vec<Vec<u8>> = Vec::with_capacity(values.len());
             for value in values {
                 let mut item = Vec::new();
                 encode(value, &mut item);
-                items.push(item);
+                encoded_values.push(item);
             }
             // Python's order of a set differs from process to process.
-            items.sort_unstable();
-            encode_header(b'S', items.len(), to);
-            to.extend(items.concat());
+            encoded_values.sort_unstable();
+            encode_header(b'S', encoded_values.len(), output);
+            output.extend(encoded_values.concat());
         }
         PlainValue::Dict(entries) => {
-            encode_header(b'd', entries.len(), to);
+            encode_header(b'd', entries.len(), output);
             for (key, value) in entries {
-                encode(key, to);
-                encode(value, to);
+                encode(key, output);
+                encode(value, output);
             }
         }
         PlainValue::Tensor(tensor) => {
             let mut sum = Sum::default();
             sum.add_bytes(0, &tensor.data);
-            to.push(b'T');
-            to.extend(sum.finish(tensor.dtype, &tensor.shape).0.to_le_bytes());
+            output.push(b'T');
+            output.extend(sum.finish(tensor.dtype, &tensor.shape).0.to_le_bytes());
         }
         PlainValue::Typed(python_type, description) => {
-            encode_bytes(b'o', python_type.name().as_bytes(), to);
-            encode(description, to);
+            encode_bytes(b'o', python_type.name().as_bytes(), output);
+            encode(description, output);
         }
         // Kinds that are newer than this version of the format.
-        other => encode_bytes(b'?', format!("{other:?}").as_bytes(), to),
+        other => encode_bytes(b'?', format!("{other:?}").as_bytes(), output),
     }
 }
 
 /// Appends the letter of a kind of value, and the number of bytes or values that follow.
-fn encode_header(kind: u8, len: usize, to: &mut Vec<u8>) {
-    to.push(kind);
-    to.extend((len as u64).to_le_bytes());
+fn encode_header(kind: u8, len: usize, output: &mut Vec<u8>) {
+    output.push(kind);
+    output.extend((len as u64).to_le_bytes());
 }
 
 /// Appends the letter of a kind of value, the length of its bytes, and the bytes.
-fn encode_bytes(kind: u8, bytes: &[u8], to: &mut Vec<u8>) {
-    encode_header(kind, bytes.len(), to);
-    to.extend(bytes);
+fn encode_bytes(kind: u8, bytes: &[u8], output: &mut Vec<u8>) {
+    encode_header(kind, bytes.len(), output);
+    output.extend(bytes);
 }
 
 /// Appends the letter of a kind of container, the number of its values, and the values.
-fn encode_all(kind: u8, values: &[PlainValue], to: &mut Vec<u8>) {
-    encode_header(kind, values.len(), to);
-    values.iter().for_each(|value| encode(value, to));
+fn encode_all(kind: u8, values: &[PlainValue], output: &mut Vec<u8>) {
+    encode_header(kind, values.len(), output);
+    values.iter().for_each(|value| encode(value, output));
 }
 
 impl fmt::Display for Digest {
@@ -221,6 +221,8 @@ impl From<Digest> for String {
 impl FromStr for Digest {
     type Err = String;
 
+    /// Parses 32 hexadecimal digits in lower case, as [`Display`](fmt::Display) writes them; fails
+    /// for any other text.
     fn from_str(text: &str) -> Result<Self, String> {
         // The parser of numbers would also take a sign, and digits in upper case.
         let is_digest = text.len() == 32
@@ -228,7 +230,7 @@ impl FromStr for Digest {
                 .bytes()
                 .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         match u128::from_str_radix(text, 16) {
-            Ok(number) if is_digest => Ok(Digest(number)),
+            Ok(bits) if is_digest => Ok(Digest(bits)),
             _ => Err(format!(
                 "`{text}` is not a digest: 32 hexadecimal digits in lower case"
             )),

@@ -27,8 +27,8 @@ const HELD: [(candle_core::DType, DType); 2] = [
 /// (6-bit floats).
 #[must_use]
 pub fn from_candle(dtype: candle_core::DType) -> Option<DType> {
-    let mut known = COMPUTED.iter().chain(&HELD);
-    known
+    let mut known_dtypes = COMPUTED.iter().chain(&HELD);
+    known_dtypes
         .find(|(candle, _)| *candle == dtype)
         .map(|pair| pair.1)
 }
@@ -40,7 +40,7 @@ pub fn from_candle(dtype: candle_core::DType) -> Option<DType> {
 /// [`RawTensor`](crate::RawTensor). (Eight-bit floats are among them: candle holds but hardly
 /// computes with them.)
 pub fn to_candle(dtype: DType) -> Result<candle_core::DType, FlatError> {
-    let found = COMPUTED.iter().find(|(_, ours)| *ours == dtype);
+    let found = COMPUTED.iter().find(|(_, file_dtype)| *file_dtype == dtype);
     found
         .map(|pair| pair.0)
         .ok_or(FlatError::NotInCandle { dtype })

@@ -33,7 +33,7 @@ use crate::storage::{HostSlice, HostSliceMut, zeros};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor, FlatError> {
-    let first = tensors.first().ok_or(fsdp_layout::FlatLayoutError::Empty)?;
+    let first_tensor = tensors.first().ok_or(fsdp_layout::FlatLayoutError::Empty)?;
     if tensors.len() != layout.fqns().len() {
         let expected = layout.fqns().len();
         return Err(FlatError::shape(
@@ -46,26 +46,28 @@ pub fn flatten_tensors(layout: &FlatLayout, tensors: &[Tensor]) -> Result<Tensor
     for (entry, &numel) in layout.entries().iter().zip(layout.numels_with_padding()) {
         pieces.push(match *entry {
             FlatEntry::Param(param) => {
-                check_param(layout, param, &tensors[param], first)?;
+                check_param(layout, param, &tensors[param], first_tensor)?;
                 tensors[param].flatten_all()?
             }
             // The value makes padding that gets into a state dict easy to notice.
-            FlatEntry::Padding => {
-                Tensor::full(f32::from(ALIGNMENT_PADDING_VALUE), numel, first.device())?
-                    .to_dtype(first.dtype())?
-            }
+            FlatEntry::Padding => Tensor::full(
+                f32::from(ALIGNMENT_PADDING_VALUE),
+                numel,
+                first_tensor.device(),
+            )?
+            .to_dtype(first_tensor.dtype())?,
         });
     }
     Ok(Tensor::cat(&pieces, 0)?)
 }
 
 /// Checks that a tensor has the shape that the layout has for parameter `param`, and the
-/// floating-point dtype of `first`, the first tensor.
+/// floating-point dtype of `first_tensor`.
 fn check_param(
     layout: &FlatLayout,
     param: usize,
     tensor: &Tensor,
-    first: &Tensor,
+    first_tensor: &Tensor,
 ) -> Result<(), FlatError> {
     let fqn = &layout.fqns()[param];
     if tensor.dims() != layout.shapes()[param] {
@@ -82,7 +84,7 @@ fn check_param(
             dtype: found,
         });
     }
-    let expected = file_dtype(first.dtype())?;
+    let expected = file_dtype(first_tensor.dtype())?;
     if found != expected {
         return Err(FlatError::MixedDType {
             fqn: fqn.clone(),
@@ -173,10 +175,10 @@ pub fn get_shard(
     // The padding of an unsharded tensor is 42, but that on the right of a shard is 0, as in torch.
     let shard = zeros(&[numel + padding], tensor.dtype())?;
     with_float!(tensor.dtype(), T => {
-        let from = HostSlice::<T>::read(&piece)?;
-        let mut to = HostSliceMut::<T>::write(&shard)?;
-        to[..numel].copy_from_slice(&from);
-        to.finish()?;
+        let piece_elements = HostSlice::<T>::read(&piece)?;
+        let mut shard_elements = HostSliceMut::<T>::write(&shard)?;
+        shard_elements[..numel].copy_from_slice(&piece_elements);
+        shard_elements.finish()?;
     }, else return Err(FlatError::IntegerDType { fqn: "flat tensor".into(), dtype: file_dtype(tensor.dtype())? }));
     Ok((shard, padding))
 }

@@ -33,18 +33,18 @@ const PREFETCH_DISTANCE_BYTES: usize = 1 << 10;
     unsafe_code,
     reason = "there is no safe way to a store that goes around the caches"
 )]
-pub fn non_temporal_copy(to: &mut [u8], from: &[u8]) {
-    if to.len() < MIN_NON_TEMPORAL_BYTES {
-        return to.copy_from_slice(from);
+pub fn non_temporal_copy(destination: &mut [u8], source: &[u8]) {
+    if destination.len() < MIN_NON_TEMPORAL_BYTES {
+        return destination.copy_from_slice(source);
     }
     assert_eq!(
-        to.len(),
-        from.len(),
+        destination.len(),
+        source.len(),
         "a copy between slices of different lengths"
     );
-    // SAFETY: as many bytes can be written, and to nobody else's memory, since `to` is borrowed for
-    // change.
-    unsafe { store(to.as_mut_ptr(), from) };
+    // SAFETY: as many bytes can be written, and to nobody else's memory, since `destination` is
+    // borrowed for change.
+    unsafe { store(destination.as_mut_ptr(), source) };
 }
 
 /// Copies as `to_vec` does, for a copy that is not read soon.
@@ -56,51 +56,57 @@ pub fn non_temporal_copy(to: &mut [u8], from: &[u8]) {
     reason = "as above; and zeroing first what is overwritten takes as long as the copy"
 )]
 pub(crate) fn non_temporal_to_vec<T: bytemuck::NoUninit>(
-    from: &[T],
+    source: &[T],
 ) -> Result<Vec<T>, TryReserveError> {
-    let mut to: Vec<T> = Vec::new();
-    to.try_reserve_exact(from.len())?;
-    if size_of_val(from) < MIN_NON_TEMPORAL_BYTES {
-        to.extend_from_slice(from);
-        return Ok(to);
+    let mut copy: Vec<T> = Vec::new();
+    copy.try_reserve_exact(source.len())?;
+    if size_of_val(source) < MIN_NON_TEMPORAL_BYTES {
+        copy.extend_from_slice(source);
+        return Ok(copy);
     }
-    // SAFETY: the vector has room for all elements of `from`, and nobody else has it.
-    unsafe { store(to.as_mut_ptr().cast(), bytemuck::cast_slice(from)) };
+    // SAFETY: the vector has room for all elements of `source`, and nobody else has it.
+    unsafe { store(copy.as_mut_ptr().cast(), bytemuck::cast_slice(source)) };
     // SAFETY: their bytes, which are values of `T`, have just been written.
-    unsafe { to.set_len(from.len()) };
-    Ok(to)
+    unsafe { copy.set_len(source.len()) };
+    Ok(copy)
 }
 
-/// Copies `from` to `to` around the caches. The memory at `to` need not be initialized.
+/// Copies `source` to `destination` around the caches. The memory at `destination` need not be
+/// initialized.
 ///
 /// # Safety
-/// As many bytes must be valid for writes at `to`, and none of them may be in `from`.
+/// As many bytes must be valid for writes at `destination`, and none of them may be in `source`.
 #[cfg(not(target_arch = "x86_64"))]
 #[expect(unsafe_code, reason = "the memory may not have been written yet")]
-unsafe fn store(to: *mut u8, from: &[u8]) {
+unsafe fn store(destination: *mut u8, source: &[u8]) {
     // SAFETY: the caller's promise.
-    unsafe { to.copy_from_nonoverlapping(from.as_ptr(), from.len()) };
+    unsafe { destination.copy_from_nonoverlapping(source.as_ptr(), source.len()) };
 }
 
-/// Copies `from` to `to` around the caches. The memory at `to` need not be initialized.
+/// Copies `source` to `destination` around the caches. The memory at `destination` need not be
+/// initialized.
 ///
 /// # Safety
-/// As many bytes must be valid for writes at `to`, and none of them may be in `from`.
+/// As many bytes must be valid for writes at `destination`, and none of them may be in `source`.
 #[cfg(target_arch = "x86_64")]
 #[expect(
     unsafe_code,
     reason = "there is no safe way to a store that goes around the caches"
 )]
-unsafe fn store(to: *mut u8, from: &[u8]) {
+unsafe fn store(destination: *mut u8, source: &[u8]) {
     use std::arch::x86_64::{__m128i, _MM_HINT_NTA, _mm_prefetch, _mm_sfence, _mm_stream_si128};
 
     /// The bytes that a cache holds as one.
     type Line = [__m128i; 4];
 
-    let (head, rest) = from.split_at(to.align_offset(align_of::<__m128i>()).min(from.len()));
-    let mut lines = rest.chunks_exact(size_of::<Line>());
+    let (head, aligned) = source.split_at(
+        destination
+            .align_offset(align_of::<__m128i>())
+            .min(source.len()),
+    );
+    let mut lines = aligned.chunks_exact(size_of::<Line>());
     // SAFETY: the caller's promise: these are the first bytes.
-    unsafe { to.copy_from_nonoverlapping(head.as_ptr(), head.len()) };
+    unsafe { destination.copy_from_nonoverlapping(head.as_ptr(), head.len()) };
     let mut offset = head.len();
     for line in &mut lines {
         // SAFETY: every x86-64 processor has it, and it reads nothing: any address will do.
@@ -109,10 +115,10 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
         };
         let line: Line = bytemuck::pod_read_unaligned(line);
         for value in line {
-            // SAFETY: the caller's promise: 16 more bytes of `from` are left, so as many can be
+            // SAFETY: the caller's promise: 16 more bytes of `source` are left, so as many can be
             // written. They are aligned, as `head` ends where they are. Every x86-64 processor has
             // the instruction, and the fence below comes before anybody can look at the memory.
-            unsafe { _mm_stream_si128(to.add(offset).cast(), value) };
+            unsafe { _mm_stream_si128(destination.add(offset).cast(), value) };
             offset += size_of::<__m128i>();
         }
     }
@@ -121,7 +127,8 @@ unsafe fn store(to: *mut u8, from: &[u8]) {
     let tail = lines.remainder();
     // SAFETY: the caller's promise: these are the last bytes.
     unsafe {
-        to.add(offset)
+        destination
+            .add(offset)
             .copy_from_nonoverlapping(tail.as_ptr(), tail.len())
     };
 }

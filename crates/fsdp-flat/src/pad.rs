@@ -158,8 +158,8 @@ pub fn pad(tensor: &Tensor, padding: &[isize], mode: PadMode) -> Result<Tensor, 
 /// the process there.
 fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadError> {
     // Each element that is copied takes an index too.
-    let size = dtype.size_in_bytes() + size_of::<i64>();
-    let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(size));
+    let bytes_for_element = dtype.size_in_bytes() + size_of::<i64>();
+    let bytes = checked_numel(shape).and_then(|numel| numel.checked_mul(bytes_for_element));
     if bytes.is_some_and(|bytes| Vec::<u8>::new().try_reserve_exact(bytes).is_ok()) {
         return Ok(());
     }
@@ -168,14 +168,14 @@ fn check_memory(shape: &[usize], dtype: candle_core::DType) -> Result<(), PadErr
     })
 }
 
-/// Returns the index of the element that is copied to index `at` of the padded dimension, which may
-/// lie outside `0..size`.
-fn source_index(at: isize, size: isize, mode: PadMode) -> isize {
+/// Returns the index of the element that is copied to index `padded_index` of the padded dimension,
+/// which may lie outside `0..size`.
+fn source_index(padded_index: isize, size: isize, mode: PadMode) -> isize {
     match mode {
-        PadMode::Reflect if at < 0 => -at,
-        PadMode::Reflect if at >= size => 2 * (size - 1) - at,
-        PadMode::Circular => at.rem_euclid(size),
-        _ => at.clamp(0, size - 1),
+        PadMode::Reflect if padded_index < 0 => -padded_index,
+        PadMode::Reflect if padded_index >= size => 2 * (size - 1) - padded_index,
+        PadMode::Circular => padded_index.rem_euclid(size),
+        _ => padded_index.clamp(0, size - 1),
     }
 }
 
@@ -189,11 +189,14 @@ struct PadDim {
 }
 
 impl PadDim {
-    /// Counts the elements that negative padding leaves, unless it takes more than there are.
-    fn retained(&self) -> Option<usize> {
-        let before = self.before.min(0).unsigned_abs();
-        let after = self.after.min(0).unsigned_abs();
-        self.size.checked_sub(before)?.checked_sub(after)
+    /// Returns the number of elements that negative padding leaves; `None` if it takes more than
+    /// there are.
+    fn retained_size(&self) -> Option<usize> {
+        let removed_before = self.before.min(0).unsigned_abs();
+        let removed_after = self.after.min(0).unsigned_abs();
+        self.size
+            .checked_sub(removed_before)?
+            .checked_sub(removed_after)
     }
 
     /// Checks this dimension, and returns its size with the padding.
@@ -207,25 +210,25 @@ impl PadDim {
         if before == 0 && after == 0 {
             return Ok(size);
         }
-        let padded = isize::try_from(size)
+        let padded_size = isize::try_from(size)
             .ok()
             .and_then(|size| size.checked_add(before)?.checked_add(after));
         // A size beyond `isize` is also beyond any memory.
-        let Some(padded) = padded else {
+        let Some(padded_size) = padded_size else {
             return Err(self.too_large_error(mode, isize::MAX.unsigned_abs()));
         };
         // The larger of the two sides that grow; a side that shrinks counts as 0.
-        let adds = before.max(after).max(0).unsigned_abs();
-        if adds > 0 && size == 0 && !matches!(mode, PadMode::Constant(_)) {
+        let largest_addition = before.max(after).max(0).unsigned_abs();
+        if largest_addition > 0 && size == 0 && !matches!(mode, PadMode::Constant(_)) {
             return Err(PadError::Empty { mode, dim });
         }
         // The most elements that this mode can add to one side; `None` if negative padding takes
         // too much away.
         let largest = match mode {
-            PadMode::Constant(_) => self.retained().map(|_| usize::MAX),
-            PadMode::Circular => self.retained(),
-            PadMode::Reflect => (padded >= 1).then(|| size.saturating_sub(1)),
-            PadMode::Replicate => (padded >= 1).then_some(usize::MAX),
+            PadMode::Constant(_) => self.retained_size().map(|_| usize::MAX),
+            PadMode::Circular => self.retained_size(),
+            PadMode::Reflect => (padded_size >= 1).then(|| size.saturating_sub(1)),
+            PadMode::Replicate => (padded_size >= 1).then_some(usize::MAX),
         };
         let Some(largest) = largest else {
             return Err(PadError::CropsTooMuch {
@@ -235,12 +238,14 @@ impl PadDim {
                 after,
             });
         };
-        if adds > largest {
+        if largest_addition > largest {
             return Err(self.too_large_error(mode, largest));
         }
-        Ok(padded.max(0).unsigned_abs())
+        Ok(padded_size.max(0).unsigned_abs())
     }
 
+    /// Returns the error of padding that adds more than the `largest` number of elements that the
+    /// mode can add to one side.
     fn too_large_error(&self, mode: PadMode, largest: usize) -> PadError {
         PadError::TooLarge {
             mode,
@@ -255,7 +260,7 @@ impl PadDim {
     /// Returns the tensor without the elements that negative padding takes away.
     fn crop(&self, tensor: &Tensor) -> Result<Tensor, PadError> {
         let retained = self
-            .retained()
+            .retained_size()
             .expect("`check` refuses padding that takes away more than there is");
         Ok(tensor.narrow(self.dim, self.before.min(0).unsigned_abs(), retained)?)
     }
@@ -264,17 +269,17 @@ impl PadDim {
     fn pad_constant(&self, tensor: &Tensor, value: f64) -> Result<Tensor, PadError> {
         // The padding is a view of one element, which takes no memory before it is copied.
         let scalar = Tensor::full(value, (), tensor.device())?.to_dtype(tensor.dtype())?;
-        let mut parts = vec![self.crop(tensor)?];
+        let mut pieces = vec![self.crop(tensor)?];
         let mut shape = tensor.dims().to_vec();
         if self.before > 0 {
             shape[self.dim] = self.before.unsigned_abs();
-            parts.insert(0, scalar.broadcast_as(shape.as_slice())?);
+            pieces.insert(0, scalar.broadcast_as(shape.as_slice())?);
         }
         if self.after > 0 {
             shape[self.dim] = self.after.unsigned_abs();
-            parts.push(scalar.broadcast_as(shape.as_slice())?);
+            pieces.push(scalar.broadcast_as(shape.as_slice())?);
         }
-        Ok(Tensor::cat(&parts, self.dim)?)
+        Ok(Tensor::cat(&pieces, self.dim)?)
     }
 
     /// Returns the padded tensor, with each element copied from the place that the mode gives.

@@ -64,12 +64,12 @@ impl ShardedTensor {
                     got: shard.tensor.dtype(),
                 }));
             }
-            if let Some(other) = shards[..index]
+            if let Some(earlier_shard) = shards[..index]
                 .iter()
-                .find(|other| other.bounds.intersect(&shard.bounds).is_some())
+                .find(|earlier_shard| earlier_shard.bounds.intersect(&shard.bounds).is_some())
             {
                 return Err(FlatError::Overlap {
-                    first: other.bounds.clone(),
+                    first: earlier_shard.bounds.clone(),
                     second: shard.bounds.clone(),
                 });
             }
@@ -103,17 +103,21 @@ impl ShardedTensor {
         flat: &Tensor,
     ) -> Result<Self, FlatError> {
         let mut shards = Vec::with_capacity(boxes.len());
-        let mut at = 0;
+        let mut offset = 0;
         for bounds in boxes {
             let numel = bounds.numel();
             let tensor = flat
-                .narrow(0, at, numel)?
+                .narrow(0, offset, numel)?
                 .reshape(bounds.sizes.as_slice())?;
-            at += numel;
+            offset += numel;
             shards.push(LocalShard { bounds, tensor });
         }
-        if at != flat.elem_count() {
-            return Err(FlatError::shape("flat tensor of boxes", &[at], flat.dims()));
+        if offset != flat.elem_count() {
+            return Err(FlatError::shape(
+                "flat tensor of boxes",
+                &[offset],
+                flat.dims(),
+            ));
         }
         Self::new(flat.dtype(), shape.to_vec(), shards)
     }
@@ -212,13 +216,13 @@ impl ShardedTensor {
     #[must_use]
     pub fn covers(&self, wanted: &TensorBox) -> bool {
         // No two of the boxes overlap, so no element is counted twice.
-        let here: usize = self
+        let local_numel: usize = self
             .shards
             .iter()
             .filter_map(|shard| shard.bounds.intersect(wanted))
             .map(|part| part.numel())
             .sum();
-        here == wanted.numel()
+        local_numel == wanted.numel()
     }
 
     /// Returns `true` if `other` has the same boxes, and each pair of boxes is a view of the same
@@ -231,7 +235,10 @@ impl ShardedTensor {
                 .shards
                 .iter()
                 .zip(&other.shards)
-                .all(|(a, b)| a.bounds == b.bounds && is_same_view(&a.tensor, &b.tensor))
+                .all(|(own_shard, other_shard)| {
+                    own_shard.bounds == other_shard.bounds
+                        && is_same_view(&own_shard.tensor, &other_shard.tensor)
+                })
     }
 
     /// Returns the number of elements on this rank.
@@ -354,7 +361,7 @@ pub fn copy_overlap(
             },
         ));
     }
-    let size = src.dtype().size_in_bytes();
+    let element_bytes = src.dtype().size_in_bytes();
     // While a storage is held for change it cannot be read, so a source in the same storage is
     // copied first.
     let source = if share_storage(src, dst) {
@@ -362,18 +369,21 @@ pub fn copy_overlap(
     } else {
         src.contiguous()?
     };
-    let from = HostBytes::read(&source)?;
-    let mut to = HostBytesMut::write(dst)?;
+    let source_guard = HostBytes::read(&source)?;
+    let mut destination_guard = HostBytesMut::write(dst)?;
     // Dereference the guards once, outside the loop, because each use of a guard looks its slice up
     // again.
-    let from_bytes: &[u8] = &from;
-    let to_bytes: &mut [u8] = &mut to;
+    let source_bytes: &[u8] = &source_guard;
+    let destination_bytes: &mut [u8] = &mut destination_guard;
     for run in copy_runs(&overlap, src_box, dst_box) {
-        let read = run.src * size..(run.src + run.len) * size;
-        let written = run.dst * size..(run.dst + run.len) * size;
-        non_temporal_copy(&mut to_bytes[written], &from_bytes[read]);
+        let source_range = run.src * element_bytes..(run.src + run.len) * element_bytes;
+        let destination_range = run.dst * element_bytes..(run.dst + run.len) * element_bytes;
+        non_temporal_copy(
+            &mut destination_bytes[destination_range],
+            &source_bytes[source_range],
+        );
     }
-    to.finish()?;
+    destination_guard.finish()?;
     Ok(overlap.numel())
 }
 

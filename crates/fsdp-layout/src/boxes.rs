@@ -231,7 +231,7 @@ pub fn copy_runs(
     {
         inner -= 1;
     }
-    let next = (!overlap.is_empty()).then(|| CopyRun {
+    let first_run = (!overlap.is_empty()).then(|| CopyRun {
         src: first_index(overlap, src, &src_strides),
         dst: first_index(overlap, dst, &dst_strides),
         len: overlap.sizes[inner..].iter().product(),
@@ -241,7 +241,7 @@ pub fn copy_runs(
         src_steps: src_strides[..inner].to_vec(),
         dst_steps: dst_strides[..inner].to_vec(),
         index: vec![0; inner],
-        next,
+        next: first_run,
     }
 }
 

@@ -19,27 +19,27 @@ pub fn subtract(from: &TensorBox, taken: &TensorBox) -> Vec<TensorBox> {
     let Some(overlap) = from.intersect(taken) else {
         return vec![from.clone()];
     };
-    let mut rest = Vec::new();
+    let mut uncovered_boxes = Vec::new();
     // `core` is the part of `from` between the slabs that have been cut off in the dimensions so
     // far.
     let mut core = from.clone();
-    for d in 0..from.rank() {
-        let end = core.offsets[d] + core.sizes[d];
-        let cut_start = overlap.offsets[d];
-        let cut_end = cut_start + overlap.sizes[d];
+    for dim in 0..from.rank() {
+        let end = core.offsets[dim] + core.sizes[dim];
+        let cut_start = overlap.offsets[dim];
+        let cut_end = cut_start + overlap.sizes[dim];
         // The elements before the overlap in this dimension are a slab, and those after it another.
-        for slab in [core.offsets[d]..cut_start, cut_end..end] {
+        for slab in [core.offsets[dim]..cut_start, cut_end..end] {
             if !slab.is_empty() {
                 let mut part = core.clone();
-                part.offsets[d] = slab.start;
-                part.sizes[d] = slab.len();
-                rest.push(part);
+                part.offsets[dim] = slab.start;
+                part.sizes[dim] = slab.len();
+                uncovered_boxes.push(part);
             }
         }
-        core.offsets[d] = cut_start;
-        core.sizes[d] = cut_end - cut_start;
+        core.offsets[dim] = cut_start;
+        core.sizes[dim] = cut_end - cut_start;
     }
-    rest
+    uncovered_boxes
 }
 
 /// Returns the elements of `wanted` that are in none of `boxes`, as boxes that do not overlap; the

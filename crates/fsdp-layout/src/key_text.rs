@@ -56,11 +56,11 @@ impl PlainValue {
 }
 
 /// Returns the text that Python makes of a float.
-fn float_text(number: f64) -> String {
-    if number.is_nan() {
+fn float_text(value: f64) -> String {
+    if value.is_nan() {
         return "nan".to_owned();
     }
-    let text = format!("{number:?}");
+    let text = format!("{value:?}");
     let Some((digits, exponent)) = text.split_once('e') else {
         return text;
     };

@@ -115,8 +115,8 @@ impl DeviceMesh {
         // Neighbours along a dimension are its stride apart, so the first of them is as many
         // strides before `rank` as its coordinate says.
         let stride = row_major_strides(&self.shape)[dim];
-        let first = rank - coordinate[dim] * stride;
-        Some((0..size).map(|index| first + index * stride).collect())
+        let first_rank = rank - coordinate[dim] * stride;
+        Some((0..size).map(|index| first_rank + index * stride).collect())
     }
 }
 

@@ -73,20 +73,20 @@ impl KeyPath {
             return Some(self.clone());
         }
         if let [PathPart::Key(flat)] = self.0.as_slice() {
-            let mut rest = flat.as_str();
+            let mut key_tail = flat.as_str();
             for key in prefix {
                 // The dot belongs to the prefix: `model` is no prefix of `model2.bias`.
-                rest = rest.strip_prefix(key.as_ref())?.strip_prefix('.')?;
+                key_tail = key_tail.strip_prefix(key.as_ref())?.strip_prefix('.')?;
             }
-            return Some(KeyPath::from_key(rest));
+            return Some(KeyPath::from_key(key_tail));
         }
-        let (start, rest) = self.0.split_at_checked(prefix.len())?;
+        let (start, tail_parts) = self.0.split_at_checked(prefix.len())?;
         let is_prefix = start
             .iter()
             .zip(prefix)
             .all(|(part, key)| matches!(part, PathPart::Key(part) if part == key.as_ref()));
         // The path of the prefix itself has no rest, and is not below it.
-        (is_prefix && !rest.is_empty()).then(|| KeyPath(rest.to_vec()))
+        (is_prefix && !tail_parts.is_empty()).then(|| KeyPath(tail_parts.to_vec()))
     }
 
     /// Returns this path with one more part at its end.

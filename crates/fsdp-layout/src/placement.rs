@@ -108,11 +108,11 @@ pub fn boxes_of_placements(
     }
     // For each tensor dimension, the ranges of indices that the rank still owns after the
     // placements so far.
-    let mut owned: Vec<Vec<Range<usize>>> = shape
+    let mut owned_ranges: Vec<Vec<Range<usize>>> = shape
         .iter()
         .map(|&dim| std::iter::once(0..dim).collect())
         .collect();
-    for ((placement, &parts), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
+    for ((placement, &mesh_size), &index) in placements.iter().zip(mesh_shape).zip(coordinate) {
         let (dim, split_factor) = match *placement {
             Placement::Replicate => continue,
             Placement::Partial => return Err(PlacementError::Partial),
@@ -121,7 +121,7 @@ pub fn boxes_of_placements(
             Placement::StridedShard { dim, split_factor } => (dim, split_factor),
         };
         let rank = shape.len();
-        let ranges = owned
+        let ranges = owned_ranges
             .get_mut(dim)
             .ok_or(PlacementError::NoSuchDim { dim, rank })?;
         if split_factor == 0 {
@@ -133,7 +133,7 @@ pub fn boxes_of_placements(
         // Blocks after the last index are empty, and there may be very many of them.
         for block in 0..split_factor.min(total) {
             let block = chunk_range(total, split_factor, block);
-            let piece = chunk_range(block.len(), parts, index);
+            let piece = chunk_range(block.len(), mesh_size, index);
             pieces.extend(select_within(
                 ranges,
                 block.start + piece.start..block.start + piece.end,
@@ -143,7 +143,7 @@ pub fn boxes_of_placements(
     }
     // A box for each combination of one range in every dimension.
     let mut boxes = vec![TensorBox::whole(&[])];
-    for ranges in owned {
+    for ranges in owned_ranges {
         boxes = with_dimension(&boxes, &merge_ranges(ranges));
     }
     boxes.retain(|b| !b.is_empty());
@@ -155,10 +155,10 @@ fn with_dimension(boxes: &[TensorBox], ranges: &[Range<usize>]) -> Vec<TensorBox
     let mut extended = Vec::new();
     for base in boxes {
         for range in ranges {
-            let mut next = base.clone();
-            next.offsets.push(range.start);
-            next.sizes.push(range.len());
-            extended.push(next);
+            let mut extended_box = base.clone();
+            extended_box.offsets.push(range.start);
+            extended_box.sizes.push(range.len());
+            extended.push(extended_box);
         }
     }
     extended
@@ -167,19 +167,19 @@ fn with_dimension(boxes: &[TensorBox], ranges: &[Range<usize>]) -> Vec<TensorBox
 /// Returns the indices at the positions `wanted` of `ranges`. Positions are counted over all
 /// ranges, one after the other.
 fn select_within(ranges: &[Range<usize>], wanted: Range<usize>) -> Vec<Range<usize>> {
-    let mut taken = Vec::new();
-    let mut before = 0;
+    let mut selected = Vec::new();
+    let mut previous_len = 0;
     for range in ranges {
         // The part of `wanted` in this range, counted from the start of the range. It is empty if
         // `wanted` is elsewhere.
-        let start = wanted.start.clamp(before, before + range.len()) - before;
-        let end = wanted.end.clamp(before, before + range.len()) - before;
+        let start = wanted.start.clamp(previous_len, previous_len + range.len()) - previous_len;
+        let end = wanted.end.clamp(previous_len, previous_len + range.len()) - previous_len;
         if start < end {
-            taken.push(range.start + start..range.start + end);
+            selected.push(range.start + start..range.start + end);
         }
-        before += range.len();
+        previous_len += range.len();
     }
-    taken
+    selected
 }
 
 /// Joins ranges that follow each other without a gap.
@@ -187,7 +187,7 @@ fn merge_ranges(ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
     let mut merged: Vec<Range<usize>> = Vec::new();
     for range in ranges {
         match merged.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
+            Some(previous) if previous.end == range.start => previous.end = range.end,
             _ => merged.push(range),
         }
     }

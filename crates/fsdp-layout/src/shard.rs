@@ -4,9 +4,9 @@
 
 use std::ops::Range;
 
-/// Returns the elements of `0..n` that this rank owns, by the rule of `torch.chunk`.
+/// Returns the elements of `0..numel` that this rank owns, by the rule of `torch.chunk`.
 ///
-/// The range of a rank without elements is empty and starts at `n`.
+/// The range of a rank without elements is empty and starts at `numel`.
 ///
 /// ```
 /// use fsdp_layout::shard::chunk_range;
@@ -14,11 +14,11 @@ use std::ops::Range;
 /// assert_eq!(sizes, [3, 3, 3, 0]);
 /// ```
 #[must_use]
-pub fn chunk_range(n: usize, world_size: usize, rank: usize) -> Range<usize> {
-    let chunk = n.div_ceil(world_size.max(1));
+pub fn chunk_range(numel: usize, world_size: usize, rank: usize) -> Range<usize> {
+    let chunk_len = numel.div_ceil(world_size.max(1));
     // The chunks are rounded up, so they may be used up before the last rank.
-    let start = chunk.saturating_mul(rank).min(n);
-    start..start.saturating_add(chunk).min(n)
+    let start = chunk_len.saturating_mul(rank).min(numel);
+    start..start.saturating_add(chunk_len).min(numel)
 }
 
 #[cfg(test)]

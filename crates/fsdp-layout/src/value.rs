@@ -115,16 +115,16 @@ impl PlainValue {
     /// process.
     #[must_use]
     pub fn same_bits(&self, other: &PlainValue) -> bool {
-        fn all(a: &[PlainValue], b: &[PlainValue]) -> bool {
+        fn are_same(a: &[PlainValue], b: &[PlainValue]) -> bool {
             a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.same_bits(b))
         }
         match (self, other) {
             (PlainValue::Float(a), PlainValue::Float(b)) => a.to_bits() == b.to_bits(),
             (PlainValue::List(a), PlainValue::List(b))
-            | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => all(a, b),
+            | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => are_same(a, b),
             (PlainValue::Set(a), PlainValue::Set(b)) => {
                 // Mostly both are in the same order, and then none has to be made.
-                all(a, b)
+                are_same(a, b)
                     || a.len() == b.len()
                         && sort_items(a)
                             .iter()

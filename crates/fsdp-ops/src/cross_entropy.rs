@@ -30,7 +30,7 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
         return unsupported_error(targets.dtype(), NAME);
     }
     if !scores.device().is_cpu() {
-        return compose(scores, targets);
+        return with_candle_ops(scores, targets);
     }
     let targets = class_indices(targets, classes)?;
     scores
@@ -39,7 +39,7 @@ pub fn cross_entropy(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
 }
 
 /// Computes [`cross_entropy()`] with candle's operations.
-pub(crate) fn compose(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
+pub(crate) fn with_candle_ops(scores: &Tensor, targets: &Tensor) -> Result<Tensor> {
     // The largest score is taken off so that no exponential overflows. It changes no result.
     let shifted = scores.broadcast_sub(&scores.detach().max_keepdim(1)?)?;
     let log_sum = shifted.exp()?.sum_keepdim(1)?.log()?;
@@ -75,12 +75,12 @@ impl Operation<1> for CrossEntropy {
 
     fn forward<T: Element>(&self, [scores]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         // The mean of `log(sum(exp(scores))) - scores[target]` over all rows.
-        let (_, total) = reduce_rows(
+        let (_, totals) = reduce_rows(
             [contiguous_elements::<T>(scores, NAME)?],
             scores.1.dims()[1],
             1,
             #[inline(always)]
-            |row, [scores], total| {
+            |row, [scores], totals| {
                 let target = scores[self.targets[row]];
                 // Subtract the largest score, so that no power overflows.
                 let highest = largest(scores);
@@ -89,10 +89,10 @@ impl Operation<1> for CrossEntropy {
                 }
                 // Add the maximum, which was subtracted from all scores, less the target's score.
                 let log = sum(scores.len(), |index| scores[index]).logarithm();
-                total[0] += log + (highest - target);
+                totals[0] += log + (highest - target);
             },
         );
-        let mean = total[0] / T::Real::nearest(self.targets.len() as f64);
+        let mean = totals[0] / T::Real::nearest(self.targets.len() as f64);
         Ok((vec![T::narrow(mean)], Shape::from(())))
     }
 

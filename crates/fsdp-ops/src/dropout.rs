@@ -101,13 +101,13 @@ pub fn dropout(x: &Tensor, p: f64, masks: DropoutMasks) -> Result<Tensor> {
         width: x.elem_count() / rows.max(1),
     };
     if !x.device().is_cpu() {
-        return compose(x, op);
+        return with_candle_ops(x, op);
     }
     x.contiguous()?.apply_op1(OnCpu(op))
 }
 
 /// Computes the mask on the host, and applies it with candle's operations.
-fn compose(x: &Tensor, op: Dropout) -> Result<Tensor> {
+fn with_candle_ops(x: &Tensor, op: Dropout) -> Result<Tensor> {
     let ones = Tensor::ones(x.dims(), DType::F32, &Device::Cpu)?;
     x * ones
         .apply_op1(OnCpu(op))?

@@ -30,7 +30,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         return mismatch_error(x, weight, NAME);
     }
     if !x.device().is_cpu() {
-        return compose(x, weight, bias);
+        return with_candle_ops(x, weight, bias);
     }
     let x = x.contiguous()?;
     match bias {
@@ -55,7 +55,7 @@ pub fn linear_gelu_erf(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Ten
 }
 
 /// Computes [`linear()`] with candle's operations.
-fn compose(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+fn with_candle_ops(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
     let mut dims = x.dims().to_vec();
     dims[x.rank() - 1] = outputs;

@@ -22,7 +22,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     check(LAYER_NORM, x, weight)?;
     check(LAYER_NORM, x, bias)?;
     if !x.device().is_cpu() {
-        return compose(x, weight, Some(bias), eps);
+        return with_candle_ops(x, weight, Some(bias), eps);
     }
     let bias = bias.contiguous()?;
     x.contiguous()?
@@ -36,7 +36,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(RMS_NORM, x, weight)?;
     if !x.device().is_cpu() {
-        return compose(x, weight, None, eps);
+        return with_candle_ops(x, weight, None, eps);
     }
     x.contiguous()?
         .apply_op2(&weight.contiguous()?, OnCpu(Norm { eps }))
@@ -51,7 +51,7 @@ fn check(op: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
 }
 
 /// Computes [`rms_norm`], or with a bias [`layer_norm`], with candle's operations.
-pub(crate) fn compose(
+pub(crate) fn with_candle_ops(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -155,10 +155,10 @@ impl<const N: usize> Operation<N> for Norm {
                 } else {
                     T::Real::ZERO
                 };
-                let along = sum(width, |index| grad[index] * x[index]) / len;
+                let dot_product_mean = sum(width, |index| grad[index] * x[index]) / len;
                 grad.iter_mut()
                     .zip(&*x)
-                    .for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * along));
+                    .for_each(|(grad, &x)| *grad = factor * (*grad - mean - x * dot_product_mean));
             },
         );
         let mut gradients = vec![tensor(dx, inputs[0].dims())?];

@@ -1,8 +1,8 @@
 //! The frame of all operations: what each of them computes, and how candle runs it.
 //!
 //! The file of an operation has its parts in this order: the public functions, which check their
-//! arguments; `compose`, the same made of candle's operations, for devices without kernels here;
-//! the operation with its forward and its backward; the kernels of both.
+//! arguments; `with_candle_ops`, the same made of candle's operations, for devices without kernels
+//! here; the operation with its forward and its backward; the kernels of both.
 
 use candle_core::backend::BackendStorage as _;
 use candle_core::{
@@ -143,23 +143,23 @@ impl<O: Operation<2>> CustomOp2 for OnCpu<O> {
 
     fn cpu_fwd(
         &self,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
+        first: &CpuStorage,
+        first_layout: &Layout,
+        second: &CpuStorage,
+        second_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.forward([(a, a_layout), (b, b_layout)])
+        self.forward([(first, first_layout), (second, second_layout)])
     }
 
     fn bwd(
         &self,
-        a: &Tensor,
-        b: &Tensor,
+        first: &Tensor,
+        second: &Tensor,
         output: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [da, db] = self.backward([a, b], output, grad)?;
-        Ok((Some(da), Some(db)))
+        let [d_first, d_second] = self.backward([first, second], output, grad)?;
+        Ok((Some(d_first), Some(d_second)))
     }
 }
 
@@ -170,26 +170,30 @@ impl<O: Operation<3>> CustomOp3 for OnCpu<O> {
 
     fn cpu_fwd(
         &self,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-        c: &CpuStorage,
-        c_layout: &Layout,
+        first: &CpuStorage,
+        first_layout: &Layout,
+        second: &CpuStorage,
+        second_layout: &Layout,
+        third: &CpuStorage,
+        third_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.forward([(a, a_layout), (b, b_layout), (c, c_layout)])
+        self.forward([
+            (first, first_layout),
+            (second, second_layout),
+            (third, third_layout),
+        ])
     }
 
     fn bwd(
         &self,
-        a: &Tensor,
-        b: &Tensor,
-        c: &Tensor,
+        first: &Tensor,
+        second: &Tensor,
+        third: &Tensor,
         output: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [da, db, dc] = self.backward([a, b, c], output, grad)?;
-        Ok((Some(da), Some(db), Some(dc)))
+        let [d_first, d_second, d_third] = self.backward([first, second, third], output, grad)?;
+        Ok((Some(d_first), Some(d_second), Some(d_third)))
     }
 }
 

@@ -25,10 +25,10 @@ pub(crate) fn compute_in_chunks<T: Copy + Send + Sync, R: Send>(
     let results = memory
         .par_chunks_mut(chunk_len.max(1))
         .enumerate()
-        .map(|(number, chunk)| {
+        .map(|(chunk_index, chunk)| {
             chunk.fill(MaybeUninit::new(initial));
             // SAFETY: each element of the chunk has just been set.
-            compute(number, unsafe { chunk.assume_init_mut() })
+            compute(chunk_index, unsafe { chunk.assume_init_mut() })
         })
         .collect();
     // SAFETY: the chunks are all of the first `len` elements, and each chunk has been set.

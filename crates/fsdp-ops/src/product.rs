@@ -52,7 +52,7 @@ impl<'a, R: Real> Matrix<'a, R> {
     }
 
     /// Returns `true` if the slice has all elements of the matrix.
-    fn is_whole(&self) -> bool {
+    fn has_all_elements(&self) -> bool {
         let [rows, columns] = self.dims;
         // A matrix without elements needs none.
         if rows == 0 || columns == 0 {
@@ -65,7 +65,7 @@ impl<'a, R: Real> Matrix<'a, R> {
             return false;
         };
         row.checked_add(column)
-            .is_some_and(|last| last < self.values.len())
+            .is_some_and(|last_index| last_index < self.values.len())
     }
 }
 
@@ -83,12 +83,12 @@ pub(crate) fn product<R: Real>(
     bias: Option<&[R]>,
     threads: usize,
 ) -> Result<Vec<R>> {
-    let [rows, inner] = lhs.dims;
+    let [rows, inner_len] = lhs.dims;
     let columns = rhs.dims[1];
-    let fits = inner == rhs.dims[0] && bias.is_none_or(|bias| bias.len() == columns);
-    let Some(len) = rows
+    let sizes_fit = inner_len == rhs.dims[0] && bias.is_none_or(|bias| bias.len() == columns);
+    let Some(output_len) = rows
         .checked_mul(columns)
-        .filter(|_| fits && lhs.is_whole() && rhs.is_whole())
+        .filter(|_| sizes_fit && lhs.has_all_elements() && rhs.has_all_elements())
     else {
         candle_core::bail!(
             "a product of matrices {:?} and {:?} that do not go together",
@@ -97,35 +97,36 @@ pub(crate) fn product<R: Real>(
         );
     };
     // gemm need not be called for a sum over nothing, whose result is the bias.
-    if inner == 0 || len == 0 {
+    if inner_len == 0 || output_len == 0 {
         let row = bias.map_or_else(|| vec![R::ZERO; columns], <[R]>::to_vec);
-        return Ok(row.iter().copied().cycle().take(len).collect());
+        return Ok(row.iter().copied().cycle().take(output_len).collect());
     }
     let mut output = match bias {
         Some(bias) => {
             // gemm adds to what is there.
             let (rows_of_bias, _) =
-                compute_in_chunks(len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| {
+                compute_in_chunks(output_len, ROWS_OF_TASK * columns, R::ZERO, |_, rows| {
                     rows.chunks_mut(columns)
                         .for_each(|row| row.copy_from_slice(bias));
                 });
             rows_of_bias
         }
-        None => Vec::with_capacity(len),
+        None => Vec::with_capacity(output_len),
     };
     let parallelism = if threads > 1 {
         Parallelism::Rayon(threads)
     } else {
         Parallelism::None
     };
-    // SAFETY: each matrix has all its elements in its slice, as `is_whole` says, and the output has
-    // memory for `len`, which is `rows * columns`, elements. gemm reads the output only where a
-    // bias has filled it, and writes each of its elements, so that all are set afterwards.
+    // SAFETY: each matrix has all its elements in its slice, as `has_all_elements` says, and the
+    // output has memory for `output_len`, which is `rows * columns`, elements. gemm reads the
+    // output only where a bias has filled it, and writes each of its elements, so that all are set
+    // afterwards.
     unsafe {
         gemm(
             rows,
             columns,
-            inner,
+            inner_len,
             output.as_mut_ptr(),
             1,
             columns as isize,
@@ -143,7 +144,7 @@ pub(crate) fn product<R: Real>(
             false,
             parallelism,
         );
-        output.set_len(len);
+        output.set_len(output_len);
     }
     Ok(output)
 }

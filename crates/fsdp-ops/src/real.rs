@@ -151,8 +151,8 @@ impl Real for f64 {
 pub(crate) fn sum<R: Real>(len: usize, term: impl Fn(usize) -> R) -> R {
     let mut lanes = [R::ZERO; LANES];
     // The terms that fill all lanes; the others are added at the end.
-    let whole = len - len % LANES;
-    for start in (0..whole).step_by(LANES) {
+    let whole_len = len - len % LANES;
+    for start in (0..whole_len).step_by(LANES) {
         for (lane, sum) in lanes.iter_mut().enumerate() {
             *sum += term(start + lane);
         }
@@ -161,7 +161,7 @@ pub(crate) fn sum<R: Real>(len: usize, term: impl Fn(usize) -> R) -> R {
     for sum in lanes {
         total += sum;
     }
-    for index in whole..len {
+    for index in whole_len..len {
         total += term(index);
     }
     total

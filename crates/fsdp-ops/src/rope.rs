@@ -54,7 +54,7 @@ fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Re
     let cos = cos.detach();
     let sin = sin.detach();
     if !x.device().is_cpu() {
-        return compose::<INTERLEAVED>(x, &cos, &sin);
+        return with_candle_ops::<INTERLEAVED>(x, &cos, &sin);
     }
     x.contiguous()?.apply_op1(OnCpu(Rope::<INTERLEAVED> {
         cos: cos.contiguous()?,
@@ -65,7 +65,7 @@ fn rotate<const INTERLEAVED: bool>(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Re
 }
 
 /// Computes [`rope()`] or [`rope_i`] with candle's operations.
-pub(crate) fn compose<const INTERLEAVED: bool>(
+pub(crate) fn with_candle_ops<const INTERLEAVED: bool>(
     x: &Tensor,
     cos: &Tensor,
     sin: &Tensor,
@@ -140,8 +140,9 @@ impl<const INTERLEAVED: bool> Rope<INTERLEAVED> {
                         }
                     }
                 } else {
-                    let (first, second) = x.split_at_mut(half);
-                    for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                    let (first_half, second_half) = x.split_at_mut(half);
+                    for ((a, b), (&cos, &sin)) in first_half.iter_mut().zip(second_half).zip(angles)
+                    {
                         rotate_pair(a, b, cos, sin * direction);
                     }
                 }

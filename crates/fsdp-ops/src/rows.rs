@@ -47,7 +47,7 @@ pub(crate) fn map_rows<T: Element, const N: usize>(
     output
 }
 
-/// Computes an output like [`map_rows`], and sums over all rows: the kernel adds to
+/// Computes an output like [`map_rows`], and returns it with sums over all rows: the kernel adds to
 /// `sum_count` numbers that start at zero.
 pub(crate) fn reduce_rows<T: Element, const N: usize>(
     inputs: [&[T]; N],
@@ -60,41 +60,43 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     // Rows of no width have no elements, so any width will do for them.
     let width = width.max(1);
     let rows = rows_of_task(width);
-    let (output, parts) = compute_in_chunks(inputs[0].len(), width * rows, zero, |task, output| {
-        // Each task sums for itself, and widens to memory of its own, which stays in the cache.
-        let mut part = vec![zero_sum; sum_count];
-        let mut scratch: [Vec<T::Real>; N] =
-            std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
-        vectorized(
-            #[inline(always)]
-            || {
-                for (index, output) in output.chunks_mut(width).enumerate() {
-                    let row = task * rows + index;
-                    let range = row * width..row * width + output.len();
-                    // Widen the row of each input, let the kernel change it, and round its first
-                    // one to the output.
-                    for (scratch, input) in scratch.iter_mut().zip(inputs) {
-                        for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
-                            *wide = value.widen();
+    let (output, sums_by_task) =
+        compute_in_chunks(inputs[0].len(), width * rows, zero, |task, output| {
+            // Each task sums for itself, and widens to memory of its own, which stays in the cache.
+            let mut task_sums = vec![zero_sum; sum_count];
+            let mut scratch: [Vec<T::Real>; N] =
+                std::array::from_fn(|_| vec![zero_sum; width.min(output.len())]);
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (index, output) in output.chunks_mut(width).enumerate() {
+                        let row = task * rows + index;
+                        let range = row * width..row * width + output.len();
+                        // Widen the row of each input, let the kernel change it, and round its
+                        // first one to the output.
+                        for (scratch, input) in scratch.iter_mut().zip(inputs) {
+                            for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
+                                *wide = value.widen();
+                            }
+                        }
+                        kernel(
+                            row,
+                            scratch.each_mut().map(|values| &mut values[..output.len()]),
+                            &mut task_sums,
+                        );
+                        for (value, &wide) in output.iter_mut().zip(&scratch[0]) {
+                            *value = T::narrow(wide);
                         }
                     }
-                    kernel(
-                        row,
-                        scratch.each_mut().map(|values| &mut values[..output.len()]),
-                        &mut part,
-                    );
-                    for (value, &wide) in output.iter_mut().zip(&scratch[0]) {
-                        *value = T::narrow(wide);
-                    }
-                }
-            },
-        );
-        part
-    });
-    (output, sum_of_parts(&parts, sum_count))
+                },
+            );
+            task_sums
+        });
+    (output, add_up_tasks(&sums_by_task, sum_count))
 }
 
-/// Sums all rows of `values`, element by element.
+/// Returns the sum of all rows of `values`, element by element; a last row that is shorter does not
+/// count.
 pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real> {
     if width == 0 {
         return Vec::new();
@@ -102,32 +104,33 @@ pub(crate) fn sum_of_rows<T: Element>(values: &[T], width: usize) -> Vec<T::Real
     let zero = T::Real::ZERO;
     let tasks = values.par_chunks(width * rows_of_task(width));
     let sums = tasks.map(|rows| {
-        let mut part = vec![zero; width];
+        let mut task_sums = vec![zero; width];
         vectorized(
             #[inline(always)]
             || {
                 for row in rows.chunks_exact(width) {
-                    part.iter_mut()
+                    task_sums
+                        .iter_mut()
                         .zip(row)
                         .for_each(|(sum, &value)| *sum += value.widen());
                 }
             },
         );
-        part
+        task_sums
     });
-    let parts: Vec<Vec<T::Real>> = sums.collect();
-    sum_of_parts(&parts, width)
+    let sums_by_task: Vec<Vec<T::Real>> = sums.collect();
+    add_up_tasks(&sums_by_task, width)
 }
 
-/// Sums the partial results of all tasks in the order of the tasks, so that the result does not
-/// depend on threads.
-fn sum_of_parts<R: Real>(parts: &[Vec<R>], width: usize) -> Vec<R> {
+/// Returns the sum of the partial results of all tasks, added in the order of the tasks, so that
+/// the result does not depend on threads.
+fn add_up_tasks<R: Real>(sums_by_task: &[Vec<R>], width: usize) -> Vec<R> {
     let mut total = vec![R::ZERO; width];
-    for part in parts {
+    for task_sums in sums_by_task {
         total
             .iter_mut()
-            .zip(part)
-            .for_each(|(total, &part)| *total += part);
+            .zip(task_sums)
+            .for_each(|(total, &task_sums)| *total += task_sums);
     }
     total
 }

@@ -26,13 +26,13 @@ const NAME: &str = "softmax-last-dim";
 pub fn softmax_last_dim(x: &Tensor) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     if !x.device().is_cpu() {
-        return compose(x);
+        return with_candle_ops(x);
     }
     x.contiguous()?.apply_op1(OnCpu(Softmax { width }))
 }
 
 /// Computes softmax with candle's operations.
-pub(crate) fn compose(x: &Tensor) -> Result<Tensor> {
+pub(crate) fn with_candle_ops(x: &Tensor) -> Result<Tensor> {
     // The maximum is taken off so that no exponential overflows. It changes no result, so it needs
     // no gradient.
     let exp = x
@@ -66,10 +66,10 @@ impl Unary for Softmax {
             |_, [grad, y]| {
                 // A softmax does not change if all values grow alike, so the gradient has no part
                 // in that direction.
-                let along = sum(grad.len(), |index| grad[index] * y[index]);
+                let dot_product = sum(grad.len(), |index| grad[index] * y[index]);
                 grad.iter_mut()
                     .zip(y)
-                    .for_each(|(grad, y)| *grad = *y * (*grad - along));
+                    .for_each(|(grad, y)| *grad = *y * (*grad - dot_product));
             },
         ))
     }

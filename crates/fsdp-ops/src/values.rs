@@ -21,7 +21,7 @@ pub(crate) struct Values<'a, T> {
 }
 
 impl<'a, T: Element> Values<'a, T> {
-    /// Lends the elements of a tensor to an operation.
+    /// Lends the elements of a tensor to an operation, and locks its storage for reading meanwhile.
     ///
     /// # Errors
     /// A tensor that is not contiguous, of another dtype or on another device.
@@ -81,8 +81,8 @@ pub(crate) fn span(layout: &Layout) -> Range<usize> {
         return start..start;
     }
     let steps = layout.dims().iter().zip(layout.stride());
-    let last: usize = steps.map(|(&dim, &stride)| (dim - 1) * stride).sum();
-    start..start + last + 1
+    let last_offset: usize = steps.map(|(&dim, &stride)| (dim - 1) * stride).sum();
+    start..start + last_offset + 1
 }
 
 /// Returns the storage of a CPU tensor.

@@ -39,7 +39,7 @@ pub(super) async fn accept_authenticated(
     loop {
         // A stranger may keep silent. So when all places are taken, the oldest handshake gives way.
         let is_full = handshakes.len() >= MAX_PENDING_HANDSHAKES;
-        let oldest_is_slow = until_slow(oldest_first.front().map(|&(began, _)| began));
+        let oldest_is_slow = wait_until_slow(oldest_first.front().map(|&(started, _)| started));
         tokio::select! {
             Some(finished) = handshakes.join_next() => {
                 oldest_first.retain(|(_, handshake)| !handshake.is_finished());
@@ -71,9 +71,9 @@ pub(super) async fn accept_authenticated(
 }
 
 /// Waits until a handshake that began then has taken so long that it may be dropped for another.
-async fn until_slow(began: Option<Instant>) {
-    match began {
-        Some(began) => sleep_until(began + HANDSHAKE_TIMEOUT_WHEN_FULL).await,
+async fn wait_until_slow(started: Option<Instant>) {
+    match started {
+        Some(started) => sleep_until(started + HANDSHAKE_TIMEOUT_WHEN_FULL).await,
         None => std::future::pending().await,
     }
 }

@@ -47,10 +47,12 @@ impl Hello {
         }
     }
 
+    /// Returns the hello as it is sent: both numbers, little-endian.
     fn to_bytes(self) -> [u8; HELLO_BYTES] {
         bytemuck::cast([self.rank.to_le_bytes(), self.world_size.to_le_bytes()])
     }
 
+    /// Reads a hello from the bytes that [`to_bytes`](Self::to_bytes) writes.
     fn from_bytes(bytes: [u8; HELLO_BYTES]) -> Hello {
         let [rank, world_size]: [[u8; 8]; 2] = bytemuck::cast(bytes);
         Hello {
@@ -76,7 +78,7 @@ impl From<io::Error> for Refusal {
 }
 
 /// Returns the error for bytes that no rank sends.
-pub(crate) fn not_this_protocol() -> io::Error {
+pub(crate) fn wrong_protocol_error() -> io::Error {
     let message =
         "received bytes that are not of this protocol; is another program using this port?";
     io::Error::new(io::ErrorKind::InvalidData, message)
@@ -92,27 +94,27 @@ pub(crate) fn handshake_as_client(
 ) -> Result<(), Refusal> {
     // Step 1: challenge the server. Each side sends a fresh nonce, so that a recording of an
     // earlier handshake proves nothing.
-    let client = nonce()?;
-    write_all(stream, &[&MAGIC[..], &client].concat(), deadline)?;
+    let client_nonce = nonce()?;
+    write_all(stream, &[&MAGIC[..], &client_nonce].concat(), deadline)?;
     // Step 2: check the server's proof first, so that this process sends nothing about itself to a
     // stranger.
-    let mut server = Nonce::default();
-    read_exact(stream, &mut server, deadline)?;
+    let mut server_nonce = Nonce::default();
+    read_exact(stream, &mut server_nonce, deadline)?;
     let mut proof = [0; KEY_BYTES];
     read_exact(stream, &mut proof, deadline)?;
-    if !key.accepts(SERVER, &[&client, &server], &proof) {
+    if !key.accepts(SERVER, &[&client_nonce, &server_nonce], &proof) {
         return Err(Refusal::OtherJob);
     }
     // Step 3: say who this is. The proof covers the hello, so that nobody in between can change it.
     let hello = hello.to_bytes();
-    let own_proof = key.prove(CLIENT, &[&client, &server, &hello]);
+    let own_proof = key.prove(CLIENT, &[&client_nonce, &server_nonce, &hello]);
     write_all(stream, &[&hello[..], &own_proof].concat(), deadline)?;
     // Step 4: wait for the server's welcome, because it may drop a connection if too many arrive at
     // once.
     let mut answer = [0];
     read_exact(stream, &mut answer, deadline)?;
     if answer != [WELCOME] {
-        return Err(not_this_protocol().into());
+        return Err(wrong_protocol_error().into());
     }
     Ok(())
 }
@@ -134,20 +136,20 @@ pub(super) async fn handshake_as_server(
             "it is no rank, or one of another version",
         ));
     }
-    let mut client = Nonce::default();
-    stream.read_exact(&mut client).await?;
+    let mut client_nonce = Nonce::default();
+    stream.read_exact(&mut client_nonce).await?;
     // Step 2: answer the client's challenge, with one for the client.
-    let server = nonce()?;
-    let own_proof = key.prove(SERVER, &[&client, &server]);
+    let server_nonce = nonce()?;
+    let own_proof = key.prove(SERVER, &[&client_nonce, &server_nonce]);
     stream
-        .write_all(&[&server[..], &own_proof].concat())
+        .write_all(&[&server_nonce[..], &own_proof].concat())
         .await?;
     // Step 3: check the client's proof before its hello is used.
     let mut hello = [0; HELLO_BYTES];
     stream.read_exact(&mut hello).await?;
     let mut proof = [0; KEY_BYTES];
     stream.read_exact(&mut proof).await?;
-    if !key.accepts(CLIENT, &[&client, &server, &hello], &proof) {
+    if !key.accepts(CLIENT, &[&client_nonce, &server_nonce, &hello], &proof) {
         return Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
             "it does not have the job's key",

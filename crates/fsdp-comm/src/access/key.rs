@@ -49,28 +49,28 @@ impl Key {
         Key(self.mac(purpose, &[data]).finalize().into_bytes().into())
     }
 
-    /// Returns the proof, for `purpose`, that whoever sends `parts` has the key.
-    pub(super) fn prove(&self, purpose: &str, parts: &[&[u8]]) -> [u8; KEY_BYTES] {
-        self.mac(purpose, parts).finalize().into_bytes().into()
+    /// Returns the proof, for `purpose`, that whoever sends `fields` has the key.
+    pub(super) fn prove(&self, purpose: &str, fields: &[&[u8]]) -> [u8; KEY_BYTES] {
+        self.mac(purpose, fields).finalize().into_bytes().into()
     }
 
-    /// Returns `true` if the proof was made with this key, for `purpose` and `parts`. The
+    /// Returns `true` if the proof was made with this key, for `purpose` and `fields`. The
     /// time that this takes does not depend on the proof.
-    pub(super) fn accepts(&self, purpose: &str, parts: &[&[u8]], proof: &[u8; KEY_BYTES]) -> bool {
-        self.mac(purpose, parts).verify(&(*proof).into()).is_ok()
+    pub(super) fn accepts(&self, purpose: &str, fields: &[&[u8]], proof: &[u8; KEY_BYTES]) -> bool {
+        self.mac(purpose, fields).verify(&(*proof).into()).is_ok()
     }
 
-    /// Returns the HMAC of some parts with this key, for one purpose. Different purposes give
+    /// Returns the HMAC of some fields with this key, for one purpose. Different purposes give
     /// different results.
-    fn mac(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
+    fn mac(&self, purpose: &str, fields: &[&[u8]]) -> Hmac<Sha256> {
         // HMAC fills up a key that is shorter than a block of the hash with zeros.
-        let mut block = hmac::digest::Key::<Hmac<Sha256>>::default();
-        block[..KEY_BYTES].copy_from_slice(&self.0);
-        let mut mac = <Hmac<Sha256> as KeyInit>::new(&block);
-        // Each part follows its length, so that no two lists of parts are the same bytes.
-        for part in [&[purpose.as_bytes()], parts].concat() {
-            mac.update(&(part.len() as u64).to_le_bytes());
-            mac.update(part);
+        let mut padded_key = hmac::digest::Key::<Hmac<Sha256>>::default();
+        padded_key[..KEY_BYTES].copy_from_slice(&self.0);
+        let mut mac = <Hmac<Sha256> as KeyInit>::new(&padded_key);
+        // Each field follows its length, so that no two lists of fields are the same bytes.
+        for field in [&[purpose.as_bytes()], fields].concat() {
+            mac.update(&(field.len() as u64).to_le_bytes());
+            mac.update(field);
         }
         mac
     }
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_proof_holds_for_its_key_purpose_and_parts_only() {
+    fn a_proof_holds_for_its_key_purpose_and_fields_only() {
         let secret = Secret::new("0123456789abcdef").unwrap();
         let key = Key::for_job(Some(&secret), "job");
         let proof = key.prove("client", &[b"ab", b"c"]);

@@ -12,7 +12,7 @@ mod nonce;
 mod port;
 mod secret;
 
-pub(crate) use self::handshake::{Hello, Refusal, handshake_as_client, not_this_protocol};
+pub(crate) use self::handshake::{Hello, Refusal, handshake_as_client, wrong_protocol_error};
 pub(crate) use self::key::{Key, VERSION};
 pub(crate) use self::nonce::{nonce, nonce_text};
 pub(crate) use self::port::Port;

@@ -47,10 +47,12 @@ struct RankProgress {
     /// Its record of a round that other ranks are yet to enter.
     record: Vec<u8>,
     /// The reason why the rank takes no further part, if it has left.
-    left: Option<String>,
+    departure: Option<String>,
 }
 
 impl Board {
+    /// Creates the board of a group that has not begun. Ranks that share one thread wait through
+    /// `turns`.
     pub(super) fn new(global_ranks: Vec<usize>, turns: Option<Arc<dyn Turns>>) -> Self {
         let ranks = global_ranks
             .iter()
@@ -88,24 +90,26 @@ impl Board {
         self.wake(0..self.changed.len());
     }
 
-    /// Ends the group, unless something already has.
+    /// Ends the group, unless something already has, and wakes all ranks.
     pub(super) fn fail(&self, error: CommError) {
         self.lock().failure.get_or_insert(error);
         self.wake_all();
     }
 
-    /// Records that a rank, which may be of another group, takes no further part.
+    /// Records that a rank takes no further part, and wakes all others. Does nothing for a rank
+    /// that is not in this group.
     pub(super) fn leave(&self, global_rank: usize, reason: &str) {
         let mut ranks = self.global_ranks.iter();
         if let Some(rank) = ranks.position(|&rank| rank == global_rank) {
             self.lock().ranks[rank]
-                .left
+                .departure
                 .get_or_insert_with(|| reason.to_owned());
             self.wake_all();
         }
     }
 
-    /// Shows this rank's record, and waits for the records of all others.
+    /// Shows this rank's record, waits for the records of all others, and returns all of them in
+    /// rank order. A group that has failed returns that failure at once.
     pub(super) fn exchange(
         &self,
         round: &Round<'_>,
@@ -141,62 +145,70 @@ impl Board {
         Ok(Arc::clone(&complete.records))
     }
 
-    /// Records that this rank has finished reading from the ranks in `read`, and waits until all of
+    /// Records that this rank has finished reading from the `owners`, and waits until all of
     /// `readers` have finished reading from it.
     pub(super) fn finish(
         &self,
         round: &Round<'_>,
         rank: usize,
-        read: &[usize],
+        owners: &[usize],
         readers: &[usize],
     ) -> Result<(), CommError> {
         let mut state = self.lock();
         state.ranks[rank].finished = round.number + 1;
         // Step 1: count this reader at each rank whose bytes it has read. If it was the last reader
         // that such a rank waits for, wake that rank.
-        let mut ready = Vec::new();
-        for &owner in read {
-            let of_owner = &mut state.ranks[owner];
-            of_owner.readers_done += 1;
-            if of_owner.awaits == Some(of_owner.readers_done) {
-                ready.push(owner);
+        let mut ready_owners = Vec::new();
+        for &owner in owners {
+            let owner_progress = &mut state.ranks[owner];
+            owner_progress.readers_done += 1;
+            if owner_progress.awaits == Some(owner_progress.readers_done) {
+                ready_owners.push(owner);
             }
         }
-        if !ready.is_empty() {
+        if !ready_owners.is_empty() {
             drop(state);
-            self.wake(ready);
+            self.wake(ready_owners);
             state = self.lock();
         }
         // Step 2: wait for the readers of this rank's own bytes.
         state.ranks[rank].awaits = Some(readers.len());
-        let mut reads = vec![false; self.changed.len()];
-        readers.iter().for_each(|&reader| reads[reader] = true);
-        let mut complete = self.wait(state, round, rank, |other, number| {
-            other.finished > round.number || !reads[number]
+        let mut is_reader = vec![false; self.changed.len()];
+        readers.iter().for_each(|&reader| is_reader[reader] = true);
+        let mut complete = self.wait(state, round, rank, |reader_progress, other_rank| {
+            reader_progress.finished > round.number || !is_reader[other_rank]
         })?;
         complete.ranks[rank].awaits = None;
         Ok(())
     }
 
-    /// Returns the error of a round in which `rank` took back its slice before it was read.
-    pub(super) fn failure_of(&self, round: &Round<'_>, own: usize, rank: usize) -> CommError {
-        self.wait(self.lock(), round, own, |_, number| number != rank)
-            .map(drop)
-            .expect_err("the wait for a rank that is never ready cannot succeed")
+    /// Returns the error of a round in which `left_rank` took back its slice before it was read.
+    /// Waits until the group has failed, that rank has left, or the deadline is over.
+    pub(super) fn withdrawn_error(
+        &self,
+        round: &Round<'_>,
+        own_rank: usize,
+        left_rank: usize,
+    ) -> CommError {
+        self.wait(self.lock(), round, own_rank, |_, other_rank| {
+            other_rank != left_rank
+        })
+        .map(drop)
+        .expect_err("the wait for a rank that is never ready cannot succeed")
     }
 
-    /// Waits on rank `own` until all ranks are ready, and fails if one of them never will be.
+    /// Waits on rank `own_rank` until all ranks are ready, and fails if one of them never will be.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, BoardState>,
         round: &Round<'_>,
-        own: usize,
+        own_rank: usize,
         is_ready: impl Fn(&RankProgress, usize) -> bool,
     ) -> Result<MutexGuard<'a, BoardState>, CommError> {
         let mut deadline = round.deadline;
         loop {
             let missing: Vec<usize> = (0..state.ranks.len())
-                .filter(|&number| !is_ready(&state.ranks[number], number))
+                .filter(|&rank| !is_ready(&state.ranks[rank], rank))
                 .collect();
             if missing.is_empty() {
                 return Ok(state);
@@ -216,7 +228,7 @@ impl Board {
                 state = self.lock();
                 continue;
             }
-            state = wait_timeout(&self.changed[own], state, deadline - now);
+            state = wait_timeout(&self.changed[own_rank], state, deadline - now);
         }
     }
 
@@ -232,12 +244,12 @@ impl Board {
         if state.failure.is_some() {
             return state.failure.clone();
         }
-        for &number in missing {
-            if let Some(reason) = &state.ranks[number].left {
-                return Some(round.rank_left_error(self.global_ranks[number], reason.as_str()));
+        for &rank in missing {
+            if let Some(reason) = &state.ranks[rank].departure {
+                return Some(round.rank_left_error(self.global_ranks[rank], reason.as_str()));
             }
         }
-        let missing = missing.iter().map(|&number| self.global_ranks[number]);
+        let missing = missing.iter().map(|&rank| self.global_ranks[rank]);
         is_late.then(|| round.timeout_error(missing.collect()))
     }
 }

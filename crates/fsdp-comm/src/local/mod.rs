@@ -35,7 +35,7 @@ struct Hub {
 #[derive(Debug, Default)]
 struct HubState {
     /// The ranks that have left, with the reasons.
-    left: HashMap<usize, String>,
+    departures: HashMap<usize, String>,
     groups: HashMap<u64, Weak<Group>>,
 }
 
@@ -57,7 +57,7 @@ impl Hub {
             board: Board::new(global_ranks.to_vec(), self.turns.clone()),
             slots: global_ranks.iter().map(|_| Slot::default()).collect(),
         });
-        for (&rank, reason) in &state.left {
+        for (&rank, reason) in &state.departures {
             group.board.leave(rank, reason);
         }
         state.groups.retain(|_, group| group.strong_count() > 0);
@@ -69,10 +69,10 @@ impl Hub {
     /// If a rank leaves more than once, the first reason is kept.
     fn leave(&self, rank: usize, reason: &str) {
         let mut state = lock(&self.state);
-        if state.left.contains_key(&rank) {
+        if state.departures.contains_key(&rank) {
             return;
         }
-        state.left.insert(rank, reason.to_owned());
+        state.departures.insert(rank, reason.to_owned());
         for group in state.groups.values().filter_map(Weak::upgrade) {
             group.board.leave(rank, reason);
         }
@@ -118,23 +118,25 @@ impl Backend for LocalBackend {
         plan: Planner<'p, '_>,
     ) -> Result<(), CommError> {
         let Group { board, slots } = &*self.group;
-        let own = self.members.rank;
+        let own_rank = self.members.rank;
         // Other ranks may read `send` until the end of the closure.
-        slots[own].lend(round.number, send, || {
-            let records = board.exchange(round, own, record)?;
+        slots[own_rank].lend(round.number, send, || {
+            let records = board.exchange(round, own_rank, record)?;
             let slices: Vec<&[u8]> = records.iter().map(Vec::as_slice).collect();
             let Some(plan) = plan(&slices)? else {
                 return Ok(());
             };
-            let others = (0..slots.len()).filter(|&rank| rank != own);
+            let others = (0..slots.len()).filter(|&rank| rank != own_rank);
             let readers: Vec<usize> = others
                 .clone()
-                .filter(|&rank| !plan.to[rank].is_empty())
+                .filter(|&rank| !plan.sent_ranges[rank].is_empty())
                 .collect();
-            let read: Vec<usize> = others.filter(|&rank| !plan.from[rank].is_empty()).collect();
-            self.read(round, plan)?;
+            let owners: Vec<usize> = others
+                .filter(|&rank| !plan.received_ranges[rank].is_empty())
+                .collect();
+            self.read_from_others(round, plan)?;
             // The slice must stay until all its readers are done.
-            board.finish(round, own, &read, &readers)
+            board.finish(round, own_rank, &owners, &readers)
         })
     }
 
@@ -157,24 +159,28 @@ impl Backend for LocalBackend {
 }
 
 impl LocalBackend {
-    /// Fills this rank's destination from the slices that the other ranks have published.
-    fn read(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
+    /// Fills this rank's destination from the slices that the ranks have published.
+    ///
+    /// # Errors
+    /// A rank that has taken its slice back, because the round has failed, or has published too
+    /// little.
+    fn read_from_others(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
         let Group { board, slots } = &*self.group;
         let Members {
-            rank: own,
+            rank: own_rank,
             global_ranks,
             ..
         } = &self.members;
         let mut loans = Vec::with_capacity(slots.len());
         for (rank, slot) in slots.iter().enumerate() {
-            if plan.from[rank].is_empty() {
+            if plan.received_ranges[rank].is_empty() {
                 loans.push(None);
                 continue;
             }
             let Some(loan) = slot.borrow(round.number) else {
                 // The slice is not published any more although this rank has not read it. Its owner
                 // withdraws it early only if the round has failed.
-                return Err(board.failure_of(round, *own, rank));
+                return Err(board.withdrawn_error(round, *own_rank, rank));
             };
             loans.push(Some(loan));
         }
@@ -185,9 +191,10 @@ impl LocalBackend {
                 None => &[],
             })
             .collect();
-        plan.deliver(&sources, *own).map_err(|(rank, published)| {
-            let reason = format!("published only {published} bytes");
-            round.rank_left_error(global_ranks[rank], reason)
-        })
+        plan.deliver(&sources, *own_rank)
+            .map_err(|(rank, published)| {
+                let reason = format!("published only {published} bytes");
+                round.rank_left_error(global_ranks[rank], reason)
+            })
     }
 }

@@ -5,13 +5,15 @@
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
+/// A place for one loan at a time.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
-    lent: RwLock<Option<Lent>>,
+    lent: RwLock<Option<LentSlice>>,
 }
 
+/// The slice that is lent, and the round for which it is.
 #[derive(Debug)]
-struct Lent {
+struct LentSlice {
     round: u64,
     start: *const u8,
     len: usize,
@@ -19,15 +21,16 @@ struct Lent {
 
 // SAFETY: `start` and `len` are those of a `&[u8]`, which may go to and be shared with other
 // threads.
-unsafe impl Send for Lent {}
+unsafe impl Send for LentSlice {}
 // SAFETY: as above.
-unsafe impl Sync for Lent {}
+unsafe impl Sync for LentSlice {}
 
 impl Slot {
-    /// Lends `bytes` for one round. Other threads may borrow them while `during` runs.
+    /// Lends `bytes` for one round. Other threads may borrow them while `during` runs. Waits at the
+    /// end until nobody reads them any more.
     pub(super) fn lend<R>(&self, round: u64, bytes: &[u8], during: impl FnOnce() -> R) -> R {
-        let _end = LoanEnd(self);
-        self.set(Some(Lent {
+        let _loan_end = LoanEnd(self);
+        self.set(Some(LentSlice {
             round,
             start: bytes.as_ptr(),
             len: bytes.len(),
@@ -35,8 +38,8 @@ impl Slot {
         during()
     }
 
-    /// Begins or ends a loan, once nobody reads the slice of the one before.
-    fn set(&self, lent: Option<Lent>) {
+    /// Begins or ends a loan. Waits until nobody reads the slice of the one before.
+    fn set(&self, lent: Option<LentSlice>) {
         *self.lent.write().unwrap_or_else(PoisonError::into_inner) = lent;
     }
 
@@ -64,7 +67,7 @@ impl Drop for LoanEnd<'_> {
 
 /// A borrowed slice. The thread that lends it waits until this is dropped.
 #[derive(Debug)]
-pub(super) struct Loan<'a>(RwLockReadGuard<'a, Option<Lent>>);
+pub(super) struct Loan<'a>(RwLockReadGuard<'a, Option<LentSlice>>);
 
 impl Loan<'_> {
     /// Returns the bytes that are lent; none if there is no loan any more.

@@ -20,7 +20,7 @@ use crate::tcp::{Participant, TcpBackend, TcpOptions};
 use crate::wire;
 
 /// The variables of launchers that start MPI processes. Each launcher sets at least one.
-const LAUNCHED: [&str; 5] = [
+const LAUNCHER_VARIABLES: [&str; 5] = [
     "OMPI_COMM_WORLD_RANK",
     "PMIX_RANK",
     "PMI_RANK",
@@ -57,8 +57,8 @@ pub(super) struct Job {
 /// The handle of the thread that joins and leaves MPI.
 #[derive(Debug)]
 struct Owner {
-    leave: Mutex<Option<Sender<()>>>,
-    departure: Mutex<Receiver<()>>,
+    leave_sender: Mutex<Option<Sender<()>>>,
+    departure_receiver: Mutex<Receiver<()>>,
 }
 
 impl Owner {
@@ -66,19 +66,19 @@ impl Owner {
     fn start(deadline: Instant) -> Result<Owner, CommError> {
         // The first channel asks the thread to leave, the second tells that MPI has started, the
         // third that it has been left.
-        let (leave, leaves) = mpsc::channel();
-        let (ready, is_ready) = mpsc::channel();
-        let (leaving, departure) = mpsc::channel();
+        let (leave_sender, leave_receiver) = mpsc::channel();
+        let (start_sender, start_receiver) = mpsc::channel();
+        let (departure_sender, departure_receiver) = mpsc::channel();
         let thread = thread::Builder::new()
             .name("mpi".to_owned())
-            .spawn(move || be_in_mpi(&leaves, &ready, &leaving));
+            .spawn(move || be_in_mpi(&leave_receiver, &start_sender, &departure_sender));
         thread.map_err(|error| {
             unavailable_error(format!("its thread could not be started: {error}"))
         })?;
-        match is_ready.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        match start_receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Ok(())) => Ok(Owner {
-                leave: Mutex::new(Some(leave)),
-                departure: Mutex::new(departure),
+                leave_sender: Mutex::new(Some(leave_sender)),
+                departure_receiver: Mutex::new(departure_receiver),
             }),
             Ok(Err(message)) => Err(unavailable_error(message)),
             Err(_) => Err(rendezvous_error(
@@ -89,28 +89,32 @@ impl Owner {
 }
 
 /// Joins MPI, stays until it is asked to leave, and leaves: all in one thread, as MPI wants it.
-fn be_in_mpi(leaves: &Receiver<()>, ready: &Sender<Result<(), String>>, leaving: &Sender<()>) {
+fn be_in_mpi(
+    leave_receiver: &Receiver<()>,
+    start_sender: &Sender<Result<(), String>>,
+    departure_sender: &Sender<()>,
+) {
     match library::start() {
         Ok(universe) => {
-            ready.send(Ok(())).ok();
-            match keep_going(leaves) {
+            start_sender.send(Ok(())).ok();
+            match keep_going(leave_receiver) {
                 Ok(()) => drop(universe),
                 // Leaving waits for all ranks, which may never leave.
                 Err(_) => std::mem::forget(universe),
             }
         }
-        Err(message) => drop(ready.send(Err(message))),
+        Err(message) => drop(start_sender.send(Err(message))),
     }
-    leaving.send(()).ok();
+    departure_sender.send(()).ok();
 }
 
 /// Calls MPI regularly until this process leaves, or its group is dropped without leaving.
 ///
 /// A call that has ended on this rank may still need this process before it ends on other ranks.
 /// MPI makes progress only while it is called, and this process may compute for a long time.
-fn keep_going(leaves: &Receiver<()>) -> Result<(), RecvTimeoutError> {
+fn keep_going(leave_receiver: &Receiver<()>) -> Result<(), RecvTimeoutError> {
     loop {
-        match leaves.recv_timeout(PROGRESS_INTERVAL) {
+        match leave_receiver.recv_timeout(PROGRESS_INTERVAL) {
             Err(RecvTimeoutError::Timeout) => {
                 if let Err(error) = library::go_on() {
                     tracing::debug!(%error, "MPI does not go on");
@@ -125,7 +129,10 @@ impl Job {
     /// Joins MPI, and meets all other processes.
     pub(super) fn join(timeout: Duration) -> Result<Arc<Job>, CommError> {
         static JOINED: OnceLock<()> = OnceLock::new();
-        if LAUNCHED.iter().all(|name| std::env::var_os(name).is_none()) {
+        if LAUNCHER_VARIABLES
+            .iter()
+            .all(|name| std::env::var_os(name).is_none())
+        {
             let message = "no MPI launcher has started this process: start the ranks with `mpirun -n N` or `srun --mpi`";
             return Err(unavailable_error(message.to_owned()));
         }
@@ -161,17 +168,18 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        let limit = self
+        let goodbye_timeout = self
             .failed
             .load(Ordering::Acquire)
             .then_some(FAILED_GOODBYE_TIMEOUT);
         // Leaving MPI waits for all ranks, so a rank leaves only if all do. A process that ends
         // without leaving is left to its launcher.
-        let all_leave = self.control.say_goodbye(limit) && !self.stuck.load(Ordering::Acquire);
-        let leave = lock(&self.owner.leave).take();
-        if let Some(leave) = leave.filter(|_| all_leave) {
-            leave.send(()).ok();
-            if lock(&self.owner.departure).recv_timeout(FINALIZE_TIMEOUT)
+        let all_leave =
+            self.control.say_goodbye(goodbye_timeout) && !self.stuck.load(Ordering::Acquire);
+        let leave_sender = lock(&self.owner.leave_sender).take();
+        if let Some(leave_sender) = leave_sender.filter(|_| all_leave) {
+            leave_sender.send(()).ok();
+            if lock(&self.owner.departure_receiver).recv_timeout(FINALIZE_TIMEOUT)
                 == Err(RecvTimeoutError::Timeout)
             {
                 tracing::warn!("MPI did not end within {FINALIZE_TIMEOUT:?}");
@@ -188,7 +196,7 @@ fn meet(
     deadline: Instant,
 ) -> Result<(TcpBackend, usize), CommError> {
     let (store, ranks_on_host) = open_store(world, timeout, deadline)?;
-    let place = Participant {
+    let participant = Participant {
         rank: world.rank(),
         world_size: world.ranks(),
         address: store.address().to_owned(),
@@ -199,7 +207,7 @@ fn meet(
         // Before it leaves MPI, each rank waits for the goodbyes of all.
         connects_all: true,
     };
-    Ok((TcpBackend::meet(&place, store, true)?, ranks_on_host))
+    Ok((TcpBackend::meet(&participant, store, true)?, ranks_on_host))
 }
 
 /// Opens the store on rank 0, and tells its address to the others through MPI. Returns the store,
@@ -215,16 +223,16 @@ fn open_store(
     let world_size = world.ranks();
     let name = ::mpi::environment::processor_name()
         .map_err(|error| library_error("MPI_Get_processor_name", error.to_string()))?;
-    let mut own = name.clone().into_bytes();
-    own.resize(NAME_BYTES, 0);
+    let mut padded_name = name.clone().into_bytes();
+    padded_name.resize(NAME_BYTES, 0);
     let mut pieces = vec![&[][..]; world_size];
-    pieces[rank] = &own;
+    pieces[rank] = &padded_name;
     let lens = vec![NAME_BYTES; world_size];
     let gathered = world.begin(Pattern::AllGather, Buffers::default(), &pieces, &lens);
     let names = wait("MPI_Iallgatherv", gathered, || late_error(deadline))?.receive;
     let ranks_on_host = names
         .chunks(NAME_BYTES)
-        .filter(|name| **name == own[..])
+        .filter(|name| **name == padded_name[..])
         .count();
     // Step 2: rank 0 opens the store, at an address that the others can reach.
     let options = StoreOptions {
@@ -235,7 +243,7 @@ fn open_store(
         ..StoreOptions::default()
     };
     let mut hosted = None;
-    let mut told = Vec::new();
+    let mut encoded_place = Vec::new();
     if rank == 0 {
         let host = match std::env::var("MASTER_ADDR") {
             Ok(address) if !address.is_empty() => address,
@@ -247,9 +255,9 @@ fn open_store(
         let place = store
             .as_ref()
             .map(|(store, secret)| (store.address().to_owned(), secret.text().to_owned()));
-        told =
+        encoded_place =
             wire::encode(&place.map_err(ToString::to_string)).expect("texts can always be encoded");
-        told.resize(ADDRESS_BYTES, 0);
+        encoded_place.resize(ADDRESS_BYTES, 0);
         hosted = Some(store.map(|(store, _)| store));
     }
     // Step 3: rank 0 tells the others the address and the secret, or its error.
@@ -257,7 +265,7 @@ fn open_store(
     if rank > 0 {
         lens[0] = ADDRESS_BYTES;
     }
-    pieces[rank] = &told;
+    pieces[rank] = &encoded_place;
     let telling = world.begin(
         Pattern::Broadcast { root: 0 },
         Buffers::default(),
@@ -320,6 +328,7 @@ fn unavailable_error(message: String) -> CommError {
     BackendKind::Mpi.unavailable(message)
 }
 
+/// Returns the error of a rendezvous through MPI, of which it is not known who came.
 fn rendezvous_error(message: String) -> CommError {
     CommError::Rendezvous {
         address: "MPI".to_owned(),

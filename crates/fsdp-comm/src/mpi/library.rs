@@ -59,7 +59,7 @@ pub(super) struct Buffers {
     /// too.
     pub(super) receive: Vec<u8>,
     /// The counts and displacements of what it sends, and then those of what it receives.
-    numbers: [Vec<c_int>; 4],
+    counts_and_starts: [Vec<c_int>; 4],
 }
 
 /// A call under way.
@@ -132,7 +132,7 @@ impl Communicator {
     pub(super) fn create(ranks: &[usize], tag: u64) -> Result<Communicator> {
         let ranks = ranks
             .iter()
-            .map(|&rank| int(rank))
+            .map(|&rank| to_c_int(rank))
             .collect::<Result<Vec<c_int>>>()?;
         // MPI guarantees tags of 15 bits. Those of groups that are made at the same time should
         // differ, so each bit of the number counts.
@@ -145,7 +145,7 @@ impl Communicator {
             check(ffi::MPI_Comm_group(ffi::RSMPI_COMM_WORLD, &mut world))?;
             check(ffi::MPI_Group_incl(
                 world,
-                int(ranks.len())?,
+                to_c_int(ranks.len())?,
                 ranks.as_ptr(),
                 &mut group,
             ))?;
@@ -161,6 +161,9 @@ impl Communicator {
         }
     }
 
+    /// Wraps a communicator, whose errors from now on come back as codes. It is freed on drop if it
+    /// `is_ours`.
+    ///
     /// # Safety
     /// `raw` is a communicator that this process is in.
     unsafe fn new(raw: ffi::MPI_Comm, is_ours: bool) -> Result<Communicator> {
@@ -193,23 +196,24 @@ impl Communicator {
         self.is_ours = false;
     }
 
-    /// Begins a collective: this rank sends `pieces`, one for each rank, and receives `received[r]`
-    /// bytes from each rank `r`. Bytes that go to all ranks are one of the pieces, and the others
-    /// are empty. After a broadcast the root has its own bytes in `receive` too.
+    /// Begins a collective: this rank sends `pieces`, one for each rank, and receives
+    /// `received_lens[r]` bytes from each rank `r`. Bytes that go to all ranks are one of the
+    /// pieces, and the others are empty. After a broadcast the root has its own bytes in `receive`
+    /// too.
     pub(super) fn begin(
         &self,
         pattern: Pattern,
         mut buffers: Buffers,
         pieces: &[&[u8]],
-        received: &[usize],
+        received_lens: &[usize],
     ) -> Result<Pending> {
-        if pieces.len() != self.ranks || received.len() != self.ranks {
+        if pieces.len() != self.ranks || received_lens.len() != self.ranks {
             return Err("there is not one count for each rank".to_owned());
         }
         let Buffers {
             send,
             receive,
-            numbers: [sent_counts, sent_starts, counts, starts],
+            counts_and_starts: [sent_counts, sent_starts, counts, starts],
         } = &mut buffers;
         send.clear();
         pieces
@@ -220,7 +224,7 @@ impl Communicator {
             sent_counts,
             sent_starts,
         )?;
-        let expected = lay_out(received.iter().copied(), counts, starts)?;
+        let expected = lay_out(received_lens.iter().copied(), counts, starts)?;
         receive.resize(expected, 0);
         // A broadcast has one buffer, for the bytes that the root sends and the others receive.
         if let Pattern::Broadcast { root } = pattern
@@ -234,10 +238,10 @@ impl Communicator {
                 bytes.reserve(1);
             }
         }
-        let sent_count = int(send.len())?;
-        let received_count = int(receive.len())?;
-        let from = send.as_ptr().cast();
-        let to = receive.as_mut_ptr().cast();
+        let sent_count = to_c_int(send.len())?;
+        let received_count = to_c_int(receive.len())?;
+        let send_address = send.as_ptr().cast();
+        let receive_address = receive.as_mut_ptr().cast();
         let communicator = self.raw;
         // SAFETY: constants.
         let (byte, mut request) = unsafe { (ffi::RSMPI_UINT8_T, ffi::RSMPI_REQUEST_NULL) };
@@ -247,10 +251,10 @@ impl Communicator {
         let code = unsafe {
             match pattern {
                 Pattern::AllGather => ffi::MPI_Iallgatherv(
-                    from,
+                    send_address,
                     sent_count,
                     byte,
-                    to,
+                    receive_address,
                     counts.as_ptr(),
                     starts.as_ptr(),
                     byte,
@@ -258,43 +262,43 @@ impl Communicator {
                     request_place,
                 ),
                 Pattern::Broadcast { root } => ffi::MPI_Ibcast(
-                    to,
+                    receive_address,
                     received_count,
                     byte,
-                    int(root)?,
+                    to_c_int(root)?,
                     communicator,
                     request_place,
                 ),
                 Pattern::Gather { root } => ffi::MPI_Igatherv(
-                    from,
+                    send_address,
                     sent_count,
                     byte,
-                    to,
+                    receive_address,
                     counts.as_ptr(),
                     starts.as_ptr(),
                     byte,
-                    int(root)?,
+                    to_c_int(root)?,
                     communicator,
                     request_place,
                 ),
                 Pattern::Scatter { root } => ffi::MPI_Iscatterv(
-                    from,
+                    send_address,
                     sent_counts.as_ptr(),
                     sent_starts.as_ptr(),
                     byte,
-                    to,
+                    receive_address,
                     received_count,
                     byte,
-                    int(root)?,
+                    to_c_int(root)?,
                     communicator,
                     request_place,
                 ),
                 Pattern::AllToAll => ffi::MPI_Ialltoallv(
-                    from,
+                    send_address,
                     sent_counts.as_ptr(),
                     sent_starts.as_ptr(),
                     byte,
-                    to,
+                    receive_address,
                     counts.as_ptr(),
                     starts.as_ptr(),
                     byte,
@@ -336,18 +340,19 @@ fn lay_out(
     starts.clear();
     let mut start = 0usize;
     for len in lens {
-        counts.push(int(len)?);
-        starts.push(int(start)?);
+        counts.push(to_c_int(len)?);
+        starts.push(to_c_int(start)?);
         start = start.saturating_add(len);
     }
-    int(start).map(|_| start)
+    to_c_int(start).map(|_| start)
 }
 
-fn int(number: usize) -> Result<c_int> {
+/// Returns a number as MPI's type for counts, or a message that it is too large.
+fn to_c_int(number: usize) -> Result<c_int> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than MPI can count in one call"))
 }
 
-/// Returns MPI's own text for a code that is not success.
+/// Turns the code of a call into a result. The error is MPI's own text.
 fn check(code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());
@@ -356,7 +361,7 @@ fn check(code: c_int) -> Result<()> {
     let mut len = 0;
     // SAFETY: `text` has as much room as MPI ever needs.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
-    let written = text.get(..len as usize).unwrap_or(&text);
-    let message = String::from_utf8_lossy(written);
+    let message_bytes = text.get(..len as usize).unwrap_or(&text);
+    let message = String::from_utf8_lossy(message_bytes);
     Err(format!("{message} (code {code})"))
 }

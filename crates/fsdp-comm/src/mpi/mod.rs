@@ -58,7 +58,7 @@ impl MpiBackend {
         round: &Round<'_>,
     ) -> Result<Self, CommError> {
         let communicator = if control.members().global_ranks.len() > 1 {
-            Some(create(&job, &control, id, round)?)
+            Some(create_communicator(&job, &control, id, round)?)
         } else {
             None
         };
@@ -71,9 +71,9 @@ impl MpiBackend {
 
     /// Moves the bytes of a round. If that fails, this process does not use MPI any more.
     fn transfer(&self, round: &Round<'_>, send: &[u8], plan: Plan<'_>) -> Result<(), CommError> {
-        let mut slot = lock(&self.communicator);
+        let mut communicator_slot = lock(&self.communicator);
         let rank = self.control.members().rank;
-        let Some(communicator) = &*slot else {
+        let Some(communicator) = &*communicator_slot else {
             return plan.deliver(&[send], rank).map_err(|(_, published)| {
                 library_error(
                     "a copy",
@@ -87,7 +87,7 @@ impl MpiBackend {
         if outcome.is_err() {
             // A call that MPI has begun can neither be undone nor waited for.
             self.job.give_up();
-            slot.iter_mut().for_each(Communicator::give_up);
+            communicator_slot.iter_mut().for_each(Communicator::give_up);
         }
         outcome
     }
@@ -135,8 +135,8 @@ impl Backend for MpiBackend {
 }
 
 /// Creates a communicator, on a thread that can be left behind, because MPI has only a blocking
-/// call for it.
-fn create(
+/// call for it. If the wait for it fails, this process uses MPI no more.
+fn create_communicator(
     job: &Job,
     control: &TcpBackend,
     id: u64,
@@ -146,14 +146,14 @@ fn create(
     // A rank may have given up already, and then no rank may make the call.
     control.exchange_at_setup(round, &[])?;
     let ranks = control.members().global_ranks.clone();
-    let (made, is_made) = mpsc::channel();
+    let (maker, made_communicators) = mpsc::channel();
     thread::Builder::new()
         .name("mpi-group".to_owned())
-        .spawn(move || drop(made.send(Communicator::create(&ranks, id))))
+        .spawn(move || drop(maker.send(Communicator::create(&ranks, id))))
         .map_err(|error| library_error(CALL, error.to_string()))?;
     let mut communicator = None;
     let waited = wait_until(
-        || match is_made.try_recv() {
+        || match made_communicators.try_recv() {
             Ok(made) => {
                 communicator = Some(made.map_err(|error| library_error(CALL, error))?);
                 Ok(true)

@@ -10,7 +10,8 @@ use crate::error::CommError;
 /// MPI.
 const CALL_BYTES: usize = 16 << 20;
 
-/// Moves the bytes of a round. `wait` waits for each call.
+/// Moves the bytes of a round, in as many calls as it takes. `wait` waits for each call and returns
+/// its buffers; its error ends the transfer.
 pub(super) fn transfer(
     communicator: &Communicator,
     send: &[u8],
@@ -19,32 +20,38 @@ pub(super) fn transfer(
 ) -> Result<(), CommError> {
     let Plan {
         pattern,
-        longest,
-        mut to,
-        from,
+        largest_transfer_bytes,
+        mut sent_ranges,
+        received_ranges,
         mut destination,
     } = plan;
     if let Pattern::AllGather | Pattern::Broadcast { .. } = pattern
-        && let Some(first) = to.iter().position(|range| !range.is_empty())
+        && let Some(first_receiver) = sent_ranges.iter().position(|range| !range.is_empty())
     {
         // All ranks get the same bytes, which are sent once.
-        to[first + 1..].fill(0..0);
+        sent_ranges[first_receiver + 1..].fill(0..0);
     }
     let ranks = communicator.ranks();
     let window_bytes = (CALL_BYTES / ranks / BLOCK_BYTES * BLOCK_BYTES).max(BLOCK_BYTES);
     let mut buffers = Buffers::default();
-    for start in (0..longest).step_by(window_bytes) {
+    for start in (0..largest_transfer_bytes).step_by(window_bytes) {
         let window = start..start + window_bytes;
-        let pieces: Vec<&[u8]> = to.iter().map(|range| &send[cut(range, &window)]).collect();
-        let received: Vec<usize> = from.iter().map(|range| cut(range, &window).len()).collect();
-        buffers = wait(communicator.begin(pattern, buffers, &pieces, &received))?;
+        let pieces: Vec<&[u8]> = sent_ranges
+            .iter()
+            .map(|range| &send[part_in_window(range, &window)])
+            .collect();
+        let received_lens: Vec<usize> = received_ranges
+            .iter()
+            .map(|range| part_in_window(range, &window).len())
+            .collect();
+        buffers = wait(communicator.begin(pattern, buffers, &pieces, &received_lens))?;
         // The bytes of all ranks have arrived one after the other.
-        let mut rest = &buffers.receive[..];
-        let pieces: Vec<&[u8]> = received
+        let mut remaining = &buffers.receive[..];
+        let pieces: Vec<&[u8]> = received_lens
             .iter()
             .map(|&len| {
-                let (piece, others) = rest.split_at(len.min(rest.len()));
-                rest = others;
+                let (piece, tail) = remaining.split_at(len.min(remaining.len()));
+                remaining = tail;
                 piece
             })
             .collect();
@@ -55,7 +62,7 @@ pub(super) fn transfer(
 
 /// Returns the part of a range whose offsets in the range are in this window. It is empty if the
 /// range ends before the window.
-fn cut(range: &Range<usize>, window: &Range<usize>) -> Range<usize> {
+fn part_in_window(range: &Range<usize>, window: &Range<usize>) -> Range<usize> {
     let start = range.start.saturating_add(window.start).min(range.end);
     let end = range.start.saturating_add(window.end).min(range.end);
     start..end

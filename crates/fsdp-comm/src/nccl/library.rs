@@ -3,7 +3,7 @@
 //!
 //! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program
 //! would start without NCCL, and they do not know the file name in NVIDIA's packages. Communicators
-//! are non-blocking: a call returns at once, and [`NcclCommunicator::state`] tells how far it is.
+//! are non-blocking: a call returns at once, and [`NcclCommunicator::is_all_enqueued`] tells how far it is.
 //!
 //! The error of a call is NCCL's own message.
 
@@ -83,6 +83,7 @@ macro_rules! functions {
         }
 
         impl Functions {
+            /// Looks up all functions in the library. The error names the first that it lacks.
             fn find(library: Library) -> Result<Functions, String> {
                 // SAFETY: the types are those of NCCL's header, and have not changed since 2.18.
                 Ok(unsafe {
@@ -157,21 +158,21 @@ fn load() -> Result<Functions, String> {
 
 /// Opens the first of the libraries `names` that exists.
 fn open(names: &[&str]) -> Result<Library, String> {
-    let mut reason = String::new();
+    let mut first_reason = String::new();
     for name in names {
         // SAFETY: what the library runs when it is loaded is NVIDIA's, and meant for that.
         match unsafe { Library::new(*name) } {
             Ok(library) => return Ok(library),
             // The error of the first name is the one to report.
-            Err(error) if reason.is_empty() => reason = cause(&error),
+            Err(error) if first_reason.is_empty() => first_reason = loader_message(&error),
             Err(_) => {}
         }
     }
-    Err(reason)
+    Err(first_reason)
 }
 
 /// Returns the message of the dynamic loader itself.
-fn cause(error: &libloading::Error) -> String {
+fn loader_message(error: &libloading::Error) -> String {
     std::error::Error::source(error)
         .unwrap_or(error)
         .to_string()
@@ -209,16 +210,16 @@ impl Functions {
     fn describe(&self, code: c_int, communicator: Raw) -> String {
         // SAFETY: both only look something up; the communicator is one of this process, or null.
         // Their texts are strings that live at least until the next call of NCCL.
-        let (kind, last) = unsafe {
+        let (code_text, last_error) = unsafe {
             (
-                text_at((self.get_error_string)(code)),
-                text_at((self.get_last_error)(communicator)),
+                copy_c_string((self.get_error_string)(code)),
+                copy_c_string((self.get_last_error)(communicator)),
             )
         };
-        let kind = kind.as_deref().unwrap_or("unknown error");
-        match last.filter(|last| !last.is_empty()) {
-            Some(last) => format!("{kind} (code {code}): {last}"),
-            None => format!("{kind} (code {code})"),
+        let code_text = code_text.as_deref().unwrap_or("unknown error");
+        match last_error.filter(|last_error| !last_error.is_empty()) {
+            Some(last_error) => format!("{code_text} (code {code}): {last_error}"),
+            None => format!("{code_text} (code {code})"),
         }
     }
 }
@@ -227,7 +228,7 @@ impl Functions {
 ///
 /// # Safety
 /// The pointer is null, or that of a string that ends with a zero byte.
-unsafe fn text_at(text: *const c_char) -> Option<String> {
+unsafe fn copy_c_string(text: *const c_char) -> Option<String> {
     if text.is_null() {
         return None;
     }
@@ -239,8 +240,8 @@ unsafe fn text_at(text: *const c_char) -> Option<String> {
     )
 }
 
-/// Returns NCCL's number of a dtype, if NCCL computes with it.
-pub(crate) const fn number(dtype: DType) -> Option<c_int> {
+/// Returns NCCL's number of a dtype; `None` if NCCL does not compute with it.
+pub(crate) const fn nccl_data_type(dtype: DType) -> Option<c_int> {
     Some(match dtype {
         DType::I8 => 0,
         DType::U8 => BYTE,
@@ -256,8 +257,9 @@ pub(crate) const fn number(dtype: DType) -> Option<c_int> {
     })
 }
 
-fn known_number(dtype: DType) -> Result<c_int, String> {
-    number(dtype).ok_or_else(|| format!("it knows no {dtype}"))
+/// Returns NCCL's number of a dtype, or a message that NCCL does not compute with it.
+fn checked_data_type(dtype: DType) -> Result<c_int, String> {
+    nccl_data_type(dtype).ok_or_else(|| format!("it knows no {dtype}"))
 }
 
 const BYTE: c_int = 1;
@@ -271,6 +273,7 @@ const fn nccl_reduction(op: ReduceOp) -> c_int {
     }
 }
 
+/// Returns a number as NCCL's type for counts, or a message that it is too large.
 fn to_c_int(number: usize) -> Result<c_int, String> {
     c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
 }
@@ -305,14 +308,15 @@ impl NcclCommunicator {
         Ok(NcclCommunicator { functions, raw })
     }
 
-    /// Returns `true` if all calls that were begun have been handed to the GPU.
-    pub(super) fn state(&self) -> Result<bool, String> {
-        let mut state = SUCCESS;
+    /// Returns `true` if all calls that were begun have been handed to the GPU. The error is that
+    /// of a call which has failed since it began.
+    pub(super) fn is_all_enqueued(&self) -> Result<bool, String> {
+        let mut status = SUCCESS;
         // SAFETY: a live communicator; it writes a number.
-        let code = unsafe { (self.functions.get_async_error)(self.raw, &mut state) };
+        let code = unsafe { (self.functions.get_async_error)(self.raw, &mut status) };
         self.functions.check_begun(code, self.raw)?;
-        self.functions.check_begun(state, self.raw)?;
-        Ok(state == SUCCESS)
+        self.functions.check_begun(status, self.raw)?;
+        Ok(status == SUCCESS)
     }
 
     /// Begins a collective on a stream of the communicator's GPU.
@@ -334,7 +338,7 @@ impl NcclCommunicator {
                 } => {
                     let send = as_source(send);
                     let receive = as_destination(receive);
-                    let dtype = known_number(dtype)?;
+                    let dtype = checked_data_type(dtype)?;
                     match kind {
                         Collective::AllGather => {
                             (functions.all_gather)(send, receive, count, dtype, raw, stream)
@@ -377,20 +381,31 @@ impl NcclCommunicator {
     ) -> Result<(), String> {
         let functions = self.functions;
         let raw = self.raw;
-        for (rank, (&(from, sent), &(to, received))) in send.iter().zip(receive).enumerate() {
+        for (rank, (&(source, sent_bytes), &(destination, received_bytes))) in
+            send.iter().zip(receive).enumerate()
+        {
             let rank = to_c_int(rank)?;
-            if sent > 0 {
-                // SAFETY: as in `call`.
-                functions.check_begun(
-                    unsafe { (functions.send)(as_source(from), sent, BYTE, rank, raw, stream) },
-                    raw,
-                )?;
-            }
-            if received > 0 {
+            if sent_bytes > 0 {
                 // SAFETY: as in `call`.
                 functions.check_begun(
                     unsafe {
-                        (functions.recv)(as_destination(to), received, BYTE, rank, raw, stream)
+                        (functions.send)(as_source(source), sent_bytes, BYTE, rank, raw, stream)
+                    },
+                    raw,
+                )?;
+            }
+            if received_bytes > 0 {
+                // SAFETY: as in `call`.
+                functions.check_begun(
+                    unsafe {
+                        (functions.recv)(
+                            as_destination(destination),
+                            received_bytes,
+                            BYTE,
+                            rank,
+                            raw,
+                            stream,
+                        )
                     },
                     raw,
                 )?;
@@ -399,7 +414,7 @@ impl NcclCommunicator {
         Ok(())
     }
 
-    /// Begins to leave the other ranks. [`Self::state`] tells when that is done.
+    /// Begins to leave the other ranks. [`Self::is_all_enqueued`] tells when that is done.
     pub(super) fn finalize(&self) -> Result<(), String> {
         // SAFETY: a live communicator, on which nothing runs.
         self.functions

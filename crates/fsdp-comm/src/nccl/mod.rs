@@ -51,11 +51,11 @@ pub(crate) fn connect(timeout: Duration) -> Result<ProcessGroup, CommError> {
 /// [`CommError::BackendUnavailable`] says what is missing.
 pub(crate) fn check() -> Result<(), CommError> {
     library::check().map_err(unavailable_error)?;
-    devices().map(|_| ())
+    device_count().map(|_| ())
 }
 
-/// Returns the number of GPUs that this process sees.
-fn devices() -> Result<usize, CommError> {
+/// Returns the number of GPUs that this process sees; an error if there is none.
+fn device_count() -> Result<usize, CommError> {
     let count = CudaContext::device_count()
         .map_err(|error| unavailable_error(format!("CUDA does not start: {error}")))?;
     match usize::try_from(count) {
@@ -70,15 +70,16 @@ fn devices() -> Result<usize, CommError> {
 /// sees. If the launcher tells no local ranks, the ranks of each host are taken to have consecutive
 /// numbers.
 fn device_ordinal(environment: &Environment) -> Result<usize, CommError> {
-    let devices = devices()?;
-    ordinal(
+    let devices = device_count()?;
+    local_rank_ordinal(
         environment.local_rank.unwrap_or(environment.rank % devices),
         devices,
     )
 }
 
 /// Returns the number of the GPU of a local rank. A process that sees a single GPU takes that one.
-fn ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
+/// The error is a local rank without a GPU.
+fn local_rank_ordinal(local_rank: usize, devices: usize) -> Result<usize, CommError> {
     match devices {
         1 => Ok(0),
         _ if local_rank < devices => Ok(local_rank),
@@ -112,13 +113,13 @@ impl NcclBackend {
     /// over `control`.
     fn new(control: Arc<TcpBackend>, ordinal: usize, round: &Round<'_>) -> Result<Self, CommError> {
         // Rank 0 makes the id. If it cannot, all ranks get its error.
-        let made: Option<Result<Vec<u8>, String>> =
+        let own_id: Option<Result<Vec<u8>, String>> =
             (control.members().rank == 0).then(|| library::unique_id().map(|id| id.0.to_vec()));
-        let record = wire::encode(&made).map_err(|message| id_exchange_error(round, message))?;
+        let record = wire::encode(&own_id).map_err(|message| id_exchange_error(round, message))?;
         let records = control.exchange_at_setup(round, &record)?;
-        let told: Option<Result<Vec<u8>, String>> =
+        let root_id: Option<Result<Vec<u8>, String>> =
             wire::decode(&records[0]).map_err(|message| id_exchange_error(round, message))?;
-        let bytes = told
+        let bytes = root_id
             .unwrap_or_else(|| Err("it was not told".to_owned()))
             .map_err(|message| CommError::library("NCCL", "ncclGetUniqueId", message))?;
         let id = bytes
@@ -188,13 +189,13 @@ mod tests {
 
     #[test]
     fn each_rank_of_a_host_has_the_gpu_of_its_number() {
-        assert_eq!(ordinal(3, 4), Ok(3));
+        assert_eq!(local_rank_ordinal(3, 4), Ok(3));
         assert_eq!(
-            ordinal(3, 1),
+            local_rank_ordinal(3, 1),
             Ok(0),
             "a launcher shows each rank its own GPU only"
         );
-        let error = ordinal(4, 4).unwrap_err().to_string();
+        let error = local_rank_ordinal(4, 4).unwrap_err().to_string();
         assert!(error.contains("rank 4 of its host, which has 4"), "{error}");
     }
 
@@ -202,7 +203,7 @@ mod tests {
     #[test]
     fn a_machine_without_gpus_says_what_is_missing() {
         match check() {
-            Ok(()) => assert!(devices().unwrap() > 0),
+            Ok(()) => assert!(device_count().unwrap() > 0),
             Err(CommError::BackendUnavailable { backend, message }) => {
                 assert_eq!(backend, "nccl");
                 let named = [

@@ -21,7 +21,7 @@ const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 struct CallRequest {
     call: Movement,
     /// The event of the GPU that must come before the call.
-    ready: CudaEvent,
+    earlier_work: CudaEvent,
     watch: Watch,
     reply: Sender<Result<(), CommError>>,
 }
@@ -30,7 +30,7 @@ struct CallRequest {
 #[derive(Debug)]
 pub(super) struct OwnerThread {
     requests: Mutex<Option<Sender<CallRequest>>>,
-    ended: Mutex<Receiver<()>>,
+    end_receiver: Mutex<Receiver<()>>,
 }
 
 impl OwnerThread {
@@ -41,27 +41,27 @@ impl OwnerThread {
         id: UniqueId,
         round: &Round<'_>,
     ) -> Result<OwnerThread, CommError> {
-        let (requests, taken) = mpsc::channel();
-        let (ending, ended) = mpsc::channel();
-        let (made, is_made) = mpsc::channel();
+        let (requests, incoming_requests) = mpsc::channel();
+        let (end_sender, end_receiver) = mpsc::channel();
+        let (join_sender, join_receiver) = mpsc::channel();
         let watch = Watch::new(control, round);
         thread::Builder::new()
             .name("nccl".to_owned())
             .spawn(move || {
                 match Owned::join(ordinal, id, &watch) {
                     Ok(owned) => {
-                        made.send(Ok(())).ok();
-                        owned.work(&taken);
+                        join_sender.send(Ok(())).ok();
+                        owned.work(&incoming_requests);
                     }
-                    Err(error) => drop(made.send(Err(error))),
+                    Err(error) => drop(join_sender.send(Err(error))),
                 }
                 // The watch holds connections to the other ranks, which must not outlive this
                 // thread.
                 drop(watch);
-                ending.send(()).ok();
+                end_sender.send(()).ok();
             })
             .map_err(|error| library_error("a thread", error.to_string()))?;
-        wait_for_answer(&is_made, round).unwrap_or_else(|| {
+        wait_for_answer(&join_receiver, round).unwrap_or_else(|| {
             Err(library_error(
                 round.operation,
                 "it did not return in time".to_owned(),
@@ -69,12 +69,12 @@ impl OwnerThread {
         })?;
         Ok(OwnerThread {
             requests: Mutex::new(Some(requests)),
-            ended: Mutex::new(ended),
+            end_receiver: Mutex::new(end_receiver),
         })
     }
 
     /// Carries out a call after all earlier work of the stream. When this returns, the call is over
-    /// on the GPU.
+    /// on the GPU. If NCCL does not return after the deadline, this ends the process.
     pub(super) fn run(
         &self,
         control: &Arc<TcpBackend>,
@@ -82,13 +82,13 @@ impl OwnerThread {
         stream: &CudaStream,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
-        let ready = stream
+        let earlier_work = stream
             .record_event(None)
             .map_err(|error| driver_error("cuEventRecord", error))?;
-        let (reply, is_done) = mpsc::channel();
+        let (reply, replies) = mpsc::channel();
         let request = CallRequest {
             call,
-            ready,
+            earlier_work,
             watch: Watch::new(control, round),
             reply,
         };
@@ -96,7 +96,7 @@ impl OwnerThread {
             .as_ref()
             .and_then(|requests| requests.send(request).ok())
             .ok_or_else(|| ended_communicator_error(round))?;
-        wait_for_answer(&is_done, round).unwrap_or_else(|| abort_process(round.operation))
+        wait_for_answer(&replies, round).unwrap_or_else(|| abort_process(round.operation))
     }
 }
 
@@ -104,7 +104,9 @@ impl Drop for OwnerThread {
     fn drop(&mut self) {
         // The thread goes on to the end once there are no more requests.
         lock(&self.requests).take();
-        if lock(&self.ended).recv_timeout(FINALIZE_TIMEOUT * 2) == Err(RecvTimeoutError::Timeout) {
+        if lock(&self.end_receiver).recv_timeout(FINALIZE_TIMEOUT * 2)
+            == Err(RecvTimeoutError::Timeout)
+        {
             tracing::warn!("NCCL did not leave its group in time");
         }
     }
@@ -180,7 +182,7 @@ impl Owned {
         // Report an error to the other ranks before the communicator is dropped, because the drop
         // waits for them.
         watch
-            .wait("ncclCommInitRankConfig", || communicator.state())
+            .wait("ncclCommInitRankConfig", || communicator.is_all_enqueued())
             .inspect_err(|error| watch.abort(error))?;
         Ok(Owned {
             communicator,
@@ -193,12 +195,12 @@ impl Owned {
     fn work(self, requests: &Receiver<CallRequest>) {
         for CallRequest {
             call,
-            ready,
+            earlier_work,
             watch,
             reply,
         } in requests
         {
-            if let Err(error) = self.carry_out(&call, &ready, &watch) {
+            if let Err(error) = self.carry_out(&call, &earlier_work, &watch) {
                 // Tell the others first: NCCL ends a communicator only when all ranks do.
                 watch.abort(&error);
                 // The caller may use the memory again as soon as it has its answer.
@@ -213,29 +215,29 @@ impl Owned {
         self.leave();
     }
 
-    /// Carries out a call after the work that `ready` stands for, and waits until the GPU is done
-    /// with it.
+    /// Carries out a call after the work that `earlier_work` stands for, and waits until the GPU is
+    /// done with it.
     fn carry_out(
         &self,
         call: &Movement,
-        ready: &CudaEvent,
+        earlier_work: &CudaEvent,
         watch: &Watch,
     ) -> Result<(), CommError> {
         let operation = watch.operation.as_str();
         self.stream
-            .wait(ready)
+            .wait(earlier_work)
             .map_err(|error| driver_error("cuStreamWaitEvent", error))?;
         self.communicator
             .call(call, &self.stream)
             .map_err(|error| library_error(operation, error))?;
-        watch.wait(operation, || self.communicator.state())?;
+        watch.wait(operation, || self.communicator.is_all_enqueued())?;
         let all_done = self
             .stream
             .record_event(None)
             .map_err(|error| driver_error("cuEventRecord", error))?;
         watch.wait(operation, || {
             // Errors of the network and of other ranks are reported here, and not by the GPU.
-            self.communicator.state()?;
+            self.communicator.is_all_enqueued()?;
             all_done
                 .try_is_complete()
                 .map_err(|error| error.to_string())
@@ -281,7 +283,7 @@ impl Owned {
         let deadline = Instant::now() + FINALIZE_TIMEOUT;
         let outcome = communicator.finalize().and_then(|()| {
             let mut pause = Pause::new();
-            while !communicator.state()? {
+            while !communicator.is_all_enqueued()? {
                 if Instant::now() >= deadline {
                     return Err(format!("not all ranks left within {FINALIZE_TIMEOUT:?}"));
                 }
@@ -333,9 +335,9 @@ impl Watch {
         self.control.abort(self.round.number, error);
     }
 
-    /// Returns the error that names another rank, if one is to blame. NCCL may have noticed its
-    /// loss first, so this waits for a moment.
-    fn blame(&self) -> Option<CommError> {
+    /// Returns the error that names another rank, or `None` if none is to blame. NCCL may have
+    /// noticed a loss first, so this waits for up to [`GRACE_PERIOD`].
+    fn blamed_rank_error(&self) -> Option<CommError> {
         let deadline = Instant::now() + GRACE_PERIOD;
         loop {
             let failure = self.control.failure(&self.round());
@@ -368,8 +370,10 @@ impl Watch {
         wait_until(
             || {
                 // If another rank is to blame, the error names it.
-                is_done()
-                    .map_err(|message| self.blame().unwrap_or_else(|| library_error(call, message)))
+                is_done().map_err(|message| {
+                    self.blamed_rank_error()
+                        .unwrap_or_else(|| library_error(call, message))
+                })
             },
             || self.failure(),
         )

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use super::client::{
     NotJoined, TcpStore, connect_once, connect_until, rendezvous_error, retry_pause,
 };
-use super::listening::{Name, in_zone};
-use super::protocol::{StoreOptions, invalid};
+use super::listening::{Name, address_in_zone};
+use super::protocol::{StoreOptions, invalid_data_error};
 use crate::access::nonce_text;
 use crate::blocking::{is_end, read_exact, write_all};
 use crate::deadline::deadline_after;
@@ -76,22 +76,22 @@ impl TcpStore {
                 .join(key, options)
                 .map_err(|message| rendezvous_error(agent, message));
         }
-        let local = connection.local.ip();
+        let local_ip = connection.local.ip();
         let ip = if one_host {
             // No other host needs to reach rank 0 if no other host has ranks.
             Ipv4Addr::LOCALHOST.into()
-        } else if local.is_loopback() && (options.secret.is_some() || options.insecure) {
+        } else if local_ip.is_loopback() && (options.secret.is_some() || options.insecure) {
             // The agent is on this host, and other hosts reach this host at the address at which
             // they reach the agent.
             Ipv4Addr::UNSPECIFIED.into()
         } else {
-            local
+            local_ip
         };
         let nonce = nonce_text().map_err(|error| {
             rendezvous_error(agent, format!("rank 0 found no random number: {error}"))
         })?;
         let store = TcpStore::host(
-            &in_zone(connection.local, ip, 0).to_string(),
+            &address_in_zone(connection.local, ip, 0).to_string(),
             &options_with_nonce(options, &nonce),
         )?;
         let address = store
@@ -165,25 +165,29 @@ impl Agent {
             ..
         } = options;
         loop {
-            let PublishedAddress { address: published, nonce } = self.wait_and_get(key).map_err(|error| {
+            let found = self.wait_for_address(key).map_err(|error| {
                 format!(
                     "rank {rank} did not learn from the store of torchrun's agent within {timeout:?} where rank 0 is: \
                      {}; see what rank 0 says",
                     describe_error(&error)
                 )
             })?;
-            let ip = if published.ip().is_unspecified() {
+            let PublishedAddress {
+                address: published_address,
+                nonce,
+            } = found;
+            let ip = if published_address.ip().is_unspecified() {
                 self.peer.ip()
             } else {
-                published.ip()
+                published_address.ip()
             };
-            let address = in_zone(self.local, ip, published.port());
+            let address = address_in_zone(self.local, ip, published_address.port());
             let joined = match connect_once(address, self.deadline) {
                 Ok(stream) => {
                     let deadline = self.deadline.min(deadline_after(timeout / ADDRESSES));
                     TcpStore::join(
                         stream,
-                        &published.to_string(),
+                        &published_address.to_string(),
                         &options_with_nonce(options, &nonce),
                         deadline,
                     )
@@ -196,7 +200,7 @@ impl Agent {
                     return Err(format!(
                         "{}{}",
                         reason.message(&address.to_string(), options),
-                        hint_for_address(published.ip())
+                        hint_for_address(published_address.ip())
                     ));
                 }
                 Err(reason) => {
@@ -208,44 +212,44 @@ impl Agent {
         }
     }
 
-    /// Sets the key to this rank's address, and reads it back.
+    /// Sets the key to this rank's address, and reads it back, which may wait until the deadline.
     ///
     /// # Errors
     /// The store holds another address, which means that another process is rank 0 too.
-    fn publish(&mut self, key: &str, own: &PublishedAddress) -> io::Result<()> {
+    fn publish(&mut self, key: &str, own_address: &PublishedAddress) -> io::Result<()> {
         self.send(&[
             &[SET],
             &encode_string(key)[..],
-            &encode_string(&own.to_string()),
+            &encode_string(&own_address.to_string()),
         ])?;
-        let found = self.wait_and_get(key)?;
-        if found == *own {
+        let found_address = self.wait_for_address(key)?;
+        if found_address == *own_address {
             return Ok(());
         }
-        Err(invalid(format!(
+        Err(invalid_data_error(format!(
             "`{key}` is {} after it was set to {}: is there another rank 0?",
-            found.address, own.address
+            found_address.address, own_address.address
         )))
     }
 
     /// Waits until the key is set, and returns the address under it. Reading a key that is not set
     /// is an error of the agent's store, so waiting comes first.
-    fn wait_and_get(&mut self, key: &str) -> io::Result<PublishedAddress> {
+    fn wait_for_address(&mut self, key: &str) -> io::Result<PublishedAddress> {
         self.send(&[&[WAIT], &1_u64.to_le_bytes()[..], &encode_string(key)])?;
         let [answer] = self.read()?;
         if answer != STOP_WAITING {
-            return Err(invalid(format!(
+            return Err(invalid_data_error(format!(
                 "what answers there speaks another protocol: {answer:#04x} to a wait"
             )));
         }
         self.send(&[&[GET], &encode_string(key)[..]])?;
-        let len = u64::from_le_bytes(self.read()?);
-        if len > MAX_ADDRESS_BYTES {
-            return Err(invalid(format!(
-                "`{key}` has {len} bytes, but an address has at most {MAX_ADDRESS_BYTES}"
+        let value_bytes = u64::from_le_bytes(self.read()?);
+        if value_bytes > MAX_ADDRESS_BYTES {
+            return Err(invalid_data_error(format!(
+                "`{key}` has {value_bytes} bytes, but an address has at most {MAX_ADDRESS_BYTES}"
             )));
         }
-        let mut value = vec![0; len as usize];
+        let mut value = vec![0; value_bytes as usize];
         read_exact(&self.stream, &mut value, self.deadline)?;
         let text = String::from_utf8_lossy(&value);
         // An address without a nonce is that of a rank 0 of another version. Its store refuses this
@@ -253,16 +257,18 @@ impl Agent {
         let (address, nonce) = text.split_once(' ').unwrap_or((&text, ""));
         Ok(PublishedAddress {
             address: address.parse().map_err(|_| {
-                invalid(format!("`{key}` is `{}`, no address", text.escape_debug()))
+                invalid_data_error(format!("`{key}` is `{}`, no address", text.escape_debug()))
             })?,
             nonce: nonce.to_owned(),
         })
     }
 
-    fn send(&mut self, parts: &[&[u8]]) -> io::Result<()> {
-        write_all(&self.stream, &parts.concat(), self.deadline)
+    /// Sends the fields of a request, one after the other.
+    fn send(&mut self, fields: &[&[u8]]) -> io::Result<()> {
+        write_all(&self.stream, &fields.concat(), self.deadline)
     }
 
+    /// Reads `N` bytes of an answer.
     fn read<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
         read_exact(&self.stream, &mut bytes, self.deadline)?;
@@ -270,6 +276,7 @@ impl Agent {
     }
 }
 
+/// Returns a string as the agent's protocol has it: its length, and its bytes.
 fn encode_string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
@@ -283,7 +290,8 @@ fn describe_error(error: &io::Error) -> String {
     }
 }
 
-/// Returns what may help if the address that a rank has published cannot be reached.
+/// Returns a hint for a message: what may help if the address that a rank has published cannot be
+/// reached.
 fn hint_for_address(ip: IpAddr) -> &'static str {
     if ip.is_loopback() {
         "; only its own host reaches it there: on several hosts, give torchrun `--local-addr`"

@@ -34,7 +34,7 @@ pub struct TcpStore {
     /// The address of the other end.
     pub(crate) peer: SocketAddr,
     /// `true` if the store, and the ranks on its host, listen at every address of that host.
-    pub(crate) is_everywhere: bool,
+    pub(crate) listens_everywhere: bool,
     timeout: Duration,
     _server: Option<Port>,
 }
@@ -64,11 +64,11 @@ const MAX_RETRY_MILLISECONDS: usize = 1000;
 /// second at most.
 pub(super) fn retry_pause(options: &StoreOptions) -> Duration {
     // Ranks that were started together do not try together for ever.
-    let own = options.rank % MIN_RETRY_MILLISECONDS;
-    let shared = options
+    let offset_of_rank = options.rank % MIN_RETRY_MILLISECONDS;
+    let pause_of_job = options
         .world_size
         .clamp(MIN_RETRY_MILLISECONDS, MAX_RETRY_MILLISECONDS);
-    Duration::from_millis((shared + own) as u64)
+    Duration::from_millis((pause_of_job + offset_of_rank) as u64)
 }
 
 impl TcpStore {
@@ -95,9 +95,9 @@ impl TcpStore {
             )
         })?;
         // An address that strangers reach needs a secret. This is checked before the port is open.
-        for found in &addresses {
+        for socket_address in &addresses {
             options
-                .check_address(found.ip())
+                .check_address(socket_address.ip())
                 .map_err(|message| rendezvous_error(address, format!("rank {rank}: {message}")))?;
         }
         let server = server::start(&addresses, options).map_err(|error| {
@@ -116,15 +116,15 @@ impl TcpStore {
             )
         })?;
         // Port 0 stands for any, so the name of the store has the port that the system has chosen.
-        let listens_at = server.address();
-        let mut name = listens_at.to_string();
-        let mut at = vec![listens_at];
-        if listening::is_everywhere(address, options) {
-            let port = listens_at.port();
+        let listening_address = server.address();
+        let mut name = listening_address.to_string();
+        let mut store_addresses = vec![listening_address];
+        if listening::listens_everywhere(address, options) {
+            let port = listening_address.port();
             name = format!("{}:{port}", listening::host_of(address));
-            at = listening::loopback_addresses(port).to_vec();
+            store_addresses = listening::loopback_addresses(port).to_vec();
         }
-        Self::open(&name, &at[..], options, Some(server))
+        Self::open(&name, &store_addresses[..], options, Some(server))
     }
 
     /// Connects to the store at `address` (`host:port`), and retries until the store opens or the
@@ -139,18 +139,18 @@ impl TcpStore {
     }
 
     /// Connects to a store and joins it. `address` is its name for messages and other ranks, and
-    /// `at` are the addresses that this rank tries. `server` is the port of the store, if this rank
-    /// hosts it; the result keeps it.
+    /// `store_addresses` are the addresses that this rank tries. `server` is the port of the store,
+    /// if this rank hosts it; the result keeps it.
     fn open(
         address: &str,
-        at: impl ToSocketAddrs,
+        store_addresses: impl ToSocketAddrs,
         options: &StoreOptions,
         server: Option<Port>,
     ) -> Result<TcpStore, CommError> {
         let deadline = deadline_after(options.deadline);
         let pause = retry_pause(options);
         loop {
-            let joined = connect_until(&at, deadline, pause)
+            let joined = connect_until(&store_addresses, deadline, pause)
                 .map_err(NotJoined::Lost)
                 .and_then(|stream| Self::join(stream, address, options, deadline));
             match joined {
@@ -169,12 +169,13 @@ impl TcpStore {
                     tracing::debug!(address, ?reason, "not joined yet; trying again");
                     thread::sleep(pause);
                 }
-                Err(reason) => return Err(not_joined(address, &reason, options)),
+                Err(reason) => return Err(not_joined_error(address, &reason, options)),
             }
         }
     }
 
-    /// Joins the store at the other end of a connection.
+    /// Joins the store at the other end of a connection: completes the handshake, and waits for the
+    /// store's answer until the deadline.
     pub(super) fn join(
         mut stream: TcpStream,
         address: &str,
@@ -205,7 +206,7 @@ impl TcpStore {
             key,
             local: stream.local_addr()?,
             peer: stream.peer_addr()?,
-            is_everywhere: listening::is_everywhere(address, options),
+            listens_everywhere: listening::listens_everywhere(address, options),
             connection: Mutex::new(Some(stream)),
             timeout: options.deadline,
             _server: None,
@@ -324,7 +325,8 @@ impl TcpStore {
         self.compare_and_set_within(self.timeout, key, expected, value)
     }
 
-    /// Does the same as [`compare_and_set`](Self::compare_and_set), with a deadline of its own.
+    /// Compares and sets like [`compare_and_set`](Self::compare_and_set), with a deadline of its
+    /// own.
     pub(crate) fn compare_and_set_within(
         &self,
         timeout: Duration,
@@ -343,7 +345,7 @@ impl TcpStore {
         }
     }
 
-    /// Ends the connection. The store, if this rank hosts it, goes on.
+    /// Ends the connection, so that later requests fail. The store, if this rank hosts it, goes on.
     pub(crate) fn leave(&self) {
         lock(&self.connection).take();
     }
@@ -378,6 +380,7 @@ impl TcpStore {
         self.request_error(request, format!("unexpected reply {reply:?}"))
     }
 
+    /// Returns the error of a request that the store did not carry out.
     fn request_error(&self, request: &str, message: impl Into<String>) -> CommError {
         CommError::Store {
             address: self.address.clone(),
@@ -387,6 +390,7 @@ impl TcpStore {
     }
 }
 
+/// Returns the error of a rendezvous of which it is not known who came.
 pub(super) fn rendezvous_error(address: &str, message: String) -> CommError {
     CommError::Rendezvous {
         address: address.to_owned(),
@@ -402,7 +406,7 @@ fn to_milliseconds(timeout: Duration) -> u64 {
 }
 
 /// Returns the error of a rank that could not join. One that reaches no store misses rank 0.
-fn not_joined(address: &str, reason: &NotJoined, options: &StoreOptions) -> CommError {
+fn not_joined_error(address: &str, reason: &NotJoined, options: &StoreOptions) -> CommError {
     let message = reason.message(address, options);
     match reason {
         NotJoined::Lost(_) if options.rank != 0 => CommError::Rendezvous {

@@ -13,7 +13,7 @@ use super::protocol::StoreOptions;
 /// The name of a host may lead elsewhere on that host itself: to 127.0.1.1 by `/etc/hosts` of
 /// Debian, or nowhere yet in Kubernetes, where the name of a pod gets its address after the pod has
 /// started.
-pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
+pub(super) fn listens_everywhere(address: &str, options: &StoreOptions) -> bool {
     let host = without_brackets(host_of(address));
     // Everything that is no address is a name. `localhost` is the one name that leads to this host
     // only.
@@ -24,7 +24,7 @@ pub(super) fn is_everywhere(address: &str, options: &StoreOptions) -> bool {
     stands_for_all && (options.secret.is_some() || options.insecure)
 }
 
-/// Returns the host of an address (`host:port`).
+/// Returns the host of an address (`host:port`); all of it if there is no port.
 pub(super) fn host_of(address: &str) -> &str {
     address.rsplit_once(':').map_or(address, |(host, _)| host)
 }
@@ -45,7 +45,7 @@ impl ToSocketAddrs for Name<'_> {
     }
 }
 
-/// Returns the port of an address (`host:port`).
+/// Returns the port of an address (`host:port`); `None` if it has none.
 fn port_of(address: &str) -> Option<u16> {
     address.rsplit_once(':')?.1.parse().ok()
 }
@@ -64,7 +64,7 @@ pub(crate) fn without_zone(address: &str) -> &str {
 
 /// Returns the address of a port at an IP address. If that is a link-local one, which hosts on
 /// several links may have, the link is that of `local`, an address of this host.
-pub(crate) fn in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
+pub(crate) fn address_in_zone(local: SocketAddr, ip: IpAddr, port: u16) -> SocketAddr {
     match (ip, local) {
         (IpAddr::V6(ip), SocketAddr::V6(local)) if ip.is_unicast_link_local() => {
             SocketAddrV6::new(ip, port, 0, local.scope_id()).into()
@@ -79,7 +79,7 @@ pub(super) fn listening_addresses(
     address: &str,
     options: &StoreOptions,
 ) -> io::Result<Vec<SocketAddr>> {
-    if !is_everywhere(address, options) {
+    if !listens_everywhere(address, options) {
         return Name(address).to_socket_addrs().map(Iterator::collect);
     }
     let port = port_of(address)
@@ -120,7 +120,7 @@ mod tests {
         };
         for options in [with(Some("a secret of this test"), false), with(None, true)] {
             for name in ["node0:29500", "job-0.job.svc:0", "0.0.0.0:0", "[::]:1"] {
-                assert!(is_everywhere(name, &options), "{name}");
+                assert!(listens_everywhere(name, &options), "{name}");
                 assert!(
                     listening_addresses(name, &options)
                         .unwrap()
@@ -135,7 +135,7 @@ mod tests {
                 "localhost:1",
                 "[fe80::1%eth0]:1",
             ] {
-                assert!(!is_everywhere(address, &options), "{address}");
+                assert!(!listens_everywhere(address, &options), "{address}");
             }
             assert_eq!(
                 listening_addresses("10.0.0.5:7", &options).unwrap(),
@@ -143,6 +143,6 @@ mod tests {
             );
             assert!(listening_addresses("node0", &options).is_err());
         }
-        assert!(!is_everywhere("node0:29500", &with(None, false)));
+        assert!(!listens_everywhere("node0:29500", &with(None, false)));
     }
 }

@@ -133,6 +133,7 @@ impl Request {
     }
 }
 
+/// Checks the length of a key. The error is a message.
 fn check_key(key: &str) -> Result<(), String> {
     if key.len() > MAX_KEY_BYTES {
         return Err(format!(
@@ -143,6 +144,7 @@ fn check_key(key: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// Checks the length of a value. The error is a message.
 fn check_value(value: &[u8]) -> Result<(), String> {
     if value.len() > MAX_VALUE_BYTES {
         return Err(format!(
@@ -169,13 +171,14 @@ pub(super) enum Reply {
     Departed(Vec<u64>),
 }
 
-pub(super) fn invalid(message: impl Into<String>) -> io::Error {
+/// Returns the error of a message that makes no sense.
+pub(super) fn invalid_data_error(message: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, message.into())
 }
 
 /// Encodes a message, with its length in front.
 pub(super) fn to_bytes<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
-    let body = wire::encode(message).map_err(invalid)?;
+    let body = wire::encode(message).map_err(invalid_data_error)?;
     check_message_len(body.len())?;
     let prefix = (body.len() as u32).to_le_bytes();
     Ok([&prefix, &body[..]].concat())
@@ -187,9 +190,12 @@ pub(super) fn message_len(prefix: [u8; 4]) -> io::Result<usize> {
     check_message_len(len).map(|()| len)
 }
 
+/// Checks the length of a message's body.
 fn check_message_len(len: usize) -> io::Result<()> {
     if len > MAX_MESSAGE_BYTES {
-        return Err(invalid(format!("a message of {len} bytes is too long")));
+        return Err(invalid_data_error(format!(
+            "a message of {len} bytes is too long"
+        )));
     }
     Ok(())
 }
@@ -205,5 +211,5 @@ pub(super) fn read_blocking<T: DeserializeOwned>(
     let mut body = zeroed(message_len(prefix)?, "a message of the store")
         .map_err(|message| io::Error::new(io::ErrorKind::OutOfMemory, message))?;
     read_exact(stream, &mut body, deadline)?;
-    wire::decode(&body).map_err(invalid)
+    wire::decode(&body).map_err(invalid_data_error)
 }

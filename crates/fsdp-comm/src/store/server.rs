@@ -13,8 +13,8 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::protocol::{
-    MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid, message_len,
-    to_bytes,
+    MAX_STORE_BYTES, MAX_STORE_BYTES_PER_RANK, Reply, Request, StoreOptions, invalid_data_error,
+    message_len, to_bytes,
 };
 use crate::access::{Hello, Port};
 use crate::sync::lock;
@@ -37,7 +37,7 @@ struct StoreState {
     joined: HashSet<u64>,
     values: HashMap<String, Vec<u8>>,
     /// The bytes of all keys and values.
-    bytes: usize,
+    total_bytes: usize,
     /// The ranks whose connections have ended, in this order.
     departed: Vec<u64>,
     /// `true` once a wait for all ranks has failed, because one had ended or did not come in time.
@@ -70,22 +70,22 @@ pub(super) fn start(addresses: &[SocketAddr], options: &StoreOptions) -> io::Res
 /// Serves one connection, which has completed the handshake and so belongs to the job, from the
 /// registration of its rank until it ends.
 async fn serve(mut stream: TcpStream, hello: Hello, store: &Store) -> io::Result<()> {
-    let reply = store.register(hello);
-    let told = write(&mut stream, &reply).await;
+    let reply = store.register_rank(hello);
+    let outcome = write(&mut stream, &reply).await;
     if !matches!(reply, Reply::Welcome) {
-        return told;
+        return outcome;
     }
-    if told.is_err() {
+    if outcome.is_err() {
         // The reply could not be sent, so the rank does not know of its seat, and will connect
         // again.
         store.lock().joined.remove(&hello.rank);
-        return told;
+        return outcome;
     }
-    let ended = answer_requests(&mut stream, store).await;
+    let outcome = answer_requests(&mut stream, store).await;
     // Wake the requests that need all ranks: they learn that this one has left.
     store.lock().departed.push(hello.rank);
     store.changed.notify_waiters();
-    ended
+    outcome
 }
 
 /// Answers the requests of a rank until it ends the connection.
@@ -101,7 +101,7 @@ async fn answer_requests(stream: &mut TcpStream, store: &Store) -> io::Result<()
             Ok(()) => tokio::select! {
                 biased;
                 reply = store.answer(request) => reply,
-                () = end_of(stream) => return Ok(()),
+                () = wait_for_end(stream) => return Ok(()),
             },
             Err(message) => Err(message),
         };
@@ -111,7 +111,7 @@ async fn answer_requests(stream: &mut TcpStream, store: &Store) -> io::Result<()
 
 /// Waits until the other side ends the connection. If the other side sends something meanwhile,
 /// this waits for ever; but no client sends anything before it has its reply.
-async fn end_of(stream: &TcpStream) {
+async fn wait_for_end(stream: &TcpStream) {
     if let Ok(1..) = stream.peek(&mut [0]).await {
         std::future::pending().await
     }
@@ -124,15 +124,17 @@ impl Store {
 
     /// Assigns a rank its seat. A rank can have only one connection, so there are no more
     /// connections than ranks.
-    fn register(&self, Hello { rank, world_size }: Hello) -> Reply {
-        let here = self.world_size as u64;
-        if world_size != here {
+    fn register_rank(&self, Hello { rank, world_size }: Hello) -> Reply {
+        let store_world_size = self.world_size as u64;
+        if world_size != store_world_size {
             return Reply::Refused(format!(
-                "the world size is {world_size} here, but {here} on the rank that hosts the store"
+                "the world size is {world_size} here, but {store_world_size} on the rank that hosts the store"
             ));
         }
-        if rank >= here {
-            return Reply::Refused(format!("there is no rank {rank} in a job of {here} ranks"));
+        if rank >= store_world_size {
+            return Reply::Refused(format!(
+                "there is no rank {rank} in a job of {store_world_size} ranks"
+            ));
         }
         let mut state = self.lock();
         // In both cases below, this store may belong to the last attempt of the job, which is just
@@ -153,18 +155,13 @@ impl Store {
     async fn answer(&self, request: Request) -> Result<Reply, String> {
         Ok(match request {
             Request::Set { key, value } => {
-                self.insert(&mut self.lock(), key, value)?;
+                self.set_key(&mut self.lock(), key, value)?;
                 Reply::Value(None)
             }
             Request::Get { key } => Reply::Value(self.lock().values.get(&key).cloned()),
             Request::Wait { keys, milliseconds } => {
-                self.wait(
-                    keys.len(),
-                    |number| keys[number].clone(),
-                    milliseconds,
-                    false,
-                )
-                .await
+                self.wait(keys.len(), |index| keys[index].clone(), milliseconds, false)
+                    .await
             }
             Request::WaitForRanks {
                 prefix,
@@ -181,15 +178,15 @@ impl Store {
             Request::Departed => Reply::Departed(self.lock().departed.clone()),
             Request::Add { key, amount } => {
                 let mut state = self.lock();
-                let mut before = 0;
+                let mut previous = 0;
                 if let Some(value) = state.values.get(&key) {
                     let Ok(bytes) = value[..].try_into() else {
                         return Err(format!("the value of `{key}` is no number"));
                     };
-                    before = i64::from_le_bytes(bytes);
+                    previous = i64::from_le_bytes(bytes);
                 }
-                let sum = before.wrapping_add(amount);
-                self.insert(&mut state, key, sum.to_le_bytes().to_vec())?;
+                let sum = previous.wrapping_add(amount);
+                self.set_key(&mut state, key, sum.to_le_bytes().to_vec())?;
                 Reply::Number(sum)
             }
             Request::CompareAndSet {
@@ -199,53 +196,54 @@ impl Store {
             } => {
                 let mut state = self.lock();
                 if state.values.get(&key) == expected.as_ref() {
-                    self.insert(&mut state, key.clone(), value)?;
+                    self.set_key(&mut state, key.clone(), value)?;
                 }
                 Reply::Value(state.values.get(&key).cloned())
             }
         })
     }
 
-    /// Sets a key, unless the store would then hold more than its share of memory.
-    fn insert(&self, state: &mut StoreState, key: String, value: Vec<u8>) -> Result<(), String> {
-        let before = state
+    /// Sets a key, and wakes all that wait for keys; an error if the store would then hold more
+    /// than its share of memory.
+    fn set_key(&self, state: &mut StoreState, key: String, value: Vec<u8>) -> Result<(), String> {
+        let replaced_bytes = state
             .values
             .get(&key)
-            .map_or(0, |before| key.len() + before.len());
-        let bytes = state.bytes - before + key.len() + value.len();
+            .map_or(0, |replaced_bytes| key.len() + replaced_bytes.len());
+        let total_bytes = state.total_bytes - replaced_bytes + key.len() + value.len();
         let limit = MAX_STORE_BYTES
             .saturating_add(self.world_size.saturating_mul(MAX_STORE_BYTES_PER_RANK));
-        if bytes > limit {
+        if total_bytes > limit {
             return Err(format!(
                 "the store is full: its keys and values may have {limit} bytes together"
             ));
         }
-        state.bytes = bytes;
+        state.total_bytes = total_bytes;
         state.values.insert(key, value);
         self.changed.notify_waiters();
         Ok(())
     }
 
-    /// Waits for `count` keys, no longer than this. `key` returns each by its number: a list of the
-    /// keys of many ranks for each of many waiting ranks would take much memory. With
+    /// Waits for `count` keys, no longer than this. `key_of_index` returns each by its number: a
+    /// list of the keys of many ranks for each of many waiting ranks would take much memory. With
     /// `needs_all_ranks`, the wait fails once a rank has ended its connection.
     async fn wait(
         &self,
         count: usize,
-        key: impl Fn(usize) -> String,
+        key_of_index: impl Fn(usize) -> String,
         milliseconds: u64,
         needs_all_ranks: bool,
     ) -> Reply {
-        let wait = self.wait_without_end(count, &key, needs_all_ranks);
-        if let Ok(reply) = timeout(Duration::from_millis(milliseconds), wait).await {
+        let keys_wait = self.wait_without_end(count, &key_of_index, needs_all_ranks);
+        if let Ok(reply) = timeout(Duration::from_millis(milliseconds), keys_wait).await {
             return reply;
         }
         let mut state = self.lock();
         state.has_failed |= needs_all_ranks;
         Reply::Missing(
             (0..count)
-                .map(key)
-                .filter(|key| !state.values.contains_key(key))
+                .map(key_of_index)
+                .filter(|key_of_index| !state.values.contains_key(key_of_index))
                 .collect(),
         )
     }
@@ -255,22 +253,22 @@ impl Store {
     async fn wait_without_end(
         &self,
         count: usize,
-        key: &impl Fn(usize) -> String,
+        key_of_index: &impl Fn(usize) -> String,
         needs_all_ranks: bool,
     ) -> Reply {
         // Keys are never removed, so those that have been found need not be looked up again. Many
         // ranks wait for the keys of many ranks, and each new key wakes them all.
-        let mut found = 0;
+        let mut found_count = 0;
         loop {
             // Any change after this line ends the wait, so none is missed.
             let changed = self.changed.notified();
             {
                 let mut state = self.lock();
-                while found < count && state.values.contains_key(&key(found)) {
-                    found += 1;
+                while found_count < count && state.values.contains_key(&key_of_index(found_count)) {
+                    found_count += 1;
                 }
-                if found == count {
-                    let values = (0..count).map(|number| state.values[&key(number)].clone());
+                if found_count == count {
+                    let values = (0..count).map(|index| state.values[&key_of_index(index)].clone());
                     return Reply::Values(values.collect());
                 }
                 if needs_all_ranks && !state.departed.is_empty() {
@@ -296,7 +294,7 @@ async fn read<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result<T> {
         stream.take(len as u64).read_to_end(&mut body),
     )
     .await??;
-    wire::decode(&body).map_err(invalid)
+    wire::decode(&body).map_err(invalid_data_error)
 }
 
 /// Writes a reply. The values of many keys can be longer than a message, which is an error of that

@@ -15,7 +15,7 @@ pub(super) type AdmittedConnection = (TcpStream, Hello);
 #[derive(Debug)]
 pub(super) struct Acceptor {
     port: Port,
-    authenticated: Receiver<AdmittedConnection>,
+    admitted_connections: Receiver<AdmittedConnection>,
 }
 
 impl Acceptor {
@@ -26,13 +26,13 @@ impl Acceptor {
     /// The same as of [`Port::open`].
     pub(super) fn open(addresses: &[SocketAddr], key: Key) -> io::Result<Acceptor> {
         // The port has a thread of its own, so connections that come early wait in this channel.
-        let (admitted, authenticated) = mpsc::channel();
+        let (admitted_sender, admitted_connections) = mpsc::channel();
         let port = Port::open(addresses, key, "fsdp-acceptor", move |stream, hello| {
-            hand_over(&admitted, stream, hello)
+            hand_over(&admitted_sender, stream, hello)
         })?;
         Ok(Acceptor {
             port,
-            authenticated,
+            admitted_connections,
         })
     }
 
@@ -44,7 +44,7 @@ impl Acceptor {
     /// Returns the next connection that was let in; `None` if there is none in time.
     pub(super) fn next(&mut self, deadline: Instant) -> Option<AdmittedConnection> {
         let remaining = deadline.saturating_duration_since(Instant::now());
-        match self.authenticated.recv_timeout(remaining) {
+        match self.admitted_connections.recv_timeout(remaining) {
             Ok(connection) => Some(connection),
             Err(RecvTimeoutError::Timeout) => None,
             Err(RecvTimeoutError::Disconnected) => {
@@ -58,14 +58,14 @@ impl Acceptor {
 
     /// Returns the port, and all connections that are let in until it is closed.
     pub(super) fn split(self) -> (Port, Receiver<AdmittedConnection>) {
-        (self.port, self.authenticated)
+        (self.port, self.admitted_connections)
     }
 }
 
 /// Makes a connection of the runtime an ordinary blocking socket, and sends it on. If that fails,
 /// the connection is lost, and its rank counts as one that did not come.
 fn hand_over(
-    admitted: &mpsc::Sender<AdmittedConnection>,
+    admitted_sender: &mpsc::Sender<AdmittedConnection>,
     stream: tokio::net::TcpStream,
     hello: Hello,
 ) {
@@ -74,7 +74,7 @@ fn hand_over(
         .and_then(|stream| stream.set_nonblocking(false).map(|()| stream));
     match blocking {
         // Sending fails only when nobody waits for connections any more.
-        Ok(stream) => drop(admitted.send((stream, hello))),
+        Ok(stream) => drop(admitted_sender.send((stream, hello))),
         Err(error) => tracing::warn!(%error, rank = hello.rank, "a connection was lost"),
     }
 }

@@ -71,8 +71,8 @@ impl TcpOptions {
         ))
     }
 
-    /// Does what [`connect`](Self::connect) does, and returns the backend itself. A failure for
-    /// which other ranks are to blame is recorded for the launcher.
+    /// Joins the job as [`connect`](Self::connect) does, and returns the backend itself. A failure
+    /// for which other ranks are to blame is recorded for the launcher.
     pub(crate) fn connect_backend(
         &self,
         environment: &Environment,
@@ -151,6 +151,7 @@ impl TcpBackend {
         TcpBackend::new(Arc::clone(&self.node), members, round)
     }
 
+    /// Returns this rank of the group, for rounds over sockets.
     fn member(&self) -> Member<'_> {
         Member {
             node: &self.node,
@@ -229,7 +230,7 @@ impl TcpBackend {
     }
 
     /// Tells all ranks of the job that this one leaves, and waits until all others have told the
-    /// same, but no longer than `limit` (`None` waits without end). Returns `true` if all have; a
+    /// same, but no longer than `timeout` (`None` waits without end). Returns `true` if all have; a
     /// rank that ends or stops without a word has not.
     #[cfg(feature = "mpi")]
     pub(crate) fn say_goodbye(&self, timeout: Option<Duration>) -> bool {
@@ -410,21 +411,21 @@ mod tests {
 
     /// Returns a planner for a round in which all bytes go to rank 0.
     fn one_way<'p>(
-        to: Vec<Range<usize>>,
-        from: Vec<Range<usize>>,
+        sent_ranges: Vec<Range<usize>>,
+        received_ranges: Vec<Range<usize>>,
         destination: Destination<'p>,
     ) -> Planner<'p, 'p> {
-        let longest = from
+        let largest_transfer_bytes = received_ranges
             .iter()
-            .chain(&to)
+            .chain(&sent_ranges)
             .map(ExactSizeIterator::len)
             .max()
             .unwrap_or(0);
         let plan = Plan {
             pattern: Pattern::Gather { root: 0 },
-            longest,
-            to,
-            from,
+            largest_transfer_bytes,
+            sent_ranges,
+            received_ranges,
             destination,
         };
         Box::new(|_| Ok(Some(plan)))
@@ -443,7 +444,7 @@ mod tests {
             scope.spawn(|| {
                 let body = vec![0; CHUNK_BYTES];
                 let chunk = OutgoingFrame {
-                    to: 1,
+                    receiver: 1,
                     kind: Kind::Chunk,
                     group: 7,
                     round: round.number,

@@ -29,16 +29,16 @@ pub(super) struct OutgoingChunks<'a> {
     /// The other ranks that read, each with its number of bytes.
     readers: Vec<(usize, usize)>,
     /// The size of a chunk.
-    chunk: usize,
+    chunk_bytes: usize,
     /// The bytes of each place that have been sent.
-    sent: usize,
+    sent_bytes: usize,
 }
 
 impl<'a> OutgoingChunks<'a> {
     /// Cuts the bytes into chunks, and tells each reader where its chunks will be.
     pub(super) fn new(
         shared: SharedRound<'a>,
-        to: &[Range<usize>],
+        sent_ranges: &[Range<usize>],
         send: &'a [u8],
         published: &'a mut PublishedChunks,
     ) -> Self {
@@ -46,20 +46,20 @@ impl<'a> OutgoingChunks<'a> {
         let own_rank = shared.member.rank;
         // Ranks that read the same range share its chunks.
         let mut places: Vec<Range<usize>> = Vec::new();
-        for range in to.iter().filter(|range| !range.is_empty()) {
+        for range in sent_ranges.iter().filter(|range| !range.is_empty()) {
             if !places.contains(range) {
                 places.push(range.clone());
             }
         }
         // A window is divided equally among the places.
-        let chunk = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        let chunk_bytes = (WINDOW_BYTES / places.len().max(1) / ALIGNMENT_BYTES * ALIGNMENT_BYTES)
             .max(ALIGNMENT_BYTES);
-        for (reader, range) in to.iter().enumerate() {
+        for (reader, range) in sent_ranges.iter().enumerate() {
             if let Some(place) = places.iter().position(|place| place == range) {
                 let words = [
                     (ReaderWord::First, published.chunks),
-                    (ReaderWord::Offset, (place * chunk) as u64),
-                    (ReaderWord::Size, chunk as u64),
+                    (ReaderWord::Offset, (place * chunk_bytes) as u64),
+                    (ReaderWord::Size, chunk_bytes as u64),
                 ];
                 for (word, value) in words {
                     segment
@@ -68,7 +68,7 @@ impl<'a> OutgoingChunks<'a> {
                 }
             }
         }
-        let readers = to
+        let readers = sent_ranges
             .iter()
             .map(ExactSizeIterator::len)
             .enumerate()
@@ -82,7 +82,7 @@ impl<'a> OutgoingChunks<'a> {
         // A place that only this rank reads is never written. But it counted above, because the
         // size of a chunk must be the same on all ranks.
         for place in &mut places {
-            let is_read_by_others = to
+            let is_read_by_others = sent_ranges
                 .iter()
                 .enumerate()
                 .any(|(reader, range)| reader != own_rank && *range == *place);
@@ -96,17 +96,20 @@ impl<'a> OutgoingChunks<'a> {
             published,
             places,
             readers,
-            chunk,
-            sent: 0,
+            chunk_bytes,
+            sent_bytes: 0,
         }
     }
 
     /// Returns `true` if all chunks are published.
     pub(super) fn is_over(&self) -> bool {
-        self.places.iter().all(|place| place.len() <= self.sent)
+        self.places
+            .iter()
+            .all(|place| place.len() <= self.sent_bytes)
     }
 
-    /// Publishes the next chunk of every place, once the window is free.
+    /// Waits until the window is free, and publishes the next chunk of every place. Does nothing if
+    /// all are published.
     pub(super) fn publish(&mut self) -> Result<(), CommError> {
         if self.is_over() {
             return Ok(());
@@ -114,31 +117,31 @@ impl<'a> OutgoingChunks<'a> {
         let shared = self.shared;
         let segment = shared.own();
         // Step 1: wait until the window of this chunk is free.
-        let number = self.published.chunks;
-        let window = (number % 2) as usize;
+        let chunk_number = self.published.chunks;
+        let window = (chunk_number % 2) as usize;
         for &reader in &self.published.readers[window] {
-            // Chunk `number - 2` lies in this window. Its readers must have consumed it.
+            // Chunk `chunk_number - 2` lies in this window. Its readers must have consumed it.
             let consumed = segment.reader_word(reader, ReaderWord::Consumed);
             shared.wait(
                 segment,
                 Notification::ToOwner,
-                || consumed.load(Ordering::Acquire) + 1 >= number,
+                || consumed.load(Ordering::Acquire) + 1 >= chunk_number,
                 || vec![shared.member.ranks[reader]],
             )?;
         }
         // Step 2: nobody reads the window now, so write the next chunk of every place.
         for (index, place) in self.places.iter().enumerate() {
-            let start = (place.start + self.sent).min(place.end);
-            let end = (start + self.chunk).min(place.end);
+            let start = (place.start + self.sent_bytes).min(place.end);
+            let end = (start + self.chunk_bytes).min(place.end);
             if start < end {
-                segment.write_window(window, index * self.chunk, &self.send[start..end]);
+                segment.write_window(window, index * self.chunk_bytes, &self.send[start..end]);
             }
         }
         // Step 3: record who reads this chunk, and publish it.
         self.published.readers[window] = self
             .readers
             .iter()
-            .filter(|(_, len)| *len > self.sent)
+            .filter(|(_, len)| *len > self.sent_bytes)
             .map(|&(reader, _)| reader)
             .collect();
         // From this store on, readers read the window.
@@ -147,7 +150,7 @@ impl<'a> OutgoingChunks<'a> {
             .word(Word::Published)
             .store(self.published.chunks, Ordering::Release);
         segment.notify(Notification::ToReaders);
-        self.sent += self.chunk;
+        self.sent_bytes += self.chunk_bytes;
         Ok(())
     }
 }
@@ -156,7 +159,7 @@ impl<'a> OutgoingChunks<'a> {
 pub(super) struct IncomingChunks<'a> {
     shared: SharedRound<'a>,
     /// The rank that sends them.
-    pub(super) from: usize,
+    pub(super) sender: usize,
     /// The bytes that are still to come.
     remaining_len: usize,
     /// `None` until the sender has told where the chunks lie.
@@ -167,18 +170,19 @@ pub(super) struct IncomingChunks<'a> {
 #[derive(Clone, Copy)]
 struct ChunkPlace {
     /// The number of the next chunk, which tells in which window it lies.
-    number: u64,
+    next_chunk: u64,
     /// The offset of each chunk in its window.
     offset: usize,
     /// The size of each chunk but the last.
-    size: usize,
+    chunk_bytes: usize,
 }
 
 impl<'a> IncomingChunks<'a> {
-    pub(super) fn new(shared: SharedRound<'a>, from: usize, len: usize) -> Self {
+    /// Prepares to read `len` bytes of the rank `sender`, without a wait.
+    pub(super) fn new(shared: SharedRound<'a>, sender: usize, len: usize) -> Self {
         IncomingChunks {
             shared,
-            from,
+            sender,
             remaining_len: len,
             place: None,
         }
@@ -193,48 +197,50 @@ impl<'a> IncomingChunks<'a> {
     /// [`release_chunk`](Self::release_chunk) is called.
     pub(super) fn wait_for_chunk(&mut self) -> Result<&'a [u8], CommError> {
         let ChunkPlace {
-            number,
+            next_chunk,
             offset,
-            size,
-        } = self.place()?;
-        self.wait(|segment| segment.word(Word::Published).load(Ordering::Acquire) > number)?;
-        let len = size.min(self.remaining_len);
-        let chunk = self.segment().window((number % 2) as usize, offset, len);
+            chunk_bytes,
+        } = self.wait_for_place()?;
+        self.wait(|segment| segment.word(Word::Published).load(Ordering::Acquire) > next_chunk)?;
+        let len = chunk_bytes.min(self.remaining_len);
+        let chunk = self
+            .segment()
+            .window((next_chunk % 2) as usize, offset, len);
         if chunk.len() == len {
             return Ok(chunk);
         }
         // Offset and size come from another process, and need not lie in the window.
         let SharedRound { member, round, .. } = self.shared;
         let reason = format!("published {len} bytes at {offset} of a window that has not so many");
-        Err(round.rank_left_error(member.ranks[self.from], reason))
+        Err(round.rank_left_error(member.ranks[self.sender], reason))
     }
 
     /// Tells the sender that this rank is done with the chunk, so that its window can be written
     /// again.
     pub(super) fn release_chunk(&mut self) {
         let place = self.place.as_mut().expect("a chunk has been read");
-        place.number += 1;
-        self.remaining_len = self.remaining_len.saturating_sub(place.size);
-        let segment = &self.shared.segments[self.from];
+        place.next_chunk += 1;
+        self.remaining_len = self.remaining_len.saturating_sub(place.chunk_bytes);
+        let segment = &self.shared.segments[self.sender];
         segment
             .reader_word(self.shared.member.rank, ReaderWord::Consumed)
-            .store(place.number, Ordering::Release);
+            .store(place.next_chunk, Ordering::Release);
         segment.notify(Notification::ToOwner);
     }
 
     /// Returns the segment of the sender.
     fn segment(&self) -> &'a Segment {
-        &self.shared.segments[self.from]
+        &self.shared.segments[self.sender]
     }
 
     /// Returns where this rank's chunks lie. At first this waits until the sender has written that.
-    fn place(&mut self) -> Result<ChunkPlace, CommError> {
+    fn wait_for_place(&mut self) -> Result<ChunkPlace, CommError> {
         if let Some(place) = self.place {
             return Ok(place);
         }
         let SharedRound { member, round, .. } = self.shared;
-        let planned = round.number + 1;
-        self.wait(|segment| segment.word(Word::Planned).load(Ordering::Acquire) >= planned)?;
+        let planned_rounds = round.number + 1;
+        self.wait(|segment| segment.word(Word::Planned).load(Ordering::Acquire) >= planned_rounds)?;
         let [number, offset, size] =
             [ReaderWord::First, ReaderWord::Offset, ReaderWord::Size].map(|word| {
                 self.segment()
@@ -242,10 +248,10 @@ impl<'a> IncomingChunks<'a> {
                     .load(Ordering::Relaxed)
             });
         let place = ChunkPlace {
-            number,
+            next_chunk: number,
             offset: offset as usize,
             // A chunk without bytes would never end.
-            size: size.max(1) as usize,
+            chunk_bytes: size.max(1) as usize,
         };
         self.place = Some(place);
         Ok(place)
@@ -258,7 +264,7 @@ impl<'a> IncomingChunks<'a> {
             segment,
             Notification::ToReaders,
             || is_ready(segment),
-            || vec![self.shared.member.ranks[self.from]],
+            || vec![self.shared.member.ranks[self.sender]],
         )
     }
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::io::{self, Read, Write};
 
-use crate::access::not_this_protocol;
+use crate::access::wrong_protocol_error;
 use crate::buffer::reserve;
 
 /// The longest body. Tensors, and bundles of records, are cut into bodies of [`CHUNK_BYTES`]. A
@@ -68,7 +68,7 @@ pub(super) struct Frame {
 /// A frame to send.
 #[derive(Debug)]
 pub(super) struct OutgoingFrame<'a> {
-    pub(super) to: usize,
+    pub(super) receiver: usize,
     pub(super) kind: Kind,
     pub(super) group: u64,
     pub(super) round: u64,
@@ -81,9 +81,9 @@ pub(super) type Notice = OutgoingFrame<'static>;
 
 impl<'a> OutgoingFrame<'a> {
     /// Returns a frame that is about no group.
-    pub(super) fn new(to: usize, kind: Kind, body: impl Into<Cow<'a, [u8]>>) -> Self {
+    pub(super) fn new(receiver: usize, kind: Kind, body: impl Into<Cow<'a, [u8]>>) -> Self {
         OutgoingFrame {
-            to,
+            receiver,
             kind,
             group: 0,
             round: 0,
@@ -120,7 +120,7 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Frame> {
     // Check the header before any memory is reserved: it may come from another program.
     let kind = Kind::ALL.get(usize::from(header[0])).copied();
     let (Some(kind), len @ ..=MAX_BODY_BYTES) = (kind, word(&header, BODY_LEN_OFFSET)) else {
-        return Err(not_this_protocol());
+        return Err(wrong_protocol_error());
     };
     // The length comes from another process, so memory for it is reserved in a way that can fail.
     let mut body = Vec::new();
@@ -204,7 +204,7 @@ mod tests {
         let header = Header {
             call,
             fault: None,
-            own: vec![u64::MAX; 2 * MAX_WORLD_SIZE],
+            own_numbers: vec![u64::MAX; 2 * MAX_WORLD_SIZE],
             inline: true,
         };
         let texts = 2 * MAX_MESSAGE_BYTES + INLINE_BYTES;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::frame::{Frame, Kind, Notice};
 use super::relayed_round::{RelayedRound, unbundle};
 use super::schedule::Schedule;
-use crate::access::not_this_protocol;
+use crate::access::wrong_protocol_error;
 use crate::backend::Round;
 use crate::blocking::is_end;
 use crate::error::CommError;
@@ -32,7 +32,7 @@ pub(super) struct InboxState {
     /// The most ranks of a group that send their records to each other directly.
     max_direct_group_size: usize,
     /// By global rank.
-    pub(super) ranks: Vec<PeerState>,
+    pub(super) peers: Vec<PeerState>,
     /// The time of silence after which a rank counts as lost, even during an operation that may
     /// take longer: the deadline of the job.
     pub(super) max_silence: Duration,
@@ -53,7 +53,7 @@ pub(super) struct InboxState {
     /// in which this rank heard of it.
     lost: Vec<usize>,
     /// Groups that this process has dropped. Frames for them may still arrive, and are ignored.
-    closed: HashSet<u64>,
+    closed_groups: HashSet<u64>,
     /// `true` once this rank leaves the job.
     pub(super) leaving: bool,
 }
@@ -62,7 +62,7 @@ pub(super) struct InboxState {
 #[derive(Debug, Default)]
 pub(super) struct PeerState {
     /// The way in which it has left, for messages; `None` while it has not.
-    pub(super) left: Option<String>,
+    pub(super) departure: Option<String>,
     pub(super) said_goodbye: bool,
     /// The time of its last frame, or the time since which this rank expects frames from it. `None`
     /// while there is no reason to expect any: there is no connection, and none has been asked for.
@@ -105,9 +105,9 @@ pub(super) struct Question {
     pub(super) group: u64,
     pub(super) round: u64,
     /// The rank that asks.
-    pub(super) from: usize,
+    pub(super) asker: usize,
     /// The rank of the group whose record it asks for.
-    pub(super) about: usize,
+    pub(super) wanted_rank: usize,
 }
 
 impl GroupState {
@@ -126,12 +126,14 @@ impl PeerState {
     /// Returns the time since its last frame, or since this rank began to need it.
     pub(super) fn silence(&self, now: Instant) -> Duration {
         self.last_frame_received
-            .map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
+            .map_or(Duration::ZERO, |last_frame| {
+                now.saturating_duration_since(last_frame)
+            })
     }
 
     /// Returns `true` if it is worth while to ask it something.
     pub(super) fn can_answer(&self, now: Instant) -> bool {
-        self.left.is_none() && self.silence(now) <= HEARTBEAT_TIMEOUT
+        self.departure.is_none() && self.silence(now) <= HEARTBEAT_TIMEOUT
     }
 
     /// Returns `true` if there is a connection to it.
@@ -152,7 +154,7 @@ impl InboxState {
         InboxState {
             rank,
             max_direct_group_size,
-            ranks: (0..ranks).map(|_| PeerState::default()).collect(),
+            peers: (0..ranks).map(|_| PeerState::default()).collect(),
             max_silence: timeout.max(HEARTBEAT_TIMEOUT),
             last_beat: now,
             resumed: None,
@@ -161,7 +163,7 @@ impl InboxState {
             notices: Vec::new(),
             neighbours: Vec::new(),
             lost: Vec::new(),
-            closed: HashSet::new(),
+            closed_groups: HashSet::new(),
             leaving: false,
         }
     }
@@ -172,8 +174,8 @@ impl InboxState {
     pub(super) fn record_heartbeat_thread_ran(&mut self, now: Instant) {
         if now.saturating_duration_since(self.last_beat) > HEARTBEAT_TIMEOUT {
             self.resumed = Some(now);
-            for rank in &mut self.ranks {
-                rank.last_frame_received = rank.last_frame_received.map(|_| now);
+            for peer in &mut self.peers {
+                peer.last_frame_received = peer.last_frame_received.map(|_| now);
             }
         }
         self.last_beat = now;
@@ -192,8 +194,8 @@ impl InboxState {
     ///
     /// # Errors
     /// A frame that no rank sends.
-    pub(super) fn receive(&mut self, from: usize, frame: Frame, now: Instant) -> io::Result<()> {
-        self.ranks[from].last_frame_received = Some(now);
+    pub(super) fn receive(&mut self, sender: usize, frame: Frame, now: Instant) -> io::Result<()> {
+        self.peers[sender].last_frame_received = Some(now);
         let Frame {
             kind,
             group,
@@ -203,12 +205,12 @@ impl InboxState {
         match kind {
             Kind::Heartbeat => {}
             Kind::Goodbye => {
-                self.ranks[from].said_goodbye = true;
+                self.peers[sender].said_goodbye = true;
                 // If this rank failed to write to it before it read the goodbye, it took that rank
                 // for lost.
-                self.lost.retain(|&lost| lost != from);
-                self.ranks[from]
-                    .left
+                self.lost.retain(|&lost| lost != sender);
+                self.peers[sender]
+                    .departure
                     .get_or_insert_with(|| String::from_utf8_lossy(&body).into_owned());
             }
             Kind::Ended => {
@@ -216,10 +218,10 @@ impl InboxState {
                 self.receive_news_of_end(ended);
             }
             // All kinds below are about a group.
-            _ if self.closed.contains(&group) => {}
+            _ if self.closed_groups.contains(&group) => {}
             Kind::Abort => {
                 let failure = wire::decode(&body).unwrap_or_else(|message| CommError::Aborted {
-                    rank: from,
+                    rank: sender,
                     message,
                 });
                 let state = self.groups.entry(group).or_default();
@@ -233,15 +235,15 @@ impl InboxState {
                     }
                 }
             }
-            Kind::Record => self.received_frames(group, from, round).record = Some(body),
+            Kind::Record => self.received_frames(group, sender, round).record = Some(body),
             Kind::Chunk => self
-                .received_frames(group, from, round)
+                .received_frames(group, sender, round)
                 .chunks
                 .push_back(body),
             Kind::Bundle => {
-                let records = unbundle(body).ok_or_else(not_this_protocol)?;
-                if records.iter().any(|&(rank, _)| rank >= self.ranks.len()) {
-                    return Err(not_this_protocol());
+                let records = unbundle(body).ok_or_else(wrong_protocol_error)?;
+                if records.iter().any(|&(rank, _)| rank >= self.peers.len()) {
+                    return Err(wrong_protocol_error());
                 }
                 if let Some(relayed) = self.relayed_round(group, round) {
                     for (rank, record) in records {
@@ -250,21 +252,22 @@ impl InboxState {
                 }
             }
             Kind::Question => {
-                let asked = self.decode_ranks(&body)?;
+                let wanted_ranks = self.decode_ranks(&body)?;
                 // If this rank does not have the records either, it asks its own neighbours for
                 // them.
                 if let Some(state) = self.groups.get_mut(&group)
                     && let Some(relayed) = state.relayed_rounds.get_mut(&round)
                 {
-                    relayed.others_ask |=
-                        asked.iter().any(|&about| relayed.record(about).is_none());
+                    relayed.others_ask |= wanted_ranks
+                        .iter()
+                        .any(|&wanted_rank| relayed.record(wanted_rank).is_none());
                 }
                 self.questions
-                    .extend(asked.into_iter().map(|about| Question {
+                    .extend(wanted_ranks.into_iter().map(|wanted_rank| Question {
                         group,
                         round,
-                        from,
-                        about,
+                        asker: sender,
+                        wanted_rank,
                     }));
             }
             Kind::Absent => {
@@ -277,19 +280,20 @@ impl InboxState {
         Ok(())
     }
 
-    /// Reads the body of a frame that consists of a rank of a group.
+    /// Reads the body of a frame that consists of a rank; an error if there is no such rank.
     fn decode_rank(&self, body: &[u8]) -> io::Result<usize> {
-        let bytes = body.try_into().map_err(|_| not_this_protocol())?;
+        let bytes = body.try_into().map_err(|_| wrong_protocol_error())?;
         match usize::try_from(u64::from_le_bytes(bytes)) {
-            Ok(rank) if rank < self.ranks.len() => Ok(rank),
-            _ => Err(not_this_protocol()),
+            Ok(rank) if rank < self.peers.len() => Ok(rank),
+            _ => Err(wrong_protocol_error()),
         }
     }
 
-    /// Reads the body of a frame that consists of ranks of a group, at least one.
+    /// Reads the body of a frame that consists of ranks, at least one; an error if one of them does
+    /// not exist.
     fn decode_ranks(&self, body: &[u8]) -> io::Result<Vec<usize>> {
         if body.is_empty() {
-            return Err(not_this_protocol());
+            return Err(wrong_protocol_error());
         }
         body.chunks(size_of::<u64>())
             .map(|bytes| self.decode_rank(bytes))
@@ -297,50 +301,54 @@ impl InboxState {
     }
 
     /// Records a new connection to a rank.
-    pub(super) fn connect(&mut self, to: usize, now: Instant) {
-        self.ranks[to].connections += 1;
-        self.ranks[to].last_frame_received = Some(now);
+    pub(super) fn connect(&mut self, other_rank: usize, now: Instant) {
+        self.peers[other_rank].connections += 1;
+        self.peers[other_rank].last_frame_received = Some(now);
         // If there was news that it had ended, that was wrong.
-        self.lost.retain(|&lost| lost != to);
+        self.lost.retain(|&lost| lost != other_rank);
     }
 
     /// Records that this rank needs `rank`. From now on its silence counts, although there
     /// may be no connection yet.
     pub(super) fn expect_frames_from(&mut self, rank: usize, now: Instant) {
-        self.ranks[rank].last_frame_received.get_or_insert(now);
+        self.peers[rank].last_frame_received.get_or_insert(now);
     }
 
-    /// Records that a connection to the rank `from` ended with `error`. The rank is lost with its
-    /// last connection: its frames come on only one of them, and this rank does not know on which.
-    pub(super) fn disconnect(&mut self, from: usize, error: &io::Error) {
+    /// Records that a connection to the rank `other_rank` ended with `error`. The rank is lost with
+    /// its last connection: its frames come on only one of them, and this rank does not know on
+    /// which.
+    pub(super) fn disconnect(&mut self, other_rank: usize, error: &io::Error) {
         // A rank that leaves registers no connections any more, but may still read from one.
-        let connections = &mut self.ranks[from].connections;
+        let connections = &mut self.peers[other_rank].connections;
         *connections = connections.saturating_sub(1);
         if *connections > 0 {
             return;
         }
-        self.record_loss(from, error);
+        self.record_loss(other_rank, error);
         // All of its frames have been read, and there was no goodbye, so its process has ended:
         // tell others. If it was lost for another reason, perhaps only these two ranks do not
         // reach each other.
-        if !self.ranks[from].said_goodbye && self.ranks[from].left.as_deref() == Some(EXITED) {
-            self.forward_end(from);
+        if !self.peers[other_rank].said_goodbye
+            && self.peers[other_rank].departure.as_deref() == Some(EXITED)
+        {
+            self.forward_end(other_rank);
         }
     }
 
-    /// Records that there can be no connection to the rank `from` any more, because of `error`.
-    pub(super) fn record_loss(&mut self, from: usize, error: &io::Error) {
+    /// Records that there can be no connection to the rank `other_rank` any more, because of
+    /// `error`.
+    pub(super) fn record_loss(&mut self, other_rank: usize, error: &io::Error) {
         let reason = if is_end(error) {
             EXITED.to_owned()
         } else {
             format!("was lost: {error}")
         };
         if !self.leaving {
-            tracing::debug!(rank = from, reason, "a rank left");
+            tracing::debug!(rank = other_rank, reason, "a rank left");
         }
-        if self.ranks[from].left.is_none() {
-            self.ranks[from].left = Some(reason);
-            self.lost.push(from);
+        if self.peers[other_rank].departure.is_none() {
+            self.peers[other_rank].departure = Some(reason);
+            self.lost.push(other_rank);
         }
     }
 
@@ -353,9 +361,9 @@ impl InboxState {
         } else {
             "has ended (it takes no connections any more)"
         };
-        let rank = &mut self.ranks[refusing];
-        if rank.connections == 0 {
-            rank.left.get_or_insert_with(|| reason.to_owned());
+        let peer = &mut self.peers[refusing];
+        if peer.connections == 0 {
+            peer.departure.get_or_insert_with(|| reason.to_owned());
         }
     }
 
@@ -368,10 +376,10 @@ impl InboxState {
     /// other ends are well. So this rank tries to connect in order to send a heartbeat, and
     /// believes the news only when the connection is refused.
     fn receive_news_of_end(&mut self, ended: usize) {
-        let rank = &self.ranks[ended];
+        let peer = &self.peers[ended];
         if ended == self.rank
-            || rank.connections > 0
-            || rank.said_goodbye
+            || peer.connections > 0
+            || peer.said_goodbye
             || self.lost.contains(&ended)
         {
             return;
@@ -389,9 +397,13 @@ impl InboxState {
         if self.leaving {
             return;
         }
-        for &to in self.neighbours.iter().filter(|&&to| to != ended) {
+        for &neighbour in self
+            .neighbours
+            .iter()
+            .filter(|&&neighbour| neighbour != ended)
+        {
             self.notices
-                .push(Notice::new(to, Kind::Ended, encode_ranks(&[ended])));
+                .push(Notice::new(neighbour, Kind::Ended, encode_ranks(&[ended])));
         }
     }
 
@@ -407,9 +419,9 @@ impl InboxState {
             return;
         };
         let body = encode_failure(error);
-        for to in state.neighbours() {
+        for neighbour in state.neighbours() {
             self.notices.push(Notice {
-                to,
+                receiver: neighbour,
                 kind: Kind::Abort,
                 group,
                 round: *round,
@@ -430,11 +442,11 @@ impl InboxState {
         self.forward_failure(group);
     }
 
-    /// Drops a group.
+    /// Drops a group. Frames for it that arrive later are ignored.
     pub(super) fn close(&mut self, group: u64) {
         self.groups.remove(&group);
         self.questions.retain(|question| question.group != group);
-        self.closed.insert(group);
+        self.closed_groups.insert(group);
     }
 
     /// Lets a group fail on this rank, unless it has failed already. Returns the ranks that this
@@ -448,7 +460,7 @@ impl InboxState {
         let state = self.groups.entry(group).or_default();
         let is_large = state.ranks.len() > self.max_direct_group_size;
         match &state.failure {
-            Some((_, known)) if known == error && is_large => state.neighbours(),
+            Some((_, known_error)) if known_error == error && is_large => state.neighbours(),
             Some(_) => Vec::new(),
             None => {
                 state.failure = Some((round, error.clone()));
@@ -476,7 +488,7 @@ impl InboxState {
             .or_default()
     }
 
-    /// Returns what has come of a round whose records travel through other ranks; `None` if an even
+    /// Returns the state of a round whose records travel through other ranks; `None` if an even
     /// later round is over here, so that nobody can need these records.
     fn relayed_round(&mut self, group: u64, round: u64) -> Option<&mut RelayedRound> {
         let state = self.groups.entry(group).or_default();
@@ -496,8 +508,10 @@ impl InboxState {
 
     /// Drops the frames of a round.
     pub(super) fn discard_round(&mut self, group: u64, round: u64) {
-        if let Some(group) = self.groups.get_mut(&group) {
-            group.rounds.retain(|&(_, number), _| number != round);
+        if let Some(state) = self.groups.get_mut(&group) {
+            state
+                .rounds
+                .retain(|&(_, frame_round), _| frame_round != round);
         }
     }
 }
@@ -540,7 +554,7 @@ impl InboxState {
         missing: &[usize],
     ) -> Option<CommError> {
         let rank = self.first_lost(group, missing)?;
-        let reason = self.ranks[rank].left.as_deref().unwrap_or(EXITED);
+        let reason = self.peers[rank].departure.as_deref().unwrap_or(EXITED);
         Some(round.rank_left_error(rank, reason))
     }
 
@@ -561,7 +575,7 @@ impl InboxState {
         };
         let (rank, silence) = missing
             .iter()
-            .map(|&rank| (rank, self.ranks[rank].silence(now)))
+            .map(|&rank| (rank, self.peers[rank].silence(now)))
             .find(|(_, silence)| *silence > limit)?;
         let seconds = silence.as_secs_f64();
         let reason =
@@ -572,16 +586,16 @@ impl InboxState {
     /// Returns the rank to blame if one of the `missing` ranks has left: the one that left first.
     /// Returns `None` if none of them has left.
     fn first_lost(&self, group: u64, missing: &[usize]) -> Option<usize> {
-        let gone = missing
+        let missing_departed = missing
             .iter()
-            .find(|&&rank| self.ranks[rank].left.is_some())?;
+            .find(|&&rank| self.peers[rank].departure.is_some())?;
         // The rank of the group that was lost first is probably the reason why the missing one has
         // left, even if that first rank is not missing itself.
-        let first = self.groups.get(&group).and_then(|group| {
+        let first_departed = self.groups.get(&group).and_then(|group| {
             let mut lost = self.lost.iter();
             lost.find(|rank| group.ranks.contains(rank))
         });
-        Some(*first.unwrap_or(gone))
+        Some(*first_departed.unwrap_or(missing_departed))
     }
 }
 
@@ -715,7 +729,7 @@ mod tests {
         notices
             .into_iter()
             .filter(|notice| notice.kind == kind)
-            .map(|notice| notice.to)
+            .map(|notice| notice.receiver)
             .collect()
     }
 
@@ -765,22 +779,22 @@ mod tests {
         news(&mut state, 5);
         news(&mut state, 5);
         assert_eq!(told(&mut state, Kind::Ended), neighbours);
-        assert_eq!(state.ranks[5].left, None);
+        assert_eq!(state.peers[5].departure, None);
         state.record_refusal(5);
-        assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
+        assert_eq!(state.peers[5].departure.as_deref(), Some(EXITED));
         // Rank 6 is well.
         news(&mut state, 6);
         let to_sixth = state
             .notices()
             .into_iter()
-            .filter(|notice| notice.to == 6)
+            .filter(|notice| notice.receiver == 6)
             .map(|notice| notice.kind);
         assert!(to_sixth.eq([Kind::Heartbeat]));
         state.connect(6, now);
         assert_eq!(state.first_lost(7, &[6]), None);
         // There is one to rank 2, which ends after its last frame.
         news(&mut state, 2);
-        assert_eq!(state.ranks[2].left, None);
+        assert_eq!(state.peers[2].departure, None);
         assert_eq!(told(&mut state, Kind::Ended), []);
         state.disconnect(2, &io::ErrorKind::UnexpectedEof.into());
         let others: Vec<usize> = neighbours
@@ -808,14 +822,14 @@ mod tests {
         // An attempt that came too late does not mean anything.
         state.record_refusal(5);
         state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
-        assert_eq!(state.ranks[5].left, None);
+        assert_eq!(state.peers[5].departure, None);
         state.disconnect(5, &io::ErrorKind::UnexpectedEof.into());
-        assert_eq!(state.ranks[5].left.as_deref(), Some(EXITED));
+        assert_eq!(state.peers[5].departure.as_deref(), Some(EXITED));
         // There has been no connection to rank 6. It may have left as it should, and is not blamed
         // before others.
         state.record_refusal(6);
         assert_eq!(state.first_lost(7, &[6]), Some(5));
-        assert!(state.ranks[6].left.is_some() && !state.lost.contains(&6));
+        assert!(state.peers[6].departure.is_some() && !state.lost.contains(&6));
     }
 
     #[test]
@@ -823,11 +837,11 @@ mod tests {
         let now = Instant::now();
         let mut state = large(now);
         let later = now + 2 * HEARTBEAT_TIMEOUT;
-        assert_eq!(state.ranks[2].silence(later), 2 * HEARTBEAT_TIMEOUT);
-        assert_eq!(state.ranks[5].silence(later), Duration::ZERO);
+        assert_eq!(state.peers[2].silence(later), 2 * HEARTBEAT_TIMEOUT);
+        assert_eq!(state.peers[5].silence(later), Duration::ZERO);
         state.expect_frames_from(5, later);
         assert_eq!(
-            state.ranks[5].silence(later + HEARTBEAT_TIMEOUT),
+            state.peers[5].silence(later + HEARTBEAT_TIMEOUT),
             HEARTBEAT_TIMEOUT
         );
     }

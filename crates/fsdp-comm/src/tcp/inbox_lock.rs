@@ -23,6 +23,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
+    /// Creates an inbox, on which nobody waits yet.
     pub(super) fn new(state: InboxState) -> Inbox {
         Inbox {
             state: Mutex::new(state),
@@ -45,7 +46,7 @@ impl Inbox {
     }
 
     /// Wakes the thread that sends notices, so that it looks whether there are any.
-    pub(super) fn look_for_notices(&self) {
+    pub(super) fn wake_notice_sender(&self) {
         self.noticed.notify_one();
     }
 
@@ -53,10 +54,10 @@ impl Inbox {
     ///
     /// # Errors
     /// A frame that no rank sends.
-    pub(super) fn receive(&self, from: usize, frame: Frame) -> io::Result<()> {
+    pub(super) fn receive(&self, sender: usize, frame: Frame) -> io::Result<()> {
         let kind = frame.kind;
         let mut state = self.lock();
-        state.receive(from, frame, Instant::now())?;
+        state.receive(sender, frame, Instant::now())?;
         // Only these frames can make a question answerable, or tell that it never will be.
         let may_answer = matches!(kind, Kind::Bundle | Kind::Question | Kind::Goodbye)
             && !state.questions.is_empty();
@@ -67,7 +68,7 @@ impl Inbox {
             self.changed.notify_all();
         }
         if may_notify {
-            self.look_for_notices();
+            self.wake_notice_sender();
         }
         Ok(())
     }

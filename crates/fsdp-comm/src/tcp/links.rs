@@ -74,7 +74,7 @@ pub(super) struct Links {
     /// set. It is locked while a frame is written.
     writers: Vec<OnceLock<Mutex<Arc<TcpStream>>>>,
     /// All connections, also those that carry no frames yet. `None` once this rank has left.
-    open: Mutex<Option<Vec<Connection>>>,
+    open_connections: Mutex<Option<Vec<Connection>>>,
     /// The ranks that this one is connecting to.
     attempts: Mutex<HashSet<usize>>,
     /// `None` if every two ranks are connected from the start.
@@ -106,7 +106,7 @@ impl Links {
             rank,
             inbox,
             writers: (0..ranks).map(|_| OnceLock::new()).collect(),
-            open: Mutex::new(Some(Vec::new())),
+            open_connections: Mutex::new(Some(Vec::new())),
             attempts: Mutex::default(),
             directory,
             threads: Mutex::default(),
@@ -127,15 +127,15 @@ impl Links {
     }
 
     /// Takes over a connection that both sides have made in the rendezvous.
-    pub(super) fn adopt(self: &Arc<Self>, from: usize, stream: TcpStream) -> io::Result<()> {
+    pub(super) fn adopt(self: &Arc<Self>, other_rank: usize, stream: TcpStream) -> io::Result<()> {
         prepare(&stream)?;
         // Both directions use one file descriptor, of which a process may have a limited number.
         let stream = Arc::new(stream);
-        self.add(from, &stream)?;
-        self.register(from, &stream);
+        self.add(other_rank, &stream)?;
+        self.register(other_rank, &stream);
         let links = Arc::clone(self);
-        self.spawn(format!("from-rank-{from}"), move || {
-            links.receive_all(from, &stream, reader(&stream), None)
+        self.spawn(format!("from-rank-{other_rank}"), move || {
+            links.receive_all(other_rank, &stream, make_reader(&stream), None)
         })
     }
 
@@ -143,7 +143,7 @@ impl Links {
     pub(super) fn admit_all(self: &Arc<Self>, connections: Receiver<AdmittedConnection>) {
         for (stream, hello) in connections {
             let ranks = self.writers.len();
-            let Some(from) =
+            let Some(other_rank) =
                 (0..ranks).find(|&rank| rank != self.rank && hello == Hello::new(rank, ranks))
             else {
                 tracing::warn!(
@@ -153,30 +153,30 @@ impl Links {
                 continue;
             };
             let links = Arc::clone(self);
-            let started = self.spawn(format!("from-rank-{from}"), move || {
-                if let Err(error) = links.admit(from, Arc::new(stream)) {
-                    tracing::debug!(%error, rank = from, "a connection ended before it was used");
+            let started = self.spawn(format!("from-rank-{other_rank}"), move || {
+                if let Err(error) = links.admit(other_rank, Arc::new(stream)) {
+                    tracing::debug!(%error, rank = other_rank, "a connection ended before it was used");
                 }
             });
             if let Err(error) = started {
-                tracing::warn!(%error, rank = from, "a connection was lost");
+                tracing::warn!(%error, rank = other_rank, "a connection was lost");
             }
         }
     }
 
     /// Takes a connection that another rank has made, and then the frames of that rank until the
     /// connection ends.
-    fn admit(&self, from: usize, stream: Arc<TcpStream>) -> io::Result<()> {
+    fn admit(&self, other_rank: usize, stream: Arc<TcpStream>) -> io::Result<()> {
         prepare(&stream)?;
-        self.add(from, &stream)?;
-        let mut reader = reader(&stream);
+        self.add(other_rank, &stream)?;
+        let mut reader = make_reader(&stream);
         // Step 1: wait for the first frame. Until the other rank has sent it, it may give the
         // connection up and try again.
-        let first = frame::read(&mut reader).inspect_err(|_| self.end(&stream))?;
+        let first_frame = frame::read(&mut reader).inspect_err(|_| self.end(&stream))?;
         // Step 2: register the connection before any frame of an operation is on its way.
-        match self.register(from, &stream) {
+        match self.register(other_rank, &stream) {
             // Step 3: tell the other rank that the connection is registered. Any frame does that.
-            Registration::SendsHere => self.send_heartbeat(from),
+            Registration::SendsHere => self.send_heartbeat(other_rank),
             // `send_heartbeat` would use the other connection. No other thread writes to this one.
             Registration::SendsElsewhere => {
                 drop((&*stream).write(&frame::header(Kind::Heartbeat, 0, 0, 0)))
@@ -188,77 +188,83 @@ impl Links {
             }
         }
         // Step 4: take everything else.
-        self.receive_all(from, &stream, reader, Some(first));
+        self.receive_all(other_rank, &stream, reader, Some(first_frame));
         Ok(())
     }
 
     /// Starts a thread that connects to a rank, unless there is a connection already, or that rank
     /// is gone. This does not wait for the connection.
-    pub(super) fn reach(self: &Arc<Self>, to: usize) {
-        if self.directory.is_none() || to == self.rank || self.is_connected(to) {
+    pub(super) fn reach(self: &Arc<Self>, other_rank: usize) {
+        if self.directory.is_none() || other_rank == self.rank || self.is_connected(other_rank) {
             return;
         }
         {
             let mut state = self.inbox.lock();
-            if state.ranks[to].left.is_some() {
+            if state.peers[other_rank].departure.is_some() {
                 return;
             }
-            state.expect_frames_from(to, Instant::now());
+            state.expect_frames_from(other_rank, Instant::now());
         }
         // One attempt at a time is enough.
-        if !lock(&self.attempts).insert(to) {
+        if !lock(&self.attempts).insert(other_rank) {
             return;
         }
         let links = Arc::clone(self);
-        if let Err(error) = self.spawn(format!("to-rank-{to}"), move || links.connect(to)) {
-            tracing::warn!(%error, rank = to, "no thread for a connection; trying again");
-            self.end_attempt(to);
+        if let Err(error) = self.spawn(format!("to-rank-{other_rank}"), move || {
+            links.connect(other_rank)
+        }) {
+            tracing::warn!(%error, rank = other_rank, "no thread for a connection; trying again");
+            self.end_attempt(other_rank);
         }
     }
 
-    /// Connects to a rank, and takes its frames until the connection ends.
-    fn connect(&self, to: usize) {
-        while lock(&self.open).is_some()
-            && !self.is_connected(to)
-            && self.inbox.lock().ranks[to].left.is_none()
+    /// Connects to a rank, and takes its frames until the connection ends. Tries again until that
+    /// rank refuses, or there is another connection to it, or one of the two leaves.
+    fn connect(&self, other_rank: usize) {
+        while lock(&self.open_connections).is_some()
+            && !self.is_connected(other_rank)
+            && self.inbox.lock().peers[other_rank].departure.is_none()
         {
-            match self.try_to_connect(to) {
+            match self.try_to_connect(other_rank) {
                 Ok(stream) => {
-                    let mut reader = reader(&stream);
+                    let mut reader = make_reader(&stream);
                     // Wait until the other side has registered the connection. However long that
                     // takes, this rank must not give it up now: only the other side may end it, or
                     // this rank when it leaves.
-                    if let Ok(first) = frame::read(&mut reader) {
-                        self.register(to, &stream);
-                        self.end_attempt(to);
-                        return self.receive_all(to, &stream, reader, Some(first));
+                    if let Ok(first_frame) = frame::read(&mut reader) {
+                        self.register(other_rank, &stream);
+                        self.end_attempt(other_rank);
+                        return self.receive_all(other_rank, &stream, reader, Some(first_frame));
                     }
                     self.end(&stream);
                 }
                 Err(Refusal::Io(error)) if error.kind() != io::ErrorKind::ConnectionRefused => {
-                    tracing::debug!(%error, rank = to, "not connected; trying again");
+                    tracing::debug!(%error, rank = other_rank, "not connected; trying again");
                 }
                 // The other rank listened before it published its address. So now it is gone, and
                 // another process may have its port.
                 Err(Refusal::Io(_) | Refusal::OtherJob) => {
-                    self.inbox.change(|state| state.record_refusal(to));
+                    self.inbox.change(|state| state.record_refusal(other_rank));
                     break;
                 }
             }
             thread::sleep(RETRY_INTERVAL);
         }
-        self.end_attempt(to);
+        self.end_attempt(other_rank);
     }
 
     /// Makes a connection to a rank, and offers it to that rank with the first frame.
-    fn try_to_connect(&self, to: usize) -> Result<Arc<TcpStream>, Refusal> {
+    fn try_to_connect(&self, other_rank: usize) -> Result<Arc<TcpStream>, Refusal> {
         let Directory { addresses, key } = self
             .directory
             .as_ref()
             .expect("only a rank that is not connected to all others connects later");
-        let stream = Arc::new(TcpStream::connect_timeout(&addresses[to], CONNECT_TIMEOUT)?);
+        let stream = Arc::new(TcpStream::connect_timeout(
+            &addresses[other_rank],
+            CONNECT_TIMEOUT,
+        )?);
         stream.set_nodelay(true)?;
-        self.add(to, &stream)?;
+        self.add(other_rank, &stream)?;
         self.offer_connection(&stream, key)
             .inspect_err(|_| self.end(&stream))?;
         Ok(stream)
@@ -274,8 +280,8 @@ impl Links {
             // A rank that leaves says goodbye on all connections that it has offered. So none may
             // be offered after that: both locks are held while this is checked and recorded.
             let state = self.inbox.lock();
-            let mut open = lock(&self.open);
-            let mut connections = open.iter_mut().flatten();
+            let mut open_connections = lock(&self.open_connections);
+            let mut connections = open_connections.iter_mut().flatten();
             match connections.find(|connection| Arc::ptr_eq(&connection.stream, stream)) {
                 Some(connection) if !state.leaving => connection.is_offered = true,
                 _ => return Err(io::Error::from(io::ErrorKind::NotConnected).into()),
@@ -287,20 +293,20 @@ impl Links {
 
     /// Records that no thread is connecting to a rank any more, and wakes those that wait for the
     /// connection.
-    fn end_attempt(&self, to: usize) {
-        lock(&self.attempts).remove(&to);
+    fn end_attempt(&self, other_rank: usize) {
+        lock(&self.attempts).remove(&other_rank);
         self.inbox.change(|_| ());
     }
 
     /// Registers a connection that carries frames from now on. This rank sends on it if it had no
     /// connection to that rank before.
-    fn register(&self, from: usize, stream: &Arc<TcpStream>) -> Registration {
+    fn register(&self, other_rank: usize, stream: &Arc<TcpStream>) -> Registration {
         self.inbox.change(|state| {
             if state.leaving {
                 return Registration::Leaves;
             }
-            state.connect(from, Instant::now());
-            match self.writers[from].set(Mutex::new(Arc::clone(stream))) {
+            state.connect(other_rank, Instant::now());
+            match self.writers[other_rank].set(Mutex::new(Arc::clone(stream))) {
                 Ok(()) => Registration::SendsHere,
                 Err(_) => Registration::SendsElsewhere,
             }
@@ -308,29 +314,35 @@ impl Links {
     }
 
     /// Hands the frames of a rank to the inbox until the connection ends. If its first frame has
-    /// been read already, it is passed as `first`.
+    /// been read already, it is passed as `first_frame`.
     fn receive_all(
         &self,
-        from: usize,
+        other_rank: usize,
         stream: &Arc<TcpStream>,
         mut reader: BufReader<&TcpStream>,
-        mut first: Option<Frame>,
+        mut first_frame: Option<Frame>,
     ) {
         loop {
-            let frame = first.take().map_or_else(|| frame::read(&mut reader), Ok);
-            if let Err(error) = frame.and_then(|frame| self.inbox.receive(from, frame)) {
+            let frame = first_frame
+                .take()
+                .map_or_else(|| frame::read(&mut reader), Ok);
+            if let Err(error) = frame.and_then(|frame| self.inbox.receive(other_rank, frame)) {
                 self.end(stream);
-                return self.inbox.change(|state| state.disconnect(from, &error));
+                return self
+                    .inbox
+                    .change(|state| state.disconnect(other_rank, &error));
             }
         }
     }
 
-    /// Adds a connection to those that end when this rank leaves.
-    fn add(&self, from: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
-        let mut open = lock(&self.open);
-        let connections = open.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+    /// Adds a connection to those that end when this rank leaves; an error once it has left.
+    fn add(&self, other_rank: usize, stream: &Arc<TcpStream>) -> io::Result<()> {
+        let mut open_connections = lock(&self.open_connections);
+        let connections = open_connections
+            .as_mut()
+            .ok_or(io::ErrorKind::NotConnected)?;
         connections.push(Connection {
-            rank: from,
+            rank: other_rank,
             stream: Arc::clone(stream),
             is_offered: false,
         });
@@ -340,8 +352,8 @@ impl Links {
     /// Ends a connection before this rank leaves.
     fn end(&self, stream: &Arc<TcpStream>) {
         stream.shutdown(Shutdown::Both).ok();
-        if let Some(open) = lock(&self.open).as_mut() {
-            open.retain(|connection| !Arc::ptr_eq(&connection.stream, stream));
+        if let Some(open_connections) = lock(&self.open_connections).as_mut() {
+            open_connections.retain(|connection| !Arc::ptr_eq(&connection.stream, stream));
         }
         // Wake the thread that waits for the end of all connections.
         self.inbox.change(|_| ());
@@ -350,7 +362,7 @@ impl Links {
     /// Gives up `rank`, to which a frame could not be written as a whole, because of `error`:
     /// ends the connections to it, and sees to it that the rank counts as lost.
     pub(super) fn give_up(&self, rank: usize, error: &io::Error) {
-        let how = if is_end(error) {
+        let directions = if is_end(error) {
             // The rank has ended, maybe as it should. Its last frames may not have been read yet,
             // and this rank may still need them. The thread that reads them records the end of the
             // rank after the last one.
@@ -359,9 +371,9 @@ impl Links {
             self.inbox.change(|state| state.record_loss(rank, error));
             Shutdown::Both
         };
-        for connection in lock(&self.open).iter().flatten() {
+        for connection in lock(&self.open_connections).iter().flatten() {
             if connection.rank == rank {
-                connection.stream.shutdown(how).ok();
+                connection.stream.shutdown(directions).ok();
             }
         }
     }
@@ -371,14 +383,14 @@ impl Links {
         // Step 1: send no more, but read on. If a frame came for a socket that is closed, the
         // system would drop the frames of this rank that have not arrived yet, and its goodbye may
         // be among them.
-        for connection in lock(&self.open).iter().flatten() {
+        for connection in lock(&self.open_connections).iter().flatten() {
             connection.stream.shutdown(Shutdown::Write).ok();
         }
         // Step 2: let the other ranks close their ends, which they do once they have read
         // everything.
         self.wait_for_others_to_close();
         // Step 3: close what is still open, because the other rank is stopped or cannot be reached.
-        for connection in lock(&self.open).take().into_iter().flatten() {
+        for connection in lock(&self.open_connections).take().into_iter().flatten() {
             connection.stream.shutdown(Shutdown::Both).ok();
         }
         // Step 4: wait for all threads. A thread may still start others, which end at once.
@@ -397,7 +409,13 @@ impl Links {
         let mut state = self.inbox.lock();
         loop {
             let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() || lock(&self.open).iter().flatten().next().is_none() {
+            if remaining.is_zero()
+                || lock(&self.open_connections)
+                    .iter()
+                    .flatten()
+                    .next()
+                    .is_none()
+            {
                 return;
             }
             state = self.inbox.wait(state, remaining);
@@ -405,8 +423,8 @@ impl Links {
     }
 
     /// Returns `true` if this rank can send to another one now.
-    pub(super) fn is_connected(&self, to: usize) -> bool {
-        self.writers[to].get().is_some()
+    pub(super) fn is_connected(&self, other_rank: usize) -> bool {
+        self.writers[other_rank].get().is_some()
     }
 }
 
@@ -419,7 +437,7 @@ impl Links {
         frame: &OutgoingFrame<'_>,
         go_on: impl Fn() -> bool,
     ) -> io::Result<()> {
-        match self.writers[frame.to].get() {
+        match self.writers[frame.receiver].get() {
             Some(writer) => write_frame(&lock(writer), frame, go_on),
             None => Ok(()),
         }
@@ -430,7 +448,7 @@ impl Links {
     /// sent.
     pub(super) fn try_send(&self, frame: &OutgoingFrame<'_>) {
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
-        let Some(writer) = self.writers[frame.to].get() else {
+        let Some(writer) = self.writers[frame.receiver].get() else {
             return;
         };
         while Instant::now() < deadline {
@@ -455,13 +473,13 @@ impl Links {
         } else {
             b"has left the group"
         };
-        for to in 0..self.writers.len() {
-            self.try_send(&OutgoingFrame::new(to, Kind::Goodbye, reason));
+        for other_rank in 0..self.writers.len() {
+            self.try_send(&OutgoingFrame::new(other_rank, Kind::Goodbye, reason));
         }
         // The loop above used only the connections on which this rank sends. On the others that it
         // has offered, no thread writes any more, and the other side may have registered them
         // although this one has not. So say goodbye there too.
-        for connection in lock(&self.open).iter().flatten() {
+        for connection in lock(&self.open_connections).iter().flatten() {
             if connection.is_offered && !self.sends_on(connection) {
                 let goodbye = OutgoingFrame::new(connection.rank, Kind::Goodbye, reason);
                 write_frame(&connection.stream, &goodbye, || false).ok();
@@ -502,49 +520,51 @@ impl Links {
     /// Tries to send a notice. Returns `false` if it has to be tried again: there is no connection
     /// yet, or the socket is busy or takes nothing.
     fn offer(self: &Arc<Self>, notice: &Notice) -> bool {
-        let to = notice.to;
+        let receiver = notice.receiver;
         // A rank that has left needs no notice.
-        if self.inbox.lock().ranks[to].left.is_some() {
+        if self.inbox.lock().peers[receiver].departure.is_some() {
             return true;
         }
-        let Some(writer) = self.writers[to].get() else {
-            self.reach(to);
+        let Some(writer) = self.writers[receiver].get() else {
+            self.reach(receiver);
             return false;
         };
         let Ok(writer) = writer.try_lock() else {
             return false;
         };
-        let sent = match write_start(&writer, notice) {
+        let outcome = match write_start(&writer, notice) {
             Ok(0) => return false,
             // The frame has begun, so the rest of it must follow.
             Ok(written) => write_rest(&writer, notice, written, || {
                 let state = self.inbox.lock();
-                !state.leaving && state.ranks[to].silence(Instant::now()) <= state.max_silence
+                !state.leaving && state.peers[receiver].silence(Instant::now()) <= state.max_silence
             }),
             Err(error) => Err(error),
         };
         drop(writer);
-        if let Err(error) = sent {
-            self.give_up(to, &error);
+        if let Err(error) = outcome {
+            self.give_up(receiver, &error);
         }
         true
     }
 
     /// Sends heartbeats to all ranks to which there are connections.
     pub(super) fn send_heartbeats(&self) {
-        for to in (0..self.writers.len()).filter(|&to| self.is_connected(to)) {
+        for other_rank in
+            (0..self.writers.len()).filter(|&other_rank| self.is_connected(other_rank))
+        {
             // A rank that does not read holds up this thread for a while. So say before each
             // heartbeat that this process runs, lest it is taken for one that was stopped.
             self.inbox
                 .lock()
                 .record_heartbeat_thread_ran(Instant::now());
-            self.send_heartbeat(to);
+            self.send_heartbeat(other_rank);
         }
     }
 
     /// Sends a heartbeat to a rank, if there is a connection to it and its socket is free.
-    fn send_heartbeat(&self, to: usize) {
-        let Some(writer) = self.writers[to].get() else {
+    fn send_heartbeat(&self, other_rank: usize) {
+        let Some(writer) = self.writers[other_rank].get() else {
             return;
         };
         // A thread that holds the socket is sending a frame, which is as good as a heartbeat.
@@ -572,7 +592,8 @@ enum Registration {
     Leaves,
 }
 
-fn reader(stream: &TcpStream) -> BufReader<&TcpStream> {
+/// Returns a buffered reader of a connection.
+fn make_reader(stream: &TcpStream) -> BufReader<&TcpStream> {
     BufReader::with_capacity(READ_BUFFER_BYTES, stream)
 }
 
@@ -590,8 +611,8 @@ fn write_frame(
     frame: &OutgoingFrame<'_>,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
-    let written = write_start(writer, frame)?;
-    write_rest(writer, frame, written, go_on)
+    let written_bytes = write_start(writer, frame)?;
+    write_rest(writer, frame, written_bytes, go_on)
 }
 
 /// Writes as much of `frame` as one system call takes, and returns the number of bytes: usually
@@ -599,22 +620,22 @@ fn write_frame(
 fn write_start(mut writer: &TcpStream, frame: &OutgoingFrame<'_>) -> io::Result<usize> {
     match writer.write_vectored(&[IoSlice::new(&frame.header()), IoSlice::new(&frame.body)]) {
         Err(error) if frame::is_retryable(&error) => Ok(0),
-        written => written,
+        outcome => outcome,
     }
 }
 
-/// Writes the rest of `frame`, of which [`write_start`] has written the first `written` bytes.
-/// After each timeout of the socket, `go_on` says whether to try again.
+/// Writes the rest of `frame`, of which [`write_start`] has written the first `written_bytes`
+/// bytes. After each timeout of the socket, `go_on` says whether to try again.
 fn write_rest(
     mut writer: &TcpStream,
     frame: &OutgoingFrame<'_>,
-    written: usize,
+    written_bytes: usize,
     go_on: impl Fn() -> bool,
 ) -> io::Result<()> {
     let header = frame.header();
-    if let Some(rest) = header.get(written..) {
-        frame::write(&mut writer, rest, &go_on)?;
+    if let Some(header_rest) = header.get(written_bytes..) {
+        frame::write(&mut writer, header_rest, &go_on)?;
     }
-    let body_written = written.saturating_sub(header.len());
+    let body_written = written_bytes.saturating_sub(header.len());
     frame::write(&mut writer, &frame.body[body_written..], &go_on)
 }

@@ -96,9 +96,9 @@ impl Node {
             notifier: None,
             _store: store,
         };
-        for (from, stream) in streams.into_iter().enumerate() {
+        for (other_rank, stream) in streams.into_iter().enumerate() {
             if let Some(stream) = stream {
-                node.links.adopt(from, stream)?;
+                node.links.adopt(other_rank, stream)?;
             }
         }
         let beating = Arc::clone(&node.links);
@@ -132,14 +132,19 @@ impl Node {
     /// # Errors
     /// The round cannot end: that rank has left or is silent, the group has failed, or the deadline
     /// is over.
-    fn await_connection(&self, to: usize, group: u64, round: &Round<'_>) -> Result<(), CommError> {
-        while !self.links.is_connected(to) {
-            self.links.reach(to);
+    fn await_connection(
+        &self,
+        receiver: usize,
+        group: u64,
+        round: &Round<'_>,
+    ) -> Result<(), CommError> {
+        while !self.links.is_connected(receiver) {
+            self.links.reach(receiver);
             let state = self.inbox().lock();
-            if self.links.is_connected(to) {
+            if self.links.is_connected(receiver) {
                 break;
             }
-            if let Some(failure) = state.failure(group, round, &[to], Instant::now()) {
+            if let Some(failure) = state.failure(group, round, &[receiver], Instant::now()) {
                 return Err(failure);
             }
             drop(self.inbox().wait(state, CONNECTION_CHECK_INTERVAL));
@@ -159,33 +164,35 @@ impl Node {
         frame: &OutgoingFrame<'_>,
         round: &Round<'_>,
     ) -> Result<(), Option<CommError>> {
-        let &OutgoingFrame { to, group, .. } = frame;
+        let &OutgoingFrame {
+            receiver, group, ..
+        } = frame;
         let failing_since = Cell::new(None);
-        let written = self.links.write(frame, || {
+        let outcome = self.links.write(frame, || {
             let state = self.inbox().lock();
             let now = Instant::now();
-            if state.failure(group, round, &[to], now).is_none() {
+            if state.failure(group, round, &[receiver], now).is_none() {
                 return true;
             }
             // Other groups use the connection too, so a frame should not end in the middle because
             // this one has failed. A rank that is well reads on soon.
             let since = failing_since.get().unwrap_or(now);
             failing_since.set(Some(since));
-            state.ranks[to].left.is_none()
-                && state.ranks[to].silence(now) <= HEARTBEAT_TIMEOUT
+            state.peers[receiver].departure.is_none()
+                && state.peers[receiver].silence(now) <= HEARTBEAT_TIMEOUT
                 && now <= since + HEARTBEAT_TIMEOUT
         });
-        written.map_err(|error| {
+        outcome.map_err(|error| {
             let failure = {
                 let state = self.inbox().lock();
-                let missing = if state.ranks[to].left.is_some() {
+                let missing = if state.peers[receiver].departure.is_some() {
                     &[][..]
                 } else {
-                    &[to]
+                    &[receiver]
                 };
                 state.failure(group, round, missing, Instant::now())
             };
-            self.links.give_up(to, &error);
+            self.links.give_up(receiver, &error);
             failure
         })
     }
@@ -200,21 +207,24 @@ impl Node {
         frame: &OutgoingFrame<'_>,
         round: &Round<'_>,
     ) -> Result<(), CommError> {
-        let &OutgoingFrame { to, group, .. } = frame;
+        let &OutgoingFrame {
+            receiver, group, ..
+        } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
-        self.await_connection(to, group, round)?;
+        self.await_connection(receiver, group, round)?;
         match self.write(frame, round) {
             Ok(()) => Ok(()),
             Err(Some(failure)) => Err(failure),
             // The rank is lost because of the failed write. Another one may have to be named as the
             // first to be lost.
-            Err(None) => self.wait(group, round, |_| Err(vec![to])),
+            Err(None) => self.wait(group, round, |_| Err(vec![receiver])),
         }
     }
 
-    /// Exchanges records with all ranks of a large group, and returns them in rank order.
+    /// Exchanges records with all ranks of a large group, waits for them, and returns them in rank
+    /// order.
     /// [`InboxState::next`] decides each step, as [`relay`](super::relay) describes; this carries
     /// the steps out, without the lock while it sends.
     pub(super) fn relay_records(
@@ -223,22 +233,22 @@ impl Node {
         round: &Round<'_>,
         record: &[u8],
     ) -> Result<Vec<Bytes>, CommError> {
-        let begun = Instant::now();
-        let mut has_reached = false;
+        let entered = Instant::now();
+        let mut has_reached_neighbours = false;
         let mut state = self.inbox().lock();
-        state.enter(group, round.number, record, begun);
-        self.inbox().look_for_notices();
+        state.enter(group, round.number, record, entered);
+        self.inbox().wake_notice_sender();
         loop {
             match state.next(group, round, Instant::now())? {
                 Next::Done(records) => return Ok(records),
                 Next::Wait(deadline) => {
                     let remaining = deadline.saturating_duration_since(Instant::now());
                     state = self.inbox().wait(state, remaining);
-                    if !has_reached && begun.elapsed() > NEIGHBOUR_CHECK_INTERVAL {
+                    if !has_reached_neighbours && entered.elapsed() > NEIGHBOUR_CHECK_INTERVAL {
                         // If the group is only a part of a large job, a rank that should send to
                         // this one may not have connected yet. Without a connection, this rank
                         // would not notice that the other one leaves or stops.
-                        has_reached = true;
+                        has_reached_neighbours = true;
                         let neighbours = state.groups[&group].neighbours();
                         drop(state);
                         neighbours
@@ -247,11 +257,11 @@ impl Node {
                         state = self.inbox().lock();
                     }
                 }
-                Next::Send { to, bundles } => {
+                Next::Send { receiver, bundles } => {
                     drop(state);
                     for bundle in bundles {
                         let frame = OutgoingFrame {
-                            to,
+                            receiver,
                             kind: Kind::Bundle,
                             group,
                             round: round.number,
@@ -263,15 +273,15 @@ impl Node {
                 }
                 Next::Ask(questions) => {
                     drop(state);
-                    for (of, about) in questions {
+                    for (asked_rank, wanted_ranks) in questions {
                         let question = Notice {
-                            to: of,
+                            receiver: asked_rank,
                             kind: Kind::Question,
                             group,
                             round: round.number,
-                            body: encode_ranks(&about).into(),
+                            body: encode_ranks(&wanted_ranks).into(),
                         };
-                        if self.links.is_connected(of) {
+                        if self.links.is_connected(asked_rank) {
                             self.forward(&question, round)?;
                         } else {
                             // Do not wait for a connection, because the rank that is asked may be
@@ -290,13 +300,15 @@ impl Node {
     /// the round's deadline. It is not an error if the other rank is gone: it may have all records
     /// already. If it is still needed, the exchange itself fails.
     fn forward(&self, frame: &OutgoingFrame<'_>, round: &Round<'_>) -> Result<(), CommError> {
-        let &OutgoingFrame { to, group, .. } = frame;
+        let &OutgoingFrame {
+            receiver, group, ..
+        } = frame;
         if let Some(failure) = self.failure(group, round, &[]) {
             return Err(failure);
         }
-        if let Err(failure) = self.await_connection(to, group, round) {
+        if let Err(failure) = self.await_connection(receiver, group, round) {
             let state = self.inbox().lock();
-            return if state.ranks[to].left.is_some() {
+            return if state.peers[receiver].departure.is_some() {
                 state.group_error(group, round).map_or(Ok(()), Err)
             } else {
                 Err(failure)
@@ -311,29 +323,31 @@ impl Node {
     /// Hands a notice to the thread that sends notices, which sends it as soon as there is a
     /// connection.
     fn notify(&self, notice: Notice) {
-        self.links.reach(notice.to);
+        self.links.reach(notice.receiver);
         self.inbox().lock().notices.push(notice);
-        self.inbox().look_for_notices();
+        self.inbox().wake_notice_sender();
     }
 
     /// Lets a group fail on this rank, and tells the other ranks that have to hear it from this
     /// one.
     pub(super) fn abort(&self, group: u64, round: u64, error: &CommError) {
-        let told = self.inbox().change(|state| state.fail(group, round, error));
+        let receivers = self.inbox().change(|state| state.fail(group, round, error));
         // This rank may leave after this call, so try for a while to send the news here. What
         // cannot be sent is left to the thread that sends notices.
         let deadline = Instant::now() + GOODBYE_TIMEOUT;
-        told.iter().for_each(|&to| self.links.reach(to));
+        receivers
+            .iter()
+            .for_each(|&receiver| self.links.reach(receiver));
         let body = encode_failure(error);
-        for to in told {
+        for receiver in receivers {
             let news = Notice {
-                to,
+                receiver,
                 kind: Kind::Abort,
                 group,
                 round,
                 body: body.clone().into(),
             };
-            if self.is_connected_before(to, deadline) {
+            if self.wait_until_connected(receiver, deadline) {
                 self.links.try_send(&news);
             } else {
                 self.notify(news);
@@ -343,11 +357,11 @@ impl Node {
 
     /// Waits until there is a connection to a rank that this one has reached out to. Returns
     /// `false` if there is none in time, or that rank has left.
-    fn is_connected_before(&self, to: usize, deadline: Instant) -> bool {
+    fn wait_until_connected(&self, receiver: usize, deadline: Instant) -> bool {
         let mut state = self.inbox().lock();
-        while !self.links.is_connected(to) {
+        while !self.links.is_connected(receiver) {
             let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() || state.ranks[to].left.is_some() {
+            if remaining.is_zero() || state.peers[receiver].departure.is_some() {
                 return false;
             }
             state = self.inbox().wait(state, remaining);
@@ -366,7 +380,7 @@ impl Node {
         loop {
             let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             let mut staying = state
-                .ranks
+                .peers
                 .iter()
                 .enumerate()
                 .filter(|&(rank, peer)| rank != self.rank && !peer.said_goodbye)
@@ -377,7 +391,7 @@ impl Node {
             }
             if is_over
                 || staying.any(|peer| {
-                    peer.left.is_some() || peer.silence(Instant::now()) > HEARTBEAT_TIMEOUT
+                    peer.departure.is_some() || peer.silence(Instant::now()) > HEARTBEAT_TIMEOUT
                 })
             {
                 return false;
@@ -410,7 +424,7 @@ impl Node {
         round: &Round<'_>,
         mut ready: impl FnMut(&mut InboxState) -> Result<R, Vec<usize>>,
     ) -> Result<R, CommError> {
-        let mut has_reached = false;
+        let mut has_reached_missing = false;
         let mut state = self.inbox().lock();
         loop {
             let missing = match ready(&mut state) {
@@ -422,8 +436,8 @@ impl Node {
             }
             // Connect to the missing ranks. Without a connection, this rank would not notice that
             // they leave or stop.
-            if !has_reached && !missing.iter().all(|&rank| self.links.is_connected(rank)) {
-                has_reached = true;
+            if !has_reached_missing && !missing.iter().all(|&rank| self.links.is_connected(rank)) {
+                has_reached_missing = true;
                 drop(state);
                 missing.iter().for_each(|&rank| self.links.reach(rank));
                 state = self.inbox().lock();

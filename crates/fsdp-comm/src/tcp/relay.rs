@@ -57,7 +57,7 @@ pub(super) enum Next {
     /// Send bundles of records to a rank.
     Send {
         /// The rank.
-        to: usize,
+        receiver: usize,
         /// The bodies of the frames.
         bundles: Vec<Vec<u8>>,
     },
@@ -109,7 +109,7 @@ impl InboxState {
         // Step 1: send on what others wait for, before anything else.
         if let Some(step) = relayed.next_step(schedule) {
             return Ok(Next::Send {
-                to: state.ranks[step.to],
+                receiver: state.ranks[step.receiver],
                 bundles: relayed.bundles_for_step(schedule, step),
             });
         }
@@ -118,7 +118,7 @@ impl InboxState {
             state.last_finished_round = Some(round.number);
             state
                 .relayed_rounds
-                .retain(|&number, _| number >= round.number);
+                .retain(|&other_round, _| other_round >= round.number);
             return Ok(Next::Done(records));
         }
         // Do not judge the others before this process has read what they sent while it was stopped.
@@ -147,7 +147,7 @@ impl InboxState {
             questions,
             wake,
             first_receiver_at,
-        } = self.ask(group, round, &missing, now);
+        } = self.decide_questions(group, round, &missing, now);
         if !questions.is_empty() {
             return Ok(Next::Ask(questions));
         }
@@ -166,7 +166,7 @@ impl InboxState {
         {
             return Err(failure);
         }
-        let deadline = [
+        let wake_time = [
             Some(round.deadline),
             Some(now + CHECK_INTERVAL),
             wake,
@@ -175,13 +175,19 @@ impl InboxState {
         .into_iter()
         .flatten()
         .min();
-        Ok(Next::Wait(deadline.expect("the deadline is always there")))
+        Ok(Next::Wait(wake_time.expect("the deadline is always there")))
     }
 
-    /// Returns what this rank asks for now.
-    fn ask(&mut self, group: u64, round: &Round<'_>, missing: &[usize], now: Instant) -> Asking {
+    /// Returns the questions that this rank has to ask now, and records that it has asked them.
+    fn decide_questions(
+        &mut self,
+        group: u64,
+        round: &Round<'_>,
+        missing: &[usize],
+        now: Instant,
+    ) -> Asking {
         let InboxState {
-            ranks: peers,
+            peers,
             groups,
             max_silence,
             ..
@@ -205,7 +211,7 @@ impl InboxState {
         let asks_at = before_deadline.min(before_silence_ends);
         let misses_silent_rank = missing.iter().any(|&rank| {
             let peer = &peers[ranks[rank]];
-            peer.left.is_none() && !peer.can_answer(now)
+            peer.departure.is_none() && !peer.can_answer(now)
         });
         if now >= asks_at || misses_silent_rank {
             relayed.waits_long_since.get_or_insert(now);
@@ -215,12 +221,12 @@ impl InboxState {
         let mut questions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         let asks_neighbours = relayed.waits_long_since.is_some() || relayed.others_ask;
         if asks_neighbours && !mem::replace(&mut relayed.has_asked_neighbours, true) {
-            for &about in missing {
-                let mut relays = schedule.relays_from(about).to_vec();
+            for &wanted_rank in missing {
+                let mut relays = schedule.relays_from(wanted_rank).to_vec();
                 relays.dedup();
-                for of in relays {
-                    if of != schedule.rank() && peers[ranks[of]].can_answer(now) {
-                        questions.entry(of).or_default().push(about);
+                for asked_rank in relays {
+                    if asked_rank != schedule.rank() && peers[ranks[asked_rank]].can_answer(now) {
+                        questions.entry(asked_rank).or_default().push(wanted_rank);
                     }
                 }
             }
@@ -229,21 +235,21 @@ impl InboxState {
         let asks_all_at = relayed
             .waits_long_since
             .map(|since| since + NEIGHBOUR_TIMEOUT.min(round.timeout / 6));
-        if asks_all_at.is_some_and(|at| now >= at) {
+        if asks_all_at.is_some_and(|due| now >= due) {
             relayed.asks_all_since.get_or_insert(now);
         }
         let asks_all = relayed.asks_all_since.is_some();
         let mut first_receiver_at: Option<Instant> = None;
-        for &about in missing {
-            let peer = relayed.peer(about);
-            let can_answer = peers[ranks[about]].can_answer(now);
+        for &wanted_rank in missing {
+            let peer = relayed.peer(wanted_rank);
+            let can_answer = peers[ranks[wanted_rank]].can_answer(now);
             if asks_all && !peer.is_asked && can_answer {
                 peer.is_asked = true;
-                questions.entry(about).or_default().push(about);
+                questions.entry(wanted_rank).or_default().push(wanted_rank);
             }
             // Step 3: ask the first receiver of a rank that cannot answer itself, at once if there
             // is a connection.
-            let first_receiver = schedule.first_receiver(about);
+            let first_receiver = schedule.first_receiver(wanted_rank);
             if can_answer
                 || peer.is_first_receiver_asked
                 || first_receiver == schedule.rank()
@@ -252,23 +258,27 @@ impl InboxState {
                 continue;
             }
             let since = *peer.needs_first_receiver_since.get_or_insert(now);
-            let at = since + FIRST_RECEIVER_INTERVAL.min(round.timeout / 12);
-            if peers[ranks[first_receiver]].is_connected() || now >= at {
+            let due = since + FIRST_RECEIVER_INTERVAL.min(round.timeout / 12);
+            if peers[ranks[first_receiver]].is_connected() || now >= due {
                 peer.is_first_receiver_asked = true;
-                questions.entry(first_receiver).or_default().push(about);
+                questions
+                    .entry(first_receiver)
+                    .or_default()
+                    .push(wanted_rank);
             } else {
-                first_receiver_at = Some(first_receiver_at.map_or(at, |other| other.min(at)));
+                first_receiver_at =
+                    Some(first_receiver_at.map_or(due, |earliest| earliest.min(due)));
             }
         }
         let wake = match (asks_all_at, relayed.asks_all_since) {
             (_, Some(since)) => Some(since + ANSWER_TIMEOUT).filter(|&answered| now < answered),
-            (Some(at), None) => Some(at),
+            (Some(due), None) => Some(due),
             (None, None) => Some(asks_at),
         };
         Asking {
             questions: questions
                 .into_iter()
-                .map(|(of, about)| (ranks[of], about))
+                .map(|(asked_rank, wanted_ranks)| (ranks[asked_rank], wanted_ranks))
                 .collect(),
             wake,
             first_receiver_at,
@@ -284,8 +294,8 @@ impl InboxState {
             let Question {
                 group,
                 round,
-                from,
-                about,
+                asker,
+                wanted_rank,
             } = question;
             // Keep a question about a group that is not known here yet.
             let state = match self.groups.get(&group) {
@@ -297,40 +307,40 @@ impl InboxState {
             };
             // Drop a question whose answer nobody needs any more, or that makes no sense.
             if state.last_finished_round > Some(round)
-                || about >= state.ranks.len()
-                || self.ranks[from].left.is_some()
+                || wanted_rank >= state.ranks.len()
+                || self.peers[asker].departure.is_some()
             {
                 continue;
             }
             if let Some(relayed) = state.relayed_rounds.get(&round)
-                && let Some(record) = relayed.record(about)
+                && let Some(record) = relayed.record(wanted_rank)
             {
-                let records = found.entry((from, group, round)).or_default();
-                records.push((about, record.clone()));
+                let records = found.entry((asker, group, round)).or_default();
+                records.push((wanted_rank, record.clone()));
                 continue;
             }
             // If this rank is the first receiver, all frames of the rank that has left have been
             // read. If it had entered the round, its record would be here. But if the group has
             // failed, the rank may have left because of that.
-            let is_absent = state.schedule.first_receiver(about) == state.schedule.rank()
-                && self.ranks[state.ranks[about]].left.is_some()
+            let is_absent = state.schedule.first_receiver(wanted_rank) == state.schedule.rank()
+                && self.peers[state.ranks[wanted_rank]].departure.is_some()
                 && state.failure.is_none();
             if !is_absent {
                 self.questions.insert(question);
                 continue;
             }
             notices.push(Notice {
-                to: from,
+                receiver: asker,
                 kind: Kind::Absent,
                 group,
                 round,
-                body: encode_ranks(&[about]).into(),
+                body: encode_ranks(&[wanted_rank]).into(),
             });
         }
-        for ((to, group, round), records) in found {
+        for ((receiver, group, round), records) in found {
             for body in bundle_records(records.iter().map(|(rank, record)| (*rank, record))) {
                 notices.push(Notice {
-                    to,
+                    receiver,
                     kind: Kind::Bundle,
                     group,
                     round,

@@ -23,7 +23,7 @@ pub(super) struct RelayedRound {
     pub(super) entered: Option<Instant>,
     /// The number of records that this rank holds without a gap, from its own on in the order of
     /// ranks. It sends these.
-    run: usize,
+    run_len: usize,
     /// The number of steps in which this rank has sent.
     steps_sent: usize,
     /// The time at which this rank had waited so long that it began to ask; `None` before.
@@ -56,7 +56,7 @@ impl RelayedRound {
         self.peer(rank).record.get_or_insert(record);
     }
 
-    /// Returns the record of a rank.
+    /// Returns the record of a rank; `None` if it is not here yet.
     pub(super) fn record(&self, rank: usize) -> Option<&Bytes> {
         self.peers.get(rank)?.record.as_ref()
     }
@@ -80,19 +80,20 @@ impl RelayedRound {
         self.entered = Some(now);
     }
 
-    /// Returns the next step in which this rank can send, and counts it as done.
+    /// Returns the next step in which this rank can send, and counts it as done; `None` if it lacks
+    /// records for it, or has sent in all steps.
     pub(super) fn next_step(&mut self, schedule: Schedule) -> Option<Step> {
         let step = schedule.steps().nth(self.steps_sent)?;
         // Records may have come since the last call: count on.
         let mut following = schedule
-            .block(schedule.rank(), schedule.ranks())
-            .skip(self.run);
+            .consecutive_ranks(schedule.rank(), schedule.ranks())
+            .skip(self.run_len);
         while let Some(rank) = following.next()
             && self.record(rank).is_some()
         {
-            self.run += 1;
+            self.run_len += 1;
         }
-        if self.run < step.len {
+        if self.run_len < step.record_count {
             return None;
         }
         self.steps_sent += 1;
@@ -104,13 +105,13 @@ impl RelayedRound {
     pub(super) fn bundles_for_step(&self, schedule: Schedule, step: Step) -> Vec<Vec<u8>> {
         bundle_records(
             schedule
-                .block(schedule.rank(), step.len)
+                .consecutive_ranks(schedule.rank(), step.record_count)
                 .filter_map(|rank| Some((rank, self.record(rank)?))),
         )
     }
 
     /// Returns all records, in rank order, once this rank has them and has sent on those that
-    /// others wait for.
+    /// others wait for; `None` before.
     pub(super) fn complete_records(&self, schedule: Schedule) -> Option<Vec<Bytes>> {
         if self.steps_sent < schedule.steps().count() {
             return None;
@@ -131,10 +132,10 @@ impl RelayedRound {
     pub(super) fn awaited_senders(&self, schedule: Schedule) -> impl Iterator<Item = usize> {
         let awaited_steps = schedule.steps().filter(move |step| {
             schedule
-                .block(step.from, step.len)
+                .consecutive_ranks(step.sender, step.record_count)
                 .any(|rank| self.record(rank).is_none())
         });
-        awaited_steps.map(|step| step.from)
+        awaited_steps.map(|step| step.sender)
     }
 }
 
@@ -145,9 +146,9 @@ pub(super) fn bundle_records<'r>(
 ) -> Vec<Vec<u8>> {
     let mut bundles: Vec<Vec<u8>> = Vec::new();
     for (rank, record) in records {
-        let added = PREFIX_BYTES + record.len();
+        let added_bytes = PREFIX_BYTES + record.len();
         let bundle = match bundles.last_mut() {
-            Some(bundle) if bundle.len() + added <= CHUNK_BYTES => bundle,
+            Some(bundle) if bundle.len() + added_bytes <= CHUNK_BYTES => bundle,
             _ => bundles.push_mut(Vec::new()),
         };
         bundle.extend_from_slice(&(rank as u32).to_le_bytes());
@@ -159,15 +160,15 @@ pub(super) fn bundle_records<'r>(
 
 /// Returns the records of a bundle, each with its rank; `None` if it is no bundle.
 pub(super) fn unbundle(bundle: Vec<u8>) -> Option<Vec<(usize, Bytes)>> {
-    let mut rest = Bytes::from(bundle);
+    let mut remaining = Bytes::from(bundle);
     let mut records = Vec::new();
-    while !rest.is_empty() {
-        let rank = rest.try_get_u32_le().ok()?;
-        let len = rest.try_get_u32_le().ok()? as usize;
-        if len > rest.len() {
+    while !remaining.is_empty() {
+        let rank = remaining.try_get_u32_le().ok()?;
+        let record_bytes = remaining.try_get_u32_le().ok()? as usize;
+        if record_bytes > remaining.len() {
             return None;
         }
-        records.push((rank as usize, rest.split_to(len)));
+        records.push((rank as usize, remaining.split_to(record_bytes)));
     }
     Some(records)
 }
@@ -224,7 +225,7 @@ mod tests {
         );
         round.enter(schedule, record(4), Instant::now());
         let step = round.next_step(schedule).unwrap();
-        assert_eq!((step.to, step.len), (3, 1));
+        assert_eq!((step.receiver, step.record_count), (3, 1));
         assert_eq!(
             round.next_step(schedule),
             None,
@@ -236,7 +237,7 @@ mod tests {
         );
         round.add(5, record(5));
         let step = round.next_step(schedule).unwrap();
-        assert_eq!((step.to, step.len), (2, 2));
+        assert_eq!((step.receiver, step.record_count), (2, 2));
         let sent = round.bundles_for_step(schedule, step);
         assert_eq!(
             unbundle(sent[0].clone()),
@@ -244,7 +245,9 @@ mod tests {
         );
         // The last step needs no more than what it has.
         assert_eq!(
-            round.next_step(schedule).map(|step| (step.to, step.len)),
+            round
+                .next_step(schedule)
+                .map(|step| (step.receiver, step.record_count)),
             Some((0, 2))
         );
         assert_eq!(round.missing(schedule), [1, 2, 3]);

@@ -29,7 +29,7 @@ use crate::access::{Hello, Key, Refusal, handshake_as_client, nonce};
 use crate::environment::Environment;
 use crate::error::CommError;
 use crate::open_files;
-use crate::store::{RankValues, StoreOptions, TcpStore, every_address, in_zone};
+use crate::store::{RankValues, StoreOptions, TcpStore, address_in_zone, every_address};
 use crate::wire;
 
 /// The address at which a rank listens, and what else the other ranks must know of it.
@@ -54,7 +54,7 @@ impl RankAddress {
         } else {
             self.ip
         };
-        in_zone(store.local, ip, self.port)
+        address_in_zone(store.local, ip, self.port)
     }
 }
 
@@ -97,8 +97,8 @@ pub(crate) struct Participant {
     pub(crate) connects_all: bool,
 }
 
-/// Opens the store of a job. Rank 0 hosts it at the job's address or, if torchrun's agent listens
-/// there, at a free port.
+/// Opens the store of a job, and waits for it until the deadline. Rank 0 hosts it at the job's
+/// address or, if torchrun's agent listens there, at a free port.
 pub(super) fn open(environment: &Environment, timeout: Duration) -> Result<TcpStore, CommError> {
     environment.check_identity()?;
     let options = StoreOptions {
@@ -154,13 +154,13 @@ fn connect_to_neighbours(
     let mut acceptor = Acceptor::open(&listen_at, key.clone())
         .map_err(|error| participant.io_error("listen", &error))?;
     // Step 3: exchange addresses through the store.
-    let own = RankAddress {
+    let own_address = RankAddress {
         ip,
         port: acceptor.port(),
         host: shared_memory.then(host_token).flatten(),
         max_direct_group_size: participant.max_direct_group_size,
     };
-    let ranks = exchange_addresses(participant, store, &own)?;
+    let ranks = exchange_addresses(participant, store, &own_address)?;
     let directory = Directory {
         addresses: ranks
             .iter()
@@ -174,12 +174,12 @@ fn connect_to_neighbours(
     let (lower, higher): (Vec<usize>, Vec<usize>) = participant
         .neighbours()
         .into_iter()
-        .partition(|&other| other < participant.rank);
-    for other in lower {
-        let address = directory.addresses[other];
+        .partition(|&other_rank| other_rank < participant.rank);
+    for other_rank in lower {
+        let address = directory.addresses[other_rank];
         let stream = connect(participant, &directory.key, address)
-            .map_err(|error| participant.unreachable_error(store, other, address, &error))?;
-        streams[other] = Some(stream);
+            .map_err(|error| participant.unreachable_error(store, other_rank, address, &error))?;
+        streams[other_rank] = Some(stream);
     }
     accept_all(participant, store, &mut acceptor, &mut streams, &higher)?;
     // Step 5: in a large job, wait until all ranks are connected to their neighbours.
@@ -202,13 +202,13 @@ fn connect_to_neighbours(
 /// Returns the addresses at which this rank may listen, and the address of this host to publish.
 fn own_addresses(store: &TcpStore) -> (Vec<SocketAddr>, IpAddr) {
     let ip = store.local.ip();
-    if ip.is_loopback() && store.is_everywhere {
+    if ip.is_loopback() && store.listens_everywhere {
         // This is the host of the store, and the store listens at all addresses of it. This rank
         // has reached the store at a loopback address, which is of no use to other hosts. So listen
         // at all addresses too.
         return (every_address(0).to_vec(), Ipv4Addr::UNSPECIFIED.into());
     }
-    (vec![in_zone(store.local, ip, 0)], ip)
+    (vec![address_in_zone(store.local, ip, 0)], ip)
 }
 
 impl Participant {
@@ -228,7 +228,7 @@ impl Participant {
     fn neighbours(&self) -> Vec<usize> {
         if self.connects_all {
             return (0..self.world_size)
-                .filter(|&other| other != self.rank)
+                .filter(|&other_rank| other_rank != self.rank)
                 .collect();
         }
         Schedule::new(self.world_size, self.rank).neighbours()
@@ -260,9 +260,9 @@ impl Participant {
         self.missing_error(vec![self.rank], message)
     }
 
-    /// Returns the error of a rank that failed by itself because the system refused `what`.
-    fn io_error(&self, what: &str, error: &io::Error) -> CommError {
-        self.own_error(format!("rank {} could not {what}: {error}", self.rank))
+    /// Returns the error of a rank that failed by itself because the system refused `action`.
+    fn io_error(&self, action: &str, error: &io::Error) -> CommError {
+        self.own_error(format!("rank {} could not {action}: {error}", self.rank))
     }
 
     /// Returns the error of a rank that has lost the store, and with it rank 0.
@@ -270,12 +270,12 @@ impl Participant {
         self.missing_error(vec![0], format!("rank 0 is gone: {error}"))
     }
 
-    /// Returns the error because of `first`, the first rank that has ended its connection to the
-    /// store. It is probably the reason why others have.
-    fn departed_error(&self, first: usize) -> CommError {
+    /// Returns the error because of `first_departed`, the first rank that has ended its connection
+    /// to the store. It is probably the reason why others have.
+    fn departed_error(&self, first_departed: usize) -> CommError {
         self.missing_error(
-            vec![first],
-            format!("rank {first} ended before all ranks were connected"),
+            vec![first_departed],
+            format!("rank {first_departed} ended before all ranks were connected"),
         )
     }
 
@@ -291,21 +291,20 @@ impl Participant {
             Ok(departed) => departed,
             Err(error) => return Some(self.store_lost_error(&error)),
         };
-        let first = *departed.first()?;
-        if departed.iter().any(|&other| is_awaited(other)) {
-            return Some(self.departed_error(first));
+        let first_departed = *departed.first()?;
+        if departed.iter().any(|&rank| is_awaited(rank)) {
+            return Some(self.departed_error(first_departed));
         }
         wire::decode(&store.get(FAILURE).ok()??).ok()
     }
 
     /// Ends the part of this rank in a rendezvous that has failed. Returns the error of the first
-    /// rank that gave up, which is `own` if that is this rank, or if the store does not answer any
-    /// more.
-    fn give_up(&self, store: &TcpStore, own: CommError) -> CommError {
-        let told = wire::encode(&own).ok();
-        let first = told.and_then(|own| {
+    /// rank that gave up, which is `own_error` if that is this rank, or if the store does not
+    /// answer any more.
+    fn give_up(&self, store: &TcpStore, own_error: CommError) -> CommError {
+        let first_error = wire::encode(&own_error).ok().and_then(|encoded| {
             store
-                .compare_and_set_within(CHECK_INTERVAL, FAILURE, None, &own)
+                .compare_and_set_within(CHECK_INTERVAL, FAILURE, None, &encoded)
                 .ok()
         });
         store.leave();
@@ -313,31 +312,31 @@ impl Participant {
             // The store ends with this rank, and the others have yet to read the error there.
             thread::sleep(LINGER_INTERVAL);
         }
-        first
-            .and_then(|first| wire::decode(&first).ok())
-            .unwrap_or(own)
+        first_error
+            .and_then(|first_error| wire::decode(&first_error).ok())
+            .unwrap_or(own_error)
     }
 
     /// Returns the error of a rank that could not connect to another one.
     fn unreachable_error(
         &self,
         store: &TcpStore,
-        other: usize,
+        other_rank: usize,
         address: SocketAddr,
         error: &io::Error,
     ) -> CommError {
         // The other rank may have ended because a third one had ended before: then blame the first
         // that ended.
         if let Ok(departed) = store.departed_ranks(CHECK_INTERVAL)
-            && let Some(&first) = departed.first()
+            && let Some(&first_departed) = departed.first()
         {
-            return self.departed_error(first);
+            return self.departed_error(first_departed);
         }
         let message = format!(
-            "rank {} could not connect to rank {other} at {address}: {error}",
+            "rank {} could not connect to rank {other_rank} at {address}: {error}",
             self.rank
         );
-        self.missing_error(vec![other], message)
+        self.missing_error(vec![other_rank], message)
     }
 }
 
@@ -345,25 +344,25 @@ impl Participant {
 fn exchange_addresses(
     participant: &Participant,
     store: &TcpStore,
-    own: &RankAddress,
+    own_address: &RankAddress,
 ) -> Result<Vec<RankAddress>, CommError> {
-    let encoded = wire::encode(own).map_err(|message| participant.own_error(message))?;
-    let late = format!("not all ranks came within {:?}", participant.timeout);
+    let encoded = wire::encode(own_address).map_err(|message| participant.own_error(message))?;
+    let late_message = format!("not all ranks came within {:?}", participant.timeout);
     let mut addresses = Vec::with_capacity(participant.world_size);
-    for bytes in exchange(participant, store, ADDRESS, &encoded, &late)? {
+    for bytes in exchange_values(participant, store, ADDRESS, &encoded, &late_message)? {
         let address: RankAddress =
             wire::decode(&bytes).map_err(|message| participant.own_error(message))?;
         addresses.push(address);
     }
     // Ranks that differ in this would wait for messages that are never sent.
-    let chosen = addresses[0].max_direct_group_size;
+    let rank_0_size = addresses[0].max_direct_group_size;
     let mut others = addresses
         .iter()
         .map(|address| address.max_direct_group_size)
         .enumerate();
-    if let Some((rank, other)) = others.find(|&(_, other)| other != chosen) {
+    if let Some((rank, other_size)) = others.find(|&(_, other_size)| other_size != rank_0_size) {
         let message = format!(
-            "`direct_up_to` is {chosen} on rank 0 and {other} on rank {rank}, but must be the same on all ranks"
+            "`direct_up_to` is {rank_0_size} on rank 0 and {other_size} on rank {rank}, but must be the same on all ranks"
         );
         return Err(participant.missing_error(Vec::new(), message));
     }
@@ -371,16 +370,16 @@ fn exchange_addresses(
 }
 
 /// Sets the key of this rank, which is `prefix` and its number, and waits for the values of all
-/// ranks. `late` is the message if some do not come in time.
-fn exchange(
+/// ranks. `late_message` is the message if some do not come in time.
+fn exchange_values(
     participant: &Participant,
     store: &TcpStore,
     prefix: &str,
-    own: &[u8],
-    late: &str,
+    own_value: &[u8],
+    late_message: &str,
 ) -> Result<Vec<Vec<u8>>, CommError> {
     store
-        .set(&format!("{prefix}{}", participant.rank), own)
+        .set(&format!("{prefix}{}", participant.rank), own_value)
         .map_err(|error| participant.store_lost_error(&error))?;
     let remaining = participant
         .deadline
@@ -398,15 +397,19 @@ fn exchange(
             );
             Err(participant.own_error(message))
         }
-        RankValues::Departed(first) => Err(participant.departed_error(first)),
+        RankValues::Departed(first_departed) => Err(participant.departed_error(first_departed)),
         RankValues::Missing(keys) => Err(participant.incomplete_error(
             |rank| keys.contains(&format!("{prefix}{rank}")),
-            late.to_owned(),
+            late_message.to_owned(),
         )),
     }
 }
 
-/// Takes the connections of the `higher` ranks that this one is to be connected to.
+/// Takes the connections of the `higher` ranks that this one is to be connected to, until it has
+/// all of them.
+///
+/// # Errors
+/// The deadline is over, or one of them has ended.
 fn accept_all(
     participant: &Participant,
     store: &TcpStore,
@@ -426,7 +429,7 @@ fn accept_all(
         let awaited: HashSet<usize> = higher
             .iter()
             .copied()
-            .filter(|&other| streams[other].is_none())
+            .filter(|&other_rank| streams[other_rank].is_none())
             .collect();
         if awaited.is_empty() {
             return Ok(());
@@ -435,24 +438,25 @@ fn accept_all(
         else {
             if Instant::now() >= deadline {
                 let message = format!("not all ranks connected to rank {rank} within {timeout:?}");
-                return Err(participant.incomplete_error(|other| awaited.contains(&other), message));
+                return Err(participant
+                    .incomplete_error(|other_rank| awaited.contains(&other_rank), message));
             }
             // A rank that has ended will not connect. But it may have connected just before, and
             // the connection may still be on its way to this thread. So fail only if the next check
             // finds the same.
-            match participant.ended_error(store, |other| awaited.contains(&other)) {
+            match participant.ended_error(store, |other_rank| awaited.contains(&other_rank)) {
                 Some(error) if is_suspected => return Err(error),
                 suspicion => is_suspected = suspicion.is_some(),
             }
             continue;
         };
-        let other = higher
+        let other_rank = higher
             .iter()
-            .find(|&&other| hello == Hello::new(other, world_size));
-        match other {
+            .find(|&&other_rank| hello == Hello::new(other_rank, world_size));
+        match other_rank {
             // A rank connects a second time only if it has lost the first connection, so the new
             // one takes its place.
-            Some(&other) => streams[other] = Some(stream),
+            Some(&other_rank) => streams[other_rank] = Some(stream),
             None => tracing::warn!(
                 "refused a connection from a process that claims to be rank {}",
                 hello.rank
@@ -461,25 +465,26 @@ fn accept_all(
     }
 }
 
-/// Waits until all ranks have connected to their neighbours.
+/// Waits until all ranks have connected to their neighbours, and on rank 0 until all others know
+/// that, but no longer than the deadline.
 fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Result<(), CommError> {
     // Step 1: say that this rank is connected, and wait until all ranks have said so.
-    let late = format!(
+    let late_message = format!(
         "not all ranks connected to each other within {:?}",
         participant.timeout
     );
-    exchange(participant, store, CONNECTED, &[], &late)?;
+    exchange_values(participant, store, CONNECTED, &[], &late_message)?;
     // Step 2: say that this rank knows. The store ends with rank 0, so rank 0 goes on only when all
     // others know.
     store
         .set(&format!("{KNOWS}{}", participant.rank), &[])
         .map_err(|error| participant.store_lost_error(&error))?;
-    let mut unknowing: Vec<String> = (1..participant.world_size)
-        .map(|other| format!("{KNOWS}{other}"))
+    let mut unknowing_keys: Vec<String> = (1..participant.world_size)
+        .map(|rank| format!("{KNOWS}{rank}"))
         .collect();
     while participant.rank == 0 && Instant::now() < participant.deadline {
-        let Err(missing) = store
-            .wait(&unknowing, CHECK_INTERVAL)
+        let Err(missing_keys) = store
+            .wait(&unknowing_keys, CHECK_INTERVAL)
             .map_err(|error| participant.store_lost_error(&error))?
         else {
             break;
@@ -488,7 +493,7 @@ fn wait_until_all_connected(participant: &Participant, store: &TcpStore) -> Resu
         let departed = store
             .departed_ranks(CHECK_INTERVAL)
             .map_err(|error| participant.store_lost_error(&error))?;
-        unknowing = missing
+        unknowing_keys = missing_keys
             .into_iter()
             .filter(|key| !departed.iter().any(|rank| *key == format!("{KNOWS}{rank}")))
             .collect();

@@ -21,13 +21,13 @@ pub(super) struct Schedule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Step {
     /// The rank that this one sends to.
-    pub(super) to: usize,
+    pub(super) receiver: usize,
     /// The rank that this one receives from.
-    pub(super) from: usize,
+    pub(super) sender: usize,
     /// The number of records that are sent, and that are received. Those sent begin with the record
-    /// of this rank, those received with the record of `from`; the others follow in the order of
+    /// of this rank, those received with the record of `sender`; the others follow in the order of
     /// ranks.
-    pub(super) len: usize,
+    pub(super) record_count: usize,
 }
 
 impl Schedule {
@@ -52,36 +52,42 @@ impl Schedule {
         distances
             .take_while(move |&distance| distance < ranks)
             .map(move |distance| Step {
-                to: (rank + ranks - distance) % ranks,
-                from: (rank + distance) % ranks,
+                receiver: (rank + ranks - distance) % ranks,
+                sender: (rank + distance) % ranks,
                 // The last step brings only the records that are left.
-                len: distance.min(ranks - distance),
+                record_count: distance.min(ranks - distance),
             })
     }
 
     /// Returns the ranks that this one sends to or receives from, in rank order. News that each
     /// rank forwards to its neighbours reaches all ranks.
     pub(super) fn neighbours(self) -> Vec<usize> {
-        let neighbours: BTreeSet<usize> =
-            self.steps().flat_map(|step| [step.to, step.from]).collect();
+        let neighbours: BTreeSet<usize> = self
+            .steps()
+            .flat_map(|step| [step.receiver, step.sender])
+            .collect();
         neighbours.into_iter().collect()
     }
 
     /// Returns two ranks that this one receives from, and that are on the way of a record from
-    /// another rank, `from`, to this one. One is as far away as the longest step that does not pass
-    /// `from`. The other is as far away as the shortest of the steps that together lead to `from`.
-    /// Both may be the same.
-    pub(super) fn relays_from(self, from: usize) -> [usize; 2] {
-        let distance = (from + self.ranks - self.rank) % self.ranks;
-        let longest = 1 << distance.ilog2();
-        let shortest = distance & distance.wrapping_neg();
-        [longest, shortest].map(|step| (self.rank + step) % self.ranks)
+    /// another rank, `origin`, to this one. One is as far away as the longest step that does not
+    /// pass `origin`. The other is as far away as the shortest of the steps that together lead to
+    /// `origin`. Both may be the same.
+    pub(super) fn relays_from(self, origin: usize) -> [usize; 2] {
+        let distance = (origin + self.ranks - self.rank) % self.ranks;
+        let longest_distance = 1 << distance.ilog2();
+        let shortest_distance = distance & distance.wrapping_neg();
+        [longest_distance, shortest_distance].map(|step| (self.rank + step) % self.ranks)
     }
 
-    /// Returns `len` ranks in order, beginning with `first`. The first rank of the group follows
-    /// the last.
-    pub(super) fn block(self, first: usize, len: usize) -> impl Iterator<Item = usize> {
-        (first..first + len).map(move |rank| rank % self.ranks)
+    /// Returns `rank_count` ranks in order, beginning with `first_rank`. The first rank of the
+    /// group follows the last.
+    pub(super) fn consecutive_ranks(
+        self,
+        first_rank: usize,
+        rank_count: usize,
+    ) -> impl Iterator<Item = usize> {
+        (first_rank..first_rank + rank_count).map(move |rank| rank % self.ranks)
     }
 
     /// Returns the rank that gets the record of a rank before any other does.
@@ -121,15 +127,15 @@ mod tests {
             let all = steps(ranks);
             for (rank, own) in all.iter().enumerate() {
                 for (number, step) in own.iter().enumerate() {
-                    assert_ne!(step.to, rank);
-                    let other = all[step.to][number];
+                    assert_ne!(step.receiver, rank);
+                    let other = all[step.receiver][number];
                     assert_eq!(
-                        (other.from, other.len),
-                        (rank, step.len),
+                        (other.sender, other.record_count),
+                        (rank, step.record_count),
                         "{rank} of {ranks}"
                     );
                 }
-                let first = own.first().map_or(rank, |step| step.to);
+                let first = own.first().map_or(rank, |step| step.receiver);
                 assert_eq!(Schedule::new(ranks, 0).first_receiver(rank), first);
             }
         }
@@ -175,7 +181,7 @@ mod tests {
                         assert!(
                             Schedule::new(ranks, at)
                                 .steps()
-                                .any(|step| step.from == next),
+                                .any(|step| step.sender == next),
                             "{ranks}"
                         );
                         at = next;
@@ -198,8 +204,12 @@ mod tests {
             for number in 0..all[0].len() {
                 let before = got.clone();
                 for (rank, own) in all.iter().enumerate() {
-                    let Step { from, len, .. } = own[number];
-                    for of in Schedule::new(ranks, rank).block(from, len) {
+                    let Step {
+                        sender: from,
+                        record_count: len,
+                        ..
+                    } = own[number];
+                    for of in Schedule::new(ranks, rank).consecutive_ranks(from, len) {
                         assert_eq!(
                             before[from][of], 1,
                             "rank {from} of {ranks} does not have the record of {of} yet"

@@ -90,7 +90,7 @@ impl Segment {
     }
 
     /// Returns the length of the whole segment.
-    fn len(ranks: usize) -> usize {
+    fn total_bytes(ranks: usize) -> usize {
         Self::header_bytes(ranks) + 2 * RECORD_BYTES + 2 * WINDOW_BYTES
     }
 
@@ -101,7 +101,7 @@ impl Segment {
             "fsdp",
             MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
         )?);
-        ftruncate(&file, Self::len(ranks) as u64)?;
+        ftruncate(&file, Self::total_bytes(ranks) as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok((Self::map(&file, ranks)?, file))
     }
@@ -113,9 +113,9 @@ impl Segment {
             .read(true)
             .write(true)
             .open(format!("/proc/{process}/fd/{file}"))?;
-        let needed = SealFlags::SHRINK | SealFlags::GROW;
-        if !rustix::fs::fcntl_get_seals(&file)?.contains(needed)
-            || file.metadata()?.len() != Self::len(ranks) as u64
+        let needed_seals = SealFlags::SHRINK | SealFlags::GROW;
+        if !rustix::fs::fcntl_get_seals(&file)?.contains(needed_seals)
+            || file.metadata()?.len() != Self::total_bytes(ranks) as u64
         {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
@@ -127,7 +127,9 @@ impl Segment {
 
     fn map(file: &File, ranks: usize) -> io::Result<Segment> {
         Ok(Segment {
-            map: MmapOptions::new().len(Self::len(ranks)).map_raw(file)?,
+            map: MmapOptions::new()
+                .len(Self::total_bytes(ranks))
+                .map_raw(file)?,
             ranks,
         })
     }
@@ -160,7 +162,7 @@ impl Segment {
 
     /// Returns the two words of a notification: its count, and the number of ranks that wait for
     /// it.
-    fn words_of(&self, notification: Notification) -> (&AtomicU32, &AtomicU64) {
+    fn notification_words(&self, notification: Notification) -> (&AtomicU32, &AtomicU64) {
         let line = LINE_BYTES * (1 + notification as usize);
         let count: *mut AtomicU64 = self.word_at(line).as_ptr().cast();
         // SAFETY: the first half of a word of the header, which all processes use as an atomic of
@@ -173,7 +175,7 @@ impl Segment {
 
     /// Wakes the ranks that wait for a change. It is called after the change.
     pub(super) fn notify(&self, notification: Notification) {
-        let (count, waiting) = self.words_of(notification);
+        let (count, waiting) = self.notification_words(notification);
         count.fetch_add(1, Ordering::SeqCst);
         // A rank that counts as waiting only after this load looks at the memory still later, and
         // sees the change.
@@ -182,25 +184,25 @@ impl Segment {
         }
     }
 
-    /// Sleeps until another rank notifies, but no longer than `limit`, and not at all if
+    /// Sleeps until another rank notifies, but no longer than `timeout`, and not at all if
     /// `is_ready`.
     pub(super) fn wait_for_notification(
         &self,
         notification: Notification,
-        limit: Duration,
+        timeout: Duration,
         is_ready: impl Fn() -> bool,
     ) {
-        let (count, waiting) = self.words_of(notification);
+        let (count, waiting) = self.notification_words(notification);
         // This rank counts as waiting before it checks, so that a change after the check wakes it.
         waiting.fetch_add(1, Ordering::SeqCst);
-        let before = count.load(Ordering::SeqCst);
+        let count_before = count.load(Ordering::SeqCst);
         if !is_ready() {
-            let limit = futex::Timespec {
-                tv_sec: limit.as_secs() as i64,
-                tv_nsec: i64::from(limit.subsec_nanos()),
+            let timespec = futex::Timespec {
+                tv_sec: timeout.as_secs() as i64,
+                tv_nsec: i64::from(timeout.subsec_nanos()),
             };
             // The caller checks again, whatever ended the sleep.
-            futex::wait(count, futex::Flags::empty(), before, Some(&limit)).ok();
+            futex::wait(count, futex::Flags::empty(), count_before, Some(&timespec)).ok();
         }
         waiting.fetch_sub(1, Ordering::SeqCst);
     }
@@ -210,7 +212,7 @@ impl Segment {
         assert!(
             offset
                 .checked_add(len)
-                .is_some_and(|end| end <= Self::len(self.ranks))
+                .is_some_and(|end| end <= Self::total_bytes(self.ranks))
         );
         // SAFETY: inside the mapping.
         unsafe { self.map.as_mut_ptr().add(offset) }
@@ -307,7 +309,7 @@ mod tests {
         let (_owner, file) = Segment::create(3).unwrap();
         assert!(Segment::open(std::process::id(), file.as_raw_fd(), 300).is_err());
         let plain = tempfile::tempfile().unwrap();
-        plain.set_len(Segment::len(3) as u64).unwrap();
+        plain.set_len(Segment::total_bytes(3) as u64).unwrap();
         assert!(Segment::open(std::process::id(), plain.as_raw_fd(), 3).is_err());
     }
 

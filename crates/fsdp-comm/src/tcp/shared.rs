@@ -102,11 +102,11 @@ impl SharedMemory {
         let invitations = exchange(member, round, 0, &invitation)?;
         // Step 3: map the segments of all others. The file stays open until all have mapped it,
         // after the next exchange.
-        let (own, _file) = created.ok().unzip();
-        let segments = own.and_then(|own| map_all(rank, own, &invitations));
+        let (own_segment, _file) = created.ok().unzip();
+        let segments = own_segment.and_then(|own_segment| map_all(rank, own_segment, &invitations));
         // Step 4: use shared memory only if it works for all ranks.
         let verdicts = exchange(member, round, 1, &segments.is_some())?;
-        (0..2).for_each(|number| member.discard_round(number));
+        (0..2).for_each(|setup_round| member.discard_round(setup_round));
         let works_for_all = verdicts
             .iter()
             .all(|verdict| wire::decode(verdict) == Ok(true));
@@ -133,17 +133,18 @@ impl SharedMemory {
             return Err(CommError::invalid_argument(round.operation, message));
         }
         let parity = (round.number % 2) as usize;
-        let own = &self.segments[member.rank];
+        let own_segment = &self.segments[member.rank];
         // Step 1: publish this rank's record, and wake the others. It overwrites the record of the
         // round before last, which nobody reads any more, because all ranks have arrived at the
         // last round since then.
-        own.write_record(parity, record);
-        own.word(Word::Arrived)
+        own_segment.write_record(parity, record);
+        own_segment
+            .word(Word::Arrived)
             .store(round.number + 1, Ordering::Release);
-        own.notify(Notification::ToReaders);
+        own_segment.notify(Notification::ToReaders);
         // Step 2: wait for all ranks, and agree on whether all have come.
-        let all = self.shared_round(member, round).all_arrived();
-        self.conclude(member, round, all)?;
+        let arrival = self.shared_round(member, round).wait_until_all_arrived();
+        self.conclude(member, round, arrival)?;
         Ok(self
             .segments
             .iter()
@@ -151,6 +152,7 @@ impl SharedMemory {
             .collect())
     }
 
+    /// Returns a round of this group through its shared memory.
     fn shared_round<'a>(&'a self, member: Member<'a>, round: &'a Round<'a>) -> SharedRound<'a> {
         SharedRound {
             member,
@@ -168,21 +170,24 @@ impl SharedMemory {
         &self,
         member: Member<'_>,
         round: &Round<'_>,
-        all: Result<(), CommError>,
+        arrival: Result<(), CommError>,
     ) -> Result<(), CommError> {
         let verdict = self.segments[0].word(Word::Verdict);
         let complete = round.number + 1;
         let failed = FAILED | (member.rank as u64) << RANK_SHIFT | round.number;
-        let own = if all.is_ok() { complete } else { failed };
+        let own_verdict = if arrival.is_ok() { complete } else { failed };
         // The verdict of the round before can be replaced only once, so the first rank decides. If
         // that is this rank, its own outcome counts.
-        let Err(decided) =
-            verdict.compare_exchange(round.number, own, Ordering::AcqRel, Ordering::Acquire)
-        else {
-            return all;
+        let Err(decided) = verdict.compare_exchange(
+            round.number,
+            own_verdict,
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        ) else {
+            return arrival;
         };
-        let rounds = decided & ((1 << RANK_SHIFT) - 1);
-        if rounds >= complete {
+        let complete_rounds = decided & ((1 << RANK_SHIFT) - 1);
+        if complete_rounds >= complete {
             // The round was complete; a later failure does not change that.
             return Ok(());
         }
@@ -192,16 +197,20 @@ impl SharedMemory {
             deadline: round.deadline.max(Instant::now() + HEARTBEAT_TIMEOUT),
             ..*round
         };
-        all?;
-        let by = ((decided & !FAILED) >> RANK_SHIFT) as usize;
-        let Some(&by) = member.ranks.get(by) else {
+        arrival?;
+        let failed_rank = ((decided & !FAILED) >> RANK_SHIFT) as usize;
+        let Some(&failed_rank) = member.ranks.get(failed_rank) else {
             // All ranks of the group can write the verdict, and one has written nonsense.
             return Err(CommError::Aborted {
                 rank: member.ranks[member.rank],
-                message: format!("rank {by} of the group, which has no such rank, has given up"),
+                message: format!(
+                    "rank {failed_rank} of the group, which has no such rank, has given up"
+                ),
             });
         };
-        member.node.wait(member.group, &patient, |_| Err(vec![by]))
+        member
+            .node
+            .wait(member.group, &patient, |_| Err(vec![failed_rank]))
     }
 
     /// Transfers the payloads of a round: publishes this rank's bytes chunk by chunk, and consumes
@@ -216,14 +225,14 @@ impl SharedMemory {
         let rank = member.rank;
         let shared = self.shared_round(member, round);
         let mut published = lock(&self.published);
-        let mut outgoing = OutgoingChunks::new(shared, &plan.to, send, &mut published);
-        let own = &send[plan.from[rank].clone()];
+        let mut outgoing = OutgoingChunks::new(shared, &plan.sent_ranges, send, &mut published);
+        let own_bytes = &send[plan.received_ranges[rank].clone()];
         // Each rank begins with the bytes of a different rank, so that not all wait for the same
         // one.
         let ranks = self.segments.len();
         let mut incoming: Vec<IncomingChunks<'_>> = (1..ranks)
-            .map(|k| (rank + k) % ranks)
-            .map(|from| IncomingChunks::new(shared, from, plan.from[from].len()))
+            .map(|distance| (rank + distance) % ranks)
+            .map(|sender| IncomingChunks::new(shared, sender, plan.received_ranges[sender].len()))
             .collect();
         match plan.destination {
             Destination::Copy(mut fillers) => {
@@ -231,10 +240,10 @@ impl SharedMemory {
                 // The own bytes are copied in the first turn, while the others publish their
                 // chunks.
                 outgoing.publish()?;
-                fillers[rank].fill(own);
+                fillers[rank].fill(own_bytes);
                 while !outgoing.is_over() || !incoming.iter().all(IncomingChunks::is_over) {
                     for incoming in incoming.iter_mut().filter(|incoming| !incoming.is_over()) {
-                        fillers[incoming.from].fill(incoming.wait_for_chunk()?);
+                        fillers[incoming.sender].fill(incoming.wait_for_chunk()?);
                         incoming.release_chunk();
                     }
                     outgoing.publish()?;
@@ -243,22 +252,22 @@ impl SharedMemory {
             Destination::Reduce(mut reduce) => {
                 // In each turn, publish the next chunk, and reduce one chunk of every rank at once.
                 let mut offset = 0;
-                while !outgoing.is_over() || offset < own.len() {
+                while !outgoing.is_over() || offset < own_bytes.len() {
                     outgoing.publish()?;
-                    if offset == own.len() {
+                    if offset == own_bytes.len() {
                         continue;
                     }
                     let mut pieces = vec![&[][..]; ranks];
                     // The chunks of all ranks have the same size, as all ranks send to the same
                     // places.
-                    let mut len = own.len() - offset;
+                    let mut piece_len = own_bytes.len() - offset;
                     for incoming in &mut incoming {
-                        pieces[incoming.from] = incoming.wait_for_chunk()?;
-                        len = len.min(pieces[incoming.from].len());
+                        pieces[incoming.sender] = incoming.wait_for_chunk()?;
+                        piece_len = piece_len.min(pieces[incoming.sender].len());
                     }
-                    pieces[rank] = &own[offset..offset + len];
+                    pieces[rank] = &own_bytes[offset..offset + piece_len];
                     reduce_blocks(&mut reduce, offset, &pieces);
-                    offset += len;
+                    offset += piece_len;
                     incoming.iter_mut().for_each(IncomingChunks::release_chunk);
                 }
             }
@@ -269,13 +278,16 @@ impl SharedMemory {
 
 impl SharedRound<'_> {
     /// Waits for all ranks to arrive at the round.
-    fn all_arrived(&self) -> Result<(), CommError> {
+    ///
+    /// # Errors
+    /// A rank that does not arrive before the deadline, or is lost.
+    fn wait_until_all_arrived(&self) -> Result<(), CommError> {
         for segment in self.segments {
             self.wait(
                 segment,
                 Notification::ToReaders,
                 || has_arrived(segment, self.round),
-                || self.missing(),
+                || self.missing_ranks(),
             )?;
         }
         Ok(())
@@ -283,9 +295,9 @@ impl SharedRound<'_> {
 
     /// Returns the ranks that have not arrived at the round, as global ranks, for the error when a
     /// deadline is over.
-    fn missing(&self) -> Vec<usize> {
-        let ranks = self.segments.iter().zip(self.member.ranks);
-        ranks
+    fn missing_ranks(&self) -> Vec<usize> {
+        let segments_and_ranks = self.segments.iter().zip(self.member.ranks);
+        segments_and_ranks
             .filter(|(segment, _)| !has_arrived(segment, self.round))
             .map(|(_, &rank)| rank)
             .collect()
@@ -297,33 +309,40 @@ fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
     segment.word(Word::Arrived).load(Ordering::Acquire) > round.number
 }
 
-/// Exchanges a message with the other ranks of the host, in the round of this number.
+/// Exchanges a message with the other ranks of the host, in the setup round of this number.
 fn exchange<T: Serialize>(
     member: Member<'_>,
     round: &Round<'_>,
-    number: u64,
+    setup_round: u64,
     message: &T,
 ) -> Result<Vec<Bytes>, CommError> {
     let encoded = wire::encode(message).expect("numbers can be encoded");
-    member.exchange(&Round { number, ..*round }, &encoded)
+    member.exchange(
+        &Round {
+            number: setup_round,
+            ..*round
+        },
+        &encoded,
+    )
 }
 
 /// Maps the segments of all ranks. Returns `None` if one cannot be mapped or does not hold its
 /// rank's token.
-fn map_all(rank: usize, own: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
+fn map_all(rank: usize, own_segment: Segment, invitations: &[Bytes]) -> Option<Vec<Segment>> {
     let ranks = invitations.len();
     let mut segments = Vec::with_capacity(ranks);
-    for (from, invitation) in invitations.iter().enumerate() {
-        if from != rank {
-            segments.push(map(from, invitation, ranks)?);
+    for (other_rank, invitation) in invitations.iter().enumerate() {
+        if other_rank != rank {
+            segments.push(map(other_rank, invitation, ranks)?);
         }
     }
-    segments.insert(rank, own);
+    segments.insert(rank, own_segment);
     Some(segments)
 }
 
-/// Maps the segment of another rank.
-fn map(from: usize, invitation: &Bytes, ranks: usize) -> Option<Segment> {
+/// Maps the segment of another rank. Returns `None` if that is not possible, or if the segment
+/// does not hold the rank's token.
+fn map(other_rank: usize, invitation: &Bytes, ranks: usize) -> Option<Segment> {
     let Invitation {
         process,
         file,
@@ -334,7 +353,7 @@ fn map(from: usize, invitation: &Bytes, ranks: usize) -> Option<Segment> {
             (segment.word(Word::Token).load(Ordering::Acquire) == token).then_some(segment)
         }
         Err(error) => {
-            tracing::warn!(rank = from, %error, "memory cannot be shared: it goes over sockets");
+            tracing::warn!(rank = other_rank, %error, "memory cannot be shared: it goes over sockets");
             None
         }
     }

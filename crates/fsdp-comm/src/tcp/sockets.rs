@@ -29,14 +29,23 @@ pub(super) struct Member<'a> {
 impl Member<'_> {
     /// Returns the global ranks of all others.
     pub(super) fn others(&self) -> impl Iterator<Item = usize> {
-        let own = self.node.rank;
-        self.ranks.iter().copied().filter(move |&rank| rank != own)
+        let own_rank = self.node.rank;
+        self.ranks
+            .iter()
+            .copied()
+            .filter(move |&rank| rank != own_rank)
     }
 
     /// Sends a frame of a round to a rank of the group.
-    fn send(&self, round: &Round<'_>, to: usize, kind: Kind, body: &[u8]) -> Result<(), CommError> {
+    fn send(
+        &self,
+        round: &Round<'_>,
+        receiver: usize,
+        kind: Kind,
+        body: &[u8],
+    ) -> Result<(), CommError> {
         let frame = OutgoingFrame {
-            to,
+            receiver,
             kind,
             group: self.group,
             round: round.number,
@@ -58,16 +67,16 @@ impl Member<'_> {
         if ranks.len() > node.max_direct_group_size {
             return node.relay_records(group, round, record);
         }
-        for to in self.others() {
-            self.send(round, to, Kind::Record, record)?;
+        for receiver in self.others() {
+            self.send(round, receiver, Kind::Record, record)?;
         }
         // Wait until every rank's record is in the inbox, and take them.
         node.wait(group, round, |state| {
             let missing: Vec<usize> = self
                 .others()
-                .filter(|&from| {
+                .filter(|&sender| {
                     state
-                        .received_frames(group, from, round.number)
+                        .received_frames(group, sender, round.number)
                         .record
                         .is_none()
                 })
@@ -76,16 +85,16 @@ impl Member<'_> {
                 return Err(missing);
             }
             let mut records = Vec::with_capacity(ranks.len());
-            for &from in ranks {
-                if from == node.rank {
+            for &sender in ranks {
+                if sender == node.rank {
                     records.push(Bytes::copy_from_slice(record));
                     continue;
                 }
-                let received = state
-                    .received_frames(group, from, round.number)
+                let received_record = state
+                    .received_frames(group, sender, round.number)
                     .record
                     .take();
-                records.push(received.expect("no record is missing").into());
+                records.push(received_record.expect("no record is missing").into());
             }
             Ok(records)
         })
@@ -120,8 +129,8 @@ pub(super) fn round(
 
 /// The ranges of bytes that this rank sends to each rank and takes from each rank.
 struct Ranges<'a> {
-    to: &'a [Range<usize>],
-    from: &'a [Range<usize>],
+    sent: &'a [Range<usize>],
+    received: &'a [Range<usize>],
 }
 
 /// Sends this rank's bytes chunk by chunk, and takes the chunks of the others in between.
@@ -138,32 +147,32 @@ fn transfer(
     plan: Plan<'_>,
 ) -> Result<(), CommError> {
     let ranges = Ranges {
-        to: &plan.to,
-        from: &plan.from,
+        sent: &plan.sent_ranges,
+        received: &plan.received_ranges,
     };
-    let own = &send[plan.from[member.rank].clone()];
+    let own_bytes = &send[plan.received_ranges[member.rank].clone()];
     let mut destination = plan.destination;
-    let to_send = max_chunks(ranges.to);
-    let to_receive = max_chunks(ranges.from);
-    for index in 0..=to_send.max(to_receive) {
+    let send_chunk_count = max_chunk_count(ranges.sent);
+    let receive_chunk_count = max_chunk_count(ranges.received);
+    for index in 0..=send_chunk_count.max(receive_chunk_count) {
         send_chunks(member, round, send, &ranges, index)?;
         // A chunk is taken one turn after the chunk of the same number was sent. So this rank
         // copies its own bytes, and sends its next chunk, while the chunks of the others are on
         // their way.
-        let Some(before) = index.checked_sub(1) else {
+        let Some(previous_index) = index.checked_sub(1) else {
             if let Destination::Copy(fillers) = &mut destination {
-                fillers[member.rank].fill(own);
+                fillers[member.rank].fill(own_bytes);
             }
             continue;
         };
-        let chunks = receive_chunks(member, round, &ranges, before)?;
-        if before < to_receive {
+        let chunks = receive_chunks(member, round, &ranges, previous_index)?;
+        if previous_index < receive_chunk_count {
             let mut pieces: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
             if let Destination::Reduce(_) = destination {
                 // A reduction takes the bytes of this rank together with those of the others.
-                pieces[member.rank] = &own[chunk_range(own.len(), before)];
+                pieces[member.rank] = &own_bytes[chunk_range(own_bytes.len(), previous_index)];
             }
-            destination.take(before * CHUNK_BYTES, &pieces);
+            destination.take(previous_index * CHUNK_BYTES, &pieces);
         }
     }
     Ok(())
@@ -180,11 +189,11 @@ fn send_chunks(
     index: usize,
 ) -> Result<(), CommError> {
     let ranks = member.ranks.len();
-    for other in (1..ranks).map(|k| (member.rank + k) % ranks) {
-        let bytes = &send[ranges.to[other].clone()];
+    for receiver in (1..ranks).map(|distance| (member.rank + distance) % ranks) {
+        let bytes = &send[ranges.sent[receiver].clone()];
         let chunk = &bytes[chunk_range(bytes.len(), index)];
-        if !chunk.is_empty() || is_answered(&ranges.from[other], index) {
-            member.send(round, member.ranks[other], Kind::Chunk, chunk)?;
+        if !chunk.is_empty() || is_answered(&ranges.received[receiver], index) {
+            member.send(round, member.ranks[receiver], Kind::Chunk, chunk)?;
         }
     }
     Ok(())
@@ -198,24 +207,26 @@ fn receive_chunks(
     ranges: &Ranges<'_>,
     index: usize,
 ) -> Result<Vec<Vec<u8>>, CommError> {
-    let mut received = vec![Vec::new(); member.ranks.len()];
-    for (other, range) in ranges.from.iter().enumerate() {
-        let due = chunk_range(range.len(), index).len();
-        if other == member.rank || (due == 0 && !is_answered(&ranges.to[other], index)) {
+    let mut chunks = vec![Vec::new(); member.ranks.len()];
+    for (sender_index, range) in ranges.received.iter().enumerate() {
+        let due_bytes = chunk_range(range.len(), index).len();
+        if sender_index == member.rank
+            || (due_bytes == 0 && !is_answered(&ranges.sent[sender_index], index))
+        {
             continue;
         }
-        let from = member.ranks[other];
+        let sender = member.ranks[sender_index];
         let chunk = member.node.wait(member.group, round, |state| {
-            let frames = state.received_frames(member.group, from, round.number);
-            frames.chunks.pop_front().ok_or_else(|| vec![from])
+            let frames = state.received_frames(member.group, sender, round.number);
+            frames.chunks.pop_front().ok_or_else(|| vec![sender])
         })?;
-        if chunk.len() != due {
-            let reason = format!("sent {} bytes where {due} were due", chunk.len());
-            return Err(round.rank_left_error(from, reason));
+        if chunk.len() != due_bytes {
+            let reason = format!("sent {} bytes where {due_bytes} were due", chunk.len());
+            return Err(round.rank_left_error(sender, reason));
         }
-        received[other] = chunk;
+        chunks[sender_index] = chunk;
     }
-    Ok(received)
+    Ok(chunks)
 }
 
 /// Returns `true` if the receiver of a range answers its chunk number `index` with a chunk of the
@@ -227,7 +238,7 @@ fn is_answered(range: &Range<usize>, index: usize) -> bool {
 }
 
 /// Returns the largest number of chunks of any of `ranges`.
-fn max_chunks(ranges: &[Range<usize>]) -> usize {
+fn max_chunk_count(ranges: &[Range<usize>]) -> usize {
     ranges
         .iter()
         .map(|range| range.len().div_ceil(CHUNK_BYTES))

@@ -14,7 +14,7 @@ impl SharedMemory {
         Ok(None)
     }
 
-    /// Never runs, because there is no value of this type.
+    /// Returns never: there is no value of this type to call it on.
     pub(super) fn exchange(
         &self,
         _member: Member<'_>,
@@ -24,7 +24,7 @@ impl SharedMemory {
         match *self {}
     }
 
-    /// Never runs, because there is no value of this type.
+    /// Returns never: there is no value of this type to call it on.
     pub(super) fn transfer(
         &self,
         _member: Member<'_>,

@@ -77,28 +77,28 @@ pub(super) fn copy_to_host(
         return Err(released_error(tensor));
     }
     let bytes = bytes_of(storage).ok_or_else(|| unsupported_error(tensor))?;
-    let from = bytes
+    let source = bytes
         .try_slice(range)
         .ok_or_else(|| released_error(tensor))?;
     let mut copy = zeroed(tensor.dims(), tensor.dtype())?;
-    let to = plain_bytes_mut(&mut copy);
-    if to.is_empty() {
+    let destination = plain_bytes_mut(&mut copy);
+    if destination.is_empty() {
         return Ok(copy);
     }
     let stream = storage.device.cuda_stream();
     // Small transfers are not worth the buffers.
-    if to.len() >= STAGED_FROM_BYTES {
-        staging::read(&stream, &from, to).map_err(cuda_error)?;
+    if destination.len() >= STAGED_FROM_BYTES {
+        staging::read(&stream, &source, destination).map_err(cuda_error)?;
     } else {
         stream
-            .memcpy_dtoh(&from, to)
+            .memcpy_dtoh(&source, destination)
             .and_then(|()| stream.synchronize())
             .map_err(cuda_error)?;
     }
     Ok(copy)
 }
 
-/// Copies a contiguous tensor to the host.
+/// Copies a contiguous tensor to the host, and returns the copy.
 pub(super) fn to_host(tensor: &Tensor) -> Result<Tensor, FlatError> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
@@ -114,22 +114,22 @@ pub(super) fn write(
     tensor: &Tensor,
     storage: &mut CudaStorage,
     range: Range<usize>,
-    from: &[u8],
+    source: &[u8],
 ) -> Result<(), FlatError> {
     if is_released_storage(tensor, storage) {
         return Err(released_error(tensor));
     }
     let stream = storage.device.cuda_stream();
     let mut bytes = bytes_of_mut(storage).ok_or_else(|| unsupported_error(tensor))?;
-    let mut to = bytes
+    let mut destination = bytes
         .try_slice_mut(range)
         .ok_or_else(|| released_error(tensor))?;
-    if from.is_empty() {
+    if source.is_empty() {
         return Ok(());
     }
-    // The caller may free `from` as soon as this returns, so the copy must have finished by then.
+    // The caller may free `source` as soon as this returns, so the copy must have finished by then.
     stream
-        .memcpy_htod(from, &mut to)
+        .memcpy_htod(source, &mut destination)
         .and_then(|()| stream.synchronize())
         .map_err(cuda_error)
 }
@@ -154,11 +154,11 @@ pub(super) fn refill(
     storage: &mut CudaStorage,
     dtype: DType,
     numel: usize,
-    from: &[u8],
+    source: &[u8],
 ) -> Result<(), FlatError> {
-    replace(storage, dtype, numel, |stream, to| {
-        // The caller may free `from` as soon as this returns.
-        stream.memcpy_htod(from, to)?;
+    replace(storage, dtype, numel, |stream, destination| {
+        // The caller may free `source` as soon as this returns.
+        stream.memcpy_htod(source, destination)?;
         stream.synchronize()
     })
 }
@@ -172,14 +172,14 @@ pub(super) fn refill_from(storage: &mut CudaStorage, source: &Tensor) -> Result<
         return Err(FlatError::device(source));
     };
     let bytes = bytes_of(source_storage).ok_or_else(|| unsupported_error(source))?;
-    let from = bytes
+    let source_view = bytes
         .try_slice(range)
         .ok_or_else(|| released_error(source))?;
     replace(
         storage,
         source.dtype(),
         source.elem_count(),
-        |stream, to| stream.memcpy_dtod(&from, to),
+        |stream, destination| stream.memcpy_dtod(&source_view, destination),
     )
 }
 
@@ -224,8 +224,8 @@ pub fn with_device_slice<T: Scalar + CudaDType, R>(
     Ok(f(&view, &storage.device.cuda_stream()))
 }
 
-/// Like [`with_device_slice`], but `f` may change the elements. The storage's write lock is held
-/// meanwhile.
+/// Runs `f` as [`with_device_slice`] does, but it may change the elements. The storage's write lock
+/// is held meanwhile.
 ///
 /// # Errors
 /// The same as [`with_device_slice`].

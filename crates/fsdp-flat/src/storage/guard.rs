@@ -123,8 +123,8 @@ impl std::fmt::Debug for HostBytes<'_> {
 pub struct HostBytesMut {
     tensor: Tensor,
     /// The tensor's storage, or the copy of what is on a GPU; `None` once it is back there.
-    held: Option<CpuStorage>,
-    /// The tensor's bytes in `held`.
+    host_storage: Option<CpuStorage>,
+    /// The tensor's bytes in `host_storage`.
     range: Range<usize>,
 }
 
@@ -140,7 +140,7 @@ impl HostBytesMut {
     pub fn write(tensor: &Tensor) -> Result<Self, FlatError> {
         with_storage_mut(tensor, |storage, layout| {
             let range = contiguous_bytes(tensor, layout)?;
-            let (held, range) = match storage {
+            let (host_storage, range) = match storage {
                 StorageMut::Cpu(storage) => {
                     // Nothing may fail after the storage has been taken.
                     check_readable(tensor, storage, &range)?;
@@ -154,7 +154,7 @@ impl HostBytesMut {
             };
             Ok(HostBytesMut {
                 tensor: tensor.clone(),
-                held: Some(held),
+                host_storage: Some(host_storage),
                 range,
             })
         })
@@ -171,18 +171,18 @@ impl HostBytesMut {
 
     /// Puts the bytes back into the tensor, unless that has been done.
     fn give_back(&mut self) -> Result<(), FlatError> {
-        let Some(held) = self.held.take() else {
+        let Some(host_storage) = self.host_storage.take() else {
             return Ok(());
         };
         with_storage_mut(&self.tensor, |storage, _layout| match storage {
             StorageMut::Cpu(storage) => {
-                *storage = held;
+                *storage = host_storage;
                 Ok(())
             }
             #[cfg(feature = "cuda")]
             StorageMut::Cuda(storage) => {
                 let range = contiguous_bytes(&self.tensor, _layout)?;
-                cuda::write(&self.tensor, storage, range, plain_bytes(&held))
+                cuda::write(&self.tensor, storage, range, plain_bytes(&host_storage))
             }
         })
     }
@@ -200,13 +200,13 @@ impl Deref for HostBytesMut {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &plain_bytes(self.held.as_ref().expect(HELD))[self.range.clone()]
+        &plain_bytes(self.host_storage.as_ref().expect(HELD))[self.range.clone()]
     }
 }
 
 impl DerefMut for HostBytesMut {
     fn deref_mut(&mut self) -> &mut [u8] {
-        &mut plain_bytes_mut(self.held.as_mut().expect(HELD))[self.range.clone()]
+        &mut plain_bytes_mut(self.host_storage.as_mut().expect(HELD))[self.range.clone()]
     }
 }
 

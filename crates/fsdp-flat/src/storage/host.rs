@@ -42,7 +42,7 @@ macro_rules! plain_storages {
 
         /// Copies a range of the storage's elements, which has `shape`, to memory of their own;
         /// `None` for types that are not plain bytes, and for a range that is not there.
-        pub(super) fn copied(
+        pub(super) fn copy_range(
             storage: &CpuStorage,
             range: Range<usize>,
             shape: &[usize],
@@ -82,6 +82,7 @@ pub(crate) fn plain_bytes(storage: &CpuStorage) -> &[u8] {
     bytes_of(storage).expect(NOT_PLAIN)
 }
 
+/// Returns the error of elements for which there is no memory.
 fn out_of_memory_error(dtype: DType, shape: &[usize]) -> FlatError {
     FlatError::OutOfMemory {
         dtype: dtype.as_str().to_owned(),
@@ -103,11 +104,11 @@ pub fn zeroed_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
 /// # Errors
 /// [`FlatError::OutOfMemory`].
 pub fn reserved_vec<T: Scalar>(numel: usize) -> Result<Vec<T>, FlatError> {
-    let mut empty = Vec::new();
-    empty
+    let mut reserved = Vec::new();
+    reserved
         .try_reserve_exact(numel)
         .map_err(|_| out_of_memory_error(T::DTYPE, &[numel]))?;
-    Ok(empty)
+    Ok(reserved)
 }
 
 /// Makes a tensor of elements in the host's memory, row-major, without a copy.

@@ -33,17 +33,17 @@ pub fn with_joined_bytes<R, F: FnOnce(&[u8]) -> R>(tensors: &[&Tensor], f: F) ->
 /// Returns the bytes of all tensors together in the storage that they share; `None` if they do not
 /// share one, or are not adjacent.
 fn joined_range(tensors: &[&Tensor]) -> Option<Range<usize>> {
-    let (first, rest) = tensors.split_first()?;
+    let (first_tensor, other_tensors) = tensors.split_first()?;
     // The storages are compared before one is locked. A thread that takes a read lock a second time
     // would deadlock with a writer that came in between.
-    let id = storage_id(first);
-    let mut range = contiguous_bytes(first, first.layout()).ok()?;
-    for tensor in rest {
-        let next = contiguous_bytes(tensor, tensor.layout()).ok()?;
-        if next.start != range.end || storage_id(tensor) != id {
+    let id = storage_id(first_tensor);
+    let mut range = contiguous_bytes(first_tensor, first_tensor.layout()).ok()?;
+    for tensor in other_tensors {
+        let tensor_range = contiguous_bytes(tensor, tensor.layout()).ok()?;
+        if tensor_range.start != range.end || storage_id(tensor) != id {
             return None;
         }
-        range.end = next.end;
+        range.end = tensor_range.end;
     }
     Some(range)
 }

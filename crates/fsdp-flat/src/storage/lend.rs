@@ -52,6 +52,7 @@ impl<F, R> Lend<F, R>
 where
     F: FnOnce(StorageMut<'_>, &Layout) -> R,
 {
+    /// Runs the closure on the storage, and keeps its result.
     fn lend(&self, storage: StorageMut<'_>, layout: &Layout) {
         let closure = self
             .closure
@@ -72,7 +73,7 @@ pub(crate) fn with_storage_mut<R>(
     f: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R, FlatError>,
 ) -> Result<R, FlatError> {
     // Checked first, because candle would answer for another device without calling the op.
-    if !is_known(tensor.device()) {
+    if !is_supported(tensor.device()) {
         return Err(FlatError::device(tensor));
     }
     let lend = Lend {
@@ -91,7 +92,7 @@ pub(crate) fn with_storage_mut<R>(
 }
 
 /// Returns `true` if this build can access the memory of `device`.
-fn is_known(device: &Device) -> bool {
+fn is_supported(device: &Device) -> bool {
     device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda())
 }
 
@@ -120,9 +121,9 @@ pub(crate) fn contiguous_bytes(
     tensor: &Tensor,
     layout: &Layout,
 ) -> Result<Range<usize>, FlatError> {
-    let elements = contiguous_range(tensor, layout)?;
-    let size = tensor.dtype().size_in_bytes();
-    Ok(elements.start * size..elements.end * size)
+    let element_range = contiguous_range(tensor, layout)?;
+    let element_bytes = tensor.dtype().size_in_bytes();
+    Ok(element_range.start * element_bytes..element_range.end * element_bytes)
 }
 
 /// Returns the error for a tensor of a dtype whose elements are not plain bytes.

@@ -77,7 +77,7 @@ impl StorageGuard {
             if bytes.is_empty() {
                 continue;
             }
-            let at = *by_address
+            let storage_index = *by_address
                 .entry(std::ptr::from_ref(data).addr())
                 .or_insert_with(|| {
                     storages.push(Taken {
@@ -89,10 +89,10 @@ impl StorageGuard {
                 });
             // Ranges of one storage are in ascending order, so only the one before can overlap. A
             // tensor that shares bytes with an earlier one is not taken.
-            let ranges = &mut storages[at].ranges;
-            let place = ranges.partition_point(|(_, other)| other.start < bytes.end);
-            if place == 0 || ranges[place - 1].1.end <= bytes.start {
-                ranges.insert(place, (index, bytes));
+            let ranges = &mut storages[storage_index].ranges;
+            let insert_position = ranges.partition_point(|(_, other)| other.start < bytes.end);
+            if insert_position == 0 || ranges[insert_position - 1].1.end <= bytes.start {
+                ranges.insert(insert_position, (index, bytes));
             }
         }
         // Step 2: take the storages.
@@ -100,38 +100,39 @@ impl StorageGuard {
             .iter()
             .map(|tensor| tensor.elem_count() == 0)
             .collect();
-        let mut taken = StorageGuard {
+        let mut guard = StorageGuard {
             storages: Vec::with_capacity(storages.len()),
             is_empty,
         };
         for mut storage in storages {
             storage.storage = exchange(&storage.owner, empty_storage())?;
-            taken.storages.push(storage);
+            guard.storages.push(storage);
         }
-        Ok(taken)
+        Ok(guard)
     }
 
     /// Returns the bytes of each tensor that was asked for, row-major; `None` for a tensor that was
     /// not taken.
     pub fn bytes_mut(&mut self) -> Vec<Option<&mut [u8]>> {
-        let mut all: Vec<Option<&mut [u8]>> = self
+        let mut bytes_by_tensor: Vec<Option<&mut [u8]>> = self
             .is_empty
             .iter()
-            .map(|empty| empty.then(Default::default))
+            .map(|is_empty_tensor| is_empty_tensor.then(Default::default))
             .collect();
-        for taken in &mut self.storages {
-            let mut rest = plain_bytes_mut(&mut taken.storage);
-            let mut at = 0;
-            for (index, range) in &taken.ranges {
+        for taken_storage in &mut self.storages {
+            let mut remaining = plain_bytes_mut(&mut taken_storage.storage);
+            let mut offset = 0;
+            for (index, range) in &taken_storage.ranges {
                 // `take` has checked that all ranges are in the storage, one after the other.
-                let (_, from) = std::mem::take(&mut rest).split_at_mut(range.start - at);
-                let (bytes, after) = from.split_at_mut(range.len());
-                all[*index] = Some(bytes);
-                rest = after;
-                at = range.end;
+                let (_, from_start) =
+                    std::mem::take(&mut remaining).split_at_mut(range.start - offset);
+                let (bytes, tail) = from_start.split_at_mut(range.len());
+                bytes_by_tensor[*index] = Some(bytes);
+                remaining = tail;
+                offset = range.end;
             }
         }
-        all
+        bytes_by_tensor
     }
 }
 

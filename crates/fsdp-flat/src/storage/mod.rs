@@ -31,7 +31,7 @@ mod staging;
 
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 
-use self::host::{copied, host_tensor, zeroed};
+use self::host::{copy_range, host_tensor, zeroed};
 use self::lend::{StorageMut, is_released_storage, released_error, with_storage_mut};
 use crate::error::FlatError;
 #[cfg(feature = "cuda")]
@@ -57,28 +57,30 @@ pub fn is_released(tensor: &Tensor) -> bool {
 /// Returns `true` if two tensors are views of one storage. If so, one cannot be read while the
 /// other is being changed.
 #[must_use]
-pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
-    place(a).0 == place(b).0
+pub fn share_storage(first_tensor: &Tensor, second_tensor: &Tensor) -> bool {
+    storage_position(first_tensor).0 == storage_position(second_tensor).0
 }
 
 /// Returns a number that is the same for all views of one storage, and different for other
 /// storages. It may be used again for a new storage once the last view is dropped.
 #[must_use]
 pub fn storage_id(tensor: &Tensor) -> usize {
-    place(tensor).0
+    storage_position(tensor).0
 }
 
 /// Returns `true` if two tensors are views of the same elements of one storage, with the same shape
 /// and strides.
-pub(crate) fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
-    place(a) == place(b) && a.dtype() == b.dtype() && a.layout() == b.layout()
+pub(crate) fn is_same_view(first_tensor: &Tensor, second_tensor: &Tensor) -> bool {
+    storage_position(first_tensor) == storage_position(second_tensor)
+        && first_tensor.dtype() == second_tensor.dtype()
+        && first_tensor.layout() == second_tensor.layout()
 }
 
 /// Returns the address of a tensor's storage, and the offset at which the tensor begins in it.
 ///
 /// The storage's lock is held only inside this function. Callers that compare two tensors thus
 /// never hold two locks.
-fn place(tensor: &Tensor) -> (usize, usize) {
+fn storage_position(tensor: &Tensor) -> (usize, usize) {
     let (storage, layout) = tensor.storage_and_layout();
     (
         std::ptr::from_ref::<Storage>(&*storage).addr(),
@@ -149,7 +151,7 @@ fn contiguous_copy(tensor: &Tensor) -> Result<Option<CpuStorage>, FlatError> {
         return Err(released_error(tensor));
     }
     match layout.contiguous_offsets() {
-        Some((start, end)) => copied(storage, start..end, tensor.dims()),
+        Some((start, end)) => copy_range(storage, start..end, tensor.dims()),
         None => Ok(None),
     }
 }

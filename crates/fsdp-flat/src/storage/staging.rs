@@ -42,11 +42,12 @@ fn pinned_buffer(context: &Arc<CudaContext>) -> Result<PinnedHostSlice<u8>, Driv
     Ok(buffer)
 }
 
-/// Copies `from`, which `stream` has written, to the host. The copy is complete when this returns.
+/// Copies `source`, which `stream` has written, to the host. The copy is complete when this
+/// returns.
 pub(super) fn read(
     stream: &CudaStream,
-    from: &CudaView<'_, u8>,
-    to: &mut [u8],
+    source: &CudaView<'_, u8>,
+    destination: &mut [u8],
 ) -> Result<(), DriverError> {
     static STAGES: Mutex<Option<HashMap<usize, Stage>>> = Mutex::new(None);
     let ordinal = stream.context().ordinal();
@@ -57,7 +58,7 @@ pub(super) fn read(
         Some(stage) => stage,
         None => Stage::new(ordinal)?,
     };
-    match copy_in_pieces(&mut stage, stream, from, to) {
+    match copy_in_pieces(&mut stage, stream, source, destination) {
         Ok(()) => {
             stages.insert(ordinal, stage);
             Ok(())
@@ -81,51 +82,51 @@ struct PieceInFlight {
     arrived: CudaEvent,
 }
 
-/// Copies `from` to `to` through the buffers of `stage`, after the work on `stream`: as many bytes
-/// as the shorter of the two has.
+/// Copies `source` to `destination` through the buffers of `stage`, after the work on `stream`: as
+/// many bytes as the shorter of the two has.
 fn copy_in_pieces(
     stage: &mut Stage,
     stream: &CudaStream,
-    from: &CudaView<'_, u8>,
-    to: &mut [u8],
+    source: &CudaView<'_, u8>,
+    destination: &mut [u8],
 ) -> Result<(), DriverError> {
-    let len = to.len().min(from.len());
+    let copied_bytes = destination.len().min(source.len());
     // Wait for what `stream` still writes.
     stage.stream.join(stream)?;
     let mut in_flight: Option<PieceInFlight> = None;
-    for (k, start) in (0..len).step_by(PIECE_BYTES).enumerate() {
-        let range = start..len.min(start + PIECE_BYTES);
-        let buffer = &mut stage.buffers[k % 2].as_mut_slice()?[..range.len()];
+    for (piece_index, start) in (0..copied_bytes).step_by(PIECE_BYTES).enumerate() {
+        let range = start..copied_bytes.min(start + PIECE_BYTES);
+        let buffer = &mut stage.buffers[piece_index % 2].as_mut_slice()?[..range.len()];
         // Nothing may touch the buffer before the event: only then has its piece arrived.
         stage
             .stream
-            .memcpy_dtoh(&from.slice(range.clone()), buffer)?;
+            .memcpy_dtoh(&source.slice(range.clone()), buffer)?;
         let piece = PieceInFlight {
-            buffer: k % 2,
+            buffer: piece_index % 2,
             range,
             arrived: stage.stream.record_event(None)?,
         };
         // While this piece is on its way, move the one before it out of the other buffer. So that
         // buffer is free one turn before it is used again.
         if let Some(earlier) = in_flight.replace(piece) {
-            copy_to_destination(stage, earlier, to)?;
+            copy_to_destination(stage, earlier, destination)?;
         }
     }
     match in_flight {
-        Some(last) => copy_to_destination(stage, last, to),
+        Some(last_piece) => copy_to_destination(stage, last_piece, destination),
         None => Ok(()),
     }
 }
 
 /// Waits until the GPU has copied a piece to its staging buffer, and copies it from there to its
-/// range of `to`.
+/// range of `destination`.
 fn copy_to_destination(
     stage: &Stage,
     piece: PieceInFlight,
-    to: &mut [u8],
+    destination: &mut [u8],
 ) -> Result<(), DriverError> {
     piece.arrived.synchronize()?;
     let len = piece.range.len();
-    to[piece.range].copy_from_slice(&stage.buffers[piece.buffer].as_slice()?[..len]);
+    destination[piece.range].copy_from_slice(&stage.buffers[piece.buffer].as_slice()?[..len]);
     Ok(())
 }

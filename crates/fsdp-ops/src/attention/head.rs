@@ -67,7 +67,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// How the heads of an attention are computed.
+/// The options by which the heads of an attention are computed.
 #[derive(Clone, Copy)]
 pub(super) struct Attention {
     /// `true` if a row sees no columns after its own.
@@ -109,22 +109,23 @@ impl<'a> Heads<'a> {
         })
     }
 
-    fn heads(&self) -> usize {
+    /// Returns the number of heads of the whole batch.
+    fn head_count(&self) -> usize {
         self.query.dim(0) * self.query.dim(1)
     }
 
     /// Returns the number of threads of one product. Heads are computed in parallel, and share all
     /// threads.
     fn threads(&self) -> usize {
-        rayon::current_num_threads().div_ceil(self.heads().max(1))
+        rayon::current_num_threads().div_ceil(self.head_count().max(1))
     }
 
     /// Cuts the rows of a head into blocks. With `causal`, a block needs only the columns up to its
     /// last row.
     fn blocks(&self, head: usize) -> impl Iterator<Item = Block> {
-        let all_rows = self.query.dim(2);
-        (0..all_rows).step_by(BLOCK_LEN).map(move |start| {
-            let rows = BLOCK_LEN.min(all_rows - start);
+        let row_count = self.query.dim(2);
+        (0..row_count).step_by(BLOCK_LEN).map(move |start| {
+            let rows = BLOCK_LEN.min(row_count - start);
             Block {
                 head,
                 start,
@@ -137,17 +138,17 @@ impl<'a> Heads<'a> {
     /// Returns the number of columns that a row sees, the first ones.
     #[inline(always)]
     fn visible_columns(&self, row: usize) -> usize {
-        let all = self.key.dim(2);
+        let key_count = self.key.dim(2);
         if self.attention.causal {
-            all.min(row + 1)
+            key_count.min(row + 1)
         } else {
-            all
+            key_count
         }
     }
 
     /// Computes each head of the output, `[rows, width of values]`.
     pub(super) fn forward<R: Real>(&self) -> Result<Vec<Vec<R>>> {
-        (0..self.heads())
+        (0..self.head_count())
             .into_par_iter()
             .map(|head| self.forward_head(head))
             .collect()
@@ -173,7 +174,7 @@ impl<'a> Heads<'a> {
     /// Computes the gradients of queries, keys and values from the gradient of the output: three
     /// lists with one entry for each head.
     pub(super) fn backward<R: Real>(&self, grad: &View<'_>) -> Result<[Vec<Vec<R>>; 3]> {
-        let heads: Result<Vec<[Vec<R>; 3]>> = (0..self.heads())
+        let heads: Result<Vec<[Vec<R>; 3]>> = (0..self.head_count())
             .into_par_iter()
             .map(|head| self.backward_head(head, grad))
             .collect();
@@ -208,10 +209,11 @@ impl<'a> Heads<'a> {
                         .chunks_mut(block.columns)
                         .zip(weights.chunks(block.columns))
                     {
-                        let along = sum(weights.len(), |index| dscores[index] * weights[index]);
+                        let dot_product =
+                            sum(weights.len(), |index| dscores[index] * weights[index]);
                         let elements = dscores.iter_mut().zip(weights);
                         elements.for_each(|(score, &weight)| {
-                            *score = weight * (*score - along) * scale
+                            *score = weight * (*score - dot_product) * scale
                         });
                     }
                 },

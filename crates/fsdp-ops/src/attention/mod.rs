@@ -56,7 +56,7 @@ pub fn scaled_dot_product_attention(
         candle_core::bail!("{NAME}: queries without keys");
     }
     if !query.device().is_cpu() {
-        return compose(query, key, value, causal, scale);
+        return with_candle_ops(query, key, value, causal, scale);
     }
     query.apply_op3(key, value, OnCpu(Attention { causal, scale }))
 }
@@ -84,7 +84,7 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
         let parts = qkv
             .reshape((batch, time, 3, heads, width))?
             .permute((2, 0, 3, 1, 4))?;
-        let mixed = compose(
+        let mixed = with_candle_ops(
             &parts.get(0)?,
             &parts.get(1)?,
             &parts.get(2)?,
@@ -100,7 +100,7 @@ pub fn packed_attention(qkv: &Tensor, heads: usize, causal: bool) -> Result<Tens
 }
 
 /// Computes [`scaled_dot_product_attention`] with candle's operations.
-pub(crate) fn compose(
+pub(crate) fn with_candle_ops(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
@@ -113,13 +113,13 @@ pub(crate) fn compose(
         let rows = query.dim(2)?;
         let columns = key.dim(2)?;
         let mut mask = vec![0f32; rows * columns];
-        for (row, mask) in mask.chunks_mut(columns.max(1)).enumerate() {
-            mask[columns.min(row + 1)..].fill(f32::NEG_INFINITY);
+        for (row, mask_row) in mask.chunks_mut(columns.max(1)).enumerate() {
+            mask_row[columns.min(row + 1)..].fill(f32::NEG_INFINITY);
         }
-        let hidden = Tensor::from_vec(mask, (rows, columns), query.device())?;
-        scores = scores.broadcast_add(&hidden.to_dtype(query.dtype())?)?;
+        let mask = Tensor::from_vec(mask, (rows, columns), query.device())?;
+        scores = scores.broadcast_add(&mask.to_dtype(query.dtype())?)?;
     }
-    softmax::compose(&scores)?.matmul(&value.contiguous()?)
+    softmax::with_candle_ops(&scores)?.matmul(&value.contiguous()?)
 }
 
 impl Operation<3> for Attention {
@@ -240,20 +240,25 @@ fn interleave_heads<T: Element>(
     // The number of values of one position in time.
     let stride = parts.len() * heads * width;
     let zero = T::narrow(T::Real::ZERO);
-    let (values, _) = compute_in_chunks(batches * time * stride, stride, zero, |number, output| {
-        // A part is one position in time: of each head in turn, the values of that position.
-        let batch = number / time;
-        let position = number % time;
-        let heads_of_batch = parts
-            .iter()
-            .flat_map(|part| &part[batch * heads..(batch + 1) * heads]);
-        for (output, head) in output.chunks_mut(width).zip(heads_of_batch) {
-            let values = &head[position * width..(position + 1) * width];
-            output
-                .iter_mut()
-                .zip(values)
-                .for_each(|(output, &value)| *output = T::narrow(value));
-        }
-    });
-    values
+    let (interleaved, _) = compute_in_chunks(
+        batches * time * stride,
+        stride,
+        zero,
+        |time_index, output| {
+            // A part is one position in time: of each head in turn, the values of that position.
+            let batch = time_index / time;
+            let position = time_index % time;
+            let heads_of_batch = parts
+                .iter()
+                .flat_map(|part| &part[batch * heads..(batch + 1) * heads]);
+            for (output, head) in output.chunks_mut(width).zip(heads_of_batch) {
+                let head_values = &head[position * width..(position + 1) * width];
+                output
+                    .iter_mut()
+                    .zip(head_values)
+                    .for_each(|(output, &value)| *output = T::narrow(value));
+            }
+        },
+    );
+    interleaved
 }

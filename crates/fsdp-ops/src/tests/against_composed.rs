@@ -134,7 +134,7 @@ fn softmax_equals_the_composed_one() {
         compare(
             &[shape],
             |x| crate::softmax_last_dim(&x[0]),
-            |x| softmax::compose(&x[0]),
+            |x| softmax::with_candle_ops(&x[0]),
         );
     }
 }
@@ -151,13 +151,13 @@ fn norms_equal_the_composed_ones() {
         compare(
             &shapes,
             |x| crate::layer_norm(&x[0], &x[1], &x[2], 1e-5),
-            |x| norm::compose(&x[0], &x[1], Some(&x[2]), 1e-5),
+            |x| norm::with_candle_ops(&x[0], &x[1], Some(&x[2]), 1e-5),
         );
         let shapes = [shape, &[width]];
         compare(
             &shapes,
             |x| crate::rms_norm(&x[0], &x[1], 1e-3),
-            |x| norm::compose(&x[0], &x[1], None, 1e-3),
+            |x| norm::with_candle_ops(&x[0], &x[1], None, 1e-3),
         );
     }
 }
@@ -178,9 +178,9 @@ fn rotary_embeddings_equal_the_composed_ones() {
         for (fast, slow) in [
             (
                 crate::rope as fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
-                rope::compose::<false> as fn(&_, &_, &_) -> _,
+                rope::with_candle_ops::<false> as fn(&_, &_, &_) -> _,
             ),
-            (crate::rope_i, rope::compose::<true>),
+            (crate::rope_i, rope::with_candle_ops::<true>),
         ] {
             let run = |x: &Tensor, f: fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>| {
                 f(x, &of(x).0, &of(x).1)
@@ -208,7 +208,7 @@ fn attention_equals_the_composed_one() {
             compare(
                 &shapes,
                 |x| crate::scaled_dot_product_attention(&x[0], &x[1], &x[2], causal, 0.4),
-                |x| attention::compose(&x[0], &x[1], &x[2], causal, 0.4),
+                |x| attention::with_candle_ops(&x[0], &x[1], &x[2], causal, 0.4),
             );
         }
     }
@@ -223,7 +223,7 @@ fn packed_attention_equals_that_of_its_parts() {
                     .reshape((batch, time, 3, heads, width))?
                     .permute((2, 0, 3, 1, 4))?;
                 let scale = (width as f64).powf(-0.5);
-                let mixed = attention::compose(
+                let mixed = attention::with_candle_ops(
                     &parts.get(0)?,
                     &parts.get(1)?,
                     &parts.get(2)?,
@@ -273,7 +273,7 @@ fn cross_entropy_equals_the_composed_one() {
         let targets: Vec<u32> = (0..rows).map(|row| (row * 7 % classes) as u32).collect();
         let targets = Tensor::new(targets, &Device::Cpu).unwrap();
         for targets in [targets.clone(), targets.to_dtype(DType::I64).unwrap()] {
-            let slow = |x: &Tensor| cross_entropy::compose(x, &targets);
+            let slow = |x: &Tensor| cross_entropy::with_candle_ops(x, &targets);
             compare(
                 &[&[rows, classes]],
                 |x| crate::cross_entropy(&x[0], &targets),

@@ -286,7 +286,7 @@ impl World {
             let at = self.arrival(from, to);
             return self.plan(at, Event::Frame { from, to, frame });
         }
-        if sender.state.ranks[to].left.is_some() {
+        if sender.state.peers[to].departure.is_some() {
             return;
         }
         sender.state.expect_frames_from(to, self.now);
@@ -443,7 +443,7 @@ impl World {
                 Condition::Running | Condition::Gone => now,
                 Condition::Stopped(since, _) => since,
             };
-            let last = &mut state.ranks[other].last_frame_received;
+            let last = &mut state.peers[other].last_frame_received;
             *last = (*last).max(Some(heard));
         }
     }
@@ -469,7 +469,10 @@ impl World {
                 deadline,
             };
             match self.ranks[rank].state.next(GROUP, &round, self.now) {
-                Ok(Next::Send { to, bundles }) => {
+                Ok(Next::Send {
+                    receiver: to,
+                    bundles,
+                }) => {
                     bundles
                         .into_iter()
                         .for_each(|bundle| self.send(rank, to, Kind::Bundle, number, bundle));
@@ -499,7 +502,7 @@ impl World {
         if self.ranks[rank].condition == Condition::Running {
             for notice in self.ranks[rank].state.notices() {
                 let body = notice.body.into_owned();
-                self.send(rank, notice.to, notice.kind, notice.round, body);
+                self.send(rank, notice.receiver, notice.kind, notice.round, body);
             }
         }
     }
