@@ -44,12 +44,13 @@ pub(crate) struct RunPosition {
 
 /// A committed checkpoint of a run, and the branch of the run that it is on.
 #[derive(Debug, Clone)]
-pub(crate) struct OnBranch {
+pub(crate) struct CheckpointOnBranch {
     pub(crate) branch: Branch,
     pub(crate) checkpoint: StepCheckpoint,
 }
 
-impl OnBranch {
+impl CheckpointOnBranch {
+    /// Returns the place in the run.
     pub(crate) fn position(&self) -> RunPosition {
         RunPosition {
             branch: self.branch.number,
@@ -94,7 +95,7 @@ fn list_steps(
     dir: &Location,
 ) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let mut committed = Vec::new();
-    let mut others = Vec::new();
+    let mut uncommitted = Vec::new();
     for name in names(dir)? {
         let Some(step) = step_of(&name) else {
             continue;
@@ -103,12 +104,12 @@ fn list_steps(
         if path.join(METADATA_FILE).is_file()? {
             committed.push(StepCheckpoint { step, path });
         } else {
-            others.push(StepCheckpoint { step, path });
+            uncommitted.push(StepCheckpoint { step, path });
         }
     }
     committed.sort();
-    others.sort();
-    Ok((committed, others))
+    uncommitted.sort();
+    Ok((committed, uncommitted))
 }
 
 /// Lists the committed checkpoints in a run's directory with their branches, the newest last, and
@@ -116,19 +117,25 @@ fn list_steps(
 /// step first.
 pub(crate) fn list_branches(
     dir: &Location,
-) -> Result<(Vec<OnBranch>, Vec<StepCheckpoint>), CheckpointError> {
-    let (committed, others) = list_steps(dir)?;
-    let mut committed = with_branches(committed)?;
+) -> Result<(Vec<CheckpointOnBranch>, Vec<StepCheckpoint>), CheckpointError> {
+    let (committed, uncommitted) = list_steps(dir)?;
+    let mut committed = find_branches(committed)?;
     // The sort keeps the order of two names of one step.
-    committed.sort_by_key(OnBranch::position);
-    Ok((committed, others))
+    committed.sort_by_key(CheckpointOnBranch::position);
+    Ok((committed, uncommitted))
 }
 
-/// Finds the branches of checkpoints.
-fn with_branches(checkpoints: Vec<StepCheckpoint>) -> Result<Vec<OnBranch>, CheckpointError> {
+/// Finds the branches of checkpoints. Leaves out those that were removed meanwhile. One whose
+/// lineage cannot be parsed counts as one of the newest branch, with a warning.
+///
+/// # Errors
+/// A checkpoint or an integrity file that cannot be read.
+fn find_branches(
+    checkpoints: Vec<StepCheckpoint>,
+) -> Result<Vec<CheckpointOnBranch>, CheckpointError> {
     // A single checkpoint is the newest on any branch.
     if checkpoints.len() < 2 {
-        let on_first_branch = |checkpoint| OnBranch {
+        let on_first_branch = |checkpoint| CheckpointOnBranch {
             branch: Branch::default(),
             checkpoint,
         };
@@ -155,14 +162,14 @@ fn with_branches(checkpoints: Vec<StepCheckpoint>) -> Result<Vec<OnBranch>, Chec
             }
         }
     }
-    let known = found.iter().filter_map(|(branch, _)| branch.as_ref());
-    let newest = known
+    let known_branches = found.iter().filter_map(|(branch, _)| branch.as_ref());
+    let newest = known_branches
         .max_by_key(|branch| branch.number)
         .cloned()
         .unwrap_or_default();
     Ok(found
         .into_iter()
-        .map(|(branch, checkpoint)| OnBranch {
+        .map(|(branch, checkpoint)| CheckpointOnBranch {
             branch: branch.unwrap_or_else(|| newest.clone()),
             checkpoint,
         })
@@ -178,12 +185,13 @@ pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, Chec
         .collect())
 }
 
-/// Returns the step in the name of a checkpoint.
+/// Returns the step in the name of a checkpoint; `None` for any other name.
 pub(crate) fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-").and_then(parse_step)
 }
 
-/// Returns the step in the name of a hidden file, e.g. `.step-20.tmp-53f1`.
+/// Returns the step in the name of a hidden file, such as `.step-20.tmp-53f1`; `None` for any other
+/// name.
 fn step_of_hidden(name: &str) -> Option<u64> {
     parse_step(name.strip_prefix(".step-")?.split('.').next()?)
 }
@@ -206,7 +214,7 @@ fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
             path: dir.name().to_owned(),
             source,
         },
-        other => other.into(),
+        error => error.into(),
     })
 }
 
