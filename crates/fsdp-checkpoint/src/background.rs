@@ -47,8 +47,8 @@ struct BackgroundSave {
     saver: Saver,
     /// The copy of the state, without the values that are copied later.
     staged: StateDict,
-    later: DeferredCopies,
-    kept: Option<KeptUnchanged>,
+    deferred_copies: DeferredCopies,
+    guard: Option<KeptUnchanged>,
 }
 
 impl BackgroundSaver {
@@ -97,15 +97,15 @@ impl BackgroundSaver {
         state: Result<(StateDict, Option<KeptUnchanged>), CheckpointError>,
     ) -> Result<(), CheckpointError> {
         let group = with_storage_deadline(&self.group, request.options.deadline);
-        let started = state.and_then(|(state, kept)| {
+        let started = state.and_then(|(state, guard)| {
             let _span = info_span!("stage", rank = group.rank()).entered();
             let buffers = std::mem::take(&mut self.buffers);
-            let (staged, later) = stage(&state, buffers, kept.as_ref())?;
-            Ok((staged, later, kept, start_thread()?))
+            let (staged, deferred_copies) = stage(&state, buffers, guard.as_ref())?;
+            Ok((staged, deferred_copies, guard, start_thread()?))
         });
         // If one rank cannot copy its values, no rank may start the save: the others would wait for
         // it.
-        let (staged, later, kept, (sender, thread)) =
+        let (staged, deferred_copies, guard, (sender, thread)) =
             CheckpointError::agree(&group, &request.operation(), None, started)?;
         self.progress = request.options.progress.clone();
         // Until the save is planned, these are not the bytes of the one before.
@@ -115,8 +115,8 @@ impl BackgroundSaver {
             request,
             saver: std::mem::take(&mut self.saver),
             staged,
-            later,
-            kept,
+            deferred_copies,
+            guard,
         };
         sender.send(save).expect("the thread waits for its save");
         self.in_flight = Some(thread);
@@ -160,9 +160,9 @@ impl BackgroundSave {
         // Copy the rest before anything else: training may be waiting for it.
         let copied = {
             let _span = info_span!("stage", rank = self.group.rank()).entered();
-            self.later.finish()
+            self.deferred_copies.finish()
         };
-        let waited = self.kept.map(KeptUnchanged::release).unwrap_or_default();
+        let waited = self.guard.map(KeptUnchanged::release).unwrap_or_default();
         let state = copied.map(|()| &self.staged).map_err(Into::into);
         let mut outcome = self.saver.save(&self.request, state, &self.group);
         if let Ok(report) = &mut outcome {
@@ -186,32 +186,37 @@ fn start_thread() -> Result<(mpsc::Sender<BackgroundSave>, SaveThread), StateErr
 }
 
 /// Copies the values of `state` into `buffers`, and returns the buffers. Allocates new ones if the
-/// layout has changed. Tensors that `kept` keeps unchanged are not copied here, but in the
+/// layout has changed. Tensors that `guard` keeps unchanged are not copied here, but in the
 /// background.
 fn stage(
     state: &StateDict,
     mut buffers: StateDict,
-    kept: Option<&KeptUnchanged>,
+    guard: Option<&KeptUnchanged>,
 ) -> Result<(StateDict, DeferredCopies), StateError> {
-    match copy_into(&mut buffers, state, kept) {
+    match copy_into(&mut buffers, state, guard) {
         // This is the first save, or the layout has changed since the last one.
         Err(StateError::CompanionMismatch { .. }) => {
             // The old buffers are freed first, so that there is never memory for two copies.
             drop(buffers);
             buffers = create_cpu_state_dict(state)?;
-            let later = copy_into(&mut buffers, state, kept)?;
-            Ok((buffers, later))
+            let deferred_copies = copy_into(&mut buffers, state, guard)?;
+            Ok((buffers, deferred_copies))
         }
-        later => Ok((buffers, later?)),
+        deferred_copies => Ok((buffers, deferred_copies?)),
     }
 }
 
+/// Copies the values of `state` into `buffers`, except those that `guard` keeps unchanged: the
+/// returned copies are made later.
+///
+/// # Errors
+/// [`StateError::CompanionMismatch`] for buffers of another layout; values that cannot be copied.
 fn copy_into(
     buffers: &mut StateDict,
     state: &StateDict,
-    kept: Option<&KeptUnchanged>,
+    guard: Option<&KeptUnchanged>,
 ) -> Result<DeferredCopies, StateError> {
     copy_state_dict_deferring(state, buffers, &|path| {
-        kept.is_some_and(|kept| kept.contains(path))
+        guard.is_some_and(|guard| guard.contains(path))
     })
 }

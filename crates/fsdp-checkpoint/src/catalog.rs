@@ -42,12 +42,13 @@ pub(crate) struct RunPosition {
 
 /// A committed checkpoint of a run, and the branch of the run that it is on.
 #[derive(Debug, Clone)]
-pub(crate) struct OnBranch {
+pub(crate) struct CheckpointOnBranch {
     pub(crate) branch: Branch,
     pub(crate) checkpoint: StepCheckpoint,
 }
 
-impl OnBranch {
+impl CheckpointOnBranch {
+    /// Returns the place in the run.
     pub(crate) fn position(&self) -> RunPosition {
         RunPosition {
             branch: self.branch.number,
@@ -92,7 +93,7 @@ fn list_steps(
     dir: &Location,
 ) -> Result<(Vec<StepCheckpoint>, Vec<StepCheckpoint>), CheckpointError> {
     let mut committed = Vec::new();
-    let mut others = Vec::new();
+    let mut uncommitted = Vec::new();
     for name in names(dir)? {
         let Some(step) = step_of(&name) else {
             continue;
@@ -101,12 +102,12 @@ fn list_steps(
         if path.join(METADATA_FILE).is_file()? {
             committed.push(StepCheckpoint { step, path });
         } else {
-            others.push(StepCheckpoint { step, path });
+            uncommitted.push(StepCheckpoint { step, path });
         }
     }
     committed.sort();
-    others.sort();
-    Ok((committed, others))
+    uncommitted.sort();
+    Ok((committed, uncommitted))
 }
 
 /// Lists the committed checkpoints in a run's directory with their branches, the newest last, and
@@ -114,24 +115,24 @@ fn list_steps(
 /// step first.
 pub(crate) fn list_branches(
     dir: &Location,
-) -> Result<(Vec<OnBranch>, Vec<StepCheckpoint>), CheckpointError> {
-    let (committed, others) = list_steps(dir)?;
+) -> Result<(Vec<CheckpointOnBranch>, Vec<StepCheckpoint>), CheckpointError> {
+    let (committed, uncommitted) = list_steps(dir)?;
     let paths: Vec<&Location> = committed
         .iter()
         .map(|checkpoint| &checkpoint.path)
         .collect();
     let branches = read_branches(&paths)?;
-    let mut committed: Vec<OnBranch> = committed
+    let mut committed: Vec<CheckpointOnBranch> = committed
         .into_iter()
         .zip(branches)
         .filter_map(|(checkpoint, branch)| {
             let branch = branch?;
-            Some(OnBranch { branch, checkpoint })
+            Some(CheckpointOnBranch { branch, checkpoint })
         })
         .collect();
     // The sort keeps the order of two names of one step.
-    committed.sort_by_key(OnBranch::position);
-    Ok((committed, others))
+    committed.sort_by_key(CheckpointOnBranch::position);
+    Ok((committed, uncommitted))
 }
 
 /// Returns the steps that have hidden files beside their checkpoints: a save in progress, or
@@ -143,12 +144,13 @@ pub(crate) fn steps_with_leftovers(dir: &Location) -> Result<BTreeSet<u64>, Chec
         .collect())
 }
 
-/// Returns the step in the name of a checkpoint.
+/// Returns the step in the name of a checkpoint; `None` for any other name.
 pub(crate) fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-").and_then(parse_step)
 }
 
-/// Returns the step in the name of a hidden file, e.g. `.step-20.tmp-53f1`.
+/// Returns the step in the name of a hidden file, such as `.step-20.tmp-53f1`; `None` for any other
+/// name.
 fn step_of_hidden(name: &str) -> Option<u64> {
     parse_step(name.strip_prefix(".step-")?.split('.').next()?)
 }
@@ -171,7 +173,7 @@ fn names(dir: &Location) -> Result<Vec<String>, CheckpointError> {
             path: dir.name().to_owned(),
             source,
         },
-        other => other.into(),
+        error => error.into(),
     })
 }
 

@@ -54,7 +54,7 @@ pub struct RunFacts {
 }
 
 impl CheckpointName {
-    /// Returns the step of a checkpoint of the run.
+    /// Returns the step of a checkpoint of the run; `None` for a path or a URL.
     fn step(&self) -> Option<u64> {
         match self {
             CheckpointName::Step(step) => Some(*step),
@@ -125,7 +125,7 @@ pub struct Checkpointer {
     options: CheckpointerOptions,
     saver: BackgroundSaver,
     durable: Durable,
-    memory: Option<MemoryTier>,
+    memory_tier: Option<MemoryTier>,
     /// The thread that removes old checkpoints, on rank 0.
     pruning: Option<JoinHandle<()>>,
     /// The parent of the next checkpoint: the one that was saved or loaded last.
@@ -135,18 +135,18 @@ pub struct Checkpointer {
     loaded: Option<Location>,
     /// The step of the save in the background; `None` if there is none, or if it does not save a
     /// step of the run.
-    saving: Option<u64>,
+    saving_step: Option<u64>,
     /// The configuration and the position in the data that are recorded with the next checkpoints.
     facts: RunFacts,
     /// `true` if a save ended while old checkpoints were still being removed, so that there may be
     /// more to remove.
     prune_again: bool,
     /// The step of the checkpoint that was saved or loaded last, if it has one.
-    at_step: Option<u64>,
+    current_step: Option<u64>,
     /// The branch of the run that the next checkpoint is on.
     branch: CurrentBranch,
     /// The newest step that the run leaves with its next save, until that is done; on rank 0.
-    left: Option<u64>,
+    left_step: Option<u64>,
 }
 
 /// The branch of the run that a checkpointer saves to.
@@ -172,7 +172,7 @@ impl Checkpointer {
         options: CheckpointerOptions,
     ) -> Result<Self, CheckpointError> {
         let run = run.into();
-        let memory = options
+        let memory_tier = options
             .memory_tier
             .clone()
             .map(|directory| MemoryTier::new(directory, run.clone(), group.clone()));
@@ -182,16 +182,16 @@ impl Checkpointer {
             options,
             saver: BackgroundSaver::new(group)?,
             durable: Durable::new(),
-            memory,
+            memory_tier,
             pruning: None,
             parent: None,
             loaded: None,
-            saving: None,
+            saving_step: None,
             facts: RunFacts::default(),
             prune_again: false,
-            at_step: None,
+            current_step: None,
             branch: CurrentBranch::AfterLoad(None),
-            left: None,
+            left_step: None,
         })
     }
 
@@ -223,8 +223,8 @@ impl Checkpointer {
         if self.group.rank() > 0 {
             return Ok(());
         }
-        let (branch, left) = self.branch_after_load(step, loaded.as_ref())?;
-        if let Some(left) = left {
+        let (branch, left_step) = self.branch_after_load(step, loaded.as_ref())?;
+        if let Some(left) = left_step {
             warn!(
                 run = %self.run,
                 step,
@@ -234,12 +234,15 @@ impl Checkpointer {
             );
         }
         self.branch = CurrentBranch::Chosen(branch);
-        self.left = left;
+        self.left_step = left_step;
         Ok(())
     }
 
     /// Returns the branch for the checkpoint of `step`, after the load of a checkpoint of the run
     /// or of none, and the step of the newest checkpoint if the run leaves that.
+    ///
+    /// # Errors
+    /// The errors of [`Self::choose_branch`].
     fn branch_after_load(
         &self,
         step: u64,
@@ -258,20 +261,23 @@ impl Checkpointer {
         let (branch, is_new) = match loaded {
             // The memory tier has begun this branch.
             Some((branch, _)) if branch.number > newest.branch.number => (branch.clone(), false),
-            Some((branch, at)) => {
-                let is_newest = branch.number == newest.branch.number && *at >= newest_step;
-                if is_newest && step >= *at {
+            Some((branch, loaded_step)) => {
+                let is_newest =
+                    branch.number == newest.branch.number && *loaded_step >= newest_step;
+                if is_newest && step >= *loaded_step {
                     (newest.branch.clone(), false)
                 } else {
-                    (branch.fork(*at, next_number), true)
+                    (branch.fork(*loaded_step, next_number), true)
                 }
             }
             // What the state was loaded from is not known.
             None if step > newest_step => (newest.branch.clone(), false),
             None => {
-                let from = Vec::new();
-                let number = next_number;
-                (Branch { number, from }, true)
+                let branch = Branch {
+                    number: next_number,
+                    from: Vec::new(),
+                };
+                (branch, true)
             }
         };
         // Without digests no lineage is recorded.
@@ -287,7 +293,7 @@ impl Checkpointer {
 
     /// Returns the request for a save to a place. That of a step of the run includes the lineage
     /// to record, whose branch has been chosen on rank 0.
-    fn request(&self, name: CheckpointName) -> SaveRequest {
+    fn save_request(&self, name: CheckpointName) -> SaveRequest {
         let branch = match &self.branch {
             CurrentBranch::Chosen(branch) => branch.clone(),
             CurrentBranch::AfterLoad(_) => Branch::default(),
@@ -303,7 +309,7 @@ impl Checkpointer {
             path: self.location(name),
             options: self.options.save.clone(),
             durable: self.durable.clone(),
-            left: lineage.as_ref().and(self.left),
+            left_step: lineage.as_ref().and(self.left_step),
             lineage,
             parent: self.loaded.clone(),
         }
@@ -314,7 +320,7 @@ impl Checkpointer {
     /// no parent.
     fn record_save(&mut self, step: Option<u64>, report: &SaveReport) {
         if step.is_some() {
-            self.left = None;
+            self.left_step = None;
         }
         self.parent = Parent::new(step, report.digest).or(self.parent);
         self.start_pruning(step);
@@ -337,7 +343,7 @@ impl Checkpointer {
     /// # Errors
     /// The same on every rank: the errors of the storage.
     pub fn check_writable(&self) -> Result<(), CheckpointError> {
-        self.request(CheckpointName::At(self.run.join(WRITE_TEST)))
+        self.save_request(CheckpointName::At(self.run.join(WRITE_TEST)))
             .check_writable(&self.group)
     }
 
@@ -361,10 +367,10 @@ impl Checkpointer {
         self.wait()?;
         let name = name.into();
         let step = name.step();
-        let chosen = step.map_or(Ok(()), |step| self.choose_branch(step));
-        let request = self.request(name);
+        let branch_outcome = step.map_or(Ok(()), |step| self.choose_branch(step));
+        let request = self.save_request(name);
         // An error of this rank becomes one of every rank in the save.
-        let report = match chosen.and_then(|()| stateful.state_to_save()) {
+        let report = match branch_outcome.and_then(|()| stateful.state_to_save()) {
             Ok((state, _guard)) => self.saver.save(&request, Ok(&state)),
             Err(error) => self.saver.save(&request, Err(error)),
         }?;
@@ -393,12 +399,12 @@ impl Checkpointer {
         self.wait()?;
         let name = name.into();
         let step = name.step();
-        let chosen = step.map_or(Ok(()), |step| self.choose_branch(step));
-        let request = self.request(name);
+        let branch_outcome = step.map_or(Ok(()), |step| self.choose_branch(step));
+        let request = self.save_request(name);
         // From here on, nothing that the guard covers changes until it has been copied.
-        let state = chosen.and_then(|()| stateful.state_to_save());
+        let state = branch_outcome.and_then(|()| stateful.state_to_save());
         self.saver.start(request, state)?;
-        self.saving = step;
+        self.saving_step = step;
         Ok(start.elapsed())
     }
 
@@ -424,16 +430,19 @@ impl Checkpointer {
     ) -> Result<SaveReport, CheckpointError> {
         // A rank that has no state takes part too, as `save` makes its error every rank's. The
         // guard of the values is for saves in the background: this one returns when all is written.
-        let chosen = self.choose_branch(step);
-        let state = chosen.and_then(|()| Ok(stateful.state_to_save()?.0));
+        let branch_outcome = self.choose_branch(step);
+        let state = branch_outcome.and_then(|()| Ok(stateful.state_to_save()?.0));
         let branch = match &self.branch {
             CurrentBranch::Chosen(branch) => branch.number,
             CurrentBranch::AfterLoad(_) => 0,
         };
         let position = RunPosition { branch, step };
-        let tier = self.memory.as_mut().ok_or(CheckpointError::NoMemoryTier)?;
-        let report = tier.save(position, self.left, state, &self.options.save)?;
-        self.left = None;
+        let tier = self
+            .memory_tier
+            .as_mut()
+            .ok_or(CheckpointError::NoMemoryTier)?;
+        let report = tier.save(position, self.left_step, state, &self.options.save)?;
+        self.left_step = None;
         Ok(report)
     }
 
@@ -456,7 +465,7 @@ impl Checkpointer {
         after: Option<&StepCheckpoint>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
-        let Some(tier) = &mut self.memory else {
+        let Some(tier) = &mut self.memory_tier else {
             return Ok(None);
         };
         let mut position = Ok(Some(None));
@@ -476,7 +485,7 @@ impl Checkpointer {
             });
         }
         let after = broadcast_result(&self.group, "look into the memory tier", position, 0)?;
-        tier.newest(after, strict)
+        tier.join_newest(after, strict)
     }
 
     /// Returns the newest step of which the memory tier has all parts. They are not read, and
@@ -485,8 +494,8 @@ impl Checkpointer {
     /// # Errors
     /// The same on every rank: directories that cannot be read.
     pub fn step_in_memory(&mut self) -> Result<Option<u64>, CheckpointError> {
-        match &mut self.memory {
-            Some(tier) => tier.newest_listed(),
+        match &mut self.memory_tier {
+            Some(tier) => tier.newest_listed_step(),
             None => Ok(None),
         }
     }
@@ -497,7 +506,7 @@ impl Checkpointer {
     /// # Errors
     /// The same on every rank: files that cannot be removed.
     pub fn clear_memory(&mut self) -> Result<(), CheckpointError> {
-        match &mut self.memory {
+        match &mut self.memory_tier {
             Some(tier) => tier.clear(),
             None => Ok(()),
         }
@@ -522,7 +531,7 @@ impl Checkpointer {
     /// # Errors
     /// The errors of the save in the background, as [`Checkpointer::save`] lists them.
     pub fn wait(&mut self) -> Result<Option<SaveReport>, CheckpointError> {
-        let step = self.saving.take();
+        let step = self.saving_step.take();
         let report = self.saver.wait()?;
         if let Some(report) = &report {
             self.record_save(step, report);
@@ -551,17 +560,17 @@ impl Checkpointer {
         // the next one, which it must not do after this load has set another parent.
         self.wait()?;
         let name = name.into();
-        let named = name.step();
+        let named_step = name.step();
         let path = self.location(name);
         let group = with_storage_deadline(&self.group, self.options.load.deadline);
         let checkpoint = open(LOAD, &path, &group, &self.options.load)?;
         let loaded = stateful.load_state_dict(&*checkpoint, &group, &self.options.load);
         let report = agree_on_load(&group, loaded)?;
-        let in_memory = self.position_in_memory(&path);
+        let memory_position = self.position_in_memory(&path);
         let lineage = checkpoint.lineage();
-        let recorded = lineage.map(|lineage| lineage.step);
+        let recorded_step = lineage.map(|lineage| lineage.step);
         let loaded_branch;
-        (self.parent, self.loaded, loaded_branch) = match in_memory {
+        (self.parent, self.loaded, loaded_branch) = match memory_position {
             // A step in the memory tier is not in the chain of checkpoints. So the next checkpoint
             // continues the newest checkpoint before that step.
             Some(position) => match parent_of_step(&self.run, position, &group)? {
@@ -584,19 +593,22 @@ impl Checkpointer {
             None => {
                 let branch = lineage.map_or_else(Branch::default, |lineage| lineage.branch.clone());
                 let is_own = self.is_own(&path);
-                let step = named
-                    .or(recorded)
+                let step = named_step
+                    .or(recorded_step)
                     .or_else(|| step_of(path.name().file_name()?.to_str()?));
                 (
-                    Parent::new(recorded, checkpoint.digests().map(StateDigest::root)),
+                    Parent::new(recorded_step, checkpoint.digests().map(StateDigest::root)),
                     Some(path),
                     step.filter(|_| is_own).map(|step| (branch, step)),
                 )
             }
         };
         self.branch = CurrentBranch::AfterLoad(loaded_branch);
-        let in_memory = in_memory.map(|position| position.step);
-        self.at_step = named.or(in_memory).or(recorded).or(self.at_step);
+        let memory_step = memory_position.map(|position| position.step);
+        self.current_step = named_step
+            .or(memory_step)
+            .or(recorded_step)
+            .or(self.current_step);
         Ok(report)
     }
 
@@ -612,7 +624,7 @@ impl Checkpointer {
         if self.is_own(path) {
             return None;
         }
-        self.memory.as_ref()?.position_of(path)
+        self.memory_tier.as_ref()?.position_of(path)
     }
 
     /// Loads the newest state of the run, from a checkpoint or from the memory tier. Returns the
@@ -662,7 +674,7 @@ impl Checkpointer {
         let mut listed = Ok(None);
         if group.rank() == 0 {
             listed = self
-                .latest_here()
+                .find_latest()
                 .map(|latest| Some(latest.as_ref().map(step_and_name)));
         }
         let found: Option<(u64, String)> =
@@ -672,7 +684,7 @@ impl Checkpointer {
 
     /// Returns the newest checkpoint that this rank finds, without communication; `None` if the
     /// run's directory does not exist yet.
-    fn latest_here(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
+    fn find_latest(&self) -> Result<Option<StepCheckpoint>, CheckpointError> {
         if self.run.exists()? {
             latest_checkpoint(&self.run)
         } else {
@@ -690,7 +702,7 @@ impl Checkpointer {
         let group = with_storage_deadline(&self.group, self.options.save.deadline);
         let mut outcome = Ok(None);
         if group.rank() == 0 {
-            outcome = prune_up_to(&self.run, &self.options.retention, self.at_step)
+            outcome = prune_up_to(&self.run, &self.options.retention, self.current_step)
                 .map(|removed| Some(removed.iter().map(step_and_name).collect()));
         }
         let removed: Vec<(u64, String)> = broadcast_result(&group, "prune", outcome, 0)?;
@@ -713,7 +725,7 @@ impl Checkpointer {
     /// does not wait for the thread, and a failure of it does not end training. If the thread of an
     /// earlier save is still running, the removal is left to the next save or to the drop.
     fn start_pruning(&mut self, step: Option<u64>) {
-        self.at_step = step.or(self.at_step);
+        self.current_step = step.or(self.current_step);
         if self.group.rank() > 0 || self.options.retention.keep_last.is_none() {
             return;
         }
@@ -726,7 +738,7 @@ impl Checkpointer {
         }
         let run = self.run.clone();
         let retention = self.options.retention;
-        let step = self.at_step;
+        let step = self.current_step;
         self.pruning = Builder::new()
             .name("prune".to_owned())
             .spawn(move || prune_and_log(&run, &retention, step))
@@ -744,7 +756,7 @@ impl Checkpointer {
             pruning.join().ok();
         }
         if self.prune_again {
-            prune_and_log(&self.run, &self.options.retention, self.at_step);
+            prune_and_log(&self.run, &self.options.retention, self.current_step);
         }
     }
 }
@@ -771,8 +783,8 @@ fn agree_on_load(
     match loaded {
         Err(error) if error.comm().is_some() => Err(error),
         Err(error) => {
-            let told = CheckpointError::State(with_causes_in_text(&error));
-            match CheckpointError::agree(group, LOAD, Some(0), Err::<(), _>(told)) {
+            let error_to_send = CheckpointError::State(with_causes_in_text(&error));
+            match CheckpointError::agree(group, LOAD, Some(0), Err::<(), _>(error_to_send)) {
                 // Another rank has no error of its own, so all ranks get that of this one.
                 Err(CheckpointError::Comm(CommError::RankFailed {
                     operation,

@@ -24,7 +24,7 @@ const COMPARING_RANK: usize = 0;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct BoxSum {
     /// The position of the tensor among the checkpoint's entries.
-    entry: usize,
+    entry_index: usize,
     bounds: TensorBox,
     sum: Sum,
 }
@@ -52,22 +52,27 @@ impl<'a> Comparison<'a> {
         })
     }
 
-    /// Records what this rank has read of a tensor: `sums` has the sum over each box of `read`. A
-    /// tensor without a recorded digest is ignored.
-    pub(crate) fn record_read(&mut self, read: LoadRequest, sums: Vec<Sum>) {
-        let Some(recorded) = self.recorded.get(&read.fqn) else {
+    /// Records what this rank has read of a tensor: `sums` has the sum over each box of `request`.
+    /// A tensor without a recorded digest is ignored.
+    pub(crate) fn record_read(&mut self, request: LoadRequest, sums: Vec<Sum>) {
+        let Some(recorded) = self.recorded.get(&request.fqn) else {
             return;
         };
-        let Some((entry, _, Entry::Tensor(tensor))) = self.metadata.entries.get_full(&read.fqn)
+        let Some((entry_index, _, Entry::Tensor(tensor))) =
+            self.metadata.entries.get_full(&request.fqn)
         else {
             unreachable!("a tensor of the checkpoint was read");
         };
-        for (bounds, sum) in read.boxes.into_iter().zip(sums) {
+        for (bounds, sum) in request.boxes.into_iter().zip(sums) {
             // A whole tensor with the right digest needs no further check. A wrong one is kept with
             // the sums of parts, which `check` sends to the rank that compares.
-            let is_settled = is_whole(&bounds, tensor) && digest(sum, tensor) == recorded;
+            let is_settled = is_whole(&bounds, tensor) && tensor_digest(sum, tensor) == recorded;
             if !bounds.is_empty() && !is_settled {
-                self.parts.push(BoxSum { entry, bounds, sum });
+                self.parts.push(BoxSum {
+                    entry_index,
+                    bounds,
+                    sum,
+                });
             }
         }
     }
@@ -79,7 +84,8 @@ impl<'a> Comparison<'a> {
     pub(crate) fn check_whole_tensors(&self) -> Result<(), CheckpointError> {
         let mut names = Vec::new();
         for part in &self.parts {
-            if let Some((fqn, Entry::Tensor(tensor))) = self.metadata.entries.get_index(part.entry)
+            if let Some((fqn, Entry::Tensor(tensor))) =
+                self.metadata.entries.get_index(part.entry_index)
                 && is_whole(&part.bounds, tensor)
             {
                 names.push(fqn.clone());
@@ -183,7 +189,7 @@ fn is_whole(bounds: &TensorBox, tensor: &TensorEntry) -> bool {
 }
 
 /// Returns the digest of a tensor from the sum over all its elements.
-fn digest(sum: Sum, tensor: &TensorEntry) -> Digest {
+fn tensor_digest(sum: Sum, tensor: &TensorEntry) -> Digest {
     sum.finish(tensor.properties.dtype, &tensor.shape)
 }
 
@@ -205,15 +211,15 @@ fn compare_all(
     let mut tensors: BTreeMap<usize, BoxSums> = BTreeMap::new();
     for (rank, parts) in parts {
         for part in parts {
-            let boxes = tensors.entry(part.entry).or_default();
+            let boxes = tensors.entry(part.entry_index).or_default();
             let sums = boxes.entry(part.bounds).or_default();
             sums.push((rank, part.sum));
         }
     }
     let mut compared = Compared::default();
-    for (entry, boxes) in tensors {
+    for (entry_index, boxes) in tensors {
         // Positions come from other ranks, so they are not trusted.
-        let Some((fqn, Entry::Tensor(tensor))) = metadata.entries.get_index(entry) else {
+        let Some((fqn, Entry::Tensor(tensor))) = metadata.entries.get_index(entry_index) else {
             continue;
         };
         let Some(recorded) = recorded.get(fqn) else {
@@ -245,18 +251,18 @@ fn wrong_ranks(tensor: &TensorEntry, recorded: Digest, mut boxes: BoxSums) -> (V
     let elements: usize = boxes.keys().map(TensorBox::numel).sum();
     let is_complete = elements == whole.numel() && uncovered(&whole, boxes.keys()).is_empty();
     // Ranks that have read the same box must have read the same elements.
-    let mut all = Sum::default();
+    let mut total = Sum::default();
     for sums in boxes.values() {
-        let usual = most_frequent(sums);
+        let usual_sum = most_frequent(sums);
         for (rank, sum) in sums {
-            if *sum != usual {
+            if *sum != usual_sum {
                 ranks.push(*rank);
             }
         }
-        all.add(usual);
+        total.add(usual_sum);
     }
     // Boxes that make up the tensor, each element once, add up to its digest.
-    if is_complete && !boxes.is_empty() && digest(all, tensor) != recorded {
+    if is_complete && !boxes.is_empty() && tensor_digest(total, tensor) != recorded {
         ranks.extend(boxes.values().flatten().map(|(rank, _)| *rank));
     }
     ranks.sort_unstable();
@@ -297,7 +303,7 @@ mod tests {
 
     /// Returns the ranks that are found wrong, where each rank has read some bytes of the tensor 1,
     /// 2, 3, 4.
-    fn found(reads: &[(usize, usize, &[u8])]) -> Vec<usize> {
+    fn wrong_ranks_of(reads: &[(usize, usize, &[u8])]) -> Vec<usize> {
         let mut boxes = BoxSums::new();
         for &(rank, start, bytes) in reads {
             let (bounds, sum) = sum_of(start, bytes);
@@ -305,7 +311,7 @@ mod tests {
         }
         wrong_ranks(
             &tensor(),
-            digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()),
+            tensor_digest(sum_of(0, &[1, 2, 3, 4]).1, &tensor()),
             boxes,
         )
         .0
@@ -313,12 +319,12 @@ mod tests {
 
     #[test]
     fn parts_are_right_or_wrong_together() {
-        assert!(found(&[(0, 0, &[1, 2]), (1, 2, &[3, 4])]).is_empty());
-        assert_eq!(found(&[(0, 0, &[1, 2]), (1, 2, &[3, 5])]), [0, 1]);
+        assert!(wrong_ranks_of(&[(0, 0, &[1, 2]), (1, 2, &[3, 4])]).is_empty());
+        assert_eq!(wrong_ranks_of(&[(0, 0, &[1, 2]), (1, 2, &[3, 5])]), [0, 1]);
         // Nobody knows what an element is that nobody has read, or that several have read in other
         // boxes.
-        assert!(found(&[(0, 0, &[9, 9])]).is_empty());
-        assert!(found(&[(0, 0, &[1, 2, 3]), (1, 2, &[3, 4])]).is_empty());
+        assert!(wrong_ranks_of(&[(0, 0, &[9, 9])]).is_empty());
+        assert!(wrong_ranks_of(&[(0, 0, &[1, 2, 3]), (1, 2, &[3, 4])]).is_empty());
     }
 
     #[test]
@@ -329,9 +335,9 @@ mod tests {
             (2, 0, &[1, 2]),
             (3, 2, &[3, 4]),
         ];
-        assert!(found(&right).is_empty());
+        assert!(wrong_ranks_of(&right).is_empty());
         let other = [&right[..], &[(4, 0, &[1, 3])]].concat();
-        assert_eq!(found(&other), [4]);
-        assert_eq!(found(&[(0, 0, &[1, 2, 3, 5])]), [0]);
+        assert_eq!(wrong_ranks_of(&other), [4]);
+        assert_eq!(wrong_ranks_of(&[(0, 0, &[1, 2, 3, 5])]), [0]);
     }
 }

@@ -91,38 +91,38 @@ pub fn from_checkpoint<M>(
     options: &FromCheckpointOptions,
     build: impl FnOnce(&Scope) -> CandleResult<M>,
 ) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
-    let with_deadline = with_storage_deadline(&group, options.load.deadline);
-    let checkpoint = open(OPERATION, &path.into(), &with_deadline, &options.load)?;
-    from_open(group, config, &*checkpoint, options, build)
+    let storage_group = with_storage_deadline(&group, options.load.deadline);
+    let checkpoint = open(OPERATION, &path.into(), &storage_group, &options.load)?;
+    from_open_checkpoint(group, config, &*checkpoint, options, build)
 }
 
 /// Builds a model from a checkpoint that every rank has opened.
-fn from_open<M>(
+fn from_open_checkpoint<M>(
     group: ProcessGroup,
     config: FsdpConfig,
     checkpoint: &dyn Checkpoint,
     options: &FromCheckpointOptions,
     build: impl FnOnce(&Scope) -> CandleResult<M>,
 ) -> Result<FullyShardedDataParallel<M>, CheckpointError> {
-    let with_deadline = with_storage_deadline(&group, options.load.deadline);
+    let storage_group = with_storage_deadline(&group, options.load.deadline);
     let mut source = CheckpointSource::new(checkpoint);
-    let names = StateDictOptions {
+    let name_options = StateDictOptions {
         fqn_renames: options.fqn_renames.clone(),
         ..StateDictOptions::default()
     };
     let prefix = model_prefix(source.schema());
-    let found = shapes(source.schema(), &prefix, &names);
-    let shapes = CheckpointError::agree(&with_deadline, OPERATION, None, found)?;
+    let found_shapes = model_shapes(source.schema(), &prefix, &name_options);
+    let shapes = CheckpointError::agree(&storage_group, OPERATION, None, found_shapes)?;
     let model = FullyShardedDataParallel::empty(group, config, shapes, build)?;
     let prefixes = StatePrefixes {
         model: Some(prefix),
         optim: None,
     };
     let mut target = LiveTarget::new(model.parameters(), Vec::new(), prefixes)?
-        .with_names(|name| names.name_in_model(name), str::to_owned);
+        .with_names(|name| name_options.name_in_model(name), str::to_owned);
     load_state::<_, _, CheckpointError>(
         OPERATION,
-        &with_deadline,
+        &storage_group,
         &mut source,
         &mut target,
         &options.load,
@@ -133,17 +133,20 @@ fn from_open<M>(
 
 /// Returns the shapes of a checkpoint's tensors below a prefix by the names that they have in the
 /// model.
-fn shapes(
+///
+/// # Errors
+/// Two tensors that have one name in the model.
+fn model_shapes(
     schema: &Schema,
     prefix: &[String],
-    names: &StateDictOptions,
+    name_options: &StateDictOptions,
 ) -> Result<HashMap<String, Vec<usize>>, CheckpointError> {
     let mut shapes = HashMap::new();
     for (path, leaf) in schema.iter() {
         let (Some(name), Some((_, shape))) = (path.below(prefix), leaf.tensor()) else {
             continue;
         };
-        let fqn = names.name_in_model(&name.flat_key());
+        let fqn = name_options.name_in_model(&name.flat_key());
         if shapes.insert(fqn.clone(), shape.to_vec()).is_some() {
             return Err(StateError::DuplicateKey { key: fqn }.into());
         }
@@ -178,9 +181,10 @@ mod tests {
         let read = run_local(4, |group| {
             let reader = CheckpointReader::open(&path).unwrap();
             let options = FromCheckpointOptions::default();
-            let model = from_open(group, FsdpConfig::default(), &reader, &options, |scope| {
-                scope.vb().get((512, 1024), "weight")
-            });
+            let model =
+                from_open_checkpoint(group, FsdpConfig::default(), &reader, &options, |scope| {
+                    scope.vb().get((512, 1024), "weight")
+                });
             drop(model.unwrap());
             reader.bytes_read()
         })

@@ -134,7 +134,7 @@ fn load_from(
     in_place: bool,
 ) -> Result<LoadReport, CheckpointError> {
     let group = with_storage_deadline(group, options.deadline);
-    let checkpoint = CheckpointError::or_refuse(&group, LOAD, open_here(path, options))?;
+    let checkpoint = CheckpointError::or_refuse(&group, LOAD, open_on_this_rank(path, options))?;
     fill(&*checkpoint, state, &group, options, in_place)
 }
 
@@ -146,11 +146,11 @@ pub(crate) fn open(
     group: &ProcessGroup,
     options: &LoadOptions,
 ) -> Result<Box<dyn Checkpoint>, CheckpointError> {
-    CheckpointError::agree(group, operation, None, open_here(path, options))
+    CheckpointError::agree(group, operation, None, open_on_this_rank(path, options))
 }
 
 /// Opens a checkpoint on this rank. No communication.
-fn open_here(
+fn open_on_this_rank(
     path: &Location,
     options: &LoadOptions,
 ) -> Result<Box<dyn Checkpoint>, CheckpointError> {
@@ -219,7 +219,7 @@ pub fn load_whole(
     prefix: &[&str],
     options: &LoadOptions,
 ) -> Result<StateDict, CheckpointError> {
-    let checkpoint = open_here(&path.into(), options)?;
+    let checkpoint = open_on_this_rank(&path.into(), options)?;
     let source = CheckpointSource::new(&*checkpoint);
     source.schema().check_gaps()?;
     let key = prefix.join(".");

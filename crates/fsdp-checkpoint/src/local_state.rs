@@ -89,7 +89,7 @@ impl LocalState {
     }
 
     /// Returns the digest of each plain value, sorted by key.
-    pub(crate) fn digests_of_values(&self) -> Vec<(String, Digest)> {
+    pub(crate) fn value_digests(&self) -> Vec<(String, Digest)> {
         let mut digests: Vec<(String, Digest)> = self
             .values
             .iter()
@@ -117,6 +117,7 @@ fn plain_value(fqn: &str, value: StateValue) -> Result<(PlainValue, u64), Checkp
     Ok((object, length))
 }
 
+/// Returns the error that the value `fqn` cannot be saved.
 fn unsavable(fqn: &str, problem: impl fmt::Display) -> CheckpointError {
     CheckpointError::Unsavable {
         fqn: fqn.to_owned(),

@@ -13,7 +13,7 @@ use fsdp_formats::writer::{RankWritten, box_sums, unchanged_entries};
 use fsdp_state::LoadError as _;
 use tracing::debug;
 
-use crate::catalog::{OnBranch, RunPosition, list_branches};
+use crate::catalog::{CheckpointOnBranch, RunPosition, list_branches};
 use crate::error::CheckpointError;
 use crate::plan::{PLANNER, Planned};
 use crate::rounds::{ROUND_BYTES, gather_in_rounds};
@@ -42,13 +42,13 @@ pub(crate) fn written_before(
     let gathered = gather_in_rounds(ROUND_BYTES, group, sums.clone(), |_| SUM_BYTES, PLANNER)?;
     // A parent that is gone, or another by now, is not an error: then everything is written.
     let checkpoint = open_parent(parent, digest);
-    let found = gathered.map(|sums| match (&checkpoint, &cached.metadata) {
+    let found_entries = gathered.map(|sums| match (&checkpoint, &cached.metadata) {
         (Some((_, recorded)), Some(metadata)) => {
             unchanged_entries(metadata, recorded, sums.into_iter().flatten())
         }
         _ => BTreeSet::new(),
     });
-    let unchanged: BTreeSet<u32> = group.broadcast_object(found.as_ref(), PLANNER)?;
+    let unchanged: BTreeSet<u32> = group.broadcast_object(found_entries.as_ref(), PLANNER)?;
     let Some((checkpoint, _)) = checkpoint else {
         return Ok(RankWritten::default());
     };
@@ -62,7 +62,8 @@ pub(crate) fn written_before(
     ))
 }
 
-/// Opens the parent, if it is still the one of this digest.
+/// Opens the parent, and returns its digests too; `None` if it cannot be opened, which is only
+/// logged, or is another one than that of this digest by now.
 fn open_parent(parent: &Location, digest: Digest) -> Option<(Box<dyn Checkpoint>, StateDigest)> {
     let opened = open(parent, OpenOptions { verify: true });
     let checkpoint = opened
@@ -91,22 +92,23 @@ pub(crate) fn parent_of_step(
     Ok(group.broadcast_object(Some(&parent), PLANNER)?)
 }
 
-/// Finds the checkpoint that [`parent_of_step`] returns.
+/// Finds the checkpoint that [`parent_of_step`] returns, without communication. One that cannot be
+/// read is only logged.
 fn find_parent(run: &Location, position: RunPosition) -> Option<(String, Branch, Option<Parent>)> {
     let listed = list_branches(run);
-    let (mut before, _) = listed
+    let (mut candidates, _) = listed
         .inspect_err(|error| debug!(path = %run, %error, "cannot list the checkpoints"))
         .ok()?;
-    before.retain(|found| {
+    candidates.retain(|found| {
         found.checkpoint.step < position.step && found.branch.number <= position.branch
     });
-    let OnBranch { branch, checkpoint } = before.pop()?;
+    let CheckpointOnBranch { branch, checkpoint } = candidates.pop()?;
     let opened = open(&checkpoint.path, OpenOptions { verify: true });
-    let opened = opened
+    let parent = opened
         .inspect_err(|error| debug!(path = %checkpoint.path, %error, "cannot read the parent"))
         .ok()?;
-    let recorded = opened.lineage().map(|lineage| lineage.step);
-    let parent = Parent::new(recorded, opened.digests().map(StateDigest::root));
+    let recorded = parent.lineage().map(|lineage| lineage.step);
+    let parent = Parent::new(recorded, parent.digests().map(StateDigest::root));
     let branch = if branch.number == position.branch {
         branch
     } else {

@@ -10,7 +10,9 @@ use fsdp_formats::storage::{Durable, clean_stale};
 use fsdp_formats::{FileError, Location};
 use tracing::{info, info_span, warn};
 
-use crate::catalog::{OnBranch, StepCheckpoint, list_branches, step_name, steps_with_leftovers};
+use crate::catalog::{
+    CheckpointOnBranch, StepCheckpoint, list_branches, step_name, steps_with_leftovers,
+};
 use crate::error::CheckpointError;
 
 /// The rule for which checkpoints of a run are kept when a new one has been saved. Without
@@ -29,23 +31,24 @@ impl Retention {
     ///
     /// ```
     /// use fsdp_checkpoint::{Retention, StepCheckpoint, step_path};
-    /// let at = |step| StepCheckpoint { step, path: step_path("run".as_ref(), step).into() };
-    /// let all: Vec<_> = (1..=6).map(|n| at(n * 10)).collect();
+    /// let dir = std::path::Path::new("run");
+    /// let saved = |step| StepCheckpoint { step, path: step_path(dir, step).into() };
+    /// let all: Vec<_> = (1..=6).map(|index| saved(index * 10)).collect();
     /// let retention = Retention { keep_last: 2.try_into().ok(), keep_every: 30.try_into().ok() };
     /// let steps: Vec<_> = retention.expired(&all).iter().map(|checkpoint| checkpoint.step).collect();
     /// assert_eq!(steps, [10, 20, 40]);
     /// ```
     #[must_use]
     pub fn expired<'c>(&self, checkpoints: &'c [StepCheckpoint]) -> Vec<&'c StepCheckpoint> {
-        let Some(last) = self.keep_last else {
+        let Some(keep_last) = self.keep_last else {
             return Vec::new();
         };
-        let old = &checkpoints[..checkpoints.len().saturating_sub(last.get())];
-        let Some(every) = self.keep_every else {
+        let old = &checkpoints[..checkpoints.len().saturating_sub(keep_last.get())];
+        let Some(keep_every) = self.keep_every else {
             return old.iter().collect();
         };
         old.iter()
-            .filter(|checkpoint| !checkpoint.step.is_multiple_of(every.get()))
+            .filter(|checkpoint| !checkpoint.step.is_multiple_of(keep_every.get()))
             .collect()
     }
 }
@@ -87,17 +90,17 @@ pub(crate) fn prune_up_to(
     let _span = info_span!("prune", path = %dir).entered();
     let (mut listed, uncommitted) = list_branches(dir)?;
     listed.retain(|found| step.is_none_or(|step| found.checkpoint.step <= step));
-    let Some(OnBranch {
+    let Some(CheckpointOnBranch {
         branch,
         checkpoint: newest,
     }) = listed.last()
     else {
         return Ok(Vec::new());
     };
-    let mut all = Vec::new();
+    let mut counted = Vec::new();
     for found in &listed {
         if branch.continues(&found.branch, found.checkpoint.step) {
-            all.push(found.checkpoint.clone());
+            counted.push(found.checkpoint.clone());
         }
     }
     // A save that is in progress has a later step than the newest of these checkpoints, so what
@@ -113,18 +116,18 @@ pub(crate) fn prune_up_to(
     {
         Durable::new().remove_uncommitted(&checkpoint.path)?;
     }
-    let expired = retention.expired(&all);
-    let Some(first) = expired.first() else {
+    let expired = retention.expired(&counted);
+    let Some(oldest) = expired.first() else {
         return Ok(Vec::new());
     };
-    let links = LinksInFolder::beside(&first.path)?;
+    let links = LinksInFolder::beside(&oldest.path)?;
     // If a crash of the machine has damaged the newer checkpoints, the old ones are all that the
     // run has.
-    let mut staying = all
+    let mut kept = counted
         .iter()
         .rev()
         .filter(|checkpoint| !expired.contains(checkpoint));
-    if !staying.any(|checkpoint| is_whole(&checkpoint.path)) {
+    if !kept.any(|checkpoint| is_whole(&checkpoint.path)) {
         warn!(path = %dir, "no newer checkpoint is whole: the old ones stay");
         return Ok(Vec::new());
     }

@@ -21,33 +21,33 @@ pub(crate) fn gather_in_rounds<T: Serialize + DeserializeOwned>(
     piece_bytes: impl Fn(&T) -> u64,
     root: usize,
 ) -> Result<Option<Vec<Vec<T>>>, CommError> {
-    let sizes = group.all_gather_object(&pieces.iter().map(&piece_bytes).sum::<u64>())?;
+    let rank_bytes = group.all_gather_object(&pieces.iter().map(&piece_bytes).sum::<u64>())?;
     // The pieces of all ranks are numbered by bytes, rank after rank. A piece is sent in the round
     // in which its first byte falls, so every rank knows the number of rounds without further
     // communication.
-    let rounds = sizes.iter().sum::<u64>().div_ceil(round_bytes).max(1);
-    let mut offset: u64 = sizes[..group.rank()].iter().sum();
+    let round_count = rank_bytes.iter().sum::<u64>().div_ceil(round_bytes).max(1);
+    let mut offset: u64 = rank_bytes[..group.rank()].iter().sum();
     let mut pieces = pieces.into_iter().peekable();
     let mut gathered: Vec<Vec<T>> = Vec::new();
-    for round in 1..=rounds {
+    for round in 1..=round_count {
         // The last round takes all that is left.
-        let end = if round == rounds {
+        let end = if round == round_count {
             u64::MAX
         } else {
             round * round_bytes
         };
-        let mut part = Vec::new();
+        let mut round_pieces = Vec::new();
         while let Some(piece) = pieces.next_if(|_| offset < end) {
             offset += piece_bytes(&piece);
-            part.push(piece);
+            round_pieces.push(piece);
         }
-        // Only the root gets the parts of the round.
-        let Some(parts) = group.gather_object(&part, root)? else {
+        // Only the root gets the pieces of the round.
+        let Some(pieces_of_ranks) = group.gather_object(&round_pieces, root)? else {
             continue;
         };
-        gathered.resize_with(parts.len(), Vec::new);
-        for (all, part) in gathered.iter_mut().zip(parts) {
-            all.extend(part);
+        gathered.resize_with(pieces_of_ranks.len(), Vec::new);
+        for (rank_pieces, round_pieces) in gathered.iter_mut().zip(pieces_of_ranks) {
+            rank_pieces.extend(round_pieces);
         }
     }
     Ok((group.rank() == root).then_some(gathered))

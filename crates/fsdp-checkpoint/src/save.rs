@@ -20,7 +20,7 @@ use crate::parent::written_before;
 use crate::plan::{PLANNER, PlanCache, Planned};
 use crate::progress::SaveProgress;
 use crate::rounds::{ROUND_BYTES, gather_in_rounds};
-use crate::threads::{Access, threads};
+use crate::threads::{Access, thread_count};
 
 /// The default deadline of saves and loads, for which ranks wait for each other. It is long because
 /// writing may be slow. A rank that dies is noticed at once, whatever the deadline is.
@@ -99,7 +99,7 @@ pub fn save(
         options: options.clone(),
         durable: Durable::default(),
         lineage: None,
-        left: None,
+        left_step: None,
         parent: None,
     };
     Saver::default().save(&request, Ok(state), group)
@@ -116,7 +116,7 @@ pub(crate) struct SaveRequest {
     /// The place of the checkpoint in its run, to be recorded with it.
     pub(crate) lineage: Option<Lineage>,
     /// The newest step of the run that it leaves with this save; on rank 0.
-    pub(crate) left: Option<u64>,
+    pub(crate) left_step: Option<u64>,
     /// The checkpoint that the run has loaded, for the first incremental save of a process. It is
     /// used only if it has the digest of the parent in `lineage`.
     pub(crate) parent: Option<Location>,
@@ -146,7 +146,7 @@ impl SaveRequest {
         if own_staging.is_none() && self.path.local().is_some() {
             self.wait_until_visible(&name);
         }
-        let written = self.in_staging(own_staging.as_ref(), &name, |staging| {
+        let written = self.work_in_staging(own_staging.as_ref(), &name, |staging| {
             let file = staging.create(&staging.data_file_of(group.rank(), 0), 1)?;
             file.write_at(0, &[0])?;
             Ok(file.finish()?)
@@ -186,6 +186,10 @@ impl SaveRequest {
     /// Prepares a staging directory for the new checkpoint, and removes those that killed saves
     /// have left beside it. Fails early if the commit could not replace what is there, or would
     /// remove files of other programs with the old checkpoint.
+    ///
+    /// # Errors
+    /// A checkpoint that is there already, unless it may be overwritten; files of other programs;
+    /// errors of the storage.
     fn prepare(&self) -> Result<Staging, CheckpointError> {
         if self.options.overwrite {
             check_replaceable(&self.path)?;
@@ -201,7 +205,7 @@ impl SaveRequest {
     ///
     /// # Errors
     /// The error of `work`; a staging directory that is not visible here.
-    fn in_staging<T>(
+    fn work_in_staging<T>(
         &self,
         own_staging: Option<&Staging>,
         name: &str,
@@ -234,7 +238,7 @@ pub(crate) fn with_storage_deadline(
 #[derive(Debug, Default)]
 pub(crate) struct Saver {
     plans: PlanCache,
-    last: Option<LastSave>,
+    last_save: Option<LastSave>,
 }
 
 /// The last save, whose files the next incremental save may link.
@@ -278,20 +282,22 @@ impl Saver {
         // changed since the last save with the same plan (or since the checkpoint that the run was
         // resumed from) are linked.
         let is_object_store = path.local().is_none();
-        let threads = threads(Access::Write, options.write.threads, group, is_object_store);
-        let last = match self.last.take() {
-            Some(last) => Some(last).filter(|_| options.incremental && planned.is_unchanged),
-            None => from_parent(request, &planned, group, threads)?,
+        let threads = thread_count(Access::Write, options.write.threads, group, is_object_store);
+        let last_save = match self.last_save.take() {
+            Some(last_save) => {
+                Some(last_save).filter(|_| options.incremental && planned.is_unchanged)
+            }
+            None => parent_as_last_save(request, &planned, group, threads)?,
         };
-        let before = last.as_ref().map(|last| Before {
-            path: &last.path,
-            written: &last.written,
+        let before = last_save.as_ref().map(|save| Before {
+            path: &save.path,
+            written: &save.written,
         });
         let write_options = WriteOptions {
             threads: Some(threads),
             ..options.write
         };
-        let outcome = request.in_staging(staging.as_ref(), &name, |staging| {
+        let outcome = request.work_in_staging(staging.as_ref(), &name, |staging| {
             let _span = info_span!("write", rank, bytes = cached.rank_bytes).entered();
             let items = RankItems {
                 rank,
@@ -310,7 +316,7 @@ impl Saver {
             path: path.clone(),
             written: written.clone(),
         });
-        let all_written = gather_in_rounds(
+        let written_by_ranks = gather_in_rounds(
             ROUND_BYTES,
             group,
             vec![written],
@@ -319,16 +325,17 @@ impl Saver {
         )?;
 
         // Step 4: the planner records the places of all items in the metadata, and commits.
-        let committed = match (staging, all_written) {
-            (Some(staging), Some(all_written)) => {
+        let committed = match (staging, written_by_ranks) {
+            (Some(staging), Some(written_by_ranks)) => {
                 let _span = info_span!("commit", rank).entered();
                 let metadata = cached
                     .metadata
                     .clone()
                     .expect("the planner keeps the metadata");
-                let all_written: Vec<RankWritten> = all_written.into_iter().flatten().collect();
+                let all_written: Vec<RankWritten> =
+                    written_by_ranks.into_iter().flatten().collect();
                 finish(staging, metadata, &all_written, request.lineage.clone())
-                    .map(|digests| Some((digests.map(|digests| digests.root()), request.left)))
+                    .map(|digests| Some((digests.map(|digests| digests.root()), request.left_step)))
                     .map_err(CheckpointError::from)
             }
             _ => Ok(None),
@@ -344,7 +351,7 @@ impl Saver {
             waited: Duration::ZERO,
             left,
         };
-        self.last = this_save;
+        self.last_save = this_save;
         debug!(
             report.rank_bytes,
             report.total_bytes,
@@ -358,7 +365,7 @@ impl Saver {
 /// Returns a [`LastSave`] for the first save of a process, made from the checkpoint that the run
 /// has loaded: the items of it that this rank would write now. Returns `None` if nothing is to be
 /// linked. Collectives: those of [`written_before`].
-fn from_parent(
+fn parent_as_last_save(
     request: &SaveRequest,
     planned: &Planned<'_>,
     group: &ProcessGroup,
@@ -379,7 +386,10 @@ fn from_parent(
 }
 
 /// Saves what this rank holds as a part of a checkpoint, in a DCP directory of its own, whatever
-/// other ranks save. Returns the number of bytes of its tensors. This does not communicate.
+/// other ranks save. Returns the number of bytes of its tensors. No communication.
+///
+/// # Errors
+/// Values that cannot be planned or read; a part that is there already; errors of the storage.
 pub(crate) fn save_part(
     path: &Location,
     local: &LocalState,

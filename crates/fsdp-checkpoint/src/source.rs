@@ -20,8 +20,8 @@ use indexmap::IndexMap;
 
 use crate::compare::{Comparison, check_value};
 use crate::error::CheckpointError;
-use crate::shared_read::{JoinedBoxes, PIECE_BYTES, replicas};
-use crate::threads::{Access, threads};
+use crate::shared_read::{JoinedBoxes, PIECE_BYTES, find_replicas};
+use crate::threads::{Access, thread_count};
 
 /// The bytes that are lent and read at once. It is more than the threads need to be busy, and it
 /// bounds the memory that values pass through on their way to a device or to another dtype.
@@ -73,23 +73,23 @@ impl<'a> CheckpointSource<'a> {
         Self::with_paths(checkpoint, flat_path)
     }
 
-    /// Returns a source in which `path` gives the path of each key. A schema is sorted by path, and
-    /// keys follow it.
-    fn with_paths(checkpoint: &'a dyn Checkpoint, path: impl Fn(&str) -> KeyPath) -> Self {
+    /// Returns a source in which `path_of_key` gives the path of each key. A schema is sorted by
+    /// path, and keys follow it.
+    fn with_paths(checkpoint: &'a dyn Checkpoint, path_of_key: impl Fn(&str) -> KeyPath) -> Self {
         let mut leaves: Vec<(KeyPath, Leaf, String)> = checkpoint
             .metadata()
             .entries
             .iter()
-            .map(|(key, entry)| (path(key), leaf(entry), key.clone()))
+            .map(|(key, entry)| (path_of_key(key), leaf_of_entry(entry), key.clone()))
             .collect();
-        leaves.sort_by(|(a, ..), (b, ..)| a.cmp(b));
-        let (schema, keys) = leaves
+        leaves.sort_by(|(path, ..), (other_path, ..)| path.cmp(other_path));
+        let (leaves, keys) = leaves
             .into_iter()
             .map(|(path, leaf, key)| ((path, leaf), key))
             .unzip();
         CheckpointSource {
             checkpoint,
-            schema: Schema::new(schema),
+            schema: Schema::new(leaves),
             keys,
             replicas: None,
             is_compared: false,
@@ -105,18 +105,20 @@ impl<'a> CheckpointSource<'a> {
         self,
         is_state: impl Fn(&KeyPath) -> bool,
     ) -> Result<(Self, Vec<String>), CheckpointError> {
-        let mut foreign = HashSet::new();
+        let mut foreign_keys = HashSet::new();
         for ((path, leaf), key) in self.schema.iter().zip(&self.keys) {
             if !matches!(leaf, Leaf::Plain) || is_state(path) {
                 continue;
             }
             match self.checkpoint.read_value(key) {
                 Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::Unsafe => _ = foreign.insert(key.clone()),
+                Err(error) if error.kind() == ErrorKind::Unsafe => {
+                    _ = foreign_keys.insert(key.clone())
+                }
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(self.without(|key| foreign.contains(key)))
+        Ok(self.without(|key| foreign_keys.contains(key)))
     }
 
     /// Leaves out the values whose flat keys `is_left_out` selects, and returns these keys.
@@ -184,13 +186,13 @@ impl<'a> CheckpointSource<'a> {
     /// Checks the hashes of what this rank has read of some tensors, by reading them again, one
     /// after the other.
     fn check_hashes(&self, fqns: &HashSet<&str>, wanted: &[Wanted]) -> Result<(), CheckpointError> {
-        for wanted in wanted {
-            if !fqns.contains(self.key(wanted.position)) {
+        for tensor in wanted {
+            if !fqns.contains(self.key(tensor.position)) {
                 continue;
             }
-            let elements: usize = wanted.boxes.iter().map(TensorBox::numel).sum();
-            let mut bytes = zeroed_vec(elements * wanted.dtype.size_in_bytes() as usize)?;
-            let request = self.request(wanted, wanted.boxes.clone());
+            let elements: usize = tensor.boxes.iter().map(TensorBox::numel).sum();
+            let mut bytes = zeroed_vec(elements * tensor.dtype.size_in_bytes() as usize)?;
+            let request = self.request(tensor, tensor.boxes.clone());
             self.checkpoint.read(
                 destinations(vec![request], &mut bytes),
                 ReadOptions::default(),
@@ -224,27 +226,28 @@ impl<'a> Reading<'a> {
 
     /// Reads boxes of tensors, and adds their sums to the comparison.
     fn read(&mut self, destinations: Vec<Destination<'_>>) -> Result<(), CheckpointError> {
-        let done = self.source.checkpoint.read(destinations, self.options)?;
+        let outcome = self.source.checkpoint.read(destinations, self.options)?;
         if let Some(comparison) = &mut self.comparison {
-            for (request, sums) in done.requests.into_iter().zip(done.sums) {
+            for (request, sums) in outcome.requests.into_iter().zip(outcome.sums) {
                 comparison.record_read(request, sums);
             }
         }
         Ok(())
     }
 
-    /// Fills memory with the wanted boxes.
+    /// Fills memory with the wanted boxes, and adds their sums to the comparison. A tensor that has
+    /// no memory is not read.
     fn fill(
         &mut self,
         wanted: &[Wanted],
         memories: &mut [Option<Memory>],
     ) -> Result<(), CheckpointError> {
-        let mut guard = taken(memories)?;
+        let mut guard = take_storages(memories)?;
         let lent = lent_bytes(memories.iter_mut().map(Option::as_mut), &mut guard)?;
         let mut destinations = Vec::with_capacity(wanted.len());
-        for (wanted, buffers) in wanted.iter().zip(lent) {
+        for (tensor, buffers) in wanted.iter().zip(lent) {
             if let Some(buffers) = buffers {
-                let request = self.source.request(wanted, wanted.boxes.clone());
+                let request = self.source.request(tensor, tensor.boxes.clone());
                 destinations.push(Destination {
                     request,
                     buffers,
@@ -266,16 +269,16 @@ impl<'a> Reading<'a> {
         lend: &mut dyn Lend,
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let mut outcome: Result<(), CheckpointError> = Ok(());
-        let mut first = 0;
-        while first < wanted.len() {
-            let positions = first..first + window(&wanted[first..]);
-            let window = &wanted[positions.clone()];
+        let mut window_start = 0;
+        while window_start < wanted.len() {
+            let indices = window_start..window_start + window_tensor_count(&wanted[window_start..]);
+            let window = &wanted[indices.clone()];
             // Ask for the memory of a window of tensors, fill all of it, and give it back in the
             // same order. A rank that has failed asks for none, and only takes part in the
             // collectives.
             let mut lent = outcome.and_then(|()| {
                 let memories: Result<Vec<_>, _> =
-                    positions.clone().map(|index| lend.lend(index)).collect();
+                    indices.clone().map(|index| lend.lend(index)).collect();
                 Ok(memories?)
             });
             let filled = match (&self.source.replicas, &mut lent) {
@@ -288,14 +291,14 @@ impl<'a> Reading<'a> {
             };
             outcome = lent.and_then(|memories| {
                 filled?;
-                for (index, memory) in positions.clone().zip(memories) {
+                for (index, memory) in indices.clone().zip(memories) {
                     if let Some(memory) = memory {
                         lend.filled(index, memory)?;
                     }
                 }
                 Ok(())
             });
-            first = positions.end;
+            window_start = indices.end;
         }
         Ok(outcome)
     }
@@ -314,25 +317,25 @@ impl<'a> Reading<'a> {
         memories: &mut [Option<Memory>],
     ) -> Result<Result<(), CheckpointError>, CommError> {
         let joined = JoinedBoxes::new(wanted);
-        // Step 1: lend the bytes of the memory, and find the place of each box there. A rank that
+        // Step 1: lend the bytes of the memory, and find the buffer of each box there. A rank that
         // fails here goes on without memory, because the replicas wait for it in the all-gathers.
         let mut guard = None;
         let mut lent = Vec::new();
-        let mut outcome = taken(memories).and_then(|taken| {
+        let mut outcome = take_storages(memories).and_then(|storages| {
             let memories = memories.iter_mut().map(Option::as_mut);
-            lent = lent_bytes(memories, guard.insert(taken))?;
+            lent = lent_bytes(memories, guard.insert(storages))?;
             Ok(())
         });
         lent.resize_with(wanted.len(), || None);
-        let mut places: Vec<Option<&mut [u8]>> = Vec::new();
-        for (wanted, buffers) in wanted.iter().zip(lent) {
+        let mut box_buffers: Vec<Option<&mut [u8]>> = Vec::new();
+        for (tensor, buffers) in wanted.iter().zip(lent) {
             match buffers {
-                Some(buffers) => places.extend(buffers.into_iter().map(Some)),
-                None => places.extend(wanted.boxes.iter().map(|_| None)),
+                Some(buffers) => box_buffers.extend(buffers.into_iter().map(Some)),
+                None => box_buffers.extend(tensor.boxes.iter().map(|_| None)),
             }
         }
         // Step 2: piece by piece, read this rank's share, and gather the shares of all replicas
-        // into the places.
+        // into the buffers.
         for shares in joined.shares(PIECE_BYTES, replicas.world_size()) {
             let own_share = &shares[replicas.rank()];
             let mut bytes = vec![0; own_share.len()];
@@ -345,18 +348,19 @@ impl<'a> Reading<'a> {
             let counts: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
             // The shares follow each other, and there is one for each replica.
             let piece = shares[0].start..shares[shares.len() - 1].end;
-            // Parts of boxes that have no place are received into spare memory.
+            // Parts of boxes that have no buffer are received into spare memory.
             let mut spare_memory = vec![0; piece.len()];
             let mut spare = spare_memory.as_mut_slice();
             let mut outputs = Vec::new();
-            let mut rest = places.iter_mut().enumerate();
-            for part in joined.boxes_in(&piece) {
-                let place = rest.find(|(index, _)| *index == part.index);
-                let (unused, after) = std::mem::take(&mut spare).split_at_mut(part.bytes.len());
-                spare = after;
-                outputs.push(match place {
-                    Some((_, Some(place))) => &mut place[part.bytes],
-                    _ => unused,
+            let mut remaining_buffers = box_buffers.iter_mut().enumerate();
+            for part in joined.box_parts_in(&piece) {
+                let box_buffer = remaining_buffers.find(|(index, _)| *index == part.joined_index);
+                let (spare_part, spare_rest) =
+                    std::mem::take(&mut spare).split_at_mut(part.byte_range.len());
+                spare = spare_rest;
+                outputs.push(match box_buffer {
+                    Some((_, Some(box_buffer))) => &mut box_buffer[part.byte_range],
+                    _ => spare_part,
                 });
             }
             replicas.all_gather_uneven_into_slices(&mut outputs, &counts, &bytes)?;
@@ -365,25 +369,25 @@ impl<'a> Reading<'a> {
     }
 }
 
-/// Returns destinations in memory that has the bytes of all boxes of these requests, one after the
-/// other.
+/// Cuts `bytes` into the buffers of all boxes of these requests, in their order, and returns the
+/// requests with their buffers. Panics if there are too few bytes.
 fn destinations(requests: Vec<LoadRequest>, mut bytes: &mut [u8]) -> Vec<Destination<'_>> {
     let mut destinations = Vec::with_capacity(requests.len());
     for request in requests {
-        let element = request.dtype.size_in_bytes() as usize;
+        let element_bytes = request.dtype.size_in_bytes() as usize;
         let mut buffers = Vec::with_capacity(request.boxes.len());
         for bounds in &request.boxes {
-            let (buffer, rest) = bytes.split_at_mut(bounds.numel() * element);
+            let (buffer, later_bytes) = bytes.split_at_mut(bounds.numel() * element_bytes);
             buffers.push(buffer);
-            bytes = rest;
+            bytes = later_bytes;
         }
         destinations.push(Destination::new(request, buffers));
     }
     destinations
 }
 
-/// Takes the storages out of the tensors of some memories.
-fn taken(memories: &[Option<Memory>]) -> Result<StorageGuard, CheckpointError> {
+/// Takes the storages out of the tensors of some memories, until the guard is dropped.
+fn take_storages(memories: &[Option<Memory>]) -> Result<StorageGuard, CheckpointError> {
     let tensors: Vec<Tensor> = memories
         .iter()
         .flatten()
@@ -406,8 +410,8 @@ impl Source for CheckpointSource<'_> {
             .filter_map(|&position| Wanted::whole(&self.schema, position))
             .collect();
         let mut memories = Vec::with_capacity(wanted.len());
-        for wanted in &wanted {
-            let memory = Memory::fresh(wanted.dtype, &wanted.shape, &wanted.boxes)?;
+        for tensor in &wanted {
+            let memory = Memory::fresh(tensor.dtype, &tensor.shape, &tensor.boxes)?;
             memories.push(Some(memory));
         }
         let mut reading = Reading::new(self, ReadOptions::default());
@@ -416,8 +420,8 @@ impl Source for CheckpointSource<'_> {
             comparison.check_whole_tensors()?;
         }
         let mut tensors: HashMap<usize, Memory> = HashMap::new();
-        for (wanted, memory) in wanted.iter().zip(memories) {
-            tensors.extend(memory.map(|memory| (wanted.position, memory)));
+        for (tensor, memory) in wanted.iter().zip(memories) {
+            tensors.extend(memory.map(|memory| (tensor.position, memory)));
         }
         let mut values = Vec::with_capacity(positions.len());
         for position in positions {
@@ -459,12 +463,12 @@ impl Source for CheckpointSource<'_> {
         wanted: &[Wanted],
         _: &WantedOn<'_>,
     ) -> Result<(), CheckpointError> {
-        let shares = call
+        let is_shared = call
             .options
             .read_once
             .unwrap_or_else(|| self.checkpoint.directory().is_object_store());
-        self.replicas = if shares {
-            replicas(call.group, wanted)?
+        self.replicas = if is_shared {
+            find_replicas(call.group, wanted)?
         } else {
             None
         };
@@ -483,7 +487,7 @@ impl Source for CheckpointSource<'_> {
         lend: &mut dyn Lend,
     ) -> Result<(), CheckpointError> {
         let is_object_store = self.checkpoint.directory().is_object_store();
-        let threads = threads(
+        let threads = thread_count(
             Access::Read,
             call.options.threads,
             call.group,
@@ -496,36 +500,36 @@ impl Source for CheckpointSource<'_> {
         let mut reading = Reading::new(self, options);
         // If a collective among the replicas fails, only the replicas know. So the failure counts
         // as this rank's own error here.
-        let mut read = reading
+        let mut outcome = reading
             .read_windows(wanted, lend)
             .unwrap_or_else(|error| Err(error.into()));
         if self.replicas.is_some() {
             // If a rank failed to read its share, the others lack it too, so all of them have to
             // fail.
-            read = CheckpointError::agree(call.group, call.operation, None, read);
+            outcome = CheckpointError::agree(call.group, call.operation, None, outcome);
         }
         // A rank that failed to read takes part nevertheless, because the others compare what they
         // have read.
         let Some(comparison) = reading.comparison else {
-            return read;
+            return outcome;
         };
         let compared = comparison.check(call.group, call.operation, self.is_compared, |fqns| {
             self.check_hashes(fqns, wanted)
         });
         match compared {
             Err(error @ CheckpointError::Comm(_)) => Err(error),
-            compared => read.and(compared),
+            compared => outcome.and(compared),
         }
     }
 }
 
 /// Returns how many of the wanted tensors to read at once: at least one.
-fn window(wanted: &[Wanted]) -> usize {
+fn window_tensor_count(wanted: &[Wanted]) -> usize {
     let mut bytes: usize = 0;
-    for (index, wanted) in wanted.iter().enumerate() {
-        let elements: usize = wanted.boxes.iter().map(TensorBox::numel).sum();
+    for (index, tensor) in wanted.iter().enumerate() {
+        let elements: usize = tensor.boxes.iter().map(TensorBox::numel).sum();
         bytes =
-            bytes.saturating_add(elements.saturating_mul(wanted.dtype.size_in_bytes() as usize));
+            bytes.saturating_add(elements.saturating_mul(tensor.dtype.size_in_bytes() as usize));
         // A tensor that is larger than the window is read by itself.
         if index > 0 && bytes > WINDOW_BYTES {
             return index;
@@ -535,7 +539,7 @@ fn window(wanted: &[Wanted]) -> usize {
 }
 
 /// Returns the description of a checkpoint's entry in a schema.
-fn leaf(entry: &Entry) -> Leaf {
+fn leaf_of_entry(entry: &Entry) -> Leaf {
     match entry {
         Entry::Bytes(_) => Leaf::Plain,
         Entry::Tensor(tensor) => Leaf::Whole {

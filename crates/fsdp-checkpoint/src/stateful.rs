@@ -81,10 +81,10 @@ impl KeptUnchanged {
 
     /// Returns `true` for the path of a value that does not change if it is a sharded tensor.
     pub(crate) fn contains(&self, path: &KeyPath) -> bool {
-        let [PathPart::Key(first), _, ..] = path.0.as_slice() else {
+        let [PathPart::Key(top_key), _, ..] = path.0.as_slice() else {
             return false;
         };
-        self.keys.contains(first)
+        self.keys.contains(top_key)
     }
 
     /// Ends the guard, and returns for how long a change has waited so far.
@@ -208,7 +208,11 @@ impl<M> TrainState<M> {
     }
 
     /// Returns the whole state. Tensors are views of the live ones, for reading.
-    fn views(&self) -> Result<StateDict, CheckpointError> {
+    ///
+    /// # Errors
+    /// Averaged weights in the model, an optimizer of another model, values under a key of the
+    /// model's or the optimizers' state.
+    fn live_state(&self) -> Result<StateDict, CheckpointError> {
         let parameters = self.model.parameters();
         // While an average is swapped in, the model holds averaged weights, and they would be saved
         // as its weights.
@@ -260,6 +264,11 @@ impl<M> TrainState<M> {
 
     /// Decides what to load, and checks that sampler, scaler and average accept it, before anything
     /// changes. No communication.
+    ///
+    /// # Errors
+    /// [`StateError::Incompatible`] if the load is strict, and neither side has a key that is asked
+    /// for, or the run lacks a sampler or scaler that the checkpoint has; a part that refuses its
+    /// saved state; values that cannot be read; lists with long gaps.
     fn prepare<'c>(
         &self,
         checkpoint: &'c dyn Checkpoint,
@@ -280,9 +289,9 @@ impl<M> TrainState<M> {
         let mut unwanted = Vec::new();
         for part in [SAMPLER, SCALER] {
             if !values.contains_key(part) && options.includes(part) {
-                let found;
-                (source, found) = source.without(|key| is_part_of(key, part));
-                unwanted.extend(found);
+                let removed_keys;
+                (source, removed_keys) = source.without(|key| is_part_of(key, part));
+                unwanted.extend(removed_keys);
             }
         }
         if options.strict && !(absent.is_empty() && unwanted.is_empty()) {
@@ -308,17 +317,17 @@ impl<M> TrainState<M> {
         // Step 2: leave out what a load that is not strict need not take.
         let mut left_out = unwanted;
         if !options.strict {
-            let objects;
-            (source, objects) = source.without_foreign_objects(|path| {
+            let object_keys;
+            (source, object_keys) = source.without_foreign_objects(|path| {
                 path.below(&[MODEL]).is_some() || path.below(&[OPTIM]).is_some()
             })?;
-            left_out.extend(objects);
+            left_out.extend(object_keys);
             // The number of updates alone would become a value of this run. A later average would
             // go on from it, with weights that were never averaged.
             if !values.contains_key(AVERAGE) && has_average(checkpoint) {
-                let average;
-                (source, average) = source.without(|key| is_part_of(key, AVERAGE));
-                left_out.extend(average);
+                let average_keys;
+                (source, average_keys) = source.without(|key| is_part_of(key, AVERAGE));
+                left_out.extend(average_keys);
             }
         }
         if let Some(average) = &self.average
@@ -371,8 +380,11 @@ impl<M> TrainState<M> {
             OPTIM if !self.optimizers.is_empty() => false,
             part if part != OPTIM && live_part(part).is_some() => true,
             part => {
-                let saved = checkpoint.metadata().entries.keys().map(String::as_str);
-                !values.keys().chain(saved).any(|key| is_part_of(key, part))
+                let saved_keys = checkpoint.metadata().entries.keys().map(String::as_str);
+                !values
+                    .keys()
+                    .chain(saved_keys)
+                    .any(|key| is_part_of(key, part))
             }
         });
         absent
@@ -414,6 +426,9 @@ impl<M> TrainState<M> {
     }
 
     /// Sets sampler, scaler, average and values to what was loaded.
+    ///
+    /// # Errors
+    /// A part that refuses its state.
     fn set_loaded(&mut self, mut loaded: StateDict) -> Result<(), CheckpointError> {
         if let Some(sampler) = &mut self.sampler
             && let Some(state) = loaded.remove(SAMPLER)
@@ -460,7 +475,7 @@ struct PreparedLoad<'c> {
 fn has_average(checkpoint: &dyn Checkpoint) -> bool {
     checkpoint.metadata().entries.keys().any(|key| {
         key.strip_prefix(AVERAGE)
-            .is_some_and(|rest| rest.starts_with(".module."))
+            .is_some_and(|name| name.starts_with(".module."))
     })
 }
 
@@ -472,8 +487,8 @@ fn saved_part(
     key: &str,
 ) -> Result<StateDict, CheckpointError> {
     let mut part = StateDict::new();
-    let here = values.get(key).expect("the run has the part");
-    part.insert(key, here.clone());
+    let live_value = values.get(key).expect("the run has the part");
+    part.insert(key, live_value.clone());
     source.copy_to(&mut part, |position, path| {
         source.schema().is_small(position) && path.below(&[key]).is_some()
     })?;
@@ -491,14 +506,14 @@ fn dict_of(value: StateValue) -> StateDict {
 
 impl<M> Stateful for TrainState<M> {
     fn state_dict(&self) -> Result<StateDict, CheckpointError> {
-        let state = self.views()?;
+        let state = self.live_state()?;
         // The caller may write to the views.
         self.model.parameters().lend()?;
         Ok(state)
     }
 
     fn state_to_save(&self) -> Result<(StateDict, Option<KeptUnchanged>), CheckpointError> {
-        let state = self.views()?;
+        let state = self.live_state()?;
         let parameters = self.model.parameters();
         let mut keys = vec![MODEL, OPTIM];
         // An average of another model does not wait for readers of this one.
@@ -533,8 +548,8 @@ impl<M> Stateful for TrainState<M> {
 /// none in one that holds only a model. A flat name that begins with `model.` is the model's own.
 pub(crate) fn model_prefix(schema: &Schema) -> Vec<String> {
     for (path, _) in schema.iter() {
-        if let [PathPart::Key(first), _, ..] = path.0.as_slice()
-            && first == MODEL
+        if let [PathPart::Key(top_key), _, ..] = path.0.as_slice()
+            && top_key == MODEL
         {
             return vec![MODEL.to_owned()];
         }

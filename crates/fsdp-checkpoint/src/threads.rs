@@ -14,22 +14,22 @@ pub(crate) enum Access {
     Write,
 }
 
-/// Returns the number of threads with which a rank of `group` reads or writes: as many as `asked`,
-/// or else its share of the cores of its host, and one more for reading.
+/// Returns the number of threads with which a rank of `group` reads or writes: as many as
+/// `requested`, or else its share of the cores of its host, and one more for reading.
 ///
 /// Ranks that write with more threads than there are cores would wait for the locks of the files.
 /// Reading takes no locks, and with one thread more a rank that is behind uses the core of one that
 /// has already read its part.
 ///
 /// Threads that read or write an object store mostly wait for it, so they need no core each.
-pub(crate) fn threads(
+pub(crate) fn thread_count(
     access: Access,
-    asked: Option<usize>,
+    requested: Option<usize>,
     group: &ProcessGroup,
     is_object_store: bool,
 ) -> usize {
-    if let Some(asked) = asked {
-        return asked;
+    if let Some(requested) = requested {
+        return requested;
     }
     if is_object_store {
         return MAX_THREADS;
@@ -37,17 +37,17 @@ pub(crate) fn threads(
     // Counting the cores reads several files of the system, so they are counted once.
     static CORES: OnceLock<usize> = OnceLock::new();
     let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
-    by_default(access, cores, group.ranks_on_host())
+    default_thread_count(access, cores, group.ranks_on_host())
 }
 
-/// Returns the number of threads of each of some ranks that share the cores of a host.
-fn by_default(access: Access, cores: usize, ranks: usize) -> usize {
-    let share = (cores / ranks).max(1);
-    let wanted = match access {
-        Access::Read => (share + 1).min(cores),
-        Access::Write => share,
+/// Returns the number of threads of each of `rank_count` ranks that share the cores of a host.
+fn default_thread_count(access: Access, cores: usize, rank_count: usize) -> usize {
+    let core_share = (cores / rank_count).max(1);
+    let threads = match access {
+        Access::Read => (core_share + 1).min(cores),
+        Access::Write => core_share,
     };
-    wanted.min(MAX_THREADS)
+    threads.min(MAX_THREADS)
 }
 
 #[cfg(test)]
@@ -67,12 +67,12 @@ mod tests {
             (64, 8, 4, 4),
         ] {
             assert_eq!(
-                by_default(Access::Read, cores, ranks),
+                default_thread_count(Access::Read, cores, ranks),
                 reading,
                 "{cores} cores, {ranks} ranks"
             );
             assert_eq!(
-                by_default(Access::Write, cores, ranks),
+                default_thread_count(Access::Write, cores, ranks),
                 writing,
                 "{cores} cores, {ranks} ranks"
             );
@@ -85,14 +85,14 @@ mod tests {
         for ranks in [1, 2, 5] {
             for access in [Access::Read, Access::Write] {
                 let found = fsdp_comm::run_local(ranks, |group| {
-                    let of_object_store = threads(access, None, &group, true);
+                    let of_object_store = thread_count(access, None, &group, true);
                     (
-                        threads(access, None, &group, false),
+                        thread_count(access, None, &group, false),
                         of_object_store,
-                        threads(access, Some(9), &group, false),
+                        thread_count(access, Some(9), &group, false),
                     )
                 });
-                let expected = (by_default(access, cores, ranks), MAX_THREADS, 9);
+                let expected = (default_thread_count(access, cores, ranks), MAX_THREADS, 9);
                 assert_eq!(found.unwrap_or_default(), vec![expected; ranks]);
             }
         }

@@ -7,7 +7,7 @@ use fsdp_flat::{FlatError, LocalShard, ShardedTensor, storage};
 use fsdp_layout::{KeyPath, TensorBox};
 
 use crate::engine::{
-    BoxesOn, DictSource, DictTarget, LoadCall, LoadError as _, LoadOptions, Whole, load_state,
+    BoxesOn, DictSource, DictTarget, LoadCall, LoadError as _, LoadOptions, WholeTarget, load_state,
 };
 use crate::error::StateError;
 use crate::keep_on::{GatherOptions, KeepOn};
@@ -135,7 +135,7 @@ pub fn gather(
     } = *call;
     // The source and the target are made of one dict, so values that do not move keep their places.
     let source = DictSource::on_every_rank(state).map(|source| source.with_boxes_on(boxes_on));
-    let target = Whole::new(state, group, options, &mut sink);
+    let target = WholeTarget::new(state, group, options, &mut sink);
     load_state::<_, _, StateError>(
         operation,
         group,

@@ -89,16 +89,16 @@ pub fn create_cpu_state_dict(state: &StateDict) -> Result<StateDict, StateError>
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use fsdp_state::{StateDict, check_state_dict_similarity};
-/// let of = |len| -> candle_core::Result<StateDict> {
+/// let zeros = |len| -> candle_core::Result<StateDict> {
 ///     Ok([("weight", Tensor::zeros(len, DType::F32, &Device::Cpu)?.into())].into_iter().collect())
 /// };
-/// assert!(check_state_dict_similarity(&of(2)?, &of(2)?));
-/// assert!(!check_state_dict_similarity(&of(2)?, &of(3)?));
+/// assert!(check_state_dict_similarity(&zeros(2)?, &zeros(2)?));
+/// assert!(!check_state_dict_similarity(&zeros(2)?, &zeros(3)?));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[must_use]
-pub fn check_state_dict_similarity(a: &StateDict, b: &StateDict) -> bool {
-    check_dict(a, b, &mut KeyPath::default()).is_ok()
+pub fn check_state_dict_similarity(state: &StateDict, other: &StateDict) -> bool {
+    check_dict(state, other, &mut KeyPath::default()).is_ok()
 }
 
 /// Copies the values of one dict into another of the same structure: bytes into the memory of its
@@ -156,15 +156,15 @@ pub fn copy_state_dict_deferring(
     let copied = iterate_state_dict(state, |path, value| {
         let companion = get_element(copy, path).expect("both dicts have the same structure");
         match (value, companion) {
-            (StateValue::Sharded(from), StateValue::Sharded(to)) => {
-                let mut shards = from.shards().iter().chain(to.shards());
+            (StateValue::Sharded(source), StateValue::Sharded(target)) => {
+                let mut shards = source.shards().iter().chain(target.shards());
                 if shards.all(|shard| shard.tensor.device().is_cpu()) && can_wait(path) {
-                    deferred.0.push((from.clone(), to.clone()));
+                    deferred.0.push((source.clone(), target.clone()));
                 } else {
-                    copy_shards(from, to)?;
+                    copy_shards(source, target)?;
                 }
             }
-            (StateValue::Tensor(from), StateValue::Tensor(to)) => copy_into(from, to)?,
+            (StateValue::Tensor(source), StateValue::Tensor(target)) => copy_into(source, target)?,
             // Plain values and raw tensors never change, so they are shared.
             (value, _) => return Ok(value.clone()),
         }
@@ -187,16 +187,17 @@ impl DeferredCopies {
     pub fn finish(self) -> Result<(), StateError> {
         self.0
             .iter()
-            .try_for_each(|(from, to)| copy_shards(from, to))
+            .try_for_each(|(source, target)| copy_shards(source, target))
     }
 }
 
 /// Copies the elements of a rank's boxes into those of a tensor with the same boxes.
-fn copy_shards(from: &ShardedTensor, to: &ShardedTensor) -> Result<(), StateError> {
-    from.shards()
+fn copy_shards(source: &ShardedTensor, target: &ShardedTensor) -> Result<(), StateError> {
+    source
+        .shards()
         .iter()
-        .zip(to.shards())
-        .try_for_each(|(from, to)| copy_into(&from.tensor, &to.tensor))
+        .zip(target.shards())
+        .try_for_each(|(source, target)| copy_into(&source.tensor, &target.tensor))
 }
 
 /// Checks that the values of one dict can be copied into those of another: that both have the same
@@ -212,8 +213,8 @@ fn check_dict(
     if keys != companion_keys {
         return Err(StateError::CompanionMismatch {
             key: path.flat_key(),
-            found: keys_apart(&keys, &companion_keys),
-            expected: keys_apart(&companion_keys, &keys),
+            found: describe_extra_keys(&keys, &companion_keys),
+            expected: describe_extra_keys(&companion_keys, &keys),
         });
     }
     for (key, value) in dict {
@@ -225,11 +226,11 @@ fn check_dict(
     Ok(())
 }
 
-/// Names the keys of one dict that another lacks, for messages.
-fn keys_apart(keys: &HashSet<&str>, others: &HashSet<&str>) -> String {
-    let mut only: Vec<&str> = keys.difference(others).copied().collect();
-    only.sort_unstable();
-    format!("dict with the keys {only:?} that the other lacks")
+/// Describes a dict by the keys of one dict that another lacks, for messages.
+fn describe_extra_keys(keys: &HashSet<&str>, other_keys: &HashSet<&str>) -> String {
+    let mut extra_keys: Vec<&str> = keys.difference(other_keys).copied().collect();
+    extra_keys.sort_unstable();
+    format!("dict with the keys {extra_keys:?} that the other lacks")
 }
 
 /// Checks two values at `path`, as [`check_dict`] does: leaves have the same kind, dtype, shape and
@@ -243,25 +244,27 @@ fn check_value(
         (StateValue::Dict(dict), StateValue::Dict(companion)) => {
             return check_dict(dict, companion, path);
         }
-        (StateValue::List(list), StateValue::List(others))
-        | (StateValue::Tuple(list), StateValue::Tuple(others))
-            if list.len() == others.len() =>
+        (StateValue::List(list), StateValue::List(companions))
+        | (StateValue::Tuple(list), StateValue::Tuple(companions))
+            if list.len() == companions.len() =>
         {
-            for (index, (value, companion)) in list.iter().zip(others).enumerate() {
+            for (index, (value, companion)) in list.iter().zip(companions).enumerate() {
                 path.0.push(PathPart::Index(index));
                 check_value(value, companion, path)?;
                 path.0.pop();
             }
             true
         }
-        (StateValue::Tensor(a), StateValue::Tensor(b)) => {
-            a.dtype() == b.dtype() && a.dims() == b.dims()
+        (StateValue::Tensor(tensor), StateValue::Tensor(other)) => {
+            tensor.dtype() == other.dtype() && tensor.dims() == other.dims()
         }
-        (StateValue::Raw(a), StateValue::Raw(b)) => {
-            a.dtype() == b.dtype() && a.shape() == b.shape()
+        (StateValue::Raw(tensor), StateValue::Raw(other)) => {
+            tensor.dtype() == other.dtype() && tensor.shape() == other.shape()
         }
-        (StateValue::Sharded(a), StateValue::Sharded(b)) => {
-            a.dtype() == b.dtype() && a.shape() == b.shape() && a.boxes() == b.boxes()
+        (StateValue::Sharded(tensor), StateValue::Sharded(other)) => {
+            tensor.dtype() == other.dtype()
+                && tensor.shape() == other.shape()
+                && tensor.boxes() == other.boxes()
         }
         (StateValue::Plain(_), StateValue::Plain(_)) => true,
         _ => false,

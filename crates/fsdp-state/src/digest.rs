@@ -15,7 +15,7 @@ use crate::flatten::flatten_state_dict;
 use crate::schema::Leaf;
 use crate::state_dict::{StateDict, StateValue};
 use crate::transfer::{
-    BoxBytes, Layout, PerRank, Piece, group_by_value, incomplete_error, read_box,
+    BoxBytes, BoxesPerRank, Layout, Piece, group_by_value, incomplete_error, read_box,
 };
 
 const OPERATION: &str = "digest_state_dict";
@@ -67,22 +67,22 @@ pub fn digest_state_dict(
     let flat = StateError::agree(group, OPERATION, Some(hasher.finish()), flattened)?;
     // The ranks exchange their boxes of sharded tensors, so that an element on several ranks is
     // counted by one of them.
-    let mut boxes_here: Vec<Vec<TensorBox>> = Vec::with_capacity(flat.len());
+    let mut own_boxes: Vec<Vec<TensorBox>> = Vec::with_capacity(flat.len());
     for FlatValue { value, .. } in &flat {
         let tensor = value.as_sharded();
-        boxes_here.push(tensor.map_or_else(Vec::new, ShardedTensor::boxes));
+        own_boxes.push(tensor.map_or_else(Vec::new, ShardedTensor::boxes));
     }
-    let boxes = group_by_value(group.all_gather_object(&boxes_here)?, flat.len())?;
+    let boxes = group_by_value(group.all_gather_object(&own_boxes)?, flat.len())?;
     let counted = flat
         .iter()
         .zip(boxes)
-        .map(|(value, boxes)| part_of(value, boxes, group))
+        .map(|(value, boxes)| sum_of_own_part(value, boxes, group))
         .collect();
     let parts: Vec<Sum> = StateError::agree(group, OPERATION, None, counted)?;
     // The parts of all ranks add up.
-    let all = group_by_value(group.all_gather_object(&parts)?, flat.len())?;
+    let parts_of_values = group_by_value(group.all_gather_object(&parts)?, flat.len())?;
     let mut digests = StateDigest::default();
-    for (FlatValue { key, leaf, .. }, parts) in flat.iter().zip(all) {
+    for (FlatValue { key, leaf, .. }, parts) in flat.iter().zip(parts_of_values) {
         let mut whole = Sum::default();
         parts.into_iter().for_each(|part| whole.add(part));
         let digest = match leaf.tensor() {
@@ -109,13 +109,16 @@ pub(crate) fn flat_values(state: &StateDict) -> Result<Vec<FlatValue>, StateErro
         let leaf = Leaf::from_value(&KeyPath::from_key(&key), &value)?;
         flat.push(FlatValue { key, value, leaf });
     }
-    flat.sort_by(|a, b| a.key.cmp(&b.key));
+    flat.sort_by(|value, other| value.key.cmp(&other.key));
     Ok(flat)
 }
 
 /// Returns this rank's part in the digest of a value. `boxes` has the boxes of each rank, if the
 /// value is sharded.
-fn part_of(
+///
+/// # Errors
+/// Elements that no rank has; a sharded tensor inside a tuple; a tensor that cannot be read.
+fn sum_of_own_part(
     FlatValue { key, value, leaf }: &FlatValue,
     boxes: Vec<Vec<TensorBox>>,
     group: &ProcessGroup,
@@ -134,7 +137,7 @@ fn part_of(
             sum
         });
     };
-    let element_size = dtype.size_in_bytes() as usize;
+    let element_bytes = dtype.size_in_bytes() as usize;
     if !leaf.is_sharded() {
         // Every rank has the whole tensor. Rank 0 counts it.
         if group.rank() == 0 {
@@ -146,9 +149,9 @@ fn part_of(
     }
     let layout = Layout {
         shape: shape.to_vec(),
-        element_size,
-        have: PerRank::from_lists(boxes),
-        want: PerRank::from_lists(vec![vec![TensorBox::whole(shape)]]),
+        element_bytes,
+        held_boxes: BoxesPerRank::from_lists(boxes),
+        wanted_boxes: BoxesPerRank::from_lists(vec![vec![TensorBox::whole(shape)]]),
     };
     layout.check_covered(group, OPERATION, key)?;
     let sources = BoxBytes::from_value(value)?;
@@ -157,14 +160,14 @@ fn part_of(
             continue;
         }
         // As a rule a piece is a whole box of this rank, whose bytes are there already.
-        if let Some(held) = sources.iter().find(|held| *held.bounds() == bounds) {
-            held.read(|bytes| sum.add_box(shape, &bounds, element_size, bytes))??;
+        if let Some(held) = sources.iter().find(|source| *source.bounds() == bounds) {
+            held.read(|bytes| sum.add_box(shape, &bounds, element_bytes, bytes))??;
             continue;
         }
         // This rank counts only a part of its box, because ranks before it have the rest.
-        let mut bytes = zeroed_vec(bounds.numel() * element_size)?;
-        read_box(&sources, &bounds, &bounds, element_size, &mut bytes)?;
-        sum.add_box(shape, &bounds, element_size, &bytes)?;
+        let mut bytes = zeroed_vec(bounds.numel() * element_bytes)?;
+        read_box(&sources, &bounds, &bounds, element_bytes, &mut bytes)?;
+        sum.add_box(shape, &bounds, element_bytes, &bytes)?;
     }
     Ok(sum)
 }

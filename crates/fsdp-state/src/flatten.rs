@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn paths_cannot_ask_for_many_long_lists_of_nothing() {
-        let of = |lists: usize, index: usize| {
+        let unflatten_lists = |lists: usize, index: usize| {
             let mut flat = FlatStateDict::default();
             for list in 0..lists {
                 let key = format!("{list}");
@@ -169,14 +169,14 @@ mod tests {
             }
             unflatten_state_dict(flat)
         };
-        assert!(of(1, MAX_LIST_LENGTH - 1).is_ok());
-        assert!(of(2000, 100).is_ok());
+        assert!(unflatten_lists(1, MAX_LIST_LENGTH - 1).is_ok());
+        assert!(unflatten_lists(2000, 100).is_ok());
         assert!(matches!(
-            of(3, MAX_LIST_LENGTH / 2),
+            unflatten_lists(3, MAX_LIST_LENGTH / 2),
             Err(StateError::WrongContainer { .. })
         ));
         assert!(matches!(
-            of(1000, MAX_LIST_LENGTH - 1),
+            unflatten_lists(1000, MAX_LIST_LENGTH - 1),
             Err(StateError::WrongContainer { .. })
         ));
     }
@@ -189,7 +189,7 @@ mod tests {
     fn mixed() -> StateDict {
         // key1 = [t, [33, t, [44, 55]], [66, 77]], as torch's traversal test has it.
         let plain_list =
-            |values: &[i64]| StateValue::List(values.iter().map(|&v| int(v)).collect());
+            |values: &[i64]| StateValue::List(values.iter().map(|&value| int(value)).collect());
         let key1 = StateValue::List(vec![
             tensor(),
             StateValue::List(vec![int(33), tensor(), plain_list(&[44, 55])]),

@@ -187,12 +187,18 @@ impl Memory {
 
     /// Returns `true` if values of one dtype can be converted to another.
     #[must_use]
-    pub fn converts(from: DType, to: candle_core::DType) -> bool {
-        fn convert_one(from: DType, to: candle_core::DType) -> Result<Tensor, StateError> {
-            Ok(storage::zeros(&[1], fsdp_flat::dtype::to_candle(from)?)?.to_dtype(to)?)
+    pub fn converts(source_dtype: DType, target_dtype: candle_core::DType) -> bool {
+        fn convert_one(
+            source_dtype: DType,
+            target_dtype: candle_core::DType,
+        ) -> Result<Tensor, StateError> {
+            Ok(
+                storage::zeros(&[1], fsdp_flat::dtype::to_candle(source_dtype)?)?
+                    .to_dtype(target_dtype)?,
+            )
         }
         // candle has no list of its conversions, so one element is converted to find out.
-        convert_one(from, to).is_ok()
+        convert_one(source_dtype, target_dtype).is_ok()
     }
 
     /// Copies values to these tensors from memory that was filled in their place, and converts them
@@ -204,10 +210,10 @@ impl Memory {
         let Memory::Tensors(tensor) = self else {
             unreachable!("other memory was not filled in the place of tensors");
         };
-        for (LocalShard { tensor: from, .. }, LocalShard { tensor: to, .. }) in
+        for (LocalShard { tensor: source, .. }, LocalShard { tensor: target, .. }) in
             values.shards().iter().zip(tensor.shards())
         {
-            crate::memory::copy_into(&from.to_dtype(to.dtype())?, to)?;
+            crate::memory::copy_into(&source.to_dtype(target.dtype())?, target)?;
         }
         Ok(())
     }
@@ -215,12 +221,14 @@ impl Memory {
 
 /// Copies the boxes of a value to unfilled tensors of the same boxes. Returns `false` if they do
 /// not have the same boxes, or cannot be copied like this. Some of them may have been copied then.
-fn fill_with_copy(to: &ShardedTensor, from: &ShardedTensor) -> Result<bool, StateError> {
-    if to.shards().len() != from.shards().len() {
+fn fill_with_copy(target: &ShardedTensor, source: &ShardedTensor) -> Result<bool, StateError> {
+    if target.shards().len() != source.shards().len() {
         return Ok(false);
     }
-    for (to, from) in to.shards().iter().zip(from.shards()) {
-        if to.bounds != from.bounds || !storage::fill_with_copy(&to.tensor, &from.tensor)? {
+    for (target, source) in target.shards().iter().zip(source.shards()) {
+        if target.bounds != source.bounds
+            || !storage::fill_with_copy(&target.tensor, &source.tensor)?
+        {
             return Ok(false);
         }
     }
@@ -270,20 +278,20 @@ pub trait Lend {
     ///
     /// # Errors
     /// An error of this rank only: no memory for it.
-    fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError>;
+    fn lend(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError>;
 
     /// Returns the same as [`Self::lend`], except that fresh tensors may be unfilled. It is for
     /// sources that have a copy to put there.
     ///
     /// # Errors
     /// The same as [`Self::lend`].
-    fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        self.lend(wanted)
+    fn lend_unfilled(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+        self.lend(wanted_index)
     }
 
     /// Takes the memory back, now that it holds the values.
     ///
     /// # Errors
     /// An error of this rank only.
-    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError>;
+    fn filled(&mut self, wanted_index: usize, memory: Memory) -> Result<(), StateError>;
 }

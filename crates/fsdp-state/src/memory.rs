@@ -30,41 +30,49 @@ pub(crate) fn device_of(value: &StateValue) -> Device {
         .map_or(Device::Cpu, |tensor| tensor.device().clone())
 }
 
-/// Copies the elements of `src` into the memory of `dst`, which must have its shape and dtype, and
-/// be contiguous.
-pub(crate) fn copy_into(src: &Tensor, dst: &Tensor) -> Result<(), StateError> {
-    let on_device = to_device(&src.detach(), dst.device())?;
-    // If both share a storage, copy `src` first: this thread cannot hold the read lock and the
+/// Copies the elements of `source` into the memory of `target`, which must have its shape and
+/// dtype, and be contiguous.
+///
+/// # Errors
+/// [`FlatError::NotContiguous`]; released memory; candle's errors.
+pub(crate) fn copy_into(source: &Tensor, target: &Tensor) -> Result<(), StateError> {
+    let on_device = to_device(&source.detach(), target.device())?;
+    // If both share a storage, copy `source` first: this thread cannot hold the read lock and the
     // write lock of one storage.
-    let from = if share_storage(&on_device, dst) {
+    let contiguous = if share_storage(&on_device, target) {
         on_device.force_contiguous()?
     } else {
         on_device.contiguous()?
     };
-    if !dst.is_contiguous() {
+    if !target.is_contiguous() {
         return Err(FlatError::NotContiguous {
-            shape: dst.dims().to_vec(),
+            shape: target.dims().to_vec(),
         }
         .into());
     }
     // candle has no CUDA kernels for i16 and i32, so tensors of these dtypes are copied through the
     // host.
-    if !dst.device().is_cpu()
+    if !target.device().is_cpu()
         && !matches!(
-            dst.dtype(),
+            target.dtype(),
             candle_core::DType::I16 | candle_core::DType::I32
         )
     {
-        return Ok(dst.flatten_all()?.slice_set(&from.flatten_all()?, 0, 0)?);
+        return Ok(target
+            .flatten_all()?
+            .slice_set(&contiguous.flatten_all()?, 0, 0)?);
     }
-    let from_bytes = HostBytes::read(&from)?;
-    let mut to_bytes = HostBytesMut::write(dst)?;
-    non_temporal_copy(&mut to_bytes, &from_bytes);
-    Ok(to_bytes.finish()?)
+    let source_bytes = HostBytes::read(&contiguous)?;
+    let mut target_bytes = HostBytesMut::write(target)?;
+    non_temporal_copy(&mut target_bytes, &source_bytes);
+    Ok(target_bytes.finish()?)
 }
 
 /// Copies each value of a list.
-fn copy_all(values: &[StateValue], device: Option<&Device>) -> Result<Vec<StateValue>, StateError> {
+fn copy_values(
+    values: &[StateValue],
+    device: Option<&Device>,
+) -> Result<Vec<StateValue>, StateError> {
     values.iter().map(|value| value.copy_to(device)).collect()
 }
 
@@ -88,8 +96,8 @@ impl StateValue {
             StateValue::Sharded(tensor) => tensor.map(|part| copy_tensor(part, device))?.into(),
             StateValue::Raw(_) | StateValue::Plain(_) => self.clone(),
             StateValue::Dict(dict) => StateValue::Dict(dict.copy_to(device)?),
-            StateValue::List(list) => StateValue::List(copy_all(list, device)?),
-            StateValue::Tuple(list) => StateValue::Tuple(copy_all(list, device)?),
+            StateValue::List(list) => StateValue::List(copy_values(list, device)?),
+            StateValue::Tuple(list) => StateValue::Tuple(copy_values(list, device)?),
         })
     }
 
@@ -134,13 +142,13 @@ impl StateValue {
             StateValue::Tensor(tensor) => {
                 let host = to_device(&tensor.detach(), &Device::Cpu)?.contiguous()?;
                 let data = HostBytes::read(&host)?.to_vec();
-                Some(tensor_value(
+                Some(make_plain_tensor(
                     dtype::file_dtype(tensor.dtype())?,
                     tensor.dims(),
                     data,
                 ))
             }
-            StateValue::Raw(tensor) => Some(tensor_value(
+            StateValue::Raw(tensor) => Some(make_plain_tensor(
                 tensor.dtype(),
                 tensor.shape(),
                 tensor.bytes().to_vec(),
@@ -156,7 +164,7 @@ fn to_objects(values: &[StateValue]) -> Result<Option<Vec<PlainValue>>, StateErr
 }
 
 /// Returns a tensor as a plain value.
-fn tensor_value(dtype: DType, shape: &[usize], data: Vec<u8>) -> PlainValue {
+fn make_plain_tensor(dtype: DType, shape: &[usize], data: Vec<u8>) -> PlainValue {
     PlainValue::Tensor(PlainTensor {
         dtype,
         shape: shape.to_vec(),

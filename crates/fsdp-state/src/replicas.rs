@@ -46,33 +46,43 @@ pub fn check_replicas(state: &StateDict, group: &ProcessGroup) -> Result<(), Sta
     // enough.
     let mut digests = StateError::agree(group, OPERATION, None, compute_digests(state))?;
     let summaries = digests.each_ref().map(DigestSummary::new);
-    let all: Vec<[DigestSummary; 2]> = group.all_gather_object(&summaries)?;
-    if all.iter().all(|summaries| *summaries == all[0]) {
+    let rank_summaries: Vec<[DigestSummary; 2]> = group.all_gather_object(&summaries)?;
+    if rank_summaries
+        .iter()
+        .all(|summaries| *summaries == rank_summaries[0])
+    {
         return Ok(());
     }
-    for part in [WHOLE_INDEX, SHARDS_INDEX] {
-        if all.iter().all(|summaries| summaries[part] == all[0][part]) {
-            digests[part] = StateDigest::default();
+    for index in [WHOLE_INDEX, SHARDS_INDEX] {
+        if rank_summaries
+            .iter()
+            .all(|summaries| summaries[index] == rank_summaries[0][index])
+        {
+            digests[index] = StateDigest::default();
         }
     }
     // Step 2: compare each name over the ranks that hold it. Any two ranks may hold the same box,
     // so each name has a rank that compares it. All ranks learn the hashes of the names that
     // differ, and the ranks at fault.
-    let found_by_ranks = group.all_gather_object(&compare(group, &digests)?)?;
-    let found: HashMap<u64, Vec<usize>> = found_by_ranks.into_iter().flatten().collect();
-    if found.is_empty() {
+    let faults_of_ranks = group.all_gather_object(&compare(group, &digests)?)?;
+    let faulty_ranks: HashMap<u64, Vec<usize>> = faults_of_ranks.into_iter().flatten().collect();
+    if faulty_ranks.is_empty() {
         return Ok(());
     }
     // Step 3: a rank knows only its own names, so each tells all others which of them differ.
-    let mut named: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+    let mut own_differences: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
     for (name, _) in digests.iter().flat_map(StateDigest::iter) {
-        if let Some(ranks) = found.get(&short_hash(name)) {
+        if let Some(ranks) = faulty_ranks.get(&short_hash(name)) {
             let key = key_of(name).to_owned();
-            named.entry(key).or_default().extend(ranks);
+            own_differences.entry(key).or_default().extend(ranks);
         }
     }
     let mut tensors: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
-    for (key, ranks) in group.all_gather_object(&named)?.into_iter().flatten() {
+    for (key, ranks) in group
+        .all_gather_object(&own_differences)?
+        .into_iter()
+        .flatten()
+    {
         tensors.entry(key).or_default().extend(ranks);
     }
     Err(StateError::ReplicasDiffer {
@@ -92,18 +102,19 @@ fn compare(
     group: &ProcessGroup,
     digests: &[StateDigest; 2],
 ) -> Result<Vec<(u64, Vec<usize>)>, StateError> {
-    let ranks = group.world_size();
+    let rank_count = group.world_size();
     // The hash of a name says which rank is in charge of it, so that all have about as much to do.
-    let mut send: Vec<Vec<u64>> = vec![Vec::new(); ranks];
+    let mut send: Vec<Vec<u64>> = vec![Vec::new(); rank_count];
     for (name, digest) in digests.iter().flat_map(StateDigest::iter) {
-        let name = short_hash(name);
-        send[(name % ranks as u64) as usize].extend([name, short_hash(&digest.to_string())]);
+        let name_hash = short_hash(name);
+        send[(name_hash % rank_count as u64) as usize]
+            .extend([name_hash, short_hash(&digest.to_string())]);
     }
     // The ranks tell each other how many numbers they send, and then send them.
     let send_counts: Vec<usize> = send.iter().map(Vec::len).collect();
     let lengths: Vec<u64> = send_counts.iter().map(|&count| count as u64).collect();
-    let mut lengths_received = vec![0u64; ranks];
-    let ones = vec![1; ranks];
+    let mut lengths_received = vec![0u64; rank_count];
+    let ones = vec![1; rank_count];
     group.all_to_all_uneven(&mut lengths_received, &ones, &lengths, &ones)?;
     let receive_counts: Vec<usize> = lengths_received
         .iter()
@@ -116,18 +127,18 @@ fn compare(
     group.all_to_all_uneven(&mut received, &receive_counts, &send.concat(), &send_counts)?;
     // The ranks that hold each name, with their digests.
     let mut holders: HashMap<u64, Vec<(usize, u64)>> = HashMap::new();
-    let mut rest = received.as_slice();
+    let mut remaining = received.as_slice();
     for (rank, count) in receive_counts.into_iter().enumerate() {
-        let (numbers, after) = rest.split_at(count);
-        for &[name, digest] in numbers.as_chunks().0 {
+        let (numbers, later_numbers) = remaining.split_at(count);
+        for &[name_hash, digest] in numbers.as_chunks().0 {
             let rank = group.global_ranks()[rank];
-            holders.entry(name).or_default().push((rank, digest));
+            holders.entry(name_hash).or_default().push((rank, digest));
         }
-        rest = after;
+        remaining = later_numbers;
     }
     Ok(holders
         .into_iter()
-        .map(|(name, held)| (name, differing_ranks(&held)))
+        .map(|(name_hash, rank_digests)| (name_hash, differing_ranks(&rank_digests)))
         .filter(|(_, ranks)| !ranks.is_empty())
         .collect())
 }
@@ -146,16 +157,17 @@ const SHARDS_INDEX: usize = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct DigestSummary {
     /// A hash of the names, and of the boxes.
-    layout: u64,
+    layout_hash: u64,
     root: Digest,
 }
 
 impl DigestSummary {
+    /// Returns the summary of these digests.
     fn new(digests: &StateDigest) -> Self {
         let mut hasher = XxHash3_64::new();
         digests.iter().for_each(|(name, _)| name.hash(&mut hasher));
         DigestSummary {
-            layout: hasher.finish(),
+            layout_hash: hasher.finish(),
             root: digests.root(),
         }
     }
@@ -172,21 +184,21 @@ fn compute_digests(state: &StateDict) -> Result<[StateDigest; 2], StateError> {
             continue;
         }
         // This is a tensor, or a tuple that holds sharded tensors: each of its values is compared.
-        let opened = StateDict::from_iter([("", value)]);
-        for (inside, value) in leaves(&opened) {
-            let place = inside.flat_key();
+        let container = StateDict::from_iter([("", value)]);
+        for (inner_path, value) in leaves(&container) {
+            let place = inner_path.flat_key();
             if let Some(value) = value.as_plain() {
                 digests[WHOLE_INDEX].insert(name_of(&key, &place), Digest::of_value(value));
             }
-            let leaf = Leaf::from_value(&inside, value)?;
+            let leaf = Leaf::from_value(&inner_path, value)?;
             let Some((dtype, shape)) = leaf.tensor() else {
                 continue;
             };
-            let element = dtype.size_in_bytes() as usize;
+            let element_bytes = dtype.size_in_bytes() as usize;
             for source in BoxBytes::from_value(value)? {
                 let bounds = source.bounds();
                 let mut sum = Sum::default();
-                source.read(|bytes| sum.add_box(shape, bounds, element, bytes))??;
+                source.read(|bytes| sum.add_box(shape, bounds, element_bytes, bytes))??;
                 let digest = sum.finish(dtype, shape);
                 if leaf.is_sharded() {
                     digests[SHARDS_INDEX]
@@ -215,9 +227,9 @@ fn key_of(name: &str) -> &str {
 
 /// Returns the ranks whose value differs from the most frequent one; all ranks, if no value is more
 /// frequent than all others.
-fn differing_ranks(held: &[(usize, u64)]) -> Vec<usize> {
+fn differing_ranks(rank_digests: &[(usize, u64)]) -> Vec<usize> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
-    for (_, digest) in held {
+    for (_, digest) in rank_digests {
         *counts.entry(*digest).or_default() += 1;
     }
     if counts.len() < 2 {
@@ -230,7 +242,8 @@ fn differing_ranks(held: &[(usize, u64)]) -> Vec<usize> {
         .map(|(digest, _)| *digest)
         .collect();
     // If several values are equally frequent, nobody knows which of them is right.
-    held.iter()
+    rank_digests
+        .iter()
         .filter(|(_, digest)| most_frequent != [*digest])
         .map(|(rank, _)| *rank)
         .collect()

@@ -77,7 +77,7 @@ impl Leaf {
         }
     }
 
-    /// Returns dtype and global shape, if it is a tensor.
+    /// Returns dtype and global shape; `None` for a plain value.
     #[must_use]
     pub fn tensor(&self) -> Option<(DType, &[usize])> {
         match self {
@@ -152,7 +152,7 @@ impl Schema {
     /// Returns a schema of `leaves`.
     #[must_use]
     pub fn new(mut leaves: Vec<(KeyPath, Leaf)>) -> Self {
-        leaves.sort_by(|(a, _), (b, _)| a.cmp(b));
+        leaves.sort_by(|(path, _), (other_path, _)| path.cmp(other_path));
         Schema(Arc::new(leaves))
     }
 
@@ -166,7 +166,7 @@ impl Schema {
         check_gaps(self.iter().map(|(path, _)| path))
     }
 
-    /// Returns the leaf at a position, and its path.
+    /// Returns the leaf at a position, and its path; `None` if there is no such position.
     #[must_use]
     pub fn get(&self, position: usize) -> Option<&(KeyPath, Leaf)> {
         self.0.get(position)
@@ -180,9 +180,9 @@ impl Schema {
     /// Returns `true` if some path begins with a key.
     #[must_use]
     pub fn has_key(&self, key: &str) -> bool {
-        self.0
-            .iter()
-            .any(|(path, _)| matches!(path.0.first(), Some(PathPart::Key(first)) if first == key))
+        self.0.iter().any(
+            |(path, _)| matches!(path.0.first(), Some(PathPart::Key(top_key)) if top_key == key),
+        )
     }
 
     /// Returns `true` if the leaf at a position is a plain value or a whole tensor of one element.
@@ -208,7 +208,7 @@ impl Schema {
     /// Returns the schema of a state dict, and the dict's values in the order of the schema.
     pub(crate) fn with_values(state: &StateDict) -> Result<(Self, Vec<&StateValue>), StateError> {
         let mut leaves = leaves(state);
-        leaves.sort_by(|(a, _), (b, _)| a.cmp(b));
+        leaves.sort_by(|(path, _), (other_path, _)| path.cmp(other_path));
         let mut schema = Vec::with_capacity(leaves.len());
         let mut values = Vec::with_capacity(leaves.len());
         for (path, value) in leaves {
@@ -225,11 +225,10 @@ impl Schema {
         &'a self,
         other: &'a Schema,
     ) -> impl Iterator<Item = EitherOrBoth<Positioned<'a>>> {
-        self.iter()
-            .enumerate()
-            .merge_join_by(other.iter().enumerate(), |(_, (a, _)), (_, (b, _))| {
-                a.cmp(b)
-            })
+        self.iter().enumerate().merge_join_by(
+            other.iter().enumerate(),
+            |(_, (path, _)), (_, (other_path, _))| path.cmp(other_path),
+        )
     }
 }
 

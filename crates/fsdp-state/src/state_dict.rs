@@ -51,7 +51,7 @@ impl StateDict {
         StateDict::default()
     }
 
-    /// Sets the value of a key, and returns its old value.
+    /// Sets the value of a key, and returns its old value, if it had one.
     pub fn insert(
         &mut self,
         key: impl Into<String>,
@@ -80,18 +80,18 @@ impl StateDict {
         }
     }
 
-    /// Returns the value of a key.
+    /// Returns the value of a key; `None` if the dict does not have it.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&StateValue> {
         self.entries.get(key)
     }
 
-    /// Returns the value of a key, to change it.
+    /// Returns the value of a key, to change it; `None` if the dict does not have it.
     pub fn get_mut(&mut self, key: &str) -> Option<&mut StateValue> {
         self.entries.get_mut(key)
     }
 
-    /// Removes a key, and returns its value. The other keys keep their order.
+    /// Removes a key, and returns its value, if the dict has it. The other keys keep their order.
     pub fn remove(&mut self, key: &str) -> Option<StateValue> {
         self.entries.shift_remove(key)
     }
@@ -129,18 +129,20 @@ impl StateDict {
         self.entries.iter_mut()
     }
 
-    /// Returns the dict at a key.
+    /// Returns the dict at a key; `None` if there is none.
     #[must_use]
     pub fn dict(&self, key: &str) -> Option<&StateDict> {
         self.get(key).and_then(StateValue::as_dict)
     }
 
-    /// Returns the plain value at the end of a chain of dict keys.
+    /// Returns the plain value at the end of a chain of dict keys; `None` if there is none.
     #[must_use]
     pub fn plain_at(&self, keys: &[&str]) -> Option<&PlainValue> {
-        let (last, dicts) = keys.split_last()?;
-        let dict = dicts.iter().try_fold(self, |dict, key| dict.dict(key))?;
-        match dict.get(last)? {
+        let (last_key, dict_keys) = keys.split_last()?;
+        let dict = dict_keys
+            .iter()
+            .try_fold(self, |dict, key| dict.dict(key))?;
+        match dict.get(last_key)? {
             StateValue::Plain(value) => Some(value),
             _ => None,
         }

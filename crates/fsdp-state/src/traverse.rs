@@ -153,13 +153,14 @@ pub fn iterate_state_dict(
 /// ```
 #[must_use]
 pub fn get_element<'a>(state: &'a StateDict, path: &KeyPath) -> Option<&'a StateValue> {
-    let (first, rest) = path.0.split_first()?;
-    let PathPart::Key(first) = first else {
+    let (first_part, later_parts) = path.0.split_first()?;
+    let PathPart::Key(first_key) = first_part else {
         return None;
     };
     // Follow the path as long as its parts are of the kind of container that is there.
-    rest.iter()
-        .try_fold(state.get(first)?, |value, part| match (part, value) {
+    later_parts
+        .iter()
+        .try_fold(state.get(first_key)?, |value, part| match (part, value) {
             (PathPart::Key(key), StateValue::Dict(dict)) => dict.get(key),
             (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => {
                 list.get(*index)
@@ -171,17 +172,20 @@ pub fn get_element<'a>(state: &'a StateDict, path: &KeyPath) -> Option<&'a State
 /// Returns the value at a path, like [`get_element`], to change it.
 #[must_use]
 pub fn get_element_mut<'a>(state: &'a mut StateDict, path: &KeyPath) -> Option<&'a mut StateValue> {
-    let (first, rest) = path.0.split_first()?;
-    let PathPart::Key(first) = first else {
+    let (first_part, later_parts) = path.0.split_first()?;
+    let PathPart::Key(first_key) = first_part else {
         return None;
     };
-    rest.iter()
-        .try_fold(state.get_mut(first)?, |value, part| match (part, value) {
-            (PathPart::Key(key), StateValue::Dict(dict)) => dict.get_mut(key),
-            (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => {
-                list.get_mut(*index)
+    later_parts
+        .iter()
+        .try_fold(state.get_mut(first_key)?, |value, part| {
+            match (part, value) {
+                (PathPart::Key(key), StateValue::Dict(dict)) => dict.get_mut(key),
+                (PathPart::Index(index), StateValue::List(list) | StateValue::Tuple(list)) => {
+                    list.get_mut(*index)
+                }
+                _ => None,
             }
-            _ => None,
         })
 }
 
@@ -214,9 +218,12 @@ pub fn set_element(
     value: impl Into<StateValue>,
 ) -> Result<(), StateError> {
     match path.0.as_slice() {
-        [PathPart::Key(first), rest @ ..] => {
-            set_at(entry(state, first, rest), rest, value.into(), path)
-        }
+        [PathPart::Key(first_key), rest @ ..] => set_below(
+            entry_or_insert(state, first_key, rest),
+            rest,
+            value.into(),
+            path,
+        ),
         _ => Err(StateError::WrongContainer {
             path: path.flat_key(),
             expected: "dict",
@@ -231,7 +238,7 @@ pub(crate) fn check_gaps<'p>(
 ) -> Result<(), StateError> {
     // One long list is allowed, as `set_element` does, and beyond that an element for each part of
     // a path. Lists of lists are counted at every level.
-    let most = paths
+    let max_elements = paths
         .clone()
         .map(|path| path.0.len())
         .fold(MAX_LIST_LENGTH, usize::saturating_add);
@@ -244,10 +251,10 @@ pub(crate) fn check_gaps<'p>(
             };
             let length = lengths.entry(&path.0[..depth]).or_default();
             // An index makes its list as long as needed, so only what is added counts.
-            let longer = index.saturating_add(1).saturating_sub(*length);
-            *length += longer;
-            total = total.saturating_add(longer);
-            if total > most {
+            let added_length = index.saturating_add(1).saturating_sub(*length);
+            *length += added_length;
+            total = total.saturating_add(added_length);
+            if total > max_elements {
                 return Err(StateError::WrongContainer {
                     path: path.flat_key(),
                     expected: "list without long gaps",
@@ -260,7 +267,11 @@ pub(crate) fn check_gaps<'p>(
 
 /// Returns the slot of `key`. If the dict has no such key, it gets an empty container of the kind
 /// that `rest` needs.
-fn entry<'a>(dict: &'a mut StateDict, key: &str, rest: &[PathPart]) -> &'a mut StateValue {
+fn entry_or_insert<'a>(
+    dict: &'a mut StateDict,
+    key: &str,
+    rest: &[PathPart],
+) -> &'a mut StateValue {
     if !dict.contains_key(key) {
         dict.insert(key, container_for(rest));
     }
@@ -289,7 +300,7 @@ fn is_placeholder(value: &StateValue) -> bool {
 }
 
 /// Sets a value below `slot`, where `rest` of the path leads. Missing containers are made.
-fn set_at(
+fn set_below(
     slot: &mut StateValue,
     rest: &[PathPart],
     value: StateValue,
@@ -306,7 +317,7 @@ fn set_at(
     }
     match (rest, slot) {
         ([PathPart::Key(part), rest @ ..], StateValue::Dict(dict)) => {
-            set_at(entry(dict, part, rest), rest, value, path)
+            set_below(entry_or_insert(dict, part, rest), rest, value, path)
         }
         ([PathPart::Index(index), rest @ ..], StateValue::List(list))
             if *index < MAX_LIST_LENGTH =>
@@ -315,7 +326,7 @@ fn set_at(
             if list.len() <= *index {
                 list.resize_with(*index + 1, || StateValue::Plain(PlainValue::None));
             }
-            set_at(&mut list[*index], rest, value, path)
+            set_below(&mut list[*index], rest, value, path)
         }
         ([] | [PathPart::Key(_), ..], _) => Err(StateError::WrongContainer {
             path: path.flat_key(),

@@ -33,9 +33,9 @@ impl Census {
     /// Adds the elements in these bytes. Complex ones are only counted: one is NaN if a part of it
     /// is, or else infinite if a part of it is.
     pub fn add(&mut self, dtype: DType, bytes: &[u8]) {
-        if let Some(part) = parts_of_complex(dtype) {
-            let mut parts = Vec::with_capacity(bytes.len() / part.size_in_bytes() as usize);
-            for_each_number(part, bytes, &mut |value| parts.push(value));
+        if let Some(part_dtype) = parts_of_complex(dtype) {
+            let mut parts = Vec::with_capacity(bytes.len() / part_dtype.size_in_bytes() as usize);
+            for_each_number(part_dtype, bytes, &mut |value| parts.push(value));
             // The two parts of a number are next to each other.
             for element in parts.as_chunks::<2>().0 {
                 self.count += 1;
@@ -93,37 +93,47 @@ pub fn is_real(dtype: DType) -> bool {
 /// type are no real numbers.
 pub fn for_each_number(dtype: DType, bytes: &[u8], f: &mut dyn FnMut(f64)) -> bool {
     /// Calls `f` with the number that `decode` makes of each `N` bytes.
-    fn each<const N: usize>(bytes: &[u8], f: &mut dyn FnMut(f64), decode: impl Fn([u8; N]) -> f64) {
+    fn decode_each<const N: usize>(
+        bytes: &[u8],
+        f: &mut dyn FnMut(f64),
+        decode: impl Fn([u8; N]) -> f64,
+    ) {
         for element in bytes.as_chunks::<N>().0 {
             f(decode(*element));
         }
     }
     match dtype {
-        DType::Bool | DType::U8 | DType::QUInt8 => each(bytes, f, |[b]| f64::from(b)),
-        DType::I8 | DType::QInt8 => each(bytes, f, |b| f64::from(i8::from_le_bytes(b))),
-        DType::U16 => each(bytes, f, |b| f64::from(u16::from_le_bytes(b))),
-        DType::I16 => each(bytes, f, |b| f64::from(i16::from_le_bytes(b))),
-        DType::U32 => each(bytes, f, |b| f64::from(u32::from_le_bytes(b))),
-        DType::I32 | DType::QInt32 => each(bytes, f, |b| f64::from(i32::from_le_bytes(b))),
-        DType::U64 => each(bytes, f, |b| u64::from_le_bytes(b) as f64),
-        DType::I64 => each(bytes, f, |b| i64::from_le_bytes(b) as f64),
-        DType::F16 => each(bytes, f, |b| f16::from_le_bytes(b).to_f64()),
-        DType::BF16 => each(bytes, f, |b| bf16::from_le_bytes(b).to_f64()),
-        DType::F32 => each(bytes, f, |b| f64::from(f32::from_le_bytes(b))),
-        DType::F64 => each(bytes, f, f64::from_le_bytes),
-        DType::F8E4M3Fn => each(bytes, f, |[b]| decode_float8(b, 4, 7, Special::NanOnly)),
-        DType::F8E5M2 => each(bytes, f, |[b]| decode_float8(b, 5, 15, Special::Ieee)),
-        DType::F8E4M3Fnuz => each(bytes, f, |[b]| {
-            decode_float8(b, 4, 8, Special::NegativeZeroIsNan)
+        DType::Bool | DType::U8 | DType::QUInt8 => decode_each(bytes, f, |[byte]| f64::from(byte)),
+        DType::I8 | DType::QInt8 => {
+            decode_each(bytes, f, |element| f64::from(i8::from_le_bytes(element)))
+        }
+        DType::U16 => decode_each(bytes, f, |element| f64::from(u16::from_le_bytes(element))),
+        DType::I16 => decode_each(bytes, f, |element| f64::from(i16::from_le_bytes(element))),
+        DType::U32 => decode_each(bytes, f, |element| f64::from(u32::from_le_bytes(element))),
+        DType::I32 | DType::QInt32 => {
+            decode_each(bytes, f, |element| f64::from(i32::from_le_bytes(element)))
+        }
+        DType::U64 => decode_each(bytes, f, |element| u64::from_le_bytes(element) as f64),
+        DType::I64 => decode_each(bytes, f, |element| i64::from_le_bytes(element) as f64),
+        DType::F16 => decode_each(bytes, f, |element| f16::from_le_bytes(element).to_f64()),
+        DType::BF16 => decode_each(bytes, f, |element| bf16::from_le_bytes(element).to_f64()),
+        DType::F32 => decode_each(bytes, f, |element| f64::from(f32::from_le_bytes(element))),
+        DType::F64 => decode_each(bytes, f, f64::from_le_bytes),
+        DType::F8E4M3Fn => decode_each(bytes, f, |[byte]| {
+            decode_float8(byte, 4, 7, Special::NanOnly)
         }),
-        DType::F8E5M2Fnuz => each(bytes, f, |[b]| {
-            decode_float8(b, 5, 16, Special::NegativeZeroIsNan)
+        DType::F8E5M2 => decode_each(bytes, f, |[byte]| decode_float8(byte, 5, 15, Special::Ieee)),
+        DType::F8E4M3Fnuz => decode_each(bytes, f, |[byte]| {
+            decode_float8(byte, 4, 8, Special::NegativeZeroIsNan)
         }),
-        DType::F8E8M0Fnu => each(bytes, f, |[b]| {
-            if b == 255 {
+        DType::F8E5M2Fnuz => decode_each(bytes, f, |[byte]| {
+            decode_float8(byte, 5, 16, Special::NegativeZeroIsNan)
+        }),
+        DType::F8E8M0Fnu => decode_each(bytes, f, |[byte]| {
+            if byte == 255 {
                 f64::NAN
             } else {
-                2f64.powi(i32::from(b) - 127)
+                2f64.powi(i32::from(byte) - 127)
             }
         }),
         _ => return false,

@@ -25,10 +25,10 @@ pub(crate) struct Nested {
 }
 
 impl Nested {
-    /// Finds the values of `from` that `other` holds in parts.
-    pub(crate) fn find(from: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<Self, FileError> {
+    /// Finds the values of `holder` that `other` holds in parts.
+    pub(crate) fn find(holder: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<Self, FileError> {
         let mut nested = Nested::default();
-        for (fqn, _) in from.metadata().values() {
+        for (fqn, _) in holder.metadata().values() {
             if other.metadata().entries.contains_key(fqn) {
                 continue;
             }
@@ -37,7 +37,7 @@ impl Nested {
                 parts: Vec::new(),
                 sequences: Vec::new(),
             };
-            unfolded.take_apart(from.describe_value(fqn)?, fqn.to_owned());
+            unfolded.take_apart(holder.describe_value(fqn)?, fqn.to_owned());
             // A value of which the other checkpoint has no part is merely missing there.
             let count_before = nested.in_other.len();
             for (key, _) in &unfolded.parts {

@@ -16,7 +16,7 @@ pub(super) struct MemoryStep {
     /// The number of a start of the job, which is larger than the numbers of all starts before it.
     /// A run that goes back to an older step gets a new number too. Parts of different starts are
     /// never joined, because the same step may have another result after a restart.
-    pub(super) start: u64,
+    pub(super) start_number: u64,
     /// The branch of the run that it is on, and the steps done when it was saved.
     pub(super) position: RunPosition,
     /// The number of ranks, each of which has saved a part.
@@ -49,7 +49,8 @@ pub(super) fn position_of_joined(name: &str) -> Option<RunPosition> {
 /// One rank's part of a save. Its `Display` text is the name of its directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Part {
-    pub(super) of: MemoryStep,
+    /// The save.
+    pub(super) memory_step: MemoryStep,
     /// The rank that saved it.
     pub(super) rank: usize,
 }
@@ -57,9 +58,9 @@ pub(super) struct Part {
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Part {
-            of:
+            memory_step:
                 MemoryStep {
-                    start,
+                    start_number,
                     position: RunPosition { branch, step },
                     ranks,
                 },
@@ -67,7 +68,7 @@ impl fmt::Display for Part {
         } = self;
         write!(
             f,
-            "step-{step:08}-{start:016x}-branch-{branch}-rank-{rank}-of-{ranks}"
+            "step-{step:08}-{start_number:016x}-branch-{branch}-rank-{rank}-of-{ranks}"
         )
     }
 }
@@ -79,7 +80,7 @@ impl Part {
         let &[
             "step",
             step,
-            start,
+            start_number,
             "branch",
             branch,
             "rank",
@@ -91,8 +92,8 @@ impl Part {
             return None;
         };
         let part = Part {
-            of: MemoryStep {
-                start: u64::from_str_radix(start, 16).ok()?,
+            memory_step: MemoryStep {
+                start_number: u64::from_str_radix(start_number, 16).ok()?,
                 position: RunPosition {
                     branch: branch.parse().ok()?,
                     step: step.parse().ok()?,
@@ -103,7 +104,7 @@ impl Part {
         };
         // Only the exact spelling that `Display` writes is accepted, so one part has one name.
         let is_exact = part.to_string() == name;
-        let ranks = part.of.ranks;
+        let ranks = part.memory_step.ranks;
         (is_exact && part.rank < ranks && ranks <= MAX_WORLD_SIZE).then_some(part)
     }
 }
@@ -130,8 +131,8 @@ impl PartCopy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Transfer {
     pub(super) part: Part,
-    pub(super) from: usize,
-    pub(super) to: usize,
+    pub(super) sender: usize,
+    pub(super) receiver: usize,
 }
 
 /// Returns the buddy of each rank: the rank that keeps a copy of its part. `hosts` has the lowest
@@ -141,33 +142,34 @@ pub(super) struct Transfer {
 /// rank, unless more than half of all ranks are on one host: then the other ranks take turns as the
 /// buddies of that host's ranks. A single rank is its own buddy.
 pub(super) fn buddies(hosts: &[usize]) -> Vec<usize> {
-    let ranks = hosts.len();
-    let largest = hosts
+    let rank_count = hosts.len();
+    let largest_host = hosts
         .iter()
         .copied()
-        .max_by_key(|&host| ranks_on(host, hosts))
+        .max_by_key(|&host| rank_count_on(host, hosts))
         .expect("a group has ranks");
-    let of_largest = ranks_on(largest, hosts);
+    let largest_count = rank_count_on(largest_host, hosts);
     // The ranks form a ring, in which the ranks of a host are neighbours. Those of the largest host
     // come first.
-    let mut ring: Vec<usize> = (0..ranks).collect();
-    ring.sort_by_key(|&rank| (hosts[rank] != largest, hosts[rank]));
-    let others = ranks - of_largest;
-    let mut buddies = vec![0; ranks];
-    for (at, &rank) in ring.iter().enumerate() {
+    let mut ring: Vec<usize> = (0..rank_count).collect();
+    ring.sort_by_key(|&rank| (hosts[rank] != largest_host, hosts[rank]));
+    let count_elsewhere = rank_count - largest_count;
+    let mut buddies = vec![0; rank_count];
+    for (ring_position, &rank) in ring.iter().enumerate() {
         // The distance is the number of ranks of the largest host, so that the buddy is beyond the
         // rank's own host.
-        let buddy = match others {
-            0 => at + 1,
-            _ if at < of_largest => of_largest + at % others,
-            _ => at + of_largest,
+        let buddy = match count_elsewhere {
+            0 => ring_position + 1,
+            _ if ring_position < largest_count => largest_count + ring_position % count_elsewhere,
+            _ => ring_position + largest_count,
         };
-        buddies[rank] = ring[buddy % ranks];
+        buddies[rank] = ring[buddy % rank_count];
     }
     buddies
 }
 
-fn ranks_on(host: usize, hosts: &[usize]) -> usize {
+/// Returns the number of ranks on a host.
+fn rank_count_on(host: usize, hosts: &[usize]) -> usize {
     hosts.iter().filter(|other| **other == host).count()
 }
 
@@ -176,16 +178,16 @@ const MAX_LISTED: usize = 20;
 
 /// Returns the steps of which there is at least one part, the newest first, each with the first few
 /// ranks whose parts are missing.
-pub(super) fn steps(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
-    let mut found: BTreeMap<MemoryStep, BTreeSet<usize>> = BTreeMap::new();
+pub(super) fn steps_with_missing_ranks(copies: &[PartCopy]) -> Vec<(MemoryStep, Vec<usize>)> {
+    let mut ranks_by_step: BTreeMap<MemoryStep, BTreeSet<usize>> = BTreeMap::new();
     for copy in copies {
-        found
-            .entry(copy.part.of)
+        ranks_by_step
+            .entry(copy.part.memory_step)
             .or_default()
             .insert(copy.part.rank);
     }
     // The map is sorted, so the newest is its last entry.
-    found
+    ranks_by_step
         .into_iter()
         .rev()
         .map(|(step, ranks)| (step, missing_ranks(step, &ranks)))
@@ -201,9 +203,9 @@ pub(super) fn missing_ranks(step: MemoryStep, present: &BTreeSet<usize>) -> Vec<
         .collect()
 }
 
-/// Returns the newest step that has all parts.
+/// Returns the newest step that has all parts; `None` if there is none.
 pub(super) fn newest_whole(copies: &[PartCopy]) -> Option<MemoryStep> {
-    steps(copies)
+    steps_with_missing_ranks(copies)
         .into_iter()
         .find(|(_, missing)| missing.is_empty())
         .map(|(step, _)| step)
@@ -219,7 +221,7 @@ pub(super) fn newest_complete(copies: &[PartCopy]) -> Option<MemoryStep> {
     }
     let complete: Vec<PartCopy> = copies
         .iter()
-        .filter(|copy| counts[&copy.part] >= copy.part.of.ranks.min(2))
+        .filter(|copy| counts[&copy.part] >= copy.part.memory_step.ranks.min(2))
         .cloned()
         .collect();
     newest_whole(&complete).or_else(|| newest_whole(copies))
@@ -227,29 +229,38 @@ pub(super) fn newest_complete(copies: &[PartCopy]) -> Option<MemoryStep> {
 
 /// Returns the copies that a rank checks. The ranks of a host take turns over the copies on that
 /// host.
-pub(super) fn share<'c>(copies: &'c [PartCopy], hosts: &[usize], rank: usize) -> Vec<&'c PartCopy> {
-    let ranks: Vec<usize> = (0..hosts.len())
+pub(super) fn copies_to_check<'c>(
+    copies: &'c [PartCopy],
+    hosts: &[usize],
+    rank: usize,
+) -> Vec<&'c PartCopy> {
+    let host_ranks: Vec<usize> = (0..hosts.len())
         .filter(|&other| hosts[other] == hosts[rank])
         .collect();
-    let here = copies.iter().filter(|copy| copy.host == hosts[rank]);
-    here.enumerate()
-        .filter(|(index, _)| ranks[index % ranks.len()] == rank)
+    let host_copies = copies.iter().filter(|copy| copy.host == hosts[rank]);
+    host_copies
+        .enumerate()
+        .filter(|(index, _)| host_ranks[index % host_ranks.len()] == rank)
         .map(|(_, copy)| copy)
         .collect()
 }
 
 /// Returns the transfers that bring every part to the lowest rank of every host that lacks it.
-pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
+pub(super) fn needed_transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
     let mut holders: BTreeMap<Part, BTreeSet<usize>> = BTreeMap::new();
     for copy in copies {
         holders.entry(copy.part).or_default().insert(copy.host);
     }
-    let all: BTreeSet<usize> = hosts.iter().copied().collect();
+    let all_hosts: BTreeSet<usize> = hosts.iter().copied().collect();
     let mut transfers = Vec::new();
     for (part, holders) in holders {
         // The hosts that have the part take turns as senders.
-        for (&to, &from) in all.difference(&holders).zip(holders.iter().cycle()) {
-            transfers.push(Transfer { part, from, to });
+        for (&receiver, &sender) in all_hosts.difference(&holders).zip(holders.iter().cycle()) {
+            transfers.push(Transfer {
+                part,
+                sender,
+                receiver,
+            });
         }
     }
     transfers
@@ -257,7 +268,7 @@ pub(super) fn transfers(copies: &[PartCopy], hosts: &[usize]) -> Vec<Transfer> {
 
 /// Groups transfers into rounds. In a round each rank sends at most one part and receives at most
 /// one.
-pub(super) fn rounds(transfers: Vec<Transfer>) -> Vec<Vec<Transfer>> {
+pub(super) fn group_into_rounds(transfers: Vec<Transfer>) -> Vec<Vec<Transfer>> {
     let mut rounds: Vec<Vec<Transfer>> = Vec::new();
     for transfer in transfers {
         match rounds.iter_mut().find(|round| has_room(round, transfer)) {
@@ -272,7 +283,7 @@ pub(super) fn rounds(transfers: Vec<Transfer>) -> Vec<Vec<Transfer>> {
 fn has_room(round: &[Transfer], transfer: Transfer) -> bool {
     round
         .iter()
-        .all(|other| other.from != transfer.from && other.to != transfer.to)
+        .all(|other| other.sender != transfer.sender && other.receiver != transfer.receiver)
 }
 
 #[cfg(test)]
@@ -281,17 +292,17 @@ mod tests {
 
     use super::*;
 
-    fn at(step: u64, ranks: usize) -> MemoryStep {
+    fn memory_step(step: u64, ranks: usize) -> MemoryStep {
         MemoryStep {
             position: RunPosition { branch: 0, step },
             ranks,
-            start: 7,
+            start_number: 7,
         }
     }
 
-    fn copy(of: MemoryStep, rank: usize, host: usize) -> PartCopy {
+    fn copy(memory_step: MemoryStep, rank: usize, host: usize) -> PartCopy {
         PartCopy {
-            part: Part { of, rank },
+            part: Part { memory_step, rank },
             host,
             holder: format!("rank-{rank}"),
         }
@@ -300,13 +311,13 @@ mod tests {
     #[test]
     fn a_name_says_all_of_a_part_and_nothing_else_is_one() {
         let part = Part {
-            of: MemoryStep {
+            memory_step: MemoryStep {
                 position: RunPosition {
                     branch: 5,
                     step: 20,
                 },
                 ranks: 4,
-                start: 0xabc,
+                start_number: 0xabc,
             },
             rank: 3,
         };
@@ -351,7 +362,12 @@ mod tests {
     fn a_message_names_few_of_many_missing_ranks() {
         let name = format!("step-00000001-0000000000000007-branch-0-rank-0-of-{MAX_WORLD_SIZE}");
         let part = Part::from_name(&name).unwrap();
-        assert!(steps(&[copy(part.of, part.rank, 0)])[0].1.len() <= 20);
+        assert!(
+            steps_with_missing_ranks(&[copy(part.memory_step, part.rank, 0)])[0]
+                .1
+                .len()
+                <= 20
+        );
     }
 
     #[test]
@@ -392,35 +408,40 @@ mod tests {
             // The lowest rank of a host stands for it.
             let lowest = |host| hosts.iter().position(|other| *other == host).unwrap();
             let hosts: Vec<usize> = hosts.iter().map(|&host| lowest(host)).collect();
-            let of = at(1, places.len());
+            let step = memory_step(1, places.len());
             let copies: Vec<PartCopy> =
-                places.iter().enumerate().map(|(rank, place)| copy(of, rank, hosts[place % hosts.len()])).collect();
-            let (mut here, mut sent) = (BTreeSet::new(), 0);
-            here.extend(copies.iter().map(|copy| (copy.part, copy.host)));
-            let had = here.clone();
-            for round in rounds(transfers(&copies, &hosts)) {
-                let (mut from, mut to) = (BTreeSet::new(), BTreeSet::new());
+                places
+                    .iter()
+                    .enumerate()
+                    .map(|(rank, place)| copy(step, rank, hosts[place % hosts.len()]))
+                    .collect();
+            let (mut present, mut sent_count) = (BTreeSet::new(), 0);
+            present.extend(copies.iter().map(|copy| (copy.part, copy.host)));
+            let initial = present.clone();
+            for round in group_into_rounds(needed_transfers(&copies, &hosts)) {
+                let (mut senders, mut receivers) = (BTreeSet::new(), BTreeSet::new());
                 for transfer in round {
-                    prop_assert!(from.insert(transfer.from) && to.insert(transfer.to));
-                    prop_assert!(had.contains(&(transfer.part, transfer.from)));
-                    prop_assert!(here.insert((transfer.part, transfer.to)));
-                    sent += 1;
+                    prop_assert!(senders.insert(transfer.sender));
+                    prop_assert!(receivers.insert(transfer.receiver));
+                    prop_assert!(initial.contains(&(transfer.part, transfer.sender)));
+                    prop_assert!(present.insert((transfer.part, transfer.receiver)));
+                    sent_count += 1;
                 }
             }
             let all: BTreeSet<usize> = hosts.iter().copied().collect();
-            prop_assert_eq!(here.len(), places.len() * all.len());
-            prop_assert_eq!(sent, here.len() - had.len());
+            prop_assert_eq!(present.len(), places.len() * all.len());
+            prop_assert_eq!(sent_count, present.len() - initial.len());
         }
     }
 
     #[test]
     fn a_step_is_whole_if_all_parts_of_one_save_are_there() {
         let (new, old, other) = (
-            at(30, 2),
-            at(20, 2),
+            memory_step(30, 2),
+            memory_step(20, 2),
             MemoryStep {
-                start: 8,
-                ..at(30, 2)
+                start_number: 8,
+                ..memory_step(30, 2)
             },
         );
         // Rank 1 had not saved step 30 yet, and what another start of the job had of that step does
@@ -433,7 +454,7 @@ mod tests {
             copy(old, 1, 0),
         ];
         assert_eq!(newest_whole(&copies), Some(old));
-        let found: Vec<_> = steps(&copies)
+        let found: Vec<_> = steps_with_missing_ranks(&copies)
             .into_iter()
             .map(|(step, missing)| (step.position.step, missing))
             .collect();
@@ -441,8 +462,8 @@ mod tests {
         assert_eq!(newest_whole(&copies[..4]), None);
         // The same step of another number of ranks is another save.
         assert_eq!(
-            newest_whole(&[copy(at(5, 1), 0, 0), copy(at(5, 2), 0, 0)]),
-            Some(at(5, 1))
+            newest_whole(&[copy(memory_step(5, 1), 0, 0), copy(memory_step(5, 2), 0, 0)]),
+            Some(memory_step(5, 1))
         );
     }
 
@@ -450,11 +471,11 @@ mod tests {
     fn the_ranks_of_a_host_share_the_checking() {
         let hosts = [0, 0, 2];
         let copies: Vec<PartCopy> = (0..5)
-            .map(|rank| copy(at(1, 5), rank, if rank == 4 { 2 } else { 0 }))
+            .map(|rank| copy(memory_step(1, 5), rank, if rank == 4 { 2 } else { 0 }))
             .collect();
         let shares: Vec<Vec<usize>> = (0..3)
             .map(|rank| {
-                share(&copies, &hosts, rank)
+                copies_to_check(&copies, &hosts, rank)
                     .iter()
                     .map(|copy| copy.part.rank)
                     .collect()

@@ -23,47 +23,49 @@ pub(super) fn exchange(
 ) -> Result<(), CommError> {
     let rank = group.rank();
     // Step 1: each rank opens the part that it sends, and all ranks learn the files of each part.
-    let opened = outgoing.map(|(path, to)| PartFiles::open(path).map(|part| (part, to)));
+    let opened =
+        outgoing.map(|(path, receiver)| PartFiles::open(path).map(|part| (part, receiver)));
     let outgoing = group.agree(operation, opened.transpose())?;
-    let list = outgoing
+    let file_list = outgoing
         .as_ref()
         .map_or_else(PartList::new, |(part, _)| part.list().clone());
-    let lists: Vec<PartList> = group.all_gather_object(&list)?;
+    let file_lists: Vec<PartList> = group.all_gather_object(&file_list)?;
     // Step 2: each rank prepares a directory for the part that it receives.
-    let prepared = incoming
-        .map(|(path, from)| NewPart::create(path, lists[from].clone()).map(|new| (new, from)));
+    let prepared = incoming.map(|(path, sender)| {
+        NewPart::create(path, file_lists[sender].clone()).map(|new_part| (new_part, sender))
+    });
     let mut incoming = group.agree(operation, prepared.transpose())?;
     // Step 3: the bytes are sent in windows. A rank that fails goes on sending zeros, because the
     // others would wait for it.
-    let part_lens: Vec<u64> = lists.iter().map(byte_len).collect();
+    let part_lens: Vec<u64> = file_lists.iter().map(byte_len).collect();
     let mut failure: Option<FileError> = None;
     let mut offset = 0;
     while part_lens.iter().any(|&part_len| offset < part_len) {
-        let mut to_each = vec![0; part_lens.len()];
-        let mut from_each = vec![0; part_lens.len()];
+        let mut sent_counts = vec![0; part_lens.len()];
+        let mut received_counts = vec![0; part_lens.len()];
         let mut sent = vec![0u8; window_len(offset, part_lens[rank])];
-        if let Some((part, to)) = &outgoing {
-            to_each[*to] = sent.len();
+        if let Some((part, receiver)) = &outgoing {
+            sent_counts[*receiver] = sent.len();
             if failure.is_none() {
                 failure = part.read(offset, &mut sent).err();
             }
         }
         let mut received = Vec::new();
-        if let Some((_, from)) = &incoming {
-            received.resize(window_len(offset, part_lens[*from]), 0);
-            from_each[*from] = received.len();
+        if let Some((_, sender)) = &incoming {
+            received.resize(window_len(offset, part_lens[*sender]), 0);
+            received_counts[*sender] = received.len();
         }
-        group.all_to_all_uneven(&mut received, &from_each, &sent, &to_each)?;
-        if let Some((new, _)) = &mut incoming
+        group.all_to_all_uneven(&mut received, &received_counts, &sent, &sent_counts)?;
+        if let Some((new_part, _)) = &mut incoming
             && failure.is_none()
         {
-            failure = new.write(&received).err();
+            failure = new_part.write(&received).err();
         }
         offset += WINDOW_BYTES;
     }
     // Step 4: if any rank failed, none commits the part that it received.
     group.agree(operation, failure.map_or(Ok(()), Err))?;
-    let committed = incoming.map_or(Ok(()), |(new, _)| new.commit());
+    let committed = incoming.map_or(Ok(()), |(new_part, _)| new_part.commit());
     group.agree(operation, committed)
 }
 

@@ -32,8 +32,9 @@ use fsdp_state::{LoadError as _, StateDict};
 use tracing::{info_span, warn};
 
 use self::arithmetic::{
-    MemoryStep, Part, PartCopy, Transfer, buddies, joined_name, missing_ranks, newest_complete,
-    newest_whole, position_of_joined, rounds, share, steps, transfers,
+    MemoryStep, Part, PartCopy, Transfer, buddies, copies_to_check, group_into_rounds, joined_name,
+    missing_ranks, needed_transfers, newest_complete, newest_whole, position_of_joined,
+    steps_with_missing_ranks,
 };
 use self::exchange::exchange;
 use self::run_directory::{RunDirectory, make_private};
@@ -44,7 +45,7 @@ use crate::plan::{PlanCache, Planned};
 use crate::progress::SaveProgress;
 use crate::save::{SaveOptions, SaveReport};
 use crate::save::{save_part, with_storage_deadline};
-use crate::threads::{Access, threads};
+use crate::threads::{Access, thread_count};
 
 /// The memory tier of a run, as one rank sees it.
 #[derive(Debug)]
@@ -54,12 +55,12 @@ pub(crate) struct MemoryTier {
     group: ProcessGroup,
     run_directory: Option<RunDirectory>,
     /// The number of this start of the job; `None` before its first save.
-    start: Option<u64>,
+    start_number: Option<u64>,
     plans: PlanCache,
 }
 
 /// A damaged copy, and the description of the damage.
-type Damaged = (PartCopy, String);
+type DamagedCopy = (PartCopy, String);
 
 impl MemoryTier {
     /// Returns the memory tier of a run. This neither communicates nor opens files.
@@ -69,7 +70,7 @@ impl MemoryTier {
             run,
             group,
             run_directory: None,
-            start: None,
+            start_number: None,
             plans: PlanCache::default(),
         }
     }
@@ -95,8 +96,8 @@ impl MemoryTier {
         Ok(self.run_directory.clone())
     }
 
-    /// Returns the position of a step that [`Self::newest`] has joined at this path; `None` for any
-    /// other path.
+    /// Returns the position of a step that [`Self::join_newest`] has joined at this path; `None`
+    /// for any other path.
     pub(crate) fn position_of(&self, path: &Location) -> Option<RunPosition> {
         if !path.name().starts_with(self.directory.name()) {
             return None;
@@ -104,9 +105,9 @@ impl MemoryTier {
         position_of_joined(path.name().file_name()?.to_str()?)
     }
 
-    /// Saves the state of a step. `position` and `left`, the newest step of the run that it leaves
-    /// with this save, are those of rank 0, but the step is the same on every rank. Afterwards the
-    /// tier holds this step and the newest complete one before it.
+    /// Saves the state of a step. `position` and `left_step`, the newest step of the run that it
+    /// leaves with this save, are those of rank 0, but the step is the same on every rank.
+    /// Afterwards the tier holds this step and the newest complete one before it.
     ///
     /// # Errors
     /// The same on every rank: state that a checkpoint could not hold either, errors of the
@@ -114,7 +115,7 @@ impl MemoryTier {
     pub(crate) fn save(
         &mut self,
         position: RunPosition,
-        left: Option<u64>,
+        left_step: Option<u64>,
         state: Result<StateDict, CheckpointError>,
         options: &SaveOptions,
     ) -> Result<SaveReport, CheckpointError> {
@@ -135,10 +136,10 @@ impl MemoryTier {
             unreachable!("a directory that was missing has been made");
         };
         let copies = tier.list()?;
-        let (branch, left): (u64, Option<u64>) =
-            group.broadcast_object(Some(&(position.branch, left)), 0)?;
+        let (branch, left_step): (u64, Option<u64>) =
+            group.broadcast_object(Some(&(position.branch, left_step)), 0)?;
         let this_step = MemoryStep {
-            start: self.start_of_save(&group, step, &copies)?,
+            start_number: self.start_number_of_save(&group, step, &copies)?,
             position: RunPosition { branch, step },
             ranks: group.world_size(),
         };
@@ -147,36 +148,40 @@ impl MemoryTier {
         // behind them and does not continue from them.
         let older: Vec<PartCopy> = copies
             .into_iter()
-            .filter(|copy| copy.part.of.position.step < step)
+            .filter(|copy| copy.part.memory_step.position.step < step)
             .collect();
         let kept = newest_complete(&older);
         tier.on_each_host(|root| remove_all_but(root, kept))?;
         // Step 3: write this rank's own part. The run's directory may have been removed since the
         // last save.
         let path = tier.path_of(Part {
-            of: this_step,
+            memory_step: this_step,
             rank,
         });
         let is_object_store = path.local().is_none();
-        let asked = options.write.threads;
-        let threads = threads(Access::Write, asked, &group, is_object_store);
+        let requested_threads = options.write.threads;
+        let threads = thread_count(Access::Write, requested_threads, &group, is_object_store);
         let written =
             make_private(&tier.root).and_then(|()| save_part(&path, &local, rank, threads));
         let rank_bytes = tier.agree(written)?;
         // Step 4: copy each part to the buddy of its rank. From then on the step survives the loss
         // of any one rank's files, or of any one host.
         let mut transfers = Vec::new();
-        for (from, to) in buddies(&tier.hosts).into_iter().enumerate() {
+        for (sender, receiver) in buddies(&tier.hosts).into_iter().enumerate() {
             // A rank without another one is its own buddy.
-            if from != to {
+            if sender != receiver {
                 let part = Part {
-                    of: this_step,
-                    rank: from,
+                    memory_step: this_step,
+                    rank: sender,
                 };
-                transfers.push(Transfer { part, from, to });
+                transfers.push(Transfer {
+                    part,
+                    sender,
+                    receiver,
+                });
             }
         }
-        for round in rounds(transfers) {
+        for round in group_into_rounds(transfers) {
             tier.transfer(&round, &[])?;
         }
         Ok(SaveReport {
@@ -186,24 +191,26 @@ impl MemoryTier {
             digest: None,
             duration: start.elapsed(),
             waited: Duration::ZERO,
-            left,
+            left: left_step,
         })
     }
 
     /// Returns the number of this start of the job, for a save of `step`. There is a new one for
     /// the first save, and when the run has gone back behind a step that it had saved. Collective:
     /// an object broadcast for a new number.
-    fn start_of_save(
+    fn start_number_of_save(
         &mut self,
         group: &ProcessGroup,
         step: u64,
         copies: &[PartCopy],
     ) -> Result<u64, CheckpointError> {
-        let newest = copies.iter().map(|copy| copy.part.of).max();
-        if let Some(start) = self.start
-            && newest.is_none_or(|newest| (newest.start, newest.position.step) < (start, step))
+        let newest = copies.iter().map(|copy| copy.part.memory_step).max();
+        if let Some(start_number) = self.start_number
+            && newest.is_none_or(|newest| {
+                (newest.start_number, newest.position.step) < (start_number, step)
+            })
         {
-            return Ok(start);
+            return Ok(start_number);
         }
         // The time also exceeds the numbers of starts on other hosts, which cannot be seen now and
         // may come back. A clock that is wrong is no reason not to save: the number then exceeds
@@ -211,23 +218,23 @@ impl MemoryTier {
         let time = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-        let next_number = newest.map_or(0, |newest| newest.start.saturating_add(1));
-        let start = group.broadcast_object(Some(&time.max(next_number)), 0)?;
-        self.start = Some(start);
-        Ok(start)
+        let next_number = newest.map_or(0, |newest| newest.start_number.saturating_add(1));
+        let start_number = group.broadcast_object(Some(&time.max(next_number)), 0)?;
+        self.start_number = Some(start_number);
+        Ok(start_number)
     }
 
-    /// Returns the newest whole step, if it is newer than `after`, the position of the newest
-    /// checkpoint, which must be the same on every rank. Each host then has all parts of the step,
-    /// joined to an ordinary checkpoint. Newer steps, which are damaged or were never completed,
-    /// are removed.
+    /// Joins the parts of the newest whole step on each host to an ordinary checkpoint, and returns
+    /// that, if the step is newer than `checkpoint_position`, the position of the newest
+    /// checkpoint, which must be the same on every rank; else returns `None`. Newer steps, which
+    /// are damaged or were never completed, are removed.
     ///
     /// # Errors
     /// The same on every rank: errors of the storage; with `strict`, a step that was completed and
     /// is damaged.
-    pub(crate) fn newest(
+    pub(crate) fn join_newest(
         &mut self,
-        after: Option<RunPosition>,
+        checkpoint_position: Option<RunPosition>,
         strict: bool,
     ) -> Result<Option<StepCheckpoint>, CheckpointError> {
         let Some(tier) = self.open("look into the memory tier", None, false)? else {
@@ -236,18 +243,21 @@ impl MemoryTier {
         // Step 1: find the newest step of which every part has a copy that is not damaged. Every
         // rank has the same list of copies, so all of them choose the same step.
         let copies = tier.list()?;
-        let found = tier.find_sound(&copies, after, strict)?;
+        let found = tier.find_sound(&copies, checkpoint_position, strict)?;
         // Step 2: remove the steps that were passed over. The run continues from an older one, so a
         // later resume must not find them.
         let chosen = found.as_ref().map(|(step, _)| *step);
-        let after_step = after.map(|after| after.step);
-        let newest = chosen
+        let checkpoint_step = checkpoint_position.map(|position| position.step);
+        let newest_step = chosen
             .map(|step| step.position.step)
-            .or(after_step)
+            .or(checkpoint_step)
             .unwrap_or(0);
-        let mut passed: BTreeSet<MemoryStep> = copies.iter().map(|copy| copy.part.of).collect();
-        passed.retain(|step| step.position.step >= newest && Some(*step) != chosen);
-        tier.on_each_host(|root| remove_parts(root, |part| passed.contains(&part.of)))?;
+        let mut skipped_steps: BTreeSet<MemoryStep> =
+            copies.iter().map(|copy| copy.part.memory_step).collect();
+        skipped_steps.retain(|step| step.position.step >= newest_step && Some(*step) != chosen);
+        tier.on_each_host(|root| {
+            remove_parts(root, |part| skipped_steps.contains(&part.memory_step))
+        })?;
         // Step 3: give each host the parts that it lacks, and join them.
         let Some((step, copies)) = found else {
             return Ok(None);
@@ -264,7 +274,7 @@ impl MemoryTier {
     ///
     /// # Errors
     /// The same on every rank: errors of the storage.
-    pub(crate) fn newest_listed(&mut self) -> Result<Option<u64>, CheckpointError> {
+    pub(crate) fn newest_listed_step(&mut self) -> Result<Option<u64>, CheckpointError> {
         let Some(tier) = self.open("list the memory tier", None, false)? else {
             return Ok(None);
         };
@@ -332,13 +342,13 @@ impl RunDirectory {
     /// [`exchange()`].
     fn transfer(&self, round: &[Transfer], copies: &[PartCopy]) -> Result<(), CheckpointError> {
         let rank = self.group.rank();
-        let outgoing = round.iter().find(|transfer| transfer.from == rank);
-        let incoming = round.iter().find(|transfer| transfer.to == rank);
+        let outgoing = round.iter().find(|transfer| transfer.sender == rank);
+        let incoming = round.iter().find(|transfer| transfer.receiver == rank);
         exchange(
             &self.group,
             self.operation,
-            outgoing.map(|transfer| (self.path_on_host(transfer.part, copies), transfer.to)),
-            incoming.map(|transfer| (self.path_of(transfer.part), transfer.from)),
+            outgoing.map(|transfer| (self.path_on_host(transfer.part, copies), transfer.receiver)),
+            incoming.map(|transfer| (self.path_of(transfer.part), transfer.sender)),
         )?;
         Ok(())
     }
@@ -346,14 +356,14 @@ impl RunDirectory {
     /// Lists the parts on all hosts. Every rank gets the same list. Collective: an agreement and an
     /// object all-gather.
     fn list(&self) -> Result<Vec<PartCopy>, CheckpointError> {
-        let listed = self.on_each_host(|root| list(root, self.group.rank()))?;
-        let all = self.group.all_gather_object(&listed)?;
-        Ok(all.into_iter().flatten().collect())
+        let listed = self.on_each_host(|root| list_copies(root, self.group.rank()))?;
+        let lists = self.group.all_gather_object(&listed)?;
+        Ok(lists.into_iter().flatten().collect())
     }
 
-    /// Returns the newest step after `after` of which every part has a copy that is not damaged,
-    /// with these copies. Collectives: an agreement and an object all-gather for each step that is
-    /// checked.
+    /// Returns the newest step after `checkpoint_position` of which every part has a copy that is
+    /// not damaged, with these copies; `None` if there is none. Collectives: an agreement and an
+    /// object all-gather for each step that is checked.
     ///
     /// # Errors
     /// The same on every rank: a copy that cannot be read; with `strict`, a step that was completed
@@ -361,11 +371,11 @@ impl RunDirectory {
     fn find_sound(
         &self,
         copies: &[PartCopy],
-        after: Option<RunPosition>,
+        checkpoint_position: Option<RunPosition>,
         strict: bool,
     ) -> Result<Option<(MemoryStep, Vec<PartCopy>)>, CheckpointError> {
-        for (step, missing) in steps(copies) {
-            if after.is_some_and(|after| after >= step.position) {
+        for (step, missing) in steps_with_missing_ranks(copies) {
+            if checkpoint_position.is_some_and(|position| position >= step.position) {
                 break;
             }
             if !missing.is_empty() {
@@ -378,13 +388,13 @@ impl RunDirectory {
                 }
                 continue;
             }
-            let mut sound = copies.to_vec();
-            sound.retain(|copy| copy.part.of == step);
-            self.retain_sound(&mut sound)?;
-            let present: BTreeSet<usize> = sound.iter().map(|copy| copy.part.rank).collect();
+            let mut sound_copies = copies.to_vec();
+            sound_copies.retain(|copy| copy.part.memory_step == step);
+            self.retain_sound(&mut sound_copies)?;
+            let present: BTreeSet<usize> = sound_copies.iter().map(|copy| copy.part.rank).collect();
             let ranks = missing_ranks(step, &present);
             if ranks.is_empty() {
-                return Ok(Some((step, sound)));
+                return Ok(Some((step, sound_copies)));
             }
             if strict {
                 return Err(CheckpointError::DamagedMemory {
@@ -411,31 +421,31 @@ impl RunDirectory {
     fn retain_sound(&self, copies: &mut Vec<PartCopy>) -> Result<(), CheckpointError> {
         // Check this rank's share, and then tell each other which copies are damaged.
         let rank = self.group.rank();
-        let damaged: Result<Vec<Option<Damaged>>, CheckpointError> =
-            share(copies, &self.hosts, rank)
+        let checked: Result<Vec<Option<DamagedCopy>>, CheckpointError> =
+            copies_to_check(copies, &self.hosts, rank)
                 .into_iter()
                 .map(|copy| {
                     let damage = damage_of(copy.path(&self.root))?;
-                    Ok(damage.map(|damage| (copy.clone(), damage)))
+                    Ok(damage.map(|problem| (copy.clone(), problem)))
                 })
                 .collect();
-        let damaged_here: Vec<Damaged> = self.agree(damaged)?.into_iter().flatten().collect();
-        for (damaged, problem) in self
+        let damaged_copies: Vec<DamagedCopy> = self.agree(checked)?.into_iter().flatten().collect();
+        for (damaged_copy, problem) in self
             .group
-            .all_gather_object(&damaged_here)?
+            .all_gather_object(&damaged_copies)?
             .into_iter()
             .flatten()
         {
             if rank == 0 {
                 warn!(
-                    step = damaged.part.of.position.step,
-                    rank = damaged.part.rank,
-                    holder = damaged.holder,
+                    step = damaged_copy.part.memory_step.position.step,
+                    rank = damaged_copy.part.rank,
+                    holder = damaged_copy.holder,
                     problem,
                     "a part in the memory tier is damaged"
                 );
             }
-            copies.retain(|copy| *copy != damaged);
+            copies.retain(|copy| *copy != damaged_copy);
         }
         Ok(())
     }
@@ -448,9 +458,9 @@ impl RunDirectory {
         copies: &[PartCopy],
     ) -> Result<StepCheckpoint, CheckpointError> {
         let rank = self.group.rank();
-        for round in rounds(transfers(copies, &self.hosts)) {
+        for round in group_into_rounds(needed_transfers(copies, &self.hosts)) {
             // A damaged copy may have the same path as the sound one that replaces it.
-            let removed = match round.iter().find(|transfer| transfer.to == rank) {
+            let removed = match round.iter().find(|transfer| transfer.receiver == rank) {
                 Some(transfer) => remove(&self.path_of(transfer.part)),
                 None => Ok(()),
             };
@@ -460,7 +470,15 @@ impl RunDirectory {
         let path = self.root.join(joined_name(step.position));
         self.on_each_host(|_| {
             let part_paths: Vec<Location> = (0..step.ranks)
-                .map(|rank| self.path_on_host(Part { of: step, rank }, copies))
+                .map(|rank| {
+                    self.path_on_host(
+                        Part {
+                            memory_step: step,
+                            rank,
+                        },
+                        copies,
+                    )
+                })
                 .collect();
             Ok(parts::join(&path, &part_paths)?)
         })?;
@@ -473,9 +491,9 @@ impl RunDirectory {
     /// Removes the parts that this rank has received so that its host has all parts of a step. A
     /// failure is only logged.
     fn remove_received(&self, copies: &[PartCopy]) {
-        for transfer in transfers(copies, &self.hosts) {
+        for transfer in needed_transfers(copies, &self.hosts) {
             let path = self.path_of(transfer.part);
-            if transfer.to == self.group.rank()
+            if transfer.receiver == self.group.rank()
                 && let Err(error) = remove(&path)
             {
                 warn!(%path, %error, "failed to remove a part that was received");
@@ -485,7 +503,7 @@ impl RunDirectory {
 }
 
 /// Lists the parts in a run's directory of this host, whose first rank is `host`.
-fn list(root: &Location, host: usize) -> Result<Vec<PartCopy>, CheckpointError> {
+fn list_copies(root: &Location, host: usize) -> Result<Vec<PartCopy>, CheckpointError> {
     let mut found = Vec::new();
     for holder in names_in(root, "rank-")? {
         for name in root.join(&holder).names()? {
@@ -527,7 +545,7 @@ fn damage_of(part: Location) -> Result<Option<String>, CheckpointError> {
 /// Removes the parts of all steps but `kept` from a run's directory on this host, and what was left
 /// there by crashes and loads.
 fn remove_all_but(root: &Location, kept: Option<MemoryStep>) -> Result<(), CheckpointError> {
-    remove_parts(root, |part| Some(part.of) != kept)?;
+    remove_parts(root, |part| Some(part.memory_step) != kept)?;
     // Remove the joined checkpoints too. A resume made them, and has loaded them by now.
     for name in names_in(root, "step-")? {
         remove(&root.join(name))?;

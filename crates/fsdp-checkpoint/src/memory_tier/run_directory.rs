@@ -62,14 +62,14 @@ impl RunDirectory {
         // Step 2: each rank reads the number of its host. Ranks with the same number see the same
         // directory, so they count as one host.
         let root = directory.join(name);
-        let host = make_private(&root).and_then(|()| number_in(&root.join(HOST_FILE)));
+        let host = make_private(&root).and_then(|()| read_or_make_number(&root.join(HOST_FILE)));
         let own_number = CheckpointError::agree(&group, operation, None, host)?;
         let numbers: Vec<u64> = group.all_gather_object(&own_number)?;
-        let mut lowest: HashMap<u64, usize> = HashMap::new();
+        let mut lowest_ranks: HashMap<u64, usize> = HashMap::new();
         let hosts = numbers
             .into_iter()
             .enumerate()
-            .map(|(rank, number)| *lowest.entry(number).or_insert(rank))
+            .map(|(rank, number)| *lowest_ranks.entry(number).or_insert(rank))
             .collect();
         Ok(Some(RunDirectory {
             group,
@@ -89,13 +89,13 @@ fn name_in_tier(run: &Location, create: bool) -> Result<Option<String>, Checkpoi
     if !create && !file.exists()? {
         return Ok(None);
     }
-    let number = number_in(&file)?;
+    let number = read_or_make_number(&file)?;
     let path = run
         .local()
         .and_then(|path| path.canonicalize().ok())
         .unwrap_or_else(|| run.name().to_owned());
     let hash = XxHash3_64::oneshot_with_seed(number, path.as_os_str().as_encoded_bytes());
-    let last: String = path
+    let readable_part: String = path
         .file_name()
         .unwrap_or_default()
         .to_string_lossy()
@@ -103,7 +103,7 @@ fn name_in_tier(run: &Location, create: bool) -> Result<Option<String>, Checkpoi
         .filter(char::is_ascii_alphanumeric)
         .take(32)
         .collect();
-    Ok(Some(format!("{last}-{hash:016x}")))
+    Ok(Some(format!("{readable_part}-{hash:016x}")))
 }
 
 /// Makes a directory of the tier that other users cannot read, unless it exists. (An object store
@@ -135,7 +135,7 @@ fn make_private_directory(path: &Path) -> io::Result<()> {
     }
     match DirBuilder::new().mode(0o700).create(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        made => return made,
+        outcome => return outcome,
     }
     // A tmpfs is often open to all users. One who made this directory before could read the state,
     // or replace it.
@@ -150,7 +150,7 @@ fn make_private_directory(path: &Path) -> io::Result<()> {
 
 /// Reads the number in a file. A missing file is created with a random number. If several ranks
 /// create it at the same time, one of them succeeds, and all read its number.
-fn number_in(file: &Location) -> Result<u64, CheckpointError> {
+fn read_or_make_number(file: &Location) -> Result<u64, CheckpointError> {
     if !file.exists()? {
         match make_number(file) {
             Ok(()) | Err(FileError::Exists { .. }) => {}
@@ -172,8 +172,8 @@ fn make_number(file: &Location) -> Result<(), FileError> {
     // The standard library seeds its hashers with random numbers of the system.
     let text = format!("{:016x}", RandomState::new().build_hasher().finish());
     let staging = Durable::new().prepare(file, false)?;
-    let new = staging.create_single(NUMBER_BYTES)?;
-    new.write_at(0, text.as_bytes())?;
-    new.finish()?;
+    let new_file = staging.create_single(NUMBER_BYTES)?;
+    new_file.write_at(0, text.as_bytes())?;
+    new_file.finish()?;
     staging.commit_single()
 }

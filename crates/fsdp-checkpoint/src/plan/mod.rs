@@ -22,8 +22,8 @@ use crate::rounds::{ROUND_BYTES, gather_in_rounds};
 /// The rank that plans and commits.
 pub(crate) const PLANNER: usize = 0;
 
-/// The value of `CachedPlan::shared` that stands for a rank without a cached plan.
-const NOTHING: u64 = 0;
+/// The value of `CachedPlan::shared_hash` that stands for a rank without a cached plan.
+const NO_PLAN: u64 = 0;
 
 /// The plan of the last save.
 #[derive(Debug, Default)]
@@ -35,9 +35,9 @@ pub(crate) struct PlanCache {
 #[derive(Debug)]
 pub(crate) struct CachedPlan {
     /// The hash of this rank's layout, from which its part of the plan was made.
-    layout: u128,
+    layout_hash: u128,
     /// A hash of what the plan was made of on all ranks.
-    shared: u64,
+    shared_hash: u64,
     /// The boxes and values that this rank writes.
     pub(crate) selection: Selection,
     /// The bytes of tensors that this rank writes.
@@ -105,19 +105,19 @@ impl PlanCache {
             Ok(local) => (Some(local), Ok(())),
             Err(error) => (None, Err(error)),
         };
-        let (layout, values) = local.as_ref().map_or_else(Default::default, |local| {
-            (local.plan.layout_hash(), local.digests_of_values())
+        let (layout_hash, value_digests) = local.as_ref().map_or_else(Default::default, |local| {
+            (local.plan.layout_hash(), local.value_digests())
         });
         // A plan for another layout is of no use.
-        let known = match &self.cached {
-            Some(cached) if cached.layout == layout => cached.shared,
-            _ => NOTHING,
+        let known_plan = match &self.cached {
+            Some(cached) if cached.layout_hash == layout_hash => cached.shared_hash,
+            _ => NO_PLAN,
         };
-        let is_unchanged = all_have_plan(group, operation, known, values, outcome)?;
+        let is_unchanged = all_have_plan(group, operation, known_plan, value_digests, outcome)?;
         let local = local.expect("a rank that could not list its state has returned its error");
         let cached = match self.cached.take() {
             Some(cached) if is_unchanged => cached,
-            _ => plan_anew(group, &local.plan, layout, deduplicate)?,
+            _ => plan_anew(group, &local.plan, layout_hash, deduplicate)?,
         };
         Ok(Planned {
             local,
@@ -131,46 +131,46 @@ impl PlanCache {
 /// answer is the same on all ranks. Collective: one agreement, and an object all-gather if the
 /// ranks differ.
 ///
-/// `known` is the hash of this rank's plan, or [`NOTHING`]. `values` are digests of its plain
-/// values: a checkpoint has one value for each key, so ranks that have the same key must have the
-/// same value.
+/// `known_plan` is the hash of this rank's plan, or [`NO_PLAN`]. `value_digests` are those of its
+/// plain values: a checkpoint has one value for each key, so ranks that have the same key must have
+/// the same value.
 ///
 /// # Errors
 /// Any rank's error in `outcome`; ranks with different values for a key.
 fn all_have_plan(
     group: &ProcessGroup,
     operation: &str,
-    known: u64,
-    values: Vec<(String, Digest)>,
+    known_plan: u64,
+    value_digests: Vec<(String, Digest)>,
     outcome: Result<(), CheckpointError>,
 ) -> Result<bool, CheckpointError> {
     // Usually all ranks have the same plan and the same values. Then one round that compares a
     // hash is enough.
     let mut hasher = DefaultHasher::new();
-    (known, &values).hash(&mut hasher);
+    (known_plan, &value_digests).hash(&mut hasher);
     match CheckpointError::agree(group, operation, Some(hasher.finish()), outcome) {
         // All ranks have the same plan, or none has one.
-        Ok(()) => return Ok(known != NOTHING),
+        Ok(()) => return Ok(known_plan != NO_PLAN),
         // Some rank's layout has changed, or ranks have different keys or values: the next round
         // tells which.
         Err(CheckpointError::Comm(CommError::SchemaMismatch { .. })) => {}
         Err(error) => return Err(error),
     }
-    let reported = group.all_gather_object(&(known, values))?;
+    let reported = group.all_gather_object(&(known_plan, value_digests))?;
     check_values(group, &reported)?;
-    Ok(known != NOTHING && reported.iter().all(|(other, _)| *other == known))
+    Ok(known_plan != NO_PLAN && reported.iter().all(|(plan, _)| *plan == known_plan))
 }
 
 /// Checks that ranks with the same key have the same plain value. `reported` has for each rank the
-/// number of its cached plan, and the key and digest of each of its plain values.
+/// hash of its cached plan, and the key and digest of each of its plain values.
 fn check_values(
     group: &ProcessGroup,
     reported: &[(u64, Vec<(String, Digest)>)],
 ) -> Result<(), CheckpointError> {
-    let mut first: HashMap<&str, (usize, Digest)> = HashMap::new();
-    for (&rank, (_, values)) in group.global_ranks().iter().zip(reported) {
-        for (key, digest) in values {
-            let (reference, expected) = *first.entry(key).or_insert((rank, *digest));
+    let mut first_digests: HashMap<&str, (usize, Digest)> = HashMap::new();
+    for (&rank, (_, value_digests)) in group.global_ranks().iter().zip(reported) {
+        for (key, digest) in value_digests {
+            let (reference, expected) = *first_digests.entry(key).or_insert((rank, *digest));
             if expected != *digest {
                 return Err(CheckpointError::DifferingValues {
                     key: key.clone(),
@@ -201,7 +201,7 @@ fn plan_anew(
     let pieces = gather_in_rounds(
         ROUND_BYTES,
         group,
-        pieces(local, &hashes, group.rank()),
+        pieces_to_send(local, &hashes, group.rank()),
         wire_bytes,
         PLANNER,
     )?;
@@ -212,19 +212,21 @@ fn plan_anew(
     let mut planned = group.agree("save: plan", outcome.map_err(FileError::from))?;
     // Step 4: each rank gets its own part of the plan. Only the planner keeps the metadata, which
     // it writes when it commits.
-    let parts = planned.as_mut().map(rank_plans);
+    let rank_plans = planned.as_mut().map(take_rank_plans);
     let RankPlan {
         selection,
         total_bytes,
-    } = group.scatter_object(parts.as_deref(), PLANNER)?;
+    } = group.scatter_object(rank_plans.as_deref(), PLANNER)?;
     // Step 5: every rank computes the same hash from all layouts. It tells the next save whether
     // all still have this plan.
     let mut hasher = DefaultHasher::new();
-    hashes.iter().for_each(|rank| rank.layout.hash(&mut hasher));
+    for rank_hashes in &hashes {
+        rank_hashes.layout.hash(&mut hasher);
+    }
     Ok(CachedPlan {
-        layout,
-        // `NOTHING` stands for no plan, so no plan may have it.
-        shared: hasher.finish().max(NOTHING + 1),
+        layout_hash: layout,
+        // `NO_PLAN` stands for no plan, so no plan may have it.
+        shared_hash: hasher.finish().max(NO_PLAN + 1),
         rank_bytes: selected_bytes(local, &selection),
         selection,
         total_bytes,
@@ -232,8 +234,8 @@ fn plan_anew(
     })
 }
 
-/// Takes the part of each rank out of a global plan.
-fn rank_plans(plan: &mut GlobalPlan) -> Vec<RankPlan> {
+/// Takes the part of each rank out of a global plan, which has no selections then.
+fn take_rank_plans(plan: &mut GlobalPlan) -> Vec<RankPlan> {
     let total_bytes = tensor_bytes(&plan.metadata);
     std::mem::take(&mut plan.selections)
         .into_iter()
@@ -244,16 +246,22 @@ fn rank_plans(plan: &mut GlobalPlan) -> Vec<RankPlan> {
         .collect()
 }
 
-/// Cuts what a rank sends to the planner into pieces: its schema if no rank before it has the same,
-/// and its boxes if no rank before it holds the same.
-fn pieces(local: &LocalPlan, hashes: &[PlanHashes], rank: usize) -> Vec<PlanPiece> {
+/// Returns what a rank sends to the planner, in pieces: its schema if no rank before it has the
+/// same, and its boxes if no rank before it holds the same.
+fn pieces_to_send(local: &LocalPlan, hashes: &[PlanHashes], rank: usize) -> Vec<PlanPiece> {
     let own_hashes = &hashes[rank];
-    let before = &hashes[..rank];
+    let earlier_ranks = &hashes[..rank];
     let mut pieces = Vec::new();
-    if before.iter().all(|other| other.schema != own_hashes.schema) {
+    if earlier_ranks
+        .iter()
+        .all(|earlier| earlier.schema != own_hashes.schema)
+    {
         pieces.extend(local.schema().items.into_iter().map(PlanPiece::Item));
     }
-    if before.iter().all(|other| other.layout != own_hashes.layout) {
+    if earlier_ranks
+        .iter()
+        .all(|earlier| earlier.layout != own_hashes.layout)
+    {
         pieces.extend(local.held_boxes().into_iter().map(PlanPiece::Box));
     }
     pieces
@@ -275,11 +283,11 @@ fn plan_pieces(
     deduplicate: Deduplicate,
 ) -> Result<GlobalPlan, fsdp_formats::plan::SavePlanError> {
     let mut schemas: Vec<LocalPlan> = Vec::new();
-    let mut known_schemas: HashMap<u128, usize> = HashMap::new();
+    let mut schema_indices: HashMap<u128, usize> = HashMap::new();
     let mut offers: Vec<Offer> = Vec::new();
-    let mut known_offers: HashMap<u128, usize> = HashMap::new();
+    let mut offer_indices: HashMap<u128, usize> = HashMap::new();
     let mut offer_of_rank = Vec::with_capacity(hashes.len());
-    for (rank, pieces) in hashes.iter().zip(pieces) {
+    for (rank_hashes, pieces) in hashes.iter().zip(pieces) {
         let mut items = Vec::new();
         let mut boxes = Vec::new();
         for piece in pieces {
@@ -290,14 +298,17 @@ fn plan_pieces(
         }
         // Only the first rank with a schema has sent it. Ranks come in order here, so that rank is
         // also the first with an unknown hash.
-        let schema = *known_schemas.entry(rank.schema).or_insert_with(|| {
+        let schema_index = *schema_indices.entry(rank_hashes.schema).or_insert_with(|| {
             schemas.push(LocalPlan { items });
             schemas.len() - 1
         });
         // It is the same with the boxes of a layout. Ranks with the same layout have the same
         // schema.
-        offer_of_rank.push(*known_offers.entry(rank.layout).or_insert_with(|| {
-            offers.push(Offer { schema, boxes });
+        offer_of_rank.push(*offer_indices.entry(rank_hashes.layout).or_insert_with(|| {
+            offers.push(Offer {
+                schema: schema_index,
+                boxes,
+            });
             offers.len() - 1
         }));
     }

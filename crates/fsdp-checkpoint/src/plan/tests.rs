@@ -112,7 +112,7 @@ fn plan(model: &Model, ranks: usize) -> (GlobalPlan, Vec<u64>) {
             layout: rank as u128,
             schema: known.unwrap_or_else(|| local.schema_hash()),
         });
-        let own = pieces(&local, &hashes, rank);
+        let own = pieces_to_send(&local, &hashes, rank);
         sent.push(own.iter().map(wire_bytes).sum());
         all.push(own);
     }
@@ -215,7 +215,9 @@ fn a_tensor_that_no_rank_holds_a_box_of_is_an_error_that_names_it() {
         schema: local.schema_hash(),
     };
     let hashes = [hash(), hash()];
-    let all = (0..2).map(|rank| pieces(&local, &hashes, rank)).collect();
+    let all = (0..2)
+        .map(|rank| pieces_to_send(&local, &hashes, rank))
+        .collect();
     let error = plan_pieces(&hashes, all, Deduplicate::Balanced).unwrap_err();
     assert!(error.to_string().contains("`lost`"), "{error}");
 }
@@ -244,7 +246,7 @@ fn a_replica_sends_nothing_and_the_plan_is_that_of_whole_plans() {
     let sent: Vec<_> = plans
         .iter()
         .enumerate()
-        .map(|(rank, plan)| pieces(plan, &hashes, rank))
+        .map(|(rank, plan)| pieces_to_send(plan, &hashes, rank))
         .collect();
     assert!(sent[..SHARDS].iter().all(|pieces| !pieces.is_empty()));
     assert!(sent[SHARDS..].iter().all(Vec::is_empty));

@@ -19,7 +19,7 @@ use crate::memory::scalar_to_value;
 use crate::schema::Schema;
 use crate::state_dict::{StateDict, StateValue};
 use crate::transfer::{
-    BoxBytes, Exchange, Item, Layout, PerRank, group_by_value, incomplete_error,
+    BoxBytes, BoxesPerRank, Exchange, Item, Layout, group_by_value, incomplete_error,
 };
 
 /// A state dict that values are loaded from. Either every rank has one, whole or sharded, or one
@@ -43,7 +43,7 @@ pub struct DictSource<'a> {
 struct Outline {
     schema: Schema,
     /// The small values, in the order of the schema.
-    small: Vec<PlainValue>,
+    small_values: Vec<PlainValue>,
 }
 
 /// A function that computes the boxes of a value that a rank has; `None` if it cannot.
@@ -81,12 +81,15 @@ impl<'a> DictSource<'a> {
     ) -> Result<Self, E> {
         let opened = state.and_then(|state| Ok(Self::open_on_root(group, root, state)?));
         let (outline, values) = E::agree(group, operation, None, opened)?.unzip();
-        let Outline { schema, small } = group.broadcast_object(outline.as_ref(), root)?;
+        let Outline {
+            schema,
+            small_values,
+        } = group.broadcast_object(outline.as_ref(), root)?;
         Ok(DictSource {
             values: match values {
                 // The root keeps its tensors. The others get only what came with the schema.
                 Some(values) => values,
-                None => values_of_others(root, &schema, small)?,
+                None => values_of_others(root, &schema, small_values)?,
             },
             schema,
             root: Some(root),
@@ -97,6 +100,9 @@ impl<'a> DictSource<'a> {
 
     /// Returns the root's values, and the outline that it sends to the other ranks; `None` on these
     /// ranks.
+    ///
+    /// # Errors
+    /// No such root, or no state dict there; the errors of [`Self::on_every_rank`].
     fn open_on_root(
         group: &ProcessGroup,
         root: usize,
@@ -113,14 +119,21 @@ impl<'a> DictSource<'a> {
         }
         let state = state.ok_or(StateError::NoSource { rank: root })?;
         let DictSource { schema, values, .. } = Self::on_every_rank(state)?;
-        let mut small = Vec::new();
+        let mut small_values = Vec::new();
         for (position, value) in values.iter().enumerate() {
             if schema.is_small(position) {
                 let plain = value.to_plain()?;
-                small.push(plain.expect("a small value is plain or a tensor of one element"));
+                small_values
+                    .push(plain.expect("a small value is plain or a tensor of one element"));
             }
         }
-        Ok(Some((Outline { schema, small }, values)))
+        Ok(Some((
+            Outline {
+                schema,
+                small_values,
+            },
+            values,
+        )))
     }
 
     /// Sets a function that computes which boxes of a value a rank has, so that ranks need not send
@@ -135,23 +148,23 @@ impl<'a> DictSource<'a> {
     }
 
     /// Returns `true` if this rank's own values hold all elements of a wanted tensor.
-    fn has_all_of(&self, wanted: &Wanted) -> bool {
-        let have = self.values[wanted.position].boxes();
+    fn holds_all_of(&self, wanted: &Wanted) -> bool {
+        let held_boxes = self.values[wanted.position].boxes();
         wanted
             .boxes
             .iter()
-            .all(|want| uncovered(want, &have).is_empty())
+            .all(|bounds| uncovered(bounds, &held_boxes).is_empty())
     }
 
     /// Returns the layout of a tensor that does not move: this rank's own boxes, and none of the
     /// other ranks, because this rank needs nothing from them.
     fn own_layout(&self, group: &ProcessGroup, wanted: &Wanted) -> Layout {
-        let have = self.values[wanted.position].boxes();
-        let want = wanted.boxes.clone();
-        layout_of(
+        let held_boxes = self.values[wanted.position].boxes();
+        let wanted_boxes = wanted.boxes.clone();
+        make_layout(
             wanted,
-            PerRank::for_own_rank(group, have),
-            PerRank::for_own_rank(group, want),
+            BoxesPerRank::for_own_rank(group, held_boxes),
+            BoxesPerRank::for_own_rank(group, wanted_boxes),
         )
     }
 
@@ -164,11 +177,11 @@ impl<'a> DictSource<'a> {
     ) -> Option<Layout> {
         let leaf = self.schema.get(wanted.position);
         let (path, leaf) = leaf.expect("what is wanted is in the schema");
-        let mut have = Vec::with_capacity(group.world_size());
-        let mut want = Vec::with_capacity(group.world_size());
+        let mut held_boxes = Vec::with_capacity(group.world_size());
+        let mut wanted_boxes = Vec::with_capacity(group.world_size());
         // If the boxes of a single rank are unknown, all ranks have to be asked.
         for rank in 0..group.world_size() {
-            have.push(match self.root {
+            held_boxes.push(match self.root {
                 // Every rank has a dict, and perhaps the boxes of each can be computed.
                 None => self.boxes_on?(path, rank)?,
                 // Only the root has a dict. Its tensors are whole, unless they are sharded ones.
@@ -176,12 +189,12 @@ impl<'a> DictSource<'a> {
                 Some(_) if leaf.is_sharded() => return None,
                 Some(_) => vec![TensorBox::whole(&wanted.shape)],
             });
-            want.push(wanted_on(wanted, rank)?);
+            wanted_boxes.push(wanted_on(wanted, rank)?);
         }
-        Some(layout_of(
+        Some(make_layout(
             wanted,
-            PerRank::from_lists(have),
-            PerRank::from_lists(want),
+            BoxesPerRank::from_lists(held_boxes),
+            BoxesPerRank::from_lists(wanted_boxes),
         ))
     }
 
@@ -189,7 +202,7 @@ impl<'a> DictSource<'a> {
     /// elements that it does not have, by the positions of the tensors in `wanted`. Collective, if
     /// the boxes are not known: an object all-gather, and another one before it if ranks do not
     /// know what others want.
-    fn layouts_of_moving(
+    fn find_moving_layouts(
         &self,
         group: &ProcessGroup,
         wanted: &[Wanted],
@@ -209,12 +222,12 @@ impl<'a> DictSource<'a> {
             }
         }
         // Step 2: use what is known without communication.
-        let known: Option<HashMap<usize, Layout>> = moving
+        let known_layouts: Option<HashMap<usize, Layout>> = moving
             .iter()
             .map(|&index| Some((index, self.known_layout(group, &wanted[index], wanted_on)?)))
             .collect();
-        if let Some(known) = known {
-            return Ok(known);
+        if let Some(known_layouts) = known_layouts {
+            return Ok(known_layouts);
         }
         // Step 3: tell each other which tensors a rank lacks, so that only the boxes of these are
         // sent. This is skipped for a root's dict, of which the other ranks lack everything, and if
@@ -224,9 +237,9 @@ impl<'a> DictSource<'a> {
                 .iter()
                 .any(|&index| wanted_on(&wanted[index], 0).is_none())
         {
-            let mut lacking_here = moving.clone();
-            lacking_here.retain(|&index| !self.has_all_of(&wanted[index]));
-            let lacking_on_ranks = group.all_gather_object(&lacking_here)?;
+            let mut own_lacking = moving.clone();
+            own_lacking.retain(|&index| !self.holds_all_of(&wanted[index]));
+            let lacking_on_ranks = group.all_gather_object(&own_lacking)?;
             let lacking: HashSet<usize> = lacking_on_ranks.into_iter().flatten().collect();
             moving.retain(|index| lacking.contains(index));
         }
@@ -234,19 +247,22 @@ impl<'a> DictSource<'a> {
             return Ok(HashMap::new());
         }
         // Step 4: send each other the boxes.
-        let mut have_and_want_here = Vec::with_capacity(moving.len());
+        let mut own_boxes = Vec::with_capacity(moving.len());
         for &index in &moving {
-            let have = self.values[wanted[index].position].boxes();
-            have_and_want_here.push((have, wanted[index].boxes.clone()));
+            let held_boxes = self.values[wanted[index].position].boxes();
+            own_boxes.push((held_boxes, wanted[index].boxes.clone()));
         }
-        let sent = group.all_gather_object(&have_and_want_here)?;
+        let boxes_of_ranks = group.all_gather_object(&own_boxes)?;
         let mut layouts = HashMap::with_capacity(moving.len());
-        for (of_ranks, &index) in group_by_value(sent, moving.len())?.into_iter().zip(&moving) {
-            let (have, want) = of_ranks.into_iter().unzip();
-            let layout = layout_of(
+        for (rank_boxes, &index) in group_by_value(boxes_of_ranks, moving.len())?
+            .into_iter()
+            .zip(&moving)
+        {
+            let (held_boxes, wanted_boxes) = rank_boxes.into_iter().unzip();
+            let layout = make_layout(
                 &wanted[index],
-                PerRank::from_lists(have),
-                PerRank::from_lists(want),
+                BoxesPerRank::from_lists(held_boxes),
+                BoxesPerRank::from_lists(wanted_boxes),
             );
             layouts.insert(index, layout);
         }
@@ -290,7 +306,7 @@ impl Source for DictSource<'_> {
     ) -> Result<(), StateError> {
         // Find the storages that the load is about to fill.
         let memories = wanted.iter().map(memory).collect::<Result<Vec<_>, _>>()?;
-        let live: HashSet<usize> = memories
+        let live_storages: HashSet<usize> = memories
             .iter()
             .flat_map(Memory::tensors)
             .map(|tensor| storage_id(&tensor))
@@ -300,11 +316,11 @@ impl Source for DictSource<'_> {
             // A value in one of these storages may be overwritten before it is read, so it is
             // copied first. A value that is its own destination needs no copy, because nothing is
             // written there.
-            let shares = value
+            let is_shared = value
                 .candle_tensors()
                 .iter()
-                .any(|tensor| live.contains(&storage_id(tensor)));
-            if shares && !memory.is_same_view(value) {
+                .any(|tensor| live_storages.contains(&storage_id(tensor)));
+            if is_shared && !memory.is_same_view(value) {
                 *value = value.copy()?;
             }
         }
@@ -317,7 +333,7 @@ impl Source for DictSource<'_> {
         wanted: &[Wanted],
         wanted_on: &WantedOn<'_>,
     ) -> Result<(), StateError> {
-        let mut moving = self.layouts_of_moving(call.group, wanted, wanted_on)?;
+        let mut moving = self.find_moving_layouts(call.group, wanted, wanted_on)?;
         self.layouts.clear();
         for (index, tensor) in wanted.iter().enumerate() {
             let layout = moving
@@ -346,12 +362,12 @@ impl Source for DictSource<'_> {
 }
 
 /// Returns the layout of a wanted tensor, from the boxes that each rank has and wants.
-fn layout_of(wanted: &Wanted, have: PerRank, want: PerRank) -> Layout {
+fn make_layout(wanted: &Wanted, held_boxes: BoxesPerRank, wanted_boxes: BoxesPerRank) -> Layout {
     Layout {
         shape: wanted.shape.clone(),
-        element_size: wanted.dtype.size_in_bytes() as usize,
-        have,
-        want,
+        element_bytes: wanted.dtype.size_in_bytes() as usize,
+        held_boxes,
+        wanted_boxes,
     }
 }
 
@@ -360,13 +376,13 @@ fn layout_of(wanted: &Wanted, have: PerRank, want: PerRank) -> Layout {
 fn values_of_others(
     root: usize,
     schema: &Schema,
-    small: Vec<PlainValue>,
+    small_values: Vec<PlainValue>,
 ) -> Result<Vec<StateValue>, StateError> {
-    let mut small = small.into_iter();
+    let mut small_values = small_values.into_iter();
     let mut values = Vec::new();
     for (position, (_, leaf)) in schema.iter().enumerate() {
         values.push(if schema.is_small(position) {
-            let value = small.next();
+            let value = small_values.next();
             scalar_to_value(leaf, value.ok_or_else(|| incomplete_error(root))?)?
         } else {
             PlainValue::None.into()

@@ -112,14 +112,18 @@ impl<'a> DictTarget<'a> {
         saved.is_scalar() && current.is_scalar() && !(self.is_for_checkpoint && is_filled)
     }
 
-    /// Checks that the template's tensors can be filled where they are.
+    /// Checks that the template's tensors can be filled where they are, because they are
+    /// contiguous.
+    ///
+    /// # Errors
+    /// [`StateError::NotFillable`].
     fn check_fillable(&self, wanted: &[Wanted]) -> Result<(), StateError> {
         // Elements are written as runs of bytes, which a view with gaps does not have.
-        for wanted in wanted {
-            let tensors = self.values[wanted.place].candle_tensors();
+        for target in wanted {
+            let tensors = self.values[target.place].candle_tensors();
             if let Some(tensor) = tensors.iter().find(|tensor| !tensor.is_contiguous()) {
                 return Err(StateError::NotFillable {
-                    key: wanted.key.clone(),
+                    key: target.key.clone(),
                     problem: FlatError::NotContiguous {
                         shape: tensor.dims().to_vec(),
                     },
@@ -136,7 +140,7 @@ impl Target for DictTarget<'_> {
     fn plan<E: From<StateError>>(
         &mut self,
         source: &Schema,
-        small: &dyn Fn(&[usize]) -> Result<Values, E>,
+        small_values: &dyn Fn(&[usize]) -> Result<Values, E>,
         options: &LoadOptions,
     ) -> Result<Plan, E> {
         let mut plan = Plan {
@@ -145,8 +149,8 @@ impl Target for DictTarget<'_> {
         };
         // Step 1: compare what the source has with the template, name by name. Small values are
         // copied, and memory is wanted for all others.
-        let mut by_value: Vec<(usize, usize)> = Vec::new();
-        let mut absent = options.only.clone().unwrap_or_default();
+        let mut copied_positions: Vec<(usize, usize)> = Vec::new();
+        let mut absent_keys = options.only.clone().unwrap_or_default();
         for leaves in source.compare(&self.schema) {
             if options.only.is_some() {
                 let (_, (path, _)) = leaves.clone().reduce(|either, _| either);
@@ -154,20 +158,21 @@ impl Target for DictTarget<'_> {
                 if !options.includes(&key) {
                     continue;
                 }
-                absent.retain(|part| !is_part_of(&key, part));
+                absent_keys.retain(|part| !is_part_of(&key, part));
             }
             match leaves {
                 EitherOrBoth::Left((_, (path, _))) => plan.report.unexpected.push(path.flat_key()),
                 EitherOrBoth::Right((_, (path, _))) => plan.report.missing.push(path.flat_key()),
-                EitherOrBoth::Both((from, (_, saved)), (to, (_, current)))
-                    if self.goes_by_value(saved, current) =>
-                {
-                    by_value.push((from, to));
+                EitherOrBoth::Both(
+                    (source_position, (_, saved)),
+                    (target_position, (_, current)),
+                ) if self.goes_by_value(saved, current) => {
+                    copied_positions.push((source_position, target_position));
                 }
-                EitherOrBoth::Both((from, (path, _)), (place, _)) => {
+                EitherOrBoth::Both((source_position, (path, _)), (place, _)) => {
                     match Wanted::fit(
                         source,
-                        from,
+                        source_position,
                         || path.flat_key(),
                         self.values[place],
                         options,
@@ -184,14 +189,19 @@ impl Target for DictTarget<'_> {
                 }
             }
         }
-        plan.report.missing.append(&mut absent);
+        plan.report.missing.append(&mut absent_keys);
         // Step 2: take the small values.
-        let positions: Vec<usize> = by_value.iter().map(|(from, _)| *from).collect();
-        let values = small(&positions)?;
-        for (from, to) in by_value {
-            let value = values.get(&from).expect("a scalar is a small value");
-            let value_here = value.copy_to(Some(&self.device_for(to)))?;
-            self.insert_loaded(to, value_here);
+        let positions: Vec<usize> = copied_positions
+            .iter()
+            .map(|(source_position, _)| *source_position)
+            .collect();
+        let values = small_values(&positions)?;
+        for (source_position, target_position) in copied_positions {
+            let value = values
+                .get(&source_position)
+                .expect("a scalar is a small value");
+            let copied_value = value.copy_to(Some(&self.device_for(target_position)))?;
+            self.insert_loaded(target_position, copied_value);
         }
         if self.is_in_place {
             self.check_fillable(&plan.wanted)?;
@@ -234,8 +244,9 @@ impl Target for DictTarget<'_> {
     }
 }
 
-/// Allocates the memory of a tensor that is not loaded in place: the boxes of `wanted`, in the
-/// dtype of `value`, which the target has now. A dtype that candle lacks is held as raw bytes.
+/// Returns memory for a tensor that is not loaded in place: unfilled tensors for the boxes of
+/// `wanted`, in the dtype of `value`, which the target has now. If candle lacks that dtype, returns
+/// raw memory for the whole tensor in the target's dtype.
 fn allocate_loaded(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateError> {
     match value.candle_dtype() {
         Some(dtype) => Ok(Memory::Unfilled(ShardedTensor::unfilled(
@@ -243,7 +254,7 @@ fn allocate_loaded(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateE
             &wanted.shape,
             &wanted.boxes,
         )?)),
-        None => Memory::raw(wanted.becomes, &wanted.shape),
+        None => Memory::raw(wanted.target_dtype, &wanted.shape),
     }
 }
 
@@ -252,7 +263,7 @@ fn allocate_loaded(value: &StateValue, wanted: &Wanted) -> Result<Memory, StateE
 ///
 /// The source must be a [`DictSource`](super::DictSource) of the same state dict: positions are the
 /// same in both.
-pub(crate) struct Whole<'a> {
+pub(crate) struct WholeTarget<'a> {
     options: &'a GatherOptions,
     /// `true` if this rank gets the tensors.
     is_kept_here: bool,
@@ -260,14 +271,14 @@ pub(crate) struct Whole<'a> {
     values: Vec<&'a StateValue>,
     schema: Schema,
     /// The first position whose value the sink has not received yet.
-    next: usize,
+    next_position: usize,
     sink: &'a mut Sink<'a>,
 }
 
 /// A function that takes the values one by one, with their paths.
 type Sink<'a> = dyn FnMut(&KeyPath, StateValue) -> Result<(), StateError> + 'a;
 
-impl<'a> Whole<'a> {
+impl<'a> WholeTarget<'a> {
     /// Returns a target that gathers the values of `state`, and passes each of them, whole, to
     /// `sink`, sorted by path.
     ///
@@ -283,31 +294,34 @@ impl<'a> Whole<'a> {
     ) -> Result<Self, StateError> {
         options.keep_on.check(group.world_size())?;
         let (schema, values) = Schema::with_values(state)?;
-        Ok(Whole {
+        Ok(WholeTarget {
             options,
             is_kept_here: options.keep_on.contains(group.rank()),
             values,
             schema,
-            next: 0,
+            next_position: 0,
             sink,
         })
     }
 
     /// Passes this rank's own values before a position to the sink: those that are not sharded, and
-    /// so do not move.
+    /// so do not move. Other ranks than those that keep the result pass nothing on.
+    ///
+    /// # Errors
+    /// The sink's; a value that cannot be copied.
     fn pass_on_before(&mut self, position: usize) -> Result<(), StateError> {
         let values = self.schema.iter().zip(&self.values);
-        for ((path, leaf), value) in values.take(position).skip(self.next) {
+        for ((path, leaf), value) in values.take(position).skip(self.next_position) {
             if self.is_kept_here && !leaf.is_sharded() {
                 (self.sink)(path, value.copy_to(self.options.device.as_ref())?)?;
             }
         }
-        self.next = position;
+        self.next_position = position;
         Ok(())
     }
 }
 
-impl Target for Whole<'_> {
+impl Target for WholeTarget<'_> {
     type Error = StateError;
 
     fn plan<E: From<StateError>>(
@@ -350,7 +364,7 @@ impl Target for Whole<'_> {
         // The sink gets the values in the order of their paths, so those that did not have to move
         // go first.
         self.pass_on_before(wanted.position)?;
-        self.next = wanted.position + 1;
+        self.next_position = wanted.position + 1;
         let leaf = self.schema.get(wanted.position);
         let (path, _) = leaf.expect("what is wanted is in the schema");
         (self.sink)(path, value)

@@ -64,11 +64,11 @@ impl<'a, T: Target> Lending<'a, T> {
             let end = start + shard.tensor.elem_count();
             // Stretches do not overlap, so only the last one that begins before the end of this one
             // can reach into it.
-            let mut before = self.stretches.range((storage, 0)..(storage, end));
-            if let Some((_, &(end_before, owner))) = before.next_back()
-                && end_before > start
+            let mut earlier_stretches = self.stretches.range((storage, 0)..(storage, end));
+            if let Some((_, &(earlier_end, lent_index))) = earlier_stretches.next_back()
+                && earlier_end > start
             {
-                return Some(&self.lent[owner]);
+                return Some(&self.lent[lent_index]);
             }
             stretches.push(((storage, start), (end, self.lent.len())));
         }
@@ -79,58 +79,64 @@ impl<'a, T: Target> Lending<'a, T> {
     }
 
     /// Returns `true` if the new values of a tensor are kept until all are there.
-    fn is_staged(&self, wanted: usize) -> bool {
-        self.is_staged && self.target.lends_live(&self.wanted[wanted])
+    fn is_kept_back(&self, wanted_index: usize) -> bool {
+        self.is_staged && self.target.lends_live(&self.wanted[wanted_index])
     }
 }
 
 impl<T: Target> Lend for Lending<'_, T> {
-    fn lend(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        self.lend_unfilled(wanted)?
+    fn lend(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+        self.lend_unfilled(wanted_index)?
             .map(Memory::allocate)
             .transpose()
     }
 
-    fn lend_unfilled(&mut self, wanted: usize) -> Result<Option<Memory>, StateError> {
-        let Wanted { dtype, becomes, .. } = self.wanted[wanted];
-        let mut memory = self.target.memory(&self.wanted[wanted])?;
+    fn lend_unfilled(&mut self, wanted_index: usize) -> Result<Option<Memory>, StateError> {
+        let Wanted {
+            dtype,
+            target_dtype,
+            ..
+        } = self.wanted[wanted_index];
+        let mut memory = self.target.memory(&self.wanted[wanted_index])?;
         let mut is_shared = false;
-        if self.target.lends_live(&self.wanted[wanted])
+        if self.target.lends_live(&self.wanted[wanted_index])
             && let Memory::Tensors(tensor) = &memory
         {
             // Two names of one tensor are filled once. Memory that shares only some elements with
             // other memory cannot be lent together with it, so its values take a detour.
             match self.record_as_lent(tensor) {
-                Some(other) if other.is_same_view(tensor) => return Ok(None),
-                other => is_shared = other.is_some(),
+                Some(earlier) if earlier.is_same_view(tensor) => return Ok(None),
+                earlier => is_shared = earlier.is_some(),
             }
         }
         // A conversion writes to the target's memory from a detour, so it must be there.
-        if dtype != becomes {
+        if dtype != target_dtype {
             memory = memory.allocate()?;
         }
-        let Some(detour) = memory.detour(dtype, is_shared || self.is_staged(wanted))? else {
+        let Some(detour) = memory.detour(dtype, is_shared || self.is_kept_back(wanted_index))?
+        else {
             return Ok(Some(memory));
         };
-        self.detours.insert(wanted, memory);
+        self.detours.insert(wanted_index, memory);
         Ok(Some(Memory::Tensors(detour)))
     }
 
-    fn filled(&mut self, wanted: usize, memory: Memory) -> Result<(), StateError> {
-        let Some(home) = self.detours.remove(&wanted) else {
+    fn filled(&mut self, wanted_index: usize, memory: Memory) -> Result<(), StateError> {
+        let Some(target_memory) = self.detours.remove(&wanted_index) else {
             // This is the target's memory itself.
-            return self.target.filled(&self.wanted[wanted], memory);
+            return self.target.filled(&self.wanted[wanted_index], memory);
         };
         let Memory::Tensors(values) = memory else {
             unreachable!("a detour is made of tensors");
         };
-        if self.is_staged(wanted) {
+        if self.is_kept_back(wanted_index) {
             // All new values must be there before the first one takes effect.
-            self.staged.push((home, values));
+            self.staged.push((target_memory, values));
             return Ok(());
         }
         // The values could not be read straight into the target's memory: copy them there.
-        home.fill_from(&values)?;
-        self.target.filled(&self.wanted[wanted], home)
+        target_memory.fill_from(&values)?;
+        self.target
+            .filled(&self.wanted[wanted_index], target_memory)
     }
 }

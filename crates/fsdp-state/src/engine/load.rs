@@ -116,10 +116,10 @@ where
     let is_live = target.is_live();
     let is_staged = options.staged && is_live;
     let mut lending = Lending::new(target, &plan.wanted, is_staged);
-    let read = source
+    let read_outcome = source
         .read(&call, &plan.wanted, &mut lending)
         .map_err(E::from);
-    let mut outcome = match read {
+    let mut outcome = match read_outcome {
         // If a collective has failed, every rank has this error already, and no further agreement
         // is possible.
         Err(error) if error.comm().is_some() => {
@@ -164,7 +164,11 @@ fn partly_loaded<E: LoadError>(is_partly_loaded: bool, error: E) -> E {
     }
 }
 
-/// Compares source and target on this rank.
+/// Compares source and target on this rank, and has the source copy values that the load would
+/// overwrite before it reads them. No communication.
+///
+/// # Errors
+/// Lists with long gaps; values that the source cannot read, or that no target could take.
 fn compare<S, T, E>(call: &LoadCall<'_>, source: &mut S, target: &mut T) -> Result<Plan, E>
 where
     S: Source,
@@ -191,7 +195,7 @@ where
         return Ok(plan);
     }
     let common = &mut plan.common;
-    common.options = call.options.in_common();
+    common.options = call.options.describe_common();
     common.source = source.schema().clone();
     common.contents = source.contents();
     for wanted in plan
@@ -228,7 +232,7 @@ fn small_values<S: Source, E: From<S::Error>>(
 /// Checks that no rank has an error, that all ranks have the same common data, and that everything
 /// fits. Collectives: one agreement; if ranks differ, also an object all-gather, and then either
 /// two object broadcasts to find the difference or, for values that ranks have of their own, those
-/// of [`agree_on_own`].
+/// of [`agree_on_reports`].
 fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result<Plan, E> {
     let group = call.group;
     let (mut plan, outcome) = match compared {
@@ -253,31 +257,35 @@ fn agree<E: LoadError>(call: &LoadCall<'_>, compared: Result<Plan, E>) -> Result
         return Err(error);
     }
     let hashes: Vec<u64> = group.all_gather_object(&hash)?;
-    let Some(other) = hashes.iter().position(|other| *other != hashes[0]) else {
-        return agree_on_own(call, plan);
+    let Some(other_rank) = hashes
+        .iter()
+        .position(|other_hash| *other_hash != hashes[0])
+    else {
+        return agree_on_reports(call, plan);
     };
     // These data may be large, so only two ranks send theirs: the first, and the first that differs
     // from it.
-    let first: Common = group.broadcast_object((group.rank() == 0).then_some(&common), 0)?;
-    let second: Common =
-        group.broadcast_object((group.rank() == other).then_some(&common), other)?;
-    Err(find_difference(call, &first, other, &second).map_or(error, E::from))
+    let first_common: Common = group.broadcast_object((group.rank() == 0).then_some(&common), 0)?;
+    let second_common: Common =
+        group.broadcast_object((group.rank() == other_rank).then_some(&common), other_rank)?;
+    Err(find_difference(call, &first_common, other_rank, &second_common).map_or(error, E::from))
 }
 
 /// Checks the plans of ranks that differ only in their reports, because each rank asks for names of
 /// its own. If something does not fit on one rank, all ranks get its error. A name of the source is
 /// unexpected only if no rank asks for it. Collectives: an object broadcast, an all-reduce and an
 /// agreement.
-fn agree_on_own<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Plan, E> {
+fn agree_on_reports<E: LoadError>(call: &LoadCall<'_>, mut plan: Plan) -> Result<Plan, E> {
     let group = call.group;
     // Only names that are unexpected on the first rank can be unexpected on all ranks.
-    let here = &plan.report.unexpected;
-    let mut names: Vec<String> = group.broadcast_object((group.rank() == 0).then_some(here), 0)?;
+    let own_unexpected = &plan.report.unexpected;
+    let mut names: Vec<String> =
+        group.broadcast_object((group.rank() == 0).then_some(own_unexpected), 0)?;
     // An entry is 1 if this rank asks for the name. After the reduction it is 1 if any rank does.
     // Reports are sorted, so a binary search finds the names.
     let mut asked_for: Vec<u8> = names
         .iter()
-        .map(|name| here.binary_search(name).is_err().into())
+        .map(|name| own_unexpected.binary_search(name).is_err().into())
         .collect();
     group.all_reduce(&mut asked_for, ReduceOp::Max)?;
     let mut flags = asked_for.into_iter();
@@ -295,12 +303,12 @@ fn hash_of(value: &impl Hash) -> u64 {
 fn find_difference(
     call: &LoadCall<'_>,
     first: &Common,
-    other: usize,
+    other_rank: usize,
     second: &Common,
 ) -> Option<StateError> {
     let operation = call.operation;
     let reference = call.group.global_ranks()[0];
-    let rank = call.group.global_ranks()[other];
+    let rank = call.group.global_ranks()[other_rank];
     let arguments = [
         (&first.options, &second.options),
         (&first.arguments, &second.arguments),
@@ -324,7 +332,7 @@ fn find_difference(
     ];
     if let Some(leaves) = schemas
         .into_iter()
-        .find_map(|(a, b)| first_difference(a.iter(), b.iter()))
+        .find_map(|(first, second)| first_difference(first.iter(), second.iter()))
     {
         return Some(match leaves {
             EitherOrBoth::Left((path, _)) => {
@@ -379,17 +387,17 @@ fn first_difference<'a, K: Ord, V: PartialEq>(
     first: impl Iterator<Item = &'a (K, V)>,
     second: impl Iterator<Item = &'a (K, V)>,
 ) -> Option<EitherOrBoth<&'a (K, V)>> {
-    let mut pairs = first.merge_join_by(second, |(a, _), (b, _)| a.cmp(b));
-    pairs.find(|pair| !matches!(pair, EitherOrBoth::Both((_, a), (_, b)) if a == b))
+    let mut pairs = first.merge_join_by(second, |(key, _), (other_key, _)| key.cmp(other_key));
+    pairs.find(|pair| !matches!(pair, EitherOrBoth::Both((_, value), (_, other)) if value == other))
 }
 
 /// Returns a plan if everything in it fits: an error for mismatches and, in a strict load, for
 /// names that only one side has.
 fn check_report<E: LoadError>(call: &LoadCall<'_>, plan: Plan) -> Result<Plan, E> {
     let report = &plan.report;
-    let names =
+    let has_lone_names =
         !report.missing.is_empty() || plan.refuses_unexpected && !report.unexpected.is_empty();
-    if report.mismatched.is_empty() && !(call.options.strict && names) {
+    if report.mismatched.is_empty() && !(call.options.strict && has_lone_names) {
         return Ok(plan);
     }
     Err(StateError::Incompatible {

@@ -19,7 +19,7 @@ mod target;
 
 pub use dict::{BoxesOn, DictSource};
 pub use fresh::DictTarget;
-pub(crate) use fresh::Whole;
+pub(crate) use fresh::WholeTarget;
 pub use load::{LoadError, load_state};
 pub use options::{LoadOptions, is_part_of};
 pub use source::{LoadCall, Source, WantedOn};

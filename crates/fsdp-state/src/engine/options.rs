@@ -53,9 +53,9 @@ pub struct LoadOptions {
 }
 
 impl LoadOptions {
-    /// Returns the options that must be the same on all ranks, for people to read. If only some
+    /// Describes the options that must be the same on all ranks, for people to read. If only some
     /// ranks may cast, values that do not fit on the others are an error anyway.
-    pub(super) fn in_common(&self) -> String {
+    pub(super) fn describe_common(&self) -> String {
         let LoadOptions {
             strict,
             only,

@@ -22,7 +22,7 @@ pub trait Target {
     /// Compares the values of the source with those that the target can take, without changing
     /// anything.
     ///
-    /// `small` returns those of the source's values at these positions that are small: plain
+    /// `small_values` returns those of the source's values at these positions that are small: plain
     /// values, and tensors of one element.
     ///
     /// # Errors
@@ -31,7 +31,7 @@ pub trait Target {
     fn plan<E: From<Self::Error>>(
         &mut self,
         source: &Schema,
-        small: &dyn Fn(&[usize]) -> Result<Values, E>,
+        small_values: &dyn Fn(&[usize]) -> Result<Values, E>,
         options: &LoadOptions,
     ) -> Result<Plan, E>;
 
@@ -124,7 +124,7 @@ pub struct Wanted {
     /// The dtype that the source has.
     pub dtype: DType,
     /// The dtype that it becomes.
-    pub becomes: DType,
+    pub target_dtype: DType,
     /// The global shape.
     pub shape: Vec<usize>,
     /// The boxes that this rank wants.
@@ -140,7 +140,7 @@ impl Wanted {
     pub fn new(
         schema: &Schema,
         position: usize,
-        becomes: DType,
+        target_dtype: DType,
         boxes: Vec<TensorBox>,
     ) -> Option<Self> {
         let (path, leaf) = schema.get(position)?;
@@ -152,7 +152,7 @@ impl Wanted {
             place: 0,
             key: path.flat_key(),
             dtype,
-            becomes,
+            target_dtype,
             shape,
             boxes,
             is_same_on_all: true,
@@ -183,18 +183,18 @@ impl Wanted {
         let leaf = source.get(position);
         let (_, saved) = leaf.expect("the position is one of the schema");
         // The target's own value may be one that no file can hold. That is a mismatch like another.
-        let described = match Leaf::from_value(&KeyPath::default(), target) {
+        let current_description = match Leaf::from_value(&KeyPath::default(), target) {
             Ok(current) => {
-                if let (Some((dtype, shape)), Some((becomes, current_shape))) =
+                if let (Some((dtype, shape)), Some((target_dtype, current_shape))) =
                     (saved.tensor(), current.tensor())
                     && shape == current_shape
-                    && (dtype == becomes
+                    && (dtype == target_dtype
                         || options.cast
                             && target
                                 .candle_dtype()
-                                .is_some_and(|to| Memory::converts(dtype, to)))
+                                .is_some_and(|candle_dtype| Memory::converts(dtype, candle_dtype)))
                 {
-                    let wanted = Wanted::new(source, position, becomes, target.boxes());
+                    let wanted = Wanted::new(source, position, target_dtype, target.boxes());
                     return Ok(wanted.expect("the value is a tensor"));
                 }
                 current.describe()
@@ -204,7 +204,7 @@ impl Wanted {
         Err(Mismatch {
             fqn: name(),
             saved: saved.describe(),
-            current: described,
+            current: current_description,
         })
     }
 }

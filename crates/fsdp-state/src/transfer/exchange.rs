@@ -48,17 +48,17 @@ pub(crate) struct Exchange<'g> {
     /// The first failure of this rank that the others do not know of yet.
     failure: Option<StateError>,
     /// The bytes that have moved since the ranks last told each other whether one has failed.
-    unreported: usize,
+    unreported_bytes: usize,
 }
 
 impl<'g> Exchange<'g> {
     /// Runs a local step of this rank, and records its error. After a failure such steps are
     /// skipped.
-    fn attempt<T>(&mut self, f: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
+    fn attempt<T>(&mut self, step: impl FnOnce() -> Result<T, StateError>) -> Option<T> {
         if self.failure.is_some() {
             return None;
         }
-        f().map_err(|error| self.failure = Some(error)).ok()
+        step().map_err(|error| self.failure = Some(error)).ok()
     }
 
     /// Records the error of a step that also runs after a failure. The first one counts.
@@ -71,9 +71,9 @@ impl<'g> Exchange<'g> {
     /// Counts bytes that have moved. After [`STATUS_BYTES`] of them, all ranks agree that none has
     /// failed. Every rank counts the same bytes, so all agree at the same time.
     fn count_moved(&mut self, bytes: usize) -> Result<(), CommError> {
-        self.unreported = self.unreported.saturating_add(bytes);
-        if self.unreported >= STATUS_BYTES {
-            self.unreported = 0;
+        self.unreported_bytes = self.unreported_bytes.saturating_add(bytes);
+        if self.unreported_bytes >= STATUS_BYTES {
+            self.unreported_bytes = 0;
             self.group
                 .agree(self.operation, self.failure.take().map_or(Ok(()), Err))?;
         }
@@ -114,9 +114,9 @@ impl<'g> Exchange<'g> {
             group,
             operation,
             failure: None,
-            unreported: 0,
+            unreported_bytes: 0,
         };
-        let bucket_bytes = bucket_bytes(items);
+        let bucket_bytes = choose_bucket_bytes(items);
         let mut start = 0;
         while start < items.len() {
             // Fill a bucket, beginning with one tensor of any size. A tensor has the same size and
@@ -145,11 +145,11 @@ impl<'g> Exchange<'g> {
     }
 
     /// Moves one bucket: borrows its memory, runs the collective of its route, and gives the memory
-    /// back. `first` is the position of its first tensor among all that move.
+    /// back. `first_position` is the position of its first tensor among all that move.
     fn run_bucket(
         &mut self,
         bucket: &[Item<'_>],
-        first: usize,
+        first_position: usize,
         route: &Route,
         lender: &mut dyn Lend,
     ) -> Result<(), CommError> {
@@ -157,13 +157,13 @@ impl<'g> Exchange<'g> {
         // Borrow memory for the whole bucket. After a failure nothing more is borrowed.
         let mut memories: Vec<Option<Memory>> = Vec::with_capacity(bucket.len());
         for (index, item) in bucket.iter().enumerate() {
-            if item.layout.want[rank].is_empty() {
+            if item.layout.wanted_boxes[rank].is_empty() {
                 memories.push(None);
                 continue;
             }
             let lent = self.attempt(|| match route {
-                Route::Local => lender.lend_unfilled(first + index),
-                _ => lender.lend(first + index),
+                Route::Local => lender.lend_unfilled(first_position + index),
+                _ => lender.lend(first_position + index),
             });
             memories.push(lent.flatten());
         }
@@ -171,7 +171,7 @@ impl<'g> Exchange<'g> {
         // Give the memory back, in the same order.
         for (index, memory) in memories.into_iter().enumerate() {
             if let Some(memory) = memory {
-                self.attempt(|| lender.filled(first + index, memory));
+                self.attempt(|| lender.filled(first_position + index, memory));
             }
         }
         Ok(())
@@ -212,11 +212,11 @@ impl<'g> Exchange<'g> {
             .flatten()
             .flat_map(|memory| memory.tensors())
             .collect();
-        let mut taken =
+        let mut guard =
             self.attempt(|| Ok(StorageGuard::take(&tensors.iter().collect::<Vec<_>>())?));
-        let slots = taken
+        let slots = guard
             .as_mut()
-            .and_then(|taken| self.attempt(|| lent_bytes(lent, taken)));
+            .and_then(|guard| self.attempt(|| lent_bytes(lent, guard)));
         // After a failure there are no slots.
         let mut slots_of_items = slots.into_iter().flatten();
         // Step 4: join the boxes and the memory of each tensor, and run the collective.
@@ -225,7 +225,7 @@ impl<'g> Exchange<'g> {
         for (Item { layout, .. }, sources) in items.iter().zip(&sources) {
             let mut transfer = Transfer {
                 layout,
-                want: &layout.want[rank],
+                slot_boxes: &layout.wanted_boxes[rank],
                 sources,
                 slots: Vec::new(),
             };
@@ -244,7 +244,7 @@ impl<'g> Exchange<'g> {
         self.move_by_route(&mut transfers, route)
     }
 
-    /// Runs the collective of a route.
+    /// Runs the collective of a route. On a local route it only copies this rank's own elements.
     fn move_by_route(
         &mut self,
         transfers: &mut [Transfer<'_>],
@@ -295,7 +295,7 @@ impl<'g> Exchange<'g> {
         }
         for window in cut_into_windows(
             &transfer.layout.shape,
-            transfer.layout.element_size,
+            transfer.layout.element_bytes,
             BUCKET_BYTES,
         ) {
             let layout = transfer.layout.cut_to_window(&window);
@@ -304,7 +304,7 @@ impl<'g> Exchange<'g> {
                 self,
                 &mut [Transfer {
                     layout: &layout,
-                    want: transfer.want,
+                    slot_boxes: transfer.slot_boxes,
                     sources: transfer.sources,
                     slots,
                 }],
@@ -329,12 +329,12 @@ impl<'g> Exchange<'g> {
         });
         let counts = bytes_from_ranks(transfers, &pieces, group.world_size());
         // Pack what this rank sends, and receive where the pieces belong.
-        let own: Vec<Outgoing<'_>> = pieces
+        let outgoing: Vec<Outgoing<'_>> = pieces
             .iter()
             .filter(|(_, piece)| piece.source == rank)
             .map(|(transfer, piece)| transfers[*transfer].outgoing(&piece.bounds))
             .collect();
-        let (moved, read) = with_packed(&own, |input| match root {
+        let (moved, packing) = with_packed(&outgoing, |input| match root {
             None => self.receive(transfers, &pieces, |outputs| {
                 group.all_gather_uneven_into_slices(outputs, &counts, input)
             }),
@@ -343,7 +343,7 @@ impl<'g> Exchange<'g> {
             }),
             Some(root) => group.gather_uneven_into_slices(None, &counts, input, root),
         });
-        self.record_error(read);
+        self.record_error(packing);
         moved
     }
 
@@ -367,27 +367,33 @@ impl<'g> Exchange<'g> {
             .sum();
         let mut packed = self.allocate_buffer(bytes)?;
         if is_root {
-            let mut rest = &mut packed[..];
+            let mut remaining = &mut packed[..];
             for Transfer {
                 layout, sources, ..
             } in &*transfers
             {
-                let to = rest
+                let output = remaining
                     .split_off_mut(..layout.byte_len())
                     .expect("the buffer has the bytes of all tensors");
                 let whole = TensorBox::whole(&layout.shape);
-                self.record_error(read_box(sources, &whole, &whole, layout.element_size, to));
+                self.record_error(read_box(
+                    sources,
+                    &whole,
+                    &whole,
+                    layout.element_bytes,
+                    output,
+                ));
             }
         }
         self.group.broadcast(&mut packed, root)?;
         // A rank that has failed has no slots, and drops what it received.
-        let mut rest = &packed[..];
+        let mut remaining = &packed[..];
         for transfer in transfers {
-            let (bytes, after) = rest.split_at(transfer.layout.byte_len());
+            let (bytes, later_bytes) = remaining.split_at(transfer.layout.byte_len());
             if let Some(slot) = transfer.slots.first_mut() {
                 slot.copy_from_slice(bytes);
             }
-            rest = after;
+            remaining = later_bytes;
         }
         Ok(())
     }
@@ -398,43 +404,46 @@ impl<'g> Exchange<'g> {
     fn scatter(&mut self, transfers: &mut [Transfer<'_>], root: usize) -> Result<(), CommError> {
         let group = self.group;
         let rank = group.rank();
-        let ranks = group.world_size();
-        let mut wanted = vec![0; ranks];
-        for (to, bytes) in wanted.iter_mut().enumerate() {
+        let rank_count = group.world_size();
+        let mut wanted_bytes = vec![0; rank_count];
+        for (receiver, bytes) in wanted_bytes.iter_mut().enumerate() {
             *bytes = transfers
                 .iter()
-                .map(|transfer| transfer.layout.bytes_wanted(to))
+                .map(|transfer| transfer.layout.bytes_wanted(receiver))
                 .sum();
         }
         // The root copies its own values and does not send them.
-        wanted[root] = 0;
+        wanted_bytes[root] = 0;
         let mut start = 0;
-        while start < ranks {
+        while start < rank_count {
             // Take as many ranks into this round as fit.
             let mut end = start + 1;
-            while end < ranks && wanted[start..=end].iter().sum::<usize>() <= BUCKET_BYTES {
+            while end < rank_count
+                && wanted_bytes[start..=end].iter().sum::<usize>() <= BUCKET_BYTES
+            {
                 end += 1;
             }
             // Ranks outside this round get nothing in it.
-            let mut counts = vec![0; ranks];
-            counts[start..end].copy_from_slice(&wanted[start..end]);
-            let mut send = Vec::new();
+            let mut counts = vec![0; rank_count];
+            counts[start..end].copy_from_slice(&wanted_bytes[start..end]);
+            let mut send_buffer = Vec::new();
             if rank == root {
-                try_reserve(&mut send, counts.iter().sum()).map_err(|error| self.abort(&error))?;
+                try_reserve(&mut send_buffer, counts.iter().sum())
+                    .map_err(|error| self.abort(&error))?;
                 (start..end)
-                    .filter(|&to| to != root)
-                    .for_each(|to| self.pack_for(transfers, to, &mut send));
+                    .filter(|&receiver| receiver != root)
+                    .for_each(|receiver| self.pack_for(transfers, receiver, &mut send_buffer));
             }
             // The pieces of a rank that gets nothing in this round come in another one.
-            let arrives = if counts[rank] > 0 {
+            let arriving_pieces = if counts[rank] > 0 {
                 incoming_pieces(transfers, rank)
             } else {
                 Vec::new()
             };
-            self.receive(transfers, &arrives, |outputs| {
+            self.receive(transfers, &arriving_pieces, |outputs| {
                 group.scatter_uneven_into_slices(
                     outputs,
-                    (rank == root).then_some(&send[..]),
+                    (rank == root).then_some(&send_buffer[..]),
                     &counts,
                     root,
                 )
@@ -448,38 +457,43 @@ impl<'g> Exchange<'g> {
     fn all_to_all(&mut self, transfers: &mut [Transfer<'_>]) -> Result<(), CommError> {
         let group = self.group;
         let rank = group.rank();
-        let ranks = group.world_size();
-        let mut send = Vec::new();
-        let mut send_counts = vec![0; ranks];
-        for to in (0..ranks).filter(|&to| to != rank) {
-            let before = send.len();
-            self.pack_for(transfers, to, &mut send);
-            send_counts[to] = send.len() - before;
+        let rank_count = group.world_size();
+        let mut send_buffer = Vec::new();
+        let mut send_counts = vec![0; rank_count];
+        for receiver in (0..rank_count).filter(|&receiver| receiver != rank) {
+            let start = send_buffer.len();
+            self.pack_for(transfers, receiver, &mut send_buffer);
+            send_counts[receiver] = send_buffer.len() - start;
         }
-        let arrives = incoming_pieces(transfers, rank);
-        let receive_counts = bytes_from_ranks(transfers, &arrives, ranks);
-        self.receive(transfers, &arrives, |outputs| {
-            group.all_to_all_uneven_into_slices(outputs, &receive_counts, &send, &send_counts)
+        let arriving_pieces = incoming_pieces(transfers, rank);
+        let receive_counts = bytes_from_ranks(transfers, &arriving_pieces, rank_count);
+        self.receive(transfers, &arriving_pieces, |outputs| {
+            group.all_to_all_uneven_into_slices(
+                outputs,
+                &receive_counts,
+                &send_buffer,
+                &send_counts,
+            )
         })
     }
 
     /// Appends what this rank sends to another.
-    fn pack_for(&mut self, transfers: &[Transfer<'_>], to: usize, send: &mut Vec<u8>) {
+    fn pack_for(&mut self, transfers: &[Transfer<'_>], receiver: usize, send_buffer: &mut Vec<u8>) {
         let rank = self.group.rank();
         for transfer in transfers {
             // Most ranks of a large group have nothing for each other.
-            if !transfer.layout.moves_between(rank, to) {
+            if !transfer.layout.moves_between(rank, receiver) {
                 continue;
             }
-            for piece in transfer.layout.pieces_for(to) {
+            for piece in transfer.layout.pieces_for(receiver) {
                 if piece.source != rank {
                     continue;
                 }
                 let outgoing = transfer.outgoing(&piece.bounds);
-                let end = send.len() + outgoing.byte_len();
-                self.record_error(outgoing.pack(send));
+                let end = send_buffer.len() + outgoing.byte_len();
+                self.record_error(outgoing.pack(send_buffer));
                 // The receiver expects these bytes, even if they could not be read here.
-                send.resize(end, 0);
+                send_buffer.resize(end, 0);
             }
         }
     }
@@ -506,11 +520,12 @@ impl<'g> Exchange<'g> {
             .sum();
         let mut received = self.allocate_buffer(bytes)?;
         run(&mut [&mut received])?;
-        let mut rest = &received[..];
+        let mut remaining = &received[..];
         for (transfer, piece) in pieces {
-            let (bytes, after) = rest.split_at(transfers[*transfer].bytes_of(&piece.bounds));
+            let (bytes, later_bytes) =
+                remaining.split_at(transfers[*transfer].bytes_of(&piece.bounds));
             transfers[*transfer].copy_piece_to_slot(piece, bytes);
-            rest = after;
+            remaining = later_bytes;
         }
         Ok(())
     }
@@ -521,7 +536,7 @@ impl<'g> Exchange<'g> {
 struct Transfer<'a> {
     layout: &'a Layout,
     /// The boxes of the slots.
-    want: &'a [TensorBox],
+    slot_boxes: &'a [TensorBox],
     /// The boxes that this rank has.
     sources: &'a [BoxBytes],
     /// Memory for each wanted box; none if nothing has to be written, or after a failure.
@@ -537,40 +552,41 @@ impl<'a> Transfer<'a> {
         Outgoing {
             sources: self.sources,
             bounds,
-            element_size: self.layout.element_size,
+            element_bytes: self.layout.element_bytes,
         }
     }
 
     /// Returns `true` if there is a slot for each wanted box, of the size of that box.
     fn has_slots_of_wanted_sizes(&self) -> bool {
-        self.slots.len() == self.want.len()
+        self.slots.len() == self.slot_boxes.len()
             && self
                 .slots
                 .iter()
-                .zip(self.want)
+                .zip(self.slot_boxes)
                 .all(|(slot, bounds)| slot.len() == self.bytes_of(bounds))
     }
 
     /// Returns the number of bytes of a box.
     fn bytes_of(&self, bounds: &TensorBox) -> usize {
-        bounds.numel() * self.layout.element_size
+        bounds.numel() * self.layout.element_bytes
     }
 
-    /// Copies the pieces that this rank both has and wants. They are not sent.
+    /// Copies the pieces that this rank both has and wants, which are not sent. After a failure,
+    /// which has left no slots, it copies nothing.
     fn copy_own(&mut self, rank: usize) -> Result<(), StateError> {
         if self.slots.is_empty() {
             return Ok(());
         }
         for piece in self.layout.pieces_for(rank) {
             if piece.source == rank {
-                let want = &self.want[piece.target];
-                let to = &mut *self.slots[piece.target];
+                let wanted_box = &self.slot_boxes[piece.target];
+                let slot = &mut *self.slots[piece.target];
                 read_box(
                     self.sources,
                     &piece.bounds,
-                    want,
-                    self.layout.element_size,
-                    to,
+                    wanted_box,
+                    self.layout.element_bytes,
+                    slot,
                 )?;
             }
         }
@@ -581,8 +597,8 @@ impl<'a> Transfer<'a> {
     fn copy_piece_to_slot(&mut self, piece: &Piece, bytes: &[u8]) {
         // After a failure there are no slots.
         if let Some(slot) = self.slots.get_mut(piece.target) {
-            let runs = copy_runs(&piece.bounds, &piece.bounds, &self.want[piece.target]);
-            copy_elements(runs, self.layout.element_size, bytes, slot);
+            let runs = copy_runs(&piece.bounds, &piece.bounds, &self.slot_boxes[piece.target]);
+            copy_elements(runs, self.layout.element_bytes, bytes, slot);
         }
     }
 }
@@ -613,9 +629,9 @@ fn incoming_pieces(transfers: &[Transfer<'_>], rank: usize) -> Vec<(usize, Piece
 fn bytes_from_ranks(
     transfers: &[Transfer<'_>],
     pieces: &[(usize, Piece)],
-    ranks: usize,
+    rank_count: usize,
 ) -> Vec<usize> {
-    let mut counts = vec![0; ranks];
+    let mut counts = vec![0; rank_count];
     for (transfer, piece) in pieces {
         counts[piece.source] += transfers[*transfer].bytes_of(&piece.bounds);
     }
@@ -625,23 +641,27 @@ fn bytes_from_ranks(
 /// Returns the parts of all slots that pieces go to, if there are slots for all of them and not too
 /// many parts.
 fn slot_parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<Vec<SlotPart>> {
-    let mut first = Vec::with_capacity(transfers.len());
-    let mut slots = 0;
+    let mut first_slots = Vec::with_capacity(transfers.len());
+    let mut slot_count = 0;
     for transfer in transfers {
-        first.push(slots);
-        slots += transfer.slots.len();
+        first_slots.push(slot_count);
+        slot_count += transfer.slots.len();
     }
     let mut parts = Vec::with_capacity(pieces.len());
     for (index, piece) in pieces {
         let transfer = &transfers[*index];
-        let element_size = transfer.layout.element_size;
+        let element_bytes = transfer.layout.element_bytes;
         if piece.target >= transfer.slots.len() {
             return None;
         }
-        for run in copy_runs(&piece.bounds, &piece.bounds, &transfer.want[piece.target]) {
+        for run in copy_runs(
+            &piece.bounds,
+            &piece.bounds,
+            &transfer.slot_boxes[piece.target],
+        ) {
             parts.push((
-                first[*index] + piece.target,
-                run.dst * element_size..(run.dst + run.len) * element_size,
+                first_slots[*index] + piece.target,
+                run.dst * element_bytes..(run.dst + run.len) * element_bytes,
             ));
             if parts.len() > MAX_RUNS {
                 return None;
@@ -653,7 +673,7 @@ fn slot_parts(transfers: &[Transfer<'_>], pieces: &[(usize, Piece)]) -> Option<V
 
 /// Returns the most bytes of a bucket. A bucket and the buffer that it travels in together take no
 /// more memory than the largest tensor does alone.
-fn bucket_bytes(items: &[Item<'_>]) -> usize {
+fn choose_bucket_bytes(items: &[Item<'_>]) -> usize {
     let sizes = items.iter().map(|item| item.layout.byte_len());
     let largest = sizes.max().unwrap_or(0);
     (largest / 2).clamp(LEAST_BUCKET_BYTES, BUCKET_BYTES)

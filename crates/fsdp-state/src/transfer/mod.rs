@@ -11,4 +11,4 @@ mod slots;
 
 pub(crate) use exchange::{Exchange, Item};
 pub(crate) use packing::{BoxBytes, read_box};
-pub(crate) use route::{Layout, PerRank, Piece, group_by_value, incomplete_error};
+pub(crate) use route::{BoxesPerRank, Layout, Piece, group_by_value, incomplete_error};

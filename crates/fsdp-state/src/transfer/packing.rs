@@ -18,6 +18,7 @@ pub(crate) struct BoxBytes {
     data: Data,
 }
 
+/// The elements of a box.
 #[derive(Debug)]
 enum Data {
     /// Contiguous, on the CPU.
@@ -27,7 +28,10 @@ enum Data {
 
 impl BoxBytes {
     /// Returns the boxes that a value has on this rank. Those on the CPU are not copied if they are
-    /// contiguous.
+    /// contiguous. A value that is no tensor has none.
+    ///
+    /// # Errors
+    /// A tensor that cannot be copied to the host.
     pub(crate) fn from_value(value: &StateValue) -> Result<Vec<BoxBytes>, StateError> {
         match value {
             StateValue::Tensor(tensor) => Ok(vec![Self::on_host(
@@ -64,7 +68,10 @@ impl BoxBytes {
         })
     }
 
-    /// Calls `f` with the bytes of the box.
+    /// Returns what `f` returns for the bytes of the box.
+    ///
+    /// # Errors
+    /// A tensor whose memory is released.
     pub(crate) fn read<R>(&self, f: impl FnOnce(&[u8]) -> R) -> Result<R, StateError> {
         match &self.data {
             Data::Tensor(tensor) => Ok(f(&HostBytes::read(tensor)?)),
@@ -79,13 +86,13 @@ pub(crate) fn read_box(
     sources: &[BoxBytes],
     bounds: &TensorBox,
     target: &TensorBox,
-    element_size: usize,
-    to: &mut [u8],
+    element_bytes: usize,
+    output: &mut [u8],
 ) -> Result<(), StateError> {
     for source in sources {
         if let Some(overlap) = source.bounds.intersect(bounds) {
             let runs = copy_runs(&overlap, &source.bounds, target);
-            source.read(|from| copy_elements(runs, element_size, from, to))?;
+            source.read(|bytes| copy_elements(runs, element_bytes, bytes, output))?;
         }
     }
     Ok(())
@@ -94,14 +101,14 @@ pub(crate) fn read_box(
 /// Copies runs of elements from one buffer to another.
 pub(super) fn copy_elements(
     runs: impl IntoIterator<Item = CopyRun>,
-    element_size: usize,
-    from: &[u8],
-    to: &mut [u8],
+    element_bytes: usize,
+    input: &[u8],
+    output: &mut [u8],
 ) {
     for CopyRun { src, dst, len } in runs {
-        let source = &from[src * element_size..(src + len) * element_size];
+        let source = &input[src * element_bytes..(src + len) * element_bytes];
         non_temporal_copy(
-            &mut to[dst * element_size..(dst + len) * element_size],
+            &mut output[dst * element_bytes..(dst + len) * element_bytes],
             source,
         );
     }
@@ -113,12 +120,12 @@ pub(super) struct Outgoing<'a> {
     pub(super) sources: &'a [BoxBytes],
     pub(super) bounds: &'a TensorBox,
     /// Bytes of an element.
-    pub(super) element_size: usize,
+    pub(super) element_bytes: usize,
 }
 
 impl<'a> Outgoing<'a> {
     pub(super) fn byte_len(&self) -> usize {
-        self.bounds.numel() * self.element_size
+        self.bounds.numel() * self.element_bytes
     }
 
     /// Returns the candle tensor that has exactly the elements of the box, if there is one.
@@ -136,13 +143,13 @@ impl<'a> Outgoing<'a> {
         // The length depends on the other ranks' requests, so a lack of memory is an error.
         try_reserve(packed, self.byte_len())?;
         packed.resize(start + self.byte_len(), 0);
-        let to = &mut packed[start..];
+        let output = &mut packed[start..];
         read_box(
             self.sources,
             self.bounds,
             self.bounds,
-            self.element_size,
-            to,
+            self.element_bytes,
+            output,
         )
     }
 }
@@ -162,12 +169,12 @@ pub(super) fn with_packed<R>(
         Ok(result) => (result, Ok(())),
         Err(f) => {
             let mut packed = Vec::new();
-            let read = boxes
+            let outcome = boxes
                 .iter()
                 .try_for_each(|outgoing| outgoing.pack(&mut packed));
             // The other ranks expect this many bytes, also if some could not be read.
             packed.resize(boxes.iter().map(Outgoing::byte_len).sum(), 0);
-            (f(&packed), read)
+            (f(&packed), outcome)
         }
     }
 }

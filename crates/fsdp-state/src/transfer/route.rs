@@ -14,17 +14,17 @@ pub(crate) struct Layout {
     /// The global shape.
     pub(crate) shape: Vec<usize>,
     /// Bytes of an element.
-    pub(crate) element_size: usize,
+    pub(crate) element_bytes: usize,
     /// Each rank's boxes; several ranks may have one element.
-    pub(crate) have: PerRank,
+    pub(crate) held_boxes: BoxesPerRank,
     /// The boxes that each rank wants; those of one rank do not overlap.
-    pub(crate) want: PerRank,
+    pub(crate) wanted_boxes: BoxesPerRank,
 }
 
 /// A list of boxes for each rank. The empty lists of ranks without boxes take no memory.
 #[derive(Debug, Clone)]
-pub(crate) struct PerRank {
-    ranks: usize,
+pub(crate) struct BoxesPerRank {
+    rank_count: usize,
     /// The ranks that have boxes, in order, and their lists.
     lists: Vec<(usize, Vec<TensorBox>)>,
 }
@@ -60,12 +60,11 @@ pub(crate) fn incomplete_error(rank: usize) -> StateError {
     }
 }
 
-impl PerRank {
+impl BoxesPerRank {
     /// Returns lists for all ranks.
     pub(crate) fn from_lists(lists: Vec<Vec<TensorBox>>) -> Self {
-        let ranks = lists.len();
-        PerRank {
-            ranks,
+        BoxesPerRank {
+            rank_count: lists.len(),
             lists: lists
                 .into_iter()
                 .enumerate()
@@ -76,31 +75,32 @@ impl PerRank {
 
     /// Returns a list for this rank of the group, and empty ones for the others.
     pub(crate) fn for_own_rank(group: &ProcessGroup, boxes: Vec<TensorBox>) -> Self {
-        PerRank {
-            ranks: group.world_size(),
+        BoxesPerRank {
+            rank_count: group.world_size(),
             lists: vec![(group.rank(), boxes)],
         }
     }
 
-    /// Returns the same lists with each box replaced, or left out.
-    fn map(&self, f: impl Fn(&TensorBox) -> Option<TensorBox>) -> Self {
-        PerRank {
-            ranks: self.ranks,
+    /// Returns the same lists with each box replaced by what `change` returns, or left out if
+    /// that is `None`.
+    fn map(&self, change: impl Fn(&TensorBox) -> Option<TensorBox>) -> Self {
+        BoxesPerRank {
+            rank_count: self.rank_count,
             lists: self
                 .lists
                 .iter()
-                .map(|(rank, boxes)| (*rank, boxes.iter().filter_map(&f).collect()))
+                .map(|(rank, boxes)| (*rank, boxes.iter().filter_map(&change).collect()))
                 .collect(),
         }
     }
 }
 
-impl std::ops::Index<usize> for PerRank {
+impl std::ops::Index<usize> for BoxesPerRank {
     type Output = [TensorBox];
 
     fn index(&self, rank: usize) -> &[TensorBox] {
         match self.lists.binary_search_by_key(&rank, |(rank, _)| *rank) {
-            Ok(at) => &self.lists[at].1,
+            Ok(index) => &self.lists[index].1,
             Err(_) => &[],
         }
     }
@@ -140,12 +140,16 @@ impl Layout {
     pub(crate) fn byte_len(&self) -> usize {
         // Several dimensions may be large if one is 0, so this is no plain product.
         let numel = checked_numel(&self.shape).expect("a schema has no tensor that is too large");
-        numel * self.element_size
+        numel * self.element_bytes
     }
 
     /// Returns the number of bytes that a rank wants.
     pub(crate) fn bytes_wanted(&self, rank: usize) -> usize {
-        self.want[rank].iter().map(TensorBox::numel).sum::<usize>() * self.element_size
+        self.wanted_boxes[rank]
+            .iter()
+            .map(TensorBox::numel)
+            .sum::<usize>()
+            * self.element_bytes
     }
 
     /// Returns the first rank that wants elements that no rank has, and the first box of them.
@@ -153,16 +157,16 @@ impl Layout {
         // Elements that nobody has matter only where somebody wants them.
         let holes = uncovered(
             &TensorBox::whole(&self.shape),
-            self.have.lists.iter().flat_map(|(_, boxes)| boxes),
+            self.held_boxes.lists.iter().flat_map(|(_, boxes)| boxes),
         );
         if holes.is_empty() {
             return None;
         }
-        self.want.lists.iter().find_map(|(rank, want)| {
-            let missing = want
+        self.wanted_boxes.lists.iter().find_map(|(rank, boxes)| {
+            let missing_boxes = boxes
                 .iter()
-                .flat_map(|want| holes.iter().filter_map(|hole| hole.intersect(want)));
-            missing.min().map(|missing| (*rank, missing))
+                .flat_map(|bounds| holes.iter().filter_map(|hole| hole.intersect(bounds)));
+            missing_boxes.min().map(|missing| (*rank, missing))
         })
     }
 
@@ -191,15 +195,15 @@ impl Layout {
 
     /// Returns `true` if a rank has all elements that it wants.
     fn has_all_that_it_wants(&self, rank: usize) -> bool {
-        self.want[rank]
+        self.wanted_boxes[rank]
             .iter()
-            .all(|want| uncovered(want, &self.have[rank]).is_empty())
+            .all(|bounds| uncovered(bounds, &self.held_boxes[rank]).is_empty())
     }
 
     /// Chooses the cheapest collective that moves every wanted element to the ranks that want it.
     pub(crate) fn choose_route(&self) -> Route {
-        let sources = ranks_with_elements(&self.have);
-        let receivers = ranks_with_elements(&self.want);
+        let sources = ranks_with_elements(&self.held_boxes);
+        let receivers = ranks_with_elements(&self.wanted_boxes);
         if receivers
             .iter()
             .all(|&rank| self.has_all_that_it_wants(rank))
@@ -208,12 +212,14 @@ impl Layout {
         }
         // Whole tensors have collectives of their own, which need no list of pieces.
         let whole = [TensorBox::whole(&self.shape)];
-        let all_of_it = receivers.iter().all(|&rank| self.want[rank] == whole);
-        let is_everywhere = receivers.len() == self.want.ranks;
+        let is_wanted_whole = receivers
+            .iter()
+            .all(|&rank| self.wanted_boxes[rank] == whole);
+        let is_everywhere = receivers.len() == self.wanted_boxes.rank_count;
         match sources[..] {
-            [root] if all_of_it && is_everywhere => Route::Broadcast { root },
-            _ if all_of_it && is_everywhere => Route::AllGather,
-            _ if all_of_it => Route::Gather { roots: receivers },
+            [root] if is_wanted_whole && is_everywhere => Route::Broadcast { root },
+            _ if is_wanted_whole && is_everywhere => Route::AllGather,
+            _ if is_wanted_whole => Route::Gather { roots: receivers },
             [root] => Route::Scatter { root },
             _ => Route::AllToAll,
         }
@@ -222,25 +228,28 @@ impl Layout {
     /// Returns the pieces that make up what a rank wants. It takes as much as possible from itself,
     /// then from the ranks after it, so that ranks with copies of a tensor share the work.
     pub(crate) fn pieces_for(&self, receiver: usize) -> Vec<Piece> {
-        let ranks = self.have.ranks;
+        let ranks = self.held_boxes.rank_count;
         self.find_pieces(
-            &self.want[receiver],
-            (0..ranks).map(|k| (receiver + k) % ranks),
+            &self.wanted_boxes[receiver],
+            (0..ranks).map(|distance| (receiver + distance) % ranks),
         )
     }
 
     /// Returns the pieces that make up the whole, in rank order; a rank's come in the order of its
     /// boxes.
     pub(crate) fn pieces_of_whole(&self) -> Vec<Piece> {
-        self.find_pieces(&[TensorBox::whole(&self.shape)], 0..self.have.ranks)
+        self.find_pieces(
+            &[TensorBox::whole(&self.shape)],
+            0..self.held_boxes.rank_count,
+        )
     }
 
     /// Returns `true` if one rank has elements that another wants.
     pub(crate) fn moves_between(&self, source: usize, receiver: usize) -> bool {
-        self.have[source].iter().any(|have| {
-            self.want[receiver]
+        self.held_boxes[source].iter().any(|held_box| {
+            self.wanted_boxes[receiver]
                 .iter()
-                .any(|want| have.intersect(want).is_some())
+                .any(|wanted_box| held_box.intersect(wanted_box).is_some())
         })
     }
 
@@ -252,10 +261,10 @@ impl Layout {
         let nothing = TensorBox::new(vec![0; self.shape.len()], vec![0; self.shape.len()]);
         Layout {
             shape: self.shape.clone(),
-            element_size: self.element_size,
-            have: self.have.map(|bounds| bounds.intersect(window)),
-            want: self
-                .want
+            element_bytes: self.element_bytes,
+            held_boxes: self.held_boxes.map(|bounds| bounds.intersect(window)),
+            wanted_boxes: self
+                .wanted_boxes
                 .map(|bounds| Some(bounds.intersect(window).unwrap_or_else(|| nothing.clone()))),
         }
     }
@@ -264,29 +273,29 @@ impl Layout {
     /// source has is left out.
     fn find_pieces(
         &self,
-        wanted: &[TensorBox],
+        wanted_boxes: &[TensorBox],
         sources: impl Iterator<Item = usize>,
     ) -> Vec<Piece> {
-        let mut unassigned: Vec<(usize, TensorBox)> = wanted
+        let mut unassigned: Vec<(usize, TensorBox)> = wanted_boxes
             .iter()
             .cloned()
             .enumerate()
-            .filter(|(_, want)| !want.is_empty())
+            .filter(|(_, bounds)| !bounds.is_empty())
             .collect();
         let mut pieces = Vec::new();
         for source in sources {
-            for have in &self.have[source] {
+            for held_box in &self.held_boxes[source] {
                 if unassigned.is_empty() {
                     return pieces;
                 }
                 // The overlap with this box is a piece of the route. The wanted boxes around it
                 // are looked for in the next box.
                 let mut still_unassigned = Vec::with_capacity(unassigned.len());
-                for (target, want) in unassigned {
-                    match want.intersect(have) {
+                for (target, wanted_box) in unassigned {
+                    match wanted_box.intersect(held_box) {
                         Some(bounds) => {
                             still_unassigned.extend(
-                                subtract(&want, &bounds)
+                                subtract(&wanted_box, &bounds)
                                     .into_iter()
                                     .map(|part| (target, part)),
                             );
@@ -296,7 +305,7 @@ impl Layout {
                                 bounds,
                             });
                         }
-                        None => still_unassigned.push((target, want)),
+                        None => still_unassigned.push((target, wanted_box)),
                     }
                 }
                 unassigned = still_unassigned;
@@ -306,33 +315,33 @@ impl Layout {
     }
 }
 
-/// Cuts a tensor into boxes of at most `limit` bytes each (or one element), row-major.
+/// Cuts a tensor into boxes of at most `limit_bytes` bytes each (or one element), row-major.
 pub(crate) fn cut_into_windows(
     shape: &[usize],
-    element_size: usize,
-    limit: usize,
+    element_bytes: usize,
+    limit_bytes: usize,
 ) -> Vec<TensorBox> {
     let mut windows = vec![TensorBox::whole(shape)];
     for dimension in 0..shape.len() {
         let largest = windows.iter().map(TensorBox::numel).max();
         // There is no window if a dimension before this one is 0.
-        if largest.is_none_or(|numel| numel.saturating_mul(element_size) <= limit) {
+        if largest.is_none_or(|numel| numel.saturating_mul(element_bytes) <= limit_bytes) {
             break;
         }
         // The windows are too large, so cut them along this dimension: each gets as many rows as
         // fit, at least one.
-        let row = shape[dimension + 1..]
+        let row_bytes = shape[dimension + 1..]
             .iter()
             .product::<usize>()
-            .saturating_mul(element_size)
+            .saturating_mul(element_bytes)
             .max(1);
-        let rows = (limit / row).max(1);
+        let row_count = (limit_bytes / row_bytes).max(1);
         let mut parts = Vec::new();
         for window in windows {
-            for start in (0..shape[dimension]).step_by(rows) {
+            for start in (0..shape[dimension]).step_by(row_count) {
                 let mut part = window.clone();
                 part.offsets[dimension] = start;
-                part.sizes[dimension] = rows.min(shape[dimension] - start);
+                part.sizes[dimension] = row_count.min(shape[dimension] - start);
                 parts.push(part);
             }
         }
@@ -342,7 +351,7 @@ pub(crate) fn cut_into_windows(
 }
 
 /// Returns the ranks that have a box with elements in it.
-fn ranks_with_elements(lists: &PerRank) -> Vec<usize> {
+fn ranks_with_elements(lists: &BoxesPerRank) -> Vec<usize> {
     lists
         .lists
         .iter()
@@ -359,13 +368,13 @@ mod tests {
         TensorBox::new(vec![start, 0], vec![len, 3])
     }
 
-    fn layout(have: &[&[TensorBox]], want: &[&[TensorBox]]) -> Layout {
+    fn layout(held_boxes: &[&[TensorBox]], wanted_boxes: &[&[TensorBox]]) -> Layout {
         let lists = |lists: &[&[TensorBox]]| lists.iter().map(|boxes| boxes.to_vec()).collect();
         Layout {
             shape: vec![4, 3],
-            element_size: 4,
-            have: PerRank::from_lists(lists(have)),
-            want: PerRank::from_lists(lists(want)),
+            element_bytes: 4,
+            held_boxes: BoxesPerRank::from_lists(lists(held_boxes)),
+            wanted_boxes: BoxesPerRank::from_lists(lists(wanted_boxes)),
         }
     }
 
@@ -385,7 +394,7 @@ mod tests {
         let whole = [rows(0, 4)];
         let (low, high) = ([rows(0, 2)], [rows(2, 2)]);
         let none: [TensorBox; 0] = [];
-        for (have, want, route) in [
+        for (held_boxes, wanted_boxes, route) in [
             ([&whole[..], &whole], [&low[..], &high], Route::Local),
             ([&low[..], &high], [&low[..], &high], Route::Local),
             ([&low[..], &none], [&none[..], &none], Route::Local),
@@ -408,9 +417,9 @@ mod tests {
             ([&low[..], &high], [&high[..], &low], Route::AllToAll),
         ] {
             assert_eq!(
-                layout(&have, &want).choose_route(),
+                layout(&held_boxes, &wanted_boxes).choose_route(),
                 route,
-                "{have:?} -> {want:?}"
+                "{held_boxes:?} -> {wanted_boxes:?}"
             );
         }
     }
@@ -426,15 +435,15 @@ mod tests {
             layout(&[&[rows(0, 1)], &[]], &[&[rows(0, 1)], &[]]).find_hole(),
             None
         );
-        let (have, want) = (
-            PerRank::from_lists(vec![vec![]]),
-            PerRank::from_lists(vec![vec![rows(0, 0)]]),
+        let (held_boxes, wanted_boxes) = (
+            BoxesPerRank::from_lists(vec![vec![]]),
+            BoxesPerRank::from_lists(vec![vec![rows(0, 0)]]),
         );
         let empty = Layout {
             shape: vec![0, 3],
-            element_size: 4,
-            have,
-            want,
+            element_bytes: 4,
+            held_boxes,
+            wanted_boxes,
         };
         assert_eq!(empty.find_hole(), None);
     }

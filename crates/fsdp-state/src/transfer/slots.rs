@@ -17,16 +17,19 @@ pub(super) fn carve<'a>(slices: Vec<&'a mut [u8]>, parts: &[SlotPart]) -> Vec<&'
     order.sort_by_key(|&index| (parts[index].0, parts[index].1.start));
     let mut next = order.into_iter().peekable();
     let mut carved: Vec<&'a mut [u8]> = parts.iter().map(|_| Default::default()).collect();
-    for (position, mut rest) in slices.into_iter().enumerate() {
-        let mut at = 0;
+    for (position, mut remaining) in slices.into_iter().enumerate() {
+        let mut slice_offset = 0;
         while let Some(index) = next.next_if(|&index| parts[index].0 == position) {
             let range = &parts[index].1;
-            let skipped = range.start.checked_sub(at).expect("parts do not overlap");
-            let part = rest
+            let skipped = range
+                .start
+                .checked_sub(slice_offset)
+                .expect("parts do not overlap");
+            let part = remaining
                 .split_off_mut(..skipped)
-                .and_then(|_| rest.split_off_mut(..range.len()));
+                .and_then(|_| remaining.split_off_mut(..range.len()));
             carved[index] = part.expect("parts lie in their slices");
-            at = range.end;
+            slice_offset = range.end;
         }
     }
     carved
@@ -38,9 +41,9 @@ mod tests {
 
     #[test]
     fn parts_come_in_the_order_asked_for() {
-        let (mut a, mut b) = (*b"abcdef", *b"xyz");
+        let (mut letters, mut other_letters) = (*b"abcdef", *b"xyz");
         let parts = [(1, 0..2), (0, 4..6), (0, 0..1), (1, 2..3)];
-        let carved = carve(vec![&mut a, &mut b], &parts);
+        let carved = carve(vec![&mut letters, &mut other_letters], &parts);
         assert!(
             carved
                 .iter()
@@ -52,14 +55,14 @@ mod tests {
     #[test]
     #[should_panic(expected = "parts do not overlap")]
     fn parts_that_overlap_are_refused() {
-        let mut a = *b"abcd";
-        carve(vec![&mut a], &[(0, 0..3), (0, 2..4)]);
+        let mut letters = *b"abcd";
+        carve(vec![&mut letters], &[(0, 0..3), (0, 2..4)]);
     }
 
     #[test]
     #[should_panic(expected = "parts lie in their slices")]
     fn parts_that_are_too_long_are_refused() {
-        let mut a = *b"abcd";
-        carve(vec![&mut a], &[(0, 0..3), (0, 3..9)]);
+        let mut letters = *b"abcd";
+        carve(vec![&mut letters], &[(0, 0..3), (0, 3..9)]);
     }
 }

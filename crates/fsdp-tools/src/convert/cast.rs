@@ -37,9 +37,9 @@ impl Cast {
 
 /// Returns `true` for a count of steps: `step`, `num_steps`, `global_step`.
 fn is_count(fqn: &str, tensor: &TensorEntry) -> bool {
-    let last = fqn.rsplit_once('.').map_or(fqn, |(_, last)| last);
+    let last_part = fqn.rsplit_once('.').map_or(fqn, |(_, last_part)| last_part);
     tensor.shape.is_empty()
-        && (last == "step" || last.ends_with("_step") || last.ends_with("steps"))
+        && (last_part == "step" || last_part.ends_with("_step") || last_part.ends_with("steps"))
 }
 
 /// The places in a checkpoint where optimizers have their state.
@@ -52,8 +52,9 @@ impl<'m> Optimizers<'m> {
     /// Finds the optimizers of a checkpoint by its keys.
     pub(crate) fn new(metadata: &'m Metadata) -> Self {
         let groups = metadata.entries.keys().filter_map(|fqn| {
-            let at = fqn.find("param_groups")?;
-            (at == 0 || fqn[..at].ends_with('.')).then_some(&fqn[..at])
+            let groups_start = fqn.find("param_groups")?;
+            (groups_start == 0 || fqn[..groups_start].ends_with('.'))
+                .then_some(&fqn[..groups_start])
         });
         Optimizers {
             beside_groups: groups.collect(),
@@ -83,45 +84,65 @@ impl<'m> Optimizers<'m> {
     }
 }
 
-/// Writes elements of `src` to `dst` in another type of [`CASTABLE`], rounded to nearest, ties to
-/// even, as torch does.
-pub(super) fn cast_elements(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
-    debug_assert_ne!(from, to, "elements of the same type are read directly");
-    match from {
+/// Writes elements of `input` to `output` in another type of [`CASTABLE`], rounded to nearest, ties
+/// to even, as torch does.
+pub(super) fn cast_elements(
+    input: &[u8],
+    input_dtype: DType,
+    output: &mut [u8],
+    output_dtype: DType,
+) {
+    debug_assert_ne!(
+        input_dtype, output_dtype,
+        "elements of the same type are read directly"
+    );
+    match input_dtype {
         // torch rounds a double that becomes a half to a float in between.
-        DType::F64 => encode_floats(src, dst, to, |b| f64::from_le_bytes(b) as f32),
-        DType::F32 => encode_floats(src, dst, to, f32::from_le_bytes),
-        DType::F16 => encode_floats(src, dst, to, |b| f16::from_le_bytes(b).to_f32()),
-        DType::BF16 => encode_floats(src, dst, to, |b| bf16::from_le_bytes(b).to_f32()),
+        DType::F64 => encode_floats(input, output, output_dtype, |element| {
+            f64::from_le_bytes(element) as f32
+        }),
+        DType::F32 => encode_floats(input, output, output_dtype, f32::from_le_bytes),
+        DType::F16 => encode_floats(input, output, output_dtype, |element| {
+            f16::from_le_bytes(element).to_f32()
+        }),
+        DType::BF16 => encode_floats(input, output, output_dtype, |element| {
+            bf16::from_le_bytes(element).to_f32()
+        }),
         _ => unreachable!("a view casts only the types of CASTABLE"),
     }
 }
 
-/// Writes elements, which `decode` reads, in the type `to`.
+/// Writes elements, which `decode` reads, in the type `output_dtype`.
 fn encode_floats<const A: usize>(
-    src: &[u8],
-    dst: &mut [u8],
-    to: DType,
+    input: &[u8],
+    output: &mut [u8],
+    output_dtype: DType,
     decode: impl Fn([u8; A]) -> f32,
 ) {
-    match to {
-        DType::F64 => convert_each(src, dst, |b| f64::from(decode(b)).to_le_bytes()),
-        DType::F32 => convert_each(src, dst, |b| decode(b).to_le_bytes()),
-        DType::F16 => convert_each(src, dst, |b| f16::from_f32(decode(b)).to_le_bytes()),
-        DType::BF16 => convert_each(src, dst, |b| bf16::from_f32(decode(b)).to_le_bytes()),
+    match output_dtype {
+        DType::F64 => convert_each(input, output, |element| {
+            f64::from(decode(element)).to_le_bytes()
+        }),
+        DType::F32 => convert_each(input, output, |element| decode(element).to_le_bytes()),
+        DType::F16 => convert_each(input, output, |element| {
+            f16::from_f32(decode(element)).to_le_bytes()
+        }),
+        DType::BF16 => convert_each(input, output, |element| {
+            bf16::from_f32(decode(element)).to_le_bytes()
+        }),
         _ => unreachable!("a view casts only to the types of CASTABLE"),
     }
 }
 
 /// Converts each element: `A` bytes to `B` bytes.
 fn convert_each<const A: usize, const B: usize>(
-    src: &[u8],
-    dst: &mut [u8],
+    input: &[u8],
+    output: &mut [u8],
     convert: impl Fn([u8; A]) -> [u8; B],
 ) {
-    let src = src.as_chunks::<A>().0;
-    let dst = dst.as_chunks_mut::<B>().0;
-    for (from, to) in src.iter().zip(dst) {
-        *to = convert(*from);
+    let input_elements = input.as_chunks::<A>().0;
+    let output_elements = output.as_chunks_mut::<B>().0;
+    for (input_element, output_element) in input_elements.iter().zip(output_elements) {
+        *output_element = convert(*input_element);
     }
 }

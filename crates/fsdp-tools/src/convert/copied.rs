@@ -9,22 +9,22 @@ use twox_hash::XxHash3_64;
 
 /// Copies one file, a block at a time, and returns the hashes of its blocks.
 fn copy_file(
-    from: &CheckedDirectory,
+    directory: &CheckedDirectory,
     name: &str,
     staging: &Staging,
 ) -> Result<FileIntegrity, FileError> {
-    let file = from.extra_file(name)?;
+    let file = directory.extra_file(name)?;
     let length = file.len();
     let staged = staging.create(name, length)?;
     let block_bytes = block_length(length);
     // The hashes of the copy are made from what is read, which is checked if the source has hashes.
     let mut hashes = Vec::new();
     let mut buffer = Vec::new();
-    for at in (0..length).step_by(block_bytes as usize) {
-        buffer.resize(block_bytes.min(length - at) as usize, 0);
-        file.read_exact_at(at, &mut buffer)
-            .map_err(|source| from.file_error(name, source))?;
-        staged.write_at(at, &buffer)?;
+    for offset in (0..length).step_by(block_bytes as usize) {
+        buffer.resize(block_bytes.min(length - offset) as usize, 0);
+        file.read_exact_at(offset, &mut buffer)
+            .map_err(|source| directory.file_error(name, source))?;
+        staged.write_at(offset, &buffer)?;
         hashes.push(XxHash3_64::oneshot(&buffer));
     }
     staged.finish()?;
@@ -41,6 +41,6 @@ pub(super) fn copy_files(
 ) -> Result<BTreeMap<String, FileIntegrity>, FileError> {
     files
         .iter()
-        .map(|(name, from)| Ok((name.clone(), copy_file(from, name, staging)?)))
+        .map(|(name, directory)| Ok((name.clone(), copy_file(directory, name, staging)?)))
         .collect()
 }

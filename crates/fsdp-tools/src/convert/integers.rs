@@ -33,9 +33,9 @@ fn integer_dtype(dtype: DType) -> Option<DType> {
 impl<'a> IntegerView<'a> {
     /// Makes the view of a checkpoint; `None` if nothing in it is quantized.
     pub(super) fn new(source: &'a dyn Checkpoint) -> Result<Option<Self>, FileError> {
-        let from = source.metadata();
+        let source_metadata = source.metadata();
         let mut quantized = Vec::new();
-        for (fqn, tensor) in from.tensors() {
+        for (fqn, tensor) in source_metadata.tensors() {
             if let Some(dtype) = integer_dtype(tensor.properties.dtype) {
                 quantized.push((fqn, tensor, dtype));
             }
@@ -43,7 +43,7 @@ impl<'a> IntegerView<'a> {
         if quantized.is_empty() {
             return Ok(None);
         }
-        let mut metadata = from.clone();
+        let mut metadata = source_metadata.clone();
         let mut quantizers = IndexMap::new();
         // The keys of the quantizers, by those of their tensors.
         let mut siblings = IndexMap::new();
@@ -70,7 +70,7 @@ impl<'a> IntegerView<'a> {
                     None => KeyPath::default(),
                 };
                 match path.0.last_mut() {
-                    Some(PathPart::Key(last)) => last.push_str(".quantizer"),
+                    Some(PathPart::Key(last_key)) => last_key.push_str(".quantizer"),
                     _ => path = KeyPath::from_key(&key),
                 }
                 paths.insert(key.clone(), path);

@@ -100,11 +100,12 @@ pub fn convert(
     // Step 3: write it to a staging area, which replaces the destination when all of it is there.
     let destination = destination.into();
     let staging = prepare(&destination, target, options)?;
-    let with = options
+    let added_files = options
         .with
         .map(|with| CheckedDirectory::open(with, false, Links::Follow))
         .transpose()?;
-    let (copied_files, left_behind) = choose_extra_files(source, target, &sidecars, with.as_ref())?;
+    let (copied_files, left_behind) =
+        choose_extra_files(source, target, &sidecars, added_files.as_ref())?;
     let conversion = Conversion {
         source,
         staging,
@@ -205,13 +206,13 @@ fn check_source(
 
 /// Refuses dicts whose keys would become the same text.
 fn check_same_texts(source: &dyn Checkpoint) -> Result<(), FileError> {
-    let Some((path, [other, text])) = source.structure().and_then(Structure::find_same_texts)
+    let Some((path, [other_key, text])) = source.structure().and_then(Structure::find_same_texts)
     else {
         return Ok(());
     };
     let what = format!(
         "a dict with both keys {} and {} in a format other than torch's",
-        shown(other),
+        shown(other_key),
         shown(text)
     );
     let fqn = if path.is_empty() {
@@ -229,9 +230,9 @@ fn check_sizes(
     target: OutputFormat,
     opaque: &[(String, String)],
 ) -> Result<(), FileError> {
-    let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+    let opaque_keys: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
     // Ranks share the elements.
-    let ranks = match target {
+    let rank_count = match target {
         OutputFormat::Dcp { ranks } | OutputFormat::SafetensorsShards { ranks } => {
             ranks.max(1) as u64
         }
@@ -240,18 +241,18 @@ fn check_sizes(
     for (fqn, tensor) in source
         .metadata()
         .tensors()
-        .filter(|(fqn, _)| !opaque.contains(fqn))
+        .filter(|(fqn, _)| !opaque_keys.contains(fqn))
     {
         // More bytes than this machine can count are refused like the most that it can.
         let bytes = byte_length(&TensorBox::whole(&tensor.shape), tensor.properties.dtype)
             .unwrap_or(usize::MAX);
-        check_expansion(source, fqn, bytes as u64 / ranks)?;
+        check_expansion(source, fqn, bytes as u64 / rank_count)?;
     }
     Ok(())
 }
 
-/// Prepares the destination, and returns where to write. Something at the destination that a
-/// checkpoint of this format may not replace is an error.
+/// Prepares the destination, and returns the staging area to write to. Something at the destination
+/// that a checkpoint of this format may not replace is an error.
 fn prepare(
     destination: &Location,
     target: OutputFormat,
@@ -272,15 +273,19 @@ fn choose_extra_files<'c>(
     source: &'c dyn Checkpoint,
     target: OutputFormat,
     sidecars: &CopiedSidecars,
-    with: Option<&'c CheckedDirectory>,
+    added_files: Option<&'c CheckedDirectory>,
 ) -> Result<(BTreeMap<String, &'c CheckedDirectory>, Vec<String>), FileError> {
-    let ExtraFiles { files, others, .. } = ExtraFiles::find(source)?;
+    let ExtraFiles {
+        files,
+        others: other_files,
+        ..
+    } = ExtraFiles::find(source)?;
     // The keys of a sidecar file that is not copied have been written like all others.
-    let (written, files): (Vec<_>, Vec<_>) = files
+    let (written_files, files): (Vec<_>, Vec<_>) = files
         .into_iter()
         .partition(|name| sidecars.is_taken_apart(source, name));
     let mut copied = Vec::new();
-    let mut left_behind = [others, written].concat();
+    let mut left_behind = [other_files, written_files].concat();
     // Where the format is that of the framework that wrote the source, files beside the source's
     // own go with it, such as a trainer's loop state or a model's configuration.
     if let (Format::Dcp, OutputFormat::Dcp { .. })
@@ -306,9 +311,9 @@ fn choose_extra_files<'c>(
         .map(|name| (name, source.directory()))
         .collect();
     // The files that were asked for replace the source's of the same names.
-    if let Some(with) = with {
-        let files = ExtraFiles::for_hugging_face(with)?;
-        copied_files.extend(files.into_iter().map(|name| (name, with)));
+    if let Some(added_files) = added_files {
+        let files = ExtraFiles::for_hugging_face(added_files)?;
+        copied_files.extend(files.into_iter().map(|name| (name, added_files)));
     }
     Ok((copied_files, left_behind))
 }

@@ -20,7 +20,8 @@ pub(super) struct OldValues {
 }
 
 impl OldValues {
-    /// Makes the values files beside a file, which need not exist. Nothing is read yet.
+    /// Returns the names of the values files beside a file, which need not exist. Nothing is read
+    /// yet.
     pub(super) fn new(target: &Location) -> Result<Self, FileError> {
         let (folder, name) = target.split()?;
         Ok(OldValues {
@@ -45,21 +46,21 @@ impl OldValues {
         };
         let hash = values_hash(&bytes);
         // The values are read first: whoever puts new ones there has put the file before.
-        let (Ok(own), Ok(other)) = (
+        let (Ok(target_hash), Ok(other_hash)) = (
             read_values_hash(&self.target),
             read_values_hash(&self.other_target),
         ) else {
             return false;
         };
-        if other.as_ref() == Some(&hash) {
+        if other_hash.as_ref() == Some(&hash) {
             return false;
         }
         match ending.strip_prefix(NEW_VALUES) {
             // The target may have a later hash than its values: a process was killed before it gave
             // the new values their final name.
-            None => own.is_some(),
+            None => target_hash.is_some(),
             // The first name that earlier versions used has no hash.
-            Some("") => own.as_ref() == Some(&hash),
+            Some("") => target_hash.as_ref() == Some(&hash),
             // A killed process has left values under their first name. The hash in the name tells
             // that they are values.
             Some(ending) => ending.strip_prefix('-') == Some(hash.as_str()),

@@ -17,8 +17,8 @@ use super::output::Conversion;
 struct Item<'s> {
     fqn: &'s str,
     stored: &'s StorageInfo,
-    entry: u32,
-    chunk: u32,
+    entry_index: u32,
+    chunk_index: u32,
     part: Sum,
 }
 
@@ -58,23 +58,23 @@ fn add_tensor<'s>(
     // A box without elements has no place in a file, and so no item.
     let mut chunks = tensor.chunks.clone();
     chunks.retain(|chunk| chunk.stored.is_some());
-    // The entry comes after those that were planned, so its number is their count.
-    let entry = metadata.entries.len() as u32;
+    // The entry comes after those that were planned, so its index is their count.
+    let entry_index = metadata.entries.len() as u32;
     let digest = digest_of_opaque(source, fqn)?;
     let stored = tensor
         .chunks
         .iter()
         .filter_map(|chunk| chunk.stored.as_ref());
-    for (number, stored) in stored.enumerate() {
-        let rank = number * items.len() / chunks.len();
+    for (index, stored) in stored.enumerate() {
+        let rank = index * items.len() / chunks.len();
         items[rank].push(Item {
             fqn,
             stored,
-            entry,
-            chunk: number as u32,
+            entry_index,
+            chunk_index: index as u32,
             // The digest is that of the whole tensor, so it is reported with one of its items
             // only.
-            part: if number == 0 {
+            part: if index == 0 {
                 Sum::of_value(digest)
             } else {
                 Sum::default()
@@ -117,11 +117,11 @@ fn write_file(
         // Each item is a segment of its own, so that reading it checks little else.
         let block_bytes = block_length(length);
         let mut hashes = Vec::new();
-        let mut at = offset;
+        let mut write_offset = offset;
         stream_stored(*source, item.fqn, item.stored, block_bytes, &mut |bytes| {
             hashes.push(XxHash3_64::oneshot(bytes));
-            file.write_at(at, bytes)?;
-            at += bytes.len() as u64;
+            file.write_at(write_offset, bytes)?;
+            write_offset += bytes.len() as u64;
             if let Some(progress) = conversion.options.progress {
                 progress(bytes.len() as u64);
             }
@@ -130,8 +130,8 @@ fn write_file(
         integrity.push(length, block_bytes, hashes);
         written.items.push(WrittenItem {
             file: written.files.len() as u32,
-            entry: item.entry,
-            chunk: item.chunk,
+            entry: item.entry_index,
+            chunk: item.chunk_index,
             offset,
             length,
             part: Some(item.part),

@@ -112,7 +112,7 @@ pub(super) struct Conversion<'c> {
     pub(super) options: ConvertOptions<'c>,
 }
 
-/// Returns the error that what has this key cannot be written.
+/// Returns the error that the tensor or value of a key cannot be written.
 pub(super) fn encode_error(fqn: &str, source: FormatError) -> FileError {
     FileError::Encode {
         fqn: fqn.to_owned(),
@@ -120,7 +120,8 @@ pub(super) fn encode_error(fqn: &str, source: FormatError) -> FileError {
     }
 }
 
-/// Returns the error that what has this key is of a kind that cannot be written.
+/// Returns the error that the tensor or value of a key is of a kind that cannot be written. `what`
+/// names the kind.
 pub(crate) fn unsupported(fqn: &str, what: impl Into<String>) -> FileError {
     encode_error(fqn, FormatError::unsupported(what))
 }
@@ -165,9 +166,9 @@ impl PayloadSource for CheckpointPayloads<'_> {
     }
 }
 
-/// Reads the stored bytes of a value, and returns them if it is an item of a DCP checkpoint.
-/// Copying them keeps what [`PlainValue`] cannot express: classes such as `torch.Size`, and opaque
-/// objects.
+/// Reads the stored bytes of a value that is an item of a DCP checkpoint; returns `None` for
+/// others. Copying them keeps what [`PlainValue`] cannot express: classes such as `torch.Size`, and
+/// opaque objects.
 pub(super) fn read_stored_item(
     source: &dyn Checkpoint,
     fqn: &str,
@@ -193,12 +194,12 @@ pub(super) fn read_stored_item(
 }
 
 /// Returns a rank's rows of a tensor, by torch's chunk rule; all of a scalar.
-pub(super) fn rows_of_rank(shape: &[usize], rank: usize, ranks: usize) -> TensorBox {
+pub(super) fn rows_of_rank(shape: &[usize], rank: usize, rank_count: usize) -> TensorBox {
     let mut bounds = TensorBox::whole(shape);
-    if let Some(&rows) = shape.first() {
-        let own = chunk_range(rows, ranks, rank);
-        bounds.offsets[0] = own.start;
-        bounds.sizes[0] = own.len();
+    if let Some(&row_count) = shape.first() {
+        let own_rows = chunk_range(row_count, rank_count, rank);
+        bounds.offsets[0] = own_rows.start;
+        bounds.sizes[0] = own_rows.len();
     }
     bounds
 }
@@ -216,7 +217,7 @@ pub(super) fn commit_file(staging: Staging, sidecar: Option<Sidecar<'_>>) -> Res
     }
 }
 
-/// Returns the bytes of a tensor, or the largest number if they are more.
+/// Returns the number of bytes of a tensor, or the largest number if they are more.
 pub(super) fn saturating_bytes(shape: &[usize], dtype: DType) -> u64 {
     shape.iter().fold(dtype.size_in_bytes(), |bytes, &size| {
         bytes.saturating_mul(size as u64)

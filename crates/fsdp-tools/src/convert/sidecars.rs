@@ -17,7 +17,8 @@ pub(super) struct CopiedSidecars {
 impl CopiedSidecars {
     /// Finds the sidecar files of which all keys are still present and unchanged. If some keys of a
     /// file are excluded, renamed, or computed anew (cast, averaged, mapped), the file is not
-    /// copied, and its remaining keys are written like all others.
+    /// copied, and its remaining keys are written like all others. Other formats than DCP have no
+    /// such files.
     pub(super) fn find(checkpoint: &dyn Checkpoint) -> Self {
         let mut copied = CopiedSidecars::default();
         if checkpoint.format() != Format::Dcp {
@@ -55,12 +56,13 @@ pub(super) fn keys_in_sidecars(checkpoint: &dyn Checkpoint) -> HashSet<&str> {
 
 /// Returns `true` if a checkpoint has all keys of a part of it, as they are.
 fn is_unchanged(checkpoint: &dyn Checkpoint, part: &PartOf<'_>) -> bool {
-    let in_part = &part.checkpoint.metadata().entries;
-    let in_whole = &checkpoint.metadata().entries;
+    let part_entries = &part.checkpoint.metadata().entries;
+    let whole_entries = &checkpoint.metadata().entries;
     // The same entry is not enough: a tensor that is computed anew has it too, and all values of a
     // file have one.
     part.keys.iter().all(|(key, name)| {
-        in_part.get(key) == in_whole.get(name) && checkpoint.key_in_parts(name) == Some(name)
+        part_entries.get(key) == whole_entries.get(name)
+            && checkpoint.key_in_parts(name) == Some(name)
     })
 }
 

@@ -25,14 +25,14 @@ pub(super) fn write(
 ) -> Result<Option<String>, FileError> {
     let source = conversion.source;
     let staging = &conversion.staging;
-    let opaque: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
-    let plans = make_plans(source, ranks, &opaque)?;
-    let mut global = plan_save(&plans, Deduplicate::default())?;
+    let opaque_keys: HashSet<&str> = opaque.iter().map(|(fqn, _)| fqn.as_str()).collect();
+    let plans = make_plans(source, ranks, &opaque_keys)?;
+    let mut global_plan = plan_save(&plans, Deduplicate::default())?;
     // Without paths, torch's offline tools use flat keys. If only some keys have paths, all are
     // dropped.
     match &source.metadata().planner_data {
         Some(paths) if !paths.is_empty() || source.metadata().entries.is_empty() => {}
-        _ => global.metadata.planner_data = None,
+        _ => global_plan.metadata.planner_data = None,
     }
     let payloads = CheckpointPayloads {
         source,
@@ -45,7 +45,7 @@ pub(super) fn write(
     };
     // The ranks write one after the other; the threads of each share its tensors.
     let mut written = Vec::with_capacity(ranks);
-    for (rank, (plan, selection)) in plans.iter().zip(&global.selections).enumerate() {
+    for (rank, (plan, selection)) in plans.iter().zip(&global_plan.selections).enumerate() {
         let items = RankItems {
             rank,
             plan,
@@ -54,7 +54,12 @@ pub(super) fn write(
         };
         written.push(write_rank(staging, &items, &write_options, None)?);
     }
-    copy_opaque(&conversion, &opaque, &mut global.metadata, &mut written)?;
+    copy_opaque(
+        &conversion,
+        &opaque_keys,
+        &mut global_plan.metadata,
+        &mut written,
+    )?;
     if !conversion.copied_files.is_empty() {
         // The names of these files are the same in every save, so another save at the same place
         // could write them too: exclude that.
@@ -68,7 +73,7 @@ pub(super) fn write(
     let (lineage, digests) = (source.lineage().cloned(), source.digests());
     finish_copy(
         conversion.staging,
-        global.metadata,
+        global_plan.metadata,
         &written,
         lineage,
         digests,
@@ -76,17 +81,17 @@ pub(super) fn write(
     Ok(None)
 }
 
-/// Makes the local plans of `ranks` ranks: tensors cut along dim 0 as torch cuts them, values on
-/// every rank.
+/// Makes the local plans of `rank_count` ranks: tensors cut along dim 0 as torch cuts them, values
+/// on every rank.
 fn make_plans(
     source: &dyn Checkpoint,
-    ranks: usize,
-    opaque: &HashSet<&str>,
+    rank_count: usize,
+    opaque_keys: &HashSet<&str>,
 ) -> Result<Vec<LocalPlan>, FileError> {
     let metadata = source.metadata();
-    let mut plans = vec![LocalPlan::default(); ranks];
+    let mut plans = vec![LocalPlan::default(); rank_count];
     for (fqn, entry) in &metadata.entries {
-        if matches!(entry, Entry::Tensor(_)) && opaque.contains(fqn.as_str()) {
+        if matches!(entry, Entry::Tensor(_)) && opaque_keys.contains(fqn.as_str()) {
             // The items of opaque tensors are copied, and are not part of a plan.
             continue;
         }
@@ -115,7 +120,7 @@ fn make_plans(
             // All ranks hold all values; the plan of the save chooses who writes each.
             let mut content = content.clone();
             if let WriteContent::Tensor { shape, boxes, .. } = &mut content {
-                boxes.push(rows_of_rank(shape, rank, ranks));
+                boxes.push(rows_of_rank(shape, rank, rank_count));
             }
             plan.items.push(WriteItem {
                 fqn: fqn.clone(),

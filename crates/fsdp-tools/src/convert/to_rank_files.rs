@@ -58,13 +58,13 @@ impl RankSlices<'_> {
         fqn: &str,
         cut: &Cut,
         part: &TensorBox,
-        dst: &mut [u8],
+        output: &mut [u8],
     ) -> Result<(), FileError> {
         let source = self.payloads.source;
         let ranges = cut.ranges(self.rank);
         if ranges.is_empty() {
-            source.read_box(fqn, part, dst)?;
-            return self.add_to_sums(fqn, part, dst, self.rank == 0);
+            source.read_box(fqn, part, output)?;
+            return self.add_to_sums(fqn, part, output, self.rank == 0);
         }
         let dim = cut.dim;
         let dtype = tensor_of(source.metadata(), fqn)?.properties.dtype;
@@ -74,36 +74,37 @@ impl RankSlices<'_> {
         // so each is read by itself.
         let mut local_start = 0;
         for range in &ranges {
-            let mut local = part.clone();
-            local.offsets[dim] = local_start;
-            local.sizes[dim] = range.len;
+            let mut range_box = part.clone();
+            range_box.offsets[dim] = local_start;
+            range_box.sizes[dim] = range.len;
             local_start += range.len;
-            let Some(overlap) = part.intersect(&local) else {
+            let Some(overlap) = part.intersect(&range_box) else {
                 continue;
             };
             // The same box in the whole tensor.
             let mut whole = overlap.clone();
-            whole.offsets[dim] = range.start + overlap.offsets[dim] - local.offsets[dim];
+            whole.offsets[dim] = range.start + overlap.offsets[dim] - range_box.offsets[dim];
             // A box that lies in one range is read in place.
             if overlap == *part {
-                source.read_box(fqn, &whole, dst)?;
-                self.add_to_sums(fqn, &whole, dst, range.is_first)?;
+                source.read_box(fqn, &whole, output)?;
+                self.add_to_sums(fqn, &whole, output, range.is_first)?;
                 continue;
             }
-            // Otherwise its rows do not follow each other in `dst`, and are copied there.
+            // Otherwise its rows do not follow each other in `output`, and are copied there.
             scratch.resize(overlap.numel() * element_bytes, 0);
             source.read_box(fqn, &whole, &mut scratch)?;
             self.add_to_sums(fqn, &whole, &scratch, range.is_first)?;
             for run in copy_runs(&overlap, &overlap, part) {
-                let from = run.src * element_bytes..(run.src + run.len) * element_bytes;
-                let to = run.dst * element_bytes..(run.dst + run.len) * element_bytes;
-                dst[to].copy_from_slice(&scratch[from]);
+                let scratch_range = run.src * element_bytes..(run.src + run.len) * element_bytes;
+                let output_range = run.dst * element_bytes..(run.dst + run.len) * element_bytes;
+                output[output_range].copy_from_slice(&scratch[scratch_range]);
             }
         }
         Ok(())
     }
 
-    /// Adds a box of the whole tensor to the sums, if no rank with a lower number has it.
+    /// Adds a box of the whole tensor to the sums, and reports its bytes as progress, unless a rank
+    /// with a lower number has it too (`is_first` is `false`).
     fn add_to_sums(
         &self,
         fqn: &str,
@@ -145,7 +146,7 @@ impl PayloadSource for RankSlices<'_> {
         // A small file must not cause an unbounded number of elements.
         check_expansion(source, fqn, range.end)?;
         stream_boxes(
-            &mut |part, dst| self.read(fqn, cut, part, dst),
+            &mut |part, output| self.read(fqn, cut, part, output),
             tensor.properties.dtype,
             bounds,
             range,
@@ -168,11 +169,16 @@ pub(super) fn write_ranks(
     let source = conversion.source;
     let side = SideContents::read(source)?;
     let (values, inner_tensors) = side.encode()?;
-    let whole = list_whole_tensors(source, &inner_tensors);
+    let whole_tensors = list_whole_tensors(source, &inner_tensors);
     // The files of all ranks are chosen first: every file notes how many files each rank has, so
     // that a reader notices when one is missing.
     let files_by_rank: Vec<Vec<Vec<Piece<'_>>>> = (0..plan.ranks())
-        .map(|rank| split_into_files(pieces_of_rank(source, &whole, plan, rank), max_file_bytes))
+        .map(|rank| {
+            split_into_files(
+                pieces_of_rank(source, &whole_tensors, plan, rank),
+                max_file_bytes,
+            )
+        })
         .collect();
     let file_counts: Vec<usize> = files_by_rank.iter().map(Vec::len).collect();
     let mut writer = DirectoryWriter::new(conversion, &side, &inner_tensors)?;
@@ -237,12 +243,12 @@ fn cut_of<'p>(source: &dyn Checkpoint, plan: &'p TensorParallelPlan, fqn: &str) 
 /// once, with the first rank.
 fn pieces_of_rank<'a>(
     source: &dyn Checkpoint,
-    whole: &[Piece<'a>],
+    whole_tensors: &[Piece<'a>],
     plan: &TensorParallelPlan,
     rank: usize,
 ) -> Vec<Piece<'a>> {
     let mut pieces = Vec::new();
-    for piece in whole {
+    for piece in whole_tensors {
         if let Some(cut) = cut_of(source, plan, piece.fqn) {
             let bounds = TensorBox::whole(&cut.shape_of(rank));
             pieces.push(Piece { bounds, ..*piece });

@@ -31,8 +31,8 @@ pub(super) struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// Returns the bytes of the box.
-    fn bytes(&self) -> u64 {
+    /// Returns the number of bytes of the box.
+    fn byte_len(&self) -> u64 {
         saturating_bytes(&self.bounds.sizes, self.dtype)
     }
 }
@@ -129,14 +129,15 @@ pub(super) fn list_whole_tensors<'a>(
     source: &'a dyn Checkpoint,
     inner_tensors: &'a InnerTensors<'a>,
 ) -> Vec<Piece<'a>> {
-    let own = source
+    let stored_tensors = source
         .metadata()
         .tensors()
         .map(|(fqn, tensor)| (fqn, tensor.properties.dtype, &tensor.shape));
     let inner = inner_tensors
         .iter()
         .map(|(fqn, tensor)| (fqn.as_str(), tensor.dtype, &tensor.shape));
-    own.chain(inner)
+    stored_tensors
+        .chain(inner)
         .map(|(fqn, dtype, shape)| Piece {
             fqn,
             dtype,
@@ -166,7 +167,7 @@ fn encode_header(
     let mut end = 0u64;
     let tensors = pieces.iter().map(|piece| {
         let start = end;
-        end = end.saturating_add(piece.bytes());
+        end = end.saturating_add(piece.byte_len());
         (piece.fqn, piece.dtype, &piece.bounds.sizes[..], start)
     });
     texts.insert(
@@ -252,10 +253,10 @@ impl<'w> FileWriter<'w> {
                 fqn: piece.fqn,
                 bounds: &piece.bounds,
                 offset: end,
-                length: piece.bytes(),
+                length: piece.byte_len(),
                 place: place.as_ref(),
             });
-            end = end.saturating_add(piece.bytes());
+            end = end.saturating_add(piece.byte_len());
         }
         let file = match name {
             Some(name) => self.staging.create(name, end)?,
@@ -288,15 +289,15 @@ pub(super) fn split_into_files<'a>(
     max_file_bytes: u64,
 ) -> Vec<Vec<Piece<'a>>> {
     let mut files: Vec<Vec<Piece<'a>>> = vec![Vec::new()];
-    let mut filled = 0u64;
+    let mut file_bytes = 0u64;
     for piece in pieces {
-        let length = piece.bytes();
+        let length = piece.byte_len();
         // A file with one tensor may be larger than the limit.
-        if filled > 0 && filled.saturating_add(length) > max_file_bytes {
+        if file_bytes > 0 && file_bytes.saturating_add(length) > max_file_bytes {
             files.push(Vec::new());
-            filled = 0;
+            file_bytes = 0;
         }
-        filled = filled.saturating_add(length);
+        file_bytes = file_bytes.saturating_add(length);
         if let Some(file) = files.last_mut() {
             file.push(piece);
         }
@@ -323,21 +324,21 @@ pub(super) fn write_file(
         options,
         inner_tensors: &inner_tensors,
     };
-    let old = OldValues::new(target)?;
+    let old_values = OldValues::new(target)?;
     let hash = values.as_deref().map(values_hash);
     // Without values no file gets the second name, so any hash will do.
     let [values_name, pending_name, _] =
-        values_names(&old.name, hash.as_deref().unwrap_or_default());
+        values_names(&old_values.name, hash.as_deref().unwrap_or_default());
     let sidecar = Sidecar {
         name: &values_name,
         pending_name: &pending_name,
         bytes: values.as_deref(),
-        is_unneeded: &|name| old.is_unneeded(name),
+        is_unneeded: &|name| old_values.is_unneeded(name),
     };
     // The commit checks this again. A conversion that would be refused there need not begin.
-    if values.is_some() && old.folder.join(&values_name).exists()? {
+    if values.is_some() && old_values.folder.join(&values_name).exists()? {
         staging.check_sidecar(&values_name)?;
-        sidecar.find_unneeded(old.folder.name(), vec![values_name.clone()])?;
+        sidecar.find_unneeded(old_values.folder.name(), vec![values_name.clone()])?;
     }
     // The digests are in the header, which is written again once the elements are summed.
     let mut sums = Sums::new();
@@ -369,7 +370,8 @@ pub(super) struct DirectoryWriter<'w> {
 }
 
 impl<'w> DirectoryWriter<'w> {
-    /// Claims the directory, and copies the files of other programs.
+    /// Returns a writer to the staging directory, which it claims, and copies the files of other
+    /// programs there.
     pub(super) fn new(
         conversion: Conversion<'w>,
         side: &'w SideContents<'w>,
@@ -468,7 +470,8 @@ fn encode_index(files: &[Vec<Piece<'_>>], total_bytes: u64) -> Result<Vec<u8>, F
     Ok(index)
 }
 
-/// Writes Hugging Face's layout: files of bounded size, and their index.
+/// Writes Hugging Face's layout: files of bounded size, and their index. Returns the name of the
+/// values file, if there are values.
 pub(super) fn write_directory(
     conversion: Conversion<'_>,
     max_file_bytes: u64,
@@ -478,7 +481,7 @@ pub(super) fn write_directory(
     let pieces = list_whole_tensors(conversion.source, &inner_tensors);
     let total_bytes = pieces
         .iter()
-        .fold(0u64, |total, piece| total.saturating_add(piece.bytes()));
+        .fold(0u64, |total, piece| total.saturating_add(piece.byte_len()));
     let files = split_into_files(pieces, max_file_bytes);
     // An index that readers would refuse is found before anything is written.
     let json = encode_index(&files, total_bytes)?;
@@ -491,22 +494,24 @@ pub(super) fn write_directory(
 }
 
 /// Writes what torch's `HuggingFaceStorageWriter(save_distributed=True)` does: a file for each
-/// rank, with its rows of every tensor.
+/// rank, with its rows of every tensor. Returns the name of the values file, if there are values.
 pub(super) fn write_shards(
     conversion: Conversion<'_>,
-    ranks: usize,
+    rank_count: usize,
 ) -> Result<Option<String>, FileError> {
     let side = SideContents::read(conversion.source)?;
     let (values, inner_tensors) = side.encode()?;
-    let whole = list_whole_tensors(conversion.source, &inner_tensors);
+    let whole_tensors = list_whole_tensors(conversion.source, &inner_tensors);
     let mut writer = DirectoryWriter::new(conversion, &side, &inner_tensors)?;
     // torch's rule gives rows to the first ranks: the others have no file.
-    let shards = (1..ranks)
-        .take_while(|&rank| !pieces_of_rank(&whole, &inner_tensors, rank, ranks).is_empty())
+    let shard_count = (1..rank_count)
+        .take_while(|&rank| {
+            !pieces_of_rank(&whole_tensors, &inner_tensors, rank, rank_count).is_empty()
+        })
         .count()
         + 1;
-    for rank in 0..shards {
-        let pieces = pieces_of_rank(&whole, &inner_tensors, rank, ranks);
+    for rank in 0..shard_count {
+        let pieces = pieces_of_rank(&whole_tensors, &inner_tensors, rank, rank_count);
         let mut sharding = serde_json::Map::new();
         for piece in &pieces {
             let mut offsets = piece.bounds.offsets.clone();
@@ -524,7 +529,7 @@ pub(super) fn write_shards(
             SHARDING.to_owned(),
             serde_json::Value::Object(sharding).to_string(),
         );
-        texts.insert(SHARDS.to_owned(), shards.to_string());
+        texts.insert(SHARDS.to_owned(), shard_count.to_string());
         writer.write_file(shard_name(rank), &texts, &pieces)?;
     }
     writer.finish(values, None)
@@ -533,13 +538,13 @@ pub(super) fn write_shards(
 /// Returns a rank's rows of all tensors. Tensors that cannot be cut are in the first file: scalars,
 /// empty tensors, and tensors that were inside values.
 fn pieces_of_rank<'a>(
-    whole: &[Piece<'a>],
+    whole_tensors: &[Piece<'a>],
     inner_tensors: &InnerTensors<'_>,
     rank: usize,
-    ranks: usize,
+    rank_count: usize,
 ) -> Vec<Piece<'a>> {
     let mut pieces = Vec::new();
-    for piece in whole {
+    for piece in whole_tensors {
         let is_cut = !piece.bounds.sizes.is_empty()
             && !piece.bounds.is_empty()
             && !inner_tensors.contains_key(piece.fqn);
@@ -549,7 +554,7 @@ fn pieces_of_rank<'a>(
             }
             continue;
         }
-        let bounds = rows_of_rank(&piece.bounds.sizes, rank, ranks);
+        let bounds = rows_of_rank(&piece.bounds.sizes, rank, rank_count);
         if !bounds.is_empty() {
             pieces.push(Piece { bounds, ..*piece });
         }

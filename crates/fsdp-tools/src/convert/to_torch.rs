@@ -84,8 +84,14 @@ impl<'a> PickleWriter<'a> {
                 }
                 (None, Some(value)) => {
                     let mut inner_tensors: Vec<&PlainTensor> = Vec::new();
-                    let first = self.storages.len();
-                    write_value(&mut self.bytes, value, &mut inner_tensors, first, depth)?;
+                    let first_storage = self.storages.len();
+                    write_value(
+                        &mut self.bytes,
+                        value,
+                        &mut inner_tensors,
+                        first_storage,
+                        depth,
+                    )?;
                     for tensor in inner_tensors {
                         self.storages.push(PlannedStorage {
                             name: format!("\0storage {}", self.storages.len()),
@@ -115,8 +121,8 @@ impl<'a> PickleWriter<'a> {
         for (key, item) in items {
             let text = key.key_text().expect("the keys of a module are texts");
             let name = format!("{prefix}{text}");
-            if let Structure::Module(_, below) = item {
-                self.write_module(&format!("{name}."), below, depth + 1)?;
+            if let Structure::Module(_, module_items) = item {
+                self.write_module(&format!("{name}."), module_items, depth + 1)?;
                 continue;
             }
             self.write_item(&PlainValue::Str(name), item, depth + 1)?;

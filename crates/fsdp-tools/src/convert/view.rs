@@ -44,19 +44,25 @@ impl<'a> View<'a> {
         if let Some(cast) = cast.filter(|cast| !CASTABLE.contains(&cast.dtype)) {
             return Err(unsupported("", format!("casting to `{}`", cast.dtype)));
         }
-        let from = source.metadata();
+        let source_metadata = source.metadata();
         // Step 1: decide about each key. The metadata, the paths and the digests must agree, so all
         // three are made here.
-        let optimizers = Optimizers::new(from);
+        let optimizers = Optimizers::new(source_metadata);
         let mut names = IndexMap::new();
         let mut digests = source.digests().map(|_| StateDigest::default());
         let mut metadata = Metadata {
-            planner_data: from.planner_data.as_ref().map(|_| IndexMap::new()),
-            version: from.version.clone(),
+            planner_data: source_metadata
+                .planner_data
+                .as_ref()
+                .map(|_| IndexMap::new()),
+            version: source_metadata.version.clone(),
             ..Metadata::default()
         };
-        for (fqn, entry) in &from.entries {
-            let path = from.planner_data.as_ref().and_then(|paths| paths.get(fqn));
+        for (fqn, entry) in &source_metadata.entries {
+            let path = source_metadata
+                .planner_data
+                .as_ref()
+                .and_then(|paths| paths.get(fqn));
             let (name, path) = match rename(fqn) {
                 Rename::Drop => continue,
                 Rename::Keep => (fqn.clone(), path.cloned()),
@@ -82,16 +88,17 @@ impl<'a> View<'a> {
                 paths.insert(name.clone(), path);
             }
             // A renamed tensor has the same digest.
-            if let (Some(digests), Some(digest)) =
-                (&mut digests, source.digests().and_then(|all| all.get(fqn)))
-            {
+            if let (Some(digests), Some(digest)) = (
+                &mut digests,
+                source.digests().and_then(|recorded| recorded.get(fqn)),
+            ) {
                 digests.insert(&name, digest);
             }
             metadata.entries.insert(name.clone(), entry);
-            if let Some(other) = names.insert(name.clone(), fqn.clone()) {
+            if let Some(other_key) = names.insert(name.clone(), fqn.clone()) {
                 return Err(unsupported(
                     &name,
-                    format!("one name for both `{other}` and `{fqn}`"),
+                    format!("one name for both `{other_key}` and `{fqn}`"),
                 ));
             }
         }
@@ -131,10 +138,12 @@ impl Layer for View<'_> {
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         let name = self.source_name(fqn);
-        let own = self.view.metadata.tensor(fqn);
-        let theirs = self.source(0).metadata().tensor(name);
-        match (own, theirs) {
-            (Some(own), Some(theirs)) if own.properties.dtype != theirs.properties.dtype => {
+        let tensor = self.view.metadata.tensor(fqn);
+        let source_tensor = self.source(0).metadata().tensor(name);
+        match (tensor, source_tensor) {
+            (Some(tensor), Some(source_tensor))
+                if tensor.properties.dtype != source_tensor.properties.dtype =>
+            {
                 Origin::Made
             }
             _ => Origin::Source(0, name),
@@ -147,17 +156,22 @@ impl Layer for View<'_> {
 
     /// Casts boxes of a tensor.
     fn read_made(&self, fqn: &str, slots: &mut [Slot<'_>]) -> Result<(), FileError> {
-        let to = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
+        let target_dtype = tensor_of(&self.view.metadata, fqn)?.properties.dtype;
         let name = self.source_name(fqn);
-        let from = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
+        let source_dtype = tensor_of(self.source(0).metadata(), name)?.properties.dtype;
         for slot in slots {
             // Read in pieces, because the source's elements may be larger than those of the slot.
-            let range = 0..slot.bounds.numel() as u64 * from.size_in_bytes();
+            let range = 0..slot.bounds.numel() as u64 * source_dtype.size_in_bytes();
             let mut start = 0;
             stream::<FileError>(self.source(0), name, &slot.bounds, range, &mut |bytes| {
-                let elements = bytes.len() / from.size_in_bytes() as usize;
-                let end = start + elements * to.size_in_bytes() as usize;
-                cast_elements(bytes, from, &mut slot.bytes[start..end], to);
+                let elements = bytes.len() / source_dtype.size_in_bytes() as usize;
+                let end = start + elements * target_dtype.size_in_bytes() as usize;
+                cast_elements(
+                    bytes,
+                    source_dtype,
+                    &mut slot.bytes[start..end],
+                    target_dtype,
+                );
                 start = end;
                 Ok(())
             })?;

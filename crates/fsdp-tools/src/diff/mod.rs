@@ -80,20 +80,20 @@ pub struct DiffOptions {
     pub threads: Option<usize>,
 }
 
-/// Compares two checkpoints of any format, and calls `found` with the key of each difference. Keys
+/// Compares two checkpoints of any format, and calls `report` with the key of each difference. Keys
 /// come in the order of the first checkpoint; keys that only the second one has follow.
 pub fn diff(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
     options: DiffOptions,
-    found: &mut dyn FnMut(&str, Difference),
+    report: &mut dyn FnMut(&str, Difference),
 ) -> Result<(), FileError> {
     let comparison = Comparison {
         first,
         second,
         options,
     };
-    comparison.compare_all(&|fqn, entry| comparison.compare_key(fqn, entry), found)
+    comparison.compare_all(&|fqn, entry| comparison.compare_key(fqn, entry), report)
 }
 
 /// Compares two checkpoints by their recorded digests, without reading tensors. Returns `false`
@@ -102,9 +102,9 @@ pub fn diff(
 pub fn diff_digests(
     first: &dyn Checkpoint,
     second: &dyn Checkpoint,
-    found: &mut dyn FnMut(&str, Difference),
+    report: &mut dyn FnMut(&str, Difference),
 ) -> Result<bool, FileError> {
-    let (Some(a), Some(b)) = (first.digests(), second.digests()) else {
+    let (Some(first_digests), Some(second_digests)) = (first.digests(), second.digests()) else {
         return Ok(false);
     };
     // Digests tell whether bits are equal, so there is no tolerance. They are in memory, so one
@@ -120,15 +120,16 @@ pub fn diff_digests(
     comparison.compare_all(
         &|fqn, entry| {
             let quantizer = quantizer_key(fqn);
-            let is_equal = a.get(fqn) == b.get(fqn)
-                && (!is_quantized(entry) || a.get(&quantizer) == b.get(&quantizer));
-            let other = second.metadata().entries.get(fqn);
-            Ok(match metadata_difference(Some(entry), other) {
+            let is_equal = first_digests.get(fqn) == second_digests.get(fqn)
+                && (!is_quantized(entry)
+                    || first_digests.get(&quantizer) == second_digests.get(&quantizer));
+            let second_entry = second.metadata().entries.get(fqn);
+            Ok(match metadata_difference(Some(entry), second_entry) {
                 None if !is_equal => Some(Difference::Digest),
                 difference => difference,
             })
         },
-        found,
+        report,
     )?;
     Ok(true)
 }
@@ -153,12 +154,12 @@ enum Side {
 
 impl Comparison<'_> {
     /// Compares two checkpoints key by key. `compare` compares a key of the first one with the
-    /// second. Keys that only the second one has, values that one holds whole and the other in
-    /// parts, and containers are compared here.
+    /// second, and `report` gets each difference. Keys that only the second one has, values that
+    /// one holds whole and the other in parts, and containers are compared here.
     fn compare_all(
         self,
         compare: &CompareKey<'_>,
-        found: &mut dyn FnMut(&str, Difference),
+        report: &mut dyn FnMut(&str, Difference),
     ) -> Result<(), FileError> {
         // A value that one checkpoint holds whole and the other in parts is compared part by part.
         let nested_in_first = Nested::find(self.first, self.second)?;
@@ -175,11 +176,11 @@ impl Comparison<'_> {
         for ((fqn, _), compared) in entries.into_iter().zip(compared) {
             for (key, value) in nested_in_first.parts.get(fqn).into_iter().flatten() {
                 if let Some(difference) = self.compare_part(value, key, Side::First)? {
-                    found(key, difference);
+                    report(key, difference);
                 }
             }
             if let Some(difference) = compared? {
-                found(fqn, difference);
+                report(fqn, difference);
             }
         }
         // A key that only the second checkpoint has is a value that is in parts in the first, a
@@ -191,22 +192,22 @@ impl Comparison<'_> {
             if let Some(parts) = nested_in_second.parts.get(fqn) {
                 for (key, value) in parts {
                     if let Some(difference) = self.compare_part(value, key, Side::Second)? {
-                        found(key, difference);
+                        report(key, difference);
                     }
                 }
             } else if !nested_in_first.in_other.contains(fqn) {
-                found(fqn, Difference::OnlyInSecond);
+                report(fqn, Difference::OnlyInSecond);
             }
         }
         // Equal keys and values may still come from other containers.
         if let (Some(first), Some(second)) = (self.first.structure(), self.second.structure()) {
-            compare_containers(first, second, found);
+            compare_containers(first, second, report);
         }
         for (key, first, second) in find_other_sequences(&nested_in_first, self.second) {
-            found(&key, Difference::Container { first, second });
+            report(&key, Difference::Container { first, second });
         }
         for (key, second, first) in find_other_sequences(&nested_in_second, self.first) {
-            found(&key, Difference::Container { first, second });
+            report(&key, Difference::Container { first, second });
         }
         Ok(())
     }
@@ -216,8 +217,8 @@ impl Comparison<'_> {
     fn compare_key(self, fqn: &str, entry: &Entry) -> Result<Option<Difference>, FileError> {
         let Comparison { first, second, .. } = self;
         // Compare the metadata first: if it differs, no data has to be read.
-        let other = second.metadata().entries.get(fqn);
-        if let Some(difference) = metadata_difference(Some(entry), other) {
+        let second_entry = second.metadata().entries.get(fqn);
+        if let Some(difference) = metadata_difference(Some(entry), second_entry) {
             return Ok(Some(difference));
         }
         let Entry::Tensor(tensor) = entry else {
@@ -230,14 +231,14 @@ impl Comparison<'_> {
         if types.iter().any(Option::is_some) {
             return self.compare_opaque(fqn, types);
         }
-        let found = self.compare_elements(fqn, tensor)?;
-        if found.is_none() && is_quantized(entry) {
+        let difference = self.compare_elements(fqn, tensor)?;
+        if difference.is_none() && is_quantized(entry) {
             // The integers are equal, but they may mean something else.
             let [first, second] = [first.quantizer(fqn)?, second.quantizer(fqn)?]
                 .map(|quantizer| quantizer.unwrap_or(PlainValue::None));
             return Ok(self.compare_values(&first, &second));
         }
-        Ok(found)
+        Ok(difference)
     }
 
     /// Returns the difference of two values; `None` if the tolerance allows it.
@@ -259,29 +260,29 @@ impl Comparison<'_> {
         fqn: &str,
         side: Side,
     ) -> Result<Option<Difference>, FileError> {
-        let (other, only_here) = match side {
+        let (other_checkpoint, only_on_side) = match side {
             Side::First => (self.second, Difference::OnlyInFirst),
             Side::Second => (self.first, Difference::OnlyInSecond),
         };
-        let theirs = match (other.metadata().entries.get(fqn), value) {
-            (None, _) => return Ok(Some(only_here)),
-            (Some(Entry::Bytes(_)), _) => other.describe_value(fqn)?,
+        let other_value = match (other_checkpoint.metadata().entries.get(fqn), value) {
+            (None, _) => return Ok(Some(only_on_side)),
+            (Some(Entry::Bytes(_)), _) => other_checkpoint.describe_value(fqn)?,
             // A tensor inside of a value is small, so it is read whole.
-            (Some(Entry::Tensor(tensor)), PlainValue::Tensor(own))
-                if own.shape == tensor.shape && own.dtype == tensor.properties.dtype =>
+            (Some(Entry::Tensor(tensor)), PlainValue::Tensor(part))
+                if part.shape == tensor.shape && part.dtype == tensor.properties.dtype =>
             {
-                let mut data = vec![0; own.data.len()];
-                other.read_box(fqn, &TensorBox::whole(&tensor.shape), &mut data)?;
+                let mut data = vec![0; part.data.len()];
+                other_checkpoint.read_box(fqn, &TensorBox::whole(&tensor.shape), &mut data)?;
                 PlainValue::Tensor(PlainTensor {
                     data,
-                    ..own.clone()
+                    ..part.clone()
                 })
             }
             (Some(Entry::Tensor(_)), _) => return Ok(Some(Difference::Kind)),
         };
         Ok(match side {
-            Side::First => self.compare_values(value, &theirs),
-            Side::Second => self.compare_values(&theirs, value),
+            Side::First => self.compare_values(value, &other_value),
+            Side::Second => self.compare_values(&other_value, value),
         })
     }
 
@@ -305,7 +306,7 @@ impl Comparison<'_> {
     }
 
     /// Returns the difference of the elements of a tensor that both have, in the same dtype and
-    /// shape.
+    /// shape; `None` if the tolerance allows it.
     fn compare_elements(
         self,
         fqn: &str,
@@ -317,21 +318,21 @@ impl Comparison<'_> {
         let mut elements = ElementComparison::new(dtype, self.options.tolerance);
         let mut offset = 0u64;
         // Each piece of the first is compared with the same bytes of the second.
-        stream::<FileError>(self.first, fqn, &whole, 0..length, &mut |bytes| {
-            let range = offset..offset + bytes.len() as u64;
+        stream::<FileError>(self.first, fqn, &whole, 0..length, &mut |piece| {
+            let range = offset..offset + piece.len() as u64;
             let mut compared = 0;
-            stream::<FileError>(self.second, fqn, &whole, range, &mut |theirs| {
-                let ours = &bytes[compared..compared + theirs.len()];
-                elements.compare(offset + compared as u64, ours, theirs);
-                compared += theirs.len();
+            stream::<FileError>(self.second, fqn, &whole, range, &mut |second_bytes| {
+                let first_bytes = &piece[compared..compared + second_bytes.len()];
+                elements.compare(offset + compared as u64, first_bytes, second_bytes);
+                compared += second_bytes.len();
                 Ok(())
             })?;
-            offset += bytes.len() as u64;
+            offset += piece.len() as u64;
             Ok(())
         })?;
         Ok((elements.count > 0).then_some(Difference::Elements {
             count: elements.count,
-            first: elements.first,
+            first: elements.first_position,
             max_abs: elements.max_abs,
         }))
     }
@@ -351,27 +352,32 @@ pub(crate) fn metadata_difference(
         (None, _) => Some(Difference::OnlyInSecond),
         (_, None) => Some(Difference::OnlyInFirst),
         (Some(Entry::Bytes(_)), Some(Entry::Bytes(_))) => None,
-        (Some(Entry::Tensor(a)), Some(Entry::Tensor(b))) if a.shape != b.shape => {
+        (Some(Entry::Tensor(first_tensor)), Some(Entry::Tensor(second_tensor)))
+            if first_tensor.shape != second_tensor.shape =>
+        {
             Some(Difference::Shape {
-                first: a.shape.clone(),
-                second: b.shape.clone(),
+                first: first_tensor.shape.clone(),
+                second: second_tensor.shape.clone(),
             })
         }
-        (Some(Entry::Tensor(a)), Some(Entry::Tensor(b))) => {
-            let (first, second) = (a.properties.dtype, b.properties.dtype);
+        (Some(Entry::Tensor(first_tensor)), Some(Entry::Tensor(second_tensor))) => {
+            let (first, second) = (
+                first_tensor.properties.dtype,
+                second_tensor.properties.dtype,
+            );
             (first != second).then_some(Difference::DType { first, second })
         }
         _ => Some(Difference::Kind),
     }
 }
 
-/// Compares the nested containers that the keys of two checkpoints came from, and calls `found`
+/// Compares the nested containers that the keys of two checkpoints came from, and calls `report`
 /// with the differences. A value that one checkpoint holds whole and the other in parts is compared
 /// elsewhere, together with its containers.
 fn compare_containers(
     first: &Structure,
     second: &Structure,
-    found: &mut dyn FnMut(&str, Difference),
+    report: &mut dyn FnMut(&str, Difference),
 ) {
     let first = first.places();
     let second = second.places();
@@ -379,14 +385,14 @@ fn compare_containers(
         match second.get(key) {
             // Keys are compared elsewhere.
             None if *place == Place::Leaf || is_in_leaf(key, &second) => {}
-            None => found(key, Difference::OnlyInFirst),
-            Some(other) if is_same_container(place, other) => {}
-            Some(other) if *place == Place::Leaf || *other == Place::Leaf => {}
-            Some(other) => found(
+            None => report(key, Difference::OnlyInFirst),
+            Some(second_place) if is_same_container(place, second_place) => {}
+            Some(second_place) if *place == Place::Leaf || *second_place == Place::Leaf => {}
+            Some(second_place) => report(
                 key,
                 Difference::Container {
                     first: place.to_string(),
-                    second: other.to_string(),
+                    second: second_place.to_string(),
                 },
             ),
         }
@@ -394,7 +400,7 @@ fn compare_containers(
     // The loop above has visited the first one's keys. These are in the second one only.
     for (key, place) in &second {
         if !first.contains_key(key) && *place != Place::Leaf && !is_in_leaf(key, &first) {
-            found(key, Difference::OnlyInSecond);
+            report(key, Difference::OnlyInSecond);
         }
     }
 }
@@ -407,16 +413,20 @@ fn find_other_sequences(nested: &Nested, other: &dyn Checkpoint) -> Vec<(String,
         return Vec::new();
     };
     let places = structure.places();
-    let mut differ = Vec::new();
+    let mut differing = Vec::new();
     for (key, sequence) in &nested.sequences {
         // An empty dict at the end has no part, so the lengths may differ too.
-        if let Some(theirs @ (Place::List(_) | Place::Tuple(_))) = places.get(key)
-            && theirs != sequence
+        if let Some(other_sequence @ (Place::List(_) | Place::Tuple(_))) = places.get(key)
+            && other_sequence != sequence
         {
-            differ.push((key.clone(), sequence.to_string(), theirs.to_string()));
+            differing.push((
+                key.clone(),
+                sequence.to_string(),
+                other_sequence.to_string(),
+            ));
         }
     }
-    differ
+    differing
 }
 
 /// Returns `true` if a key lies below that of a leaf.
@@ -430,20 +440,20 @@ fn is_in_leaf(key: &str, places: &IndexMap<String, Place<'_>>) -> bool {
 fn is_same_container(first: &Place<'_>, second: &Place<'_>) -> bool {
     match (first, second) {
         (Place::Leaf, Place::Leaf) | (Place::List(_), Place::List(_)) => true,
-        (Place::Tuple(a), Place::Tuple(b)) => a == b,
-        (Place::Dict(a), Place::Dict(b)) => {
+        (Place::Tuple(length), Place::Tuple(second_length)) => length == second_length,
+        (Place::Dict(first_keys), Place::Dict(second_keys)) => {
             // Keys of several types may have the same text.
             let mut types: HashMap<Option<String>, Vec<&str>> = HashMap::new();
-            for key in a {
+            for key in first_keys {
                 types
                     .entry(key.key_text())
                     .or_default()
                     .push(key.type_name());
             }
-            b.iter().all(|key| {
+            second_keys.iter().all(|key| {
                 types
                     .get(&key.key_text())
-                    .is_none_or(|of| of.contains(&key.type_name()))
+                    .is_none_or(|type_names| type_names.contains(&key.type_name()))
             })
         }
         _ => false,

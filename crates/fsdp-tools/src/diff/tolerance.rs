@@ -18,55 +18,69 @@ impl Tolerance {
     /// Returns `true` if two numbers differ by more than is allowed.
     ///
     /// A NaN differs infinitely from any number, and so does an infinity from anything but itself.
-    fn is_exceeded(self, a: f64, b: f64) -> bool {
-        if a.is_nan() || b.is_nan() {
-            return a.is_nan() != b.is_nan();
+    fn is_exceeded(self, first: f64, second: f64) -> bool {
+        if first.is_nan() || second.is_nan() {
+            return first.is_nan() != second.is_nan();
         }
         // A tolerance relative to an infinity would allow everything.
-        let is_finite = a.is_finite() && b.is_finite();
+        let is_finite = first.is_finite() && second.is_finite();
         let allowed = if is_finite {
-            self.absolute + self.relative * b.abs()
+            self.absolute + self.relative * second.abs()
         } else {
             0.0
         };
         // The difference of an infinity and itself is NaN, which is not more.
-        (a - b).abs() > allowed
+        (first - second).abs() > allowed
     }
 
     /// Returns `true` if two complex numbers differ by more than is allowed: as points of the
     /// plane, or, if they are not finite, in one of their parts.
-    fn is_exceeded_by_complex(self, a: [f64; 2], b: [f64; 2]) -> bool {
-        if [a, b].as_flattened().iter().all(|part| part.is_finite()) {
-            return distance_of_complex(a, b) > self.absolute + self.relative * b[0].hypot(b[1]);
+    fn is_exceeded_by_complex(self, first: [f64; 2], second: [f64; 2]) -> bool {
+        if [first, second]
+            .as_flattened()
+            .iter()
+            .all(|part| part.is_finite())
+        {
+            return distance_of_complex(first, second)
+                > self.absolute + self.relative * second[0].hypot(second[1]);
         }
-        (0..2).any(|part| self.is_exceeded(a[part], b[part]))
+        (0..2).any(|part| self.is_exceeded(first[part], second[part]))
     }
 
     /// Returns `true` if two values are equal, except for floats that differ by no more than is
     /// allowed.
-    pub(super) fn allows(self, a: &PlainValue, b: &PlainValue) -> bool {
-        match (a, b) {
-            (PlainValue::Float(a), PlainValue::Float(b)) if self != Tolerance::default() => {
-                !self.is_exceeded(*a, *b)
-            }
-            (PlainValue::List(a), PlainValue::List(b))
-            | (PlainValue::Tuple(a), PlainValue::Tuple(b)) => {
-                a.len() == b.len() && a.iter().zip(b).all(|(a, b)| self.allows(a, b))
-            }
-            (PlainValue::Tensor(a), PlainValue::Tensor(b))
-                if a.dtype == b.dtype && a.shape == b.shape =>
+    pub(super) fn allows(self, first: &PlainValue, second: &PlainValue) -> bool {
+        match (first, second) {
+            (PlainValue::Float(first), PlainValue::Float(second))
+                if self != Tolerance::default() =>
             {
-                let mut elements = ElementComparison::new(a.dtype, self);
-                elements.compare(0, &a.data, &b.data);
+                !self.is_exceeded(*first, *second)
+            }
+            (PlainValue::List(first), PlainValue::List(second))
+            | (PlainValue::Tuple(first), PlainValue::Tuple(second)) => {
+                first.len() == second.len()
+                    && first
+                        .iter()
+                        .zip(second)
+                        .all(|(first, second)| self.allows(first, second))
+            }
+            (PlainValue::Tensor(first), PlainValue::Tensor(second))
+                if first.dtype == second.dtype && first.shape == second.shape =>
+            {
+                let mut elements = ElementComparison::new(first.dtype, self);
+                elements.compare(0, &first.data, &second.data);
                 elements.count == 0
             }
-            (PlainValue::Dict(a), PlainValue::Dict(b)) => {
-                a.len() == b.len()
-                    && a.iter()
-                        .zip(b)
-                        .all(|((ka, va), (kb, vb))| ka.same_bits(kb) && self.allows(va, vb))
+            (PlainValue::Dict(first), PlainValue::Dict(second)) => {
+                first.len() == second.len()
+                    && first
+                        .iter()
+                        .zip(second)
+                        .all(|((first_key, first), (second_key, second))| {
+                            first_key.same_bits(second_key) && self.allows(first, second)
+                        })
             }
-            (a, b) => a.same_bits(b),
+            (first, second) => first.same_bits(second),
         }
     }
 }
@@ -78,18 +92,19 @@ pub(super) struct ElementComparison {
     /// The number of elements that differ.
     pub(super) count: u64,
     /// The position of the first element that differs.
-    pub(super) first: u64,
+    pub(super) first_position: u64,
     /// The largest difference; `None` if the elements are not numbers.
     pub(super) max_abs: Option<f64>,
 }
 
 impl ElementComparison {
+    /// Begins a comparison of elements of `dtype`, of which none differ so far.
     pub(super) fn new(dtype: DType, tolerance: Tolerance) -> Self {
         ElementComparison {
             dtype,
             tolerance,
             count: 0,
-            first: 0,
+            first_position: 0,
             max_abs: None,
         }
     }
@@ -101,10 +116,10 @@ impl ElementComparison {
         /// element.
         const BLOCK_BYTES: usize = 16 << 10;
         let element_bytes = self.dtype.size_in_bytes() as usize;
-        let part = parts_of_complex(self.dtype);
-        let number = part.unwrap_or(self.dtype);
-        let mut a = Vec::new();
-        let mut b = Vec::new();
+        let part_dtype = parts_of_complex(self.dtype);
+        let number_dtype = part_dtype.unwrap_or(self.dtype);
+        let mut first_numbers = Vec::new();
+        let mut second_numbers = Vec::new();
         for (block, (first, second)) in first
             .chunks(BLOCK_BYTES)
             .zip(second.chunks(BLOCK_BYTES))
@@ -114,18 +129,21 @@ impl ElementComparison {
             if first == second {
                 continue;
             }
-            a.clear();
-            b.clear();
-            let are_numbers = for_each_number(number, first, &mut |value| a.push(value))
-                && for_each_number(number, second, &mut |value| b.push(value));
+            first_numbers.clear();
+            second_numbers.clear();
+            let are_numbers =
+                for_each_number(number_dtype, first, &mut |value| first_numbers.push(value))
+                    && for_each_number(number_dtype, second, &mut |value| {
+                        second_numbers.push(value)
+                    });
             // Some bytes of the block differ: look at its elements one by one.
             let start = (offset_bytes as usize + block * BLOCK_BYTES) / element_bytes;
-            for (index, (bits_a, bits_b)) in first
+            for (index, (first_element, second_element)) in first
                 .chunks_exact(element_bytes)
                 .zip(second.chunks_exact(element_bytes))
                 .enumerate()
             {
-                if bits_a == bits_b {
+                if first_element == second_element {
                     continue;
                 }
                 let position = (start + index) as u64;
@@ -136,18 +154,30 @@ impl ElementComparison {
                 }
                 // The bits differ, so without a tolerance the elements do too.
                 let is_strict = self.tolerance == Tolerance::default();
-                let (is_exceeded, distance) = if part.is_some() {
-                    let a = [a[2 * index], a[2 * index + 1]];
-                    let b = [b[2 * index], b[2 * index + 1]];
-                    let is_exceeded = self.tolerance.is_exceeded_by_complex(a, b);
-                    (is_exceeded, distance_of_complex(a, b))
-                } else if let Some(distance) = distance_of_integers(self.dtype, bits_a, bits_b) {
-                    let allowed =
-                        self.tolerance.absolute + self.tolerance.relative * b[index].abs();
+                let (is_exceeded, distance) = if part_dtype.is_some() {
+                    let first_complex = [first_numbers[2 * index], first_numbers[2 * index + 1]];
+                    let second_complex = [second_numbers[2 * index], second_numbers[2 * index + 1]];
+                    let is_exceeded = self
+                        .tolerance
+                        .is_exceeded_by_complex(first_complex, second_complex);
+                    (
+                        is_exceeded,
+                        distance_of_complex(first_complex, second_complex),
+                    )
+                } else if let Some(distance) =
+                    distance_of_integers(self.dtype, first_element, second_element)
+                {
+                    let allowed = self.tolerance.absolute
+                        + self.tolerance.relative * second_numbers[index].abs();
                     (distance > allowed, distance)
                 } else {
-                    let is_exceeded = self.tolerance.is_exceeded(a[index], b[index]);
-                    (is_exceeded, (a[index] - b[index]).abs())
+                    let is_exceeded = self
+                        .tolerance
+                        .is_exceeded(first_numbers[index], second_numbers[index]);
+                    (
+                        is_exceeded,
+                        (first_numbers[index] - second_numbers[index]).abs(),
+                    )
                 };
                 if is_strict || is_exceeded {
                     self.count_distance(position, distance);
@@ -171,7 +201,7 @@ impl ElementComparison {
     /// Counts an element that differs.
     fn count_difference(&mut self, position: u64) {
         if self.count == 0 {
-            self.first = position;
+            self.first_position = position;
         }
         self.count += 1;
     }
@@ -179,17 +209,17 @@ impl ElementComparison {
 
 /// Returns how far two integers of 64 bits are apart, which floats of the two may not tell; `None`
 /// for other types.
-fn distance_of_integers(dtype: DType, a: &[u8], b: &[u8]) -> Option<f64> {
-    let a = <[u8; 8]>::try_from(a).ok()?;
-    let b = <[u8; 8]>::try_from(b).ok()?;
+fn distance_of_integers(dtype: DType, first: &[u8], second: &[u8]) -> Option<f64> {
+    let first = <[u8; 8]>::try_from(first).ok()?;
+    let second = <[u8; 8]>::try_from(second).ok()?;
     match dtype {
-        DType::I64 => Some(i64::from_le_bytes(a).abs_diff(i64::from_le_bytes(b)) as f64),
-        DType::U64 => Some(u64::from_le_bytes(a).abs_diff(u64::from_le_bytes(b)) as f64),
+        DType::I64 => Some(i64::from_le_bytes(first).abs_diff(i64::from_le_bytes(second)) as f64),
+        DType::U64 => Some(u64::from_le_bytes(first).abs_diff(u64::from_le_bytes(second)) as f64),
         _ => None,
     }
 }
 
 /// Returns how far two complex numbers are apart.
-fn distance_of_complex(a: [f64; 2], b: [f64; 2]) -> f64 {
-    (a[0] - b[0]).hypot(a[1] - b[1])
+fn distance_of_complex(first: [f64; 2], second: [f64; 2]) -> f64 {
+    (first[0] - second[0]).hypot(first[1] - second[1])
 }

@@ -124,7 +124,7 @@ impl Matcher<'_> {
         // Without operations, values move too.
         let Some(first_operation) = rule.operations.first() else {
             for (source, target) in sources.iter().zip(&rule.targets) {
-                self.rename(source, new_key(rule, fqn, target, bindings)?)?;
+                self.rename(source, fill_new_key(rule, fqn, target, bindings)?)?;
             }
             return Ok(true);
         };
@@ -163,7 +163,7 @@ impl Matcher<'_> {
                 .get(name)
                 .and_then(|text| text.parse().ok())
                 .ok_or_else(|| mismatch(rule, &fqn, "its place in the stack is no number"))?;
-            let target = new_key(rule, &fqn, &rule.targets[0], &bindings)?;
+            let target = fill_new_key(rule, &fqn, &rule.targets[0], &bindings)?;
             stacks
                 .entry(target)
                 .or_default()
@@ -196,7 +196,7 @@ impl Matcher<'_> {
         Ok(is_used)
     }
 
-    /// Returns the old keys of a rule for these texts; `None` if one is not there, or taken.
+    /// Returns the old keys of a rule for these bindings; `None` if one is not there, or taken.
     fn find_sources(&self, rule: &KeyRule, bindings: &Bindings) -> Option<Vec<String>> {
         let mut sources = Vec::new();
         for source in &rule.sources {
@@ -209,7 +209,7 @@ impl Matcher<'_> {
         Some(sources)
     }
 
-    /// Returns the tensors that a rule takes.
+    /// Returns the tensors that a rule takes. A key of a value is an error.
     fn source_nodes(&self, rule: &KeyRule, sources: &[String]) -> Result<Vec<Node>, MapError> {
         let mut nodes = Vec::new();
         for fqn in sources {
@@ -236,10 +236,10 @@ impl Matcher<'_> {
             .map(str::to_owned)
             .collect();
         // Nothing is taken before the operations have succeeded.
-        let made = apply_operations(rule, fqn, nodes)?;
+        let new_nodes = apply_operations(rule, fqn, nodes)?;
         self.taken.extend(sources);
-        for (target, node) in rule.targets.iter().zip(made) {
-            self.insert(new_key(rule, fqn, target, bindings)?, node)?;
+        for (target, node) in rule.targets.iter().zip(new_nodes) {
+            self.insert(fill_new_key(rule, fqn, target, bindings)?, node)?;
         }
         Ok(())
     }
@@ -270,8 +270,11 @@ impl Matcher<'_> {
     }
 }
 
-/// Returns a new key of a rule for these texts.
-fn new_key(
+/// Fills the template of a new key of a rule. `fqn` is the old key, for messages.
+///
+/// # Errors
+/// A name of the template has no binding.
+fn fill_new_key(
     rule: &KeyRule,
     fqn: &str,
     target: &Template,

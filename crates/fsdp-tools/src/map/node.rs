@@ -39,25 +39,25 @@ struct Gathered {
     runs: Vec<Run>,
 }
 
-/// `len` indices of a result, from `to` on: they are the indices `from`, `from + step`, … of the
-/// part at position `part`.
+/// `len` indices of a result, from `result_start` on: they are the indices `part_start`,
+/// `part_start + step`, … of the part at position `part`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
-    pub(super) to: usize,
+    pub(super) result_start: usize,
     pub(super) len: usize,
     pub(super) part: usize,
-    pub(super) from: usize,
+    pub(super) part_start: usize,
     pub(super) step: usize,
 }
 
 impl Run {
     /// Makes the run of `len` consecutive indices of the first part.
-    pub(super) fn new(to: usize, from: usize, len: usize) -> Self {
+    pub(super) fn new(result_start: usize, part_start: usize, len: usize) -> Self {
         Run {
-            to,
+            result_start,
             len,
             part: 0,
-            from,
+            part_start,
             step: 1,
         }
     }
@@ -119,14 +119,14 @@ impl Node {
 
     /// Returns tensors of one shape and dtype as one, along a new first dimension.
     pub(super) fn stack(parts: Vec<Node>) -> Result<Self, String> {
-        let first = parts.first().expect("a stack has a first tensor");
+        let first_part = parts.first().expect("a stack has a first tensor");
         for part in &parts {
-            if part.shape != first.shape || part.dtype != first.dtype {
-                return Err(first.mismatch(part));
+            if part.shape != first_part.shape || part.dtype != first_part.dtype {
+                return Err(first_part.mismatch(part));
             }
         }
-        let shape = [&[parts.len()], &first.shape[..]].concat();
-        Self::new(shape, first.dtype, NodeKind::Stacked(parts))
+        let shape = [&[parts.len()], &first_part.shape[..]].concat();
+        Self::new(shape, first_part.dtype, NodeKind::Stacked(parts))
     }
 
     /// Returns the message that two tensors cannot become one.
@@ -145,23 +145,23 @@ impl Node {
         size: usize,
         runs: Vec<Run>,
     ) -> Result<Self, String> {
-        let first = parts
+        let first_part = parts
             .first()
             .expect("an operation takes at least one tensor");
-        let dtype = first.dtype;
-        let mut shape = first.shape.clone();
+        let dtype = first_part.dtype;
+        let mut shape = first_part.shape.clone();
         if dim >= shape.len() {
             return Err(format!("there is no dimension {dim}"));
         }
         shape[dim] = size;
         for part in &parts {
-            let mut same = part.shape.clone();
-            if let Some(part_size) = same.get_mut(dim) {
+            let mut part_shape = part.shape.clone();
+            if let Some(part_size) = part_shape.get_mut(dim) {
                 *part_size = size;
             }
             // Elements are moved and never cast, so the dtypes must agree too.
-            if same != shape || part.dtype != dtype {
-                return Err(first.mismatch(part));
+            if part_shape != shape || part.dtype != dtype {
+                return Err(first_part.mismatch(part));
             }
         }
         Self::new(
@@ -175,7 +175,7 @@ impl Node {
     pub(super) fn sources(&self) -> Vec<&str> {
         match &self.kind {
             NodeKind::Source(fqn) => vec![fqn],
-            NodeKind::Transposed(of) | NodeKind::Selected(of, _) => of.sources(),
+            NodeKind::Transposed(inner) | NodeKind::Selected(inner, _) => inner.sources(),
             NodeKind::Stacked(parts) | NodeKind::Gathered(Gathered { parts, .. }) => {
                 parts.iter().flat_map(Node::sources).collect()
             }
@@ -187,49 +187,49 @@ impl Node {
         &self,
         source: &dyn Checkpoint,
         bounds: &TensorBox,
-        dst: &mut [u8],
+        output: &mut [u8],
     ) -> Result<(), FileError> {
         if bounds.is_empty() {
             return Ok(());
         }
         match &self.kind {
-            NodeKind::Source(fqn) => source.read_box(fqn, bounds, dst),
-            NodeKind::Transposed(of) => {
+            NodeKind::Source(fqn) => source.read_box(fqn, bounds, output),
+            NodeKind::Transposed(inner) => {
                 let mut swapped = bounds.clone();
                 swapped.offsets.reverse();
                 swapped.sizes.reverse();
                 // Read the box of the source as it is, and swap its elements afterwards.
-                let mut bytes = vec![0; dst.len()];
-                of.read(source, &swapped, &mut bytes)?;
+                let mut bytes = vec![0; output.len()];
+                inner.read(source, &swapped, &mut bytes)?;
                 let element_bytes = self.dtype.size_in_bytes() as usize;
                 copy_transposed(
                     &bytes,
                     swapped.sizes[0],
                     swapped.sizes[1],
                     element_bytes,
-                    dst,
+                    output,
                 );
                 Ok(())
             }
-            NodeKind::Selected(of, index) => {
+            NodeKind::Selected(inner, index) => {
                 let mut selected = bounds.clone();
                 selected.offsets.insert(0, *index);
                 selected.sizes.insert(0, 1);
-                of.read(source, &selected, dst)
+                inner.read(source, &selected, output)
             }
             NodeKind::Stacked(parts) => {
                 let inner =
                     TensorBox::new(bounds.offsets[1..].to_vec(), bounds.sizes[1..].to_vec());
-                let length = dst.len() / bounds.sizes[0];
-                for (part, dst) in parts[bounds.offsets[0]..]
+                let length = output.len() / bounds.sizes[0];
+                for (part, output) in parts[bounds.offsets[0]..]
                     .iter()
-                    .zip(dst.chunks_exact_mut(length))
+                    .zip(output.chunks_exact_mut(length))
                 {
-                    part.read(source, &inner, dst)?;
+                    part.read(source, &inner, output)?;
                 }
                 Ok(())
             }
-            NodeKind::Gathered(gathered) => gathered.read(source, bounds, dst),
+            NodeKind::Gathered(gathered) => gathered.read(source, bounds, output),
         }
     }
 }
@@ -240,7 +240,7 @@ impl Gathered {
         &self,
         source: &dyn Checkpoint,
         bounds: &TensorBox,
-        dst: &mut [u8],
+        output: &mut [u8],
     ) -> Result<(), FileError> {
         let dim = self.dim;
         let size = bounds.sizes[dim];
@@ -262,8 +262,9 @@ impl Gathered {
                 && run.step == 1
                 && repeats == 1
             {
-                let dst = &mut dst[run.to * index_bytes..(run.to + run.len) * index_bytes];
-                part.read(source, &bounds, dst)?;
+                let output = &mut output
+                    [run.result_start * index_bytes..(run.result_start + run.len) * index_bytes];
+                part.read(source, &bounds, output)?;
                 continue;
             }
             // Read all that the runs span at once, and pick their indices from it.
@@ -272,10 +273,11 @@ impl Gathered {
             for run in group {
                 for repeat in 0..repeats {
                     for index in 0..run.len {
-                        let position = run.from - range.start + index * run.step;
-                        let from = (repeat * range.len() + position) * index_bytes;
-                        let to = (repeat * size + run.to + index) * index_bytes;
-                        dst[to..to + index_bytes].copy_from_slice(&bytes[from..from + index_bytes]);
+                        let position = run.part_start - range.start + index * run.step;
+                        let input_start = (repeat * range.len() + position) * index_bytes;
+                        let start = (repeat * size + run.result_start + index) * index_bytes;
+                        output[start..start + index_bytes]
+                            .copy_from_slice(&bytes[input_start..input_start + index_bytes]);
                     }
                 }
             }
@@ -287,20 +289,20 @@ impl Gathered {
     /// range.
     fn runs_in(&self, range: Range<usize>) -> Vec<Run> {
         // The runs are in order, so those before the range are skipped at once.
-        let first = self
+        let first_index = self
             .runs
-            .partition_point(|run| run.to + run.len <= range.start);
+            .partition_point(|run| run.result_start + run.len <= range.start);
         let mut found = Vec::new();
-        for run in &self.runs[first..] {
-            if run.to >= range.end {
+        for run in &self.runs[first_index..] {
+            if run.result_start >= range.end {
                 break;
             }
-            let low = run.to.max(range.start);
-            let high = (run.to + run.len).min(range.end);
+            let low = run.result_start.max(range.start);
+            let high = (run.result_start + run.len).min(range.end);
             found.push(Run {
-                to: low - range.start,
+                result_start: low - range.start,
                 len: high - low,
-                from: run.from + (low - run.to) * run.step,
+                part_start: run.part_start + (low - run.result_start) * run.step,
                 ..*run
             });
         }
@@ -310,10 +312,10 @@ impl Gathered {
 
 /// Returns the range of indices that runs span in their part.
 fn spanned_range(runs: &[Run]) -> Range<usize> {
-    let starts = runs.iter().map(|run| run.from);
+    let starts = runs.iter().map(|run| run.part_start);
     let ends = runs
         .iter()
-        .map(|run| run.from + (run.len - 1) * run.step + 1);
+        .map(|run| run.part_start + (run.len - 1) * run.step + 1);
     // No runs span nothing.
     starts.min().unwrap_or(0)..ends.max().unwrap_or(0)
 }
@@ -322,8 +324,10 @@ fn spanned_range(runs: &[Run]) -> Range<usize> {
 /// of the range that they span in one part, and each by itself otherwise, so that not much is read
 /// that nobody wants.
 fn group_runs(runs: &[Run]) -> Vec<&[Run]> {
-    let taken: usize = runs.iter().map(|run| run.len).sum();
-    if runs.iter().all(|run| run.part == runs[0].part) && spanned_range(runs).len() <= 2 * taken {
+    let taken_indices: usize = runs.iter().map(|run| run.len).sum();
+    if runs.iter().all(|run| run.part == runs[0].part)
+        && spanned_range(runs).len() <= 2 * taken_indices
+    {
         vec![runs]
     } else {
         runs.chunks(1).collect()
@@ -331,12 +335,19 @@ fn group_runs(runs: &[Run]) -> Vec<&[Run]> {
 }
 
 /// Writes the columns of a row-major matrix as rows.
-fn copy_transposed(src: &[u8], rows: usize, columns: usize, element_bytes: usize, dst: &mut [u8]) {
+fn copy_transposed(
+    input: &[u8],
+    rows: usize,
+    columns: usize,
+    element_bytes: usize,
+    output: &mut [u8],
+) {
     for row in 0..rows {
         for column in 0..columns {
-            let from = (row * columns + column) * element_bytes;
-            let to = (column * rows + row) * element_bytes;
-            dst[to..to + element_bytes].copy_from_slice(&src[from..from + element_bytes]);
+            let input_start = (row * columns + column) * element_bytes;
+            let output_start = (column * rows + row) * element_bytes;
+            output[output_start..output_start + element_bytes]
+                .copy_from_slice(&input[input_start..input_start + element_bytes]);
         }
     }
 }

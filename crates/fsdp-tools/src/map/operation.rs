@@ -59,13 +59,15 @@ impl Operation {
         }
     }
 
-    /// Applies it to the tensors so far, and returns what it makes of them; `targets` is the number
-    /// that is wanted in the end.
-    pub(super) fn apply(&self, nodes: Vec<Node>, targets: usize) -> Result<Vec<Node>, String> {
+    /// Applies it to the tensors so far, and returns what it makes of them; `target_count` is the
+    /// number that is wanted in the end.
+    pub(super) fn apply(&self, nodes: Vec<Node>, target_count: usize) -> Result<Vec<Node>, String> {
         match self {
             Operation::Transpose => nodes.into_iter().map(Node::transpose).collect(),
             Operation::Concat { dim } => Ok(vec![concat(nodes, *dim)?]),
-            Operation::Split { dim, shares } => split(&only_tensor(nodes)?, *dim, shares, targets),
+            Operation::Split { dim, shares } => {
+                split(&only_tensor(nodes)?, *dim, shares, target_count)
+            }
             Operation::Permute { heads, is_inverse } => nodes
                 .into_iter()
                 .map(|node| permute(node, *heads, *is_inverse))
@@ -77,14 +79,14 @@ impl Operation {
     }
 }
 
-/// Returns the only tensor of those so far.
+/// Returns the only tensor of those so far. Several, or none, are an error.
 fn only_tensor(nodes: Vec<Node>) -> Result<Node, String> {
     let [node] =
         <[Node; 1]>::try_from(nodes).map_err(|_| "only one tensor can be split".to_owned())?;
     Ok(node)
 }
 
-/// Returns the size of a dimension.
+/// Returns the size of a dimension. One that the tensor does not have is an error.
 fn dim_size(node: &Node, dim: usize) -> Result<usize, String> {
     node.shape
         .get(dim)
@@ -122,15 +124,24 @@ fn concat(parts: Vec<Node>, dim: usize) -> Result<Node, String> {
     Node::gather(parts, dim, end, runs)
 }
 
-/// Splits a tensor along a dimension into `targets` parts, whose sizes are in proportion to
+/// Splits a tensor along a dimension into `target_count` parts, whose sizes are in proportion to
 /// `shares`, or equal without them.
-fn split(node: &Node, dim: usize, shares: &[usize], targets: usize) -> Result<Vec<Node>, String> {
+fn split(
+    node: &Node,
+    dim: usize,
+    shares: &[usize],
+    target_count: usize,
+) -> Result<Vec<Node>, String> {
     let size = dim_size(node, dim)?;
-    let equal = vec![1; targets];
-    let shares = if shares.is_empty() { &equal } else { shares };
+    let equal_shares = vec![1; target_count];
+    let shares = if shares.is_empty() {
+        &equal_shares
+    } else {
+        shares
+    };
     let total: usize = shares.iter().sum();
     // Each share must be a whole number of indices.
-    if total == 0 || !size.is_multiple_of(total) || shares.len() != targets {
+    if total == 0 || !size.is_multiple_of(total) || shares.len() != target_count {
         return Err(format!(
             "dimension {dim} of shape {:?} cannot be split into shares {shares:?}",
             node.shape
@@ -183,12 +194,12 @@ impl HeadCounts {
     /// a head, where `rows` rows are all heads.
     fn group_sizes(self, rows: usize) -> Result<(usize, usize), String> {
         let HeadCounts { queries, keys } = self;
-        let all = queries + 2 * keys;
-        if keys == 0 || !queries.is_multiple_of(keys) || !rows.is_multiple_of(all) {
+        let head_count = queries + 2 * keys;
+        if keys == 0 || !queries.is_multiple_of(keys) || !rows.is_multiple_of(head_count) {
             return Err(self.mismatch(rows));
         }
         check_runs(3 * keys)?;
-        Ok((queries / keys, rows / all))
+        Ok((queries / keys, rows / head_count))
     }
 
     /// Returns the message that rows are not those of these heads.
@@ -203,15 +214,24 @@ impl HeadCounts {
 /// Splits a fused projection into queries, keys and values. It has, for each head of keys, the
 /// query heads of that group, then the key head, then the value head.
 fn split_qkv(node: &Node, counts: HeadCounts) -> Result<Vec<Node>, String> {
-    let (queries, head_rows) = counts.group_sizes(dim_size(node, 0)?)?;
-    let group_rows = (queries + 2) * head_rows;
+    let (group_queries, head_rows) = counts.group_sizes(dim_size(node, 0)?)?;
+    let group_rows = (group_queries + 2) * head_rows;
     let mut parts = Vec::new();
     // The first head of each part in a group, and the number of its heads there.
-    for (first, heads) in [(0, queries), (queries, 1), (queries + 1, 1)] {
-        let len = heads * head_rows;
+    for (first_head, head_count) in [
+        (0, group_queries),
+        (group_queries, 1),
+        (group_queries + 1, 1),
+    ] {
+        let len = head_count * head_rows;
         // A part has its heads of all groups, one group after the other.
-        let runs = (0..counts.keys)
-            .map(|group| Run::new(group * len, group * group_rows + first * head_rows, len));
+        let runs = (0..counts.keys).map(|group| {
+            Run::new(
+                group * len,
+                group * group_rows + first_head * head_rows,
+                len,
+            )
+        });
         let size = counts.keys * len;
         parts.push(Node::gather(vec![node.clone()], 0, size, runs.collect())?);
     }
@@ -231,21 +251,21 @@ fn join_qkv(parts: Vec<Node>, counts: HeadCounts) -> Result<Node, String> {
     ];
     let total = sizes.into_iter().fold(0, usize::saturating_add);
     let (group_queries, head_rows) = counts.group_sizes(total)?;
-    let others = counts.keys * head_rows;
-    if sizes != [counts.queries * head_rows, others, others] {
+    let key_rows = counts.keys * head_rows;
+    if sizes != [counts.queries * head_rows, key_rows, key_rows] {
         return Err(counts.mismatch(sizes));
     }
     let mut runs = Vec::new();
     for group in 0..counts.keys {
         // In a group: its query heads, then its key head, then its value head.
-        let mut to = group * (group_queries + 2) * head_rows;
+        let mut result_start = group * (group_queries + 2) * head_rows;
         let lengths = [group_queries * head_rows, head_rows, head_rows];
         for (part, len) in lengths.into_iter().enumerate() {
             runs.push(Run {
                 part,
-                ..Run::new(to, group * len, len)
+                ..Run::new(result_start, group * len, len)
             });
-            to += len;
+            result_start += len;
         }
     }
     Node::gather(parts, 0, total, runs)

@@ -33,10 +33,10 @@ fn parse_rule(text: &str, line: usize, values: &Values) -> Result<KeyRule, Strin
             operations: Vec::new(),
         });
     }
-    let (sources, rest) = text
+    let (sources, new_part) = text
         .split_once("->")
         .ok_or("a rule is `OLD -> NEW`, or `drop OLD`")?;
-    let mut parts = rest.split('|');
+    let mut parts = new_part.split('|');
     let targets = parts.next().expect("a split text has a first part");
     let rule = KeyRule {
         line,
@@ -62,15 +62,15 @@ fn parse_templates(text: &str) -> Result<Vec<Template>, String> {
 fn check_rule(rule: &KeyRule) -> Result<(), String> {
     // The names that have a text, and the number of tensors, after each operation: a new key may
     // only use these names, and each tensor needs a key.
-    let mut known: BTreeSet<&str> = rule.sources[0].names().collect();
-    let mut count = rule.sources.len();
+    let mut bound_names: BTreeSet<&str> = rule.sources[0].names().collect();
+    let mut tensor_count = rule.sources.len();
     for (index, operation) in rule.operations.iter().enumerate() {
-        count = match operation {
+        tensor_count = match operation {
             Operation::Concat { .. } | Operation::JoinQkv { .. } => 1,
             Operation::Split { .. } => rule.targets.len(),
             Operation::SplitQkv { .. } => 3,
             Operation::Unstack { name } if index == 0 && rule.sources.len() == 1 => {
-                known.insert(name);
+                bound_names.insert(name);
                 1
             }
             Operation::Unstack { .. } => {
@@ -79,36 +79,36 @@ fn check_rule(rule: &KeyRule) -> Result<(), String> {
             Operation::Stack { name }
                 if index + 1 == rule.operations.len() && rule.targets.len() == 1 =>
             {
-                if !known.remove(name.as_str()) {
+                if !bound_names.remove(name.as_str()) {
                     return Err(format!("no old key has `{{{name}}}`"));
                 }
-                count
+                tensor_count
             }
             Operation::Stack { .. } => {
                 return Err("`stack` comes last, and gives one tensor".to_owned());
             }
-            _ => count,
+            _ => tensor_count,
         };
     }
-    if count != rule.targets.len() {
+    if tensor_count != rule.targets.len() {
         return Err(format!(
-            "{count} tensors cannot get {} new keys",
+            "{tensor_count} tensors cannot get {} new keys",
             rule.targets.len()
         ));
     }
     // The further old keys have the same names as the first one, or the name that counts the stack.
-    let stacked = match rule.operations.last() {
+    let stack_name = match rule.operations.last() {
         Some(Operation::Stack { name }) => Some(name.as_str()),
         _ => None,
     };
-    let of_targets = rule.targets.iter().flat_map(Template::names);
-    let of_sources = rule.sources[1..]
+    let target_names = rule.targets.iter().flat_map(Template::names);
+    let source_names = rule.sources[1..]
         .iter()
         .flat_map(Template::names)
-        .filter(|name| Some(*name) != stacked);
-    match of_targets
-        .chain(of_sources)
-        .find(|name| !known.contains(name))
+        .filter(|name| Some(*name) != stack_name);
+    match target_names
+        .chain(source_names)
+        .find(|name| !bound_names.contains(name))
     {
         Some(name) => Err(format!("the first old key has no `{{{name}}}`")),
         None => Ok(()),
@@ -120,11 +120,14 @@ fn check_rule(rule: &KeyRule) -> Result<(), String> {
 fn parse_operation(text: &str, values: &Values) -> Result<Operation, String> {
     // An operation without arguments has no brackets.
     let (name, arguments) = match text.split_once('(') {
-        Some((name, rest)) => {
-            let inside = rest
+        Some((name, ending)) => {
+            let argument_list = ending
                 .strip_suffix(')')
                 .ok_or_else(|| format!("`{text}` has no `)`"))?;
-            (name.trim(), inside.split(',').map(str::trim).collect())
+            (
+                name.trim(),
+                argument_list.split(',').map(str::trim).collect(),
+            )
         }
         None => (text, Vec::new()),
     };

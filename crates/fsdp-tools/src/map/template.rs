@@ -26,18 +26,22 @@ impl Template {
     /// Parses a template.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let mut parts = Vec::new();
-        let mut rest = text;
-        while let Some(start) = rest.find('{') {
+        let mut remaining = text;
+        while let Some(start) = remaining.find('{') {
             if start > 0 {
-                parts.push(TemplatePart::Text(rest[..start].to_owned()));
+                parts.push(TemplatePart::Text(remaining[..start].to_owned()));
             }
-            let length = rest[start..]
+            let length = remaining[start..]
                 .find('}')
                 .ok_or_else(|| format!("`{text}` has no end of `{{`"))?;
             // `{name*}` stands for any text.
-            let inside = &rest[start + 1..start + length];
-            let name = inside.strip_suffix('*').unwrap_or(inside);
-            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+            let placeholder = &remaining[start + 1..start + length];
+            let name = placeholder.strip_suffix('*').unwrap_or(placeholder);
+            if name.is_empty()
+                || !name
+                    .chars()
+                    .all(|character| character.is_ascii_alphanumeric() || character == '_')
+            {
                 return Err(format!("`{name}` is no name"));
             }
             // It could not be told where the text of the first one ends.
@@ -46,15 +50,15 @@ impl Template {
             }
             parts.push(TemplatePart::Placeholder {
                 name: name.to_owned(),
-                is_any_text: name.len() < inside.len(),
+                is_any_text: name.len() < placeholder.len(),
             });
-            rest = &rest[start + length + 1..];
+            remaining = &remaining[start + length + 1..];
         }
-        if rest.contains('}') {
+        if remaining.contains('}') {
             return Err(format!("`{text}` has no start of `}}`"));
         }
-        if !rest.is_empty() {
-            parts.push(TemplatePart::Text(rest.to_owned()));
+        if !remaining.is_empty() {
+            parts.push(TemplatePart::Text(remaining.to_owned()));
         }
         if parts.is_empty() {
             return Err("a key is empty".to_owned());
@@ -74,11 +78,11 @@ impl Template {
     /// cannot be. A name that occurs twice must be the same text twice.
     pub(super) fn matches(&self, key: &str) -> Option<Bindings> {
         let mut bindings = Bindings::new();
-        let mut rest = key;
+        let mut remaining = key;
         for (index, part) in self.0.iter().enumerate() {
             let (name, is_any_text) = match part {
                 TemplatePart::Text(text) => {
-                    rest = rest.strip_prefix(text.as_str())?;
+                    remaining = remaining.strip_prefix(text.as_str())?;
                     continue;
                 }
                 TemplatePart::Placeholder { name, is_any_text } => (name, *is_any_text),
@@ -86,21 +90,21 @@ impl Template {
             // A placeholder goes up to the text after it; if it stands for any text, up to the last
             // place where that occurs.
             let end = match self.0.get(index + 1) {
-                Some(TemplatePart::Text(next)) if is_any_text => rest.rfind(next.as_str())?,
-                Some(TemplatePart::Text(next)) => rest.find(next.as_str())?,
-                _ => rest.len(),
+                Some(TemplatePart::Text(next)) if is_any_text => remaining.rfind(next.as_str())?,
+                Some(TemplatePart::Text(next)) => remaining.find(next.as_str())?,
+                _ => remaining.len(),
             };
-            let text = &rest[..end];
+            let text = &remaining[..end];
             if text.is_empty() || (!is_any_text && text.contains('.')) {
                 return None;
             }
-            let before = bindings.insert(name.clone(), text.to_owned());
-            if before.is_some_and(|before| before != text) {
+            let earlier_text = bindings.insert(name.clone(), text.to_owned());
+            if earlier_text.is_some_and(|earlier_text| earlier_text != text) {
                 return None;
             }
-            rest = &rest[end..];
+            remaining = &remaining[end..];
         }
-        rest.is_empty().then_some(bindings)
+        remaining.is_empty().then_some(bindings)
     }
 
     /// Returns the key with these texts; `None` if one is missing.

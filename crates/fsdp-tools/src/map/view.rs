@@ -24,11 +24,14 @@ impl<'a> Mapped<'a> {
     /// # Errors
     /// A rule that matches no key, or whose tensors do not have the shapes that it needs.
     pub fn new(source: &'a dyn Checkpoint, map: &Map) -> Result<Self, MapError> {
-        let from = source.metadata();
-        let new_keys = match_keys(map, from)?;
+        let source_metadata = source.metadata();
+        let new_keys = match_keys(map, source_metadata)?;
         let mut metadata = Metadata {
-            planner_data: from.planner_data.as_ref().map(|_| IndexMap::new()),
-            version: from.version.clone(),
+            planner_data: source_metadata
+                .planner_data
+                .as_ref()
+                .map(|_| IndexMap::new()),
+            version: source_metadata.version.clone(),
             ..Metadata::default()
         };
         // Step 1: the tensors that are made of others.
@@ -38,19 +41,21 @@ impl<'a> Mapped<'a> {
                 shape: node.shape.clone(),
                 chunks: vec![Chunk {
                     bounds: TensorBox::whole(&node.shape),
-                    stored: combined_storage(from, &node.sources()),
+                    stored: combined_storage(source_metadata, &node.sources()),
                 }],
             };
             metadata.entries.insert(fqn.clone(), Entry::Tensor(entry));
         }
         // Step 2: what keeps its content, under its new key.
-        for (fqn, old) in &new_keys.renamed {
+        for (fqn, old_key) in &new_keys.renamed {
             metadata
                 .entries
-                .insert(fqn.clone(), from.entries[old].clone());
+                .insert(fqn.clone(), source_metadata.entries[old_key].clone());
         }
         // Step 3: the paths of the keys in the nested state dict.
-        if let (Some(paths), Some(old_paths)) = (&mut metadata.planner_data, &from.planner_data) {
+        if let (Some(paths), Some(old_paths)) =
+            (&mut metadata.planner_data, &source_metadata.planner_data)
+        {
             for fqn in metadata.entries.keys() {
                 // A key that changes has no place in the nested state dict of the source.
                 let path = match old_paths.get(fqn) {
@@ -76,17 +81,17 @@ impl<'a> Mapped<'a> {
 /// Returns what the metadata says about the storage of a tensor that is made of others: the place
 /// of the first chunk of these sources, with the number of bytes of all their chunks. Returns
 /// `None` if none of them is stored.
-fn combined_storage(from: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
+fn combined_storage(metadata: &Metadata, sources: &[&str]) -> Option<StorageInfo> {
     let mut stored = sources
         .iter()
-        .filter_map(|fqn| from.tensor(fqn))
+        .filter_map(|fqn| metadata.tensor(fqn))
         .flat_map(|tensor| &tensor.chunks)
         .filter_map(|chunk| chunk.stored.as_ref());
-    let mut all = stored.next()?.clone();
-    for other in stored {
-        all.length = all.length.saturating_add(other.length);
+    let mut combined = stored.next()?.clone();
+    for chunk in stored {
+        combined.length = combined.length.saturating_add(chunk.length);
     }
-    Some(all)
+    Some(combined)
 }
 
 impl Layer for Mapped<'_> {
@@ -96,7 +101,7 @@ impl Layer for Mapped<'_> {
 
     fn origin<'o>(&'o self, fqn: &'o str) -> Origin<'o> {
         match self.new_keys.renamed.get(fqn) {
-            Some(old) => Origin::Source(0, old),
+            Some(old_key) => Origin::Source(0, old_key),
             None => Origin::Made,
         }
     }

@@ -37,12 +37,12 @@ impl<'a> Average<'a> {
     /// Checkpoints whose keys, shapes or dtypes differ; tensors of 8-bit floats and other quantized
     /// ones; weights that are not finite, or not one for each.
     pub fn new(sources: Vec<&'a dyn Checkpoint>, weights: &[f64]) -> Result<Self, FileError> {
-        let Some((first, others)) = sources.split_first() else {
+        let Some((first, further_sources)) = sources.split_first() else {
             return Err(merge_error("there are no checkpoints"));
         };
         let weights = normalize_weights(weights, sources.len())?;
-        for other in others {
-            check_same(*first, *other)?;
+        for checkpoint in further_sources {
+            check_same(*first, *checkpoint)?;
         }
         // Only weights are averaged. What else the checkpoints hold comes from the first one.
         let optimizers = Optimizers::new(first.metadata());
@@ -73,7 +73,7 @@ impl<'a> Average<'a> {
             };
             // An average of the scales beside the quantized weights of the first checkpoint would
             // be a broken model.
-            if !others.is_empty() {
+            if !further_sources.is_empty() {
                 return Err(merge_error(format!(
                     "`{fqn}` {what}, which cannot be averaged: leave it out with `--exclude`, or merge the checkpoints before \
                      they are quantized"
@@ -116,13 +116,13 @@ fn merge_error(reason: impl Into<String>) -> FileError {
 }
 
 /// Returns a weight for each checkpoint, so that they add up to 1. Without weights, all are equal.
-fn normalize_weights(weights: &[f64], checkpoints: usize) -> Result<Vec<f64>, FileError> {
+fn normalize_weights(weights: &[f64], checkpoint_count: usize) -> Result<Vec<f64>, FileError> {
     if weights.is_empty() {
-        return Ok(vec![1.0 / checkpoints as f64; checkpoints]);
+        return Ok(vec![1.0 / checkpoint_count as f64; checkpoint_count]);
     }
-    if weights.len() != checkpoints {
+    if weights.len() != checkpoint_count {
         return Err(merge_error(format!(
-            "{} weights for {checkpoints} checkpoints",
+            "{} weights for {checkpoint_count} checkpoints",
             weights.len()
         )));
     }
@@ -134,11 +134,11 @@ fn normalize_weights(weights: &[f64], checkpoints: usize) -> Result<Vec<f64>, Fi
 }
 
 /// Checks that two checkpoints have the same keys, and tensors of the same types and shapes.
-fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), FileError> {
-    let ours = &first.metadata().entries;
-    let theirs = &other.metadata().entries;
-    for fqn in ours.keys().chain(theirs.keys()) {
-        let what = match metadata_difference(ours.get(fqn), theirs.get(fqn)) {
+fn check_same(first: &dyn Checkpoint, second: &dyn Checkpoint) -> Result<(), FileError> {
+    let first_entries = &first.metadata().entries;
+    let second_entries = &second.metadata().entries;
+    for fqn in first_entries.keys().chain(second_entries.keys()) {
+        let what = match metadata_difference(first_entries.get(fqn), second_entries.get(fqn)) {
             None => continue,
             Some(Difference::Shape { .. }) => "has not the same shape in both",
             Some(Difference::DType { .. }) => "has not the same dtype in both",
@@ -149,7 +149,7 @@ fn check_same(first: &dyn Checkpoint, other: &dyn Checkpoint) -> Result<(), File
             fqn: fqn.clone(),
             what: what.to_owned(),
             first: first.path().display().to_string(),
-            second: other.path().display().to_string(),
+            second: second.path().display().to_string(),
         });
     }
     Ok(())

@@ -133,13 +133,13 @@ impl LoraConfig {
         Ok(config)
     }
 
-    /// Returns the factor of a module's update.
+    /// Returns the factor of a module's update, `alpha / rank` or `alpha / √rank`.
     fn scale(&self, module: &str, rank: usize) -> f64 {
         // A pattern matches the end of a module's name, from the start of a part of it.
         let mut alpha = self.lora_alpha;
         for (pattern, own_alpha) in &self.alpha_pattern {
-            if let Some(rest) = module.strip_suffix(pattern.as_str())
-                && (rest.is_empty() || rest.ends_with('.'))
+            if let Some(parent) = module.strip_suffix(pattern.as_str())
+                && (parent.is_empty() || parent.ends_with('.'))
             {
                 alpha = *own_alpha;
                 break;
@@ -200,15 +200,18 @@ impl<'a> Lora<'a> {
                 .ok_or_else(|| unsupported(fqn, "a key that is not of an adapter of PEFT"))?;
             if let Some(factor) = Factor::parse(name) {
                 // A factor B is taken together with its factor A.
-                let other = factor.other_key(fqn);
-                if adapter.metadata().tensor(&other).is_none() {
+                let other_key = factor.other_key(fqn);
+                if adapter.metadata().tensor(&other_key).is_none() {
                     return Err(unsupported(fqn, "a factor without the other one"));
                 }
                 if factor.is_a {
                     let key = format!("{}.weight", factor.module);
-                    let update = Update::new(base, adapter, config, &factor, [fqn, &other])?;
-                    if let Some(Update { a_key: first, .. }) = updates.insert(key, update) {
-                        let what = format!("a second update, after `{first}`, of one weight");
+                    let update = Update::new(base, adapter, config, &factor, [fqn, &other_key])?;
+                    if let Some(Update {
+                        a_key: first_key, ..
+                    }) = updates.insert(key, update)
+                    {
+                        let what = format!("a second update, after `{first_key}`, of one weight");
                         return Err(unsupported(fqn, what));
                     }
                 }
@@ -221,7 +224,7 @@ impl<'a> Lora<'a> {
             // calls `MODULE.base_layer.weight`. It saves that of an embedding, which may have
             // grown.
             let key = match name.rsplit_once(BASE_LAYER) {
-                Some((module, rest)) => format!("{module}.{rest}"),
+                Some((module, parameter)) => format!("{module}.{parameter}"),
                 None => name.to_owned(),
             };
             let replaced_tensor = base
@@ -246,8 +249,9 @@ impl<'a> Lora<'a> {
             metadata
                 .entries
                 .insert(key.clone(), Entry::Tensor(tensor.clone()));
-            if let Some(first) = replaced.insert(key, fqn.to_owned()) {
-                let what = format!("a second tensor, after `{first}`, in place of one of the base");
+            if let Some(first_key) = replaced.insert(key, fqn.to_owned()) {
+                let what =
+                    format!("a second tensor, after `{first_key}`, in place of one of the base");
                 return Err(unsupported(fqn, what));
             }
         }
@@ -359,6 +363,9 @@ impl BaseModel {
     /// Decides for each update of a square weight whether the weight is `[in, out]`. The other
     /// weights of layers of the same name tell, or the type of the model. PEFT's setting
     /// `fan_in_fan_out` is the last resort, because PEFT records it for the last layer only.
+    ///
+    /// # Errors
+    /// A weight of a layer that may be a `Conv1D`, if none of these tells.
     fn orient(
         &self,
         updates: &mut IndexMap<String, Update>,
@@ -366,7 +373,7 @@ impl BaseModel {
     ) -> Result<(), FileError> {
         let layers: HashSet<&str> = updates.keys().map(|key| layer_name(key)).collect();
         let is_one_kind = layers.len() <= 1;
-        let known: HashMap<String, bool> = updates
+        let known_layers: HashMap<String, bool> = updates
             .iter()
             .filter_map(|(key, update)| Some((layer_name(key).to_owned(), update.is_transposed?)))
             .collect();
@@ -376,16 +383,18 @@ impl BaseModel {
             }
             let layer = layer_name(key);
             let may_be_conv1d = CONV1D_LAYERS.contains(&layer);
-            update.is_transposed = Some(match (known.get(layer), self.model_type.as_deref()) {
-                (Some(is_transposed), _) => *is_transposed,
-                (None, Some(model)) if may_be_conv1d => CONV1D_MODELS.contains(&model),
-                (None, None) if may_be_conv1d && !is_one_kind => {
-                    let what = "an update of a square weight that may or may not be transposed: put the model's \
+            update.is_transposed = Some(
+                match (known_layers.get(layer), self.model_type.as_deref()) {
+                    (Some(is_transposed), _) => *is_transposed,
+                    (None, Some(model)) if may_be_conv1d => CONV1D_MODELS.contains(&model),
+                    (None, None) if may_be_conv1d && !is_one_kind => {
+                        let what = "an update of a square weight that may or may not be transposed: put the model's \
                                 `config.json` into the base's directory;";
-                    return Err(unsupported(&update.a_key, what));
-                }
-                _ => fan_in_fan_out,
-            });
+                        return Err(unsupported(&update.a_key, what));
+                    }
+                    _ => fan_in_fan_out,
+                },
+            );
         }
         Ok(())
     }
@@ -414,12 +423,12 @@ impl<'k> Factor<'k> {
             (".lora_embedding_A", true, true),
             (".lora_embedding_B", false, true),
         ] {
-            let Some((module, rest)) = name.split_once(word) else {
+            let Some((module, ending)) = name.split_once(word) else {
                 continue;
             };
             // An adapter may have a name, which stands before `weight`.
-            let is_weight = match rest.strip_suffix(".weight") {
-                _ if is_embedding => !rest.contains(".."),
+            let is_weight = match ending.strip_suffix(".weight") {
+                _ if is_embedding => !ending.contains(".."),
                 Some("") => true,
                 Some(name) => name.len() > 1 && name.rfind('.') == Some(0),
                 None => false,
@@ -440,8 +449,12 @@ impl<'k> Factor<'k> {
         } else {
             ".lora_"
         };
-        let (own, other) = if self.is_a { ("A", "B") } else { ("B", "A") };
-        fqn.replacen(&format!("{start}{own}"), &format!("{start}{other}"), 1)
+        let (own_letter, other_letter) = if self.is_a { ("A", "B") } else { ("B", "A") };
+        fqn.replacen(
+            &format!("{start}{own_letter}"),
+            &format!("{start}{other_letter}"),
+            1,
+        )
     }
 }
 
@@ -462,48 +475,52 @@ fn read_numbers(
 }
 
 impl Update {
-    /// Makes the update of a weight by two factors, whose keys are `a` and `b`, and checks that it
-    /// fits the weight.
+    /// Makes the update of a weight by two factors, whose keys in the adapter are `a_key` and
+    /// `b_key`.
+    ///
+    /// # Errors
+    /// A base without the weight; factors that are no matrices, or do not fit the weight or each
+    /// other; their dtypes.
     fn new(
         base: &dyn Checkpoint,
         adapter: &dyn Checkpoint,
         config: &LoraConfig,
         factor: &Factor<'_>,
-        [a, b]: [&str; 2],
+        [a_key, b_key]: [&str; 2],
     ) -> Result<Self, FileError> {
         let key = format!("{}.weight", factor.module);
-        let a_tensor = tensor_of(adapter.metadata(), a)?;
-        let b_tensor = tensor_of(adapter.metadata(), b)?;
+        let a_tensor = tensor_of(adapter.metadata(), a_key)?;
+        let b_tensor = tensor_of(adapter.metadata(), b_key)?;
         let weight = base
             .metadata()
             .tensor(&key)
-            .ok_or_else(|| unsupported(a, format!("an adapter to a base without `{key}`")))?;
-        let ([rank, inputs], [outputs, same]) =
+            .ok_or_else(|| unsupported(a_key, format!("an adapter to a base without `{key}`")))?;
+        let ([rank, inputs], [outputs, b_rank]) =
             (a_tensor.shape.as_slice(), b_tensor.shape.as_slice())
         else {
             return Err(unsupported(
-                a,
+                a_key,
                 "an update that is no product of two matrices",
             ));
         };
         // The weight of an embedding is `[in, out]`, that of a layer may be either.
         let fits_transposed = weight.shape == [*inputs, *outputs];
         let fits_plain = weight.shape == [*outputs, *inputs] && !factor.is_embedding;
-        if rank != same || *rank == 0 || !(fits_plain || fits_transposed) {
+        if rank != b_rank || *rank == 0 || !(fits_plain || fits_transposed) {
             let what = format!(
                 "factors of shapes {:?} and {:?} for a weight of shape {:?}",
                 a_tensor.shape, b_tensor.shape, weight.shape
             );
-            return Err(unsupported(a, what));
+            return Err(unsupported(a_key, what));
         }
         for dtype in [a_tensor, b_tensor].map(|factor| factor.properties.dtype) {
             if !CASTABLE.contains(&dtype) {
-                return Err(unsupported(a, format!("an update of dtype `{dtype}`")));
+                return Err(unsupported(a_key, format!("an update of dtype `{dtype}`")));
             }
         }
         Ok(Update {
-            a_key: a.to_owned(),
-            b_key: b.to_owned(),
+            a_key: a_key.to_owned(),
+            b_key: b_key.to_owned(),
             rank: *rank,
             scale: config.scale(factor.module, *rank),
             is_transposed: (fits_plain != fits_transposed).then_some(fits_transposed),
@@ -531,18 +548,20 @@ impl Update {
             vec![part.offsets[outputs], 0],
             vec![part.sizes[outputs], self.rank],
         );
-        let a = read_numbers(adapter, &self.a_key, &a_box)?;
-        let b = read_numbers(adapter, &self.b_key, &b_box)?;
+        let a_numbers = read_numbers(adapter, &self.a_key, &a_box)?;
+        let b_numbers = read_numbers(adapter, &self.b_key, &b_box)?;
         for row in 0..rows {
             let sums = &mut sums[row * columns..(row + 1) * columns];
-            for k in 0..self.rank {
+            for rank_index in 0..self.rank {
                 for (column, sum) in sums.iter_mut().enumerate() {
                     let (input, output) = if is_transposed {
                         (row, column)
                     } else {
                         (column, row)
                     };
-                    *sum += self.scale * b[output * self.rank + k] * a[k * width + input];
+                    *sum += self.scale
+                        * b_numbers[output * self.rank + rank_index]
+                        * a_numbers[rank_index * width + input];
                 }
             }
         }

@@ -21,10 +21,10 @@ pub(super) fn fill_slots(
         let length = slot.bytes.len() as u64;
         for start in (0..length).step_by(PIECE_BYTES as usize) {
             let range = start..length.min(start + PIECE_BYTES);
-            let mut end = start as usize;
+            let mut position = start as usize;
             stream_boxes::<FileError>(&mut compute, dtype, &slot.bounds, range, &mut |bytes| {
-                slot.bytes[end..end + bytes.len()].copy_from_slice(bytes);
-                end += bytes.len();
+                slot.bytes[position..position + bytes.len()].copy_from_slice(bytes);
+                position += bytes.len();
                 Ok(())
             })?;
         }
@@ -79,7 +79,7 @@ fn write_each<const N: usize>(
 mod tests {
     use super::*;
 
-    fn written<const N: usize>(dtype: DType, number: f64) -> [u8; N] {
+    fn encoded<const N: usize>(dtype: DType, number: f64) -> [u8; N] {
         let mut bytes = [0; N];
         write_numbers(dtype, &[number], &mut bytes);
         bytes
@@ -90,28 +90,28 @@ mod tests {
         // Just above and below the middle between 1 and the next number; f32 cannot tell them from
         // the middle.
         for (dtype, step) in [(DType::F16, 2f64.powi(-10)), (DType::BF16, 2f64.powi(-7))] {
-            let (low, high) = (written::<2>(dtype, 1.0), written::<2>(dtype, 1.0 + step));
-            let (middle, little) = (1.0 + step / 2.0, 2f64.powi(-40));
+            let (low, high) = (encoded::<2>(dtype, 1.0), encoded::<2>(dtype, 1.0 + step));
+            let (middle, small_step) = (1.0 + step / 2.0, 2f64.powi(-40));
             assert_eq!(
-                written::<2>(dtype, middle),
+                encoded::<2>(dtype, middle),
                 low,
                 "{dtype}: a tie goes to the even one"
             );
-            assert_eq!(written::<2>(dtype, middle + little), high, "{dtype}");
-            assert_eq!(written::<2>(dtype, middle - little), low, "{dtype}");
+            assert_eq!(encoded::<2>(dtype, middle + small_step), high, "{dtype}");
+            assert_eq!(encoded::<2>(dtype, middle - small_step), low, "{dtype}");
             assert_eq!(
-                written::<2>(dtype, -middle - little),
-                written(dtype, -1.0 - step),
+                encoded::<2>(dtype, -middle - small_step),
+                encoded(dtype, -1.0 - step),
                 "{dtype}"
             );
-            assert_eq!(written::<2>(dtype, 0.0), [0, 0], "{dtype}");
-            assert_eq!(written::<2>(dtype, -1e-300), [0, 0x80], "{dtype}");
+            assert_eq!(encoded::<2>(dtype, 0.0), [0, 0], "{dtype}");
+            assert_eq!(encoded::<2>(dtype, -1e-300), [0, 0x80], "{dtype}");
         }
-        assert_eq!(written::<2>(DType::F16, 65519.999), f16::MAX.to_le_bytes());
+        assert_eq!(encoded::<2>(DType::F16, 65519.999), f16::MAX.to_le_bytes());
         assert_eq!(
-            written::<2>(DType::F16, 65520.0),
+            encoded::<2>(DType::F16, 65520.0),
             f16::INFINITY.to_le_bytes()
         );
-        assert_eq!(written::<2>(DType::BF16, f64::NAN)[1] & 0x7f, 0x7f);
+        assert_eq!(encoded::<2>(DType::BF16, f64::NAN)[1] & 0x7f, 0x7f);
     }
 }

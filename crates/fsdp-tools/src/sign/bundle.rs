@@ -56,7 +56,7 @@ struct Signature {
 pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<String, SignError> {
     // The bytes that are signed are those that are stored, so the order of fields does not matter.
     let payload = serde_json::to_vec(statement).map_err(SignError::malformed)?;
-    let sig = Base64::encode_string(&key.sign(&signed_bytes(&payload)));
+    let signature = Base64::encode_string(&key.sign(&signed_bytes(&payload)));
     let bundle = Bundle {
         media_type: MEDIA_TYPE.to_owned(),
         verification_material: Material {
@@ -69,7 +69,7 @@ pub(super) fn write_bundle(statement: &Statement, key: &PrivateKey) -> Result<St
             payload: Base64::encode_string(&payload),
             payload_type: PAYLOAD_TYPE.to_owned(),
             signatures: vec![Signature {
-                sig,
+                sig: signature,
                 keyid: String::new(),
             }],
         }),

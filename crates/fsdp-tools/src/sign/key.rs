@@ -69,6 +69,10 @@ pub struct PublicKey {
 }
 
 impl PublicKey {
+    /// Makes a public key, and computes the hash of its PEM.
+    ///
+    /// # Errors
+    /// [`SignError::Key`], if it cannot be written as PEM.
     fn new(key: VerifyingKey) -> Result<Self, SignError> {
         let pem = key
             .to_public_key_pem(LineEnding::LF)

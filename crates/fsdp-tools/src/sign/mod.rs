@@ -137,11 +137,11 @@ pub fn check(
 ) -> Result<Signed, SignError> {
     // The signature comes first: nothing that the statement says counts before.
     let statement = read_bundle(signature, key)?;
-    let signed = statement.hashes()?;
+    let signed_hashes = statement.hashes()?;
     let mut changed = Vec::new();
     let mut added = Vec::new();
     let mut missing = Vec::new();
-    let found = if location.is_file()? {
+    let found_hashes = if location.is_file()? {
         let (parent, _) = location.split()?;
         let directory = CheckedDirectory::open(&parent, false, Links::Follow)?;
         hash_single_file(location, &directory, options)?
@@ -152,19 +152,23 @@ pub fn check(
         // them all the same.
         let (files, unsigned): (Vec<_>, Vec<_>) = files_to_sign(location, options)?
             .into_iter()
-            .partition(|name| signed.contains_key(name));
+            .partition(|name| signed_hashes.contains_key(name));
         added = unsigned;
         hash_files(&directory, &files, options)?
     };
-    for (name, hash) in &signed {
-        match found.get(name) {
+    for (name, hash) in &signed_hashes {
+        match found_hashes.get(name) {
             None => missing.push(name.clone()),
             Some(found) if found != hash => changed.push(name.clone()),
             Some(_) => {}
         }
     }
     // The name of a single file is not among those of a directory that was signed.
-    added.extend(found.into_keys().filter(|name| !signed.contains_key(name)));
+    added.extend(
+        found_hashes
+            .into_keys()
+            .filter(|name| !signed_hashes.contains_key(name)),
+    );
     if changed.len() + added.len() + missing.len() > 0 {
         return Err(SignError::FilesDiffer {
             path: location.name().to_owned(),
@@ -174,7 +178,7 @@ pub fn check(
         });
     }
     Ok(Signed {
-        files: signed.len(),
+        files: signed_hashes.len(),
         root: statement.root().to_owned(),
         key: key.hash().to_owned(),
     })
@@ -202,7 +206,7 @@ fn files_to_sign(location: &Location, options: SignOptions<'_>) -> Result<Vec<St
         !excluded.iter().any(|path| {
             // The path itself, or what lies below it.
             name.strip_prefix(path)
-                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+                .is_some_and(|below| below.is_empty() || below.starts_with('/'))
         })
     });
     Ok(files)
@@ -248,9 +252,9 @@ fn hash_files(
 fn hash_file(file: &dyn ReadAt, options: SignOptions<'_>) -> Result<Sha256Hash, FormatError> {
     let mut hasher = Sha256::new();
     let mut buffer = Vec::new();
-    for at in (0..file.len()).step_by(PIECE_BYTES as usize) {
-        buffer.resize(PIECE_BYTES.min(file.len() - at) as usize, 0);
-        file.read_exact_at(at, &mut buffer)?;
+    for offset in (0..file.len()).step_by(PIECE_BYTES as usize) {
+        buffer.resize(PIECE_BYTES.min(file.len() - offset) as usize, 0);
+        file.read_exact_at(offset, &mut buffer)?;
         hasher.update(&buffer);
         if let Some(progress) = options.progress {
             progress(buffer.len() as u64);

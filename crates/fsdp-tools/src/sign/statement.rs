@@ -80,7 +80,7 @@ impl Statement {
     ) -> Self {
         let mut files: Vec<(&String, &Sha256Hash)> = hashes.iter().collect();
         // Sort by the parts of the paths, as the Python tool does, so that both make the same root.
-        files.sort_by(|(a, _), (b, _)| a.split('/').cmp(b.split('/')));
+        files.sort_by(|(path, _), (other_path, _)| path.split('/').cmp(other_path.split('/')));
         Statement {
             kind: STATEMENT_TYPE.to_owned(),
             subject: [Subject {
@@ -143,7 +143,7 @@ impl Statement {
     /// A path that stands there twice, what is no hash, a root that is not that of the hashes.
     pub(super) fn hashes(&self) -> Result<BTreeMap<String, Sha256Hash>, SignError> {
         let mut hashes = BTreeMap::new();
-        let mut in_order = Vec::new();
+        let mut ordered_hashes = Vec::new();
         for Resource {
             name,
             algorithm,
@@ -164,12 +164,12 @@ impl Statement {
                     "the hash of `{name}` is cut short"
                 )));
             }
-            in_order.push(hash);
+            ordered_hashes.push(hash);
             if hashes.insert(name.clone(), hash).is_some() {
                 return Err(SignError::malformed(format!("`{name}` stands twice in it")));
             }
         }
-        if hash_of_hashes(in_order.iter()) != self.root() {
+        if hash_of_hashes(ordered_hashes.iter()) != self.root() {
             return Err(SignError::malformed(
                 "the hash of all files is not that of their hashes",
             ));
@@ -180,7 +180,7 @@ impl Statement {
 
 /// Returns the hash of these hashes, as hexadecimal digits.
 fn hash_of_hashes<'a>(hashes: impl Iterator<Item = &'a Sha256Hash>) -> String {
-    let mut all = Sha256::new();
-    hashes.for_each(|hash| all.update(hash));
-    base16ct::lower::encode_string(&all.finalize())
+    let mut hasher = Sha256::new();
+    hashes.for_each(|hash| hasher.update(hash));
+    base16ct::lower::encode_string(&hasher.finalize())
 }

@@ -78,7 +78,7 @@ impl TensorParallelPlan {
             ranks: ranks.max(1),
             head_sizes: HashMap::new(),
         };
-        let modules_cut_by_given: HashSet<&str> = metadata
+        let cut_modules: HashSet<&str> = metadata
             .tensors()
             .map(|(fqn, _)| fqn)
             .filter(|fqn| rules.is_cut_by_given(fqn))
@@ -86,12 +86,12 @@ impl TensorParallelPlan {
             .collect();
         // Find all tensors without a rule before one is reported, to count them.
         let mut cuts = IndexMap::new();
-        let mut unknown = Vec::new();
-        let mut used = HashSet::new();
+        let mut unknown_tensors = Vec::new();
+        let mut used_positions = HashSet::new();
         for (fqn, tensor) in metadata.tensors() {
             match rules.find(fqn) {
                 Some((position, rule)) => {
-                    used.insert(position);
+                    used_positions.insert(position);
                     let cut = planner.cut(&RuledTensor {
                         fqn,
                         shape: &tensor.shape,
@@ -101,21 +101,24 @@ impl TensorParallelPlan {
                     cuts.insert(fqn.to_owned(), cut);
                 }
                 None if is_scalar_or_norm(fqn, &tensor.shape)
-                    && !modules_cut_by_given.contains(module_of(fqn)) =>
+                    && !cut_modules.contains(module_of(fqn)) =>
                 {
                     cuts.insert(fqn.to_owned(), Cut::whole(&tensor.shape, planner.ranks));
                 }
-                None => unknown.push((fqn, tensor)),
+                None => unknown_tensors.push((fqn, tensor)),
             }
         }
-        if let [(fqn, tensor), others @ ..] = &unknown[..] {
+        if let [(fqn, tensor), more_tensors @ ..] = &unknown_tensors[..] {
             return Err(TensorParallelError::Unknown {
                 fqn: (*fqn).to_owned(),
                 shape: tensor.shape.clone(),
-                more: others.len(),
+                more: more_tensors.len(),
             });
         }
-        if let Some((_, rule)) = rules.given().find(|(position, _)| !used.contains(position)) {
+        if let Some((_, rule)) = rules
+            .given()
+            .find(|(position, _)| !used_positions.contains(position))
+        {
             return Err(TensorParallelError::Unused {
                 rule: rule.text.clone(),
             });
@@ -352,15 +355,18 @@ impl Planner<'_> {
     }
 
     /// Returns a number of heads, and `true` if it may be lower than the number of ranks.
+    ///
+    /// # Errors
+    /// [`TensorParallelError::NoValue`] for a name that the rules give no number.
     fn head_count(
         &self,
         heads: &Heads,
         tensor: &RuledTensor<'_>,
     ) -> Result<(usize, bool), TensorParallelError> {
         match heads {
-            Heads::Number(number) => Ok((*number, false)),
+            Heads::Number(count) => Ok((*count, false)),
             Heads::Name(name) => match self.rules.values.get(name) {
-                Some(number) => Ok((*number, name == KV_HEADS)),
+                Some(count) => Ok((*count, name == KV_HEADS)),
                 None => Err(TensorParallelError::NoValue {
                     rule: tensor.rule.text.clone(),
                     fqn: tensor.fqn.to_owned(),
@@ -373,7 +379,7 @@ impl Planner<'_> {
     /// Checks that the heads in all layers of a module have the same size. This detects a wrong
     /// number of heads.
     fn check_head_size(&mut self, fqn: &str, head_size: usize) -> Result<(), String> {
-        let (size, first) = self
+        let (size, first_fqn) = self
             .head_sizes
             .entry(module_of(fqn).to_owned())
             .or_insert_with(|| (head_size, fqn.to_owned()));
@@ -381,7 +387,7 @@ impl Planner<'_> {
             return Ok(());
         }
         Err(format!(
-            "its heads would have size {head_size}, but those of `{first}` have {size}: is the number of heads right?"
+            "its heads would have size {head_size}, but those of `{first_fqn}` have {size}: is the number of heads right?"
         ))
     }
 }
@@ -389,9 +395,9 @@ impl Planner<'_> {
 /// Returns the share of a vocabulary, which is divided as if it were padded to a multiple of
 /// [`VOCAB_MULTIPLE`]. The padding itself is not written.
 fn divide_vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
-    let padded = size
+    let padded_size = size
         .checked_next_multiple_of(VOCAB_MULTIPLE)
-        .filter(|padded| padded.is_multiple_of(ranks))
+        .filter(|padded_size| padded_size.is_multiple_of(ranks))
         .ok_or_else(|| {
             format!(
                 "{size}, rounded up to a multiple of {VOCAB_MULTIPLE}, is not a multiple of {ranks}"
@@ -401,24 +407,25 @@ fn divide_vocabulary(size: usize, ranks: usize) -> Result<Share, String> {
         start: 0,
         len: size,
         copies: 1,
-        len_per_rank: padded / ranks,
+        len_per_rank: padded_size / ranks,
     })
 }
 
-/// Returns the shares of a dimension of `parts` equal parts, each of which is divided by itself.
-fn divide_equally(size: usize, parts: usize, ranks: usize) -> Result<Vec<Share>, String> {
-    if !size.is_multiple_of(parts) || !(size / parts).is_multiple_of(ranks) {
-        let of_parts = if parts == 1 {
+/// Returns the shares of a dimension of `part_count` equal parts, each of which is divided by
+/// itself.
+fn divide_equally(size: usize, part_count: usize, ranks: usize) -> Result<Vec<Share>, String> {
+    if !size.is_multiple_of(part_count) || !(size / part_count).is_multiple_of(ranks) {
+        let of_parts = if part_count == 1 {
             String::new()
         } else {
-            format!(" of {parts} parts")
+            format!(" of {part_count} parts")
         };
         return Err(format!(
             "{size} indices{of_parts} are not a multiple of {ranks}"
         ));
     }
-    let len = size / parts;
-    Ok((0..parts)
+    let len = size / part_count;
+    Ok((0..part_count)
         .map(|part| Share {
             start: part * len,
             len,
@@ -440,8 +447,8 @@ fn divide_by_heads(
     let head_size = counts
         .iter()
         .try_fold(0usize, |sum, &(count, _)| sum.checked_add(count))
-        .filter(|&all| all > 0 && size.is_multiple_of(all))
-        .map(|all| size / all)
+        .filter(|&head_count| head_count > 0 && size.is_multiple_of(head_count))
+        .map(|head_count| size / head_count)
         .ok_or_else(|| {
             let counts: Vec<String> = counts.iter().map(|(count, _)| count.to_string()).collect();
             format!("{size} indices are not {} heads", counts.join(" + "))
@@ -561,16 +568,19 @@ mod tests {
         let tensors: &[(&str, &[usize])] =
             &[("embed_tokens.weight", &[100, 4]), ("lm_head.bias", &[10])];
         let plan = plan(tensors, &[], 4).unwrap();
-        let of = |fqn| {
+        let first_ranges = |fqn| {
             (0..4)
                 .map(|rank| ranges(&plan, fqn, rank).1[0])
                 .collect::<Vec<_>>()
         };
         assert_eq!(
-            of("embed_tokens.weight"),
+            first_ranges("embed_tokens.weight"),
             [(0, 32), (32, 32), (64, 32), (96, 4)]
         );
-        assert_eq!(of("lm_head.bias"), [(0, 10), (10, 0), (10, 0), (10, 0)]);
+        assert_eq!(
+            first_ranges("lm_head.bias"),
+            [(0, 10), (10, 0), (10, 0), (10, 0)]
+        );
         assert_eq!(plan.cut("embed_tokens.weight").unwrap().shape_of(3), [4, 4]);
     }
 

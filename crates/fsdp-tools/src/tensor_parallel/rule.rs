@@ -93,7 +93,7 @@ impl Rules {
         Ok(Rules { rules, values })
     }
 
-    /// Returns the first rule that matches a tensor, with its position.
+    /// Returns the first rule that matches a tensor, with its position; `None` if no rule does.
     pub(super) fn find(&self, fqn: &str) -> Option<(usize, &CutRule)> {
         self.rules
             .iter()
@@ -117,7 +117,7 @@ impl Rules {
 }
 
 impl CutRule {
-    /// Parses `PATTERN=HOW`.
+    /// Parses `PATTERN=HOW`. The error says what is wrong with it.
     fn parse(text: &str, is_builtin: bool) -> Result<Self, String> {
         let (pattern, how) = text.split_once('=').ok_or("it is not PATTERN=HOW")?;
         let pattern: Vec<String> = pattern.trim().split('.').map(str::to_owned).collect();
@@ -148,11 +148,12 @@ impl CutRule {
     fn matches_end(&self, name: &str) -> bool {
         // Patterns match whole parts of names.
         let parts: Vec<&str> = name.split('.').collect();
-        if let Some((last, first)) = self.pattern.split_last()
-            && last == "**"
+        if let Some((last_part, module_parts)) = self.pattern.split_last()
+            && last_part == "**"
         {
-            let mut windows = parts[..parts.len() - 1].windows(first.len().max(1));
-            return first.is_empty() || windows.any(|parts| are_parts_of(parts, first));
+            let mut windows = parts[..parts.len() - 1].windows(module_parts.len().max(1));
+            return module_parts.is_empty()
+                || windows.any(|parts| are_parts_of(parts, module_parts));
         }
         match parts.len().checked_sub(self.pattern.len()) {
             Some(start) => are_parts_of(&parts[start..], &self.pattern),
@@ -166,7 +167,7 @@ fn are_parts_of(parts: &[&str], pattern: &[String]) -> bool {
     parts
         .iter()
         .zip(pattern)
-        .all(|(part, wanted)| wanted == "*" || wanted == part)
+        .all(|(part, pattern_part)| pattern_part == "*" || pattern_part == part)
 }
 
 /// Returns the layer that a weight or a bias belongs to; `None` for any other tensor.
@@ -180,10 +181,10 @@ impl How {
     fn parse(text: &str) -> Result<Self, String> {
         let (word, heads) = match text.split_once('(') {
             None => (text, None),
-            Some((word, rest)) => {
-                let inside = rest.strip_suffix(')').ok_or("`)` is missing")?;
+            Some((word, ending)) => {
+                let argument_list = ending.strip_suffix(')').ok_or("`)` is missing")?;
                 let heads: Result<Vec<Heads>, String> =
-                    inside.split(',').map(Heads::parse).collect();
+                    argument_list.split(',').map(Heads::parse).collect();
                 (word, Some(heads?))
             }
         };
@@ -218,8 +219,10 @@ impl Heads {
     /// Parses a number of heads, or a name that has a value.
     fn parse(text: &str) -> Result<Self, String> {
         let text = text.trim();
-        let is_name =
-            !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        let is_name = !text.is_empty()
+            && text
+                .chars()
+                .all(|character| character.is_ascii_alphanumeric() || character == '_');
         match text.parse() {
             Ok(0) => Err("the number of heads must not be 0".to_owned()),
             Ok(number) => Ok(Heads::Number(number)),

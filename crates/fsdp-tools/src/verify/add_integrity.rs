@@ -39,8 +39,8 @@ pub fn add_integrity(
     // Tensors in files beside the directory's own (those of Lightning and Megatron) have no
     // digests.
     let parts = checkpoint.parts();
-    let own = parts.first().map_or(&*checkpoint, |part| part.checkpoint);
-    let digested = digest(own, default_threads())?;
+    let own_checkpoint = parts.first().map_or(&*checkpoint, |part| part.checkpoint);
+    let digested = digest(own_checkpoint, default_threads())?;
     // Hash the bytes as they are now.
     let mut integrity = Integrity {
         digests: Some(digested),
@@ -150,9 +150,9 @@ fn hash_file(
         // The last block of a segment may be shorter.
         let block_bytes = block_length(end - start);
         let mut hashes = Vec::new();
-        for at in (start..end).step_by(block_bytes as usize) {
-            buffer.resize(block_bytes.min(end - at) as usize, 0);
-            file.read_exact_at(at, &mut buffer)?;
+        for block_start in (start..end).step_by(block_bytes as usize) {
+            buffer.resize(block_bytes.min(end - block_start) as usize, 0);
+            file.read_exact_at(block_start, &mut buffer)?;
             hashes.push(XxHash3_64::oneshot(&buffer));
             if let Some(progress) = progress {
                 progress(buffer.len() as u64);

@@ -68,14 +68,14 @@ impl Verification<'_> {
     fn check_file(&self, name: &str) -> Result<(), FileError> {
         let directory = self.checkpoint.directory();
         let file = directory.file(name)?;
-        let all = StorageInfo {
+        let whole_file = StorageInfo {
             relative_path: name.to_owned(),
             offset: 0,
             length: file.len(),
             transforms: Vec::new(),
         };
         let checked = match is_archive(&*file) {
-            Ok(true) => check_records(&*file, &all, self.threads, self.progress),
+            Ok(true) => check_records(&*file, &whole_file, self.threads, self.progress),
             Ok(false) => Ok(()),
             Err(error) => Err(error),
         };
@@ -83,7 +83,7 @@ impl Verification<'_> {
     }
 }
 
-/// Returns `true` if a file begins as an archive does.
+/// Returns `true` if a file begins as a zip archive does.
 fn is_archive(file: &dyn ReadAt) -> Result<bool, FormatError> {
     let mut start = [0; 2];
     if file.len() < start.len() as u64 {

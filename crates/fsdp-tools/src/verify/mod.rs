@@ -69,15 +69,15 @@ pub fn verify(
     // Each checkpoint in a trainer's folder is verified by the rules of its own format.
     let parts = checkpoint.parts();
     if !parts.is_empty() {
-        let mut all = Report {
+        let mut total = Report {
             has_integrity: true,
             ..Report::default()
         };
         for part in &parts {
             let report = verify(part.checkpoint, level, options)?;
-            all.add_part(report, part);
+            total.add_part(report, part);
         }
-        return Ok(all);
+        return Ok(total);
     }
     let mut verification = Verification {
         checkpoint,
@@ -159,15 +159,15 @@ impl Verification<'_> {
                 .map_err(|source| directory.file_error(name, source))
         });
         // Report only the first error of each file.
-        let mut last = None;
+        let mut last_name = None;
         for ((name, range), checked) in parts.into_iter().zip(checked) {
             let Err(error) = range.and(checked) else {
                 continue;
             };
-            if last.as_ref() != Some(&name) {
+            if last_name.as_ref() != Some(&name) {
                 let problem = Problem::of_file(&name, &error);
                 self.report.problems.push(problem);
-                last = Some(name);
+                last_name = Some(name);
             }
         }
     }
@@ -187,13 +187,13 @@ impl Verification<'_> {
     fn check_elements(&mut self) {
         let checkpoint = self.checkpoint;
         let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
-        let found = on_each(&entries, self.threads, |(fqn, entry)| match entry {
+        let findings = on_each(&entries, self.threads, |(fqn, entry)| match entry {
             Entry::Tensor(_) => match read_elements(checkpoint, fqn, self.progress) {
                 Err(error) if error.opaque_type().is_some() => Ok(ElementFindings {
                     census: None,
                     digest: Some(digest_of_opaque(checkpoint, fqn)?),
                 }),
-                found => found,
+                findings => findings,
             },
             Entry::Bytes(_) => Ok(ElementFindings {
                 census: None,
@@ -205,7 +205,7 @@ impl Verification<'_> {
             }),
         });
         // Report in the order of the metadata, whichever thread was first.
-        for ((fqn, entry), found) in entries.into_iter().zip(found) {
+        for ((fqn, entry), findings) in entries.into_iter().zip(findings) {
             let stored = match entry {
                 Entry::Tensor(tensor) => tensor
                     .chunks
@@ -213,8 +213,8 @@ impl Verification<'_> {
                     .and_then(|chunk| chunk.stored.as_ref()),
                 Entry::Bytes(bytes) => bytes.stored.as_ref(),
             };
-            let ElementFindings { census, digest } = match found {
-                Ok(found) => found,
+            let ElementFindings { census, digest } = match findings {
+                Ok(findings) => findings,
                 Err(error) => {
                     self.add_problem(fqn, stored, &error);
                     continue;
@@ -244,20 +244,20 @@ impl Verification<'_> {
             return;
         };
         // A digest without an entry must be that of a quantizer.
-        let mut others: BTreeMap<&str, Digest> = recorded
+        let mut remaining_digests: BTreeMap<&str, Digest> = recorded
             .iter()
             .filter(|(fqn, _)| !metadata.entries.contains_key(*fqn))
             .collect();
         for (fqn, _) in metadata.tensors() {
             match digest_of_quantizer(checkpoint, fqn) {
-                Ok(Some((name, digest))) if others.get(&*name) == Some(&digest) => {
-                    others.remove(&*name);
+                Ok(Some((name, digest))) if remaining_digests.get(&*name) == Some(&digest) => {
+                    remaining_digests.remove(&*name);
                 }
                 Ok(_) => {}
                 Err(error) => self.add_problem(fqn, None, &error),
             }
         }
-        for fqn in others.into_keys() {
+        for fqn in remaining_digests.into_keys() {
             self.add_problem(fqn, None, &digest_mismatch(checkpoint, fqn));
         }
     }
@@ -303,7 +303,7 @@ fn read_elements(
     // One read gives both the count and the digest.
     let mut census = Census::default();
     let mut sum = Sum::default();
-    let mut at = 0;
+    let mut offset = 0;
     let whole = TensorBox::whole(&tensor.shape);
     validate_chunks(&tensor.shape, std::iter::empty()).map_err(|source| LoadPlanError::Chunks {
         fqn: fqn.to_owned(),
@@ -314,8 +314,8 @@ fn read_elements(
         if is_number {
             census.add(dtype, bytes);
         }
-        sum.add_bytes(at, bytes);
-        at += bytes.len() as u64;
+        sum.add_bytes(offset, bytes);
+        offset += bytes.len() as u64;
         if let Some(progress) = progress {
             progress(bytes.len() as u64);
         }
@@ -333,12 +333,12 @@ pub fn find_unknown_files(checkpoint: &dyn Checkpoint) -> Result<Vec<PathBuf>, F
     if checkpoint.format() != Format::Dcp {
         return Ok(Vec::new());
     }
-    let known: HashSet<&str> = checkpoint
+    let known_names: HashSet<&str> = checkpoint
         .metadata()
         .stored()
         .map(|(_, _, stored)| stored.relative_path.as_str())
         .collect();
     let mut names = checkpoint.directory().names()?;
-    names.retain(|name| name.ends_with(".distcp") && !known.contains(name.as_str()));
+    names.retain(|name| name.ends_with(".distcp") && !known_names.contains(name.as_str()));
     Ok(names.into_iter().map(PathBuf::from).collect())
 }

@@ -57,13 +57,13 @@ impl Report {
 
     /// Adds the findings about one of several checkpoints, with the keys and files that they have
     /// in the whole.
-    pub(super) fn add_part(&mut self, part: Report, of: &PartOf<'_>) {
-        for problem in part.problems {
+    pub(super) fn add_part(&mut self, report: Report, part: &PartOf<'_>) {
+        for problem in report.problems {
             self.problems.push(Problem {
-                fqn: problem.fqn.map(|fqn| key_in_whole(fqn, of)),
+                fqn: problem.fqn.map(|fqn| key_in_whole(fqn, part)),
                 file: problem.file.map(|file| {
-                    if of.is_directory {
-                        format!("{}/{file}", of.path)
+                    if part.is_directory {
+                        format!("{}/{file}", part.path)
                     } else {
                         file
                     }
@@ -71,20 +71,20 @@ impl Report {
                 ..problem
             });
         }
-        for (fqn, object_type) in part.opaque {
-            self.opaque.push((key_in_whole(fqn, of), object_type));
+        for (fqn, object_type) in report.opaque {
+            self.opaque.push((key_in_whole(fqn, part), object_type));
         }
-        for (fqn, census) in part.not_finite {
-            self.not_finite.push((key_in_whole(fqn, of), census));
+        for (fqn, census) in report.not_finite {
+            self.not_finite.push((key_in_whole(fqn, part), census));
         }
         // The whole has hashes only if all of its parts do.
-        self.has_integrity &= part.has_integrity;
-        self.stale_digests |= part.stale_digests;
-        self.tensors += part.tensors;
-        self.values += part.values;
-        self.bytes_read += part.bytes_read;
-        self.replicas += part.replicas;
-        self.digests += part.digests;
+        self.has_integrity &= report.has_integrity;
+        self.stale_digests |= report.stale_digests;
+        self.tensors += report.tensors;
+        self.values += report.values;
+        self.bytes_read += report.bytes_read;
+        self.replicas += report.replicas;
+        self.digests += report.digests;
     }
 }
 
