@@ -167,9 +167,9 @@ impl Flattener<'_, '_> {
     /// Adds everything below a node, whose path in the state dict is `path`, and returns its
     /// containers.
     fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         self.walk.enter(id)?;
-        let structure = match p.node(id) {
+        let structure = match pickle.node(id) {
             Node::Opaque(object) if self.is_module(id, object)? => {
                 let items = self.flatten_module(id, object, path)?;
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
@@ -181,7 +181,7 @@ impl Flattener<'_, '_> {
                 Structure::List(self.flatten_all(items, path)?)
             }
             Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
-                Structure::Tuple(self.flatten_all(p.sequence(id)?, path)?)
+                Structure::Tuple(self.flatten_all(pickle.sequence(id)?, path)?)
             }
             _ => {
                 // The path and the flat key are kept in several places.
@@ -248,9 +248,9 @@ impl Flattener<'_, '_> {
 
     /// Returns the value of a key of a dict.
     fn read_key(&mut self, id: NodeId) -> Result<PlainValue> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         convert(&mut self.walk, id, &mut |_: &TensorRef| {
-            Err(unsupported_key(p, id))
+            Err(unsupported_key(pickle, id))
         })
     }
 
@@ -326,13 +326,13 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
     fn holds_tensors_or_dicts(&mut self, id: NodeId) -> Result<bool> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         self.walk.enter(id)?;
-        let items = p.sequence(id)?;
+        let items = pickle.sequence(id)?;
         self.walk.charge(id, "expanded size", items.len() as u64)?;
         let mut found = false;
         for &item in items {
-            found = match p.node(item) {
+            found = match pickle.node(item) {
                 Node::Dict(_) => true,
                 Node::List(_) => self.holds_tensors_or_dicts(item)?,
                 Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
@@ -348,17 +348,17 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if there is a tensor anywhere below the node, inside a dict.
     fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         self.walk.enter(id)?;
         let mut found = false;
-        match p.node(id) {
+        match pickle.node(id) {
             Node::Dict(entries) => {
                 for &(_, value) in entries {
                     found = found || self.has_tensors_in_dicts(value, true)?;
                 }
             }
             Node::List(_) | Node::Tuple(_) => {
-                for &item in p.sequence(id)? {
+                for &item in pickle.sequence(id)? {
                     found = found || self.has_tensors_in_dicts(item, in_dict)?;
                 }
             }
@@ -370,13 +370,13 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
     fn is_tensor(&mut self, id: NodeId) -> Result<bool> {
-        let p = self.walk.pickle;
-        if !matches!(p.node(id), Node::Object(_)) {
+        let pickle = self.walk.pickle;
+        if !matches!(pickle.node(id), Node::Object(_)) {
             return Ok(false);
         }
         // Lists may hold one object many times, so each look at its arguments is charged.
         self.walk.charge(id, "expanded size", LOOK_COST_BYTES)?;
-        Ok(matches!(TensorRef::from_node(p, id), Ok(Some(_))) || is_sharded(p, id))
+        Ok(matches!(TensorRef::from_node(pickle, id), Ok(Some(_))) || is_sharded(pickle, id))
     }
 
     /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all
@@ -398,15 +398,15 @@ impl Flattener<'_, '_> {
         id: NodeId,
         object: &OpaqueNode<'_>,
     ) -> Result<Vec<(NodeId, NodeId)>> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         let mut parts = Vec::new();
         let mut excluded = HashSet::new();
-        for &(key, value) in attributes_of(p, id, object).entries {
-            match (p.node(key), p.node(value)) {
+        for &(key, value) in attributes_of(pickle, id, object).entries {
+            match (pickle.node(key), pickle.node(value)) {
                 (Node::Str(NOT_PERSISTENT), Node::Set(names)) => {
                     for &name in names {
                         self.charge_name(id, name)?;
-                        excluded.extend(p.str(name));
+                        excluded.extend(pickle.str(name));
                     }
                 }
                 (Node::Str(key), Node::Dict(found)) if MODULE_PARTS.contains(key) => {
@@ -419,7 +419,8 @@ impl Flattener<'_, '_> {
             }
         }
         parts.retain(|&(name, part)| {
-            *p.node(part) != Node::None && !p.str(name).is_ok_and(|name| excluded.contains(name))
+            *pickle.node(part) != Node::None
+                && !pickle.str(name).is_ok_and(|name| excluded.contains(name))
         });
         Ok(parts)
     }
@@ -437,8 +438,8 @@ impl Flattener<'_, '_> {
 }
 
 /// Returns the error of a key of a dict that has no text.
-fn unsupported_key(p: &Pickle<'_>, key: NodeId) -> FormatError {
-    let kind = match p.node(key) {
+fn unsupported_key(pickle: &Pickle<'_>, key: NodeId) -> FormatError {
+    let kind = match pickle.node(key) {
         Node::BigInt(_) => "an int of more than 64 bits",
         other => other.kind(),
     };
@@ -459,9 +460,13 @@ const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
 const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
 /// Returns the attributes of an object of an unknown class. One whose state is no dict has none.
-fn attributes_of<'p, 'a>(p: &'p Pickle<'a>, id: NodeId, object: &OpaqueNode<'_>) -> Fields<'p, 'a> {
-    match object.state.map(|state| p.node(state)) {
-        Some(Node::Dict(entries)) => p.fields(id, entries),
-        _ => p.fields(id, &[]),
+fn attributes_of<'p, 'a>(
+    pickle: &'p Pickle<'a>,
+    id: NodeId,
+    object: &OpaqueNode<'_>,
+) -> Fields<'p, 'a> {
+    match object.state.map(|state| pickle.node(state)) {
+        Some(Node::Dict(entries)) => pickle.fields(id, entries),
+        _ => pickle.fields(id, &[]),
     }
 }

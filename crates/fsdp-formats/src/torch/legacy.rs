@@ -109,27 +109,28 @@ fn check_byte_order(system: &Pickle<'_>) -> Result<()> {
 }
 
 /// Returns the bytes of an element of each storage, by key.
-fn element_bytes(p: &Pickle<'_>) -> Result<HashMap<String, u64>> {
+fn element_bytes(pickle: &Pickle<'_>) -> Result<HashMap<String, u64>> {
     let mut sizes = HashMap::new();
-    for id in p.persistent_ids() {
-        let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else {
+    for id in pickle.persistent_ids() {
+        let [_storage, class, key, _location, _elements, ref view @ ..] = *pickle.sequence(id)?
+        else {
             continue;
         };
         // The view is the last value. Many storages may share a longer tuple, so what else is in it
         // is not looked at.
         if view
             .first()
-            .is_some_and(|&view| *p.node(view) != Node::None)
+            .is_some_and(|&view| *pickle.node(view) != Node::None)
         {
             let what = "a storage that is a view of another one";
             return Err(FormatError::unsupported(what));
         }
-        let size = match p.node(class) {
+        let size = match pickle.node(class) {
             Node::Global(Global::TypedStorage(dtype)) => dtype.size_in_bytes(),
             Node::Global(Global::UntypedStorage) => 1,
-            _ => return Err(p.wrong(class, "a storage class").into()),
+            _ => return Err(pickle.expected_error(class, "a storage class").into()),
         };
-        sizes.insert(storage_key(p, key)?.to_owned(), size);
+        sizes.insert(storage_key(pickle, key)?.to_owned(), size);
     }
     Ok(sizes)
 }

@@ -458,14 +458,14 @@ pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue> {
 }
 
 /// Makes the error of a value that is of a known class, but is not a plain value.
-fn opaque_error(p: &Pickle<'_>, id: NodeId) -> PickleError {
-    let name = match p.node(id) {
+fn opaque_error(pickle: &Pickle<'_>, id: NodeId) -> PickleError {
+    let name = match pickle.node(id) {
         Node::Global(global) => global.description(),
         Node::Object(object) => object.global.description(),
         Node::PersistentId(_) => "Storage".to_owned(),
         other => other.kind().to_owned(),
     };
-    p.opaque(id, name)
+    pickle.opaque_error(id, name)
 }
 
 /// Describes an opaque object as a dict: its type, its arguments, its state, and the items and
@@ -530,7 +530,7 @@ fn convert_tensor(
     };
     if !walk.describes {
         let name = "Tensor (quantized, inside another value)";
-        return Err(walk.pickle.opaque(id, name).into());
+        return Err(walk.pickle.opaque_error(id, name).into());
     }
     let quantizer = convert(walk, quantizer, loader)?;
     let elements = PlainValue::Tensor(loader.tensor(tensor)?);
@@ -552,9 +552,9 @@ pub(crate) fn convert(
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
     walk.enter(id)?;
-    let p = walk.pickle;
-    let value = match p.node(id) {
-        Node::Tuple(_) => PlainValue::Tuple(convert_all(walk, p.sequence(id)?, loader)?),
+    let pickle = walk.pickle;
+    let value = match pickle.node(id) {
+        Node::Tuple(_) => PlainValue::Tuple(convert_all(walk, pickle.sequence(id)?, loader)?),
         Node::List(items) => PlainValue::List(convert_all(walk, items, loader)?),
         Node::Set(items) => PlainValue::Set(convert_all(walk, items, loader)?),
         Node::FrozenSet(items) => {
@@ -568,7 +568,7 @@ pub(crate) fn convert(
             convert_object(walk, id, object, loader)?
         }
         Node::Opaque(object) if walk.describes => describe_opaque(walk, id, object, loader)?,
-        Node::PersistentId(inner) if walk.describes => match StorageRef::from_node(p, id) {
+        Node::PersistentId(inner) if walk.describes => match StorageRef::from_node(pickle, id) {
             Ok(storage) => describe_storage(walk, id, &storage, loader)?,
             // A persistent id that is not that of a storage of a known class.
             Err(_) => convert(walk, *inner, loader)?,
@@ -590,8 +590,8 @@ const DESCRIPTION_COST_BYTES: u64 = 2 * size_of::<PlainValue>() as u64;
 /// so each copy is charged: a small file cannot fill the memory. In a walk that describes, types
 /// and functions become their names.
 fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
-    let p = walk.pickle;
-    let node = p.node(id);
+    let pickle = walk.pickle;
+    let node = pickle.node(id);
     let copied = match node {
         Node::Str(text) => text.len() as u64,
         Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len() as u64,
@@ -625,8 +625,8 @@ fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
             Global::Builtin(name) => format!("builtins.{}", name_at(BUILTINS, *name)).into(),
             other => other.description().into(),
         },
-        Node::Global(_) | Node::PersistentId(_) => return Err(opaque_error(p, id).into()),
-        _ => return Err(p.wrong(id, "a plain value").into()),
+        Node::Global(_) | Node::PersistentId(_) => return Err(opaque_error(pickle, id).into()),
+        _ => return Err(pickle.expected_error(id, "a plain value").into()),
     })
 }
 
@@ -659,7 +659,10 @@ fn convert_dict(
     }
     // A dict of Python has each key once, and other formats would keep only one of the values.
     if has_text_twice(&dict) {
-        return Err(walk.pickle.invalid(id, "a dict has a key twice").into());
+        return Err(walk
+            .pickle
+            .invalid_error(id, "a dict has a key twice")
+            .into());
     }
     Ok(PlainValue::Dict(dict))
 }
@@ -715,11 +718,11 @@ fn convert_plain_object(
     id: NodeId,
     object: &ObjectNode,
 ) -> Result<Option<PlainValue>> {
-    let p = walk.pickle;
-    Ok(Some(match (object.global, p.args(object)) {
+    let pickle = walk.pickle;
+    Ok(Some(match (object.global, pickle.args(object)) {
         (Global::Size, _) => {
             let mut items: Vec<PlainValue> = Vec::new();
-            for size in p.sizes(id)? {
+            for size in pickle.sizes(id)? {
                 items.push((size as i64).into());
             }
             walk.charge(id, COPIES, size_of_val(&items[..]) as u64)?;
@@ -735,7 +738,7 @@ fn convert_plain_object(
         }
         (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, copy_text(walk, *kind)?),
         (Global::Device, [kind, index]) => {
-            let name = format!("{}:{}", copy_text(walk, *kind)?, p.int(*index)?);
+            let name = format!("{}:{}", copy_text(walk, *kind)?, pickle.int(*index)?);
             PlainValue::typed(PythonType::Device, name)
         }
         _ => return Ok(None),
