@@ -24,8 +24,8 @@ impl FlatFile {
         }
     }
 
-    /// Returns the boxes of a tensor of `shape` whose elements `elements` lie in a flat tensor, from
-    /// position `flat_start` on.
+    /// Returns the boxes of a tensor of `shape` whose elements `elements` lie in a flat tensor,
+    /// from position `flat_start` on.
     pub(super) fn pieces(
         &self,
         tensor: &TensorRef,

@@ -81,8 +81,8 @@ pub(super) fn shapes_below(model: &FlatFile, key: &str) -> Result<Shapes, FileEr
     Ok(shapes)
 }
 
-/// Reads the shape of a parameter from a leaf of the model states. One that no tensor can have is an
-/// error.
+/// Reads the shape of a parameter from a leaf of the model states. One that no tensor can have is
+/// an error.
 fn read_shape(model: &FlatFile, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
     let sizes = match leaf {
         Leaf::Value(Held::Plain(value)) => match value.untyped() {

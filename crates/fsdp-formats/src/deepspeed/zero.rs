@@ -306,8 +306,8 @@ impl Shards {
         let mut flat_position = 0;
         for (name, shape) in groups.iter().flatten() {
             let numel: usize = shape.iter().product();
-            // A rank's part may span several flat tensors. `located` elements of each rank's part have
-            // been located.
+            // A rank's part may span several flat tensors. `located` elements of each rank's part
+            // have been located.
             let part_length = numel.div_ceil(rank_count);
             let mut parts = Vec::new();
             let mut located = 0;
@@ -348,8 +348,8 @@ impl Shards {
     }
 
     /// Adds a tensor that lies in flat tensors of the ranks. `key_of_group` returns the key of the
-    /// flat tensor of a group; it is an error if a rank's file lacks one. Most are `f32`, but DeepSpeed may keep parameters and moments in 16 bits
-    /// too.
+    /// flat tensor of a group; it is an error if a rank's file lacks one. Most are `f32`, but
+    /// DeepSpeed may keep parameters and moments in 16 bits too.
     fn add_flat(
         &self,
         assembler: &mut Assembler,
@@ -399,8 +399,8 @@ impl Shards {
         states
     }
 
-    /// Adds a parameter and its state. An entry of the state that is no flat tensor (a count of steps)
-    /// is copied to each parameter of the flat tensor, and charged.
+    /// Adds a parameter and its state. An entry of the state that is no flat tensor (a count of
+    /// steps) is copied to each parameter of the flat tensor, and charged.
     fn add_parameter(
         &self,
         assembler: &mut Assembler,

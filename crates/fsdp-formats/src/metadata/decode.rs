@@ -29,7 +29,7 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
         "torch.distributed.checkpoint's Metadata",
     )?;
     // The places come first, so that each chunk can take its own.
-    let mut storage = read_storage_data(pickle, budget, fields.find_some("storage_data"))?;
+    let mut storage_data = read_storage_data(pickle, budget, fields.find_some("storage_data"))?;
 
     let mut entries = IndexMap::new();
     for &(key, value) in pickle.dict(fields.get("state_dict_metadata")?)? {
@@ -37,10 +37,10 @@ pub fn decode(bytes: &[u8]) -> Result<Metadata> {
         budget.charge(key, MEMORY, (fqn.len() + size_of::<Entry>()) as u64)?;
         let entry = if pickle.is_object(value, Global::BytesStorageMetadata) {
             Entry::Bytes(BytesEntry {
-                stored: storage.remove(&(fqn, None)),
+                stored: storage_data.remove(&(fqn, None)),
             })
         } else {
-            Entry::Tensor(read_tensor(pickle, budget, value, fqn, &mut storage)?)
+            Entry::Tensor(read_tensor(pickle, budget, value, fqn, &mut storage_data)?)
         };
         if entries.insert(fqn.to_owned(), entry).is_some() {
             return Err(pickle.invalid_error(key, "the same key stands twice in the metadata"));
@@ -78,9 +78,10 @@ fn read_fqn<'a>(pickle: &Pickle<'a>, id: NodeId) -> Result<&'a str> {
     Ok(fqn)
 }
 
+/// The places of items, by key and, for a chunk, its offsets.
 type StorageData<'a> = HashMap<(&'a str, Option<Vec<usize>>), StorageInfo>;
 
-/// Reads the places of all items, by key and offsets.
+/// Reads the places of all items, by key and offsets; none if there are none.
 fn read_storage_data<'a>(
     pickle: &Pickle<'a>,
     budget: &mut Walk<'_, '_>,
@@ -90,46 +91,54 @@ fn read_storage_data<'a>(
         return Ok(HashMap::new());
     };
     let entries = pickle.dict(id)?;
-    let mut storage = HashMap::with_capacity(entries.len());
+    let mut storage_data = HashMap::with_capacity(entries.len());
     for &(key, value) in entries {
-        let index = pickle.state(key, Global::MetadataIndex, "a MetadataIndex")?;
-        let offsets = index
+        let index_fields = pickle.state(key, Global::MetadataIndex, "a MetadataIndex")?;
+        let offsets = index_fields
             .find_some("offset")
             .map(|id| pickle.sizes(id))
             .transpose()?;
-        let info = pickle.state(value, Global::StorageInfo, "a _StorageInfo")?;
+        let info_fields = pickle.state(value, Global::StorageInfo, "a _StorageInfo")?;
         let mut transforms = Vec::new();
-        if let Some(id) = info.find_some("transform_descriptors") {
+        if let Some(id) = info_fields.find_some("transform_descriptors") {
             for &transform in pickle.sequence(id)? {
                 let text = pickle.str(transform)?;
                 budget.charge(transform, MEMORY, (text.len() + size_of::<String>()) as u64)?;
                 transforms.push(text.to_owned());
             }
         }
-        let stored = StorageInfo {
-            relative_path: pickle.str(info.get("relative_path")?)?.to_owned(),
-            offset: pickle.unsigned(info.get("offset")?)?,
-            length: pickle.unsigned(info.get("length")?)?,
+        let storage_info = StorageInfo {
+            relative_path: pickle.str(info_fields.get("relative_path")?)?.to_owned(),
+            offset: pickle.unsigned(info_fields.get("offset")?)?,
+            length: pickle.unsigned(info_fields.get("length")?)?,
             transforms,
         };
-        let length = size_of::<StorageInfo>() + stored.relative_path.len();
-        budget.charge(value, MEMORY, length as u64)?;
+        let info_bytes = size_of::<StorageInfo>() + storage_info.relative_path.len();
+        budget.charge(value, MEMORY, info_bytes as u64)?;
         // From here on, the end of an item can be computed without care.
-        if stored.offset.checked_add(stored.length).is_none() {
+        if storage_info
+            .offset
+            .checked_add(storage_info.length)
+            .is_none()
+        {
             return Err(pickle.invalid_error(value, "an item ends beyond any file"));
         }
-        storage.insert((read_fqn(pickle, index.get("fqn")?)?, offsets), stored);
+        storage_data.insert(
+            (read_fqn(pickle, index_fields.get("fqn")?)?, offsets),
+            storage_info,
+        );
     }
-    Ok(storage)
+    Ok(storage_data)
 }
 
-/// Reads the entry of a tensor, whose chunks get their places.
+/// Reads the entry of a tensor, whose chunks get their places from `storage_data`. A shape that no
+/// tensor can have is an error.
 fn read_tensor<'a>(
     pickle: &Pickle<'a>,
     budget: &mut Walk<'_, '_>,
     id: NodeId,
     fqn: &'a str,
-    storage: &mut StorageData<'a>,
+    storage_data: &mut StorageData<'a>,
 ) -> Result<TensorEntry> {
     let fields = pickle.state(
         id,
@@ -150,14 +159,14 @@ fn read_tensor<'a>(
         }
         let key = (fqn, Some(offsets));
         // Copied, not taken: an empty chunk may share its offsets with another one.
-        let stored = storage.get(&key).cloned();
-        let path = stored
+        let stored = storage_data.get(&key).cloned();
+        let path_bytes = stored
             .as_ref()
             .map_or(0, |stored| stored.relative_path.len());
         budget.charge(
             id,
             MEMORY,
-            (size_of::<Chunk>() + path + sizes.len() * 2 * size_of::<usize>()) as u64,
+            (size_of::<Chunk>() + path_bytes + sizes.len() * 2 * size_of::<usize>()) as u64,
         )?;
         Ok(Chunk {
             bounds: TensorBox::new(key.1.expect("the key was made with offsets"), sizes),
@@ -174,19 +183,35 @@ fn read_tensor<'a>(
 
 /// Reads torch's `TensorProperties`.
 fn read_properties(pickle: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> {
-    let wrong = || pickle.expected_error(id, "TensorProperties with a state of 5 or 6 values");
+    let expected_error =
+        || pickle.expected_error(id, "TensorProperties with a state of 5 or 6 values");
     let Node::Object(object) = pickle.node(id) else {
-        return Err(wrong());
+        return Err(expected_error());
     };
     if object.global != Global::TensorProperties {
-        return Err(wrong());
+        return Err(expected_error());
     }
-    let state = pickle.sequence(object.state.ok_or_else(wrong)?)?;
+    let state = pickle.sequence(object.state.ok_or_else(expected_error)?)?;
     // torch before 2.6 noted no strides.
     let (dtype, requires_grad, memory_format, pin_memory, strides) = match *state {
-        [dtype, _layout, grad, format, pin] => (dtype, grad, format, pin, None),
-        [dtype, _layout, grad, format, pin, strides] => (dtype, grad, format, pin, Some(strides)),
-        _ => return Err(wrong()),
+        [dtype, _layout, requires_grad, memory_format, pin_memory] => {
+            (dtype, requires_grad, memory_format, pin_memory, None)
+        }
+        [
+            dtype,
+            _layout,
+            requires_grad,
+            memory_format,
+            pin_memory,
+            strides,
+        ] => (
+            dtype,
+            requires_grad,
+            memory_format,
+            pin_memory,
+            Some(strides),
+        ),
+        _ => return Err(expected_error()),
     };
     let Node::Global(Global::DType(dtype)) = *pickle.node(dtype) else {
         return Err(pickle.expected_error(dtype, "a dtype"));
@@ -204,11 +229,11 @@ fn read_properties(pickle: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> 
     })
 }
 
-/// Reads a memory format.
+/// Reads a memory format. One that torch does not have is an error.
 fn read_memory_format(pickle: &Pickle<'_>, id: NodeId) -> Result<MemoryFormat> {
     let object = pickle.object(id)?;
-    if let (Global::MemFormatEncoding, [value]) = (object.global, pickle.args(object)) {
-        match pickle.int(*value)? {
+    if let (Global::MemFormatEncoding, [code]) = (object.global, pickle.args(object)) {
+        match pickle.int(*code)? {
             0 => return Ok(MemoryFormat::Contiguous),
             1 => return Ok(MemoryFormat::ChannelsLast),
             2 => return Ok(MemoryFormat::Preserve),
@@ -230,11 +255,11 @@ fn read_planner_data(
         budget.charge(key, MEMORY, fqn.len() as u64)?;
         let mut parts = Vec::new();
         for &part in pickle.sequence(path)? {
-            let text = match pickle.node(part) {
+            let text_bytes = match pickle.node(part) {
                 Node::Str(text) => text.len(),
                 _ => 0,
             };
-            budget.charge(part, MEMORY, (text + size_of::<PathPart>()) as u64)?;
+            budget.charge(part, MEMORY, (text_bytes + size_of::<PathPart>()) as u64)?;
             parts.push(match pickle.node(part) {
                 Node::Int(_) => PathPart::Index(pickle.usize(part)?),
                 _ => PathPart::Key(pickle.str(part)?.to_owned()),

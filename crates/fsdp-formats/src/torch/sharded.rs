@@ -31,7 +31,8 @@ pub(crate) struct ShardedRef {
 /// each of its blocks.
 const MAX_PARTS: usize = 1024;
 
-/// Returns the class, the arguments and the state of a sharded tensor, if this node is one.
+/// Returns the class, the arguments and the state of a sharded tensor; `None` if this node is not
+/// one.
 fn find_subclass<'p>(pickle: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, NodeId)> {
     for _ in 0..MAX_WRAPPERS {
         let Node::Object(object) = pickle.node(id) else {
@@ -106,7 +107,8 @@ fn malformed(reason: impl ToString) -> FormatError {
     FormatError::malformed("sharded tensor", reason)
 }
 
-/// Returns dtype and shape of the whole tensor from the arguments `(class, dtype, size, …)`.
+/// Returns dtype and shape of the whole tensor from the arguments `(class, dtype, size, …)`. A
+/// shape that no tensor can have is an error.
 fn read_whole_tensor(pickle: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>)> {
     let [_class, dtype, size, ..] = *pickle.sequence(arguments)? else {
         return Err(pickle
@@ -132,11 +134,9 @@ fn attributes_in<'p, 'a>(walk: &mut Walk<'p, 'a>, state: NodeId) -> Result<Field
     let pickle = walk.pickle;
     let entries = match pickle.node(state) {
         Node::Tuple(_) => match *pickle.sequence(state)? {
-            [first, slots] if *pickle.node(first) == Node::None => pickle.dict(slots)?,
-            [first, slots] if *pickle.node(slots) == Node::None => pickle.dict(first)?,
-            [first, slots] if pickle.dict(first).is_ok_and(<[_]>::is_empty) => {
-                pickle.dict(slots)?
-            }
+            [dict, slots] if *pickle.node(dict) == Node::None => pickle.dict(slots)?,
+            [dict, slots] if *pickle.node(slots) == Node::None => pickle.dict(dict)?,
+            [dict, slots] if pickle.dict(dict).is_ok_and(<[_]>::is_empty) => pickle.dict(slots)?,
             _ => {
                 return Err(pickle
                     .expected_error(state, "the attributes of an object")
@@ -252,7 +252,8 @@ fn read_placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
     })
 }
 
-/// Refuses shards whose placements were not applied in the order of the mesh dimensions.
+/// Refuses shards whose placements were not applied in the order of the mesh dimensions, except for
+/// strided shards.
 fn check_order(
     walk: &mut Walk<'_, '_>,
     spec: Fields<'_, '_>,
@@ -275,7 +276,7 @@ fn check_order(
         // A strided shard says its order itself.
         let is_strided = placements
             .iter()
-            .any(|of| matches!(of, Placement::StridedShard { dim: of, .. } if *of == dim));
+            .any(|placement| matches!(placement, Placement::StridedShard { dim: strided, .. } if *strided == dim));
         let mesh_dims = read_numbers(walk, mesh_dims)?;
         if !is_strided && !mesh_dims.is_sorted() {
             let what =
@@ -288,7 +289,7 @@ fn check_order(
 
 /// Reads a DTensor. Its state has the local tensor and a specification: the placements, and the
 /// mesh with the coordinate of the rank. The boxes of the rank follow from these as they do in
-/// torch.
+/// torch; there is an error if the local tensor does not fit them.
 fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef> {
     let pickle = walk.pickle;
     let (dtype, shape) = read_whole_tensor(pickle, arguments)?;
@@ -325,7 +326,7 @@ fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Re
     if coordinate
         .iter()
         .zip(&mesh_shape)
-        .any(|(at, size)| at >= size)
+        .any(|(index, size)| index >= size)
     {
         return Err(malformed("its rank lies outside its mesh"));
     }
@@ -346,7 +347,7 @@ fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Re
 }
 
 /// Cuts a local tensor into the boxes of the whole tensor that it holds, one after the other along
-/// each dimension.
+/// each dimension. A local tensor whose shape does not fit them is an error.
 fn cut_into_boxes(
     local: &TensorRef,
     boxes: &[TensorBox],
@@ -367,7 +368,10 @@ fn cut_into_boxes(
     for bounds in boxes {
         for (dim, starts) in starts.iter_mut().enumerate() {
             let offset = bounds.offsets[dim];
-            if starts.iter().all(|(global, _)| *global != offset) {
+            if starts
+                .iter()
+                .all(|(tensor_start, _)| *tensor_start != offset)
+            {
                 starts.push((offset, local_shape[dim]));
                 local_shape[dim] += bounds.sizes[dim];
             }
@@ -387,11 +391,11 @@ fn cut_into_boxes(
             ..local.layout.clone()
         };
         for (dim, starts) in starts.iter().enumerate() {
-            let (_, start) = starts
+            let (_, local_start) = starts
                 .iter()
-                .find(|(global, _)| *global == bounds.offsets[dim])
+                .find(|(tensor_start, _)| *tensor_start == bounds.offsets[dim])
                 .expect("the ranges of all boxes were collected above");
-            layout.offset += (start * local.layout.strides[dim]) as u64;
+            layout.offset += (local_start * local.layout.strides[dim]) as u64;
         }
         parts.push(TensorRef {
             shape: bounds.sizes.clone(),
@@ -402,7 +406,8 @@ fn cut_into_boxes(
     Ok(parts)
 }
 
-/// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`.
+/// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`. Empty
+/// shards are left out; one that does not fit its place is an error.
 fn read_sharded_tensor(
     walk: &mut Walk<'_, '_>,
     arguments: NodeId,
@@ -431,10 +436,10 @@ fn read_sharded_tensor(
         let shard = attributes_of(walk, id)?;
         let local = read_plain_tensor(pickle, get_attribute(shard, "tensor")?, "a shard")?;
         charge_parts(walk, id, &local, 1)?;
-        let place = attributes_of(walk, get_attribute(shard, "metadata")?)?;
+        let metadata_of_shard = attributes_of(walk, get_attribute(shard, "metadata")?)?;
         let bounds = TensorBox {
-            offsets: pickle.sizes(get_attribute(place, "shard_offsets")?)?,
-            sizes: pickle.sizes(get_attribute(place, "shard_sizes")?)?,
+            offsets: pickle.sizes(get_attribute(metadata_of_shard, "shard_offsets")?)?,
+            sizes: pickle.sizes(get_attribute(metadata_of_shard, "shard_sizes")?)?,
         };
         if !bounds.fits(&shape) || bounds.sizes != local.shape || local.dtype != dtype {
             return Err(malformed(format!(

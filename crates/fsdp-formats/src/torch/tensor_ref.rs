@@ -64,7 +64,8 @@ impl TensorRef {
             as u64
     }
 
-    /// Returns the tensor that this node describes; `None` if it describes something else.
+    /// Returns the tensor that this node describes; `None` if it describes something else. A tensor
+    /// that is malformed is an error, and so is one of a class that only running code could build.
     pub fn from_node(
         pickle: &Pickle<'_>,
         mut id: NodeId,
@@ -78,18 +79,19 @@ impl TensorRef {
             loses_attributes |= object
                 .state
                 .is_some_and(|state| has_attributes(pickle, state));
-            let found = match (object.global, pickle.args(object)) {
+            let tensor = match (object.global, pickle.args(object)) {
                 (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
-                    let elements = tensor(pickle, id, [*storage, *offset, *shape, *strides], None)?;
+                    let plain_tensor =
+                        read_tensor(pickle, id, [*storage, *offset, *shape, *strides], None)?;
                     Some(TensorRef {
                         quantizer: Some(*quantizer),
-                        ..elements
+                        ..plain_tensor
                     })
                 }
                 // The arguments are (tensor, requires_grad, hooks), and then the attributes, if
                 // there are any.
-                (Global::RebuildParameter, [inner, rest @ ..]) => {
-                    loses_attributes |= rest
+                (Global::RebuildParameter, [inner, more_arguments @ ..]) => {
+                    loses_attributes |= more_arguments
                         .get(2)
                         .is_some_and(|&state| has_attributes(pickle, state));
                     id = *inner;
@@ -97,18 +99,18 @@ impl TensorRef {
                 }
                 // (function, class, arguments, attributes): the arguments are those of the
                 // function.
-                (Global::RebuildFromTypeV2, [function, class, arguments, rest @ ..]) => {
+                (Global::RebuildFromTypeV2, [function, class, arguments, more_arguments @ ..]) => {
                     loses_attributes |= is_subclass(pickle, *class)
-                        || rest
+                        || more_arguments
                             .first()
                             .is_some_and(|&state| has_attributes(pickle, state));
-                    let found = match (pickle.node(*function), pickle.sequence(*arguments)?) {
+                    let tensor = match (pickle.node(*function), pickle.sequence(*arguments)?) {
                         (Node::Global(Global::RebuildParameter), [inner, ..]) => {
                             id = *inner;
                             continue;
                         }
                         (Node::Global(global), arguments) => {
-                            rebuilt(pickle, id, *global, arguments)?
+                            rebuild(pickle, id, *global, arguments)?
                         }
                         // The class says more about what it is.
                         (Node::Foreign(..), _)
@@ -118,18 +120,18 @@ impl TensorRef {
                         }
                         _ => None,
                     };
-                    if found.is_none() {
+                    if tensor.is_none() {
                         return Err(
                             pickle.expected_error(*function, "a function that rebuilds a tensor")
                         );
                     }
-                    found
+                    tensor
                 }
-                (global, args) => rebuilt(pickle, id, global, args)?,
+                (global, args) => rebuild(pickle, id, global, args)?,
             };
-            return Ok(found.map(|found| TensorRef {
+            return Ok(tensor.map(|tensor| TensorRef {
                 loses_attributes,
-                ..found
+                ..tensor
             }));
         }
         Err(pickle.invalid_error(id, "a tensor is wrapped too many times"))
@@ -160,28 +162,49 @@ fn is_filled(pickle: &Pickle<'_>, id: NodeId) -> bool {
 
 /// Returns the tensor that one of torch's functions rebuilds from these arguments; `None` for other
 /// functions.
-fn rebuilt(
+fn rebuild(
     pickle: &Pickle<'_>,
-    at: NodeId,
+    id: NodeId,
     function: Global,
     args: &[NodeId],
 ) -> Result<Option<TensorRef>, PickleError> {
     let (args, dtype, metadata) = match (function, args) {
-        (Global::RebuildTensor | Global::RebuildTensorV2, [a, b, c, d, rest @ ..]) => {
-            ([*a, *b, *c, *d], None, rest.get(2))
-        }
-        (Global::RebuildTensorV3, [a, b, c, d, _grad, _hooks, dtype, rest @ ..]) => {
-            let Node::Global(Global::DType(of)) = *pickle.node(*dtype) else {
+        (
+            Global::RebuildTensor | Global::RebuildTensorV2,
+            [storage, offset, shape, strides, more_arguments @ ..],
+        ) => (
+            [*storage, *offset, *shape, *strides],
+            None,
+            more_arguments.get(2),
+        ),
+        (
+            Global::RebuildTensorV3,
+            [
+                storage,
+                offset,
+                shape,
+                strides,
+                _grad,
+                _hooks,
+                dtype,
+                more_arguments @ ..,
+            ],
+        ) => {
+            let Node::Global(Global::DType(untyped_dtype)) = *pickle.node(*dtype) else {
                 return Err(pickle.expected_error(*dtype, "a dtype"));
             };
-            ([*a, *b, *c, *d], Some(of), rest.first())
+            (
+                [*storage, *offset, *shape, *strides],
+                Some(untyped_dtype),
+                more_arguments.first(),
+            )
         }
         _ => return Ok(None),
     };
     if let Some(&metadata) = metadata {
         check_resolved(pickle, metadata)?;
     }
-    tensor(pickle, at, args, dtype).map(Some)
+    read_tensor(pickle, id, args, dtype).map(Some)
 }
 
 /// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only
@@ -221,7 +244,7 @@ pub(crate) struct StorageRef {
 }
 
 impl StorageRef {
-    /// Returns the storage that this node, a persistent id, describes.
+    /// Returns the storage that this node, a persistent id, describes. Any other node is an error.
     pub(crate) fn from_node(pickle: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
         let Node::PersistentId(persistent) = *pickle.node(id) else {
             return Err(pickle.expected_error(id, "a storage"));
@@ -269,26 +292,26 @@ pub(super) fn storage_key<'a>(pickle: &Pickle<'a>, key: NodeId) -> Result<&'a st
 }
 
 /// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its
-/// storage. `untyped` is the dtype where the storage has none.
-fn tensor(
+/// storage. `untyped_dtype` is the dtype where the storage has none.
+fn read_tensor(
     pickle: &Pickle<'_>,
-    at: NodeId,
+    id: NodeId,
     args: [NodeId; 4],
-    untyped: Option<DType>,
+    untyped_dtype: Option<DType>,
 ) -> Result<TensorRef, PickleError> {
     let [storage, offset, shape, strides] = args;
     let storage = StorageRef::from_node(pickle, storage)?;
-    let ((Some(dtype), None) | (None, Some(dtype))) = (storage.dtype, untyped) else {
+    let ((Some(dtype), None) | (None, Some(dtype))) = (storage.dtype, untyped_dtype) else {
         return Err(pickle.expected_error(storage.class, "a storage class"));
     };
     let shape = pickle.sizes(shape)?;
     let strides = pickle.sizes(strides)?;
     if shape.len() != strides.len() {
-        return Err(pickle.invalid_error(at, "a tensor's shape and strides differ in length"));
+        return Err(pickle.invalid_error(id, "a tensor's shape and strides differ in length"));
     }
     let offset = pickle.unsigned(offset)?;
     if !is_sane_shape(&shape) {
-        return Err(pickle.invalid_error(at, "a tensor has too many elements"));
+        return Err(pickle.invalid_error(id, "a tensor has too many elements"));
     }
     let layout = StridedLayout {
         bounds: TensorBox::whole(&shape),
@@ -301,7 +324,7 @@ fn tensor(
             .last()
             .and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
         if end.is_none_or(|end| end > storage.bytes) {
-            return Err(pickle.invalid_error(at, "a tensor reaches beyond its storage"));
+            return Err(pickle.invalid_error(id, "a tensor reaches beyond its storage"));
         }
     }
     Ok(TensorRef {
@@ -319,7 +342,7 @@ fn tensor(
 fn storage_class(dtype: DType) -> Option<&'static str> {
     STORAGES
         .iter()
-        .find(|(_, of)| *of == dtype)
+        .find(|(_, storage_dtype)| *storage_dtype == dtype)
         .map(|(class, _)| *class)
 }
 
