@@ -54,14 +54,14 @@ impl Problem {
     }
 }
 
-/// Returns where in its file the first corrupt block starts, if that is the error.
+/// Returns the offset in its file of the first corrupt block; `None` if that is not the error.
 fn offset_of_corruption(error: &(dyn std::error::Error + 'static)) -> Option<u64> {
-    let mut next = Some(error);
-    while let Some(error) = next {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
         if let Some(FormatError::Corrupt { offset, .. }) = error.downcast_ref() {
             return Some(*offset);
         }
-        next = error.source();
+        cause = error.source();
     }
     None
 }
@@ -127,23 +127,23 @@ pub fn check_metadata(checkpoint: &dyn Checkpoint) -> Vec<Problem> {
 pub fn check_items(checkpoint: &dyn Checkpoint, threads: usize) -> Result<ItemFindings, FileError> {
     let entries: Vec<(&String, &Entry)> = checkpoint.metadata().entries.iter().collect();
     let outcomes = on_each(&entries, threads, |(fqn, entry)| {
-        let mut found = ItemFindings::default();
+        let mut item_findings = ItemFindings::default();
         match entry {
-            Entry::Bytes(bytes) => check_value(checkpoint, fqn, bytes, &mut found),
-            Entry::Tensor(tensor) => check_chunk_ends(checkpoint, fqn, tensor, &mut found),
+            Entry::Bytes(bytes) => check_value(checkpoint, fqn, bytes, &mut item_findings),
+            Entry::Tensor(tensor) => check_chunk_ends(checkpoint, fqn, tensor, &mut item_findings),
         }
-        .map(|()| found)
+        .map(|()| item_findings)
     });
     let mut findings = ItemFindings::default();
     for outcome in outcomes {
-        let found = outcome?;
-        findings.problems.extend(found.problems);
-        findings.opaque.extend(found.opaque);
+        let item_findings = outcome?;
+        findings.problems.extend(item_findings.problems);
+        findings.opaque.extend(item_findings.opaque);
     }
     Ok(findings)
 }
 
-/// Reads a value.
+/// Reads a value. One that is opaque, or that cannot be read, is added to the findings.
 fn check_value(
     checkpoint: &dyn Checkpoint,
     fqn: &str,
@@ -152,7 +152,7 @@ fn check_value(
 ) -> Result<(), FileError> {
     if let Err(error) = refuse_paths(checkpoint.read_value(fqn))? {
         match error.opaque_type() {
-            Some(of) => findings.opaque.push((fqn.to_owned(), of)),
+            Some(opaque_type) => findings.opaque.push((fqn.to_owned(), opaque_type)),
             None => {
                 let problem = Problem::of_key(fqn, value.stored.as_ref(), &error);
                 findings.problems.push(problem);
@@ -175,7 +175,7 @@ fn check_chunk_ends(
         return Ok(());
     }
     let mut element = vec![0; tensor.properties.dtype.size_in_bytes() as usize];
-    let mut opaque = None;
+    let mut opaque_type = None;
     let problems = &mut findings.problems;
     for Chunk { bounds, stored } in &tensor.chunks {
         // Chunks that are stored nowhere have been reported above.
@@ -185,44 +185,47 @@ fn check_chunk_ends(
         if bounds.is_empty() {
             continue;
         }
-        let at = bounds
+        let last_index = bounds
             .offsets
             .iter()
             .zip(&bounds.sizes)
             .map(|(offset, size)| offset + size - 1);
-        let last = TensorBox::new(at.collect(), vec![1; bounds.rank()]);
+        let last_element = TensorBox::new(last_index.collect(), vec![1; bounds.rank()]);
         // Read this chunk alone. An ordinary read would plan over all chunks, for each of them
         // again.
-        let this = Replica {
+        let chunk_copy = Replica {
             fqn: fqn.to_owned(),
             bounds: Some(bounds.clone()),
             stored: stored.clone(),
         };
-        let Err(error) = refuse_paths(checkpoint.read_replica(&this, &last, &mut element))? else {
+        let Err(error) =
+            refuse_paths(checkpoint.read_replica(&chunk_copy, &last_element, &mut element))?
+        else {
             continue;
         };
-        let Some(of) = error.opaque_type() else {
+        let Some(type_name) = error.opaque_type() else {
             problems.push(Problem::of_key(fqn, Some(stored), &error));
             continue;
         };
         // An opaque tensor cannot be read here, but its bytes must be there, up to the last.
-        opaque = Some(of);
-        let end = stored.length.saturating_sub(1);
-        if let Err(error) = refuse_paths(checkpoint.read_stored(fqn, stored, end, &mut [0]))? {
+        opaque_type = Some(type_name);
+        let last_byte = stored.length.saturating_sub(1);
+        if let Err(error) = refuse_paths(checkpoint.read_stored(fqn, stored, last_byte, &mut [0]))?
+        {
             problems.push(Problem::of_key(fqn, Some(stored), &error));
         }
     }
     findings
         .opaque
-        .extend(opaque.map(|of| (fqn.to_owned(), of)));
+        .extend(opaque_type.map(|type_name| (fqn.to_owned(), type_name)));
     Ok(())
 }
 
 /// Turns a path that leads out of the checkpoint, or through a link, into an error of the whole
 /// verification. Other errors of the read are returned inside, for the report.
-fn refuse_paths<T>(read: Result<T, FileError>) -> Result<Result<T, FileError>, FileError> {
-    match read {
+fn refuse_paths<T>(outcome: Result<T, FileError>) -> Result<Result<T, FileError>, FileError> {
+    match outcome {
         Err(error @ FileError::Path { .. }) => Err(error),
-        read => Ok(read),
+        outcome => Ok(outcome),
     }
 }

@@ -167,9 +167,9 @@ pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
     }
     // Checkpoints of other programs have no lineage, but often a step in their names.
     links.sort_by_cached_key(|link| {
-        let recorded = link.lineage.as_ref().map(|lineage| lineage.step);
-        let named = step_of(&link.name).map(|(_, step)| step);
-        (recorded, named, link.name.clone())
+        let recorded_step = link.lineage.as_ref().map(|lineage| lineage.step);
+        let step_in_name = step_of(&link.name).map(|(_, step)| step);
+        (recorded_step, step_in_name, link.name.clone())
     });
     add_notes(&mut links);
     Ok(links)
@@ -177,12 +177,12 @@ pub fn list_chain(run: impl Into<Location>) -> Result<Vec<Link>, FileError> {
 
 /// Notes where the chain is broken or forked, and what has changed from one checkpoint to the next.
 fn add_notes(links: &mut [Link]) {
-    let by_digest: BTreeMap<Digest, usize> = links
+    let position_of_digest: BTreeMap<Digest, usize> = links
         .iter()
         .enumerate()
         .filter_map(|(index, link)| Some((link.digest?, index)))
         .collect();
-    let mut first_child: BTreeMap<Digest, String> = BTreeMap::new();
+    let mut first_children: BTreeMap<Digest, String> = BTreeMap::new();
     for index in 0..links.len() {
         let Some(lineage) = links[index].lineage.clone() else {
             links[index].notes.push(Note::NoLineage);
@@ -191,18 +191,18 @@ fn add_notes(links: &mut [Link]) {
         let Some(parent) = lineage.parent else {
             continue;
         };
-        match first_child.entry(parent.digest) {
-            Entry::Occupied(other) => links[index].notes.push(Note::Fork {
-                other: other.get().clone(),
+        match first_children.entry(parent.digest) {
+            Entry::Occupied(sibling) => links[index].notes.push(Note::Fork {
+                other: sibling.get().clone(),
             }),
-            Entry::Vacant(first) => _ = first.insert(links[index].name.clone()),
+            Entry::Vacant(vacant) => _ = vacant.insert(links[index].name.clone()),
         }
         // The parent is known by its state, since steps may come twice in the life of a run.
-        let notes = match by_digest.get(&parent.digest) {
-            Some(&found) => changes(links[found].lineage.as_ref(), &lineage),
+        let notes = match position_of_digest.get(&parent.digest) {
+            Some(&position) => changes(links[position].lineage.as_ref(), &lineage),
             None => {
-                let mut others = links.iter().filter_map(|link| link.lineage.as_ref());
-                vec![if others.any(|other| other.step == parent.step) {
+                let mut lineages = links.iter().filter_map(|link| link.lineage.as_ref());
+                vec![if lineages.any(|lineage| lineage.step == parent.step) {
                     Note::ParentIsAnother
                 } else {
                     Note::ParentIsElsewhere
@@ -213,7 +213,8 @@ fn add_notes(links: &mut [Link]) {
     }
 }
 
-/// Returns what has changed from a checkpoint to its child.
+/// Returns notes of what has changed from a checkpoint to its child; none if the parent has no
+/// lineage.
 fn changes(parent: Option<&Lineage>, child: &Lineage) -> Vec<Note> {
     let mut notes = Vec::new();
     let Some(parent) = parent else {
@@ -222,10 +223,10 @@ fn changes(parent: Option<&Lineage>, child: &Lineage) -> Vec<Note> {
     if parent.config != child.config {
         notes.push(Note::OtherConfig);
     }
-    if let (Some(before), Some(after)) = (&parent.data, &child.data) {
-        if before.hash != after.hash {
+    if let (Some(parent_data), Some(child_data)) = (&parent.data, &child.data) {
+        if parent_data.hash != child_data.hash {
             notes.push(Note::OtherData);
-        } else if after.position < before.position {
+        } else if child_data.position < parent_data.position {
             notes.push(Note::DataAgain);
         }
     }

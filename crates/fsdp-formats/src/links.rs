@@ -67,13 +67,14 @@ impl LinksInFolder {
         Ok(LinksInFolder { links })
     }
 
-    /// Returns the name of a link that leads to a checkpoint, or to a file in it.
+    /// Returns the name of a link that leads to a checkpoint, or to a file in it; `None` if no link
+    /// does.
     #[must_use]
     pub fn leading_to(&self, checkpoint: &Location) -> Option<&str> {
-        let place = checkpoint.local()?.canonicalize().ok()?;
+        let checkpoint_path = checkpoint.local()?.canonicalize().ok()?;
         self.links
             .iter()
-            .find(|(_, target)| target.starts_with(&place))
+            .find(|(_, target)| target.starts_with(&checkpoint_path))
             .map(|(name, _)| name.as_str())
     }
 }

@@ -53,7 +53,7 @@ fn open_part(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
     if location.storage()?.kind()? == Some(EntryKind::Directory) {
         let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
         if metadata_files(&directory)?.is_empty() && folder::is_there(&directory.names()?) {
-            return Err(unsupported(
+            return Err(unsupported_error(
                 location,
                 "a trainer's folder inside of another one",
             ));
@@ -73,12 +73,12 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
         None => return Ok(()),
         Some(EntryKind::Directory) => {}
         Some(EntryKind::File | EntryKind::Special) => {
-            return Err(not_replaceable(location, "directory"));
+            return Err(not_replaceable_error(location, "directory"));
         }
     }
     let directory = CheckedDirectory::open(location, false, Links::Refuse)?;
     if let Some(name) = directory.names_not_utf8()?.into_iter().next() {
-        return Err(holds_others(location, name));
+        return Err(holds_others_error(location, name));
     }
     if location.names()?.is_empty() {
         return Ok(());
@@ -86,7 +86,7 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
     match open_directory(location, OpenOptions { verify: false }) {
         Ok(checkpoint) => match ExtraFiles::find(&*checkpoint)?.foreign() {
             None => Ok(()),
-            Some(name) => Err(holds_others(location, name.to_owned())),
+            Some(name) => Err(holds_others_error(location, name.to_owned())),
         },
         // A directory that holds nothing but data files of DCP may be replaced: its metadata are
         // lost.
@@ -102,19 +102,19 @@ pub fn check_replaceable(location: &Location) -> Result<(), FileError> {
                 source: FormatError::Unsupported { .. },
                 ..
             },
-        ) => Err(not_replaceable(location, "checkpoint directory")),
+        ) => Err(not_replaceable_error(location, "checkpoint directory")),
         // A damaged checkpoint may be replaced. It is not known any more which files are its own,
         // but directories are not, so there must be none.
         Err(_) => {
             let mut names = location.names()?.into_iter();
-            let other = names.find(|name| is_directory(location, name));
-            other.map_or(Ok(()), |name| Err(holds_others(location, name)))
+            let directory_name = names.find(|name| is_directory(location, name));
+            directory_name.map_or(Ok(()), |name| Err(holds_others_error(location, name)))
         }
     }
 }
 
 /// Returns the error of a directory that may not be replaced, because it holds this too.
-fn holds_others(location: &Location, name: String) -> FileError {
+fn holds_others_error(location: &Location, name: String) -> FileError {
     FileError::HoldsOthers {
         path: location.name().to_owned(),
         name,
@@ -122,7 +122,7 @@ fn holds_others(location: &Location, name: String) -> FileError {
 }
 
 /// Returns the error of something that a checkpoint of the `wanted` kind may not replace.
-fn not_replaceable(location: &Location, wanted: &'static str) -> FileError {
+fn not_replaceable_error(location: &Location, wanted: &'static str) -> FileError {
     FileError::NotReplaceable {
         path: location.name().to_owned(),
         wanted,
@@ -186,14 +186,14 @@ fn open_directory(
         });
     }
     if let Some(what) = megatron_format(&directory, &names)? {
-        return Err(unsupported(location, what));
+        return Err(unsupported_error(location, what));
     }
     // A directory of no known format gets the error of a DCP directory without metadata.
     Ok(Box::new(CheckpointReader::open_with(location, options)?))
 }
 
-/// Returns what a directory is in one of Megatron's formats that are not read; `None` for any other
-/// directory.
+/// Returns the description, for an error, of a directory in one of Megatron's formats that are not
+/// read; `None` for any other directory.
 fn megatron_format(
     directory: &CheckedDirectory,
     names: &[String],
@@ -233,7 +233,7 @@ fn open_file(location: &Location, options: OpenOptions) -> Result<Box<dyn Checkp
     match open_content(location, options) {
         Err(error @ FileError::File { .. }) => {
             let (_, name) = location.split()?;
-            Err(part_of_directory(name).map_or(error, |what| unsupported(location, what)))
+            Err(part_of_directory(name).map_or(error, |what| unsupported_error(location, what)))
         }
         opened => opened,
     }
@@ -249,7 +249,7 @@ fn open_content(
     let file = directory.file(name).map_err(|error| match error {
         // The user named it, so it is not a path inside a checkpoint.
         FileError::Path { reason, .. } => {
-            unsupported(location, &format!("what is no regular file ({reason})"))
+            unsupported_error(location, &format!("what is no regular file ({reason})"))
         }
         error => error,
     })?;
@@ -258,7 +258,7 @@ fn open_content(
         bytes if legacy::is_start(bytes) => {
             Ok(Box::new(torch::read::open(location, directory, None)?))
         }
-        bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported(
+        bytes if bytes.starts_with(legacy::OLD_START) => Err(unsupported_error(
             location,
             "a file of `torch.save` with `pickle_protocol` 0 or 1, which torch can save again without it,",
         )),
@@ -270,7 +270,7 @@ fn open_content(
         [_, _, _, _, _, _, _, _, b'{', ..] => Ok(Box::new(SafetensorsCheckpoint::open_file(
             location, directory, options,
         )?)),
-        _ => Err(unsupported(
+        _ => Err(unsupported_error(
             location,
             "a file that is neither an archive of torch or NumPy, nor safetensors, nor GGUF,",
         )),
@@ -294,10 +294,10 @@ fn open_archive(
 ) -> Result<Box<dyn Checkpoint>, FileError> {
     let (_, name) = location.split()?;
     let file = directory.file(name)?;
-    let rooted = Directory::read(&*file);
+    let rooted_archive = Directory::read(&*file);
     // The records of NumPy's archives have no root, and may be compressed, so such an archive was
     // not read yet, or not with the names of its records.
-    let may_be_numpy = rooted.as_ref().map_or(true, numpy::is_archive);
+    let may_be_numpy = rooted_archive.as_ref().map_or(true, numpy::is_archive);
     if may_be_numpy
         && let Ok(archive) = Directory::read_rootless(&*file)
         && numpy::is_archive(&archive)
@@ -306,7 +306,7 @@ fn open_archive(
             location, directory, &archive,
         )?));
     }
-    let archive = rooted.map_err(|error| directory.file_error(name, error))?;
+    let archive = rooted_archive.map_err(|error| directory.file_error(name, error))?;
     Ok(Box::new(torch::read::open(
         location,
         directory,
@@ -314,6 +314,7 @@ fn open_archive(
     )?))
 }
 
-fn unsupported(location: &Location, what: &str) -> FileError {
+/// Makes the error of a location that is `what`, which is not supported.
+fn unsupported_error(location: &Location, what: &str) -> FileError {
     FormatError::unsupported(what).in_file(location.name())
 }

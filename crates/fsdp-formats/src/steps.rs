@@ -17,7 +17,7 @@ pub struct StepOfRun {
 }
 
 /// The folders in which trainers put their checkpoints, below the one that a user names.
-const BELOW: [&str; 4] = ["", "checkpoint", "checkpoints", "outputs/checkpoint"];
+const SUBFOLDERS: [&str; 4] = ["", "checkpoint", "checkpoints", "outputs/checkpoint"];
 
 /// The words before the number in the name of a checkpoint.
 const WORDS: [&str; 5] = ["step", "checkpoint", "iter", "epoch", "ckpt"];
@@ -30,14 +30,14 @@ const WORDS: [&str; 5] = ["step", "checkpoint", "iter", "epoch", "ckpt"];
 /// A folder that cannot be listed.
 pub fn list_steps(run: impl Into<Location>) -> Result<Vec<StepOfRun>, FileError> {
     let run = run.into();
-    for below in BELOW {
-        let folder = if below.is_empty() {
+    for subfolder in SUBFOLDERS {
+        let folder = if subfolder.is_empty() {
             run.clone()
         } else {
-            run.join(below)
+            run.join(subfolder)
         };
         let names = match folder.names() {
-            Err(error) if !below.is_empty() && error.is_absence() => continue,
+            Err(error) if !subfolder.is_empty() && error.is_absence() => continue,
             names => names?,
         };
         let mut steps: Vec<StepOfRun> = names
@@ -68,16 +68,16 @@ pub(crate) fn step_of(name: &str) -> Option<(&'static str, u64)> {
     }
     let stem = [".ckpt", ".pt", ".pth", ".safetensors"]
         .iter()
-        .find_map(|end| name.strip_suffix(end))
+        .find_map(|extension| name.strip_suffix(extension))
         .unwrap_or(name);
-    let before = stem.trim_end_matches(|c: char| c.is_ascii_digit());
+    let without_digits = stem.trim_end_matches(|c: char| c.is_ascii_digit());
     // Without digits, or with too many, there is no step.
-    let step = stem[before.len()..].parse().ok()?;
-    let word = before.trim_end_matches(['-', '_', '=']);
+    let step = stem[without_digits.len()..].parse().ok()?;
+    let word_in_name = without_digits.trim_end_matches(['-', '_', '=']);
     WORDS
         .into_iter()
-        .find(|known| word.ends_with(known))
-        .map(|known| (known, step))
+        .find(|step_word| word_in_name.ends_with(step_word))
+        .map(|step_word| (step_word, step))
 }
 
 #[cfg(test)]

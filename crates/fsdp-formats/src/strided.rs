@@ -29,11 +29,11 @@ impl StridedLayout {
         if self.bounds.is_empty() {
             return None;
         }
-        let mut at = self.offset;
+        let mut position = self.offset;
         for (&size, &stride) in self.bounds.sizes.iter().zip(&self.strides) {
-            at = at.checked_add((size as u64 - 1).checked_mul(stride as u64)?)?;
+            position = position.checked_add((size as u64 - 1).checked_mul(stride as u64)?)?;
         }
-        Some(at)
+        Some(position)
     }
 }
 
@@ -61,21 +61,26 @@ pub(crate) struct StridedRuns {
 impl StridedRuns {
     /// Finds the longest runs: dimensions that continue each other are merged, and the one with the
     /// smallest step in the storage is innermost.
-    pub(crate) fn new(overlap: &TensorBox, src: &StridedLayout, dst: &TensorBox) -> Self {
-        let dst_strides = row_major_strides(&dst.sizes);
-        let mut first = StridedRun {
-            src: src.offset,
+    pub(crate) fn new(
+        overlap: &TensorBox,
+        source: &StridedLayout,
+        destination: &TensorBox,
+    ) -> Self {
+        let destination_strides = row_major_strides(&destination.sizes);
+        let mut first_run = StridedRun {
+            src: source.offset,
             dst: 0,
             len: 1,
             src_step: 1,
             dst_step: 1,
         };
         let mut dims = Vec::with_capacity(overlap.rank());
-        for (d, &dst_stride) in dst_strides.iter().enumerate() {
-            first.src += ((overlap.offsets[d] - src.bounds.offsets[d]) * src.strides[d]) as u64;
-            first.dst += (overlap.offsets[d] - dst.offsets[d]) * dst_stride;
-            if overlap.sizes[d] != 1 {
-                dims.push((overlap.sizes[d], src.strides[d], dst_stride));
+        for (dim, &dst_stride) in destination_strides.iter().enumerate() {
+            first_run.src +=
+                ((overlap.offsets[dim] - source.bounds.offsets[dim]) * source.strides[dim]) as u64;
+            first_run.dst += (overlap.offsets[dim] - destination.offsets[dim]) * dst_stride;
+            if overlap.sizes[dim] != 1 {
+                dims.push((overlap.sizes[dim], source.strides[dim], dst_stride));
             }
         }
         // Sort the dimensions in the order of the storage: the one with the smallest step is
@@ -95,17 +100,17 @@ impl StridedRuns {
             }
         }
         if let Some((len, src_step, dst_step)) = merged.pop() {
-            first = StridedRun {
+            first_run = StridedRun {
                 len,
                 src_step,
                 dst_step,
-                ..first
+                ..first_run
             };
         }
         StridedRuns {
             index: vec![0; merged.len()],
             outer: merged,
-            next: (!overlap.is_empty()).then_some(first),
+            next: (!overlap.is_empty()).then_some(first_run),
         }
     }
 
@@ -160,33 +165,34 @@ pub(crate) struct StoredElements<'l> {
 }
 
 impl StoredElements<'_> {
-    /// Reads `overlap` into a slot.
+    /// Reads `overlap`, which must lie in the layout's box and in the slot's, into a slot. What is
+    /// read is added to the slot's digest, if that is asked for.
     pub(crate) fn read<S: ReadAt + ?Sized>(
         &self,
         reader: &mut BlockReader<'_, S>,
         overlap: &TensorBox,
         slot: &mut Slot<'_>,
     ) -> Result<(), FormatError> {
-        let element = self.element;
+        let element_bytes = self.element;
         let all_runs = StridedRuns::new(overlap, self.layout, &slot.bounds);
-        let last = self.storage + all_runs.end() * element as u64;
+        let end_of_runs = self.storage + all_runs.end() * element_bytes as u64;
         let mut runs = all_runs.peekable();
         let mut scratch = Vec::new();
         let mut is_scattered = false;
         while let Some(run) = runs.next() {
-            let start = self.storage + run.src * element as u64;
+            let start = self.storage + run.src * element_bytes as u64;
             // Reading ahead pays only while the next run is near.
-            let end = start + ((run.len - 1) * run.src_step * element + element) as u64;
-            let is_near = runs
-                .peek()
-                .is_some_and(|next| self.storage + next.src * (element as u64) < end + NEAR_BYTES);
-            let limit = if is_near { last } else { end };
+            let end = start + ((run.len - 1) * run.src_step * element_bytes + element_bytes) as u64;
+            let is_near = runs.peek().is_some_and(|next| {
+                self.storage + next.src * (element_bytes as u64) < end + NEAR_BYTES
+            });
+            let limit = if is_near { end_of_runs } else { end };
             if run.dst_step == 1 && (run.src_step == 1 || run.len == 1) {
-                let at = run.dst * element;
-                let dst = &mut slot.bytes[at..at + run.len * element];
-                reader.read(start, dst, limit, &mut |from, bytes| {
+                let slot_offset = run.dst * element_bytes;
+                let dst = &mut slot.bytes[slot_offset..slot_offset + run.len * element_bytes];
+                reader.read(start, dst, limit, &mut |piece_offset, bytes| {
                     if let Some(digest) = &mut slot.digest {
-                        digest.add(at + from, bytes);
+                        digest.add(slot_offset + piece_offset, bytes);
                     }
                 })?;
                 continue;
@@ -194,25 +200,27 @@ impl StoredElements<'_> {
             is_scattered = true;
             // Elements lie apart, here or there: read what spans some of them, then pick.
             const SPAN_BYTES: usize = 64 << 10;
-            let step = run.src_step * element;
-            let at_once = SPAN_BYTES
+            let step = run.src_step * element_bytes;
+            let elements_at_once = SPAN_BYTES
                 .checked_div(step)
                 .map_or(run.len, |count| count.max(1));
-            for done in (0..run.len).step_by(at_once) {
-                let count = at_once.min(run.len - done);
-                scratch.resize((count - 1) * step + element, 0);
-                let from = start + (done * step) as u64;
-                reader.read(from, &mut scratch, limit, &mut |_, _| ())?;
-                for k in 0..count {
-                    let at = (run.dst + (done + k) * run.dst_step) * element;
-                    let picked = &scratch[k * step..k * step + element];
-                    slot.bytes[at..at + element].copy_from_slice(picked);
+            for first_index in (0..run.len).step_by(elements_at_once) {
+                let count = elements_at_once.min(run.len - first_index);
+                scratch.resize((count - 1) * step + element_bytes, 0);
+                let span_start = start + (first_index * step) as u64;
+                reader.read(span_start, &mut scratch, limit, &mut |_, _| ())?;
+                for index in 0..count {
+                    let slot_offset =
+                        (run.dst + (first_index + index) * run.dst_step) * element_bytes;
+                    let element_source = &scratch[index * step..index * step + element_bytes];
+                    slot.bytes[slot_offset..slot_offset + element_bytes]
+                        .copy_from_slice(element_source);
                 }
             }
         }
         // Elements that came one by one are digested in rows, once all are there.
         if is_scattered {
-            slot.add_to_digest(overlap, element);
+            slot.add_to_digest(overlap, element_bytes);
         }
         Ok(())
     }

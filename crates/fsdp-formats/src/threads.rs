@@ -34,11 +34,11 @@ pub fn on_each<T: Sync, R: Send>(
     threads: usize,
     work: impl Fn(&T) -> R + Sync,
 ) -> Vec<R> {
-    let next = AtomicUsize::new(0);
+    let next_item = AtomicUsize::new(0);
     let outcomes: Vec<Mutex<Option<R>>> = items.iter().map(|_| Mutex::new(None)).collect();
     on_threads(threads.clamp(1, items.len().max(1)), || {
         loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
+            let index = next_item.fetch_add(1, Ordering::Relaxed);
             let Some(item) = items.get(index) else {
                 return Ok(());
             };
@@ -55,7 +55,8 @@ pub fn on_each<T: Sync, R: Send>(
 /// Runs `work` on `threads` threads, of which this one is the first; all of them count as the
 /// current span.
 ///
-/// The outcome is the first error in the order of the threads.
+/// It returns when all threads have ended: the first error in their order, if there is one. A panic
+/// of any of them goes on in this one.
 pub(crate) fn on_threads(
     threads: usize,
     work: impl Fn() -> Result<(), FileError> + Sync,
@@ -63,7 +64,7 @@ pub(crate) fn on_threads(
     let span = Span::current();
     std::thread::scope(|scope| {
         // Where the system grants no more threads, those that there are do the work.
-        let others: Vec<_> = (1..threads)
+        let other_threads: Vec<_> = (1..threads)
             .map_while(|_| {
                 Builder::new()
                     .spawn_scoped(scope, || span.in_scope(&work))
@@ -71,11 +72,11 @@ pub(crate) fn on_threads(
             })
             .collect();
         let mut outcome = work();
-        for other in others {
-            let theirs = other
+        for thread in other_threads {
+            let outcome_of_thread = thread
                 .join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            outcome = outcome.and(theirs);
+            outcome = outcome.and(outcome_of_thread);
         }
         outcome
     })

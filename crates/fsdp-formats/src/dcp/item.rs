@@ -163,7 +163,7 @@ impl StoredTensor {
         let Some(tensor) = TensorRef::from_node(&parsed, parsed.root())? else {
             // A class or object of unknown type is opaque; any other value is not what the metadata
             // says.
-            let error = parsed.wrong(parsed.root(), "a tensor");
+            let error = parsed.expected_error(parsed.root(), "a tensor");
             return Err(match error.opaque_type() {
                 Some(_) => error.into(),
                 None => FormatError::unexpected("a tensor", parsed.node(parsed.root()).kind()),

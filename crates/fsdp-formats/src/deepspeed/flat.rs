@@ -24,17 +24,17 @@ impl FlatFile {
         }
     }
 
-    /// Returns the boxes of a tensor of `shape` whose elements `range` lie in a flat tensor, from
-    /// position `at` on.
+    /// Returns the boxes of a tensor of `shape` whose elements `elements` lie in a flat tensor,
+    /// from position `flat_start` on.
     pub(super) fn pieces(
         &self,
         tensor: &TensorRef,
-        at: usize,
+        flat_start: usize,
         shape: &[usize],
-        range: Range<usize>,
+        elements: Range<usize>,
     ) -> Result<Vec<Piece>, FileError> {
         match (&tensor.shape[..], &tensor.layout.strides[..]) {
-            ([size], [1]) if at + range.len() <= *size => {}
+            ([size], [1]) if flat_start + elements.len() <= *size => {}
             _ => {
                 return Err(self.malformed(format!(
                     "a flat tensor of shape {:?} is too short for its parameters",
@@ -43,10 +43,10 @@ impl FlatFile {
             }
         }
         let piece = self.piece(tensor)?;
-        let mut offset = tensor.layout.offset + at as u64;
+        let mut offset = tensor.layout.offset + flat_start as u64;
         let mut pieces = Vec::new();
-        for bounds in boxes_of_flat_range(shape, range) {
-            let elements = bounds.numel() as u64;
+        for bounds in boxes_of_flat_range(shape, elements) {
+            let numel = bounds.numel() as u64;
             let layout = StridedLayout {
                 strides: row_major_strides(&bounds.sizes),
                 bounds,
@@ -56,7 +56,7 @@ impl FlatFile {
                 layout,
                 ..piece.clone()
             });
-            offset += elements;
+            offset += numel;
         }
         Ok(pieces)
     }

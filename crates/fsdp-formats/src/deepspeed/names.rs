@@ -26,6 +26,7 @@ pub(super) fn is_optimizer(name: &str) -> bool {
 }
 
 /// Returns the data-parallel rank in a file's name; `None` if the file is not one of ZeRO's shards.
+/// Tensor parallelism, pipeline stages and experts are not supported, and an error.
 pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
     let without_end = name
         .strip_suffix(MODEL_END)
@@ -38,12 +39,16 @@ pub(super) fn data_rank(name: &str) -> Result<Option<usize>, FormatError> {
     // `None` stands for a name that does not read like this, as those of pipeline stages.
     let ranks = match stem
         .strip_prefix("zero_pp_rank_")
-        .and_then(|rest| rest.split_once("_mp_rank_"))
+        .and_then(|numbers| numbers.split_once("_mp_rank_"))
     {
-        Some((data, model)) => data.parse().ok().map(Some).zip(model.parse::<usize>().ok()),
+        Some((data_rank, model_rank)) => data_rank
+            .parse()
+            .ok()
+            .map(Some)
+            .zip(model_rank.parse::<usize>().ok()),
         None => stem
             .strip_prefix("mp_rank_")
-            .and_then(|model| Some((None, model.parse().ok()?))),
+            .and_then(|model_rank| Some((None, model_rank.parse().ok()?))),
     };
     match ranks {
         Some((data_rank, 0)) => Ok(data_rank),

@@ -13,7 +13,7 @@ use crate::torch::flat::{FlatFile, Leaf};
 use crate::torch::read::add_leaf;
 
 /// The keys of a file of model states that hold parameters, or describe their layout.
-const OF_PARAMETERS: [&str; 7] = [
+const PARAMETER_KEYS: [&str; 7] = [
     "module",
     "param_shapes",
     "buffer_names",
@@ -44,16 +44,17 @@ pub(super) fn state_path(name: &str, entry: &str) -> KeyPath {
     )
 }
 
-/// Reads the shapes of the parameters, one map for each parameter group of the optimizer.
+/// Reads the shapes of the parameters, one map for each parameter group of the optimizer. Groups
+/// that are not in order are an error.
 pub(super) fn param_shapes(model: &FlatFile) -> Result<Vec<Shapes>, FileError> {
     let mut groups: Vec<Shapes> = Vec::new();
     for (path, leaf) in model.found.values() {
         if let [
-            PathPart::Key(first),
+            PathPart::Key(top_key),
             PathPart::Index(group),
             PathPart::Key(name),
         ] = &path.0[..]
-            && first == "param_shapes"
+            && top_key == "param_shapes"
         {
             if *group > groups.len() {
                 return Err(model.malformed("its groups of parameters are not in order"));
@@ -61,27 +62,28 @@ pub(super) fn param_shapes(model: &FlatFile) -> Result<Vec<Shapes>, FileError> {
             if *group == groups.len() {
                 groups.push(Shapes::new());
             }
-            groups[*group].insert(name.clone(), shape(model, name, leaf)?);
+            groups[*group].insert(name.clone(), read_shape(model, name, leaf)?);
         }
     }
     Ok(groups)
 }
 
-/// Reads the shapes of the frozen parameters, which are at the key `below`.
-pub(super) fn shapes_below(model: &FlatFile, below: &str) -> Result<Shapes, FileError> {
+/// Reads the shapes of the parameters that lie below `key`, at the top of the model states.
+pub(super) fn shapes_below(model: &FlatFile, key: &str) -> Result<Shapes, FileError> {
     let mut shapes = Shapes::new();
     for (path, leaf) in model.found.values() {
-        if let [PathPart::Key(first), PathPart::Key(name)] = &path.0[..]
-            && first == below
+        if let [PathPart::Key(top_key), PathPart::Key(name)] = &path.0[..]
+            && top_key == key
         {
-            shapes.insert(name.clone(), shape(model, name, leaf)?);
+            shapes.insert(name.clone(), read_shape(model, name, leaf)?);
         }
     }
     Ok(shapes)
 }
 
-/// Reads the shape of a parameter from a leaf of the model states.
-fn shape(model: &FlatFile, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
+/// Reads the shape of a parameter from a leaf of the model states. One that no tensor can have is
+/// an error.
+fn read_shape(model: &FlatFile, name: &str, leaf: &Leaf) -> Result<Vec<usize>, FileError> {
     let sizes = match leaf {
         Leaf::Value(Held::Plain(value)) => match value.untyped() {
             PlainValue::Tuple(sizes) | PlainValue::List(sizes) => sizes
@@ -106,18 +108,18 @@ pub(super) fn add_rest(assembler: &mut Assembler, model: &FlatFile) -> Result<()
         _ => HashSet::new(),
     };
     for (path, leaf) in model.found.values() {
-        let first = match path.0.first() {
+        let top_key = match path.0.first() {
             Some(PathPart::Key(key)) => key.as_str(),
             _ => "",
         };
-        match first {
+        match top_key {
             "module" => {
                 let name = KeyPath(path.0[1..].to_vec()).flat_key();
                 if buffers.contains(name.as_str()) {
                     add_leaf(assembler, model, &model_path(&name), leaf)?;
                 }
             }
-            first if OF_PARAMETERS.contains(&first) => {}
+            top_key if PARAMETER_KEYS.contains(&top_key) => {}
             // With ZeRO the optimizer's state is in other files.
             "optimizer" if matches!(leaf, Leaf::Value(Held::Plain(PlainValue::None))) => {}
             _ => add_leaf(assembler, model, path, leaf)?,
@@ -129,16 +131,16 @@ pub(super) fn add_rest(assembler: &mut Assembler, model: &FlatFile) -> Result<()
 /// Returns the shared parameters as pairs: the name of a parameter that is not stored itself, and
 /// the name of the parameter with the same elements that is stored instead. (Tied weights are an
 /// example.)
-pub(super) fn shared(model: &FlatFile) -> Vec<(&str, &str)> {
+pub(super) fn shared_parameters(model: &FlatFile) -> Vec<(&str, &str)> {
     let mut pairs = Vec::new();
     for (path, leaf) in model.found.values() {
         if let (
-            [PathPart::Key(first), PathPart::Key(name)],
-            Leaf::Value(Held::Plain(PlainValue::Str(of))),
+            [PathPart::Key(top_key), PathPart::Key(name)],
+            Leaf::Value(Held::Plain(PlainValue::Str(stored_name))),
         ) = (&path.0[..], leaf)
-            && first == "shared_params"
+            && top_key == "shared_params"
         {
-            pairs.push((name.as_str(), of.as_str()));
+            pairs.push((name.as_str(), stored_name.as_str()));
         }
     }
     pairs

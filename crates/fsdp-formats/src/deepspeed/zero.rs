@@ -11,7 +11,9 @@ use std::ops::Range;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 
 use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
-use super::state::{Shapes, add_rest, model_path, param_shapes, shapes_below, shared, state_path};
+use super::state::{
+    Shapes, add_rest, model_path, param_shapes, shapes_below, shared_parameters, state_path,
+};
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held};
 use crate::formats::checkpoint::Format;
@@ -37,7 +39,7 @@ struct FlatPart {
     /// The number of the flat tensor among those of the rank.
     group: usize,
     /// The position of the part's first element in the flat tensor.
-    at: usize,
+    flat_start: usize,
     /// The range of the flattened parameter.
     elements: Range<usize>,
 }
@@ -63,6 +65,9 @@ struct Shards {
 }
 
 /// Opens a directory of such shards.
+///
+/// # Errors
+/// Files that are missing, or are of another save; shapes that the flat tensors do not fit.
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let shards = Shards::read(&directory)?;
@@ -70,7 +75,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let model = &shards.models[0];
     add_rest(&mut assembler, model)?;
     let groups = param_shapes(model)?;
-    let parameters = if shards.cuts_parameters() {
+    let parameters = if shards.is_zero3() {
         shards.cut_each(&groups)?
     } else {
         shards.cut_groups(&groups)?
@@ -84,9 +89,9 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     shards.add_values(&mut assembler)?;
     // Add each parameter that shares the elements of a trained parameter. Those that share the
     // elements of a frozen one have been added by `add_frozen`.
-    for (name, of) in shared(model) {
-        if let Some(parameter) = parameters.get(of) {
-            shards.add_flat(&mut assembler, &model_path(name), parameter, &|group| {
+    for (alias, stored_name) in shared_parameters(model) {
+        if let Some(parameter) = parameters.get(stored_name) {
+            shards.add_flat(&mut assembler, &model_path(alias), parameter, &|group| {
                 shards.flat_key(group)
             })?;
         }
@@ -110,10 +115,10 @@ impl Shards {
             };
             let rank = data_rank(&name).map_err(|source| directory.file_error(&name, source))?;
             let flat = FlatFile::read(directory, &name, None)?;
-            if let Some(other) = files.insert(rank, flat) {
+            if let Some(earlier) = files.insert(rank, flat) {
                 let reason = format!(
                     "it is of the same rank as `{}`: these are files of two saves",
-                    other.name
+                    earlier.name
                 );
                 let source = FormatError::malformed("checkpoint", reason);
                 return Err(directory.file_error(&name, source));
@@ -122,7 +127,7 @@ impl Shards {
         if models.is_empty() {
             directory.check_missing(["mp_rank_00_model_states.pt".to_owned()])?;
         }
-        let Some(first) = ranks.values().next() else {
+        let Some(first_rank) = ranks.values().next() else {
             check_is_sharded(models.values())?;
             return Err(FileError::MissingFiles {
                 path: directory.path().to_owned(),
@@ -130,18 +135,18 @@ impl Shards {
             });
         };
         // The number of ranks is written in each of their files.
-        let count = ranks.len();
-        let world_size = partitions(first).unwrap_or(count);
+        let file_count = ranks.len();
+        let world_size = partition_count(first_rank).unwrap_or(file_count);
         check_ranks(directory, &ranks, world_size, OPTIM_END)?;
-        if count != world_size {
-            return Err(first.malformed(format!(
-                "it is of {world_size} ranks, and there are files of {count}"
+        if file_count != world_size {
+            return Err(first_rank.malformed(format!(
+                "it is of {world_size} ranks, and there are files of {file_count}"
             )));
         }
         // Only ZeRO 3 keeps the flat parameters under its key, and has a file of model states for
         // each rank.
         let mut groups_key = "single_partition_of_fp32_groups";
-        if first
+        if first_rank
             .found
             .contains_key(&format!("{ROOT}.{ZERO_3_GROUPS}.0"))
         {
@@ -155,17 +160,18 @@ impl Shards {
         })
     }
 
-    /// Returns `true` for ZeRO 3.
-    fn cuts_parameters(&self) -> bool {
+    /// Returns `true` for ZeRO 3, which cuts each parameter over the ranks.
+    fn is_zero3(&self) -> bool {
         self.groups_key == ZERO_3_GROUPS
     }
 
+    /// Returns the key of the flat tensor of a group.
     fn flat_key(&self, group: usize) -> String {
         format!("{ROOT}.{}.{group}", self.groups_key)
     }
 
     /// Returns the lengths of a rank's flat tensors.
-    fn lengths(&self, rank: usize) -> Vec<usize> {
+    fn flat_lengths(&self, rank: usize) -> Vec<usize> {
         (0..)
             .map_while(|group| self.ranks[rank].tensor(&self.flat_key(group)))
             .map(|tensor| tensor.shape.iter().product())
@@ -175,9 +181,13 @@ impl Shards {
     /// Returns where the parts of each parameter lie under ZeRO 1 and 2. There the parameters of a
     /// group, with paddings between them, form one tensor, and the ranks' flat tensors are the
     /// consecutive parts of it.
+    ///
+    /// # Errors
+    /// A rank with more flat tensors than groups; flat tensors that are too short for their
+    /// parameters, or longer than paddings explain.
     fn cut_groups(&self, groups: &[Shapes]) -> Result<BTreeMap<String, CutParameter>, FileError> {
         let lengths: Vec<Vec<usize>> = (0..self.ranks.len())
-            .map(|rank| self.lengths(rank))
+            .map(|rank| self.flat_lengths(rank))
             .collect();
         for (rank, lengths) in self.ranks.iter().zip(&lengths) {
             if lengths.len() > groups.len() {
@@ -193,47 +203,47 @@ impl Shards {
             let paddings = self.paddings(group);
             // The rank, and the position in its flat tensor, where the next parameter begins.
             let mut rank = 0;
-            let mut at = 0;
-            for (number, (name, shape)) in shapes.iter().enumerate() {
+            let mut flat_position = 0;
+            for (index, (name, shape)) in shapes.iter().enumerate() {
                 let numel: usize = shape.iter().product();
                 let mut parts = Vec::new();
                 // The elements that have been located, and the padding that is still to be skipped.
-                let mut done = 0;
-                let padding = paddings.as_ref().and_then(|paddings| paddings.get(number));
-                let mut skip = padding.copied().unwrap_or(0);
-                while done < numel || skip > 0 {
+                let mut located = 0;
+                let padding = paddings.as_ref().and_then(|paddings| paddings.get(index));
+                let mut padding_left = padding.copied().unwrap_or(0);
+                while located < numel || padding_left > 0 {
                     let Some(length) = lengths.get(rank).and_then(|lengths| lengths.get(group))
                     else {
                         // Padding at the end need not be stored.
-                        if done == numel {
+                        if located == numel {
                             break;
                         }
                         return Err(self.ranks[0].malformed(format!(
                             "the parts of all ranks are too short for `{name}`"
                         )));
                     };
-                    let left = length - at;
-                    if done < numel {
-                        let count = left.min(numel - done);
+                    let length_left = length - flat_position;
+                    if located < numel {
+                        let count = length_left.min(numel - located);
                         if count > 0 {
                             parts.push(FlatPart {
                                 rank,
                                 group,
-                                at,
-                                elements: done..done + count,
+                                flat_start: flat_position,
+                                elements: located..located + count,
                             });
                         }
-                        done += count;
-                        at += count;
+                        located += count;
+                        flat_position += count;
                     } else {
-                        let skipped = left.min(skip);
-                        skip -= skipped;
-                        at += skipped;
+                        let skipped = length_left.min(padding_left);
+                        padding_left -= skipped;
+                        flat_position += skipped;
                     }
                     // The next rank's flat tensor continues this one's.
-                    if at == *length {
+                    if flat_position == *length {
                         rank += 1;
-                        at = 0;
+                        flat_position = 0;
                     }
                 }
                 let shape = shape.clone();
@@ -241,14 +251,15 @@ impl Shards {
             }
             // The elements after the last parameter are padding. If there are more of them than
             // DeepSpeed can have added, parameters are missing from the list of shapes.
-            let rest = lengths
+            let unused_lengths = lengths
                 .iter()
                 .skip(rank)
                 .filter_map(|lengths| lengths.get(group));
-            let left = rest.fold(0, |sum: usize, length| sum.saturating_add(*length)) - at;
-            if left >= 2 * self.ranks.len() * ALIGNMENT {
+            let unused = unused_lengths.fold(0, |sum: usize, length| sum.saturating_add(*length))
+                - flat_position;
+            if unused >= 2 * self.ranks.len() * ALIGNMENT {
                 return Err(self.ranks[0].malformed(format!(
-                    "group {group} has {left} elements more than its parameters"
+                    "group {group} has {unused} elements more than its parameters"
                 )));
             }
         }
@@ -259,7 +270,7 @@ impl Shards {
     /// does not list them.
     fn paddings(&self, group: usize) -> Option<Vec<usize>> {
         let key = format!("{ROOT}.param_alignment_paddings");
-        let PlainValue::List(groups) = value(&self.ranks[0], &key)? else {
+        let PlainValue::List(groups) = plain_value(&self.ranks[0], &key)? else {
             return None;
         };
         let PlainValue::List(paddings) = groups.get(group)? else {
@@ -276,49 +287,54 @@ impl Shards {
     /// Each parameter is cut into equal parts, one for each rank, the last of which may be shorter
     /// or empty. All of them take the same number of elements in the ranks' flat tensors, and lie
     /// at the same position there.
+    ///
+    /// # Errors
+    /// Flat tensors whose lengths differ between ranks, or are not those of their parameters.
     fn cut_each(&self, groups: &[Shapes]) -> Result<BTreeMap<String, CutParameter>, FileError> {
-        let count = self.ranks.len();
-        let lengths = self.lengths(0);
-        if let Some(other) = (1..count).find(|&rank| self.lengths(rank) != lengths) {
+        let rank_count = self.ranks.len();
+        let lengths = self.flat_lengths(0);
+        if let Some(differing_rank) =
+            (1..rank_count).find(|&rank| self.flat_lengths(rank) != lengths)
+        {
             let reason = "its flat tensors are not as long as the first rank's";
-            return Err(self.ranks[other].malformed(reason));
+            return Err(self.ranks[differing_rank].malformed(reason));
         }
         let mut parameters = BTreeMap::new();
         // The number of the flat tensor, and the position in it, where the next parameter begins.
         // They are the same on each rank.
         let mut group = 0;
-        let mut at = 0;
+        let mut flat_position = 0;
         for (name, shape) in groups.iter().flatten() {
             let numel: usize = shape.iter().product();
-            // A rank's part may span several flat tensors. `done` elements of each rank's part have
-            // been located.
-            let each = numel.div_ceil(count);
+            // A rank's part may span several flat tensors. `located` elements of each rank's part
+            // have been located.
+            let part_length = numel.div_ceil(rank_count);
             let mut parts = Vec::new();
-            let mut done = 0;
-            while done < each {
+            let mut located = 0;
+            while located < part_length {
                 let Some(length) = lengths.get(group) else {
                     let reason = format!("its flat tensors are too short for `{name}`");
                     return Err(self.ranks[0].malformed(reason));
                 };
-                let now = (length - at).min(each - done);
-                for rank in 0..count {
-                    let start = (rank * each + done).min(numel);
-                    let end = (rank * each + done + now).min(numel);
+                let count = (length - flat_position).min(part_length - located);
+                for rank in 0..rank_count {
+                    let start = (rank * part_length + located).min(numel);
+                    let end = (rank * part_length + located + count).min(numel);
                     if start < end {
                         parts.push(FlatPart {
                             rank,
                             group,
-                            at,
+                            flat_start: flat_position,
                             elements: start..end,
                         });
                     }
                 }
-                done += now;
-                at += now;
+                located += count;
+                flat_position += count;
                 // The rank's next flat tensor continues this one.
-                if at == *length {
+                if flat_position == *length {
                     group += 1;
-                    at = 0;
+                    flat_position = 0;
                 }
             }
             let shape = shape.clone();
@@ -331,15 +347,15 @@ impl Shards {
         Ok(parameters)
     }
 
-    /// Adds a tensor that lies in flat tensors of the ranks. `key` returns the key of the flat
-    /// tensor of a group. Most are `f32`, but DeepSpeed may keep parameters and moments in 16 bits
-    /// too.
+    /// Adds a tensor that lies in flat tensors of the ranks. `key_of_group` returns the key of the
+    /// flat tensor of a group; it is an error if a rank's file lacks one. Most are `f32`, but
+    /// DeepSpeed may keep parameters and moments in 16 bits too.
     fn add_flat(
         &self,
         assembler: &mut Assembler,
         path: &KeyPath,
         parameter: &CutParameter,
-        key: &dyn Fn(usize) -> String,
+        key_of_group: &dyn Fn(usize) -> String,
     ) -> Result<(), FileError> {
         let shape = &parameter.shape;
         if parameter.parts.is_empty() {
@@ -348,11 +364,11 @@ impl Shards {
         }
         for part in &parameter.parts {
             let file = &self.ranks[part.rank];
-            let key = key(part.group);
+            let key = key_of_group(part.group);
             let tensor = file
                 .tensor(&key)
                 .ok_or_else(|| file.malformed(format!("it has no tensor `{key}`")))?;
-            let pieces = file.pieces(tensor, part.at, shape, part.elements.clone())?;
+            let pieces = file.pieces(tensor, part.flat_start, shape, part.elements.clone())?;
             assembler.add_tensor(path, &file.name, tensor.dtype, shape, pieces)?;
         }
         Ok(())
@@ -361,18 +377,18 @@ impl Shards {
     /// Returns the optimizer's state in a rank's file. It is in a list or in a dict, by the number
     /// of the flat tensor.
     fn states_of_rank<'r>(&self, rank: &'r FlatFile) -> States<'r> {
-        let base = self.state_key();
+        let state_key = self.state_key();
         let mut states = States::new();
         for (key, (_, leaf)) in &rank.found {
-            let Some(rest) = key
-                .strip_prefix(&base)
-                .and_then(|rest| rest.strip_prefix('.'))
+            let Some(below) = key
+                .strip_prefix(&state_key)
+                .and_then(|below| below.strip_prefix('.'))
             else {
                 continue;
             };
-            let rest = rest.strip_prefix("state.").unwrap_or(rest);
-            let container = &key[..key.len() - rest.len() - 1];
-            if let Some((group, entry)) = rest.split_once('.') {
+            let below = below.strip_prefix("state.").unwrap_or(below);
+            let container = &key[..key.len() - below.len() - 1];
+            if let Some((group, entry)) = below.split_once('.') {
                 states.entry(group).or_default().push(StateEntry {
                     container,
                     entry,
@@ -383,7 +399,8 @@ impl Shards {
         states
     }
 
-    /// Adds a parameter and its state.
+    /// Adds a parameter and its state. An entry of the state that is no flat tensor (a count of
+    /// steps) is copied to each parameter of the flat tensor, and charged.
     fn add_parameter(
         &self,
         assembler: &mut Assembler,
@@ -394,16 +411,19 @@ impl Shards {
         self.add_flat(assembler, &model_path(name), parameter, &|group| {
             self.flat_key(group)
         })?;
-        let Some(first) = parameter.parts.first() else {
+        let Some(first_part) = parameter.parts.first() else {
             return Ok(());
         };
-        let file = &self.ranks[first.rank];
-        let group = first.group.to_string();
+        let file = &self.ranks[first_part.rank];
+        let group = first_part.group.to_string();
         for &StateEntry {
             container,
             entry,
             leaf,
-        } in states[first.rank].get(group.as_str()).into_iter().flatten()
+        } in states[first_part.rank]
+            .get(group.as_str())
+            .into_iter()
+            .flatten()
         {
             let path = state_path(name, entry);
             let is_flat = matches!(leaf, Leaf::Tensor(tensor, _) if matches!(tensor.shape[..], [size] if size > 1));
@@ -424,37 +444,38 @@ impl Shards {
 
     /// Returns the key of the state of the optimizer that DeepSpeed wraps.
     fn state_key(&self) -> String {
-        let of = if self.cuts_parameters() {
+        // ZeRO 1 and 2 put the wrapped optimizer's state below a key of its own.
+        let container = if self.is_zero3() {
             ROOT
         } else {
             "base_optimizer_state"
         };
-        format!("{ROOT}.{of}")
+        format!("{ROOT}.{container}")
     }
 
     /// Adds parameters that are not trained, also under the names of those that share their
     /// elements. ZeRO 3 cuts them too.
     fn add_frozen(&self, assembler: &mut Assembler) -> Result<(), FileError> {
-        let first = &self.models[0];
+        let model = &self.models[0];
         let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
-        for (alias, of) in shared(first) {
-            aliases.entry(of).or_default().push(alias);
+        for (alias, stored_name) in shared_parameters(model) {
+            aliases.entry(stored_name).or_default().push(alias);
         }
-        for (name, shape) in shapes_below(first, "frozen_param_shapes")? {
+        for (name, shape) in shapes_below(model, "frozen_param_shapes")? {
             let key = format!("frozen_param_fragments.{name}");
-            let sharing = aliases.get(name.as_str()).into_iter().flatten().copied();
+            let sharing_names = aliases.get(name.as_str()).into_iter().flatten().copied();
             for path in std::iter::once(name.as_str())
-                .chain(sharing)
+                .chain(sharing_names)
                 .map(model_path)
             {
-                if self.cuts_parameters() {
+                if self.is_zero3() {
                     self.add_frozen_parts(assembler, &path, &key, &shape)?;
                     continue;
                 }
-                let Some((_, leaf)) = first.found.get(&key) else {
-                    return Err(first.malformed(format!("it has no `{name}`")));
+                let Some((_, leaf)) = model.found.get(&key) else {
+                    return Err(model.malformed(format!("it has no `{name}`")));
                 };
-                add_leaf(assembler, first, &path, leaf)?;
+                add_leaf(assembler, model, &path, leaf)?;
             }
         }
         Ok(())
@@ -470,9 +491,9 @@ impl Shards {
         shape: &[usize],
     ) -> Result<(), FileError> {
         let numel: usize = shape.iter().product();
-        let each = numel.div_ceil(self.models.len());
+        let part_length = numel.div_ceil(self.models.len());
         for (rank, file) in self.models.iter().enumerate() {
-            let range = (rank * each).min(numel)..((rank + 1) * each).min(numel);
+            let range = (rank * part_length).min(numel)..((rank + 1) * part_length).min(numel);
             let tensor = file
                 .tensor(key)
                 .ok_or_else(|| file.malformed(format!("it has no `{key}`")))?;
@@ -484,7 +505,7 @@ impl Shards {
 
     /// Adds the values of the first rank's optimizer that are not about how parameters lie.
     fn add_values(&self, assembler: &mut Assembler) -> Result<(), FileError> {
-        const OF_LAYOUT: [&str; 6] = [
+        const LAYOUT_KEYS: [&str; 6] = [
             "param_slice_mappings",
             "group_paddings",
             "param_alignment_paddings",
@@ -493,21 +514,21 @@ impl Shards {
             "ds_zero_partition_groups",
         ];
         let file = &self.ranks[0];
-        let base = self.state_key();
+        let state_key = self.state_key();
         for (key, (path, leaf)) in &file.found {
-            let Some(PathPart::Key(second)) = path.0.get(1) else {
+            let Some(PathPart::Key(second_key)) = path.0.get(1) else {
                 continue;
             };
             if !key.starts_with(ROOT)
-                || second == self.groups_key
-                || OF_LAYOUT.contains(&second.as_str())
+                || second_key == self.groups_key
+                || LAYOUT_KEYS.contains(&second_key.as_str())
             {
                 continue;
             }
-            let skipped = match key.strip_prefix(&base) {
-                Some(rest) if rest.starts_with(".param_groups") => 2,
+            let skipped = match key.strip_prefix(&state_key) {
+                Some(below) if below.starts_with(".param_groups") => 2,
                 // The state of the parameters has been added with them.
-                Some(rest) if rest.starts_with('.') => continue,
+                Some(below) if below.starts_with('.') => continue,
                 _ => 1,
             };
             let mut parts = vec![PathPart::Key("optim".to_owned())];
@@ -538,30 +559,31 @@ fn check_is_sharded<'f>(models: impl Iterator<Item = &'f FlatFile>) -> Result<()
     Ok(())
 }
 
-/// Checks that there is a file of each rank; `end` is the end of their names.
+/// Checks that there is a file of each rank; `name_end` is the end of their names.
 fn check_ranks(
     directory: &CheckedDirectory,
     files: &BTreeMap<Option<usize>, FlatFile>,
     world_size: usize,
-    end: &str,
+    name_end: &str,
 ) -> Result<(), FileError> {
     let missing = (0..world_size)
         .filter(|rank| !files.contains_key(&Some(*rank)))
-        .map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00{end}"));
+        .map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00{name_end}"));
     directory.check_missing(missing)
 }
 
-/// Returns a plain value of a file.
-fn value<'f>(file: &'f FlatFile, key: &str) -> Option<&'f PlainValue> {
+/// Returns the plain value of this key in a file; `None` if it has none, or a tensor there.
+fn plain_value<'f>(file: &'f FlatFile, key: &str) -> Option<&'f PlainValue> {
     match file.found.get(key) {
         Some((_, Leaf::Value(Held::Plain(value)))) => Some(value),
         _ => None,
     }
 }
 
-/// Returns the number of ranks that is recorded in a rank's file.
-fn partitions(file: &FlatFile) -> Option<usize> {
-    let count = match value(file, &format!("{ROOT}.partition_count"))? {
+/// Returns the number of ranks that is recorded in a rank's file: the largest of all groups. `None`
+/// if there is none, or it is not to be believed.
+fn partition_count(file: &FlatFile) -> Option<usize> {
+    let count = match plain_value(file, &format!("{ROOT}.partition_count"))? {
         PlainValue::List(groups) => groups.iter().filter_map(PlainValue::as_int).max()?,
         count => count.as_int()?,
     };

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::pickle::write;
 
-const METADATA: &str = "torch.distributed.checkpoint.metadata";
+const METADATA_MODULE: &str = "torch.distributed.checkpoint.metadata";
 
 /// Encodes metadata as torch's `FileSystemReader` reads it.
 ///
@@ -30,51 +30,54 @@ pub fn encode(metadata: &Metadata) -> Vec<u8> {
 /// Encodes metadata as [`encode`] does, and hands over the bytes in order in pieces of about a
 /// mebibyte. So the whole, which is gigabytes for many thousand ranks, need never be in memory.
 pub fn encode_in_pieces(metadata: &Metadata, sink: &mut dyn FnMut(&[u8])) {
-    let mut e = Encoder {
+    let mut encoder = Encoder {
         out: Vec::new(),
         sink,
         memo: HashMap::new(),
-        memoized: 0,
+        memo_count: 0,
     };
-    write::proto(&mut e.out, 4);
-    e.object(METADATA, "Metadata", |e| {
-        e.field("state_dict_metadata", |e| {
-            e.dict(metadata.entries.iter(), |e, (fqn, entry)| {
-                e.text(fqn);
+    write::proto(&mut encoder.out, 4);
+    encoder.object(METADATA_MODULE, "Metadata", |encoder| {
+        encoder.field("state_dict_metadata", |encoder| {
+            encoder.dict(metadata.entries.iter(), |encoder, (fqn, entry)| {
+                encoder.text(fqn);
                 match entry {
-                    Entry::Tensor(tensor) => e.tensor(tensor),
-                    Entry::Bytes(_) => e.new_object(METADATA, "BytesStorageMetadata"),
+                    Entry::Tensor(tensor) => encoder.tensor(tensor),
+                    Entry::Bytes(_) => encoder.new_object(METADATA_MODULE, "BytesStorageMetadata"),
                 }
             });
         });
-        e.field("planner_data", |e| match &metadata.planner_data {
-            None => e.out.push(write::NONE),
-            Some(paths) => e.dict(paths.iter(), |e, (fqn, path)| {
-                e.text(fqn);
-                write::open_tuple(&mut e.out, path.0.len());
+        encoder.field("planner_data", |encoder| match &metadata.planner_data {
+            None => encoder.out.push(write::NONE),
+            Some(paths) => encoder.dict(paths.iter(), |encoder, (fqn, path)| {
+                encoder.text(fqn);
+                write::open_tuple(&mut encoder.out, path.0.len());
                 for part in &path.0 {
                     match part {
-                        PathPart::Key(key) => e.text(key),
-                        PathPart::Index(index) => write::unsigned(&mut e.out, *index as u64),
+                        PathPart::Key(key) => encoder.text(key),
+                        PathPart::Index(index) => write::unsigned(&mut encoder.out, *index as u64),
                     }
                 }
-                write::close_tuple(&mut e.out, path.0.len());
+                write::close_tuple(&mut encoder.out, path.0.len());
             }),
         });
-        e.field("storage_data", |e| e.storage_data(metadata));
-        e.field("storage_meta", |e| match &metadata.storage_meta {
-            None => e.out.push(write::NONE),
-            Some(meta) => e.storage_meta(meta),
+        encoder.field("storage_data", |encoder| encoder.storage_data(metadata));
+        encoder.field("storage_meta", |encoder| match &metadata.storage_meta {
+            None => encoder.out.push(write::NONE),
+            Some(meta) => encoder.storage_meta(meta),
         });
-        e.field("version", |e| e.optional_text(metadata.version.as_deref()));
+        encoder.field("version", |encoder| {
+            encoder.optional_text(metadata.version.as_deref())
+        });
     });
-    e.op(write::STOP);
-    (e.sink)(&e.out);
+    encoder.op(write::STOP);
+    (encoder.sink)(&encoder.out);
 }
 
 /// The length from which what is encoded is handed over.
 const PIECE_BYTES: usize = 1 << 20;
 
+/// An encoder of metadata as a pickle.
 struct Encoder<'m, 's> {
     /// The bytes that are not handed over yet.
     out: Vec<u8>,
@@ -82,7 +85,8 @@ struct Encoder<'m, 's> {
     /// Memo index of what was written before: texts, globals and a few objects, by a key of its
     /// own.
     memo: HashMap<(&'static str, &'m str), u32>,
-    memoized: u32,
+    /// The number of values in the memo of the pickle.
+    memo_count: u32,
 }
 
 impl<'m> Encoder<'m, '_> {
@@ -94,12 +98,14 @@ impl<'m> Encoder<'m, '_> {
         }
     }
 
+    /// Writes an opcode without an argument.
     fn op(&mut self, opcode: u8) {
         self.out.push(opcode);
     }
 
-    /// Writes a value once, and afterwards only refers to it.
-    fn shared(&mut self, kind: &'static str, key: &'m str, value: impl FnOnce(&mut Self)) {
+    /// Writes a value once with `write_value`, and afterwards only refers to it by its place in the
+    /// memo. `kind` and `key` identify the value.
+    fn shared(&mut self, kind: &'static str, key: &'m str, write_value: impl FnOnce(&mut Self)) {
         match self.memo.get(&(kind, key)) {
             // Indices of one byte and of four have codes of their own.
             Some(&index) => match u8::try_from(index) {
@@ -110,19 +116,21 @@ impl<'m> Encoder<'m, '_> {
                 }
             },
             None => {
-                value(self);
+                write_value(self);
                 // `MEMOIZE` numbers values by itself, in the order in which they are written.
                 self.op(0x94);
-                self.memo.insert((kind, key), self.memoized);
-                self.memoized += 1;
+                self.memo.insert((kind, key), self.memo_count);
+                self.memo_count += 1;
             }
         }
     }
 
+    /// Writes a text, once.
     fn text(&mut self, text: &'m str) {
-        self.shared("", text, |e| write::text4(&mut e.out, text));
+        self.shared("", text, |encoder| write::text4(&mut encoder.out, text));
     }
 
+    /// Writes a text, or `None`.
     fn optional_text(&mut self, text: Option<&'m str>) {
         match text {
             Some(text) => self.text(text),
@@ -132,34 +140,39 @@ impl<'m> Encoder<'m, '_> {
 
     /// Writes a reference to a Python class or function.
     fn global(&mut self, module: &'static str, name: &'static str) {
-        self.shared(module, name, |e| {
-            e.text(module);
-            e.text(name);
-            e.op(0x93);
+        self.shared(module, name, |encoder| {
+            encoder.text(module);
+            encoder.text(name);
+            encoder.op(0x93);
         });
     }
 
     /// Writes an object of a class, without attributes.
-    fn new_object(&mut self, module: &'static str, name: &'static str) {
-        self.global(module, name);
+    fn new_object(&mut self, module: &'static str, class: &'static str) {
+        self.global(module, class);
         self.op(write::EMPTY_TUPLE);
         self.op(write::NEWOBJ);
     }
 
     /// Writes an object whose state is a dict of fields.
-    fn object(&mut self, module: &'static str, name: &'static str, fields: impl FnOnce(&mut Self)) {
-        self.new_object(module, name);
+    fn object(
+        &mut self,
+        module: &'static str,
+        class: &'static str,
+        write_fields: impl FnOnce(&mut Self),
+    ) {
+        self.new_object(module, class);
         self.op(write::EMPTY_DICT);
         self.op(write::MARK);
-        fields(self);
+        write_fields(self);
         self.op(write::SETITEMS);
         self.op(write::BUILD);
     }
 
     /// Writes an attribute of an object: its name, then its value.
-    fn field(&mut self, name: &'static str, value: impl FnOnce(&mut Self)) {
+    fn field(&mut self, name: &'static str, write_value: impl FnOnce(&mut Self)) {
         self.text(name);
-        value(self);
+        write_value(self);
     }
 
     /// Writes a dict, of which `write_item` writes each key and value.
@@ -198,14 +211,16 @@ impl<'m> Encoder<'m, '_> {
 
     /// Writes the entry of a tensor: its properties, its shape, and its boxes.
     fn tensor(&mut self, tensor: &'m TensorEntry) {
-        self.object(METADATA, "TensorStorageMetadata", |e| {
-            e.field("properties", |e| e.properties(&tensor.properties));
-            e.field("size", |e| e.size(&tensor.shape));
-            e.field("chunks", |e| {
-                e.list(&tensor.chunks, |e, chunk| {
-                    e.object(METADATA, "ChunkStorageMetadata", |e| {
-                        e.field("offsets", |e| e.size(&chunk.bounds.offsets));
-                        e.field("sizes", |e| e.size(&chunk.bounds.sizes));
+        self.object(METADATA_MODULE, "TensorStorageMetadata", |encoder| {
+            encoder.field("properties", |encoder| {
+                encoder.properties(&tensor.properties)
+            });
+            encoder.field("size", |encoder| encoder.size(&tensor.shape));
+            encoder.field("chunks", |encoder| {
+                encoder.list(&tensor.chunks, |encoder, chunk| {
+                    encoder.object(METADATA_MODULE, "ChunkStorageMetadata", |encoder| {
+                        encoder.field("offsets", |encoder| encoder.size(&chunk.bounds.offsets));
+                        encoder.field("sizes", |encoder| encoder.size(&chunk.bounds.sizes));
                     });
                 });
             });
@@ -214,15 +229,15 @@ impl<'m> Encoder<'m, '_> {
 
     /// Writes the properties of a tensor: torch builds them from a tuple.
     fn properties(&mut self, properties: &TensorProperties) {
-        self.new_object(METADATA, "TensorProperties");
+        self.new_object(METADATA_MODULE, "TensorProperties");
         self.op(write::MARK);
         self.global("torch", properties.dtype.torch_name());
         // The layout and the memory format are the same objects in all tensors.
-        self.shared("a layout", "torch.strided", |e| {
-            e.global("torch.serialization", "_get_layout");
-            e.text("torch.strided");
-            write::close_tuple(&mut e.out, 1);
-            e.op(write::REDUCE);
+        self.shared("a layout", "torch.strided", |encoder| {
+            encoder.global("torch.serialization", "_get_layout");
+            encoder.text("torch.strided");
+            write::close_tuple(&mut encoder.out, 1);
+            encoder.op(write::REDUCE);
         });
         write::bool(&mut self.out, properties.requires_grad);
         let (format, name) = match properties.memory_format {
@@ -230,11 +245,11 @@ impl<'m> Encoder<'m, '_> {
             MemoryFormat::ChannelsLast => (1, "channels_last"),
             MemoryFormat::Preserve => (2, "preserve"),
         };
-        self.shared("a memory format", name, |e| {
-            e.global(METADATA, "_MEM_FORMAT_ENCODING");
-            write::int(&mut e.out, format);
-            write::close_tuple(&mut e.out, 1);
-            e.op(write::REDUCE);
+        self.shared("a memory format", name, |encoder| {
+            encoder.global(METADATA_MODULE, "_MEM_FORMAT_ENCODING");
+            write::int(&mut encoder.out, format);
+            write::close_tuple(&mut encoder.out, 1);
+            encoder.op(write::REDUCE);
         });
         write::bool(&mut self.out, properties.pin_memory);
         match &properties.strides {
@@ -251,22 +266,22 @@ impl<'m> Encoder<'m, '_> {
             let items = entry.items().enumerate();
             items.filter_map(move |(index, (bounds, stored))| Some((fqn, index, bounds, stored?)))
         });
-        self.dict(items, |e, (fqn, index, bounds, stored)| {
-            e.index(fqn, bounds.map(|bounds| (index, &bounds.offsets[..])));
-            e.storage_info(stored);
+        self.dict(items, |encoder, (fqn, index, bounds, stored)| {
+            encoder.index(fqn, bounds.map(|bounds| (index, &bounds.offsets[..])));
+            encoder.storage_info(stored);
         });
     }
 
     /// Writes the key of a value, or of a box of a tensor, in the dict of places.
     fn index(&mut self, fqn: &'m str, chunk: Option<(usize, &[usize])>) {
-        self.object(METADATA, "MetadataIndex", |e| {
-            e.field("fqn", |e| e.text(fqn));
-            e.field("index", |e| match chunk {
-                Some((index, _)) => write::unsigned(&mut e.out, index as u64),
-                None => e.out.push(write::NONE),
+        self.object(METADATA_MODULE, "MetadataIndex", |encoder| {
+            encoder.field("fqn", |encoder| encoder.text(fqn));
+            encoder.field("index", |encoder| match chunk {
+                Some((index, _)) => write::unsigned(&mut encoder.out, index as u64),
+                None => encoder.out.push(write::NONE),
             });
             if let Some((_, offsets)) = chunk {
-                e.field("offset", |e| e.size(offsets));
+                encoder.field("offset", |encoder| encoder.size(offsets));
             }
         });
     }
@@ -276,13 +291,21 @@ impl<'m> Encoder<'m, '_> {
         self.object(
             "torch.distributed.checkpoint.filesystem",
             "_StorageInfo",
-            |e| {
-                e.field("relative_path", |e| e.text(&stored.relative_path));
-                e.field("offset", |e| write::unsigned(&mut e.out, stored.offset));
-                e.field("length", |e| write::unsigned(&mut e.out, stored.length));
+            |encoder| {
+                encoder.field("relative_path", |encoder| {
+                    encoder.text(&stored.relative_path)
+                });
+                encoder.field("offset", |encoder| {
+                    write::unsigned(&mut encoder.out, stored.offset)
+                });
+                encoder.field("length", |encoder| {
+                    write::unsigned(&mut encoder.out, stored.length)
+                });
                 if !stored.transforms.is_empty() {
-                    e.field("transform_descriptors", |e| {
-                        e.list(&stored.transforms, |e, transform| e.text(transform));
+                    encoder.field("transform_descriptors", |encoder| {
+                        encoder.list(&stored.transforms, |encoder, transform| {
+                            encoder.text(transform)
+                        });
                     });
                 }
             },
@@ -291,13 +314,17 @@ impl<'m> Encoder<'m, '_> {
 
     /// Writes torch's `StorageMeta`.
     fn storage_meta(&mut self, meta: &'m StorageMeta) {
-        self.object(METADATA, "StorageMeta", |e| {
-            e.field("checkpoint_id", |e| {
-                e.optional_text(meta.checkpoint_id.as_deref())
+        self.object(METADATA_MODULE, "StorageMeta", |encoder| {
+            encoder.field("checkpoint_id", |encoder| {
+                encoder.optional_text(meta.checkpoint_id.as_deref())
             });
-            e.field("save_id", |e| e.optional_text(meta.save_id.as_deref()));
-            e.field("load_id", |e| e.optional_text(meta.load_id.as_deref()));
-            e.field("modules", |e| e.op(write::EMPTY_LIST));
+            encoder.field("save_id", |encoder| {
+                encoder.optional_text(meta.save_id.as_deref())
+            });
+            encoder.field("load_id", |encoder| {
+                encoder.optional_text(meta.load_id.as_deref())
+            });
+            encoder.field("modules", |encoder| encoder.op(write::EMPTY_LIST));
         });
     }
 }

@@ -208,16 +208,18 @@ impl Metadata {
 
     /// Returns every stored item, replicas last: flat key, box (none for a value), place.
     pub fn stored(&self) -> impl Iterator<Item = (&str, Option<&TensorBox>, &StorageInfo)> {
-        let first = self.entries.iter().flat_map(|(fqn, entry)| {
+        let entry_items = self.entries.iter().flat_map(|(fqn, entry)| {
             entry
                 .items()
                 .filter_map(move |(bounds, stored)| Some((fqn.as_str(), bounds, stored?)))
         });
-        first.chain(
-            self.replicas
-                .iter()
-                .map(|more| (more.fqn.as_str(), more.bounds.as_ref(), &more.stored)),
-        )
+        entry_items.chain(self.replicas.iter().map(|replica| {
+            (
+                replica.fqn.as_str(),
+                replica.bounds.as_ref(),
+                &replica.stored,
+            )
+        }))
     }
 
     /// Merges several metadata, such as the rank-local ones (`__{rank}.metadata`). Where they
@@ -227,10 +229,10 @@ impl Metadata {
     pub fn merge(parts: impl IntoIterator<Item = Metadata>) -> Metadata {
         let mut merged = Metadata::default();
         // The boxes of each tensor that are there already.
-        let mut known: HashMap<String, HashSet<TensorBox>> = HashMap::new();
+        let mut known_boxes: HashMap<String, HashSet<TensorBox>> = HashMap::new();
         for part in parts {
             for (fqn, entry) in part.entries {
-                merged.merge_entry(fqn, entry, &mut known);
+                merged.merge_entry(fqn, entry, &mut known_boxes);
             }
             if let Some(paths) = part.planner_data {
                 let merged_paths = merged.planner_data.get_or_insert_default();
@@ -245,19 +247,19 @@ impl Metadata {
     }
 
     /// Adds one entry of another metadata: whole if the key is new, and otherwise the chunks whose
-    /// boxes are not `known`. All else becomes a replica.
+    /// boxes are not in `known_boxes`. All else becomes a replica.
     fn merge_entry(
         &mut self,
         fqn: String,
         entry: Entry,
-        known: &mut HashMap<String, HashSet<TensorBox>>,
+        known_boxes: &mut HashMap<String, HashSet<TensorBox>>,
     ) {
         let Some(merged) = self.entries.get_mut(&fqn) else {
             self.entries.insert(fqn, entry);
             return;
         };
-        let more = match entry {
-            Entry::Tensor(more) => more,
+        let other_tensor = match entry {
+            Entry::Tensor(other_tensor) => other_tensor,
             // Copies are kept also where a name is a tensor in one part and a value in another.
             // The comparison of copies finds such a name.
             Entry::Bytes(BytesEntry { stored }) => {
@@ -269,17 +271,17 @@ impl Metadata {
                 return;
             }
         };
-        let mut added = Vec::new();
-        let known = known.entry(fqn.clone()).or_default();
+        let mut added_boxes = Vec::new();
+        let known_boxes = known_boxes.entry(fqn.clone()).or_default();
         if let Entry::Tensor(merged) = &*merged
-            && known.is_empty()
+            && known_boxes.is_empty()
         {
-            known.extend(merged.chunks.iter().map(|chunk| chunk.bounds.clone()));
+            known_boxes.extend(merged.chunks.iter().map(|chunk| chunk.bounds.clone()));
         }
-        for chunk in more.chunks {
+        for chunk in other_tensor.chunks {
             match merged {
-                Entry::Tensor(merged) if !known.contains(&chunk.bounds) => {
-                    added.push(chunk.bounds.clone());
+                Entry::Tensor(merged) if !known_boxes.contains(&chunk.bounds) => {
+                    added_boxes.push(chunk.bounds.clone());
                     merged.chunks.push(chunk);
                 }
                 _ => self.replicas.extend(chunk.stored.map(|stored| Replica {
@@ -291,6 +293,6 @@ impl Metadata {
         }
         // The boxes of this part become known only now. If the part itself holds a box twice, both
         // stay, and a later check finds that error.
-        known.extend(added);
+        known_boxes.extend(added_boxes);
     }
 }

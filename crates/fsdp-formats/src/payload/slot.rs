@@ -40,13 +40,13 @@ impl<'d> Slot<'d> {
     }
 
     /// Adds a part of the box, which has been filled, to the sum, if that is asked for.
-    pub(crate) fn add_to_digest(&mut self, part: &TensorBox, element: usize) {
+    pub(crate) fn add_to_digest(&mut self, part: &TensorBox, element_bytes: usize) {
         let Some(digest) = &mut self.digest else {
             return;
         };
         // The part lies in the box as runs of elements that follow each other.
         for run in copy_runs(part, &self.bounds, part) {
-            let bytes = run.src * element..(run.src + run.len) * element;
+            let bytes = run.src * element_bytes..(run.src + run.len) * element_bytes;
             digest.add(bytes.start, &self.bytes[bytes]);
         }
     }
@@ -70,8 +70,8 @@ impl SlotDigest {
     }
 
     /// Adds bytes that came to this position of the slot.
-    pub(crate) fn add(&mut self, at: usize, bytes: &[u8]) {
-        self.sum.add_piece(&self.place, at as u64, bytes);
+    pub(crate) fn add(&mut self, slot_offset: usize, bytes: &[u8]) {
+        self.sum.add_piece(&self.place, slot_offset as u64, bytes);
     }
 
     /// Returns the sum over all that has come.

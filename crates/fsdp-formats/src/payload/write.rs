@@ -68,46 +68,46 @@ pub struct WrittenPayload {
     pub sum: Sum,
 }
 
-/// Writes payloads to their places in a file, and returns their checksums and hashes. `whole` is
-/// called with the checksum of each payload as soon as that has been written; without it no
+/// Writes payloads to their places in a file, and returns their checksums and hashes. `on_written`
+/// is called with the checksum of each payload as soon as that has been written; without it no
 /// checksums are computed.
 pub fn write_payloads(
     file: &dyn StagedFile,
     payloads: &[PlannedPayload<'_>],
     source: &dyn PayloadSource,
     threads: usize,
-    whole: Option<&(dyn Fn(usize, u32) -> Result<(), FileError> + Sync)>,
+    on_written: Option<&(dyn Fn(usize, u32) -> Result<(), FileError> + Sync)>,
 ) -> Result<Vec<WrittenPayload>, FileError> {
     let writer = PartWriter {
         file,
         source,
-        with_checksum: whole.is_some(),
+        with_checksum: on_written.is_some(),
     };
-    let whole = whole.unwrap_or(&|_, _| Ok(()));
+    let on_written = on_written.unwrap_or(&|_, _| Ok(()));
     let parts: Vec<(usize, Range<u64>)> = payloads
         .iter()
         .enumerate()
         .flat_map(|(index, payload)| parts_of(payload.length).map(move |range| (index, range)))
         .collect();
-    let done = in_parallel(
+    let results = in_parallel(
         &parts,
         file.writers(threads),
         |(index, _)| Some(*index),
         |(index, range), buffer| writer.write(&payloads[*index], range.clone(), buffer),
-        whole,
+        on_written,
     )?;
-    // Empty payloads have no parts, so `whole` is called for them here.
+    // Empty payloads have no parts, so `on_written` is called for them here.
     for (index, payload) in payloads.iter().enumerate() {
         if payload.length == 0 {
-            whole(index, 0)?;
+            on_written(index, 0)?;
         }
     }
     let mut written = vec![WrittenPayload::default(); payloads.len()];
     let mut crcs = vec![Hasher::new(); payloads.len()];
-    for ((index, _), done) in parts.into_iter().zip(done) {
-        crcs[index].combine(&done.crc);
-        written[index].hashes.extend(done.hashes);
-        written[index].sum.add(done.sum);
+    for ((index, _), result) in parts.into_iter().zip(results) {
+        crcs[index].combine(&result.crc);
+        written[index].hashes.extend(result.hashes);
+        written[index].sum.add(result.sum);
     }
     for (written, crc) in written.iter_mut().zip(crcs) {
         written.crc = crc.finalize();
@@ -131,7 +131,8 @@ pub(crate) struct PartWriter<'a> {
 }
 
 impl PartWriter<'_> {
-    /// Writes a part of a payload.
+    /// Writes a part of a payload. A source that gives more or fewer bytes than planned is an
+    /// error.
     pub(crate) fn write(
         &self,
         payload: &PlannedPayload<'_>,
@@ -139,24 +140,24 @@ impl PartWriter<'_> {
         buffer: &mut Vec<u8>,
     ) -> Result<Done, FileError> {
         buffer.clear();
-        let planned = range.end - range.start;
+        let planned_bytes = range.end - range.start;
         let mut sink = PartSink {
             writer: self,
             payload,
-            at: payload.offset + range.start,
+            file_offset: payload.offset + range.start,
             end: payload.offset + range.end,
-            block: payload.block_length(),
+            block_bytes: payload.block_length(),
             buffer,
             done: Done::default(),
         };
-        let mut given = 0u64;
+        let mut given_bytes = 0u64;
         self.source
             .payload(payload.fqn, payload.bounds, range, &mut |bytes| {
-                given += bytes.len() as u64;
-                check_length(payload.fqn, given, planned, false)?;
+                given_bytes += bytes.len() as u64;
+                check_length(payload.fqn, given_bytes, planned_bytes, false)?;
                 sink.take(bytes)
             })?;
-        check_length(payload.fqn, given, planned, true)?;
+        check_length(payload.fqn, given_bytes, planned_bytes, true)?;
         Ok(sink.done)
     }
 }
@@ -164,49 +165,50 @@ impl PartWriter<'_> {
 /// Runs all tasks on some threads, each with a buffer of its own; the results are in the order of
 /// the tasks.
 ///
-/// Consecutive tasks may be parts of the same payload; `whole` is called when the last of them is
-/// done, with the checksum of all. The bytes around the payload are written then, and not at the
+/// Consecutive tasks may be parts of the same payload; `on_written` is called when the last of them
+/// is done, with the checksum of all. The bytes around the payload are written then, and not at the
 /// end, because an object store receives files in large parts, and parts with holes would have to
 /// be kept in memory.
 pub(crate) fn in_parallel<T: Sync>(
     tasks: &[T],
     threads: usize,
-    payload: impl Fn(&T) -> Option<usize>,
+    payload_of: impl Fn(&T) -> Option<usize>,
     run: impl Fn(&T, &mut Vec<u8>) -> Result<Done, FileError> + Sync,
-    whole: impl Fn(usize, u32) -> Result<(), FileError> + Sync,
+    on_written: impl Fn(usize, u32) -> Result<(), FileError> + Sync,
 ) -> Result<Vec<Done>, FileError> {
-    let payloads: Vec<Option<usize>> = tasks.iter().map(payload).collect();
+    let payloads: Vec<Option<usize>> = tasks.iter().map(payload_of).collect();
     // The tasks of each payload, and the number of them that are not done.
     let mut groups: Vec<(Range<usize>, AtomicUsize)> = Vec::new();
     for group in payloads.chunk_by(|a, b| a.is_some() && a == b) {
         let start = groups.last().map_or(0, |(tasks, _)| tasks.end);
         groups.push((start..start + group.len(), AtomicUsize::new(group.len())));
     }
-    let next = AtomicUsize::new(0);
+    let next_task = AtomicUsize::new(0);
     let has_failed = AtomicBool::new(false);
     let results: Vec<Mutex<Done>> = tasks.iter().map(|_| Mutex::default()).collect();
     on_threads(threads.clamp(1, tasks.len().max(1)), || {
         let mut buffer = Vec::new();
         while !has_failed.load(Ordering::Relaxed) {
-            let index = next.fetch_add(1, Ordering::Relaxed);
+            let index = next_task.fetch_add(1, Ordering::Relaxed);
             let Some(task) = tasks.get(index) else {
                 break;
             };
-            let done = run(task, &mut buffer);
-            has_failed.fetch_or(done.is_err(), Ordering::Relaxed);
-            *lock(&results[index]) = done?;
-            let (group, left) = &groups[groups.partition_point(|(tasks, _)| tasks.end <= index)];
+            let result = run(task, &mut buffer);
+            has_failed.fetch_or(result.is_err(), Ordering::Relaxed);
+            *lock(&results[index]) = result?;
+            let (group, tasks_left) =
+                &groups[groups.partition_point(|(tasks, _)| tasks.end <= index)];
             // The thread that ends the last part of a payload writes what stands around it.
-            if left.fetch_sub(1, Ordering::AcqRel) == 1
+            if tasks_left.fetch_sub(1, Ordering::AcqRel) == 1
                 && let Some(payload) = payloads[index]
             {
                 let mut crc = Hasher::new();
-                for result in &results[group.clone()] {
-                    crc.combine(&lock(result).crc);
+                for part in &results[group.clone()] {
+                    crc.combine(&lock(part).crc);
                 }
-                let written = whole(payload, crc.finalize());
-                has_failed.fetch_or(written.is_err(), Ordering::Relaxed);
-                written?;
+                let outcome = on_written(payload, crc.finalize());
+                has_failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
+                outcome?;
             }
         }
         Ok(())
@@ -214,14 +216,15 @@ pub(crate) fn in_parallel<T: Sync>(
     Ok(results.into_iter().map(unlocked).collect())
 }
 
-/// Checks that a source gave no more bytes than planned; and, once it is done (`whole`), no fewer.
+/// Checks that a source gave no more bytes than planned; and, once it is done (`is_complete`), no
+/// fewer.
 pub(crate) fn check_length(
     fqn: &str,
     given: u64,
     planned: u64,
-    whole: bool,
+    is_complete: bool,
 ) -> Result<(), FileError> {
-    if given > planned || (whole && given < planned) {
+    if given > planned || (is_complete && given < planned) {
         return Err(FileError::PayloadLength {
             fqn: fqn.to_owned(),
             given,
@@ -237,10 +240,11 @@ struct PartSink<'a> {
     writer: &'a PartWriter<'a>,
     payload: &'a PlannedPayload<'a>,
     /// The place in the file of the next byte to be written.
-    at: u64,
+    file_offset: u64,
     /// The end of the part in the file.
     end: u64,
-    block: u64,
+    /// The length of the hash blocks.
+    block_bytes: u64,
     buffer: &'a mut Vec<u8>,
     done: Done,
 }
@@ -250,32 +254,32 @@ impl PartSink<'_> {
     /// collected in the buffer until there is enough for a write.
     fn take(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
-            let left = self.end - self.at;
+            let part_left = self.end - self.file_offset;
             // A write has whole blocks, or all that is left of the part, so that no block is hashed
             // in two pieces.
-            let wanted = left.min(WRITE_BYTES.max(self.block)) as usize;
-            let have = bytes.len() as u64;
-            let direct = if have >= left {
-                left
+            let write_bytes = part_left.min(WRITE_BYTES.max(self.block_bytes)) as usize;
+            let available = bytes.len() as u64;
+            let direct_bytes = if available >= part_left {
+                part_left
             } else {
-                have - have % self.block
+                available - available % self.block_bytes
             }
-            .min(wanted as u64) as usize;
+            .min(write_bytes as u64) as usize;
             // Bytes that were collected before go first.
-            if self.buffer.is_empty() && direct > 0 {
-                let (now, rest) = bytes.split_at(direct);
-                self.write(now)?;
-                bytes = rest;
+            if self.buffer.is_empty() && direct_bytes > 0 {
+                let (piece, remaining) = bytes.split_at(direct_bytes);
+                self.write(piece)?;
+                bytes = remaining;
                 continue;
             }
-            let take = (wanted - self.buffer.len()).min(bytes.len());
-            let (now, rest) = bytes.split_at(take);
-            self.buffer.extend_from_slice(now);
-            bytes = rest;
-            if self.buffer.len() == wanted {
-                let gathered = std::mem::take(self.buffer);
-                self.write(&gathered)?;
-                *self.buffer = gathered;
+            let count = (write_bytes - self.buffer.len()).min(bytes.len());
+            let (piece, remaining) = bytes.split_at(count);
+            self.buffer.extend_from_slice(piece);
+            bytes = remaining;
+            if self.buffer.len() == write_bytes {
+                let collected = std::mem::take(self.buffer);
+                self.write(&collected)?;
+                *self.buffer = collected;
                 self.buffer.clear();
             }
         }
@@ -285,21 +289,21 @@ impl PartSink<'_> {
     /// Hashes and writes bytes that are whole blocks, or end the part.
     fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         debug_span!("hash", bytes = bytes.len()).in_scope(|| {
-            let mut at = self.at - self.payload.offset;
-            for block in bytes.chunks(self.block as usize) {
+            let mut payload_offset = self.file_offset - self.payload.offset;
+            for block in bytes.chunks(self.block_bytes as usize) {
                 self.done.hashes.push(XxHash3_64::oneshot(block));
                 if self.writer.with_checksum {
                     self.done.crc.update(block);
                 }
                 // The block is in the processor's cache now.
                 if let Some(place) = self.payload.place {
-                    self.done.sum.add_piece(place, at, block);
+                    self.done.sum.add_piece(place, payload_offset, block);
                 }
-                at += block.len() as u64;
+                payload_offset += block.len() as u64;
             }
         });
-        self.writer.file.write_at(self.at, bytes)?;
-        self.at += bytes.len() as u64;
+        self.writer.file.write_at(self.file_offset, bytes)?;
+        self.file_offset += bytes.len() as u64;
         Ok(())
     }
 }

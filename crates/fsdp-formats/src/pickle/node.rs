@@ -129,11 +129,11 @@ impl Node<'_> {
 /// are most of a checkpoint's sizes and offsets. Their numbers come before those of a pickle's own
 /// nodes.
 static SHARED: LazyLock<[Node<'static>; SHARED_NODES]> = LazyLock::new(|| {
-    std::array::from_fn(|number| match number {
+    std::array::from_fn(|index| match index {
         0 => Node::None,
         1 => Node::Bool(true),
         2 => Node::Bool(false),
-        number => Node::Int(number as i64 - i64::from(small_int(0).0)),
+        index => Node::Int(index as i64 - i64::from(small_int(0).0)),
     })
 });
 /// The number of nodes in [`SHARED`].
@@ -157,7 +157,7 @@ pub(super) const fn own_node(position: usize) -> NodeId {
 }
 
 /// Returns the position of a node in the arena of its pickle; `None` if it is a shared one.
-pub(super) const fn position(id: NodeId) -> Option<usize> {
+pub(super) const fn arena_position(id: NodeId) -> Option<usize> {
     (id.0 as usize).checked_sub(SHARED_NODES)
 }
 
@@ -199,7 +199,7 @@ impl<'a> Pickle<'a> {
 
     /// Returns the node of this number.
     pub(crate) fn node(&self, id: NodeId) -> &Node<'a> {
-        match position(id) {
+        match arena_position(id) {
             // Ids are made by the parser only, and the arena never shrinks.
             Some(position) => &self.nodes[position],
             None => &SHARED[id.0 as usize],
@@ -209,26 +209,26 @@ impl<'a> Pickle<'a> {
     /// Makes an error at the place where this node was made, or at the beginning of the pickle for
     /// a shared node.
     pub(crate) fn error(&self, id: NodeId, kind: PickleErrorKind) -> PickleError {
-        kind.at(position(id).map_or(0, |position| self.offsets[position] as usize))
+        kind.at(arena_position(id).map_or(0, |position| self.offsets[position] as usize))
     }
 
     /// Makes the error of a node that is not of the expected kind.
-    pub(crate) fn wrong(&self, id: NodeId, expected: &'static str) -> PickleError {
+    pub(crate) fn expected_error(&self, id: NodeId, expected: &'static str) -> PickleError {
         let kind = match self.node(id) {
-            Node::Foreign(module, name) => foreign(module, name),
-            Node::Opaque(object) => foreign(object.module, object.name),
+            Node::Foreign(module, name) => foreign_error(module, name),
+            Node::Opaque(object) => foreign_error(object.module, object.name),
             other => other.mismatch(expected),
         };
         self.error(id, kind)
     }
 
     /// Makes the error of a node of the right kind that is not valid.
-    pub(crate) fn invalid(&self, id: NodeId, what: &'static str) -> PickleError {
+    pub(crate) fn invalid_error(&self, id: NodeId, what: &'static str) -> PickleError {
         self.error(id, PickleErrorKind::Value { what })
     }
 
     /// Makes the error of an object of torch's that only running code could build.
-    pub(crate) fn opaque(&self, id: NodeId, name: impl Into<String>) -> PickleError {
+    pub(crate) fn opaque_error(&self, id: NodeId, name: impl Into<String>) -> PickleError {
         let kind = PickleErrorKind::Global {
             module: "torch".to_owned(),
             name: name.into(),
@@ -241,18 +241,18 @@ impl<'a> Pickle<'a> {
         &self,
         id: NodeId,
         what: &'static str,
-        value: usize,
+        length: usize,
         limit: usize,
     ) -> Result<(), PickleError> {
-        check_limit(what, value as u64, limit as u64)
+        check_limit(what, length as u64, limit as u64)
             .map_err(|beyond| self.error(id, beyond.into()))
     }
 
-    /// Returns the node as text.
+    /// Returns the node as text; any other node is an error, as in the functions below.
     pub(crate) fn str(&self, id: NodeId) -> Result<&'a str, PickleError> {
         match self.node(id) {
             Node::Str(text) => Ok(text),
-            _ => Err(self.wrong(id, "a str")),
+            _ => Err(self.expected_error(id, "a str")),
         }
     }
 
@@ -260,26 +260,27 @@ impl<'a> Pickle<'a> {
     pub(crate) fn int(&self, id: NodeId) -> Result<i64, PickleError> {
         match self.node(id) {
             Node::Int(value) => Ok(*value),
-            _ => Err(self.wrong(id, "an int of 64 bits")),
+            _ => Err(self.expected_error(id, "an int of 64 bits")),
         }
     }
 
     /// Returns the node as a count or a position: an integer that is not negative.
     pub(crate) fn unsigned(&self, id: NodeId) -> Result<u64, PickleError> {
-        u64::try_from(self.int(id)?).map_err(|_| self.invalid(id, "a size or position is negative"))
+        u64::try_from(self.int(id)?)
+            .map_err(|_| self.invalid_error(id, "a size or position is negative"))
     }
 
     /// Returns the node as a count or a position of this machine's size.
     pub(crate) fn usize(&self, id: NodeId) -> Result<usize, PickleError> {
         usize::try_from(self.unsigned(id)?)
-            .map_err(|_| self.invalid(id, "a size does not fit this machine"))
+            .map_err(|_| self.invalid_error(id, "a size does not fit this machine"))
     }
 
     /// Returns the node as a bool.
     pub(crate) fn bool(&self, id: NodeId) -> Result<bool, PickleError> {
         match self.node(id) {
             Node::Bool(value) => Ok(*value),
-            _ => Err(self.wrong(id, "a bool")),
+            _ => Err(self.expected_error(id, "a bool")),
         }
     }
 
@@ -287,7 +288,7 @@ impl<'a> Pickle<'a> {
     pub(crate) fn dict(&self, id: NodeId) -> Result<&[(NodeId, NodeId)], PickleError> {
         match self.node(id) {
             Node::Dict(entries) => Ok(entries),
-            _ => Err(self.wrong(id, "a dict")),
+            _ => Err(self.expected_error(id, "a dict")),
         }
     }
 
@@ -296,7 +297,7 @@ impl<'a> Pickle<'a> {
         match self.node(id) {
             Node::Tuple(tuple) => Ok(self.tuple(*tuple)),
             Node::List(items) => Ok(items),
-            _ => Err(self.wrong(id, "a tuple or list")),
+            _ => Err(self.expected_error(id, "a tuple or list")),
         }
     }
 
@@ -304,7 +305,7 @@ impl<'a> Pickle<'a> {
     pub(crate) fn object(&self, id: NodeId) -> Result<&ObjectNode, PickleError> {
         match self.node(id) {
             Node::Object(object) => Ok(object),
-            _ => Err(self.wrong(id, "an object")),
+            _ => Err(self.expected_error(id, "an object")),
         }
     }
 
@@ -342,19 +343,19 @@ impl<'a> Pickle<'a> {
                 }
                 Ok(self.fields(id, entries))
             }
-            _ => Err(self.wrong(id, expected)),
+            _ => Err(self.expected_error(id, expected)),
         }
     }
 
     /// Returns these entries of a dict as the attributes of an object.
     pub(crate) fn fields<'p>(
         &'p self,
-        of: NodeId,
+        object: NodeId,
         entries: &'p [(NodeId, NodeId)],
     ) -> Fields<'p, 'a> {
         Fields {
             pickle: self,
-            of,
+            object,
             entries,
         }
     }
@@ -365,7 +366,7 @@ impl<'a> Pickle<'a> {
             Node::Object(object) if object.global == Global::Size => match self.args(object) {
                 [] => &[],
                 [items] => self.sequence(*items)?,
-                _ => return Err(self.wrong(id, "a torch.Size of one tuple")),
+                _ => return Err(self.expected_error(id, "a torch.Size of one tuple")),
             },
             _ => self.sequence(id)?,
         };
@@ -376,7 +377,7 @@ impl<'a> Pickle<'a> {
 
 /// Returns the error of a place that cannot use an object of this class, or the result of this
 /// function.
-fn foreign(module: &str, name: &str) -> PickleErrorKind {
+fn foreign_error(module: &str, name: &str) -> PickleErrorKind {
     PickleErrorKind::Global {
         module: shorten(module),
         name: shorten(name),
@@ -412,7 +413,8 @@ pub(crate) fn check_attributes(state: &Node<'_>) -> Result<(), PickleErrorKind> 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fields<'p, 'a> {
     pickle: &'p Pickle<'a>,
-    of: NodeId,
+    /// The object, for errors.
+    object: NodeId,
     pub(crate) entries: &'p [(NodeId, NodeId)],
 }
 
@@ -434,7 +436,9 @@ impl Fields<'_, '_> {
 
     /// Returns the attribute of this name; it is an error if it does not exist.
     pub(crate) fn get(&self, field: &'static str) -> Result<NodeId, PickleError> {
-        self.find(field)
-            .ok_or_else(|| self.pickle.error(self.of, PickleErrorKind::Field { field }))
+        self.find(field).ok_or_else(|| {
+            self.pickle
+                .error(self.object, PickleErrorKind::Field { field })
+        })
     }
 }

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 
 use super::error::{PickleError, PickleErrorKind};
 use super::node::{
-    FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, own_node, position, small_int,
+    FALSE, NONE, Node, NodeId, OpaqueNode, Pickle, TRUE, TupleNode, arena_position, own_node,
+    small_int,
 };
 use crate::budget::Budget;
 use crate::limits::{
@@ -28,7 +29,7 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
     let nodes = (bytes.len() / 16).min(MAX_RESERVED_NODES);
     let mut machine = Machine {
         bytes,
-        at: 0,
+        position: 0,
         op_offset: 0,
         pickle: Pickle {
             nodes: Vec::with_capacity(nodes),
@@ -44,7 +45,7 @@ pub(crate) fn parse_within(bytes: &[u8], budget: Budget) -> Result<Pickle<'_>, P
         copied: 0,
     };
     machine.pickle.root = machine.run().map_err(|kind| kind.at(machine.op_offset))?;
-    machine.pickle.end = machine.at;
+    machine.pickle.end = machine.position;
     Ok(machine.pickle)
 }
 
@@ -54,7 +55,7 @@ pub(super) type Result<T, E = PickleErrorKind> = std::result::Result<T, E>;
 /// The interpreter: a stack machine whose values are nodes.
 pub(super) struct Machine<'a> {
     pub(super) bytes: &'a [u8],
-    at: usize,
+    position: usize,
     /// The position of the current opcode.
     op_offset: usize,
     /// The nodes that have been built so far.
@@ -79,7 +80,7 @@ impl<'a> Machine<'a> {
     /// Interprets opcodes up to `STOP`, and returns the value on top.
     fn run(&mut self) -> Result<NodeId> {
         loop {
-            self.op_offset = self.at;
+            self.op_offset = self.position;
             let [opcode] = self.read_array()?;
             match opcode {
                 // PROTO
@@ -275,11 +276,13 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Reads the next `N` bytes.
+    /// Reads the next `N` bytes, and moves on.
     fn read_array<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let rest = &self.bytes[self.at..];
-        let array = *rest.first_chunk::<N>().ok_or(PickleErrorKind::Truncated)?;
-        self.at += N;
+        let remaining = &self.bytes[self.position..];
+        let array = *remaining
+            .first_chunk::<N>()
+            .ok_or(PickleErrorKind::Truncated)?;
+        self.position += N;
         Ok(array)
     }
 
@@ -293,7 +296,7 @@ impl<'a> Machine<'a> {
     /// Returns a claimed length, after checking it against the bytes that are left, before anything
     /// is allocated for it.
     fn check_remaining(&self, length: u64) -> Result<usize> {
-        let remaining = (self.bytes.len() - self.at) as u64;
+        let remaining = (self.bytes.len() - self.position) as u64;
         check_limit("length", length, remaining)?;
         Ok(length as usize)
     }
@@ -301,20 +304,20 @@ impl<'a> Machine<'a> {
     /// Returns the next bytes of the pickle.
     fn take(&mut self, length: u64) -> Result<&'a [u8]> {
         let length = self.check_remaining(length)?;
-        let taken = &self.bytes[self.at..self.at + length];
-        self.at += length;
+        let taken = &self.bytes[self.position..self.position + length];
+        self.position += length;
         Ok(taken)
     }
 
     /// Reads text up to the end of the line.
     fn read_line(&mut self) -> Result<&'a str> {
-        let rest = &self.bytes[self.at..];
-        let end = rest
+        let remaining = &self.bytes[self.position..];
+        let line_length = remaining
             .iter()
             .position(|&byte| byte == b'\n')
             .ok_or(PickleErrorKind::Truncated)?;
-        self.at += end + 1;
-        std::str::from_utf8(&rest[..end]).map_err(|_| PickleErrorKind::Text)
+        self.position += line_length + 1;
+        std::str::from_utf8(&remaining[..line_length]).map_err(|_| PickleErrorKind::Text)
     }
 
     /// Reads a text, and pushes it. Its length comes before it, as a number of `N` bytes.
@@ -401,7 +404,7 @@ impl<'a> Machine<'a> {
     /// is not what was `expected`.
     pub(super) fn top_node(&mut self, expected: &'static str) -> Result<&mut Node<'a>> {
         let top = self.top()?;
-        match position(top) {
+        match arena_position(top) {
             Some(position) => Ok(&mut self.pickle.nodes[position]),
             None => Err(self.node(top).mismatch(expected)),
         }
@@ -467,7 +470,7 @@ impl<'a> Machine<'a> {
             .filter(|&below| below >= self.floor())
             .ok_or(PickleErrorKind::Stack)?;
         let id = self.stack[below];
-        position(id).ok_or_else(|| self.node(id).mismatch(expected))
+        arena_position(id).ok_or_else(|| self.node(id).mismatch(expected))
     }
 
     /// Appends the values above a stack height to the list, or to the object of an unknown class,
@@ -476,10 +479,10 @@ impl<'a> Machine<'a> {
         let expected = "a list";
         let container = self.find_container(start, expected)?;
         self.charge_references(self.stack.len() - start)?;
-        let items = &self.stack[start..];
+        let added = &self.stack[start..];
         match &mut self.pickle.nodes[container] {
-            Node::List(list) => list.extend(items),
-            Node::Opaque(object) => object.items.extend(items),
+            Node::List(list) => list.extend(added),
+            Node::Opaque(object) => object.items.extend(added),
             other => return Err(other.mismatch(expected)),
         }
         self.stack.truncate(start);
@@ -492,11 +495,11 @@ impl<'a> Machine<'a> {
         let expected = "a dict";
         let container = self.find_container(start, expected)?;
         self.charge_references(self.stack.len() - start)?;
-        let items = &self.stack[start..];
-        if !items.len().is_multiple_of(2) {
+        let added = &self.stack[start..];
+        if !added.len().is_multiple_of(2) {
             return Err(PickleErrorKind::Stack);
         }
-        let pairs = items.chunks_exact(2).map(|pair| (pair[0], pair[1]));
+        let pairs = added.chunks_exact(2).map(|pair| (pair[0], pair[1]));
         match &mut self.pickle.nodes[container] {
             Node::Dict(dict) => dict.extend(pairs),
             Node::Opaque(object) => object.entries.extend(pairs),
@@ -543,11 +546,11 @@ fn has_lone_surrogates(mut bytes: &[u8]) -> bool {
 
 /// Returns a little-endian two's-complement integer, if it fits 64 bits.
 fn int_from_le_bytes(bytes: &[u8]) -> Option<i64> {
-    let negative = bytes.last().is_some_and(|&byte| byte >= 0x80);
-    let fill = if negative { 0xff } else { 0 };
+    let is_negative = bytes.last().is_some_and(|&byte| byte >= 0x80);
+    let fill = if is_negative { 0xff } else { 0 };
     let mut array = [fill; 8];
     let (low, high) = bytes.split_at(bytes.len().min(8));
     array[..low.len()].copy_from_slice(low);
     let value = i64::from_le_bytes(array);
-    (high.iter().all(|&byte| byte == fill) && (value < 0) == negative).then_some(value)
+    (high.iter().all(|&byte| byte == fill) && (value < 0) == is_negative).then_some(value)
 }

@@ -198,12 +198,12 @@ fn plan_tensor<'m>(
             });
         }
         let mut covered = 0;
-        for (chunk, saved) in saved.chunks.iter().enumerate() {
-            let Some(overlap) = saved.bounds.intersect(bounds) else {
+        for (chunk, saved_chunk) in saved.chunks.iter().enumerate() {
+            let Some(overlap) = saved_chunk.bounds.intersect(bounds) else {
                 continue;
             };
             covered += overlap.numel();
-            let stored = saved.stored.as_ref();
+            let stored = saved_chunk.stored.as_ref();
             let place = stored.map(|stored| (stored.relative_path.as_str(), stored.offset));
             let read = ReadItem {
                 request: index,

@@ -15,7 +15,7 @@ pub(super) fn find_overlap<'c>(
     }
     // A dimension that every box spans completely separates no boxes.
     let mut dims: Vec<usize> = (0..shape.len())
-        .filter(|&d| boxes.iter().any(|b| b.sizes[d] != shape[d]))
+        .filter(|&dim| boxes.iter().any(|bounds| bounds.sizes[dim] != shape[dim]))
         .collect();
     // The dimension along which the boxes are shortest comes first, because it leaves the fewest
     // pairs for the others. The bits of numbers that are not negative are in the order of the
@@ -23,17 +23,17 @@ pub(super) fn find_overlap<'c>(
     dims.sort_by_cached_key(|&dim| sum_of_shares(shape, boxes, dim).to_bits());
     let (first, second) = match dims[..] {
         [] => (0, 1),
-        [dim] => find_overlap_of_ranges(
-            boxes
-                .iter()
-                .enumerate()
-                .map(|(index, b)| (b.offsets[dim]..b.offsets[dim] + b.sizes[dim], index)),
-        )?,
+        [dim] => find_overlap_of_ranges(boxes.iter().enumerate().map(|(index, bounds)| {
+            (
+                bounds.offsets[dim]..bounds.offsets[dim] + bounds.sizes[dim],
+                index,
+            )
+        }))?,
         _ => match flat_ranges(shape, boxes) {
             Some(ranges) => find_overlap_of_ranges(ranges)?,
             None => {
-                let all: Vec<usize> = (0..boxes.len()).collect();
-                Search { boxes }.find_between(&all, &all, &dims)?
+                let positions: Vec<usize> = (0..boxes.len()).collect();
+                Search { boxes }.find_between(&positions, &positions, &dims)?
             }
         },
     };
@@ -48,8 +48,8 @@ fn sum_of_shares(shape: &[usize], boxes: &[&TensorBox], dim: usize) -> f64 {
         .sum()
 }
 
-/// Finds two ranges that overlap, and returns what belongs to them. In the order of their starts
-/// only neighbours can.
+/// Finds two ranges that overlap, and returns the indices that belong to them. In the order of
+/// their starts only neighbours can.
 fn find_overlap_of_ranges(
     ranges: impl IntoIterator<Item = (Range<usize>, usize)>,
 ) -> Option<(usize, usize)> {
@@ -135,16 +135,16 @@ impl Search<'_, '_> {
             return self.find_among_few(a, b, dims);
         }
         let dim = dims[0];
-        let first = self.start(b[0], dim);
-        let last = self.start(b[b.len() - 1], dim);
+        let first_start = self.start(b[0], dim);
+        let last_start = self.start(b[b.len() - 1], dim);
         let mut hold_all = Vec::new();
         let mut hold_some = Vec::new();
         for &index in a {
             let mut range = self.range(index, dim);
             range.start += usize::from(starts_before);
-            if range.start <= first && last < range.end {
+            if range.start <= first_start && last_start < range.end {
                 hold_all.push(index);
-            } else if range.start <= last && first < range.end {
+            } else if range.start <= last_start && first_start < range.end {
                 hold_some.push(index);
             }
         }
@@ -167,25 +167,25 @@ impl Search<'_, '_> {
     /// Finds what [`find_between`](Self::find_between) finds along a single dimension.
     fn find_along(&self, a: &[usize], b: &[usize], dim: usize) -> Option<(usize, usize)> {
         // The start, the box, and the list that it is in.
-        let mut order: Vec<(usize, usize, usize)> = [a, b]
+        let mut boxes_by_start: Vec<(usize, usize, usize)> = [a, b]
             .into_iter()
             .enumerate()
             .flat_map(|(list, boxes)| boxes.iter().map(move |&index| (index, list)))
             .map(|(index, list)| (self.start(index, dim), index, list))
             .collect();
-        order.sort_unstable();
+        boxes_by_start.sort_unstable();
         // For each list, the end and the position of that box so far which reaches farthest.
         let mut farthest = [None, None];
         // A box that is in both lists comes twice, and must not be compared with itself.
-        for same in order.chunk_by(|(_, one, _), (_, other, _)| one == other) {
-            for &(start, index, list) in same {
+        for entries_of_box in boxes_by_start.chunk_by(|(_, one, _), (_, other, _)| one == other) {
+            for &(start, index, list) in entries_of_box {
                 if let Some((end, other)) = farthest[1 - list]
                     && end > start
                 {
                     return Some((other, index));
                 }
             }
-            for &(_, index, list) in same {
+            for &(_, index, list) in entries_of_box {
                 farthest[list] = farthest[list].max(Some((self.range(index, dim).end, index)));
             }
         }

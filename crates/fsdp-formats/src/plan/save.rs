@@ -74,37 +74,39 @@ pub fn plan_save(
     deduplicate: Deduplicate,
 ) -> Result<GlobalPlan, SavePlanError> {
     let mut schemas = Vec::new();
-    let mut known = HashMap::new();
+    let mut schema_positions = HashMap::new();
     let offers: Vec<Offer> = plans
         .iter()
         .map(|plan| {
-            let schema = *known.entry(plan.schema_hash()).or_insert_with(|| {
-                schemas.push(plan.schema());
-                schemas.len() - 1
-            });
+            let schema = *schema_positions
+                .entry(plan.schema_hash())
+                .or_insert_with(|| {
+                    schemas.push(plan.schema());
+                    schemas.len() - 1
+                });
             Offer {
                 schema,
                 boxes: plan.held_boxes(),
             }
         })
         .collect();
-    let of_ranks: Vec<usize> = (0..plans.len()).collect();
-    plan_offers(&schemas, offers, &of_ranks, deduplicate)
+    let offer_of_rank: Vec<usize> = (0..plans.len()).collect();
+    plan_offers(&schemas, offers, &offer_of_rank, deduplicate)
 }
 
 /// Makes the same plan as [`plan_save`], from the distinct schemas of all ranks, and the distinct
 /// offers of boxes that are not in them.
 ///
-/// `of_ranks` has the position of each rank's offer, by rank. Ranks that hold the same boxes (the
-/// replicas of a shard) share one offer, so that their boxes are stored once. The boxes are moved
-/// into the plan's metadata, not copied.
+/// `offer_of_rank` has the position of each rank's offer, by rank. Ranks that hold the same boxes
+/// (the replicas of a shard) share one offer, so that their boxes are stored once. The boxes are
+/// moved into the plan's metadata, not copied.
 pub fn plan_offers(
     schemas: &[LocalPlan],
     offers: Vec<Offer>,
-    of_ranks: &[usize],
+    offer_of_rank: &[usize],
     deduplicate: Deduplicate,
 ) -> Result<GlobalPlan, SavePlanError> {
-    plan_checked(schemas, offers, of_ranks, deduplicate, true)
+    plan_checked(schemas, offers, offer_of_rank, deduplicate, true)
 }
 
 /// Makes the plan of one rank that saves what it holds as a part of a checkpoint; other ranks save
@@ -124,35 +126,35 @@ pub fn plan_part(plan: &LocalPlan) -> Result<GlobalPlan, SavePlanError> {
 fn plan_checked(
     schemas: &[LocalPlan],
     offers: Vec<Offer>,
-    of_ranks: &[usize],
+    offer_of_rank: &[usize],
     deduplicate: Deduplicate,
     must_cover: bool,
 ) -> Result<GlobalPlan, SavePlanError> {
     // Step 1: find out who holds what, and that all agree about it.
-    let mut ranks_of = vec![Vec::new(); schemas.len() + offers.len()];
-    for (rank, &offer) in of_ranks.iter().enumerate() {
-        ranks_of[offers[offer].schema].push(rank as u32);
-        ranks_of[schemas.len() + offer].push(rank as u32);
+    let mut rank_lists = vec![Vec::new(); schemas.len() + offers.len()];
+    for (rank, &offer) in offer_of_rank.iter().enumerate() {
+        rank_lists[offers[offer].schema].push(rank as u32);
+        rank_lists[schemas.len() + offer].push(rank as u32);
     }
-    let groups = group_by_key(schemas, offers, of_ranks)?;
+    let groups = group_by_key(schemas, offers, offer_of_rank)?;
     // Readers would refuse such a key only after the checkpoint is written.
     for group in &groups {
-        check_key_length(&group.first.fqn)?;
+        check_key_length(&group.first_item.fqn)?;
     }
 
     // Step 2: make the entry of each key, and assign what only one rank holds.
     let mut assignment = Assignment {
-        ranks_of: &ranks_of,
-        weights: vec![0; of_ranks.len()],
-        loads: vec![0; of_ranks.len()],
-        kept: vec![Vec::new(); of_ranks.len()],
+        rank_lists: &rank_lists,
+        weights: vec![0; offer_of_rank.len()],
+        loads: vec![0; offer_of_rank.len()],
+        kept: vec![Vec::new(); offer_of_rank.len()],
         shared: Vec::new(),
     };
     let mut entries = IndexMap::with_capacity(groups.len());
     let mut paths = IndexMap::new();
     for (position, group) in groups.into_iter().enumerate() {
         let entry = position as u32;
-        let WriteItem { fqn, path, content } = group.first;
+        let WriteItem { fqn, path, content } = group.first_item;
         if let Some(path) = path {
             paths.insert(fqn.clone(), path.clone());
         }
@@ -188,14 +190,14 @@ fn plan_checked(
                     });
                 }
                 let bounds = chunks.iter().map(|chunk| &chunk.bounds);
-                let checked = if must_cover {
+                let outcome = if must_cover {
                     validate_cover(shape, bounds)
                 } else {
                     validate_chunks(shape, bounds).map(drop)
                 };
-                checked.map_err(|source| SavePlanError::Chunks {
+                outcome.map_err(|source| SavePlanError::Chunks {
                     fqn: fqn.clone(),
-                    ranks: first_ranks(&ranks_of, &all_holders),
+                    ranks: first_ranks(&rank_lists, &all_holders),
                     source: Box::new(source),
                 })?;
                 Entry::Tensor(TensorEntry {
@@ -222,19 +224,19 @@ fn distinct_boxes(
     mut candidates: Vec<(Option<TensorBox>, Holder)>,
 ) -> Vec<(TensorBox, Vec<Holder>)> {
     // Stable, so that equal boxes stay in the order of their ranks.
-    candidates.sort_by(|(a, _), (b, _)| a.cmp(b));
+    candidates.sort_by(|(first, _), (second, _)| first.cmp(second));
     let mut boxes: Vec<(TensorBox, Vec<Holder>)> = Vec::new();
     for (bounds, holder) in candidates {
         let bounds = bounds.expect("what holds a tensor has a box of it");
         match boxes.last_mut() {
-            Some((last, holders)) if *last == bounds => holders.push(holder),
+            Some((last_bounds, holders)) if *last_bounds == bounds => holders.push(holder),
             _ => boxes.push((bounds, vec![holder])),
         }
     }
     boxes
 }
 
-/// Returns the bytes of a box, as far as they can be counted.
+/// Returns the bytes of a box, or `u64::MAX` if they cannot be counted.
 fn payload_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
     bounds
         .sizes
@@ -249,7 +251,7 @@ fn payload_bytes(bounds: &TensorBox, dtype: DType) -> u64 {
 #[derive(Debug, Clone, Copy)]
 struct Holder {
     /// Position of the list of its ranks: there is one for each schema, then one for each offer.
-    ranks: u32,
+    rank_list: u32,
     /// Position of the item in the plan of each of them.
     item: u32,
     /// Position of the box in the item; 0 for a whole tensor or a value.
@@ -257,10 +259,10 @@ struct Holder {
 }
 
 /// Returns the first eight of the ranks that these holders stand for.
-fn first_ranks(ranks_of: &[Vec<u32>], holders: &[Holder]) -> Vec<usize> {
+fn first_ranks(rank_lists: &[Vec<u32>], holders: &[Holder]) -> Vec<usize> {
     let mut ranks: Vec<usize> = holders
         .iter()
-        .flat_map(|holder| &ranks_of[holder.ranks as usize])
+        .flat_map(|holder| &rank_lists[holder.rank_list as usize])
         .map(|&rank| rank as usize)
         .collect();
     ranks.sort_unstable();
@@ -273,7 +275,7 @@ fn first_ranks(ranks_of: &[Vec<u32>], holders: &[Holder]) -> Vec<usize> {
 struct KeyGroup<'p> {
     first_rank: usize,
     /// The item of the first rank that has the key.
-    first: &'p WriteItem,
+    first_item: &'p WriteItem,
     /// The last schema that was found to have the key.
     last_schema: Option<usize>,
     /// The boxes of a tensor, or `None` for a value, with those that hold them.
@@ -302,7 +304,7 @@ struct SharedChunk {
 /// The boxes and values that each rank has been given to write.
 struct Assignment<'a> {
     /// The ranks of each [`Holder`], by its list, in order.
-    ranks_of: &'a [Vec<u32>],
+    rank_lists: &'a [Vec<u32>],
     /// The weights of what each rank has been given.
     weights: Vec<u64>,
     /// The bytes of what each rank has been given.
@@ -316,7 +318,7 @@ impl Assignment<'_> {
     /// Assigns a chunk to its only holder, or sets it aside if there are several.
     fn add(&mut self, chunk: SharedChunk) {
         match chunk.holders[..] {
-            [holder] if self.ranks_of[holder.ranks as usize].len() == 1 => {
+            [holder] if self.rank_lists[holder.rank_list as usize].len() == 1 => {
                 self.assign(&chunk, Deduplicate::LowestRank);
             }
             _ => self.shared.push(chunk),
@@ -347,14 +349,19 @@ impl Assignment<'_> {
     fn assign(&mut self, chunk: &SharedChunk, rule: Deduplicate) {
         // The load that counts, the rank, and the item and index of the box in its plan.
         let mut best: Option<((u64, u32), u32, u32)> = None;
-        for &Holder { ranks, item, index } in &chunk.holders {
-            for &rank in &self.ranks_of[ranks as usize] {
+        for &Holder {
+            rank_list,
+            item,
+            index,
+        } in &chunk.holders
+        {
+            for &rank in &self.rank_lists[rank_list as usize] {
                 let load = match rule {
                     Deduplicate::Balanced => self.weights[rank as usize],
                     Deduplicate::LowestRank => 0,
                 };
                 // Of equal loads the lowest rank's counts, so that the plan is the same each time.
-                if best.is_none_or(|(least, ..)| (load, rank) < least) {
+                if best.is_none_or(|(least_load, ..)| (load, rank) < least_load) {
                     best = Some(((load, rank), item, index));
                 }
             }
@@ -376,43 +383,43 @@ impl Assignment<'_> {
 fn group_by_key<'p>(
     schemas: &'p [LocalPlan],
     mut offers: Vec<Offer>,
-    of_ranks: &[usize],
+    offer_of_rank: &[usize],
 ) -> Result<Vec<KeyGroup<'p>>, SavePlanError> {
     let mut positions: HashMap<&str, usize> = HashMap::new();
     let mut groups: Vec<KeyGroup<'_>> = Vec::new();
     // The group of each item, for each schema that was met.
-    let mut groups_of: Vec<Vec<usize>> = vec![Vec::new(); schemas.len()];
-    for (rank, &offer) in of_ranks.iter().enumerate() {
+    let mut groups_by_schema: Vec<Vec<usize>> = vec![Vec::new(); schemas.len()];
+    for (rank, &offer) in offer_of_rank.iter().enumerate() {
         let schema = offers[offer].schema;
         let items = &schemas[schema].items;
         // Ranks with equal schemas agree with each other: only the first of them need be compared
         // with the others.
-        if groups_of[schema].len() != items.len() {
+        if groups_by_schema[schema].len() != items.len() {
             for (index, item) in items.iter().enumerate() {
                 let position = *positions.entry(&item.fqn).or_insert_with(|| {
                     groups.push(KeyGroup {
                         first_rank: rank,
-                        first: item,
+                        first_item: item,
                         last_schema: None,
                         candidates: Vec::new(),
                     });
                     groups.len() - 1
                 });
                 groups[position].add_item(rank, item, schema, index)?;
-                groups_of[schema].push(position);
+                groups_by_schema[schema].push(position);
             }
         }
         // The boxes of a shared offer are taken once, with the first rank that has it. After that
         // the offer is empty.
         for held in std::mem::take(&mut offers[offer].boxes) {
-            let group = groups_of[schema].get(held.item as usize);
+            let group = groups_by_schema[schema].get(held.item as usize);
             // A box of an item that the schema does not have is left out. The check that the boxes
             // hold the whole tensor finds what is missing then.
             let Some(group) = group.and_then(|&group| groups.get_mut(group)) else {
                 continue;
             };
             let holder = Holder {
-                ranks: (schemas.len() + offer) as u32,
+                rank_list: (schemas.len() + offer) as u32,
                 item: held.item,
                 index: held.index,
             };
@@ -423,7 +430,8 @@ fn group_by_key<'p>(
 }
 
 impl KeyGroup<'_> {
-    /// Adds the item of this index in a schema, which `rank` is the first to have.
+    /// Adds the item of this index in a schema, which `rank` is the first to have. A key that
+    /// stands twice in the schema, or that ranks disagree about, is an error.
     fn add_item(
         &mut self,
         rank: usize,
@@ -440,7 +448,7 @@ impl KeyGroup<'_> {
         self.check_agreement(rank, item)?;
         self.last_schema = Some(schema);
         let holder = Holder {
-            ranks: schema as u32,
+            rank_list: schema as u32,
             item: index as u32,
             index: 0,
         };
@@ -466,7 +474,7 @@ impl KeyGroup<'_> {
     /// Checks that a rank's item has the same kind, dtype, shape and path as that of the first rank
     /// with this key.
     fn check_agreement(&self, rank: usize, item: &WriteItem) -> Result<(), SavePlanError> {
-        let (what, first, second) = match (&self.first.content, &item.content) {
+        let (what, first, second) = match (&self.first_item.content, &item.content) {
             (
                 WriteContent::Tensor {
                     properties: first,
@@ -490,14 +498,14 @@ impl KeyGroup<'_> {
             (WriteContent::Value { .. }, WriteContent::Tensor { .. }) => {
                 ("kind", "value".into(), "tensor".into())
             }
-            _ if self.first.path == item.path => return Ok(()),
+            _ if self.first_item.path == item.path => return Ok(()),
             _ => {
-                let (first, second) = (&self.first.path, &item.path);
+                let (first, second) = (&self.first_item.path, &item.path);
                 ("path", format!("{first:?}"), format!("{second:?}"))
             }
         };
         Err(SavePlanError::Disagreement {
-            fqn: self.first.fqn.clone(),
+            fqn: self.first_item.fqn.clone(),
             what,
             first_rank: self.first_rank,
             first,
@@ -510,11 +518,11 @@ impl KeyGroup<'_> {
 /// Checks that readers will accept a key of this length.
 pub fn check_key_length(fqn: &str) -> Result<(), SavePlanError> {
     /// The most characters of the key that the error shows.
-    const SHOWN: usize = 80;
+    const SHOWN_CHARACTERS: usize = 80;
     if fqn.len() <= MAX_KEY_BYTES {
         return Ok(());
     }
-    let start = fqn.chars().take(SHOWN).collect();
+    let start = fqn.chars().take(SHOWN_CHARACTERS).collect();
     Err(SavePlanError::LongKey {
         start,
         length: fqn.len(),

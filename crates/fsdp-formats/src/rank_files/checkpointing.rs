@@ -30,11 +30,13 @@ pub(crate) fn is_there(names: &[String]) -> bool {
 pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assembled, FileError> {
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let bytes = directory.read_checked(METADATA, MAX_PICKLE_BYTES)?;
-    let (world_size, listed) =
+    let (world_size, listed_items) =
         read_metadata(&bytes).map_err(|source| directory.file_error(METADATA, source))?;
     let items = find_items(&directory, &RankFile::parse_bare)?;
-    let missing = listed.iter().filter(|item| !items.contains_key(*item));
-    directory.check_missing(missing.map(|item| format!("{item}_0.pt")))?;
+    let missing_items = listed_items
+        .iter()
+        .filter(|item| !items.contains_key(*item));
+    directory.check_missing(missing_items.map(|item| format!("{item}_0.pt")))?;
     for files in items.values() {
         check_ranks(&directory, files, Some(world_size))?;
     }
@@ -46,12 +48,12 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
 fn read_metadata(bytes: &[u8]) -> Result<(usize, Vec<String>), FormatError> {
     let pickle = parse(bytes)?;
     let metadata = value_of(&pickle, pickle.root())?;
-    let world_size = entry(&metadata, "world_size")
+    let world_size = find_entry(&metadata, "world_size")
         .and_then(PlainValue::as_int)
         .and_then(|count| usize::try_from(count).ok())
         .filter(|count| (1..MAX_RANKS).contains(count))
         .ok_or_else(|| malformed("it tells no number of ranks"))?;
-    let Some(PlainValue::Dict(items)) = entry(&metadata, "metadata") else {
+    let Some(PlainValue::Dict(items)) = find_entry(&metadata, "metadata") else {
         return Err(malformed("it tells no items"));
     };
     let mut names = Vec::with_capacity(items.len());
@@ -59,7 +61,7 @@ fn read_metadata(bytes: &[u8]) -> Result<(usize, Vec<String>), FormatError> {
         let name = item
             .as_str()
             .ok_or_else(|| malformed("the name of an item is no text"))?;
-        if let Some(PlainValue::Dict(layouts)) = entry(notes, "rank_to_layout_info") {
+        if let Some(PlainValue::Dict(layouts)) = find_entry(notes, "rank_to_layout_info") {
             for (rank, layout) in layouts {
                 check_layout(name, rank, layout)?;
             }
@@ -76,18 +78,18 @@ fn malformed(reason: &str) -> FormatError {
 /// Refuses an item whose layout names another file than `ITEM_RANK.pt`. A layout that names no file
 /// means that one.
 fn check_layout(item: &str, rank: &PlainValue, layout: &PlainValue) -> Result<(), FormatError> {
-    let path = entry(layout, "file_path").and_then(PlainValue::as_str);
-    match (rank.as_int(), path) {
-        (Some(rank), Some(path)) if path != format!("{item}_{rank}.pt") => {
-            let what = format!("the item `{item}` in the file `{path}`");
+    let file_name = find_entry(layout, "file_path").and_then(PlainValue::as_str);
+    match (rank.as_int(), file_name) {
+        (Some(rank), Some(file_name)) if file_name != format!("{item}_{rank}.pt") => {
+            let what = format!("the item `{item}` in the file `{file_name}`");
             Err(FormatError::unsupported(what))
         }
         _ => Ok(()),
     }
 }
 
-/// Returns the value of a key of a dict.
-fn entry<'v>(value: &'v PlainValue, key: &str) -> Option<&'v PlainValue> {
+/// Returns the value of a key of a dict; `None` if it has none, or `value` is no dict.
+fn find_entry<'v>(value: &'v PlainValue, key: &str) -> Option<&'v PlainValue> {
     let PlainValue::Dict(entries) = value else {
         return None;
     };

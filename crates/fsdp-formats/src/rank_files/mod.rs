@@ -54,12 +54,12 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     for files in items.values() {
         check_ranks(&directory, files, None)?;
     }
-    let is_one = items.len() == 1;
+    let has_one_item = items.len() == 1;
     let assembler = Assembler::new(Format::RankFiles, location.name(), directory);
-    assemble(assembler, &items, is_one)
+    assemble(assembler, &items, has_one_item)
 }
 
-/// Returns the files of all items.
+/// Returns the files of all items. Two files of one item and rank are an error.
 fn find_items(
     directory: &CheckedDirectory,
     parse: &dyn Fn(&str) -> Option<RankFile>,
@@ -67,25 +67,25 @@ fn find_items(
     let mut items = ItemFiles::new();
     for name in directory.names()? {
         let Some(file) = parse(&name) else { continue };
-        let of_item = items.entry(file.item.clone()).or_default();
-        if let Some(other) = of_item.insert(file.rank, file) {
-            return Err(two_saves(directory, &other, &name));
+        let files_of_item = items.entry(file.item.clone()).or_default();
+        if let Some(earlier) = files_of_item.insert(file.rank, file) {
+            return Err(two_saves(directory, &earlier, &name));
         }
     }
     Ok(items)
 }
 
-/// Assembles the items. Each is at the top under its name; if `is_one`, the keys of the only item
-/// are at the top themselves.
+/// Assembles the items. Each is at the top under its name; if `has_one_item`, the keys of the only
+/// item are at the top themselves.
 fn assemble(
     mut assembler: Assembler,
     items: &ItemFiles,
-    is_one: bool,
+    has_one_item: bool,
 ) -> Result<Assembled, FileError> {
     let mut root = Vec::new();
     for (item, files) in items {
-        let structure = add_item(&mut assembler, (!is_one).then_some(item), files)?;
-        if is_one {
+        let structure = add_item(&mut assembler, (!has_one_item).then_some(item), files)?;
+        if has_one_item {
             return Ok(assembler.finish(Some(structure)));
         }
         root.push((item.as_str().into(), structure));
@@ -99,7 +99,7 @@ fn add_item(
     item: Option<&str>,
     files: &BTreeMap<usize, RankFile>,
 ) -> Result<Structure, FileError> {
-    let of_each_rank = match item {
+    let is_kept_by_rank = match item {
         Some(names::EXTRA_STATE) => true,
         Some(item) if !item.starts_with("model") && !item.starts_with("optim") => {
             differs_by_rank(assembler.directory(), files)?
@@ -108,20 +108,20 @@ fn add_item(
     };
     // Each file is read for itself. Parts of tensors become chunks, and copies are compared.
     let mut structures = Vec::new();
-    let mut ranks = 0;
+    let mut world_size = 0;
     for (rank, file) in files {
         let flat = FlatFile::read(assembler.directory(), &file.name, None)?;
-        let rank_key = of_each_rank.then(|| format!("rank_{rank}"));
-        let keys = item.map(str::to_owned).into_iter().chain(rank_key);
-        let prefix: Vec<PathPart> = keys.map(PathPart::Key).collect();
+        let rank_key = is_kept_by_rank.then(|| format!("rank_{rank}"));
+        let prefix_keys = item.map(str::to_owned).into_iter().chain(rank_key);
+        let prefix: Vec<PathPart> = prefix_keys.map(PathPart::Key).collect();
         add(assembler, &flat, &prefix)?;
         for (_, leaf) in flat.found.values() {
             if let Leaf::Sharded(sharded) = leaf {
-                ranks = sharded.ranks.max(ranks);
+                world_size = sharded.ranks.max(world_size);
             }
         }
         // The containers of what all ranks have are those of the first one.
-        if of_each_rank || structures.is_empty() {
+        if is_kept_by_rank || structures.is_empty() {
             structures.push((
                 format!("rank_{rank}").into(),
                 flat.structure.with_prefix(&prefix),
@@ -129,8 +129,8 @@ fn add_item(
         }
     }
     // A mesh tells how many ranks there were, where the names do not.
-    check_complete(assembler.directory(), files, ranks)?;
-    if of_each_rank {
+    check_complete(assembler.directory(), files, world_size)?;
+    if is_kept_by_rank {
         return Ok(Structure::Dict(structures));
     }
     let (_, structure) = structures.pop().expect("an item has a file");
@@ -143,7 +143,7 @@ fn differs_by_rank(
     directory: &CheckedDirectory,
     files: &BTreeMap<usize, RankFile>,
 ) -> Result<bool, FileError> {
-    let mut first: Option<FlatFile> = None;
+    let mut first_flat: Option<FlatFile> = None;
     let mut differs = false;
     for file in files.values() {
         let flat = FlatFile::read(directory, &file.name, None)?;
@@ -151,9 +151,9 @@ fn differs_by_rank(
         if leaves.any(|(_, leaf)| matches!(leaf, Leaf::Sharded(_))) {
             return Ok(false);
         }
-        match &first {
-            None => first = Some(flat),
-            Some(first) => differs = differs || do_differ(directory, first, &flat)?,
+        match &first_flat {
+            None => first_flat = Some(flat),
+            Some(first_flat) => differs = differs || do_differ(directory, first_flat, &flat)?,
         }
     }
     Ok(differs)
@@ -171,13 +171,18 @@ fn do_differ(
     for (key, (_, leaf)) in &second.found {
         let is_same = match (first.found.get(key), leaf) {
             (Some((_, Leaf::Value(first))), Leaf::Value(second)) => first.is_same(second),
-            (Some((_, Leaf::Tensor(one, quantizer))), Leaf::Tensor(other, other_quantizer)) => {
-                let bytes = TensorBox::whole(&one.shape).numel() as u64 * one.dtype.size_in_bytes();
-                (one.dtype, &one.shape) == (other.dtype, &other.shape)
-                    && is_same_quantizer(quantizer.as_ref(), other_quantizer.as_ref())
+            (
+                Some((_, Leaf::Tensor(first_tensor, quantizer))),
+                Leaf::Tensor(second_tensor, second_quantizer),
+            ) => {
+                let bytes = TensorBox::whole(&first_tensor.shape).numel() as u64
+                    * first_tensor.dtype.size_in_bytes();
+                (first_tensor.dtype, &first_tensor.shape)
+                    == (second_tensor.dtype, &second_tensor.shape)
+                    && is_same_quantizer(quantizer.as_ref(), second_quantizer.as_ref())
                     && (bytes > SMALL_TENSOR_BYTES
-                        || read_elements(directory, first, key, one)?
-                            == read_elements(directory, second, key, other)?)
+                        || read_elements(directory, first, key, first_tensor)?
+                            == read_elements(directory, second, key, second_tensor)?)
             }
             _ => false,
         };
@@ -211,31 +216,34 @@ fn check_ranks(
     files: &BTreeMap<usize, RankFile>,
     world_size: Option<usize>,
 ) -> Result<(), FileError> {
-    let (_, first) = files.first_key_value().expect("an item has a file");
-    let (last_rank, last) = files.last_key_value().expect("an item has a file");
-    if let Some(other) = files
+    let (_, first_file) = files.first_key_value().expect("an item has a file");
+    let (last_rank, last_file) = files.last_key_value().expect("an item has a file");
+    if let Some(other_file) = files
         .values()
-        .find(|file| file.world_size != first.world_size)
+        .find(|file| file.world_size != first_file.world_size)
     {
-        return Err(two_saves(directory, first, &other.name));
+        return Err(two_saves(directory, first_file, &other_file.name));
     }
-    let world_size = world_size.or(first.world_size).unwrap_or(last_rank + 1);
+    let world_size = world_size
+        .or(first_file.world_size)
+        .unwrap_or(last_rank + 1);
     if *last_rank >= world_size {
-        return Err(two_saves(directory, first, &last.name));
+        return Err(two_saves(directory, first_file, &last_file.name));
     }
     check_complete(directory, files, world_size)
 }
 
-/// Checks that there is a file of each of so many ranks.
+/// Checks that there is a file of each of `world_size` ranks; the error names those that are
+/// missing.
 fn check_complete(
     directory: &CheckedDirectory,
     files: &BTreeMap<usize, RankFile>,
-    ranks: usize,
+    world_size: usize,
 ) -> Result<(), FileError> {
-    let (_, first) = files.first_key_value().expect("an item has a file");
-    let missing = (0..ranks)
+    let (_, first_file) = files.first_key_value().expect("an item has a file");
+    let missing = (0..world_size)
         .filter(|rank| !files.contains_key(rank))
-        .map(|rank| first.of_rank(rank));
+        .map(|rank| first_file.name_of_rank(rank));
     directory.check_missing(missing)
 }
 

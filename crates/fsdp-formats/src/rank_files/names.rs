@@ -17,21 +17,21 @@ pub(super) struct RankFile {
     /// The number of ranks, if the name tells it.
     pub(super) world_size: Option<usize>,
     /// The name up to the digits of the rank.
-    before: String,
+    name_start: String,
     /// The extension, with its dot.
-    end: &'static str,
+    extension: &'static str,
 }
 
 impl RankFile {
     /// Reads `ITEM_world_size_N_rank_R.pt`, or `ITEM_rankR.bin`; `None` for any other name.
     pub(super) fn parse(name: &str) -> Option<Self> {
-        let (stem, end) = [".pt", ".bin", ".pth"]
+        let (stem, extension) = [".pt", ".bin", ".pth"]
             .iter()
-            .find_map(|end| Some((name.strip_suffix(end)?, *end)))?;
-        let (before, rank) = split_number(stem)?;
-        let item_and_count = before
+            .find_map(|extension| Some((name.strip_suffix(extension)?, *extension)))?;
+        let (name_start, rank) = split_number(stem)?;
+        let item_and_count = name_start
             .strip_suffix("_rank_")
-            .or_else(|| before.strip_suffix("_rank"))?;
+            .or_else(|| name_start.strip_suffix("_rank"))?;
         let (item, world_size) = match split_number(item_and_count) {
             Some((start, count)) => match start.strip_suffix("_world_size_") {
                 Some(item) => (item, Some(count)),
@@ -50,22 +50,22 @@ impl RankFile {
             item: item.to_owned(),
             rank,
             world_size,
-            before: before.to_owned(),
-            end,
+            name_start: name_start.to_owned(),
+            extension,
         }
         .if_sane()
     }
 
     /// Reads `ITEM_R.pt`; `None` for any other name.
     pub(super) fn parse_bare(name: &str) -> Option<Self> {
-        let (before, rank) = split_number(name.strip_suffix(".pt")?)?;
+        let (name_start, rank) = split_number(name.strip_suffix(".pt")?)?;
         RankFile {
             name: name.to_owned(),
-            item: before.strip_suffix('_')?.to_owned(),
+            item: name_start.strip_suffix('_')?.to_owned(),
             rank,
             world_size: None,
-            before: before.to_owned(),
-            end: ".pt",
+            name_start: name_start.to_owned(),
+            extension: ".pt",
         }
         .if_sane()
     }
@@ -81,14 +81,15 @@ impl RankFile {
     }
 
     /// Returns the name of another rank's file.
-    pub(super) fn of_rank(&self, rank: usize) -> String {
-        format!("{}{rank}{}", self.before, self.end)
+    pub(super) fn name_of_rank(&self, rank: usize) -> String {
+        format!("{}{rank}{}", self.name_start, self.extension)
     }
 }
 
-/// Splits the digits from the end of a text.
+/// Splits a text into what is before the digits at its end, and their number; `None` if it ends
+/// with none, or they are too many.
 fn split_number(text: &str) -> Option<(&str, usize)> {
-    let before = text.trim_end_matches(|c: char| c.is_ascii_digit());
+    let before = text.trim_end_matches(|character: char| character.is_ascii_digit());
     let number = text[before.len()..].parse().ok()?;
     Some((before, number))
 }
@@ -104,13 +105,13 @@ mod tests {
             (file.item.as_str(), file.rank, file.world_size),
             ("model", 3, Some(4))
         );
-        assert_eq!(file.of_rank(0), "model_world_size_4_rank_0.pt");
+        assert_eq!(file.name_of_rank(0), "model_world_size_4_rank_0.pt");
         let file = RankFile::parse("pytorch_model_fsdp_0_rank12.bin").unwrap();
         assert_eq!(
             (file.item.as_str(), file.rank, file.world_size),
             ("model", 12, None)
         );
-        assert_eq!(file.of_rank(1), "pytorch_model_fsdp_0_rank1.bin");
+        assert_eq!(file.name_of_rank(1), "pytorch_model_fsdp_0_rank1.bin");
         for name in [
             "mp_rank_00_model_states.pt",
             "zero_pp_rank_0_mp_rank_00_optim_states.pt",

@@ -87,8 +87,8 @@ impl CheckedDirectory {
         verify: bool,
     ) -> Result<Self, FileError> {
         let mut directory = Self::open(location, verify, Links::Refuse)?;
-        directory.integrity = directory.integrity.and_then(|mut known| {
-            let files = BTreeMap::from([known.files.remove_entry(name)?]);
+        directory.integrity = directory.integrity.and_then(|mut integrity| {
+            let files = BTreeMap::from([integrity.files.remove_entry(name)?]);
             Some(Integrity {
                 files,
                 ..Integrity::default()
@@ -110,18 +110,19 @@ impl CheckedDirectory {
             name.strip_prefix(INTEGRITY_FILE)
                 .is_some_and(|rest| rest.starts_with('-'))
         });
-        let mut found = None;
+        let mut last_integrity = None;
         for name in &names {
             // If none is right, the last one is used, so that reading the `.metadata` fails with
             // the right error.
-            let integrity = found.insert(self.read_integrity(name)?);
+            let integrity = last_integrity.insert(self.read_integrity(name)?);
             if names.len() == 1 || self.covers_metadata(integrity)? {
                 break;
             }
         }
-        Ok(found)
+        Ok(last_integrity)
     }
 
+    /// Reads the integrity file of this name.
     fn read_integrity(&self, name: &str) -> Result<Integrity, FileError> {
         let bytes = self.read_checked(name, MAX_INTEGRITY_BYTES)?;
         Integrity::decode(&bytes).map_err(|source| self.file_error(name, source))
@@ -135,8 +136,8 @@ impl CheckedDirectory {
         };
         let file = self.directory.file(METADATA_FILE)?;
         // Why it could not be read is told when it is read to be used.
-        let read = self.read_by_hashes(file, METADATA_FILE, Some(hashes), MAX_PICKLE_BYTES);
-        Ok(read.is_ok())
+        let outcome = self.read_by_hashes(file, METADATA_FILE, Some(hashes), MAX_PICKLE_BYTES);
+        Ok(outcome.is_ok())
     }
 
     /// Returns the number of threads that should read in place of each one that would read from a
@@ -182,14 +183,14 @@ impl CheckedDirectory {
     /// Returns the files that the integrity file covers, sorted.
     #[doc(hidden)]
     pub fn covered(&self) -> Vec<String> {
-        let known = self.integrity.iter();
-        known
-            .flat_map(|known| known.files.keys())
+        let integrity = self.integrity.iter();
+        integrity
+            .flat_map(|integrity| integrity.files.keys())
             .cloned()
             .collect()
     }
 
-    /// Returns an error of files that are missing, if there are any. Only so many of them are taken
+    /// Checks that no files are missing: `files` are those that are. Only as many of them are taken
     /// as the error names.
     pub(crate) fn check_missing(
         &self,
@@ -240,8 +241,8 @@ impl CheckedDirectory {
             return Ok(file.clone());
         }
         let opened = self.directory.file(relative)?;
-        let integrity = self.integrity_of(relative)?;
-        let file = Arc::new(self.checked(opened, relative, integrity));
+        let hashes = self.required_hashes(relative)?;
+        let file = Arc::new(self.make_checked_file(opened, relative, hashes));
         // Drop all files when there are too many: which of them will be needed again is not
         // known. Readers that hold a file keep it open.
         if files.len() >= OPEN_FILES {
@@ -256,21 +257,21 @@ impl CheckedDirectory {
     #[doc(hidden)]
     pub fn extra_file(&self, relative: &str) -> Result<CheckedFile, FileError> {
         let opened = self.directory.file(relative)?;
-        Ok(self.checked(opened, relative, self.hashes(relative)))
+        Ok(self.make_checked_file(opened, relative, self.hashes(relative)))
     }
 
     /// Returns an open file that counts and checks what is read from it.
-    fn checked(
+    fn make_checked_file(
         &self,
         file: Box<dyn ReadAt>,
         name: &str,
-        integrity: Option<&FileIntegrity>,
+        hashes: Option<&FileIntegrity>,
     ) -> CheckedFile {
         CheckedFile {
             file: file.into(),
             bytes_per_read: self.directory.bytes_per_read(),
             name: name.to_owned(),
-            integrity: integrity.cloned().map(Arc::new),
+            integrity: hashes.cloned().map(Arc::new),
             bytes_read: self.bytes_read.clone(),
         }
     }
@@ -284,7 +285,7 @@ impl CheckedDirectory {
     #[doc(hidden)]
     pub fn read_checked(&self, relative: &str, limit: u64) -> Result<Vec<u8>, FileError> {
         let file = self.directory.file(relative)?;
-        self.read_by_hashes(file, relative, self.integrity_of(relative)?, limit)
+        self.read_by_hashes(file, relative, self.required_hashes(relative)?, limit)
     }
 
     /// Reads all of an open file of at most `limit` bytes, and checks it by these hashes.
@@ -298,7 +299,7 @@ impl CheckedDirectory {
         let file = CheckedFile {
             // Only what is read of the checkpoint's items is counted.
             bytes_read: Arc::default(),
-            ..self.checked(file, name, hashes)
+            ..self.make_checked_file(file, name, hashes)
         };
         file.check_length()
             .and_then(|()| read_file(&file, limit))
@@ -313,7 +314,7 @@ impl CheckedDirectory {
 
     /// Returns the hashes of a file. Where there is an integrity file, a file that it does not list
     /// is an error.
-    fn integrity_of(&self, relative: &str) -> Result<Option<&FileIntegrity>, FileError> {
+    fn required_hashes(&self, relative: &str) -> Result<Option<&FileIntegrity>, FileError> {
         let hashes = self.hashes(relative);
         if hashes.is_some() || self.integrity.is_none() {
             return Ok(hashes);

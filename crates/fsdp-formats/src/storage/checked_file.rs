@@ -32,7 +32,7 @@ impl std::fmt::Debug for CheckedFile {
 }
 
 impl CheckedFile {
-    /// Reads without checking.
+    /// Reads without checking, and counts the bytes.
     fn read(&self, offset: u64, dst: &mut [u8]) -> Result<(), FormatError> {
         self.file.read_exact_at(offset, dst)?;
         self.bytes_read
@@ -40,7 +40,8 @@ impl CheckedFile {
         Ok(())
     }
 
-    fn corrupt(&self, range: Range<u64>) -> FormatError {
+    /// Makes the error of a range whose bytes do not have their hash.
+    fn corrupt_error(&self, range: Range<u64>) -> FormatError {
         FormatError::Corrupt {
             file: self.name.clone(),
             offset: range.start,
@@ -51,7 +52,7 @@ impl CheckedFile {
     /// Checks the bytes of a whole block.
     fn check(&self, block: HashedBlock, bytes: &[u8]) -> Result<(), FormatError> {
         if XxHash3_64::oneshot(bytes) != block.hash {
-            return Err(self.corrupt(block.range));
+            return Err(self.corrupt_error(block.range));
         }
         Ok(())
     }
@@ -62,7 +63,7 @@ impl CheckedFile {
         let integrity = self.integrity.as_ref();
         let expected = integrity.map_or(length, |integrity| integrity.length());
         if expected != length {
-            return Err(self.corrupt(length.min(expected)..length.max(expected)));
+            return Err(self.corrupt_error(length.min(expected)..length.max(expected)));
         }
         Ok(())
     }
@@ -118,12 +119,12 @@ impl CheckedFile {
             return Ok(());
         };
         let mut buffer = Vec::new();
-        let mut at = part.start;
+        let mut offset = part.start;
         while let Some(block) = integrity
-            .block_at(at)
+            .block_at(offset)
             .filter(|block| block.range.start < part.end)
         {
-            at = block.range.end;
+            offset = block.range.end;
             buffer.resize((block.range.end - block.range.start) as usize, 0);
             self.read(block.range.start, &mut buffer)?;
             self.check(block, &buffer)?;
@@ -138,14 +139,14 @@ impl CheckedFile {
     /// `offset`. They are at most as many as are read at once, but at least one if there is any.
     fn whole_blocks(&self, integrity: &FileIntegrity, offset: u64, end: u64) -> Vec<HashedBlock> {
         let mut blocks: Vec<HashedBlock> = Vec::new();
-        let mut at = offset;
-        while let Some(block) = integrity.block_at(at) {
+        let mut position = offset;
+        while let Some(block) = integrity.block_at(position) {
             // A block that is longer than what is read at once is still read whole.
             let is_too_much = !blocks.is_empty() && block.range.end - offset > self.bytes_per_read;
-            if block.range.start != at || block.range.end > end || is_too_much {
+            if block.range.start != position || block.range.end > end || is_too_much {
                 break;
             }
-            at = block.range.end;
+            position = block.range.end;
             blocks.push(block);
         }
         blocks
@@ -172,53 +173,53 @@ impl ReadAt for CheckedFile {
         visit: &mut dyn FnMut(usize, &[u8]),
     ) -> Result<(), FormatError> {
         let end = end_within(self.len(), offset, dst.len() as u64)?;
-        let mut done = 0;
+        let mut filled = 0;
         let Some(integrity) = &self.integrity else {
             for piece in dst.chunks_mut(self.bytes_per_read as usize) {
-                self.read(offset + done as u64, piece)?;
-                visit(done, piece);
-                done += piece.len();
+                self.read(offset + filled as u64, piece)?;
+                visit(filled, piece);
+                filled += piece.len();
             }
             return Ok(());
         };
         while offset < end {
             // Blocks that are wanted whole are read together, straight into their place, and then
             // hashed one by one.
-            let whole = self.whole_blocks(integrity, offset, end);
-            if let Some(last) = whole.last() {
-                let (now, rest) = dst.split_at_mut((last.range.end - offset) as usize);
+            let whole_blocks = self.whole_blocks(integrity, offset, end);
+            if let Some(last_block) = whole_blocks.last() {
+                let (piece, remaining) = dst.split_at_mut((last_block.range.end - offset) as usize);
                 let start = offset;
-                offset = last.range.end;
-                self.read(start, now)?;
-                for block in whole {
+                offset = last_block.range.end;
+                self.read(start, piece)?;
+                for block in whole_blocks {
                     let bytes =
                         (block.range.start - start) as usize..(block.range.end - start) as usize;
-                    self.check(block, &now[bytes.clone()])?;
-                    visit(done + bytes.start, &now[bytes]);
+                    self.check(block, &piece[bytes.clone()])?;
+                    visit(filled + bytes.start, &piece[bytes]);
                 }
-                done += now.len();
-                dst = rest;
+                filled += piece.len();
+                dst = remaining;
                 continue;
             }
             // A block that is wanted in part must be read whole, so that its hash can be checked. A
             // byte that no hash covers was added later.
             let block = integrity
                 .block_at(offset)
-                .ok_or_else(|| self.corrupt(offset..self.len()))?;
+                .ok_or_else(|| self.corrupt_error(offset..self.len()))?;
             if block.range.end > self.len() {
-                return Err(self.corrupt(block.range));
+                return Err(self.corrupt_error(block.range));
             }
-            let from = (offset - block.range.start) as usize;
+            let block_offset = (offset - block.range.start) as usize;
             let mut scratch = vec![0; (block.range.end - block.range.start) as usize];
             self.read(block.range.start, &mut scratch)?;
             self.check(block, &scratch)?;
-            let take = dst.len().min(scratch.len() - from);
-            let (now, rest) = dst.split_at_mut(take);
-            now.copy_from_slice(&scratch[from..from + take]);
-            visit(done, now);
-            done += take;
-            offset += take as u64;
-            dst = rest;
+            let count = dst.len().min(scratch.len() - block_offset);
+            let (piece, remaining) = dst.split_at_mut(count);
+            piece.copy_from_slice(&scratch[block_offset..block_offset + count]);
+            visit(filled, piece);
+            filled += count;
+            offset += count as u64;
+            dst = remaining;
         }
         Ok(())
     }

@@ -45,7 +45,7 @@ pub trait FileSystem: fmt::Debug + Send + Sync {
     fn rename_over(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Lets two paths change places, or returns the error of an operation that is not supported.
-    fn exchange(&self, a: &Path, b: &Path) -> io::Result<()>;
+    fn exchange(&self, first: &Path, second: &Path) -> io::Result<()>;
 
     /// Gives a file one more name.
     fn link(&self, from: &Path, to: &Path) -> io::Result<()>;

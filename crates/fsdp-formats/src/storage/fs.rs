@@ -88,7 +88,7 @@ impl Durable {
         }
     }
 
-    /// Returns the same in another file system.
+    /// Returns durable storage with the same hook in another file system.
     pub(super) fn within(&self, files: &Arc<dyn FileSystem>) -> Self {
         Durable {
             hook: self.hook.clone(),
@@ -192,7 +192,7 @@ impl Durable {
                     path: to.to_owned(),
                 })
             }
-            other => other,
+            outcome => outcome,
         }
     }
 
@@ -204,12 +204,12 @@ impl Durable {
     }
 
     /// Exchanges two paths in one step. Returns `false` if the file system cannot do that.
-    pub(super) fn exchange(&self, a: &Path, b: &Path) -> Result<bool, FileError> {
+    pub(super) fn exchange(&self, staged: &Path, target: &Path) -> Result<bool, FileError> {
         let exchanged = self.step(
             Step::Exchange,
             "put the new checkpoint in place of",
-            b,
-            || self.files.exchange(a, b),
+            target,
+            || self.files.exchange(staged, target),
         );
         match exchanged {
             Ok(()) => Ok(true),
@@ -231,7 +231,7 @@ impl Durable {
             match self.files.remove_directory(path) {
                 // Another process that cleans up at the same time may have been faster.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                other => other,
+                outcome => outcome,
             }
         })
     }

@@ -57,8 +57,8 @@ const LARGEST_BLOCK_BYTES: u64 = 1 << 20;
 /// Returns the length in bytes of the blocks into which a segment of this length is divided for
 /// hashing.
 #[must_use]
-pub fn block_length(segment: u64) -> u64 {
-    (segment / 128)
+pub fn block_length(segment_bytes: u64) -> u64 {
+    (segment_bytes / 128)
         .next_power_of_two()
         .clamp(SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES)
 }
@@ -86,7 +86,7 @@ pub struct FileIntegrity {
 struct Segment {
     offset: u64,
     length: u64,
-    block: u64,
+    block_bytes: u64,
     hashes: Vec<u64>,
 }
 
@@ -114,20 +114,21 @@ impl FileIntegrity {
             .sum()
     }
 
-    /// Appends a segment: its length, its block length, and a hash for each block.
-    pub fn push(&mut self, length: u64, block: u64, hashes: Vec<u64>) {
+    /// Appends a segment: its length, its block length, and a hash for each block. An empty one is
+    /// left out.
+    pub fn push(&mut self, length: u64, block_bytes: u64, hashes: Vec<u64>) {
         if length == 0 {
             return;
         }
         debug_assert_eq!(
             hashes.len() as u64,
-            length.div_ceil(block),
+            length.div_ceil(block_bytes),
             "each block has a hash"
         );
         self.segments.push(Segment {
             offset: self.length,
             length,
-            block,
+            block_bytes,
             hashes,
         });
         self.length += length;
@@ -135,18 +136,18 @@ impl FileIntegrity {
 
     /// Appends a segment of these bytes.
     pub fn push_bytes(&mut self, bytes: &[u8]) {
-        let block = block_length(bytes.len() as u64);
+        let block_bytes = block_length(bytes.len() as u64);
         self.push(
             bytes.len() as u64,
-            block,
+            block_bytes,
             bytes
-                .chunks(block as usize)
+                .chunks(block_bytes as usize)
                 .map(XxHash3_64::oneshot)
                 .collect(),
         );
     }
 
-    /// Returns the block around this position.
+    /// Returns the block around this position; `None` beyond the end of the file.
     pub(crate) fn block_at(&self, offset: u64) -> Option<HashedBlock> {
         // The last segment that begins at or before the position.
         let index = self
@@ -154,26 +155,26 @@ impl FileIntegrity {
             .partition_point(|segment| segment.offset <= offset)
             .checked_sub(1)?;
         let segment = &self.segments[index];
-        let within = offset - segment.offset;
-        if within >= segment.length {
+        let offset_in_segment = offset - segment.offset;
+        if offset_in_segment >= segment.length {
             return None;
         }
         // The last block of a segment may be shorter than the others.
-        let block = within / segment.block;
-        let start = segment.offset + block * segment.block;
-        let end = (start + segment.block).min(segment.offset + segment.length);
+        let block_index = offset_in_segment / segment.block_bytes;
+        let start = segment.offset + block_index * segment.block_bytes;
+        let end = (start + segment.block_bytes).min(segment.offset + segment.length);
         Some(HashedBlock {
             range: start..end,
-            hash: segment.hashes[block as usize],
+            hash: segment.hashes[block_index as usize],
         })
     }
 
     /// Returns all blocks in order.
     pub fn blocks(&self) -> impl Iterator<Item = HashedBlock> {
-        let mut at = 0;
+        let mut offset = 0;
         std::iter::from_fn(move || {
-            let block = self.block_at(at)?;
-            at = block.range.end;
+            let block = self.block_at(offset)?;
+            offset = block.range.end;
             Some(block)
         })
     }
@@ -219,6 +220,7 @@ struct HashLine {
 }
 
 impl HashLine {
+    /// Makes the line of a file with these bytes before it.
     fn new(before: &[u8]) -> Self {
         HashLine {
             xxh3_128: format!("{:032x}", XxHash3_128::oneshot(before)),
@@ -239,7 +241,7 @@ fn digits_of(hashes: &[u64]) -> String {
     base16ct::lower::encode_string(&bytes)
 }
 
-/// Returns the hashes in a text that [`digits_of`] made.
+/// Returns the hashes in a text that [`digits_of`] made; any other text is an error.
 fn hashes_of(digits: &str) -> Result<Vec<u64>, FormatError> {
     let bytes = base16ct::mixed::decode_vec(digits)
         .map_err(|_| malformed("a hash is not of hexadecimal digits"))?;
@@ -290,7 +292,7 @@ impl Integrity {
                     .segments
                     .iter()
                     .zip(&digits)
-                    .map(|(segment, digits)| (segment.length, segment.block, digits.as_str()))
+                    .map(|(segment, digits)| (segment.length, segment.block_bytes, digits.as_str()))
                     .collect(),
             };
             write_line(&mut out, &file_line)?;
@@ -321,13 +323,13 @@ impl Integrity {
             .ok_or_else(|| malformed("it is cut short"))?;
         let last_line = body.rsplit(|&byte| byte == b'\n').next();
         let hash: HashLine = parse_line(last_line)?;
-        let before = &body[..body.len() - last_line.map_or(0, <[u8]>::len)];
-        if hash != HashLine::new(before) {
+        let hashed_bytes = &body[..body.len() - last_line.map_or(0, <[u8]>::len)];
+        if hash != HashLine::new(hashed_bytes) {
             return Err(malformed(
                 "its own hash differs: it was damaged, or changed by hand",
             ));
         }
-        let mut all_lines = before.split(|&byte| byte == b'\n');
+        let mut all_lines = hashed_bytes.split(|&byte| byte == b'\n');
         let header: HeaderLine = parse_line(all_lines.next())?;
         // A later version may mean other hashes by the same lines.
         if header.format != "fsdp-integrity"
@@ -344,11 +346,13 @@ impl Integrity {
         for line in lines.by_ref().take(header.files) {
             let line: FileLine<'_> = parse_line(Some(line))?;
             let mut file = FileIntegrity::default();
-            for (length, block, digits) in line.segments {
+            for (length, block_bytes, digits) in line.segments {
                 // All lengths are checked before anything is allocated for them, and before a
                 // division by the block length.
-                let sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block);
-                if !sane || digits.len() as u64 != length.div_ceil(block).saturating_mul(16) {
+                let is_sane = length > 0 && (1..=MAX_BLOCK_BYTES).contains(&block_bytes);
+                if !is_sane
+                    || digits.len() as u64 != length.div_ceil(block_bytes).saturating_mul(16)
+                {
                     return Err(malformed("a segment's lengths do not fit its hashes"));
                 }
                 if file
@@ -358,7 +362,7 @@ impl Integrity {
                 {
                     return Err(malformed("the segments are longer than their file"));
                 }
-                file.push(length, block, hashes_of(digits)?);
+                file.push(length, block_bytes, hashes_of(digits)?);
             }
             if file.length != line.length {
                 return Err(malformed("the segments are shorter than their file"));

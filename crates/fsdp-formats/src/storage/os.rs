@@ -33,7 +33,7 @@ impl FileSystem for OperatingSystem {
             Links::Follow => path.metadata()?,
             Links::Refuse => path.symlink_metadata()?,
         };
-        Ok(status(&metadata))
+        Ok(status_of(&metadata))
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<(OsString, EntryKind)>> {
@@ -44,7 +44,7 @@ impl FileSystem for OperatingSystem {
                 // matter.
                 Ok((
                     entry.file_name(),
-                    entry.file_type().map_or(EntryKind::Special, kind),
+                    entry.file_type().map_or(EntryKind::Special, kind_of),
                 ))
             })
             .collect()
@@ -109,12 +109,12 @@ impl FileSystem for OperatingSystem {
         std::fs::rename(from, to)
     }
 
-    fn exchange(&self, a: &Path, b: &Path) -> io::Result<()> {
+    fn exchange(&self, first: &Path, second: &Path) -> io::Result<()> {
         Ok(rustix::fs::renameat_with(
             CWD,
-            a,
+            first,
             CWD,
-            b,
+            second,
             RenameFlags::EXCHANGE,
         )?)
     }
@@ -144,18 +144,20 @@ impl FileSystem for OperatingSystem {
     }
 }
 
-fn status(metadata: &Metadata) -> Status {
+/// Returns the facts about an entry from its metadata.
+fn status_of(metadata: &Metadata) -> Status {
     Status {
-        kind: kind(metadata.file_type()),
+        kind: kind_of(metadata.file_type()),
         identity: Identity(metadata.dev(), metadata.ino()),
         mode: metadata.mode() & 0o7777,
     }
 }
 
-fn kind(kind: FileType) -> EntryKind {
-    if kind.is_dir() {
+/// Returns the kind of an entry from its type.
+fn kind_of(file_type: FileType) -> EntryKind {
+    if file_type.is_dir() {
         EntryKind::Directory
-    } else if kind.is_file() {
+    } else if file_type.is_file() {
         EntryKind::File
     } else {
         EntryKind::Special
@@ -248,7 +250,7 @@ impl OpenEntry for OsEntry {
     }
 
     fn file(&self, parts: &[&str], links: Links) -> Result<Box<dyn ReadAt>, OpenError> {
-        let follow = match links {
+        let link_flag = match links {
             Links::Follow => OFlags::empty(),
             Links::Refuse => OFlags::NOFOLLOW,
         };
@@ -257,23 +259,24 @@ impl OpenEntry for OsEntry {
         };
         // Open one directory after the other, each relative to the one before it, so that no link
         // is followed on the way.
-        let mut below: Option<OwnedFd> = None;
+        let mut subdirectory: Option<OwnedFd> = None;
         for part in directories {
-            let at = below.as_ref().unwrap_or(&self.0).as_fd();
-            let next = rustix::fs::openat(at, *part, DIRECTORY | follow, Mode::empty());
-            below = Some(next.map_err(|errno| match errno {
+            let directory = subdirectory.as_ref().unwrap_or(&self.0).as_fd();
+            let opened = rustix::fs::openat(directory, *part, DIRECTORY | link_flag, Mode::empty());
+            subdirectory = Some(opened.map_err(|errno| match errno {
                 // A link, or a file, where a directory must be.
                 Errno::NOTDIR => {
                     OpenError::Refused("it leads through something that is no directory")
                 }
-                errno => failed(errno, links),
+                errno => open_error(errno, links),
             })?);
         }
         // NONBLOCK: opening a FIFO must not wait for a writer.
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | follow;
-        let at = below.as_ref().unwrap_or(&self.0).as_fd();
-        let opened = rustix::fs::openat(at, *name, flags, Mode::empty())
-            .map_err(|errno| failed(errno, links))?;
+        let flags =
+            OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | link_flag;
+        let directory = subdirectory.as_ref().unwrap_or(&self.0).as_fd();
+        let opened = rustix::fs::openat(directory, *name, flags, Mode::empty())
+            .map_err(|errno| open_error(errno, links))?;
         let file = File::from(opened);
         let metadata = file.metadata().map_err(OpenError::Io)?;
         if !metadata.is_file() {
@@ -288,7 +291,7 @@ impl OpenEntry for OsEntry {
 
 /// Turns an error of opening a file into an [`OpenError`]; a link that must not be followed gets an
 /// explanation.
-fn failed(errno: Errno, links: Links) -> OpenError {
+fn open_error(errno: Errno, links: Links) -> OpenError {
     if errno == Errno::LOOP && links == Links::Refuse {
         return OpenError::Refused(
             "a symbolic link is on the way; `cp -rL` makes a copy without links",

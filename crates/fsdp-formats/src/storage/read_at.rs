@@ -185,25 +185,25 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
         limit: u64,
         visit: &mut dyn FnMut(usize, &[u8]),
     ) -> Result<(), FormatError> {
-        let mut done = 0;
+        let mut filled = 0;
         while !dst.is_empty() {
-            let cached = self.block_start..self.block_start + self.block.len() as u64;
-            if cached.contains(&offset) {
-                let from = (offset - cached.start) as usize;
-                let take = dst.len().min(self.block.len() - from);
-                dst[..take].copy_from_slice(&self.block[from..from + take]);
-                visit(done, &dst[..take]);
-                done += take;
-                offset += take as u64;
-                dst = &mut dst[take..];
+            let kept_range = self.block_start..self.block_start + self.block.len() as u64;
+            if kept_range.contains(&offset) {
+                let block_offset = (offset - kept_range.start) as usize;
+                let count = dst.len().min(self.block.len() - block_offset);
+                dst[..count].copy_from_slice(&self.block[block_offset..block_offset + count]);
+                visit(filled, &dst[..count]);
+                filled += count;
+                offset += count as u64;
+                dst = &mut dst[count..];
                 continue;
             }
             let end = offset + dst.len() as u64;
-            let direct = match self.source.block_at(offset) {
+            let direct_end = match self.source.block_at(offset) {
                 // The piece begins with a whole block: read that block, and the whole blocks after
                 // it, straight to their destination.
                 Some(block) if block.start == offset && block.end <= end => {
-                    self.whole_blocks(block.end, end)
+                    self.find_blocks_end(block.end, end)
                 }
                 // The piece begins with a part of a block: read the whole block, because only that
                 // can be checked, and keep it for the next piece.
@@ -213,37 +213,41 @@ impl<'a, S: ReadAt + ?Sized> BlockReader<'a, S> {
                 }
                 None if dst.len() >= DIRECT_BYTES => end,
                 None => {
-                    let ahead = (offset + READ_AHEAD_BYTES)
+                    let read_end = (offset + READ_AHEAD_BYTES)
                         .min(limit)
                         .min(self.source.len())
                         .max(end);
-                    self.load(offset..ahead)?;
+                    self.load(offset..read_end)?;
                     continue;
                 }
             };
-            let take = (direct - offset) as usize;
+            let count = (direct_end - offset) as usize;
             self.source
-                .read_in_pieces(offset, &mut dst[..take], &mut |at, piece| {
-                    visit(done + at, piece)
+                .read_in_pieces(offset, &mut dst[..count], &mut |piece_offset, piece| {
+                    visit(filled + piece_offset, piece)
                 })?;
-            done += take;
-            offset = direct;
-            dst = &mut dst[take..];
+            filled += count;
+            offset = direct_end;
+            dst = &mut dst[count..];
         }
         Ok(())
     }
 
     /// Returns where the blocks end that lie one after the other from `start`, all of them before
     /// `end`.
-    fn whole_blocks(&self, start: u64, end: u64) -> u64 {
-        let mut at = start;
-        while let Some(next) = self.source.block_at(at).filter(|next| next.end <= end) {
-            if next.start != at || next.is_empty() {
+    fn find_blocks_end(&self, start: u64, end: u64) -> u64 {
+        let mut position = start;
+        while let Some(next) = self
+            .source
+            .block_at(position)
+            .filter(|next| next.end <= end)
+        {
+            if next.start != position || next.is_empty() {
                 break;
             }
-            at = next.end;
+            position = next.end;
         }
-        at
+        position
     }
 
     /// Reads a range into the buffer that is kept.

@@ -77,10 +77,10 @@ impl FlatFile {
         let mut simplified = flat.found.iter().filter(
             |(_, (_, leaf))| matches!(leaf, Leaf::Tensor(tensor, _) if tensor.loses_attributes),
         );
-        if let Some((first, _)) = simplified.next() {
+        if let Some((first_key, _)) = simplified.next() {
             let path = flat.path.display().to_string();
-            let tensors = 1 + simplified.count();
-            warn!(%path, tensors, first, "some tensors have a class or attributes of their own in Python, which are not kept");
+            let tensor_count = 1 + simplified.count();
+            warn!(%path, tensors = tensor_count, first = first_key, "some tensors have a class or attributes of their own in Python, which are not kept");
         }
         Ok(flat)
     }
@@ -95,8 +95,8 @@ impl FlatFile {
         TensorLoader::new(&self.storages, file).tensor(tensor)
     }
 
-    /// Returns where a tensor of this file lies. A storage that is missing or too short is an
-    /// error.
+    /// Returns the piece of this file that a tensor is. A storage that is missing or too short is
+    /// an error.
     pub(crate) fn piece(&self, tensor: &TensorRef) -> Result<Piece, FileError> {
         let start = self
             .storages
@@ -113,11 +113,11 @@ impl FlatFile {
 
 /// Returns about how many bytes of memory a path takes.
 fn path_bytes(path: &KeyPath) -> usize {
-    let texts = path.0.iter().map(|part| match part {
+    let key_bytes = path.0.iter().map(|part| match part {
         PathPart::Key(key) => key.len(),
         PathPart::Index(_) => 0,
     });
-    texts.sum::<usize>() + size_of_val(&path.0[..])
+    key_bytes.sum::<usize>() + size_of_val(&path.0[..])
 }
 
 /// Gives every value of a nested state dict its flat key.
@@ -127,7 +127,8 @@ struct Flattener<'p, 'a> {
     found: Leaves,
 }
 
-/// Reads a file's pickle, finds its storages, and flattens the state dict in it.
+/// Reads a file's pickle, finds its storages, and flattens the state dict in it. An archive that
+/// `torch.export.save` has written is an error.
 fn flatten_file(
     file: &dyn ReadAt,
     archive: Option<Directory>,
@@ -165,11 +166,11 @@ fn flatten_file(
 
 impl Flattener<'_, '_> {
     /// Adds everything below a node, whose path in the state dict is `path`, and returns its
-    /// containers.
+    /// containers. Two values with one flat key are an error.
     fn flatten(&mut self, id: NodeId, path: &KeyPath) -> Result<Structure> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         self.walk.enter(id)?;
-        let structure = match p.node(id) {
+        let structure = match pickle.node(id) {
             Node::Opaque(object) if self.is_module(id, object)? => {
                 let items = self.flatten_module(id, object, path)?;
                 Structure::Module(format!("{}.{}", object.module, object.name), items)
@@ -181,16 +182,16 @@ impl Flattener<'_, '_> {
                 Structure::List(self.flatten_all(items, path)?)
             }
             Node::Tuple(_) if self.has_tensors_in_dicts(id, false)? => {
-                Structure::Tuple(self.flatten_all(p.sequence(id)?, path)?)
+                Structure::Tuple(self.flatten_all(pickle.sequence(id)?, path)?)
             }
             _ => {
                 // The path and the flat key are kept in several places.
-                let length = 8 * path_bytes(path) as u64;
-                self.walk.charge(id, "memory for keys", length)?;
+                let path_cost_bytes = 8 * path_bytes(path) as u64;
+                self.walk.charge(id, "memory for keys", path_cost_bytes)?;
                 let fqn = path.flat_key();
                 let leaf = self.read_leaf(id).map_err(|error| error.of_key(&fqn))?;
-                let other = self.found.insert(fqn.clone(), (path.clone(), leaf));
-                if other.is_some() {
+                let duplicate = self.found.insert(fqn.clone(), (path.clone(), leaf));
+                if duplicate.is_some() {
                     let what = format!("two values with the flat key `{fqn}`");
                     return Err(FormatError::unsupported(what));
                 }
@@ -208,13 +209,13 @@ impl Flattener<'_, '_> {
         object: &OpaqueNode<'_>,
         path: &KeyPath,
     ) -> Result<Vec<(PlainValue, Structure)>> {
-        let mut items = Vec::new();
+        let mut parts = Vec::new();
         for (key, part) in self.module_parts(id, object)? {
-            let text = self.walk.pickle.str(key)?;
-            let below = self.child_path(id, path, text.to_owned())?;
-            items.push((text.into(), self.flatten(part, &below)?));
+            let name = self.walk.pickle.str(key)?;
+            let part_path = self.child_path(id, path, name.to_owned())?;
+            parts.push((name.into(), self.flatten(part, &part_path)?));
         }
-        Ok(items)
+        Ok(parts)
     }
 
     /// Adds the entries of a dict, and returns them by key.
@@ -232,25 +233,26 @@ impl Flattener<'_, '_> {
         let mut items = Vec::with_capacity(entries.len());
         for ((&(key_id, value), key), text) in entries.iter().zip(keys).zip(texts) {
             let text = text.ok_or_else(|| unsupported_key(self.walk.pickle, key_id))?;
-            let below = self.child_path(id, path, text)?;
-            items.push((key, self.flatten(value, &below)?));
+            let item_path = self.child_path(id, path, text)?;
+            items.push((key, self.flatten(value, &item_path)?));
         }
         Ok(items)
     }
 
     /// Returns the path of an item of a container at a path, and charges it, because all of it is
     /// copied for each item.
-    fn child_path(&mut self, id: NodeId, path: &KeyPath, text: String) -> Result<KeyPath> {
-        let length = path_bytes(path) + text.len();
-        self.walk.charge(id, "memory for keys", length as u64)?;
-        Ok(path.child(PathPart::Key(text)))
+    fn child_path(&mut self, id: NodeId, path: &KeyPath, key: String) -> Result<KeyPath> {
+        let child_bytes = path_bytes(path) + key.len();
+        self.walk
+            .charge(id, "memory for keys", child_bytes as u64)?;
+        Ok(path.child(PathPart::Key(key)))
     }
 
-    /// Returns the value of a key of a dict.
+    /// Returns the value of a key of a dict. A tensor in it is an error.
     fn read_key(&mut self, id: NodeId) -> Result<PlainValue> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         convert(&mut self.walk, id, &mut |_: &TensorRef| {
-            Err(unsupported_key(p, id))
+            Err(unsupported_key(pickle, id))
         })
     }
 
@@ -273,7 +275,8 @@ impl Flattener<'_, '_> {
         Ok(false)
     }
 
-    /// Returns the tensor or value of a flat key.
+    /// Returns the tensor or value of a flat key. One that only running code could build becomes an
+    /// opaque value with its description.
     fn read_leaf(&mut self, id: NodeId) -> Result<Leaf> {
         match ShardedRef::from_node(&mut self.walk, id) {
             Ok(Some(sharded)) => return Ok(Leaf::Sharded(sharded)),
@@ -326,13 +329,13 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if a list holds a tensor or a dict, or a list that does.
     fn holds_tensors_or_dicts(&mut self, id: NodeId) -> Result<bool> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         self.walk.enter(id)?;
-        let items = p.sequence(id)?;
+        let items = pickle.sequence(id)?;
         self.walk.charge(id, "expanded size", items.len() as u64)?;
         let mut found = false;
         for &item in items {
-            found = match p.node(item) {
+            found = match pickle.node(item) {
                 Node::Dict(_) => true,
                 Node::List(_) => self.holds_tensors_or_dicts(item)?,
                 Node::Tuple(_) => self.has_tensors_in_dicts(item, false)?,
@@ -346,19 +349,20 @@ impl Flattener<'_, '_> {
         Ok(found)
     }
 
-    /// Returns `true` if there is a tensor anywhere below the node, inside a dict.
+    /// Returns `true` if there is a tensor anywhere below the node, inside a dict. With `in_dict`,
+    /// the node is inside one itself.
     fn has_tensors_in_dicts(&mut self, id: NodeId, in_dict: bool) -> Result<bool> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         self.walk.enter(id)?;
         let mut found = false;
-        match p.node(id) {
+        match pickle.node(id) {
             Node::Dict(entries) => {
                 for &(_, value) in entries {
                     found = found || self.has_tensors_in_dicts(value, true)?;
                 }
             }
             Node::List(_) | Node::Tuple(_) => {
-                for &item in p.sequence(id)? {
+                for &item in pickle.sequence(id)? {
                     found = found || self.has_tensors_in_dicts(item, in_dict)?;
                 }
             }
@@ -370,13 +374,13 @@ impl Flattener<'_, '_> {
 
     /// Returns `true` if a node describes a tensor. One that is malformed is found when it is read.
     fn is_tensor(&mut self, id: NodeId) -> Result<bool> {
-        let p = self.walk.pickle;
-        if !matches!(p.node(id), Node::Object(_)) {
+        let pickle = self.walk.pickle;
+        if !matches!(pickle.node(id), Node::Object(_)) {
             return Ok(false);
         }
         // Lists may hold one object many times, so each look at its arguments is charged.
         self.walk.charge(id, "expanded size", LOOK_COST_BYTES)?;
-        Ok(matches!(TensorRef::from_node(p, id), Ok(Some(_))) || is_sharded(p, id))
+        Ok(matches!(TensorRef::from_node(pickle, id), Ok(Some(_))) || is_sharded(pickle, id))
     }
 
     /// Returns `true` for an `nn.Module` that was saved whole: an object with the attributes of all
@@ -398,19 +402,19 @@ impl Flattener<'_, '_> {
         id: NodeId,
         object: &OpaqueNode<'_>,
     ) -> Result<Vec<(NodeId, NodeId)>> {
-        let p = self.walk.pickle;
+        let pickle = self.walk.pickle;
         let mut parts = Vec::new();
-        let mut excluded = HashSet::new();
-        for &(key, value) in attributes_of(p, id, object).entries {
-            match (p.node(key), p.node(value)) {
+        let mut excluded_names = HashSet::new();
+        for &(key, value) in attributes_of(pickle, id, object).entries {
+            match (pickle.node(key), pickle.node(value)) {
                 (Node::Str(NOT_PERSISTENT), Node::Set(names)) => {
                     for &name in names {
                         self.charge_name(id, name)?;
-                        excluded.extend(p.str(name));
+                        excluded_names.extend(pickle.str(name));
                     }
                 }
-                (Node::Str(key), Node::Dict(found)) if MODULE_PARTS.contains(key) => {
-                    for &(name, part) in found {
+                (Node::Str(key), Node::Dict(parts_by_name)) if MODULE_PARTS.contains(key) => {
+                    for &(name, part) in parts_by_name {
                         self.charge_name(id, name)?;
                         parts.push((name, part));
                     }
@@ -419,26 +423,29 @@ impl Flattener<'_, '_> {
             }
         }
         parts.retain(|&(name, part)| {
-            *p.node(part) != Node::None && !p.str(name).is_ok_and(|name| excluded.contains(name))
+            *pickle.node(part) != Node::None
+                && !pickle
+                    .str(name)
+                    .is_ok_and(|name| excluded_names.contains(name))
         });
         Ok(parts)
     }
 
     /// Charges one of the names in the module at a node, which is recorded and looked up.
     fn charge_name(&mut self, id: NodeId, name: NodeId) -> Result<()> {
-        let length = match self.walk.pickle.node(name) {
+        let text_bytes = match self.walk.pickle.node(name) {
             Node::Str(text) => text.len() as u64,
             _ => 0,
         };
         Ok(self
             .walk
-            .charge(id, "expanded size", NAME_COST_BYTES + length)?)
+            .charge(id, "expanded size", NAME_COST_BYTES + text_bytes)?)
     }
 }
 
 /// Returns the error of a key of a dict that has no text.
-fn unsupported_key(p: &Pickle<'_>, key: NodeId) -> FormatError {
-    let kind = match p.node(key) {
+fn unsupported_key(pickle: &Pickle<'_>, key: NodeId) -> FormatError {
+    let kind = match pickle.node(key) {
         Node::BigInt(_) => "an int of more than 64 bits",
         other => other.kind(),
     };
@@ -459,9 +466,13 @@ const MODULE_PARTS: [&str; 3] = ["_parameters", "_buffers", "_modules"];
 const NOT_PERSISTENT: &str = "_non_persistent_buffers_set";
 
 /// Returns the attributes of an object of an unknown class. One whose state is no dict has none.
-fn attributes_of<'p, 'a>(p: &'p Pickle<'a>, id: NodeId, object: &OpaqueNode<'_>) -> Fields<'p, 'a> {
-    match object.state.map(|state| p.node(state)) {
-        Some(Node::Dict(entries)) => p.fields(id, entries),
-        _ => p.fields(id, &[]),
+fn attributes_of<'p, 'a>(
+    pickle: &'p Pickle<'a>,
+    id: NodeId,
+    object: &OpaqueNode<'_>,
+) -> Fields<'p, 'a> {
+    match object.state.map(|state| pickle.node(state)) {
+        Some(Node::Dict(entries)) => pickle.fields(id, entries),
+        _ => pickle.fields(id, &[]),
     }
 }

@@ -46,23 +46,24 @@ pub(crate) fn open(
         }
     };
     // All missing files are named at once.
-    let mut missing = Vec::new();
+    let mut missing_files = Vec::new();
     for file in files.keys() {
         if !directory.has(file)? {
-            missing.push((*file).to_owned());
+            missing_files.push((*file).to_owned());
         }
     }
-    directory.check_missing(missing)?;
+    directory.check_missing(missing_files)?;
     let mut assembler = Assembler::new(Format::TorchDirectory, location.name(), directory);
     let mut structure = None;
-    let mut taken = HashMap::new();
+    let mut file_of_key = HashMap::new();
     for (file, keys) in &files {
         let flat = FlatFile::read(assembler.directory(), file, None)?;
-        if let Some(missing) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
-            let reason = format!("it does not hold `{missing}`, which the index looks for here");
+        if let Some(missing_key) = keys.iter().find(|key| !flat.found.contains_key(**key)) {
+            let reason =
+                format!("it does not hold `{missing_key}`, which the index looks for here");
             return Err(flat.error(FormatError::malformed("checkpoint", reason)));
         }
-        add_new_keys(&mut assembler, &mut taken, &flat, index)?;
+        add_new_keys(&mut assembler, &mut file_of_key, &flat, index)?;
         structure = Some(flat.structure);
     }
     // The containers of one file are those of all keys, but an index may leave keys out.
@@ -73,11 +74,11 @@ pub(crate) fn open(
     Ok(assembler.finish(structure.filter(|_| files.len() == 1)))
 }
 
-/// Adds the keys of a file, without those that the index gives to another one. A key that has been
-/// `taken` from another file is an error.
+/// Adds the keys of a file, without those that the index gives to another one. A key that
+/// `file_of_key` has from another file already is an error.
 fn add_new_keys(
     assembler: &mut Assembler,
-    taken: &mut HashMap<String, Arc<str>>,
+    file_of_key: &mut HashMap<String, Arc<str>>,
     flat: &FlatFile,
     index: Option<&Index>,
 ) -> Result<(), FileError> {
@@ -85,11 +86,11 @@ fn add_new_keys(
         if index.is_some_and(|index| index.is_elsewhere(key, &flat.name)) {
             continue;
         }
-        if let Some(first) = taken.insert(key.clone(), flat.name.clone()) {
+        if let Some(first_file) = file_of_key.insert(key.clone(), flat.name.clone()) {
             return Err(key_in_two_files(
                 assembler.directory(),
                 key,
-                &first,
+                &first_file,
                 &flat.name,
             ));
         }

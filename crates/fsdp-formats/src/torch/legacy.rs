@@ -36,48 +36,53 @@ pub(crate) fn is_start(bytes: &[u8]) -> bool {
 pub(crate) const OLD_START: &[u8] = b"L11954703714";
 
 /// Returns the pickle of the object, and the places of the storages.
+///
+/// # Errors
+/// A file of a big-endian machine; a storage that reaches beyond the file.
 pub(crate) fn read(source: &dyn ReadAt) -> Result<(Vec<u8>, Storages)> {
-    let mut at = 0;
-    let _magic = read_pickle(source, &mut at)?;
-    let _version = read_pickle(source, &mut at)?;
-    check_byte_order(&parse(&read_pickle(source, &mut at)?)?)?;
+    let mut offset = 0;
+    let _magic = read_pickle(source, &mut offset)?;
+    let _version = read_pickle(source, &mut offset)?;
+    check_byte_order(&parse(&read_pickle(source, &mut offset)?)?)?;
     // The object names storages by their keys. Where they lie is known only from the keys' order.
-    let object = read_pickle(source, &mut at)?;
-    let key_list = read_pickle(source, &mut at)?;
+    let object = read_pickle(source, &mut offset)?;
+    let key_list = read_pickle(source, &mut offset)?;
     let keys = parse(&key_list)?;
-    let sizes = element_bytes(&parse(&object)?)?;
+    let element_sizes = element_bytes_by_key(&parse(&object)?)?;
     let mut storages = HashMap::new();
     for &key in keys.sequence(keys.root())? {
         let key = keys.str(key)?;
-        let mut elements = [0; 8];
-        source.read_exact_at(at, &mut elements)?;
+        let mut element_count = [0; 8];
+        source.read_exact_at(offset, &mut element_count)?;
         // Its elements come after their number.
-        let data = at + 8;
-        let size = sizes.get(key).ok_or_else(|| FormatError::MissingRecord {
-            name: key.to_owned(),
-        })?;
-        let end = u64::from_le_bytes(elements)
-            .checked_mul(*size)
-            .and_then(|length| data.checked_add(length))
+        let data_start = offset + 8;
+        let element_bytes = element_sizes
+            .get(key)
+            .ok_or_else(|| FormatError::MissingRecord {
+                name: key.to_owned(),
+            })?;
+        let end = u64::from_le_bytes(element_count)
+            .checked_mul(*element_bytes)
+            .and_then(|length| data_start.checked_add(length))
             .filter(|&end| end <= source.len())
             .ok_or_else(|| {
                 FormatError::unexpected(format!("the storage `{key}`"), "the end of the file")
             })?;
-        storages.insert(key.to_owned(), data..end);
-        at = end;
+        storages.insert(key.to_owned(), data_start..end);
+        offset = end;
     }
     Ok((object, Storages::Legacy(storages)))
 }
 
 /// Returns the bytes of the pickle that starts at a position, and moves the position behind them.
-fn read_pickle(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>> {
+fn read_pickle(source: &dyn ReadAt, offset: &mut u64) -> Result<Vec<u8>> {
     /// The number of bytes that are tried first. The length of a pickle is only known by parsing
     /// it.
     const FIRST_BYTES: u64 = 64 << 10;
-    let rest = source.len().saturating_sub(*at).min(MAX_OBJECT_BYTES);
-    let mut length = FIRST_BYTES.min(rest);
+    let remaining = source.len().saturating_sub(*offset).min(MAX_OBJECT_BYTES);
+    let mut length = FIRST_BYTES.min(remaining);
     loop {
-        let mut bytes = read_whole(source, *at, length)?;
+        let mut bytes = read_whole(source, *offset, length)?;
         let end = match parse(&bytes) {
             Ok(pickle) => pickle.end(),
             // More bytes may help.
@@ -86,14 +91,14 @@ fn read_pickle(source: &dyn ReadAt, at: &mut u64) -> Result<Vec<u8>> {
                     PickleErrorKind::Truncated
                     | PickleErrorKind::Limit(BeyondLimit { what: "length", .. }),
                 ..
-            }) if length < rest => {
-                length = length.saturating_mul(4).min(rest);
+            }) if length < remaining => {
+                length = length.saturating_mul(4).min(remaining);
                 continue;
             }
             Err(error) => return Err(error.into()),
         };
         bytes.truncate(end);
-        *at += end as u64;
+        *offset += end as u64;
         return Ok(bytes);
     }
 }
@@ -108,28 +113,30 @@ fn check_byte_order(system: &Pickle<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the bytes of an element of each storage, by key.
-fn element_bytes(p: &Pickle<'_>) -> Result<HashMap<String, u64>> {
+/// Returns the bytes of an element of each storage, by key. A storage that is a view of another one
+/// is an error.
+fn element_bytes_by_key(pickle: &Pickle<'_>) -> Result<HashMap<String, u64>> {
     let mut sizes = HashMap::new();
-    for id in p.persistent_ids() {
-        let [_storage, class, key, _location, _elements, ref view @ ..] = *p.sequence(id)? else {
+    for id in pickle.persistent_ids() {
+        let [_storage, class, key, _location, _elements, ref view @ ..] = *pickle.sequence(id)?
+        else {
             continue;
         };
         // The view is the last value. Many storages may share a longer tuple, so what else is in it
         // is not looked at.
         if view
             .first()
-            .is_some_and(|&view| *p.node(view) != Node::None)
+            .is_some_and(|&view| *pickle.node(view) != Node::None)
         {
             let what = "a storage that is a view of another one";
             return Err(FormatError::unsupported(what));
         }
-        let size = match p.node(class) {
+        let size = match pickle.node(class) {
             Node::Global(Global::TypedStorage(dtype)) => dtype.size_in_bytes(),
             Node::Global(Global::UntypedStorage) => 1,
-            _ => return Err(p.wrong(class, "a storage class").into()),
+            _ => return Err(pickle.expected_error(class, "a storage class").into()),
         };
-        sizes.insert(storage_key(p, key)?.to_owned(), size);
+        sizes.insert(storage_key(pickle, key)?.to_owned(), size);
     }
     Ok(sizes)
 }

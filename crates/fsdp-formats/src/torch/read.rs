@@ -40,7 +40,7 @@ pub(crate) fn add(
     Ok(())
 }
 
-/// Adds one tensor or value of a file at a path.
+/// Adds one tensor or value of a file at a path, a tensor with its quantizer if it has one.
 pub(crate) fn add_leaf(
     assembler: &mut Assembler,
     flat: &FlatFile,

@@ -31,17 +31,18 @@ pub(crate) struct ShardedRef {
 /// each of its blocks.
 const MAX_PARTS: usize = 1024;
 
-/// Returns the class, the arguments and the state of a sharded tensor, if this node is one.
-fn find_subclass<'p>(p: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, NodeId)> {
+/// Returns the class, the arguments and the state of a sharded tensor; `None` if this node is not
+/// one.
+fn find_subclass<'p>(pickle: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, NodeId, NodeId)> {
     for _ in 0..MAX_WRAPPERS {
-        let Node::Object(object) = p.node(id) else {
+        let Node::Object(object) = pickle.node(id) else {
             return None;
         };
-        match (object.global, p.args(object)) {
+        match (object.global, pickle.args(object)) {
             // A parameter wraps its tensor.
             (Global::RebuildParameter, [inner, ..]) => id = *inner,
             (Global::RebuildFromTypeV2, [function, class, arguments, state]) => {
-                return match (p.node(*function), p.node(*class)) {
+                return match (pickle.node(*function), pickle.node(*class)) {
                     (Node::Foreign(_, "_rebuild_wrapper_subclass"), Node::Foreign(_, class))
                         if ["DTensor", "ShardedTensor"].contains(class) =>
                     {
@@ -58,8 +59,8 @@ fn find_subclass<'p>(p: &'p Pickle<'_>, mut id: NodeId) -> Option<(&'p str, Node
 
 /// Returns `true` if a node describes a rank's part of a tensor. Whether the description is
 /// well-formed is not checked.
-pub(crate) fn is_sharded(p: &Pickle<'_>, id: NodeId) -> bool {
-    find_subclass(p, id).is_some()
+pub(crate) fn is_sharded(pickle: &Pickle<'_>, id: NodeId) -> bool {
+    find_subclass(pickle, id).is_some()
 }
 
 impl ShardedRef {
@@ -106,17 +107,18 @@ fn malformed(reason: impl ToString) -> FormatError {
     FormatError::malformed("sharded tensor", reason)
 }
 
-/// Returns dtype and shape of the whole tensor from the arguments `(class, dtype, size, …)`.
-fn read_whole_tensor(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>)> {
-    let [_class, dtype, size, ..] = *p.sequence(arguments)? else {
-        return Err(p
-            .wrong(arguments, "the arguments of a tensor subclass")
+/// Returns dtype and shape of the whole tensor from the arguments `(class, dtype, size, …)`. A
+/// shape that no tensor can have is an error.
+fn read_whole_tensor(pickle: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<usize>)> {
+    let [_class, dtype, size, ..] = *pickle.sequence(arguments)? else {
+        return Err(pickle
+            .expected_error(arguments, "the arguments of a tensor subclass")
             .into());
     };
-    let Node::Global(Global::DType(dtype)) = *p.node(dtype) else {
-        return Err(p.wrong(dtype, "a dtype").into());
+    let Node::Global(Global::DType(dtype)) = *pickle.node(dtype) else {
+        return Err(pickle.expected_error(dtype, "a dtype").into());
     };
-    let shape = p.sizes(size)?;
+    let shape = pickle.sizes(size)?;
     if !is_sane_shape(&shape) {
         return Err(malformed("the whole tensor has too many elements"));
     }
@@ -129,18 +131,22 @@ fn read_whole_tensor(p: &Pickle<'_>, arguments: NodeId) -> Result<(DType, Vec<us
 /// Attributes are looked up by a linear search, and many tensors may share them. So each time they
 /// are returned, all of them are charged.
 fn attributes_in<'p, 'a>(walk: &mut Walk<'p, 'a>, state: NodeId) -> Result<Fields<'p, 'a>> {
-    let p = walk.pickle;
-    let entries = match p.node(state) {
-        Node::Tuple(_) => match *p.sequence(state)? {
-            [first, slots] if *p.node(first) == Node::None => p.dict(slots)?,
-            [first, slots] if *p.node(slots) == Node::None => p.dict(first)?,
-            [first, slots] if p.dict(first).is_ok_and(<[_]>::is_empty) => p.dict(slots)?,
-            _ => return Err(p.wrong(state, "the attributes of an object").into()),
+    let pickle = walk.pickle;
+    let entries = match pickle.node(state) {
+        Node::Tuple(_) => match *pickle.sequence(state)? {
+            [dict, slots] if *pickle.node(dict) == Node::None => pickle.dict(slots)?,
+            [dict, slots] if *pickle.node(slots) == Node::None => pickle.dict(dict)?,
+            [dict, slots] if pickle.dict(dict).is_ok_and(<[_]>::is_empty) => pickle.dict(slots)?,
+            _ => {
+                return Err(pickle
+                    .expected_error(state, "the attributes of an object")
+                    .into());
+            }
         },
-        _ => p.dict(state)?,
+        _ => pickle.dict(state)?,
     };
     walk.charge(state, "expanded size", entries.len() as u64)?;
-    Ok(p.fields(state, entries))
+    Ok(pickle.fields(state, entries))
 }
 
 /// Returns the attributes in the state of an object of an unknown class: none if it has no state.
@@ -151,7 +157,10 @@ fn attributes_of<'p, 'a>(walk: &mut Walk<'p, 'a>, id: NodeId) -> Result<Fields<'
             Some(state) => attributes_in(walk, state),
             None => Ok(walk.pickle.fields(id, &[])),
         },
-        _ => Err(walk.pickle.wrong(id, "an object with attributes").into()),
+        _ => Err(walk
+            .pickle
+            .expected_error(id, "an object with attributes")
+            .into()),
     }
 }
 
@@ -163,8 +172,8 @@ fn get_attribute(attributes: Fields<'_, '_>, name: &str) -> Result<NodeId> {
 }
 
 /// Returns the tensor that this node describes, which is the `part` of a sharded one.
-fn read_plain_tensor(p: &Pickle<'_>, id: NodeId, part: &str) -> Result<TensorRef> {
-    TensorRef::from_node(p, id)?.ok_or_else(|| malformed(format!("{part} is no tensor")))
+fn read_plain_tensor(pickle: &Pickle<'_>, id: NodeId, part: &str) -> Result<TensorRef> {
+    TensorRef::from_node(pickle, id)?.ok_or_else(|| malformed(format!("{part} is no tensor")))
 }
 
 /// Returns the product of the sizes of a mesh.
@@ -188,9 +197,9 @@ fn read_product(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<usize> {
 /// of ranks, as a layout with a shape and strides, or as a layout of axes that each have a shape
 /// and strides.
 fn read_mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<usize>> {
-    let p = walk.pickle;
+    let pickle = walk.pickle;
     let Some(layout) = mesh.find("_layout") else {
-        return Ok(read_plain_tensor(p, get_attribute(mesh, "mesh")?, "its mesh")?.shape);
+        return Ok(read_plain_tensor(pickle, get_attribute(mesh, "mesh")?, "its mesh")?.shape);
     };
     let attributes = attributes_of(walk, layout)?;
     if let Some(axes) = attributes.find("axes") {
@@ -202,13 +211,13 @@ fn read_mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<
         return Ok(shape);
     }
     // An older layout is a tuple of its shape and its strides.
-    let shape = match (attributes.find("shape"), p.node(layout)) {
+    let shape = match (attributes.find("shape"), pickle.node(layout)) {
         (Some(shape), _) => Some(shape),
-        (None, Node::Opaque(object)) => p.sequence(object.args)?.first().copied(),
+        (None, Node::Opaque(object)) => pickle.sequence(object.args)?.first().copied(),
         (None, _) => None,
     }
     .ok_or_else(|| malformed("the layout of its mesh has no shape"))?;
-    if let Ok(size) = p.usize(shape) {
+    if let Ok(size) = pickle.usize(shape) {
         return Ok(vec![size]);
     }
     let mut sizes = Vec::new();
@@ -220,9 +229,9 @@ fn read_mesh_shape(walk: &mut Walk<'_, '_>, mesh: Fields<'_, '_>) -> Result<Vec<
 
 /// Reads a placement. A partial placement, whose parts would have to be summed, is an error.
 fn read_placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
-    let p = walk.pickle;
-    let Node::Opaque(object) = p.node(id) else {
-        return Err(p.wrong(id, "a placement").into());
+    let pickle = walk.pickle;
+    let Node::Opaque(object) = pickle.node(id) else {
+        return Err(pickle.expected_error(id, "a placement").into());
     };
     walk.charge(id, "expanded size", object.name.len() as u64)?;
     let attributes = attributes_of(walk, id)?;
@@ -231,11 +240,11 @@ fn read_placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
         .rsplit_once('.')
         .map_or(object.name, |(_, class)| class);
     Ok(match class {
-        "Shard" => Placement::Shard(p.usize(get_attribute(attributes, "dim")?)?),
+        "Shard" => Placement::Shard(pickle.usize(get_attribute(attributes, "dim")?)?),
         "Replicate" => Placement::Replicate,
         "_StridedShard" => Placement::StridedShard {
-            dim: p.usize(get_attribute(attributes, "dim")?)?,
-            split_factor: p.usize(get_attribute(attributes, "split_factor")?)?,
+            dim: pickle.usize(get_attribute(attributes, "dim")?)?,
+            split_factor: pickle.usize(get_attribute(attributes, "split_factor")?)?,
         },
         name => {
             return Err(FormatError::unsupported(format!("the placement `{name}`")));
@@ -243,30 +252,31 @@ fn read_placement(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<Placement> {
     })
 }
 
-/// Refuses shards whose placements were not applied in the order of the mesh dimensions.
+/// Refuses shards whose placements were not applied in the order of the mesh dimensions, except for
+/// strided shards.
 fn check_order(
     walk: &mut Walk<'_, '_>,
     spec: Fields<'_, '_>,
     placements: &[Placement],
 ) -> Result<()> {
-    let p = walk.pickle;
+    let pickle = walk.pickle;
     let Some(order) = spec.find_some("shard_order") else {
         return Ok(());
     };
     for &entry in read_items(walk, order)? {
-        let dim_and_mesh_dims = match p.node(entry) {
-            Node::Opaque(object) => p.sequence(object.args)?,
-            _ => p.sequence(entry)?,
+        let dim_and_mesh_dims = match pickle.node(entry) {
+            Node::Opaque(object) => pickle.sequence(object.args)?,
+            _ => pickle.sequence(entry)?,
         };
         let [dim, mesh_dims] = *dim_and_mesh_dims else {
             continue;
         };
         walk.charge(order, "expanded size", placements.len() as u64)?;
-        let dim = p.usize(dim)?;
+        let dim = pickle.usize(dim)?;
         // A strided shard says its order itself.
         let is_strided = placements
             .iter()
-            .any(|of| matches!(of, Placement::StridedShard { dim: of, .. } if *of == dim));
+            .any(|placement| matches!(placement, Placement::StridedShard { dim: strided, .. } if *strided == dim));
         let mesh_dims = read_numbers(walk, mesh_dims)?;
         if !is_strided && !mesh_dims.is_sorted() {
             let what =
@@ -279,13 +289,13 @@ fn check_order(
 
 /// Reads a DTensor. Its state has the local tensor and a specification: the placements, and the
 /// mesh with the coordinate of the rank. The boxes of the rank follow from these as they do in
-/// torch.
+/// torch; there is an error if the local tensor does not fit them.
 fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Result<ShardedRef> {
-    let p = walk.pickle;
-    let (dtype, shape) = read_whole_tensor(p, arguments)?;
+    let pickle = walk.pickle;
+    let (dtype, shape) = read_whole_tensor(pickle, arguments)?;
     let attributes = attributes_in(walk, state)?;
     let local = read_plain_tensor(
-        p,
+        pickle,
         get_attribute(attributes, "_local_tensor")?,
         "its local part",
     )?;
@@ -316,7 +326,7 @@ fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Re
     if coordinate
         .iter()
         .zip(&mesh_shape)
-        .any(|(at, size)| at >= size)
+        .any(|(index, size)| index >= size)
     {
         return Err(malformed("its rank lies outside its mesh"));
     }
@@ -337,7 +347,7 @@ fn read_dtensor(walk: &mut Walk<'_, '_>, arguments: NodeId, state: NodeId) -> Re
 }
 
 /// Cuts a local tensor into the boxes of the whole tensor that it holds, one after the other along
-/// each dimension.
+/// each dimension. A local tensor whose shape does not fit them is an error.
 fn cut_into_boxes(
     local: &TensorRef,
     boxes: &[TensorBox],
@@ -358,7 +368,10 @@ fn cut_into_boxes(
     for bounds in boxes {
         for (dim, starts) in starts.iter_mut().enumerate() {
             let offset = bounds.offsets[dim];
-            if starts.iter().all(|(global, _)| *global != offset) {
+            if starts
+                .iter()
+                .all(|(tensor_start, _)| *tensor_start != offset)
+            {
                 starts.push((offset, local_shape[dim]));
                 local_shape[dim] += bounds.sizes[dim];
             }
@@ -378,11 +391,11 @@ fn cut_into_boxes(
             ..local.layout.clone()
         };
         for (dim, starts) in starts.iter().enumerate() {
-            let (_, start) = starts
+            let (_, local_start) = starts
                 .iter()
-                .find(|(global, _)| *global == bounds.offsets[dim])
+                .find(|(tensor_start, _)| *tensor_start == bounds.offsets[dim])
                 .expect("the ranges of all boxes were collected above");
-            layout.offset += (start * local.layout.strides[dim]) as u64;
+            layout.offset += (local_start * local.layout.strides[dim]) as u64;
         }
         parts.push(TensorRef {
             shape: bounds.sizes.clone(),
@@ -393,18 +406,21 @@ fn cut_into_boxes(
     Ok(parts)
 }
 
-/// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`.
+/// Reads FSDP1's state `(local shards, metadata, process group, sharding specification, …)`. Empty
+/// shards are left out; one that does not fit its place is an error.
 fn read_sharded_tensor(
     walk: &mut Walk<'_, '_>,
     arguments: NodeId,
     state: NodeId,
 ) -> Result<ShardedRef> {
-    let p = walk.pickle;
-    let (dtype, shape) = read_whole_tensor(p, arguments)?;
-    let [shards, metadata, ..] = *p.sequence(state)? else {
-        return Err(p.wrong(state, "the state of a ShardedTensor").into());
+    let pickle = walk.pickle;
+    let (dtype, shape) = read_whole_tensor(pickle, arguments)?;
+    let [shards, metadata, ..] = *pickle.sequence(state)? else {
+        return Err(pickle
+            .expected_error(state, "the state of a ShardedTensor")
+            .into());
     };
-    let ranks = p
+    let ranks = pickle
         .sequence(get_attribute(
             attributes_of(walk, metadata)?,
             "shards_metadata",
@@ -418,12 +434,12 @@ fn read_sharded_tensor(
     let mut parts = Vec::new();
     for &id in shards {
         let shard = attributes_of(walk, id)?;
-        let local = read_plain_tensor(p, get_attribute(shard, "tensor")?, "a shard")?;
+        let local = read_plain_tensor(pickle, get_attribute(shard, "tensor")?, "a shard")?;
         charge_parts(walk, id, &local, 1)?;
-        let place = attributes_of(walk, get_attribute(shard, "metadata")?)?;
+        let metadata_of_shard = attributes_of(walk, get_attribute(shard, "metadata")?)?;
         let bounds = TensorBox {
-            offsets: p.sizes(get_attribute(place, "shard_offsets")?)?,
-            sizes: p.sizes(get_attribute(place, "shard_sizes")?)?,
+            offsets: pickle.sizes(get_attribute(metadata_of_shard, "shard_offsets")?)?,
+            sizes: pickle.sizes(get_attribute(metadata_of_shard, "shard_sizes")?)?,
         };
         if !bounds.fits(&shape) || bounds.sizes != local.shape || local.dtype != dtype {
             return Err(malformed(format!(

@@ -20,18 +20,19 @@ pub(crate) enum Storages {
 }
 
 impl Storages {
-    /// Returns where a storage begins, after checking that it has at least this many bytes.
+    /// Returns the start of a storage, after checking that it has at least `bytes` bytes. One that
+    /// is missing is an error.
     pub(crate) fn find_start(&self, key: &str, bytes: u64) -> Result<StorageStart> {
         let (start, length) = match self {
             Storages::Archive(archive) => {
                 let name = format!("data/{key}");
-                let found = archive.records.get_full(&name);
-                let (index, _, record) = found.ok_or(FormatError::MissingRecord { name })?;
+                let storage = archive.records.get_full(&name);
+                let (index, _, record) = storage.ok_or(FormatError::MissingRecord { name })?;
                 (StorageStart::Record(archive.clone(), index), record.length)
             }
             Storages::Legacy(storages) => {
-                let found = storages.get(key);
-                let range = found.ok_or_else(|| FormatError::MissingRecord {
+                let storage = storages.get(key);
+                let range = storage.ok_or_else(|| FormatError::MissingRecord {
                     name: key.to_owned(),
                 })?;
                 (StorageStart::Offset(range.start), range.end - range.start)

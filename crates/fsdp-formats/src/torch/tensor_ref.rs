@@ -64,122 +64,160 @@ impl TensorRef {
             as u64
     }
 
-    /// Returns the tensor that this node describes; `None` if it describes something else.
-    pub fn from_node(p: &Pickle<'_>, mut id: NodeId) -> Result<Option<TensorRef>, PickleError> {
+    /// Returns the tensor that this node describes; `None` if it describes something else. A tensor
+    /// that is malformed is an error, and so is one of a class that only running code could build.
+    pub fn from_node(
+        pickle: &Pickle<'_>,
+        mut id: NodeId,
+    ) -> Result<Option<TensorRef>, PickleError> {
         // Parameters and tensors with attributes wrap a plain one.
         let mut loses_attributes = false;
         for _ in 0..MAX_WRAPPERS {
-            let Node::Object(object) = p.node(id) else {
+            let Node::Object(object) = pickle.node(id) else {
                 return Ok(None);
             };
-            loses_attributes |= object.state.is_some_and(|state| has_attributes(p, state));
-            let found = match (object.global, p.args(object)) {
+            loses_attributes |= object
+                .state
+                .is_some_and(|state| has_attributes(pickle, state));
+            let tensor = match (object.global, pickle.args(object)) {
                 (Global::RebuildQTensor, [storage, offset, shape, strides, quantizer, ..]) => {
-                    let elements = tensor(p, id, [*storage, *offset, *shape, *strides], None)?;
+                    let plain_tensor =
+                        read_tensor(pickle, id, [*storage, *offset, *shape, *strides], None)?;
                     Some(TensorRef {
                         quantizer: Some(*quantizer),
-                        ..elements
+                        ..plain_tensor
                     })
                 }
                 // The arguments are (tensor, requires_grad, hooks), and then the attributes, if
                 // there are any.
-                (Global::RebuildParameter, [inner, rest @ ..]) => {
-                    loses_attributes |= rest.get(2).is_some_and(|&state| has_attributes(p, state));
+                (Global::RebuildParameter, [inner, more_arguments @ ..]) => {
+                    loses_attributes |= more_arguments
+                        .get(2)
+                        .is_some_and(|&state| has_attributes(pickle, state));
                     id = *inner;
                     continue;
                 }
                 // (function, class, arguments, attributes): the arguments are those of the
                 // function.
-                (Global::RebuildFromTypeV2, [function, class, arguments, rest @ ..]) => {
-                    loses_attributes |= is_subclass(p, *class)
-                        || rest.first().is_some_and(|&state| has_attributes(p, state));
-                    let found = match (p.node(*function), p.sequence(*arguments)?) {
+                (Global::RebuildFromTypeV2, [function, class, arguments, more_arguments @ ..]) => {
+                    loses_attributes |= is_subclass(pickle, *class)
+                        || more_arguments
+                            .first()
+                            .is_some_and(|&state| has_attributes(pickle, state));
+                    let tensor = match (pickle.node(*function), pickle.sequence(*arguments)?) {
                         (Node::Global(Global::RebuildParameter), [inner, ..]) => {
                             id = *inner;
                             continue;
                         }
-                        (Node::Global(global), arguments) => rebuilt(p, id, *global, arguments)?,
+                        (Node::Global(global), arguments) => {
+                            rebuild(pickle, id, *global, arguments)?
+                        }
                         // The class says more about what it is.
-                        (Node::Foreign(..), _) if matches!(p.node(*class), Node::Foreign(..)) => {
-                            return Err(p.wrong(*class, "a class of plain tensors"));
+                        (Node::Foreign(..), _)
+                            if matches!(pickle.node(*class), Node::Foreign(..)) =>
+                        {
+                            return Err(pickle.expected_error(*class, "a class of plain tensors"));
                         }
                         _ => None,
                     };
-                    if found.is_none() {
-                        return Err(p.wrong(*function, "a function that rebuilds a tensor"));
+                    if tensor.is_none() {
+                        return Err(
+                            pickle.expected_error(*function, "a function that rebuilds a tensor")
+                        );
                     }
-                    found
+                    tensor
                 }
-                (global, args) => rebuilt(p, id, global, args)?,
+                (global, args) => rebuild(pickle, id, global, args)?,
             };
-            return Ok(found.map(|found| TensorRef {
+            return Ok(tensor.map(|tensor| TensorRef {
                 loses_attributes,
-                ..found
+                ..tensor
             }));
         }
-        Err(p.invalid(id, "a tensor is wrapped too many times"))
+        Err(pickle.invalid_error(id, "a tensor is wrapped too many times"))
     }
 }
 
 /// Returns `true` if a class is not one of torch's own.
-fn is_subclass(p: &Pickle<'_>, class: NodeId) -> bool {
-    matches!(p.node(class), Node::Foreign(module, _) if *module != "torch" && !module.starts_with("torch."))
+fn is_subclass(pickle: &Pickle<'_>, class: NodeId) -> bool {
+    matches!(pickle.node(class), Node::Foreign(module, _) if *module != "torch" && !module.starts_with("torch."))
 }
 
 /// Returns `true` if the state of an object has any attributes: a dict, or a tuple of a dict (or
 /// `None`) and a dict of slots. Many tensors may share a longer tuple, so what else is in it is not
 /// looked at.
-fn has_attributes(p: &Pickle<'_>, state: NodeId) -> bool {
-    match p.node(state) {
-        Node::Tuple(_) => p
+fn has_attributes(pickle: &Pickle<'_>, state: NodeId) -> bool {
+    match pickle.node(state) {
+        Node::Tuple(_) => pickle
             .sequence(state)
-            .is_ok_and(|parts| parts.iter().take(2).any(|&part| is_filled(p, part))),
-        _ => is_filled(p, state),
+            .is_ok_and(|parts| parts.iter().take(2).any(|&part| is_filled(pickle, part))),
+        _ => is_filled(pickle, state),
     }
 }
 
 /// Returns `true` for a dict that is not empty.
-fn is_filled(p: &Pickle<'_>, id: NodeId) -> bool {
-    matches!(p.node(id), Node::Dict(attributes) if !attributes.is_empty())
+fn is_filled(pickle: &Pickle<'_>, id: NodeId) -> bool {
+    matches!(pickle.node(id), Node::Dict(attributes) if !attributes.is_empty())
 }
 
 /// Returns the tensor that one of torch's functions rebuilds from these arguments; `None` for other
 /// functions.
-fn rebuilt(
-    p: &Pickle<'_>,
-    at: NodeId,
+fn rebuild(
+    pickle: &Pickle<'_>,
+    id: NodeId,
     function: Global,
     args: &[NodeId],
 ) -> Result<Option<TensorRef>, PickleError> {
     let (args, dtype, metadata) = match (function, args) {
-        (Global::RebuildTensor | Global::RebuildTensorV2, [a, b, c, d, rest @ ..]) => {
-            ([*a, *b, *c, *d], None, rest.get(2))
-        }
-        (Global::RebuildTensorV3, [a, b, c, d, _grad, _hooks, dtype, rest @ ..]) => {
-            let Node::Global(Global::DType(of)) = *p.node(*dtype) else {
-                return Err(p.wrong(*dtype, "a dtype"));
+        (
+            Global::RebuildTensor | Global::RebuildTensorV2,
+            [storage, offset, shape, strides, more_arguments @ ..],
+        ) => (
+            [*storage, *offset, *shape, *strides],
+            None,
+            more_arguments.get(2),
+        ),
+        (
+            Global::RebuildTensorV3,
+            [
+                storage,
+                offset,
+                shape,
+                strides,
+                _grad,
+                _hooks,
+                dtype,
+                more_arguments @ ..,
+            ],
+        ) => {
+            let Node::Global(Global::DType(untyped_dtype)) = *pickle.node(*dtype) else {
+                return Err(pickle.expected_error(*dtype, "a dtype"));
             };
-            ([*a, *b, *c, *d], Some(of), rest.first())
+            (
+                [*storage, *offset, *shape, *strides],
+                Some(untyped_dtype),
+                more_arguments.first(),
+            )
         }
         _ => return Ok(None),
     };
     if let Some(&metadata) = metadata {
-        check_resolved(p, metadata)?;
+        check_resolved(pickle, metadata)?;
     }
-    tensor(p, at, args, dtype).map(Some)
+    read_tensor(pickle, id, args, dtype).map(Some)
 }
 
 /// Refuses, as opaque, a tensor with a pending conjugation or negation. torch applies these only
 /// when they are needed, and saves just a flag, so the elements in the storage are not those of the
 /// tensor.
-fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
-    let Node::Dict(flags) = p.node(metadata) else {
+fn check_resolved(pickle: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
+    let Node::Dict(flags) = pickle.node(metadata) else {
         return Ok(());
     };
     // Many tensors may share them.
-    check_attributes(p.node(metadata)).map_err(|kind| p.error(metadata, kind))?;
+    check_attributes(pickle.node(metadata)).map_err(|kind| pickle.error(metadata, kind))?;
     for &(key, value) in flags {
-        let name = match (p.node(key), p.node(value)) {
+        let name = match (pickle.node(key), pickle.node(value)) {
             (Node::Str("conj"), Node::Bool(true)) => {
                 "Tensor (its conjugation is pending: `resolve_conj`)"
             }
@@ -188,7 +226,7 @@ fn check_resolved(p: &Pickle<'_>, metadata: NodeId) -> Result<(), PickleError> {
             }
             _ => continue,
         };
-        return Err(p.opaque(value, name));
+        return Err(pickle.opaque_error(value, name));
     }
     Ok(())
 }
@@ -206,29 +244,29 @@ pub(crate) struct StorageRef {
 }
 
 impl StorageRef {
-    /// Returns the storage that this node, a persistent id, describes.
-    pub(crate) fn from_node(p: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
-        let Node::PersistentId(persistent) = *p.node(id) else {
-            return Err(p.wrong(id, "a storage"));
+    /// Returns the storage that this node, a persistent id, describes. Any other node is an error.
+    pub(crate) fn from_node(pickle: &Pickle<'_>, id: NodeId) -> Result<Self, PickleError> {
+        let Node::PersistentId(persistent) = *pickle.node(id) else {
+            return Err(pickle.expected_error(id, "a storage"));
         };
-        let [kind, class, key, _location, numel, ..] = *p.sequence(persistent)? else {
-            return Err(p.wrong(persistent, "a storage's five values"));
+        let [kind, class, key, _location, numel, ..] = *pickle.sequence(persistent)? else {
+            return Err(pickle.expected_error(persistent, "a storage's five values"));
         };
-        if p.str(kind)? != "storage" {
-            return Err(p.wrong(kind, "the word `storage`"));
+        if pickle.str(kind)? != "storage" {
+            return Err(pickle.expected_error(kind, "the word `storage`"));
         }
-        let dtype = match p.node(class) {
+        let dtype = match pickle.node(class) {
             Node::Global(Global::TypedStorage(dtype)) => Some(*dtype),
             Node::Global(Global::UntypedStorage) => None,
-            _ => return Err(p.wrong(class, "a storage class")),
+            _ => return Err(pickle.expected_error(class, "a storage class")),
         };
         // The elements of an untyped storage are bytes.
-        let bytes = p
+        let bytes = pickle
             .unsigned(numel)?
             .checked_mul(dtype.map_or(1, DType::size_in_bytes))
-            .ok_or_else(|| p.invalid(id, "a storage is too large"))?;
+            .ok_or_else(|| pickle.invalid_error(id, "a storage is too large"))?;
         Ok(StorageRef {
-            key: storage_key(p, key)?.to_owned(),
+            key: storage_key(pickle, key)?.to_owned(),
             bytes,
             dtype,
             class,
@@ -246,34 +284,34 @@ impl StorageRef {
 
 /// Returns the key of a storage. Each tensor has a copy of it, so it must not be long: torch writes
 /// a number.
-pub(super) fn storage_key<'a>(p: &Pickle<'a>, key: NodeId) -> Result<&'a str, PickleError> {
-    let text = p.str(key)?;
+pub(super) fn storage_key<'a>(pickle: &Pickle<'a>, key: NodeId) -> Result<&'a str, PickleError> {
+    let text = pickle.str(key)?;
     let limit = MAX_STORAGE_KEY_BYTES;
-    p.check_limit(key, "length of a storage's key", text.len(), limit)?;
+    pickle.check_limit(key, "length of a storage's key", text.len(), limit)?;
     Ok(text)
 }
 
 /// Reads a tensor from the arguments with which torch rebuilds it, and checks that it lies in its
-/// storage. `untyped` is the dtype where the storage has none.
-fn tensor(
-    p: &Pickle<'_>,
-    at: NodeId,
+/// storage. `untyped_dtype` is the dtype where the storage has none.
+fn read_tensor(
+    pickle: &Pickle<'_>,
+    id: NodeId,
     args: [NodeId; 4],
-    untyped: Option<DType>,
+    untyped_dtype: Option<DType>,
 ) -> Result<TensorRef, PickleError> {
     let [storage, offset, shape, strides] = args;
-    let storage = StorageRef::from_node(p, storage)?;
-    let ((Some(dtype), None) | (None, Some(dtype))) = (storage.dtype, untyped) else {
-        return Err(p.wrong(storage.class, "a storage class"));
+    let storage = StorageRef::from_node(pickle, storage)?;
+    let ((Some(dtype), None) | (None, Some(dtype))) = (storage.dtype, untyped_dtype) else {
+        return Err(pickle.expected_error(storage.class, "a storage class"));
     };
-    let shape = p.sizes(shape)?;
-    let strides = p.sizes(strides)?;
+    let shape = pickle.sizes(shape)?;
+    let strides = pickle.sizes(strides)?;
     if shape.len() != strides.len() {
-        return Err(p.invalid(at, "a tensor's shape and strides differ in length"));
+        return Err(pickle.invalid_error(id, "a tensor's shape and strides differ in length"));
     }
-    let offset = p.unsigned(offset)?;
+    let offset = pickle.unsigned(offset)?;
     if !is_sane_shape(&shape) {
-        return Err(p.invalid(at, "a tensor has too many elements"));
+        return Err(pickle.invalid_error(id, "a tensor has too many elements"));
     }
     let layout = StridedLayout {
         bounds: TensorBox::whole(&shape),
@@ -286,7 +324,7 @@ fn tensor(
             .last()
             .and_then(|last| last.checked_add(1)?.checked_mul(dtype.size_in_bytes()));
         if end.is_none_or(|end| end > storage.bytes) {
-            return Err(p.invalid(at, "a tensor reaches beyond its storage"));
+            return Err(pickle.invalid_error(id, "a tensor reaches beyond its storage"));
         }
     }
     Ok(TensorRef {
@@ -304,7 +342,7 @@ fn tensor(
 fn storage_class(dtype: DType) -> Option<&'static str> {
     STORAGES
         .iter()
-        .find(|(_, of)| *of == dtype)
+        .find(|(_, storage_dtype)| *storage_dtype == dtype)
         .map(|(class, _)| *class)
 }
 

@@ -36,30 +36,30 @@ use crate::zip::{ArchiveLayout, Directory, ROOT};
 /// # Ok::<(), fsdp_formats::FormatError>(())
 /// ```
 pub fn encode_value(value: &PlainValue) -> Result<Vec<u8>> {
-    let (layout, tensors) = lay_out(value)?;
+    let (archive, tensors) = lay_out(value)?;
     let crcs: Vec<u32> = tensors
         .iter()
         .map(|tensor| crc32fast::hash(&tensor.data))
         .collect();
     // Without storages the head needs no checksum.
-    let mut bytes = layout.head(crcs.first().copied().unwrap_or(0));
+    let mut bytes = archive.head(crcs.first().copied().unwrap_or(0));
     for (index, tensor) in tensors.iter().enumerate() {
         // The head ends with the header of the first one.
         if index > 0 {
-            bytes.extend_from_slice(&layout.storage_header(index, crcs[index]));
+            bytes.extend_from_slice(&archive.storage_header(index, crcs[index]));
         }
         bytes.extend_from_slice(&tensor.data);
     }
-    bytes.extend_from_slice(&layout.tail(&crcs));
+    bytes.extend_from_slice(&archive.tail(&crcs));
     Ok(bytes)
 }
 
-/// Returns the length of the result of [`encode_value`].
+/// Returns the length of the result of [`encode_value`], and fails for the same values.
 pub fn value_item_length(value: &PlainValue) -> Result<u64> {
     Ok(lay_out(value)?.0.length())
 }
 
-/// Lays out the item of a value, and lists the tensors inside it.
+/// Lays out the item of a value, and lists the tensors inside it, in the order of their storages.
 fn lay_out(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
     let mut pickle = Vec::new();
     let mut tensors = Vec::new();
@@ -77,6 +77,9 @@ fn lay_out(value: &PlainValue) -> Result<(ArchiveLayout, Vec<&PlainTensor>)> {
 /// Appends the opcodes of a value to `out`, and its tensors to `tensors`. Their storages are
 /// numbered from `first_storage` on, in the order in which they are met. `depth` is the number of
 /// containers around the value.
+///
+/// # Errors
+/// A value nested too deep; a tensor that is quantized, or whose bytes do not fit its shape.
 pub fn write_value<'v>(
     out: &mut Vec<u8>,
     value: &'v PlainValue,
@@ -129,7 +132,9 @@ impl<'v> ValueWriter<'_, 'v> {
                 write::close_tuple(self.out, items.len());
             }
             PlainValue::Set(items) => self.write_set("set", items, depth)?,
-            PlainValue::Typed(of, description) => self.write_typed(*of, description, depth)?,
+            PlainValue::Typed(python_type, description) => {
+                self.write_typed(*python_type, description, depth)?
+            }
             PlainValue::Dict(entries) => {
                 self.out.push(write::EMPTY_DICT);
                 if !entries.is_empty() {
@@ -150,7 +155,8 @@ impl<'v> ValueWriter<'_, 'v> {
         Ok(())
     }
 
-    /// Writes the opcodes of a tensor, whose elements follow the pickle in a storage.
+    /// Writes the opcodes of a tensor, whose elements follow the pickle in a storage. Bytes that do
+    /// not fit its shape are an error.
     fn write_tensor(&mut self, tensor: &'v PlainTensor) -> Result<()> {
         check_writable(tensor.dtype)?;
         let length = tensor
@@ -198,18 +204,20 @@ impl<'v> ValueWriter<'_, 'v> {
     /// Writes the opcodes of an object of a type that a simpler value describes.
     fn write_typed(
         &mut self,
-        of: PythonType,
+        python_type: PythonType,
         description: &'v PlainValue,
         depth: usize,
     ) -> Result<()> {
-        match (of, description) {
+        match (python_type, description) {
             // Dtypes and quantization schemes are attributes of the module `torch`, not the results
             // of calls.
             (PythonType::DType | PythonType::QScheme, PlainValue::Str(name)) => {
                 let attribute = name
                     .strip_prefix("torch.")
                     .filter(|attribute| Global::lookup("torch", attribute).is_some())
-                    .ok_or_else(|| FormatError::unexpected(of.name(), format!("`{name}`")))?;
+                    .ok_or_else(|| {
+                        FormatError::unexpected(python_type.name(), format!("`{name}`"))
+                    })?;
                 write::global(self.out, "torch", attribute);
                 return Ok(());
             }
@@ -233,11 +241,11 @@ impl<'v> ValueWriter<'_, 'v> {
                     }
                 }
             }
-            (of, description) => {
-                let (module, name) = of
+            (python_type, description) => {
+                let (module, name) = python_type
                     .name()
                     .rsplit_once('.')
-                    .unwrap_or(("__builtin__", of.name()));
+                    .unwrap_or(("__builtin__", python_type.name()));
                 write::global(self.out, module, name);
                 self.write(description, depth + 1)?;
                 write::close_tuple(self.out, 1);
@@ -268,8 +276,8 @@ pub fn describe_item(item: &[u8]) -> Result<PlainValue> {
     decode_value_within(&item, budget, true)
 }
 
-/// Does the same as [`decode_value`], with a budget for the values. With `describes`, opaque
-/// objects in it become dicts that describe them.
+/// Reads the value of an item as [`decode_value`] does, with a budget for the values. With
+/// `describes`, opaque objects in it become dicts that describe them.
 pub(crate) fn decode_value_within(
     item: &dyn ReadAt,
     budget: Budget,
@@ -282,8 +290,8 @@ pub(crate) fn decode_value_within(
     convert_root(&pickle, budget, describes, &mut loader)
 }
 
-/// Turns the root object of a pickle into a value. With `describes`, opaque objects in it become
-/// dicts that describe them.
+/// Parses a pickle, and turns its root object into a value. With `describes`, opaque objects in it
+/// become dicts that describe them.
 fn convert_root(
     pickle: &[u8],
     budget: Budget,
@@ -297,7 +305,7 @@ fn convert_root(
 }
 
 /// Returns the type of the object that makes the value of an item opaque, from its pickle alone;
-/// `None` for a plain value.
+/// `None` for a plain value. Any other reason why it cannot be read is an error.
 pub(crate) fn opaque_type_of(item: &dyn ReadAt, budget: Budget) -> Result<Option<String>> {
     let pickle = Directory::read(item)?.read_pickle(item)?;
     match convert_root(&pickle, budget, false, &mut without_elements) {
@@ -329,7 +337,8 @@ pub(crate) fn is_same_quantizer(first: Option<&PlainValue>, second: Option<&Plai
     }
 }
 
-/// Reads the quantizer of the tensor that is the archive's root object.
+/// Reads the quantizer of the tensor that is the archive's root object; `None` if the root is not a
+/// quantized tensor.
 pub(crate) fn quantizer_of(archive: &Directory, source: &dyn ReadAt) -> Result<Option<PlainValue>> {
     let pickle = archive.read_pickle(source)?;
     let parsed = parse(&pickle)?;
@@ -372,7 +381,7 @@ pub(crate) struct TensorLoader<'a> {
     /// The bytes of tensors that may still be loaded.
     budget: Budget,
     /// The bytes of storages that may still be digested.
-    to_digest: Budget,
+    digest_budget: Budget,
     /// The digests of storages, by their keys and lengths, so that each is read once.
     digests: HashMap<(String, u64), Digest>,
 }
@@ -384,24 +393,24 @@ impl<'a> TensorLoader<'a> {
             storages,
             source,
             budget: Budget::new(source.len(), 1),
-            to_digest: Budget::new(source.len(), 1),
+            digest_budget: Budget::new(source.len(), 1),
             digests: HashMap::new(),
         }
     }
 
-    /// Returns the digest of the first bytes of a storage.
+    /// Reads the first `bytes` bytes of a storage, and returns their digest.
     fn digest(&self, key: &str, bytes: u64) -> Result<Digest> {
         /// The bytes that are read at once.
-        const AT_ONCE: u64 = 1 << 20;
+        const PIECE_BYTES: u64 = 1 << 20;
         let start = self.storages.find_data(self.source, key, bytes)?;
-        let mut buffer = vec![0; bytes.min(AT_ONCE) as usize];
+        let mut buffer = vec![0; bytes.min(PIECE_BYTES) as usize];
         let mut sum = Sum::default();
-        let mut at = 0;
-        while at < bytes {
-            let piece = &mut buffer[..(bytes - at).min(AT_ONCE) as usize];
-            self.source.read_exact_at(start + at, piece)?;
-            sum.add_bytes(at, piece);
-            at += piece.len() as u64;
+        let mut position = 0;
+        while position < bytes {
+            let piece = &mut buffer[..(bytes - position).min(PIECE_BYTES) as usize];
+            self.source.read_exact_at(start + position, piece)?;
+            sum.add_bytes(position, piece);
+            position += piece.len() as u64;
         }
         Ok(sum.finish(DType::U8, &[bytes as usize]))
     }
@@ -409,8 +418,8 @@ impl<'a> TensorLoader<'a> {
 
 impl LoadTensors for TensorLoader<'_> {
     fn tensor(&mut self, tensor: &TensorRef) -> Result<PlainTensor> {
-        let element = tensor.dtype.size_in_bytes() as usize;
-        let length = tensor.shape.iter().product::<usize>() * element;
+        let element_bytes = tensor.dtype.size_in_bytes() as usize;
+        let length = tensor.shape.iter().product::<usize>() * element_bytes;
         let storage =
             self.storages
                 .find_data(self.source, &tensor.storage, tensor.storage_bytes)?;
@@ -422,7 +431,7 @@ impl LoadTensors for TensorLoader<'_> {
         let mut slot = Slot::new(whole.clone(), &mut data);
         let stored = StoredElements {
             storage,
-            element,
+            element: element_bytes,
             layout: &tensor.layout,
         };
         stored.read(&mut BlockReader::new(self.source), &whole, &mut slot)?;
@@ -434,15 +443,15 @@ impl LoadTensors for TensorLoader<'_> {
     }
 
     fn storage(&mut self, key: &str, bytes: u64) -> Result<PlainValue> {
-        let place = (key.to_owned(), bytes);
-        if !self.digests.contains_key(&place) {
+        let storage = (key.to_owned(), bytes);
+        if !self.digests.contains_key(&storage) {
             // Storages of many lengths may be claimed to lie in one record.
-            self.to_digest
+            self.digest_budget
                 .charge("bytes of storages in values", bytes)?;
             let digest = self.digest(key, bytes)?;
-            self.digests.insert(place.clone(), digest);
+            self.digests.insert(storage.clone(), digest);
         }
-        let digest = self.digests[&place];
+        let digest = self.digests[&storage];
         Ok(PlainValue::Str(format!(
             "{bytes} bytes with the digest {digest}"
         )))
@@ -458,14 +467,14 @@ pub fn value_of(pickle: &Pickle<'_>, id: NodeId) -> Result<PlainValue> {
 }
 
 /// Makes the error of a value that is of a known class, but is not a plain value.
-fn opaque_error(p: &Pickle<'_>, id: NodeId) -> PickleError {
-    let name = match p.node(id) {
+fn not_plain_error(pickle: &Pickle<'_>, id: NodeId) -> PickleError {
+    let name = match pickle.node(id) {
         Node::Global(global) => global.description(),
         Node::Object(object) => object.global.description(),
         Node::PersistentId(_) => "Storage".to_owned(),
         other => other.kind().to_owned(),
     };
-    p.opaque(id, name)
+    pickle.opaque_error(id, name)
 }
 
 /// Describes an opaque object as a dict: its type, its arguments, its state, and the items and
@@ -477,20 +486,20 @@ fn describe_opaque(
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
     // Its type, and the names of its other parts, whose values are charged when they are made.
-    let names = 2 * DESCRIPTION_COST_BYTES + (object.module.len() + object.name.len()) as u64;
-    walk.charge(id, COPIES, names)?;
+    let name_bytes = 2 * DESCRIPTION_COST_BYTES + (object.module.len() + object.name.len()) as u64;
+    walk.charge(id, COPIES, name_bytes)?;
     let class = format!("{}.{}", object.module, object.name);
-    let mut parts = vec![("$type".into(), class.into())];
+    let mut description = vec![("$type".into(), class.into())];
     let args = walk.pickle.sequence(object.args);
     if !args.is_ok_and(<[NodeId]>::is_empty) {
-        parts.push(("args".into(), convert(walk, object.args, loader)?));
+        description.push(("args".into(), convert(walk, object.args, loader)?));
     }
     if let Some(state) = object.state {
-        parts.push(("state".into(), convert(walk, state, loader)?));
+        description.push(("state".into(), convert(walk, state, loader)?));
     }
     if !object.items.is_empty() {
         let items = convert_all(walk, &object.items, loader)?;
-        parts.push(("items".into(), PlainValue::List(items)));
+        description.push(("items".into(), PlainValue::List(items)));
     }
     if !object.entries.is_empty() {
         let mut entries = Vec::new();
@@ -498,9 +507,9 @@ fn describe_opaque(
             let key = convert(walk, key, loader)?;
             entries.push((key, convert(walk, value, loader)?));
         }
-        parts.push(("entries".into(), PlainValue::Dict(entries)));
+        description.push(("entries".into(), PlainValue::Dict(entries)));
     }
-    Ok(PlainValue::Dict(parts))
+    Ok(PlainValue::Dict(description))
 }
 
 /// Describes a storage that is itself in an opaque object: its class, and its bytes.
@@ -530,7 +539,7 @@ fn convert_tensor(
     };
     if !walk.describes {
         let name = "Tensor (quantized, inside another value)";
-        return Err(walk.pickle.opaque(id, name).into());
+        return Err(walk.pickle.opaque_error(id, name).into());
     }
     let quantizer = convert(walk, quantizer, loader)?;
     let elements = PlainValue::Tensor(loader.tensor(tensor)?);
@@ -552,9 +561,9 @@ pub(crate) fn convert(
     loader: &mut dyn LoadTensors,
 ) -> Result<PlainValue> {
     walk.enter(id)?;
-    let p = walk.pickle;
-    let value = match p.node(id) {
-        Node::Tuple(_) => PlainValue::Tuple(convert_all(walk, p.sequence(id)?, loader)?),
+    let pickle = walk.pickle;
+    let value = match pickle.node(id) {
+        Node::Tuple(_) => PlainValue::Tuple(convert_all(walk, pickle.sequence(id)?, loader)?),
         Node::List(items) => PlainValue::List(convert_all(walk, items, loader)?),
         Node::Set(items) => PlainValue::Set(convert_all(walk, items, loader)?),
         Node::FrozenSet(items) => {
@@ -568,7 +577,7 @@ pub(crate) fn convert(
             convert_object(walk, id, object, loader)?
         }
         Node::Opaque(object) if walk.describes => describe_opaque(walk, id, object, loader)?,
-        Node::PersistentId(inner) if walk.describes => match StorageRef::from_node(p, id) {
+        Node::PersistentId(inner) if walk.describes => match StorageRef::from_node(pickle, id) {
             Ok(storage) => describe_storage(walk, id, &storage, loader)?,
             // A persistent id that is not that of a storage of a known class.
             Err(_) => convert(walk, *inner, loader)?,
@@ -590,9 +599,9 @@ const DESCRIPTION_COST_BYTES: u64 = 2 * size_of::<PlainValue>() as u64;
 /// so each copy is charged: a small file cannot fill the memory. In a walk that describes, types
 /// and functions become their names.
 fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
-    let p = walk.pickle;
-    let node = p.node(id);
-    let copied = match node {
+    let pickle = walk.pickle;
+    let node = pickle.node(id);
+    let copied_bytes = match node {
         Node::Str(text) => text.len() as u64,
         Node::Bytes(bytes) | Node::ByteArray(bytes) => bytes.len() as u64,
         Node::BigInt(bytes) => size_of_val(*bytes) as u64,
@@ -600,7 +609,7 @@ fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
         Node::Foreign(module, name) => (module.len() + name.len()) as u64,
         _ => 0,
     };
-    walk.charge(id, COPIES, copied)?;
+    walk.charge(id, COPIES, copied_bytes)?;
     Ok(match node {
         Node::None => PlainValue::None,
         Node::Bool(value) => PlainValue::Bool(*value),
@@ -625,12 +634,12 @@ fn convert_leaf(walk: &mut Walk<'_, '_>, id: NodeId) -> Result<PlainValue> {
             Global::Builtin(name) => format!("builtins.{}", name_at(BUILTINS, *name)).into(),
             other => other.description().into(),
         },
-        Node::Global(_) | Node::PersistentId(_) => return Err(opaque_error(p, id).into()),
-        _ => return Err(p.wrong(id, "a plain value").into()),
+        Node::Global(_) | Node::PersistentId(_) => return Err(not_plain_error(pickle, id).into()),
+        _ => return Err(pickle.expected_error(id, "a plain value").into()),
     })
 }
 
-/// Turns nodes into values.
+/// Turns nodes into values, in order.
 fn convert_all(
     walk: &mut Walk<'_, '_>,
     items: &[NodeId],
@@ -645,7 +654,7 @@ fn convert_all(
     Ok(values)
 }
 
-/// Turns the entries of a dict into a value.
+/// Turns the entries of a dict into a value. A text that is the key of two entries is an error.
 fn convert_dict(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
@@ -659,7 +668,10 @@ fn convert_dict(
     }
     // A dict of Python has each key once, and other formats would keep only one of the values.
     if has_text_twice(&dict) {
-        return Err(walk.pickle.invalid(id, "a dict has a key twice").into());
+        return Err(walk
+            .pickle
+            .invalid_error(id, "a dict has a key twice")
+            .into());
     }
     Ok(PlainValue::Dict(dict))
 }
@@ -672,7 +684,8 @@ fn has_text_twice(dict: &[(PlainValue, PlainValue)]) -> bool {
         .any(|text| !texts.insert(text))
 }
 
-/// Turns an object of a known type into a value.
+/// Turns an object of a known type into a value. One that is no tensor and no plain value becomes a
+/// dict in a walk that describes, and is an error otherwise.
 fn convert_object(
     walk: &mut Walk<'_, '_>,
     id: NodeId,
@@ -691,14 +704,14 @@ fn convert_object(
         Ok(None) | Err(_) => {}
     }
     if !walk.describes {
-        return Err(opaque_error(walk.pickle, id).into());
+        return Err(not_plain_error(walk.pickle, id).into());
     }
-    let mut parts = vec![("$type".into(), object.global.description().into())];
-    parts.push(("args".into(), convert(walk, object.args, loader)?));
+    let mut description = vec![("$type".into(), object.global.description().into())];
+    description.push(("args".into(), convert(walk, object.args, loader)?));
     if let Some(state) = object.state {
-        parts.push(("state".into(), convert(walk, state, loader)?));
+        description.push(("state".into(), convert(walk, state, loader)?));
     }
-    Ok(PlainValue::Dict(parts))
+    Ok(PlainValue::Dict(description))
 }
 
 /// Returns the text of a node, and charges this reference and a copy of it.
@@ -715,27 +728,27 @@ fn convert_plain_object(
     id: NodeId,
     object: &ObjectNode,
 ) -> Result<Option<PlainValue>> {
-    let p = walk.pickle;
-    Ok(Some(match (object.global, p.args(object)) {
+    let pickle = walk.pickle;
+    Ok(Some(match (object.global, pickle.args(object)) {
         (Global::Size, _) => {
             let mut items: Vec<PlainValue> = Vec::new();
-            for size in p.sizes(id)? {
+            for size in pickle.sizes(id)? {
                 items.push((size as i64).into());
             }
             walk.charge(id, COPIES, size_of_val(&items[..]) as u64)?;
             PlainValue::typed(PythonType::Size, PlainValue::Tuple(items))
         }
-        (Global::Path(of), args) => {
+        (Global::Path(path_type), args) => {
             let mut parts = Vec::new();
             for &part in args {
                 parts.push(copy_text(walk, part)?);
             }
             // The first part of an absolute path is `/` itself.
-            PlainValue::typed(of, parts.join("/").replacen("//", "/", 1))
+            PlainValue::typed(path_type, parts.join("/").replacen("//", "/", 1))
         }
         (Global::Device, [kind]) => PlainValue::typed(PythonType::Device, copy_text(walk, *kind)?),
         (Global::Device, [kind, index]) => {
-            let name = format!("{}:{}", copy_text(walk, *kind)?, p.int(*index)?);
+            let name = format!("{}:{}", copy_text(walk, *kind)?, pickle.int(*index)?);
             PlainValue::typed(PythonType::Device, name)
         }
         _ => return Ok(None),

@@ -14,7 +14,7 @@ use crate::storage::paths::relative_parts;
 use crate::storage::sidecar::Sidecar;
 
 /// The name, in a staging directory, of a checkpoint that is one file.
-const SINGLE: &str = "file";
+const SINGLE_FILE: &str = "file";
 /// The name, in a staging directory, of the file that goes beside it.
 const SINGLE_SIDECAR: &str = ".beside";
 
@@ -49,7 +49,7 @@ impl LocalStage {
         // `mkdir` is atomic: of two savers with the same nonce, one gets `false` and draws another.
         loop {
             let name = new_staging_name(durable.files());
-            let mut staging = Self::at(durable, target, name, overwrite)?;
+            let mut staging = Self::without_lock(durable, target, name, overwrite)?;
             if !durable.create_directory(&staging.directory)? {
                 continue;
             }
@@ -72,7 +72,7 @@ impl LocalStage {
 
     /// Returns the staging directory that another process prepared.
     pub(super) fn join(durable: &Durable, target: &Path, name: &str) -> Result<Self, FileError> {
-        let staging = Self::at(durable, target, name.to_owned(), true)?;
+        let staging = Self::without_lock(durable, target, name.to_owned(), true)?;
         // The name came from another rank, and must not lead elsewhere.
         if name.starts_with("tmp-")
             && !name.contains('/')
@@ -88,7 +88,7 @@ impl LocalStage {
     }
 
     /// Returns the staging directory of this name beside a target, without a lock.
-    fn at(
+    fn without_lock(
         durable: &Durable,
         target: &Path,
         name: String,
@@ -125,18 +125,18 @@ impl LocalStage {
             .during("set the permissions of", path)
     }
 
-    /// Publishes what is at `from`. An error after which it is at the target nevertheless becomes
+    /// Publishes what is at `staged`. An error after which it is at the target nevertheless becomes
     /// [`FileError::AfterCommit`].
     fn commit_by(
         self,
-        from: &Path,
+        staged: &Path,
         publish: impl FnOnce(Self) -> Result<(), FileError>,
     ) -> Result<(), FileError> {
         let files = self.durable.shared_files().clone();
         let target = self.target.clone();
-        let published = identity(&*files, from);
+        let published = find_identity(&*files, staged);
         publish(self).map_err(|error| {
-            if published.is_none() || identity(&*files, &target) != published {
+            if published.is_none() || find_identity(&*files, &target) != published {
                 return error;
             }
             FileError::AfterCommit {
@@ -180,10 +180,10 @@ impl LocalStage {
             // `recover` puts the old checkpoint back. It must not find still older ones.
             rename_old_versions(&durable, &self.target)?;
             let old = staging_path(&self.target, &self.name.replacen("tmp-", "old-", 1))?;
-            let replaced = durable
+            let outcome = durable
                 .rename_new(&self.target, &old)
                 .and_then(|()| durable.rename_new(&self.directory, &self.target));
-            if let Err(error) = replaced {
+            if let Err(error) = outcome {
                 let _ = recover(&durable, &self.target);
                 return Err(error);
             }
@@ -202,12 +202,12 @@ impl LocalStage {
 
     /// Syncs a directory, after the directories in it.
     fn sync_directories(&self, directory: &Path) -> Result<(), FileError> {
-        let list = self
+        let entries = self
             .durable
             .files()
             .list(directory)
             .during("list", directory)?;
-        for (name, kind) in list {
+        for (name, kind) in entries {
             if kind == EntryKind::Directory {
                 self.sync_directories(&directory.join(name))?;
             }
@@ -236,9 +236,9 @@ impl LocalStage {
         };
         // Step 1: publish the sidecar under its pending name, which readers of the old file do not
         // look at.
-        let pending =
+        let pending_sidecar =
             sidecar.and_then(|sidecar| Some((parent.join(sidecar.pending_name), sidecar.bytes?)));
-        if let Some((path, bytes)) = &pending {
+        if let Some((path, bytes)) = &pending_sidecar {
             self.write(SINGLE_SIDECAR, bytes)?;
             self.copy_permissions(&self.directory.join(SINGLE_SIDECAR))?;
             durable.rename_over(&self.directory.join(SINGLE_SIDECAR), path)?;
@@ -246,29 +246,35 @@ impl LocalStage {
         }
         // Step 2: publish the file itself. This rename is the commit. Readers of the new file know
         // both names of its sidecar.
-        let from = self.directory.join(SINGLE);
-        let renamed = if self.overwrite {
-            durable.rename_over(&from, &self.target)
+        let staged_file = self.directory.join(SINGLE_FILE);
+        let outcome = if self.overwrite {
+            durable.rename_over(&staged_file, &self.target)
         } else {
-            durable.rename_new(&from, &self.target)
+            durable.rename_new(&staged_file, &self.target)
         };
-        if let Err(error) = renamed {
+        if let Err(error) = outcome {
             // A step may fail after it was done. The sidecar goes only if the file has stayed where
             // it was.
-            if let Some((path, _)) = pending.as_ref().filter(|_| self.exists(&from)) {
+            if let Some((path, _)) = pending_sidecar
+                .as_ref()
+                .filter(|_| self.exists(&staged_file))
+            {
                 let _ = durable.remove_file(path);
             }
             return Err(error);
         }
         durable.sync_directory(&parent)?;
         // Step 3: give the sidecar its final name, and remove what only the old file needed.
-        let mut replaced = None;
-        if let (Some(Sidecar { name, .. }), Some((path, _))) = (sidecar, &pending) {
+        let mut final_name = None;
+        if let (Some(Sidecar { name, .. }), Some((path, _))) = (sidecar, &pending_sidecar) {
             durable.rename_over(path, &parent.join(name))?;
             durable.sync_directory(&parent)?;
-            replaced = Some(name);
+            final_name = Some(name);
         }
-        for old in unneeded.iter().filter(|old| replaced != Some(old.as_str())) {
+        for old in unneeded
+            .iter()
+            .filter(|old| final_name != Some(old.as_str()))
+        {
             self.remove_sidecar(old)?;
         }
         self.lock = None;
@@ -336,8 +342,8 @@ impl Stage for LocalStage {
     }
 
     fn create_single(&self, length: u64) -> Result<Box<dyn StagedFile>, FileError> {
-        let file = self.create(SINGLE, length)?;
-        self.copy_permissions(&self.directory.join(SINGLE))?;
+        let file = self.create(SINGLE_FILE, length)?;
+        self.copy_permissions(&self.directory.join(SINGLE_FILE))?;
         Ok(file)
     }
 
@@ -384,14 +390,14 @@ impl Stage for LocalStage {
     }
 
     fn commit_single(self: Box<Self>, sidecar: Option<Sidecar<'_>>) -> Result<(), FileError> {
-        let from = self.directory.join(SINGLE);
+        let from = self.directory.join(SINGLE_FILE);
         self.commit_by(&from, |stage| stage.publish_single(sidecar))
     }
 }
 
 /// Returns the numbers by which the system identifies a file or directory under any name; `None` if
 /// it does not exist.
-fn identity(files: &dyn FileSystem, path: &Path) -> Option<Identity> {
+fn find_identity(files: &dyn FileSystem, path: &Path) -> Option<Identity> {
     files
         .status(path, Links::Refuse)
         .map(|status| status.identity)

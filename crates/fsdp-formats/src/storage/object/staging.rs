@@ -106,6 +106,7 @@ impl ObjectStage {
         })
     }
 
+    /// Returns the nonce in the name of the stage.
     fn nonce(&self) -> &str {
         self.name
             .strip_prefix(NAME_START)
@@ -143,8 +144,8 @@ impl ObjectStage {
         let unneeded = match sidecar {
             Some(sidecar) => {
                 let parent = self.parent()?;
-                let there = parent.head(sidecar.name)?.map(|_| sidecar.name.to_owned());
-                sidecar.find_unneeded(&parent.name, there.into_iter().collect())?
+                let existing = parent.head(sidecar.name)?.map(|_| sidecar.name.to_owned());
+                sidecar.find_unneeded(&parent.name, existing.into_iter().collect())?
             }
             None => Vec::new(),
         };
@@ -167,7 +168,7 @@ impl ObjectStage {
             if self
                 .prefix
                 .head("")
-                .is_ok_and(|there| there.is_none_or(|there| there.size != length))
+                .is_ok_and(|existing| existing.is_none_or(|existing| existing.size != length))
             {
                 return Err(error);
             }
@@ -188,8 +189,8 @@ impl ObjectStage {
         };
         let parent = self.parent()?;
         let Some(bytes) = sidecar.bytes else {
-            for old in &unneeded {
-                let _ = parent.delete(old);
+            for unneeded_name in &unneeded {
+                let _ = parent.delete(unneeded_name);
             }
             return Ok(());
         };
@@ -313,14 +314,14 @@ impl Stage for ObjectStage {
 
     fn check_files(&self, files: &mut dyn Iterator<Item = &String>) -> Result<(), FileError> {
         // A rank that was given another URL or endpoint has written its files elsewhere.
-        let here: HashSet<String> = self.prefix.list_all()?.into_iter().collect();
+        let existing_files: HashSet<String> = self.prefix.list_all()?.into_iter().collect();
         let path = self.target().to_owned();
         for file in files {
-            if here.contains(file) {
+            if existing_files.contains(file) {
                 continue;
             }
             // Another save to the same target has committed first, and has removed these files.
-            if here.contains(METADATA_FILE) {
+            if existing_files.contains(METADATA_FILE) {
                 return Err(FileError::Exists { path });
             }
             return Err(FileError::TargetMismatch {
@@ -375,13 +376,13 @@ impl Stage for ObjectStage {
             &parent.name_of(&claim),
         )?;
         self.note_unmarked(&parent, &claim);
-        let done = self.put_single(upload, sidecar);
+        let outcome = self.put_single(upload, sidecar);
         // If there is still something to clean up, dropping the stage does that and then removes
         // the claim. Otherwise the claim is removed here.
         if !self.cleans {
             let _ = (0..RELEASE_ATTEMPTS).find(|_| parent.delete(&claim).is_ok());
         }
-        done
+        outcome
     }
 }
 
@@ -402,7 +403,7 @@ fn put_new(prefix: &Prefix, name: &str, bytes: &[u8], taken: &Path) -> Result<()
         // attempt succeeded. The content tells whose object it is: it holds offsets and hashes, or
         // the nonce, of one save.
         match prefix.get(name) {
-            Ok(Some(there)) if there == bytes => return Ok(()),
+            Ok(Some(existing)) if existing == bytes => return Ok(()),
             Ok(Some(_)) => {
                 return Err(FileError::Exists {
                     path: taken.to_owned(),
@@ -444,11 +445,11 @@ fn is_refusal(error: &FileError) -> bool {
 /// Returns the nonce of a save from the name of an object that it wrote: `__0_0-<nonce>.distcp` or
 /// `.integrity-<nonce>`. Returns `None` for other names, `.metadata` among them.
 pub(super) fn nonce_of(name: &str) -> Option<&str> {
-    let data = name
+    let data_file = name
         .strip_prefix("__")
         .and_then(|name| name.strip_suffix(".distcp"));
-    let nonce = match data {
-        Some(data) => data.split_once('-')?.1,
+    let nonce = match data_file {
+        Some(data_file) => data_file.split_once('-')?.1,
         None => name.strip_prefix(INTEGRITY_FILE)?.strip_prefix('-')?,
     };
     is_nonce(nonce).then_some(nonce)

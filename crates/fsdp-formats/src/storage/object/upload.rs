@@ -56,7 +56,7 @@ pub(super) struct Upload {
     /// Permits for the parts under way.
     permits: Arc<Semaphore>,
     /// `true` once a part could not be sent.
-    failed: Arc<AtomicBool>,
+    has_failed: Arc<AtomicBool>,
     /// The slot in which [`StagedFile::finish`] leaves the upload, if it must not publish it.
     pub(super) parked_in: Option<FinishedUpload>,
     /// `true` if no other save writes to the key of this object. Then an object of the right length
@@ -82,12 +82,12 @@ impl Upload {
     /// Begins the upload of an object below a prefix.
     pub(super) fn new(
         prefix: &Prefix,
-        below: &str,
+        relative: &str,
         length: u64,
         is_own_key: bool,
     ) -> Result<Self, FileError> {
-        let key = prefix.key(below)?;
-        let name = prefix.name_of(below);
+        let key = prefix.key(relative)?;
+        let name = prefix.name_of(relative);
         let store = prefix.store.clone();
         // A store limits the number of parts, so those of a large object are larger. An object of
         // one part is put at once.
@@ -104,12 +104,13 @@ impl Upload {
             id,
             parts: Mutex::default(),
             permits: Arc::new(Semaphore::new(PARTS_IN_FLIGHT)),
-            failed: Arc::default(),
+            has_failed: Arc::default(),
             parked_in: None,
             is_own_key,
         })
     }
 
+    /// Locks the parts.
     fn parts(&self) -> MutexGuard<'_, Parts> {
         lock(&self.parts)
     }
@@ -119,16 +120,17 @@ impl Upload {
         self.part_bytes.min(self.length - index * self.part_bytes)
     }
 
-    /// Starts to send a part, once there is room for it.
+    /// Waits until there is room for a part, and starts to send it. After a failure it returns the
+    /// error instead.
     fn send(&self, index: u64, bytes: Vec<u8>) -> Result<(), FileError> {
         let Some(id) = self.id.clone() else {
             return Ok(());
         };
         // After a failure the rest need not be sent, and the error is returned early.
-        if self.failed.load(Ordering::Relaxed) {
+        if self.has_failed.load(Ordering::Relaxed) {
             return self.wait_for_sent().map(|_| ());
         }
-        let has_failed = self.failed.clone();
+        let has_failed = self.has_failed.clone();
         let permits = self.permits.clone();
         let store = self.store.clone();
         let key = self.key.clone();
@@ -166,7 +168,8 @@ impl Upload {
         self.wait_for_sent()
     }
 
-    /// Waits for the parts that are under way.
+    /// Waits for all parts that are under way, and returns those that were sent, or the first
+    /// error.
     fn wait_for_sent(&self) -> Result<Vec<PartId>, FileError> {
         let sent = std::mem::take(&mut self.parts().sent);
         let mut parts = Vec::with_capacity(sent.len());
@@ -184,23 +187,24 @@ impl Upload {
         Ok(parts)
     }
 
-    /// Publishes the object.
+    /// Sends what is left, and publishes the object. If the answer is lost, an object of this
+    /// length at a key of its own counts as published.
     pub(super) fn complete(mut self) -> Result<(), FileError> {
         let parts = self.flush()?;
-        let done = match &self.id {
+        let outcome = match &self.id {
             Some(id) => wait(self.store.complete_multipart(&self.key, id, parts)).map(drop),
             None => {
                 // An object without any bytes has no part.
-                let only = self.parts().begun.remove(&0);
-                let mut bytes = only.map_or_else(Vec::new, |part| part.bytes);
+                let only_part = self.parts().begun.remove(&0);
+                let mut bytes = only_part.map_or_else(Vec::new, |part| part.bytes);
                 bytes.resize(self.length as usize, 0);
                 let bytes = PutPayload::from(bytes);
                 wait(self.store.put(&self.key, bytes)).map(drop)
             }
         };
         // If the request failed, it may have succeeded, and only the answer was lost.
-        if done.is_err() && !(self.is_own_key && self.exists()) {
-            return done.during("upload", &self.name);
+        if outcome.is_err() && !(self.is_own_key && self.exists()) {
+            return outcome.during("upload", &self.name);
         }
         self.id = None;
         Ok(())
@@ -222,18 +226,19 @@ impl StagedFile for Upload {
         check_write(&self.name, self.length, offset, bytes)?;
         while !bytes.is_empty() {
             let index = offset / self.part_bytes;
-            let from = (offset % self.part_bytes) as usize;
+            let offset_in_part = (offset % self.part_bytes) as usize;
             let length = self.part_length(index);
-            let (now, rest) = bytes.split_at(bytes.len().min(length as usize - from));
+            let (piece, remaining) =
+                bytes.split_at(bytes.len().min(length as usize - offset_in_part));
             // The lock is held for the copy only, not while a full part waits to be sent.
-            let full = {
+            let full_part = {
                 let mut parts = self.parts();
                 let begun = parts.begun.entry(index).or_insert_with(|| BegunPart {
                     bytes: vec![0; length as usize],
                     filled: 0,
                 });
-                begun.bytes[from..from + now.len()].copy_from_slice(now);
-                begun.filled += now.len() as u64;
+                begun.bytes[offset_in_part..offset_in_part + piece.len()].copy_from_slice(piece);
+                begun.filled += piece.len() as u64;
                 let is_full = begun.filled >= length && self.id.is_some();
                 if is_full {
                     parts.begun.remove(&index)
@@ -241,10 +246,10 @@ impl StagedFile for Upload {
                     None
                 }
             };
-            if let Some(full) = full {
-                self.send(index, full.bytes)?;
+            if let Some(full_part) = full_part {
+                self.send(index, full_part.bytes)?;
             }
-            (offset, bytes) = (offset + now.len() as u64, rest);
+            (offset, bytes) = (offset + piece.len() as u64, remaining);
         }
         Ok(())
     }
