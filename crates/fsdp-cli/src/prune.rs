@@ -157,8 +157,8 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     }
 }
 
-/// Splits the checkpoints of a run into those that it continues, and those that it has left by going
-/// back to an older step, which neither count nor are removed.
+/// Splits the checkpoints of a run into those that it continues, and those that it has left by
+/// going back to an older step, which neither count nor are removed.
 fn split_by_branch(all: Vec<StepOfRun>) -> Result<(Vec<StepOfRun>, Vec<StepOfRun>)> {
     let paths: Vec<&Location> = all.iter().map(|found| &found.path).collect();
     let branches = read_branches(&paths)?;

@@ -3,7 +3,8 @@
 //!
 //! cudarc's bindings are not used: candle's feature `cuda` would link them, so that no program
 //! would start without NCCL, and they do not know the file name in NVIDIA's packages. Communicators
-//! are non-blocking: a call returns at once, and [`NcclCommunicator::is_all_enqueued`] tells how far it is.
+//! are non-blocking: a call returns at once, and [`NcclCommunicator::is_all_enqueued`] tells how
+//! far it is.
 //!
 //! The error of a call is NCCL's own message.
 
