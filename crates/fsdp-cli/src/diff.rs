@@ -145,13 +145,13 @@ pub(crate) fn run(arguments: &DiffArguments) -> Result<()> {
         print_differences(&differences, arguments.heatmap, first, second)
     })?;
     if is_by_digests {
-        output::talk(
+        output::print_message(
             "compared by the digests that both have recorded, no data was read; `--full` reads it",
         );
     }
     // The verdict is for people; scripts look at the exit code.
     if differences.is_empty() {
-        output::talk(&format!("equal: {compared} tensors and values"));
+        output::print_message(&format!("equal: {compared} tensors and values"));
         return Ok(());
     }
     bail!(difference_error(format!(
@@ -188,7 +188,7 @@ fn print_differences(
         }
     }
     if with_heatmaps && !differences.is_empty() {
-        output::talk(heatmap::LEGEND);
+        output::print_message(heatmap::LEGEND);
     }
     Ok(())
 }

@@ -63,7 +63,8 @@ pub(crate) fn job_error_hint(cause: &(dyn std::error::Error + 'static)) -> Optio
     None
 }
 
-/// Returns `true` if an error only passes on that another rank failed or was lost.
+/// Returns `true` if an error came from communication: mostly one that only passes on that another
+/// rank failed or was lost.
 pub(crate) fn is_about_others(error: &Error) -> bool {
     // Libraries wrap the error of a lost rank in their own types, so each of these is looked into.
     error.chain().any(|cause| {

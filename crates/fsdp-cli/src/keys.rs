@@ -114,7 +114,7 @@ impl<'a> Keys<'a> {
         // The globs are checked against all keys, and not against those that other globs leave.
         self.check_include(keys.clone())?;
         for glob in self.exclude.list_unused(keys) {
-            output::talk(&format!("`--exclude {}` matches no key", escaped(glob)));
+            output::print_message(&format!("`--exclude {}` matches no key", escaped(glob)));
         }
         for rule in self.rules {
             if !selected.iter().any(|key| apply_rename(rule, key).is_some()) {

@@ -39,7 +39,7 @@ pub(crate) fn run(arguments: &LogArguments) -> Result<()> {
         .filter(|link| link.notes.iter().any(Note::is_break))
         .count();
     if links.is_empty() && !arguments.json {
-        output::talk(&no_checkpoints_text(&arguments.run));
+        output::print_message(&no_checkpoints_text(&arguments.run));
     }
     output::ignore_closed_stdout(if arguments.json {
         let checkpoints: Vec<Value> = links.iter().map(link_json).collect();

@@ -73,7 +73,7 @@ pub(crate) fn run(arguments: &LsArguments) -> Result<()> {
     }
     // An empty list on stdout is data; that it is empty is told on stderr.
     if checkpoints.is_empty() {
-        output::talk(&no_checkpoints_text(&arguments.run));
+        output::print_message(&no_checkpoints_text(&arguments.run));
     }
     let lines: Vec<String> = checkpoints.iter().map(ListedCheckpoint::line).collect();
     output::print_lines(&lines)

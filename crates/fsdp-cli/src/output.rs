@@ -100,7 +100,7 @@ pub(crate) fn pass_on(stream: Stream, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Writes a line to stderr. Errors are ignored, as stderr may be closed.
-pub(crate) fn talk(line: &str) {
+pub(crate) fn print_message(line: &str) {
     if capture::is_on() {
         return;
     }
@@ -111,12 +111,12 @@ pub(crate) fn talk(line: &str) {
 const MAX_LISTED_KEYS: usize = 20;
 
 /// Writes keys to stderr, one in a line; of many only the first.
-pub(crate) fn talk_keys(keys: &[impl AsRef<str>]) {
+pub(crate) fn print_keys_message(keys: &[impl AsRef<str>]) {
     for key in keys.iter().take(MAX_LISTED_KEYS) {
-        talk(&format!("  {}", escaped(key.as_ref())));
+        print_message(&format!("  {}", escaped(key.as_ref())));
     }
     if keys.len() > MAX_LISTED_KEYS {
-        talk(&format!("  and {} more", keys.len() - MAX_LISTED_KEYS));
+        print_message(&format!("  and {} more", keys.len() - MAX_LISTED_KEYS));
     }
 }
 
@@ -139,10 +139,10 @@ pub(crate) fn error_messages(error: &Error) -> Vec<String> {
 pub(crate) fn print_error(error: &Error, hint: Option<&str>) {
     let mut label = "error";
     for message in error_messages(error) {
-        talk(&format!("{label}: {}", escaped(&message)));
+        print_message(&format!("{label}: {}", escaped(&message)));
         label = "  caused by";
     }
     if let Some(hint) = hint {
-        talk(&format!("hint: {hint}"));
+        print_message(&format!("hint: {hint}"));
     }
 }

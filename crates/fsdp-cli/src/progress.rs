@@ -72,7 +72,11 @@ impl Progress {
                     && last_line_time.elapsed() >= LINE_INTERVAL
                 {
                     *last_line_time = Instant::now();
-                    output::talk(&progress_line(done_bytes, *total_bytes, start.elapsed()));
+                    output::print_message(&progress_line(
+                        done_bytes,
+                        *total_bytes,
+                        start.elapsed(),
+                    ));
                 }
             }
         }

@@ -51,7 +51,7 @@ const SCHEMA: u32 = 1;
 pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
     let checkpoints = list_steps(&arguments.run)?;
     if checkpoints.is_empty() && !arguments.json {
-        output::talk(&no_checkpoints_text(&arguments.run));
+        output::print_message(&no_checkpoints_text(&arguments.run));
     }
     let run = arguments.run.to_string();
     if let Some(other_kind) = checkpoints
@@ -149,7 +149,7 @@ pub(crate) fn run(arguments: &PruneArguments) -> Result<()> {
             "checkpoint would be",
             "checkpoints would be",
         );
-        output::talk(&format!("{count} removed; `--yes` removes"));
+        output::print_message(&format!("{count} removed; `--yes` removes"));
     }
     match first_error {
         Some(error) => Err(error.into()),

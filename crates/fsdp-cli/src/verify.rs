@@ -121,7 +121,7 @@ pub(crate) fn run(arguments: &VerifyArguments) -> Result<()> {
         verify::add_integrity(&arguments.path, Some(&|bytes| bar.add(bytes)))?;
         report.has_integrity = true;
         drop(bar);
-        output::talk(&format!("sealed `{path}`"));
+        output::print_message(&format!("sealed `{path}`"));
     }
     // Files that no save has written are no damage, but whoever wonders about the size of the
     // directory wants to know of them.

@@ -70,7 +70,7 @@ pub(crate) fn erf_forward<T: Element>(x: &[T]) -> Vec<T> {
         [x],
         ANY_WIDTH,
         #[inline(always)]
-        |_, [x]| multiply_by(x, Real::normal),
+        |_, [x]| multiply_by(x, Real::normal_cdf_and_density),
     )
 }
 
@@ -80,7 +80,7 @@ pub(crate) fn erf_backward<T: Element>(grads: &[T], x: &[T]) -> Vec<T> {
         [grads, x],
         ANY_WIDTH,
         #[inline(always)]
-        |_, [grad, x]| multiply_by_derivative(grad, x, Real::normal),
+        |_, [grad, x]| multiply_by_derivative(grad, x, Real::normal_cdf_and_density),
     )
 }
 

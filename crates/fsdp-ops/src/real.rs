@@ -25,7 +25,7 @@ pub(crate) trait Real: WithDType {
     fn logarithm(self) -> Self;
     /// Returns the value of the standard normal distribution function at this number, and its
     /// density there.
-    fn normal(self) -> (Self, Self);
+    fn normal_cdf_and_density(self) -> (Self, Self);
 }
 
 /// The coefficients of `erfc(t) * exp(t * t)` as a polynomial in `u = 1 / (1 + t * SCALE)` without
@@ -97,7 +97,7 @@ impl Real for f32 {
     }
 
     #[inline(always)]
-    fn normal(self) -> (Self, Self) {
+    fn normal_cdf_and_density(self) -> (Self, Self) {
         let exp = (self * self * -0.5).exponential();
         let t = self.abs() * std::f32::consts::FRAC_1_SQRT_2;
         let u = 1.0 / (1.0 + t * ERFC_SCALE);
@@ -139,7 +139,7 @@ impl Real for f64 {
     }
 
     #[inline(always)]
-    fn normal(self) -> (Self, Self) {
+    fn normal_cdf_and_density(self) -> (Self, Self) {
         use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
         let density = (self * self * -0.5).exp() * (0.5 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2);
         (0.5 * libm::erfc(-self * FRAC_1_SQRT_2), density)
@@ -213,8 +213,8 @@ mod tests {
         }
         for step in -12_500..=12_500 {
             let x = step as f32 / 1000.0;
-            let (value, density) = x.normal();
-            let (exact, exact_density) = f64::from(x).normal();
+            let (value, density) = x.normal_cdf_and_density();
+            let (exact, exact_density) = f64::from(x).normal_cdf_and_density();
             assert!(
                 (f64::from(value) - exact).abs() < 2e-7,
                 "at {x}: {value} is not {exact}"
@@ -240,9 +240,9 @@ mod tests {
         assert_eq!(89f32.exponential(), f32::INFINITY);
         assert_eq!(0f32.exponential(), 1.0);
         assert!(f32::NAN.exponential().is_nan());
-        assert_eq!(f32::INFINITY.normal(), (1.0, 0.0));
-        assert_eq!(f32::NEG_INFINITY.normal(), (0.0, 0.0));
-        assert!(f32::NAN.normal().0.is_nan());
+        assert_eq!(f32::INFINITY.normal_cdf_and_density(), (1.0, 0.0));
+        assert_eq!(f32::NEG_INFINITY.normal_cdf_and_density(), (0.0, 0.0));
+        assert!(f32::NAN.normal_cdf_and_density().0.is_nan());
     }
 
     #[test]

@@ -155,7 +155,7 @@ impl Memory {
     /// Returns host memory of `dtype`, the dtype of the values that come, to be filled in place of
     /// these tensors. Returns `None` if they can be filled directly: if they are on the host and
     /// have that dtype, unless `is_in_use` is `true`.
-    pub(crate) fn detour(
+    pub(crate) fn temporary(
         &self,
         dtype: DType,
         is_in_use: bool,
@@ -173,13 +173,13 @@ impl Memory {
         }
         // candle can hold some dtypes that it cannot convert. If the dtypes are the same, no
         // conversion is needed.
-        let detour_dtype = if is_same_dtype {
+        let temporary_dtype = if is_same_dtype {
             tensor.dtype()
         } else {
             fsdp_flat::dtype::to_candle(dtype)?
         };
         Ok(Some(ShardedTensor::zeros(
-            detour_dtype,
+            temporary_dtype,
             tensor.shape(),
             &tensor.boxes(),
         )?))

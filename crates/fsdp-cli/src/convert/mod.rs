@@ -50,10 +50,10 @@ pub(crate) fn run(arguments: &ConvertArguments) -> Result<()> {
             let unmatched = mapped.unmatched();
             if !unmatched.is_empty() {
                 let key_count = count_text(unmatched.len(), "key matches", "keys match");
-                output::talk(&format!(
+                output::print_message(&format!(
                     "{key_count} no rule of the map, and stay as they are:"
                 ));
-                output::talk_keys(unmatched);
+                output::print_keys_message(unmatched);
             }
             mapped
         }
@@ -114,8 +114,8 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
         let first_keys: Vec<&str> = average.taken_from_first().collect();
         if !first_keys.is_empty() {
             let key_count = count_text(first_keys.len(), "key is", "keys are");
-            output::talk(&format!("{key_count} taken from the first checkpoint:"));
-            output::talk_keys(&first_keys);
+            output::print_message(&format!("{key_count} taken from the first checkpoint:"));
+            output::print_keys_message(&first_keys);
         }
         return write_checkpoint(&average, &destination);
     };
@@ -139,7 +139,7 @@ pub(crate) fn merge(arguments: &MergeArguments) -> Result<()> {
     let adapter = destination.open_source(&adapter_file)?;
     let merged = Lora::new(*base, &*adapter, &config)?;
     let changed_tensors = count_text(merged.changed().count(), "tensor", "tensors");
-    output::talk(&format!("the adapter changes {changed_tensors}"));
+    output::print_message(&format!("the adapter changes {changed_tensors}"));
     write_checkpoint(&merged, &destination)
 }
 

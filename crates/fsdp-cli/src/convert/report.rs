@@ -167,7 +167,7 @@ impl<'a> WriteReport<'a> {
             None => String::new(),
         };
         if !self.destination.writing.dry_run {
-            output::talk(&format!(
+            output::print_message(&format!(
                 "wrote {tensors} and {value_count}, {bytes}{part_text}, to `{path}`"
             ));
             return Ok(());
@@ -221,9 +221,9 @@ fn talk_list(keys: &[String], description: &str) {
     if keys.is_empty() {
         return;
     }
-    output::talk(&format!("{} {description}", keys.len()));
+    output::print_message(&format!("{} {description}", keys.len()));
     for key in keys {
-        output::talk(&format!("  {}", escaped(key)));
+        output::print_message(&format!("  {}", escaped(key)));
     }
 }
 
@@ -236,7 +236,7 @@ fn talk_names(description: &str, names: &[String]) {
         .iter()
         .map(|name| format!("`{}`", escaped(name)))
         .collect();
-    output::talk(&format!("{description} {}", quoted.join(", ")));
+    output::print_message(&format!("{description} {}", quoted.join(", ")));
 }
 
 impl TensorParallelReport {

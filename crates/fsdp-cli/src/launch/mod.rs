@@ -69,7 +69,7 @@ pub(crate) fn run(arguments: &LaunchArguments) -> Result<()> {
                 lost_count,
             } => attempts.restart(failure, may_restart, lost_count, start.elapsed())?,
         };
-        output::talk(&attempts.announcement(&next, nproc_before));
+        output::print_message(&attempts.announcement(&next, nproc_before));
         if events.was_asked_to_end_within(next.pause) {
             // A signal has asked this launcher to end while no process ran.
             match next.failure {
@@ -140,7 +140,7 @@ impl<'a> Attempts<'a> {
         self.early_failures = 0;
         let is_restart = unsaved.is_some();
         if let Some(failure) = &unsaved {
-            output::talk(
+            output::print_message(
                 "not all processes had saved before they ended: choose a longer `--grace`",
             );
             // This counts as a restart. So a program that never saves is not started over and over.
@@ -351,11 +351,11 @@ fn report_exits(end: JobEnd, last_lines: &LastLines, blame_dir: Option<&Path>) -
         if regrows {
             return AttemptOutcome::Regrows { unsaved: None };
         }
-        output::talk("all processes stopped and saved, as they were told");
+        output::print_message("all processes stopped and saved, as they were told");
         return AttemptOutcome::Stopped;
     }
     if exits.len() > 1 {
-        output::talk(&format!("all exits: {}", exits::list_text(exits)));
+        output::print_message(&format!("all exits: {}", exits::list_text(exits)));
     }
     let lost_count = exits::count_lost_ranks(exits, &cause, blame_dir);
     let rank = exit.rank;
@@ -369,7 +369,7 @@ fn report_exits(end: JobEnd, last_lines: &LastLines, blame_dir: Option<&Path>) -
         }
         if let Some(lines) = last_lines.get(&rank) {
             let lines: String = lines.iter().map(|line| format!("\n  {line}")).collect();
-            output::talk(&format!("the last lines of rank {rank}:{lines}"));
+            output::print_message(&format!("the last lines of rank {rank}:{lines}"));
         }
     }
     let failure = CommandError {

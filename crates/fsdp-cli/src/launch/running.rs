@@ -202,7 +202,7 @@ impl<'e> RunningProcesses<'e> {
         };
         match self.stage {
             Stage::Settling(_) => {
-                output::talk(&format!(
+                output::print_message(&format!(
                     "{still_running} {verb} still running: sending SIGTERM"
                 ));
                 self.send_signal(Signal::TERM);
@@ -210,7 +210,7 @@ impl<'e> RunningProcesses<'e> {
             }
             Stage::Ending(_) => {
                 let grace = self.grace_timeout;
-                output::talk(&format!(
+                output::print_message(&format!(
                     "{still_running} {verb} still running after {grace:?}: sending SIGKILL"
                 ));
                 self.send_signal(Signal::KILL);
@@ -320,7 +320,7 @@ impl<'e> RunningProcesses<'e> {
         self.end.exits.push(exit);
         if exit.is_failure() && matches!(self.stage, Stage::Running) {
             if !self.children.is_empty() {
-                output::talk(&format!(
+                output::print_message(&format!(
                     "rank {rank} {}; the other processes end too",
                     exit.describe()
                 ));

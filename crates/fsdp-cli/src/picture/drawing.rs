@@ -25,11 +25,11 @@ const LINE_HEIGHT: f64 = 20.0;
 /// The longest name that is shown whole.
 const MAX_NAME_CHARACTERS: usize = 50;
 
-/// Returns the picture as a file of its own.
+/// Returns the picture as the text of an SVG file, with at most `max_tensors` tensors.
 pub(super) fn picture_file(
     title: &str,
     checkpoint_files: &CheckpointFiles<'_>,
-    limit: usize,
+    max_tensors: usize,
 ) -> String {
     let mut picture = Picture::default();
     picture.text(
@@ -38,14 +38,14 @@ pub(super) fn picture_file(
         &summary(checkpoint_files),
         "",
     );
-    let height = draw(&mut picture, checkpoint_files, limit, 40.0);
+    let height = draw(&mut picture, checkpoint_files, max_tensors, 40.0);
     picture.into_file(title, WIDTH, height)
 }
 
 /// Returns the body of a page with the picture.
-pub(super) fn page_body(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> String {
+pub(super) fn page_body(checkpoint_files: &CheckpointFiles<'_>, max_tensors: usize) -> String {
     let mut picture = Picture::default();
-    let height = draw(&mut picture, checkpoint_files, limit, 0.0);
+    let height = draw(&mut picture, checkpoint_files, max_tensors, 0.0);
     format!(
         "<h1>{}</h1>\n<p>{}. Each file has a colour; a tensor is shown along the dimensions in \
          which it is cut. Point at a part to see who holds it.</p>\n<div class=\"wide\">{}</div>\n",
@@ -71,7 +71,7 @@ fn summary(checkpoint_files: &CheckpointFiles<'_>) -> String {
 fn draw(
     picture: &mut Picture,
     checkpoint_files: &CheckpointFiles<'_>,
-    limit: usize,
+    max_tensors: usize,
     top: f64,
 ) -> f64 {
     let mut y = top + LINE_HEIGHT;
@@ -98,12 +98,12 @@ fn draw(
     // Then the tensors, each as a grid of cells in the colours of their files.
     y += LINE_HEIGHT;
     let tensors = &checkpoint_files.entries;
-    for (name, entry) in tensors.iter().take(limit) {
+    for (name, entry) in tensors.iter().take(max_tensors) {
         draw_label(picture, name, y);
         y += draw_tensor(picture, checkpoint_files, entry, y);
     }
-    if tensors.len() > limit {
-        let hidden_tensors = tensors.len() - limit;
+    if tensors.len() > max_tensors {
+        let hidden_tensors = tensors.len() - max_tensors;
         draw_label(picture, &format!("… and {hidden_tensors} more tensors"), y);
         y += LINE_HEIGHT;
     }

@@ -78,18 +78,18 @@ pub(crate) fn run(arguments: &PictureArguments) -> Result<()> {
         if arguments.json {
             return output::print_json(&checkpoint_files);
         }
-        let limit = arguments.limit.unwrap_or(TERMINAL_LIMIT);
-        return output::print_lines(&terminal::picture_lines(&checkpoint_files, limit));
+        let max_tensors = arguments.limit.unwrap_or(TERMINAL_LIMIT);
+        return output::print_lines(&terminal::picture_lines(&checkpoint_files, max_tensors));
     };
     // A file can be scrolled, so it shows more than a terminal does.
-    let limit = arguments.limit.unwrap_or(FILE_LIMIT);
+    let max_tensors = arguments.limit.unwrap_or(FILE_LIMIT);
     let title = format!("Map of {}", checkpoint_files.path);
     // Both are one file that loads nothing, so they can be sent as they are.
     let text = match &arguments.html {
-        Some(_) => page(&title, &drawing::page_body(&checkpoint_files, limit)),
-        None => drawing::picture_file(&title, &checkpoint_files, limit),
+        Some(_) => page(&title, &drawing::page_body(&checkpoint_files, max_tensors)),
+        None => drawing::picture_file(&title, &checkpoint_files, max_tensors),
     };
     write_file(file, text.as_bytes(), arguments.overwrite)?;
-    output::talk(&format!("wrote `{}`", file.display()));
+    output::print_message(&format!("wrote `{}`", file.display()));
     Ok(())
 }

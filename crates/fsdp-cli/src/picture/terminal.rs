@@ -16,8 +16,11 @@ const MAX_NAME_CHARACTERS: usize = 48;
 /// The width of the bar of the largest file.
 const BAR_WIDTH: u64 = 24;
 
-/// Returns the lines of the layout picture of `checkpoint_files`, with at most `limit` tensors.
-pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize) -> Vec<String> {
+/// Returns the lines of the layout picture of `checkpoint_files`, with at most `max_tensors` tensors.
+pub(super) fn picture_lines(
+    checkpoint_files: &CheckpointFiles<'_>,
+    max_tensors: usize,
+) -> Vec<String> {
     let tensors = &checkpoint_files.entries;
     let files = count_text(checkpoint_files.files.len(), "file", "files");
     let mut lines = vec![
@@ -35,7 +38,7 @@ pub(super) fn picture_lines(checkpoint_files: &CheckpointFiles<'_>, limit: usize
     ];
     add_files(checkpoint_files, &mut lines);
     lines.push(String::new());
-    let shown_tensors = &tensors[..tensors.len().min(limit)];
+    let shown_tensors = &tensors[..tensors.len().min(max_tensors)];
     add_rasters(checkpoint_files, shown_tensors, &mut lines);
     if tensors.len() > shown_tensors.len() {
         let hidden_tensors = tensors.len() - shown_tensors.len();

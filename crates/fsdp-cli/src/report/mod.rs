@@ -80,6 +80,6 @@ pub(crate) fn run(arguments: &ReportArguments) -> Result<()> {
     }
     let page = page::run_page(&name, &metrics, &history, &checkpoints);
     write_file(file, page.as_bytes(), arguments.overwrite)?;
-    output::talk(&format!("wrote `{}`", file.display()));
+    output::print_message(&format!("wrote `{}`", file.display()));
     Ok(())
 }

@@ -78,7 +78,7 @@ fn warn_unless_lost<T>(
     match outcome {
         Err(error) if error.kind() != ErrorKind::RankLost => {
             if is_reporter {
-                output::talk(&format!("warning: {failure_text}: {:#}", Error::new(error)));
+                output::print_message(&format!("warning: {failure_text}: {:#}", Error::new(error)));
             }
             Ok(None)
         }

@@ -87,7 +87,7 @@ impl<'a> Candidates<'a> {
         if let Some((damaged, error)) = damage
             && self.is_reporter
         {
-            output::talk(&format!(
+            output::print_message(&format!(
                 "warning: `{damaged}` is damaged, and the one before it is taken: {error:#}"
             ));
         }

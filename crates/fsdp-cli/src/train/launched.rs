@@ -77,11 +77,11 @@ impl Launched {
     }
 }
 
-/// Checks that all ranks that this one has met have the same options, text and first step, and
-/// trains with them.
+/// Checks that all ranks of the group have the same options, text and first step, and trains with
+/// them. If training fails, the group stays open until the process ends.
 ///
 /// # Errors
-/// The error of this rank, or that of another rank.
+/// Ranks that differ; the error of this rank, or that of another rank.
 pub(super) fn run(group: &ProcessGroup, ranks: &Ranks, job: &Job<'_>) -> Result<RunEnd> {
     // Each process has read its own command line and its own copy of the text, and found its own
     // newest checkpoint, so compare them.

@@ -255,7 +255,7 @@ fn prepare<'a>(
         && *step >= arguments.steps
     {
         if is_reporter {
-            output::talk(&format!(
+            output::print_message(&format!(
                 "nothing to do: `{path}` is at step {step} of {}",
                 arguments.steps
             ));

@@ -165,7 +165,9 @@ pub(super) fn run(group: ProcessGroup, job: &Job<'_>) -> Result<RunEnd> {
     // take too long.
     if job.is_saved && any_rank_stops(run.model.group(), &job.stop)? {
         if is_reporter {
-            output::talk("stopped by a signal before the first step: go on with `--resume`");
+            output::print_message(
+                "stopped by a signal before the first step: go on with `--resume`",
+            );
         }
         return Ok(RunEnd::Stopped);
     }

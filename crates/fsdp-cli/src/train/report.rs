@@ -218,7 +218,7 @@ impl Reporter {
     pub(super) fn stopped(&self, step: u64) -> Result<()> {
         if let Some(bar) = &self.bar {
             bar.bar.abandon();
-            output::talk("");
+            output::print_message("");
         }
         let steps = self.steps;
         self.print_line(&format!(
@@ -235,7 +235,7 @@ impl Reporter {
         if let Some(bar) = &self.bar {
             bar.bar.finish();
             // The bar leaves the cursor on its line.
-            output::talk("");
+            output::print_message("");
         }
         let mut event = json!({ "event": "end", "step": step, "sample": null });
         self.record(event.clone())?;
@@ -264,8 +264,8 @@ impl Reporter {
     /// Writes a line to stderr: above the bar if there is one, and not at all with `--json`.
     fn print_line(&self, line: &str) {
         match &self.bar {
-            Some(Bar { bar, .. }) => bar.suspend(|| output::talk(line)),
-            None if !self.prints_json => output::talk(line),
+            Some(Bar { bar, .. }) => bar.suspend(|| output::print_message(line)),
+            None if !self.prints_json => output::print_message(line),
             None => {}
         }
     }

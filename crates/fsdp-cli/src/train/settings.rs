@@ -86,7 +86,7 @@ impl Resume {
         let is_by_name = has_keys(metadata, &format!("optim.state.{EMBEDDING_KEY}."))
             || !has_keys(metadata, "optim.state.");
         if !is_by_name {
-            output::talk(&format!(
+            output::print_message(&format!(
                 "`{path}`: the optimizer's state is not by parameters' names, and is left out"
             ));
         }
@@ -107,7 +107,7 @@ impl Resume {
             (false, None) => "only a model: the optimizer and the steps begin anew",
         };
         if !missing.is_empty() {
-            output::talk(&format!("`{path}` holds {missing}"));
+            output::print_message(&format!("`{path}` holds {missing}"));
         }
         // A checkpoint of a model alone counts as that of no step.
         resume.step = step.unwrap_or(0);

@@ -19,6 +19,8 @@ mod runs;
 mod sign;
 
 #[cfg(feature = "train")]
+mod branches;
+#[cfg(feature = "train")]
 mod equivalence;
 #[cfg(feature = "train")]
 mod failures;

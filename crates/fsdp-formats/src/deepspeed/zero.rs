@@ -58,8 +58,8 @@ type States<'r> = HashMap<&'r str, Vec<StateEntry<'r>>>;
 
 /// The files of all ranks.
 struct Shards {
-    models: Vec<FlatFile>,
-    ranks: Vec<FlatFile>,
+    model_files: Vec<FlatFile>,
+    optimizer_files: Vec<FlatFile>,
     /// The key of the flat parameters in each rank's file.
     groups_key: &'static str,
 }
@@ -72,7 +72,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let shards = Shards::read(&directory)?;
     let mut assembler = Assembler::new(Format::DeepSpeed, location.name(), directory);
-    let model = &shards.models[0];
+    let model = &shards.model_files[0];
     add_rest(&mut assembler, model)?;
     let groups = param_shapes(model)?;
     let parameters = if shards.is_zero3() {
@@ -80,7 +80,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     } else {
         shards.cut_groups(&groups)?
     };
-    let ranks = shards.ranks.iter();
+    let ranks = shards.optimizer_files.iter();
     let states: Vec<States<'_>> = ranks.map(|rank| shards.states_of_rank(rank)).collect();
     for (name, parameter) in &parameters {
         shards.add_parameter(&mut assembler, &states, name, parameter)?;
@@ -103,13 +103,13 @@ impl Shards {
     /// Reads the pickles of all ranks' files, and checks that no file is missing and none is of
     /// another save.
     fn read(directory: &CheckedDirectory) -> Result<Self, FileError> {
-        let mut models = BTreeMap::new();
-        let mut ranks = BTreeMap::new();
+        let mut model_files = BTreeMap::new();
+        let mut optimizer_files = BTreeMap::new();
         for name in directory.names()? {
             let files = if is_model(&name) {
-                &mut models
+                &mut model_files
             } else if is_optimizer(&name) {
-                &mut ranks
+                &mut optimizer_files
             } else {
                 continue;
             };
@@ -124,20 +124,20 @@ impl Shards {
                 return Err(directory.file_error(&name, source));
             }
         }
-        if models.is_empty() {
+        if model_files.is_empty() {
             directory.check_missing(["mp_rank_00_model_states.pt".to_owned()])?;
         }
-        let Some(first_rank) = ranks.values().next() else {
-            check_is_sharded(models.values())?;
+        let Some(first_rank) = optimizer_files.values().next() else {
+            check_is_sharded(model_files.values())?;
             return Err(FileError::MissingFiles {
                 path: directory.path().to_owned(),
                 files: vec!["zero_pp_rank_0_mp_rank_00_optim_states.pt".to_owned()],
             });
         };
         // The number of ranks is written in each of their files.
-        let file_count = ranks.len();
+        let file_count = optimizer_files.len();
         let world_size = partition_count(first_rank).unwrap_or(file_count);
-        check_ranks(directory, &ranks, world_size, OPTIM_END)?;
+        check_ranks(directory, &optimizer_files, world_size, OPTIM_END)?;
         if file_count != world_size {
             return Err(first_rank.malformed(format!(
                 "it is of {world_size} ranks, and there are files of {file_count}"
@@ -151,11 +151,11 @@ impl Shards {
             .contains_key(&format!("{ROOT}.{ZERO_3_GROUPS}.0"))
         {
             groups_key = ZERO_3_GROUPS;
-            check_ranks(directory, &models, world_size, MODEL_END)?;
+            check_ranks(directory, &model_files, world_size, MODEL_END)?;
         }
         Ok(Shards {
-            models: models.into_values().collect(),
-            ranks: ranks.into_values().collect(),
+            model_files: model_files.into_values().collect(),
+            optimizer_files: optimizer_files.into_values().collect(),
             groups_key,
         })
     }
@@ -173,7 +173,7 @@ impl Shards {
     /// Returns the lengths of a rank's flat tensors.
     fn flat_lengths(&self, rank: usize) -> Vec<usize> {
         (0..)
-            .map_while(|group| self.ranks[rank].tensor(&self.flat_key(group)))
+            .map_while(|group| self.optimizer_files[rank].tensor(&self.flat_key(group)))
             .map(|tensor| tensor.shape.iter().product())
             .collect()
     }
@@ -186,12 +186,12 @@ impl Shards {
     /// A rank with more flat tensors than groups; flat tensors that are too short for their
     /// parameters, or longer than paddings explain.
     fn cut_groups(&self, groups: &[Shapes]) -> Result<BTreeMap<String, CutParameter>, FileError> {
-        let lengths: Vec<Vec<usize>> = (0..self.ranks.len())
+        let lengths: Vec<Vec<usize>> = (0..self.optimizer_files.len())
             .map(|rank| self.flat_lengths(rank))
             .collect();
-        for (rank, lengths) in self.ranks.iter().zip(&lengths) {
+        for (file, lengths) in self.optimizer_files.iter().zip(&lengths) {
             if lengths.len() > groups.len() {
-                return Err(rank.malformed(format!(
+                return Err(file.malformed(format!(
                     "it has {} flat tensors for {} groups of parameters",
                     lengths.len(),
                     groups.len()
@@ -218,7 +218,7 @@ impl Shards {
                         if located == numel {
                             break;
                         }
-                        return Err(self.ranks[0].malformed(format!(
+                        return Err(self.optimizer_files[0].malformed(format!(
                             "the parts of all ranks are too short for `{name}`"
                         )));
                     };
@@ -257,8 +257,8 @@ impl Shards {
                 .filter_map(|lengths| lengths.get(group));
             let unused = unused_lengths.fold(0, |sum: usize, length| sum.saturating_add(*length))
                 - flat_position;
-            if unused >= 2 * self.ranks.len() * ALIGNMENT {
-                return Err(self.ranks[0].malformed(format!(
+            if unused >= 2 * self.optimizer_files.len() * ALIGNMENT {
+                return Err(self.optimizer_files[0].malformed(format!(
                     "group {group} has {unused} elements more than its parameters"
                 )));
             }
@@ -270,7 +270,7 @@ impl Shards {
     /// does not list them.
     fn paddings(&self, group: usize) -> Option<Vec<usize>> {
         let key = format!("{ROOT}.param_alignment_paddings");
-        let PlainValue::List(groups) = plain_value(&self.ranks[0], &key)? else {
+        let PlainValue::List(groups) = plain_value(&self.optimizer_files[0], &key)? else {
             return None;
         };
         let PlainValue::List(paddings) = groups.get(group)? else {
@@ -291,13 +291,13 @@ impl Shards {
     /// # Errors
     /// Flat tensors whose lengths differ between ranks, or are not those of their parameters.
     fn cut_each(&self, groups: &[Shapes]) -> Result<BTreeMap<String, CutParameter>, FileError> {
-        let rank_count = self.ranks.len();
+        let rank_count = self.optimizer_files.len();
         let lengths = self.flat_lengths(0);
         if let Some(differing_rank) =
             (1..rank_count).find(|&rank| self.flat_lengths(rank) != lengths)
         {
             let reason = "its flat tensors are not as long as the first rank's";
-            return Err(self.ranks[differing_rank].malformed(reason));
+            return Err(self.optimizer_files[differing_rank].malformed(reason));
         }
         let mut parameters = BTreeMap::new();
         // The number of the flat tensor, and the position in it, where the next parameter begins.
@@ -314,7 +314,7 @@ impl Shards {
             while located < part_length {
                 let Some(length) = lengths.get(group) else {
                     let reason = format!("its flat tensors are too short for `{name}`");
-                    return Err(self.ranks[0].malformed(reason));
+                    return Err(self.optimizer_files[0].malformed(reason));
                 };
                 let count = (length - flat_position).min(part_length - located);
                 for rank in 0..rank_count {
@@ -342,7 +342,7 @@ impl Shards {
         }
         if group < lengths.len() {
             let reason = "its flat tensors are longer than its parameters";
-            return Err(self.ranks[0].malformed(reason));
+            return Err(self.optimizer_files[0].malformed(reason));
         }
         Ok(parameters)
     }
@@ -360,10 +360,16 @@ impl Shards {
         let shape = &parameter.shape;
         if parameter.parts.is_empty() {
             // A tensor without elements lies in no file, but it is a part of the model.
-            return assembler.add_tensor(path, &self.ranks[0].name, DType::F32, shape, Vec::new());
+            return assembler.add_tensor(
+                path,
+                &self.optimizer_files[0].name,
+                DType::F32,
+                shape,
+                Vec::new(),
+            );
         }
         for part in &parameter.parts {
-            let file = &self.ranks[part.rank];
+            let file = &self.optimizer_files[part.rank];
             let key = key_of_group(part.group);
             let tensor = file
                 .tensor(&key)
@@ -414,7 +420,7 @@ impl Shards {
         let Some(first_part) = parameter.parts.first() else {
             return Ok(());
         };
-        let file = &self.ranks[first_part.rank];
+        let file = &self.optimizer_files[first_part.rank];
         let group = first_part.group.to_string();
         for &StateEntry {
             container,
@@ -456,7 +462,7 @@ impl Shards {
     /// Adds parameters that are not trained, also under the names of those that share their
     /// elements. ZeRO 3 cuts them too.
     fn add_frozen(&self, assembler: &mut Assembler) -> Result<(), FileError> {
-        let model = &self.models[0];
+        let model = &self.model_files[0];
         let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
         for (alias, stored_name) in shared_parameters(model) {
             aliases.entry(stored_name).or_default().push(alias);
@@ -491,8 +497,8 @@ impl Shards {
         shape: &[usize],
     ) -> Result<(), FileError> {
         let numel: usize = shape.iter().product();
-        let part_length = numel.div_ceil(self.models.len());
-        for (rank, file) in self.models.iter().enumerate() {
+        let part_length = numel.div_ceil(self.model_files.len());
+        for (rank, file) in self.model_files.iter().enumerate() {
             let range = (rank * part_length).min(numel)..((rank + 1) * part_length).min(numel);
             let tensor = file
                 .tensor(key)
@@ -513,7 +519,7 @@ impl Shards {
             "zero_stage",
             "ds_zero_partition_groups",
         ];
-        let file = &self.ranks[0];
+        let file = &self.optimizer_files[0];
         let state_key = self.state_key();
         for (key, (path, leaf)) in &file.found {
             let Some(PathPart::Key(second_key)) = path.0.get(1) else {

@@ -189,7 +189,8 @@ impl Location {
         }
     }
 
-    /// Returns the location of this name below this one.
+    /// Returns the location of this name below this one. A name that its storage cannot have is an
+    /// error when the location is used.
     #[must_use]
     pub fn join(&self, below: impl AsRef<str>) -> Location {
         let below = below.as_ref();

@@ -3,7 +3,7 @@
 use fsdp_layout::PlainValue;
 
 use super::error::{AlgorithmError, check_at_least_zero};
-use super::float::{Element, Float, Gradient, scalar};
+use super::float::{Element, Float, GradientTransform, scalar};
 use super::group::{Reader, Switches, float_or_zero, make_group, optional_bool};
 use super::state::{StateEntries, StateEntry};
 
@@ -105,13 +105,13 @@ impl AdagradOptions {
     ) {
         // The rate decays with the steps that were made before this one.
         let rate = self.lr / (1.0 + (f64::from(step) - 1.0) * self.lr_decay);
-        let gradient = Gradient::new(self.maximize, self.weight_decay);
+        let transform = GradientTransform::new(self.maximize, self.weight_decay);
         let descent = scalar::<T>(-rate);
         let one = scalar::<T>(1.0);
         let eps = Element::from_scalar(self.eps);
         for ((param, &grad), sum) in params.iter_mut().zip(grads).zip(sums) {
             let p = Element::load(*param);
-            let g = gradient.load(grad, p);
+            let g = transform.apply(grad, p);
             // The sum only grows, so the steps of an element only shrink.
             let s = Element::load(*sum).addcmul(g, g, one);
             *sum = s.store();

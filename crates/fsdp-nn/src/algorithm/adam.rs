@@ -3,7 +3,7 @@
 use fsdp_layout::PlainValue;
 
 use super::error::{AlgorithmError, check_at_least_zero, check_range};
-use super::float::{Element, Float, Gradient, Weight, scalar};
+use super::float::{Element, Float, GradientTransform, Weight, scalar};
 use super::group::{Reader, Switches, float_or_zero, make_group, optional_bool};
 use super::state::{StateEntries, StateEntry};
 
@@ -147,7 +147,7 @@ impl AdamOptions {
         // Decoupled decay shrinks the parameter and leaves the gradient alone.
         let penalty = if decoupled { 0.0 } else { self.weight_decay };
         Scalars {
-            gradient: Gradient::new(self.maximize, penalty),
+            transform: GradientTransform::new(self.maximize, penalty),
             decay_factor: (decoupled && self.weight_decay != 0.0)
                 .then(|| scalar::<T>(decay_factor)),
             one_minus_beta1: Weight::new(1.0 - beta1),
@@ -163,7 +163,7 @@ impl AdamOptions {
 
 /// The factors that are the same for all elements of an update.
 pub(super) struct Scalars<T: Float> {
-    gradient: Gradient<T>,
+    transform: GradientTransform<T>,
     /// The factor that the parameter is multiplied with: decoupled weight decay.
     decay_factor: Option<T::Real>,
     one_minus_beta1: Weight<T::Real>,
@@ -235,7 +235,7 @@ impl<T: Float> Scalars<T> {
         }
         // The gradient needs the parameter too: weight decay that is not decoupled is a penalty
         // that adds a multiple of it.
-        let g = self.gradient.load(grad, p);
+        let g = self.transform.apply(grad, p);
         let m = Element::load(exp_avg).lerp(g, self.one_minus_beta1);
         let v = Element::load(exp_avg_sq)
             .mul(self.beta2)

@@ -289,12 +289,12 @@ pub(crate) fn multiply<T: Float>(values: &mut [T], factor: f64) {
 /// The changes that a step makes to a gradient before it uses it: negated to maximize, and with the
 /// L2 penalty added.
 #[derive(Clone, Copy)]
-pub(super) struct Gradient<T: Float> {
+pub(super) struct GradientTransform<T: Float> {
     sign: T::Real,
     penalty: Option<Element<T>>,
 }
 
-impl<T: Float> Gradient<T> {
+impl<T: Float> GradientTransform<T> {
     /// Prepares the changes of a step with these options.
     pub(super) fn new(maximize: bool, weight_decay: f64) -> Self {
         let sign = scalar::<T>(if maximize { -1.0 } else { 1.0 });
@@ -307,7 +307,7 @@ impl<T: Float> Gradient<T> {
     /// Returns the gradient that the step uses: negated to maximize, and with the weight decay
     /// added.
     #[inline(always)]
-    pub(super) fn load(&self, grad: T, param: Element<T>) -> Element<T> {
+    pub(super) fn apply(&self, grad: T, param: Element<T>) -> Element<T> {
         // A product with 1 or -1 is exact, so that nothing needs rounding.
         let grad = Element(grad.widen() * self.sign);
         self.penalty

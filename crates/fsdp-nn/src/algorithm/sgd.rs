@@ -3,7 +3,7 @@
 use fsdp_layout::PlainValue;
 
 use super::error::{AlgorithmError, check_at_least_zero, check_range};
-use super::float::{Element, Float, Gradient, scalar};
+use super::float::{Element, Float, GradientTransform, scalar};
 use super::group::{Reader, Switches, float_or_zero, make_group, optional_bool};
 use super::state::{Initial, StateEntries, StateEntry, StateKind};
 
@@ -121,11 +121,11 @@ impl SgdOptions {
 
     /// Runs one step without momentum. The slices must have equal lengths.
     pub(super) fn update<T: Float>(&self, params: &mut [T], grads: &[T]) {
-        let gradient = Gradient::new(self.maximize, self.weight_decay);
+        let transform = GradientTransform::new(self.maximize, self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.lr);
         for (param, &grad) in params.iter_mut().zip(grads) {
             let p = Element::load(*param);
-            *param = p.add_scaled(gradient.load(grad, p), descent).store();
+            *param = p.add_scaled(transform.apply(grad, p), descent).store();
         }
     }
 
@@ -155,14 +155,14 @@ impl SgdOptions {
         grads: &[T],
         buffers: &mut [T],
     ) {
-        let gradient = Gradient::new(self.maximize, self.weight_decay);
+        let transform = GradientTransform::new(self.maximize, self.weight_decay);
         let descent = Element::<T>::from_scalar(-self.lr);
         let momentum = scalar::<T>(self.momentum);
         let lookahead_weight = Element::from_scalar(self.momentum);
         let gradient_weight = Element::from_scalar(1.0 - self.dampening);
         for ((param, &grad), buffer) in params.iter_mut().zip(grads).zip(buffers) {
             let p = Element::load(*param);
-            let g = gradient.load(grad, p);
+            let g = transform.apply(grad, p);
             let b = if FIRST {
                 g
             } else {

@@ -8,7 +8,7 @@ use tracing::warn;
 
 use super::parameters::ShardedParameters;
 use crate::error::Result;
-use crate::unit::Unreduced;
+use crate::unit::PendingReduction;
 
 /// The most parameters that the warning names.
 const MAX_NAMED: usize = 8;
@@ -68,8 +68,8 @@ impl ShardedParameters {
     fn unreduced_in_replica(&self, mut own_unreduced: Vec<u8>) -> Result<Vec<u8>> {
         own_unreduced
             .iter_mut()
-            .filter(|byte| **byte == Unreduced::Partial as u8)
-            .for_each(|byte| *byte = Unreduced::Nothing as u8);
+            .filter(|byte| **byte == PendingReduction::Partial as u8)
+            .for_each(|byte| *byte = PendingReduction::Nothing as u8);
         let Some(group) = self.shard_group() else {
             return Ok(own_unreduced);
         };
@@ -86,7 +86,7 @@ impl ShardedParameters {
     /// all reductions.
     fn reduce_unreduced(&self, unreduced: &[u8]) -> Result<()> {
         for (handle, &unreduced) in self.handles.iter().zip(unreduced).rev() {
-            handle.reduce_unreduced(Unreduced::from_byte(unreduced))?;
+            handle.reduce_unreduced(PendingReduction::from_byte(unreduced))?;
         }
         self.handles
             .iter()

@@ -6,7 +6,7 @@ use candle_core::{Tensor, TensorId};
 use fsdp_flat::storage::{HostSliceMut, zeros_on};
 use fsdp_flat::with_float;
 
-use super::gradients::{Backward, Gradients, Unreduced, Unsharded};
+use super::gradients::{Backward, Gradients, PendingReduction, Unsharded};
 use super::handle::{FlatParamHandle, HandleState};
 use crate::config::{BackwardPrefetch, cast};
 use crate::error::Result;
@@ -185,24 +185,24 @@ impl FlatParamHandle {
     }
 
     /// Returns the gradients that this rank has left to reduce.
-    pub(crate) fn unreduced(&self) -> Unreduced {
+    pub(crate) fn unreduced(&self) -> PendingReduction {
         self.state().gradients.unreduced()
     }
 
     /// Reduces the gradients that are left at the end of a backward. `unreduced` is what all ranks
     /// have together: a rank that has less takes part with zeros, so that all ranks call the same
     /// collectives.
-    pub(crate) fn reduce_unreduced(&self, unreduced: Unreduced) -> Result<()> {
+    pub(crate) fn reduce_unreduced(&self, unreduced: PendingReduction) -> Result<()> {
         let mut state = self.state();
         let gradients = &mut state.gradients;
         match unreduced {
-            Unreduced::Nothing => return Ok(()),
-            Unreduced::Partial => {
+            PendingReduction::Nothing => return Ok(()),
+            PendingReduction::Partial => {
                 if gradients.partial.is_none() {
                     gradients.partial = Some(self.zeros(self.exchange.layout.sharded_numel())?);
                 }
             }
-            Unreduced::Whole | Unreduced::Reduced => {
+            PendingReduction::Whole | PendingReduction::AlreadyReduced => {
                 if matches!(gradients.backward, Backward::Reduced) {
                     return Ok(());
                 }

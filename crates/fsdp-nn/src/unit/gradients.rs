@@ -61,15 +61,15 @@ impl Gradients {
     }
 
     /// Returns what is left to reduce.
-    pub(super) fn unreduced(&self) -> Unreduced {
+    pub(super) fn unreduced(&self) -> PendingReduction {
         if matches!(self.backward, Backward::Reduced) {
-            Unreduced::Reduced
+            PendingReduction::AlreadyReduced
         } else if self.unsharded.is_some() {
-            Unreduced::Whole
+            PendingReduction::Whole
         } else if self.partial.is_some() {
-            Unreduced::Partial
+            PendingReduction::Partial
         } else {
-            Unreduced::Nothing
+            PendingReduction::Nothing
         }
     }
 }
@@ -77,7 +77,7 @@ impl Gradients {
 /// The gradients of a unit that a rank has at the end of a backward, and has yet to reduce. Of
 /// several ranks, the one whose variant comes last in this list decides what they do together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Unreduced {
+pub(crate) enum PendingReduction {
     /// No gradients.
     Nothing,
     /// Gradients that have been reduced over the shard group, and not yet over replicas.
@@ -85,17 +85,18 @@ pub(crate) enum Unreduced {
     /// Gradients of the rank's own batches, whole.
     Whole,
     /// No gradients, because the rank has reduced them in this backward already.
-    Reduced,
+    AlreadyReduced,
 }
 
-impl Unreduced {
-    /// Returns what has this number: ranks send each other `unreduced as u8`.
+impl PendingReduction {
+    /// Returns the variant of this number, which ranks send each other; the last one for any other
+    /// number.
     pub(crate) const fn from_byte(byte: u8) -> Self {
         match byte {
-            0 => Unreduced::Nothing,
-            1 => Unreduced::Partial,
-            2 => Unreduced::Whole,
-            _ => Unreduced::Reduced,
+            0 => PendingReduction::Nothing,
+            1 => PendingReduction::Partial,
+            2 => PendingReduction::Whole,
+            _ => PendingReduction::AlreadyReduced,
         }
     }
 }

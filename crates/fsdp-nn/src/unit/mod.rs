@@ -19,7 +19,7 @@ use candle_core::{Module, Result, Tensor};
 
 use hooks::depends_on_trainable;
 
-pub(crate) use gradients::Unreduced;
+pub(crate) use gradients::PendingReduction;
 pub(crate) use handle::{FLAT_PARAM, FlatParamHandle, InUse, UnitSpec};
 pub(crate) use hooks::{ParameterOp, ParameterSlot, PreBackwardOp};
 pub(crate) use parameter::Parameter;

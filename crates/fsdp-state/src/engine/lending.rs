@@ -10,7 +10,7 @@ use crate::error::StateError;
 use crate::lend::{Lend, Memory};
 
 /// Lends the target's memory to the source. If the target's own memory cannot be filled directly,
-/// the source gets temporary memory, and the values are copied afterwards: a detour. That is so if
+/// the source gets temporary memory, and the values are copied afterwards. That is so if
 /// the memory is on a GPU, has another dtype, or shares elements with memory that was lent before,
 /// and in a staged load.
 pub(super) struct Lending<'a, T> {
@@ -23,8 +23,8 @@ pub(super) struct Lending<'a, T> {
     /// The stretches of live memory that have been lent, by where they begin: where each ends, and
     /// the index of its tensor in `lent`. They do not overlap.
     stretches: BTreeMap<Place, (usize, usize)>,
-    /// The target's memory of tensors whose values take a detour.
-    detours: HashMap<usize, Memory>,
+    /// The target's memory of tensors whose values go by temporary memory.
+    replaced_memory: HashMap<usize, Memory>,
     /// The target's live memory, and the new values for it, in a staged load.
     staged: Vec<(Memory, ShardedTensor)>,
 }
@@ -41,7 +41,7 @@ impl<'a, T: Target> Lending<'a, T> {
             is_staged,
             lent: Vec::new(),
             stretches: BTreeMap::new(),
-            detours: HashMap::new(),
+            replaced_memory: HashMap::new(),
             staged: Vec::new(),
         }
     }
@@ -103,31 +103,32 @@ impl<T: Target> Lend for Lending<'_, T> {
             && let Memory::Tensors(tensor) = &memory
         {
             // Two names of one tensor are filled once. Memory that shares only some elements with
-            // other memory cannot be lent together with it, so its values take a detour.
+            // other memory cannot be lent together with it, so its values go by temporary memory.
             match self.record_as_lent(tensor) {
                 Some(earlier) if earlier.is_same_view(tensor) => return Ok(None),
                 earlier => is_shared = earlier.is_some(),
             }
         }
-        // A conversion writes to the target's memory from a detour, so it must be there.
+        // A conversion writes to the target's memory from temporary memory, so it must be there.
         if dtype != target_dtype {
             memory = memory.allocate()?;
         }
-        let Some(detour) = memory.detour(dtype, is_shared || self.is_kept_back(wanted_index))?
+        let Some(temporary) =
+            memory.temporary(dtype, is_shared || self.is_kept_back(wanted_index))?
         else {
             return Ok(Some(memory));
         };
-        self.detours.insert(wanted_index, memory);
-        Ok(Some(Memory::Tensors(detour)))
+        self.replaced_memory.insert(wanted_index, memory);
+        Ok(Some(Memory::Tensors(temporary)))
     }
 
     fn filled(&mut self, wanted_index: usize, memory: Memory) -> Result<(), StateError> {
-        let Some(target_memory) = self.detours.remove(&wanted_index) else {
+        let Some(target_memory) = self.replaced_memory.remove(&wanted_index) else {
             // This is the target's memory itself.
             return self.target.filled(&self.wanted[wanted_index], memory);
         };
         let Memory::Tensors(values) = memory else {
-            unreachable!("a detour is made of tensors");
+            unreachable!("temporary memory is made of tensors");
         };
         if self.is_kept_back(wanted_index) {
             // All new values must be there before the first one takes effect.

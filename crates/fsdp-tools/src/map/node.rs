@@ -96,7 +96,8 @@ impl Node {
         })
     }
 
-    /// Returns the tensors of all indices of the first dimension.
+    /// Returns the tensors of all indices of the first dimension. A tensor without dimensions, or
+    /// with more than [`MAX_UNSTACKED`] indices, is an error.
     pub(super) fn unstack(self) -> Result<Vec<Self>, String> {
         let Some((&count, shape)) = self.shape.split_first() else {
             return Err("a tensor without dimensions cannot be unstacked".to_owned());

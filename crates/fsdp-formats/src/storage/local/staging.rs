@@ -134,9 +134,9 @@ impl LocalStage {
     ) -> Result<(), FileError> {
         let files = self.durable.shared_files().clone();
         let target = self.target.clone();
-        let published = find_identity(&*files, staged);
+        let staged_identity = find_identity(&*files, staged);
         publish(self).map_err(|error| {
-            if published.is_none() || find_identity(&*files, &target) != published {
+            if staged_identity.is_none() || find_identity(&*files, &target) != staged_identity {
                 return error;
             }
             FileError::AfterCommit {
