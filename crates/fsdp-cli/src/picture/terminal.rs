@@ -16,7 +16,8 @@ const MAX_NAME_CHARACTERS: usize = 48;
 /// The width of the bar of the largest file.
 const BAR_WIDTH: u64 = 24;
 
-/// Returns the lines of the layout picture of `checkpoint_files`, with at most `max_tensors` tensors.
+/// Returns the lines of the layout picture of `checkpoint_files`, with at most `max_tensors`
+/// tensors.
 pub(super) fn picture_lines(
     checkpoint_files: &CheckpointFiles<'_>,
     max_tensors: usize,

@@ -42,8 +42,8 @@ impl Contents {
     }
 
     /// Makes contents of the elements of a contiguous tensor. Elements in the host's memory are
-    /// copied. Elements on a GPU stay there, unchecked, and are copied by [`Self::move_into`], which
-    /// has the errors then.
+    /// copied. Elements on a GPU stay there, unchecked, and are copied by [`Self::move_into`],
+    /// which has the errors then.
     ///
     /// # Errors
     /// A tensor that is released, not contiguous, or of a dtype that is not a float;

@@ -23,8 +23,8 @@ use crate::optimizer::Optimizer;
 /// Collectives: those of [`gather_state_dict`] and one agreement.
 ///
 /// # Errors
-/// The same on every rank: the text of [`StateDictError::Differs`], which names the first difference
-/// of each rank that has one; errors of the load.
+/// The same on every rank: the text of [`StateDictError::Differs`], which names the first
+/// difference of each rank that has one; errors of the load.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -92,8 +92,8 @@ pub fn verify_osd_by_load(
 /// [`gather_state_dict`] and one agreement.
 ///
 /// # Errors
-/// The same on every rank: the text of [`StateDictError::Differs`], which names the first difference
-/// of each rank that has one.
+/// The same on every rank: the text of [`StateDictError::Differs`], which names the first
+/// difference of each rank that has one.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};

@@ -48,8 +48,8 @@ impl Tolerance {
     }
 
     /// Returns `true` if two values are equal, except for floats that differ by no more than is
-    /// allowed: floats themselves, and those in lists, tuples, tensors and dicts, whose keys must be
-    /// in the same order.
+    /// allowed: floats themselves, and those in lists, tuples, tensors and dicts, whose keys must
+    /// be in the same order.
     pub(super) fn allows(self, first: &PlainValue, second: &PlainValue) -> bool {
         match (first, second) {
             (PlainValue::Float(first), PlainValue::Float(second))
