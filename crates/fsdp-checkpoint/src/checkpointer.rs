@@ -116,7 +116,7 @@ pub struct CheckpointerOptions {
 /// never mixes with the collectives of training.
 ///
 /// Errors are the same on every rank, and the checkpointer can be used again after them, unless
-/// they end the group ([`CommError`](fsdp_comm::CommError)). Dropping a checkpointer waits for its
+/// they end the group ([`CommError`]). Dropping a checkpointer waits for its
 /// save in the background, whose error is only logged then, and for the removal of old checkpoints.
 #[derive(Debug)]
 pub struct Checkpointer {

@@ -202,7 +202,8 @@ impl Batches {
     /// it, if all of them had batches of this size.
     ///
     /// # Errors
-    /// The same as [`Self::check`], and candle's errors.
+    /// Fewer rows than the ranks need in each step; a text that is shorter than a row; errors of
+    /// candle.
     pub fn batch(
         &self,
         text: &Text,
