@@ -270,7 +270,8 @@ impl Checkpointer {
                     (branch.fork(*loaded_step, next_number), true)
                 }
             }
-            // What the state was loaded from is not known.
+            // This checkpointer has loaded nothing, so the checkpoint that the state comes from is
+            // not known.
             None if step > newest_step => (newest.branch.clone(), false),
             None => {
                 let branch = Branch {

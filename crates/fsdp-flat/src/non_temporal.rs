@@ -75,7 +75,7 @@ pub(crate) fn non_temporal_to_vec<T: bytemuck::NoUninit>(
 /// initialized.
 ///
 /// # Safety
-/// As many bytes must be valid for writes at `destination`, and none of them may be in `source`.
+/// `destination` must be valid for writes of `source.len()` bytes, which must not overlap `source`.
 #[cfg(not(target_arch = "x86_64"))]
 #[expect(unsafe_code, reason = "the memory may not have been written yet")]
 unsafe fn store(destination: *mut u8, source: &[u8]) {
@@ -87,7 +87,7 @@ unsafe fn store(destination: *mut u8, source: &[u8]) {
 /// initialized.
 ///
 /// # Safety
-/// As many bytes must be valid for writes at `destination`, and none of them may be in `source`.
+/// `destination` must be valid for writes of `source.len()` bytes, which must not overlap `source`.
 #[cfg(target_arch = "x86_64")]
 #[expect(
     unsafe_code,

@@ -30,13 +30,19 @@ pub(super) fn run_page(
     page(&format!("Run {name}"), &body)
 }
 
-/// Appends the table of totals.
-fn append_summary(body: &mut String, metrics: &Metrics, history: &History, checkpoints: usize) {
+/// Appends the table of the run's totals: its steps, last loss, checkpoints and starts, and what
+/// was left out or could not be read.
+fn append_summary(
+    body: &mut String,
+    metrics: &Metrics,
+    history: &History,
+    checkpoint_count: usize,
+) {
     let loss = or_word(metrics.last_loss.map(number_text), "unknown");
     let mut rows = vec![
         ("Steps", metrics.steps_done.to_string()),
         ("Last loss", loss),
-        ("Checkpoints", checkpoints.to_string()),
+        ("Checkpoints", checkpoint_count.to_string()),
     ];
     // Runs of before these events were recorded have no starts; their page leaves the row out.
     if !history.starts.is_empty() {

@@ -97,7 +97,7 @@ fn be_in_mpi(
     match library::start() {
         Ok(universe) => {
             start_sender.send(Ok(())).ok();
-            match keep_going(leave_receiver) {
+            match make_progress_until_leave(leave_receiver) {
                 Ok(()) => drop(universe),
                 // Leaving waits for all ranks, which may never leave.
                 Err(_) => std::mem::forget(universe),
@@ -108,11 +108,12 @@ fn be_in_mpi(
     departure_sender.send(()).ok();
 }
 
-/// Calls MPI regularly until this process leaves, or its group is dropped without leaving.
+/// Calls MPI regularly until this process leaves the job, and returns `Ok` then. Returns an error
+/// if the group is dropped without leaving.
 ///
 /// A call that has ended on this rank may still need this process before it ends on other ranks.
 /// MPI makes progress only while it is called, and this process may compute for a long time.
-fn keep_going(leave_receiver: &Receiver<()>) -> Result<(), RecvTimeoutError> {
+fn make_progress_until_leave(leave_receiver: &Receiver<()>) -> Result<(), RecvTimeoutError> {
     loop {
         match leave_receiver.recv_timeout(PROGRESS_INTERVAL) {
             Err(RecvTimeoutError::Timeout) => {

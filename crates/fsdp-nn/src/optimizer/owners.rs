@@ -185,17 +185,11 @@ pub(super) fn gather_to_owners<T: Element + Default>(
             .zip(&parameter.parts)
             .for_each(|(count, part)| *count += part.len());
     }
-    let mut receive_buffer = vec![T::default(); receive_counts.iter().sum()];
-    group.all_to_all_uneven(
-        &mut receive_buffer,
-        &receive_counts,
-        &send_buffer,
-        &send_counts,
-    )?;
+    let received = exchange(group, &send_buffer, &send_counts, &receive_counts)?;
     // Step 3: put the parts of each rank in their places. Each rank has packed them in the order of
     // `parameters`.
     let mut whole_parameters = vec![Vec::new(); parameters.len()];
-    let mut remaining = receive_buffer.as_slice();
+    let mut remaining = received.as_slice();
     for sender in 0..rank_count {
         for (index, parameter) in owned_by(parameters, group.rank()) {
             let part;
@@ -205,6 +199,19 @@ pub(super) fn gather_to_owners<T: Element + Default>(
         }
     }
     Ok(whole_parameters)
+}
+
+/// Sends `send_counts[rank]` elements to each rank, one rank after the other, and returns the
+/// elements of all ranks in the same order. Collective: one exchange.
+fn exchange<T: Element + Default>(
+    group: &ProcessGroup,
+    send_buffer: &[T],
+    send_counts: &[usize],
+    receive_counts: &[usize],
+) -> Result<Vec<T>> {
+    let mut received = vec![T::default(); receive_counts.iter().sum()];
+    group.all_to_all_uneven(&mut received, receive_counts, send_buffer, send_counts)?;
+    Ok(received)
 }
 
 /// Returns this rank's parts of all parameters, from their owners.
@@ -234,16 +241,10 @@ pub(super) fn scatter_from_owners<T: Element + Default>(
     parameters
         .iter()
         .for_each(|parameter| receive_counts[parameter.owner] += parameter.parts[rank].len());
-    let mut receive_buffer = vec![T::default(); receive_counts.iter().sum()];
-    group.all_to_all_uneven(
-        &mut receive_buffer,
-        &receive_counts,
-        &send_buffer,
-        &send_counts,
-    )?;
+    let received = exchange(group, &send_buffer, &send_counts, &receive_counts)?;
     // Step 3: tell the parts apart. Each owner has packed them in the order of `parameters`.
     let mut parts = vec![Vec::new(); parameters.len()];
-    let mut remaining = receive_buffer.as_slice();
+    let mut remaining = received.as_slice();
     for owner in 0..rank_count {
         for (index, parameter) in owned_by(parameters, owner) {
             let part;

@@ -220,7 +220,8 @@ impl PortableStates {
     /// [`Optimizer::named_state_dict`] gave.
     ///
     /// # Errors
-    /// Those of [`LocalStates::read`] and of [`Self::from_local`].
+    /// [`OptimStateError`]: a malformed dict, as in [`LocalStates::read`]; pieces that do not fit,
+    /// as in [`Self::from_local`].
     pub(crate) fn read(optimizer: &Optimizer, state: StateDict) -> Result<Self> {
         let local = LocalStates::read(optimizer, state)?;
         let mut states = Vec::new();
@@ -237,7 +238,8 @@ impl PortableStates {
     /// Returns the state of one local parameter alone.
     ///
     /// # Errors
-    /// Those of [`portable_states`].
+    /// [`OptimStateError::WrongShape`] for pieces of another length than this rank's; containers of
+    /// tensors.
     pub(crate) fn from_local(
         optimizer: &Optimizer,
         index: usize,

@@ -127,7 +127,8 @@ impl FlatParamHandle {
         (first_grads, later_grads)
     }
 
-    /// Makes the unsharded flat gradient of at most one gradient of each parameter.
+    /// Copies the gradients, at most one of each parameter, into one flat tensor of the whole unit,
+    /// in the dtype of reductions. It is zero where a parameter has none.
     fn make_flat_gradient(&self, grads: Vec<Option<Tensor>>) -> Result<Unsharded> {
         let exchange = &self.exchange;
         let is_written = grads.iter().map(Option::is_some).collect();

@@ -86,7 +86,7 @@ impl Map {
             if rule.targets.is_empty() {
                 continue;
             }
-            // What was done last is undone first.
+            // The last operation of a rule is the first to be undone.
             let operations = rule.operations.iter().rev();
             rules.push(KeyRule {
                 line: rule.line,

@@ -107,21 +107,31 @@ fn resume(way: Way, path: &Path, run: &mut Run) {
     }
 }
 
+/// Saves what `state` returns of a run of two ranks after two steps, and returns the losses of its
+/// next four steps.
+fn save_and_go_on(
+    path: &Path,
+    algorithm: &Algorithm,
+    state: impl Fn(&Run) -> StateDict + Sync,
+) -> Vec<f32> {
+    let mut losses = run_local(2, |group| {
+        let mut run = new_run(&group, true, algorithm, 1);
+        (0..2).for_each(|seed| _ = step(&mut run, seed));
+        save(path, &state(&run), &group, &SaveOptions::default()).unwrap();
+        (2..6)
+            .map(|seed| step(&mut run, seed))
+            .collect::<Vec<f32>>()
+    })
+    .unwrap();
+    losses.remove(0)
+}
+
 #[test]
 fn training_goes_on_from_a_load_into_the_dicts_of_a_fresh_optimizer() {
     let dir = tempfile::tempdir().unwrap();
     for (index, algorithm) in all_algorithms().iter().enumerate() {
         let path = dir.path().join(index.to_string());
-        let went_on = run_local(2, |group| {
-            let mut run = new_run(&group, true, algorithm, 1);
-            (0..2).for_each(|seed| _ = step(&mut run, seed));
-            let state = dicts(&run, false);
-            save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
-            (2..6)
-                .map(|seed| step(&mut run, seed))
-                .collect::<Vec<f32>>()
-        })
-        .unwrap();
+        let went_on = save_and_go_on(&path, algorithm, |run| dicts(run, false));
         for way in [
             Way::Load,
             Way::LoadInPlace,
@@ -137,7 +147,7 @@ fn training_goes_on_from_a_load_into_the_dicts_of_a_fresh_optimizer() {
                         .collect::<Vec<f32>>()
                 })
                 .unwrap();
-                for (resumed, expected) in resumed[0].iter().zip(&went_on[0]) {
+                for (resumed, expected) in resumed[0].iter().zip(&went_on) {
                     assert!(
                         (resumed - expected).abs() <= 1e-5 * expected.abs(),
                         "{algorithm:?}, {way:?}, {world} ranks: {resumed}, {expected}"
@@ -154,14 +164,7 @@ fn a_checkpoint_of_a_run_fits_the_dicts_of_a_fresh_optimizer() {
     let dir = tempfile::tempdir().unwrap();
     for (index, algorithm) in all_algorithms().iter().enumerate() {
         let path = dir.path().join(index.to_string());
-        let went_on = run_local(2, |group| {
-            let mut run = new_run(&group, true, algorithm, 1);
-            (0..2).for_each(|seed| _ = step(&mut run, seed));
-            let state = run.state_dict().unwrap();
-            save(path.as_path(), &state, &group, &SaveOptions::default()).unwrap();
-            step(&mut run, 2)
-        })
-        .unwrap();
+        let went_on = save_and_go_on(&path, algorithm, |run| run.state_dict().unwrap());
         let resumed = run_local(3, |group| {
             let mut run = new_run(&group, true, algorithm, 2);
             resume(Way::Load, &path, &mut run);
