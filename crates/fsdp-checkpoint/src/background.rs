@@ -27,8 +27,8 @@ type SaveThread = JoinHandle<Option<Finished>>;
 
 /// Saves checkpoints of one rank, also in the background.
 ///
-/// [`BackgroundSaver::start`] returns when the state has been copied to buffers, which are
-/// allocated once and reused. Writing, hashing and the commit run on a thread, over a separate
+/// [`BackgroundSaver::start`] returns when all that training may change has been copied to buffers,
+/// which are allocated once and reused. Writing, hashing and the commit run on a thread, over a separate
 /// process group, so that they never mix with the collectives of training. At most one save is in
 /// flight.
 #[derive(Debug)]
@@ -83,8 +83,8 @@ impl BackgroundSaver {
         self.saver.save(request, state, &self.group)
     }
 
-    /// Starts a save of the values that the state has now, and returns when it has been copied. No
-    /// save may be in flight. The tensors that the guard keeps unchanged are copied in the
+    /// Starts a save of the values that the state has now. No save may be in flight. Returns when
+    /// everything has been copied that the guard does not keep unchanged. The rest is copied in the
     /// background; then the guard is released. The copy takes as much memory as this rank's values.
     /// Later saves of the same layout reuse that memory. Collective: one agreement.
     ///

@@ -469,23 +469,29 @@ impl Checkpointer {
         let Some(tier) = &mut self.memory_tier else {
             return Ok(None);
         };
-        let mut position = Ok(Some(None));
+        let mut position = Ok(None);
         if self.group.rank() == 0
             && let Some(after) = after
         {
-            // It is on no branch that matters if it was removed since it was listed.
-            let mut newest = RunPosition {
-                branch: 0,
-                step: after.step,
-            };
+            // A checkpoint that was removed since it was listed counts as on the oldest branch, so
+            // that it hides no step of a later one.
             position = list_branches(&self.run).map(|(committed, _)| {
+                let mut position = RunPosition {
+                    branch: 0,
+                    step: after.step,
+                };
                 for found in committed.iter().filter(|found| found.checkpoint == *after) {
-                    newest = found.position();
+                    position = found.position();
                 }
-                Some(Some(newest))
+                Some(position)
             });
         }
-        let after = broadcast_result(&self.group, "look into the memory tier", position, 0)?;
+        let after = broadcast_result(
+            &self.group,
+            "look into the memory tier",
+            position.map(Some),
+            0,
+        )?;
         tier.join_newest(after, strict)
     }
 
@@ -693,8 +699,8 @@ impl Checkpointer {
         }
     }
 
-    /// Removes the checkpoints of the run that need not be kept, and returns them. Saves do this
-    /// automatically. If the run has gone back to an older step, later checkpoints neither count
+    /// Removes the checkpoints of the run that need not be kept, and returns them. Removes the
+    /// leftovers of crashed saves too; see [`prune`](crate::prune). Saves do this automatically. If the run has gone back to an older step, later checkpoints neither count
     /// nor are removed. Collective: one broadcast of a result.
     ///
     /// # Errors

@@ -37,7 +37,8 @@ fn is_shared(len: usize) -> bool {
     len > TASK_LEN && !IS_ALONE.get()
 }
 
-/// Calls `f` with each task of two slices of equal length.
+/// Calls `f` with matching parts of two slices of equal length, in parallel if they are long. What
+/// `f` does must not depend on where they are cut.
 pub(crate) fn for_each_pair<T: Send, U: Sync>(
     target: &mut [T],
     source: &[U],

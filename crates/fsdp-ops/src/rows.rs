@@ -59,9 +59,12 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
     let zero_sum = T::Real::ZERO;
     // Rows of no width have no elements, so any width will do for them.
     let width = width.max(1);
-    let rows = rows_of_task(width);
-    let (output, sums_by_task) =
-        compute_in_chunks(inputs[0].len(), width * rows, zero, |task, output| {
+    let rows_per_task = rows_of_task(width);
+    let (output, sums_by_task) = compute_in_chunks(
+        inputs[0].len(),
+        width * rows_per_task,
+        zero,
+        |task, output| {
             // Each task sums for itself, and widens to memory of its own, which stays in the cache.
             let mut task_sums = vec![zero_sum; sum_count];
             let mut scratch: [Vec<T::Real>; N] =
@@ -70,10 +73,10 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
                 #[inline(always)]
                 || {
                     for (index, output) in output.chunks_mut(width).enumerate() {
-                        let row = task * rows + index;
+                        let row = task * rows_per_task + index;
                         let range = row * width..row * width + output.len();
-                        // Widen the row of each input, let the kernel change it, and round its
-                        // first one to the output.
+                        // Widen the row of each input, let the kernel change them, and round the
+                        // first of them to the output.
                         for (scratch, input) in scratch.iter_mut().zip(inputs) {
                             for (wide, value) in scratch.iter_mut().zip(&input[range.clone()]) {
                                 *wide = value.widen();
@@ -91,7 +94,8 @@ pub(crate) fn reduce_rows<T: Element, const N: usize>(
                 },
             );
             task_sums
-        });
+        },
+    );
     (output, add_up_tasks(&sums_by_task, sum_count))
 }
 

@@ -219,7 +219,7 @@ impl Memory {
     }
 }
 
-/// Copies the boxes of a value to unfilled tensors of the same boxes. Returns `false` if they do
+/// Fills tensors that are unfilled so far with a copy of a value of the same boxes. Returns `false` if they do
 /// not have the same boxes, or cannot be copied like this. Some of them may have been copied then.
 fn fill_with_copy(target: &ShardedTensor, source: &ShardedTensor) -> Result<bool, StateError> {
     if target.shards().len() != source.shards().len() {

@@ -152,7 +152,7 @@ fn make_private_directory(path: &Path) -> io::Result<()> {
 /// create it at the same time, one of them succeeds, and all read its number.
 fn read_or_make_number(file: &Location) -> Result<u64, CheckpointError> {
     if !file.exists()? {
-        match make_number(file) {
+        match create_number_file(file) {
             Ok(()) | Err(FileError::Exists { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -166,9 +166,9 @@ fn read_or_make_number(file: &Location) -> Result<u64, CheckpointError> {
         })
 }
 
-/// Writes a new random number to a file, in one step. If another process has written one before,
+/// Creates a file with a new random number, in one step. If another process has written one before,
 /// that is the error [`FileError::Exists`].
-fn make_number(file: &Location) -> Result<(), FileError> {
+fn create_number_file(file: &Location) -> Result<(), FileError> {
     // The standard library seeds its hashers with random numbers of the system.
     let text = format!("{:016x}", RandomState::new().build_hasher().finish());
     let staging = Durable::new().prepare(file, false)?;

@@ -182,16 +182,16 @@ impl Board {
         Ok(())
     }
 
-    /// Returns the error of a round in which `left_rank` took back its slice before it was read.
+    /// Returns the error of a round in which `owner` took back its slice before it was read.
     /// Waits until the group has failed, that rank has left, or the deadline is over.
     pub(super) fn withdrawn_error(
         &self,
         round: &Round<'_>,
         own_rank: usize,
-        left_rank: usize,
+        owner: usize,
     ) -> CommError {
         self.wait(self.lock(), round, own_rank, |_, other_rank| {
-            other_rank != left_rank
+            other_rank != owner
         })
         .map(drop)
         .expect_err("the wait for a rank that is never ready cannot succeed")

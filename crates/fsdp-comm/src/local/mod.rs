@@ -134,7 +134,7 @@ impl Backend for LocalBackend {
             let owners: Vec<usize> = others
                 .filter(|&rank| !plan.received_ranges[rank].is_empty())
                 .collect();
-            self.read_from_others(round, plan)?;
+            self.read_published(round, plan)?;
             // The slice must stay until all its readers are done.
             board.finish(round, own_rank, &owners, &readers)
         })
@@ -164,7 +164,7 @@ impl LocalBackend {
     /// # Errors
     /// A rank that has taken its slice back, because the round has failed, or has published too
     /// little.
-    fn read_from_others(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
+    fn read_published(&self, round: &Round<'_>, plan: Plan<'_>) -> Result<(), CommError> {
         let Group { board, slots } = &*self.group;
         let Members {
             rank: own_rank,

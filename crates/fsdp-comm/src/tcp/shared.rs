@@ -309,14 +309,15 @@ fn has_arrived(segment: &Segment, round: &Round<'_>) -> bool {
     segment.word(Word::Arrived).load(Ordering::Acquire) > round.number
 }
 
-/// Exchanges a message with the other ranks of the host, in the setup round of this number.
+/// Exchanges a message with the other ranks of the host, in the setup round of this number. Returns
+/// the encoded messages of all ranks, this one's too, in rank order.
 fn exchange<T: Serialize>(
     member: Member<'_>,
     round: &Round<'_>,
     setup_round: u64,
     message: &T,
 ) -> Result<Vec<Bytes>, CommError> {
-    let encoded = wire::encode(message).expect("numbers can be encoded");
+    let encoded = wire::encode(message).expect("a plain message can be encoded");
     member.exchange(
         &Round {
             number: setup_round,

@@ -135,27 +135,27 @@ type ReadBoxes<'c> = dyn Fn(&str, &mut [Slot<'_>]) -> Result<(), FileError> + Sy
 /// Checks the hashes of the files with whole tensors whose sums are not what was recorded: they
 /// were read without checking hashes. The error tells which bytes are wrong. If none are, it
 /// returns `Ok`: the sums tell the caller that something else is wrong.
-fn check_hashes_of_differing(
+fn check_files_of_differing_tensors(
     source: &ReadSource<'_>,
     requests: &[RecordedRequest<'_>],
     sums: &[Vec<Sum>],
 ) -> Result<(), FileError> {
-    let mut differing = HashSet::new();
+    let mut differing_tensors = HashSet::new();
     for (recorded, box_sums) in requests.iter().zip(sums) {
         let Some((tensor, digest)) = recorded.whole_tensor() else {
             continue;
         };
         // A request for a whole tensor has one box, and so one sum.
         if box_sums[0].finish(tensor.properties.dtype, &tensor.shape) != digest {
-            differing.insert(recorded.request.fqn.as_str());
+            differing_tensors.insert(recorded.request.fqn.as_str());
         }
     }
-    if differing.is_empty() {
+    if differing_tensors.is_empty() {
         return Ok(());
     }
     let mut file_names = BTreeSet::new();
     for (fqn, _, stored) in source.metadata.stored() {
-        if differing.contains(fqn) {
+        if differing_tensors.contains(fqn) {
             file_names.insert(stored.relative_path.as_str());
         }
     }
@@ -256,7 +256,7 @@ pub(super) fn read_in_parallel(
     })?;
     let mut sums = unlocked(shared_sums);
     if options.digest {
-        check_hashes_of_differing(source, &requests, &sums)?;
+        check_files_of_differing_tensors(source, &requests, &sums)?;
     } else {
         sums.clear();
     }

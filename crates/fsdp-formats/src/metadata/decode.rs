@@ -192,7 +192,7 @@ fn read_properties(pickle: &Pickle<'_>, id: NodeId) -> Result<TensorProperties> 
         return Err(expected_error());
     }
     let state = pickle.sequence(object.state.ok_or_else(expected_error)?)?;
-    // torch before 2.6 noted no strides.
+    // Older versions of torch, 2.11 among them, record no strides.
     let (dtype, requires_grad, memory_format, pin_memory, strides) = match *state {
         [dtype, _layout, requires_grad, memory_format, pin_memory] => {
             (dtype, requires_grad, memory_format, pin_memory, None)

@@ -399,8 +399,13 @@ pub fn scatter_full_optim_state_dict(
 pub use self::shard_full_optim_state_dict as flatten_sharded_optim_state_dict;
 
 /// Loads state by the model's names into a new optimizer like `optimizer`, which is not changed.
-/// Returns the new one, and its local state dict, whose tensors are views of it. All functions that
-/// make local state call this. [`OptimLoadOptions::load_directly`] is not used here.
+/// Returns the new one, and its local state dict, whose tensors are views of it. The dict has no
+/// `param_groups` if `state` has none. With `rank0_only` the `state` of other ranks is not used.
+/// All functions that make local state call this; ranks must pass the same options.
+///
+/// # Errors
+/// The same on every rank: no state where one is used, or one without the states of parameters;
+/// state that does not fit the optimizer.
 fn load_into_new_optimizer(
     state: Option<&StateDict>,
     parameters: &ShardedParameters,
@@ -415,13 +420,11 @@ fn load_into_new_optimizer(
         if rank0_only && group.rank() != 0 {
             return Ok(&empty);
         }
-        // An optimizer's state dict that was brought has the states of parameters.
         state
             .filter(|state| state.dict("state").is_some())
             .ok_or_else(|| OptimStateError::missing_key("state"))
     });
     let mut source = open_source(OPERATION, group, rank0_only, own_dict)?;
-    // The caller's optimizer stays as it is unless the state is to be loaded directly.
     let mut loaded = optimizer.without_state();
     load_exactly(
         OPERATION,

@@ -221,8 +221,8 @@ impl GradScaler {
         Ok(found)
     }
 
-    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did.
-    /// Unscales the gradients first unless [`Self::unscale`] was called since the last
+    /// Steps an optimizer if all gradients of all ranks are finite, and returns `true` if it did. A
+    /// scaler that is not enabled always steps the optimizer. Unscales the gradients first unless [`Self::unscale`] was called since the last
     /// [`Self::update`]. Several optimizers, of one model or of several, may step one after the
     /// other. Collectives: those of [`Self::unscale`], and the optimizer's.
     ///

@@ -205,8 +205,8 @@ impl<'g> Exchange<'g> {
             let is_in_place = is_filled || memory.is_same_view(item.source);
             lent.push((!is_in_place).then_some(memory));
         }
-        // Step 3: take the storages out of the tensors while elements arrive. The bytes of raw
-        // memory are here anyway.
+        // Step 3: take the storages out of the tensors while elements arrive. Raw memory is a plain
+        // vector, out of which nothing has to be taken.
         let tensors: Vec<Tensor> = lent
             .iter()
             .flatten()
@@ -231,7 +231,8 @@ impl<'g> Exchange<'g> {
             };
             if let Some(slots) = slots_of_items.next().flatten() {
                 transfer.slots = slots;
-                // A wrong size would shift all elements that come after it.
+                // A slot has another size if two values share elements. It would shift all elements
+                // that come after it.
                 if !transfer.has_slots_of_wanted_sizes() {
                     transfer.slots.clear();
                     self.failure = Some(StateError::SharedMemory {

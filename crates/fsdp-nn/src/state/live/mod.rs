@@ -435,8 +435,8 @@ impl Target for LiveTarget<'_> {
             plan.report.unexpected.append(&mut sorted.unreadable);
         }
         self.plan_values(&load, &sorted.values, &mut plan)?;
-        // The order of the schema is that of all ranks. The values beside the model come last,
-        // since an average has the model's buffers too, whose names in the model count.
+        // All ranks go by the order of the schema. An average repeats the buffers of the model. Of
+        // two names of one live tensor the first counts, so the model's come before the values.
         plan.wanted.sort_by_key(|wanted| {
             let destination = &self.destinations[wanted.place];
             let is_value = matches!(destination.part, TargetPart::Value(_));
