@@ -16,7 +16,7 @@
 //!
 //! | key | from |
 //! |---|---|
-//! | `model.NAME` | the fp32 parameter, frozen parameter or buffer |
+//! | `model.NAME` | the fp32 parameter, frozen parameter or buffer, and all else in the model's state dict |
 //! | `optim.state.NAME.exp_avg` and its like | the optimizer's state, cut as the parameter is |
 //! | `optim.param_groups…`, `optim.…` | the optimizer's other values, of the first rank |
 //! | any other | the values in the file of model states, of the first rank |
@@ -25,6 +25,7 @@ mod flat;
 mod names;
 mod state;
 pub(crate) mod universal;
+mod untrained;
 pub(crate) mod zero;
 
 pub(crate) use self::names::is_there;

@@ -1,6 +1,4 @@
-//! The file of model states: names and shapes of parameters, buffers, and the trainer's values.
-
-use std::collections::HashSet;
+//! The file of model states: names and shapes of parameters, and the trainer's values.
 
 use fsdp_layout::boxes::checked_numel;
 use fsdp_layout::{KeyPath, PathPart, PlainValue};
@@ -99,26 +97,14 @@ fn read_shape(model: &FlatFile, name: &str, leaf: &Leaf) -> Result<Vec<usize>, F
         .ok_or_else(|| model.malformed(format!("the shape of `{name}` makes no sense")))
 }
 
-/// Adds the buffers, and the values that have nothing to do with parameters.
+/// Adds the values that have nothing to do with the model.
 pub(super) fn add_rest(assembler: &mut Assembler, model: &FlatFile) -> Result<(), FileError> {
-    let buffers: HashSet<&str> = match model.found.get("buffer_names") {
-        Some((_, Leaf::Value(Held::Plain(PlainValue::List(names))))) => {
-            names.iter().filter_map(PlainValue::as_str).collect()
-        }
-        _ => HashSet::new(),
-    };
     for (path, leaf) in model.found.values() {
         let top_key = match path.0.first() {
             Some(PathPart::Key(key)) => key.as_str(),
             _ => "",
         };
         match top_key {
-            "module" => {
-                let name = KeyPath(path.0[1..].to_vec()).flat_key();
-                if buffers.contains(name.as_str()) {
-                    add_leaf(assembler, model, &model_path(&name), leaf)?;
-                }
-            }
             top_key if PARAMETER_KEYS.contains(&top_key) => {}
             // With ZeRO the optimizer's state is in other files.
             "optimizer" if matches!(leaf, Leaf::Value(Held::Plain(PlainValue::None))) => {}

@@ -11,9 +11,8 @@ use std::ops::Range;
 use fsdp_layout::{DType, KeyPath, PathPart, PlainValue};
 
 use super::names::{MODEL_END, OPTIM_END, data_rank, is_model, is_optimizer};
-use super::state::{
-    Shapes, add_rest, model_path, param_shapes, shapes_below, shared_parameters, state_path,
-};
+use super::state::{Shapes, add_rest, model_path, param_shapes, shared_parameters, state_path};
+use super::untrained::ModelFiles;
 use crate::error::{FileError, FormatError};
 use crate::formats::assembled::{Assembled, Assembler, Held};
 use crate::formats::checkpoint::Format;
@@ -26,6 +25,16 @@ use crate::torch::read::add_leaf;
 
 /// The key of all state in a rank's file of optimizer states.
 const ROOT: &str = "optimizer_state_dict";
+
+/// The keys of an optimizer's file that say how parameters lie in its flat tensors.
+pub(super) const LAYOUT_KEYS: [&str; 6] = [
+    "param_slice_mappings",
+    "group_paddings",
+    "param_alignment_paddings",
+    "partition_count",
+    "zero_stage",
+    "ds_zero_partition_groups",
+];
 
 /// A parameter, and where its parts lie.
 struct CutParameter {
@@ -58,7 +67,7 @@ type States<'r> = HashMap<&'r str, Vec<StateEntry<'r>>>;
 
 /// The files of all ranks.
 struct Shards {
-    model_files: Vec<FlatFile>,
+    models: ModelFiles,
     optimizer_files: Vec<FlatFile>,
     /// The key of the flat parameters in each rank's file.
     groups_key: &'static str,
@@ -72,7 +81,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     let directory = CheckedDirectory::open_covered(location, options.verify)?;
     let shards = Shards::read(&directory)?;
     let mut assembler = Assembler::new(Format::DeepSpeed, location.name(), directory);
-    let model = &shards.model_files[0];
+    let model = &shards.models.files[0];
     add_rest(&mut assembler, model)?;
     let groups = param_shapes(model)?;
     let parameters = if shards.is_zero3() {
@@ -85,10 +94,9 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
     for (name, parameter) in &parameters {
         shards.add_parameter(&mut assembler, &states, name, parameter)?;
     }
-    shards.add_frozen(&mut assembler)?;
     shards.add_values(&mut assembler)?;
     // Add each parameter that shares the elements of a trained parameter. Those that share the
-    // elements of a frozen one have been added by `add_frozen`.
+    // elements of a frozen one are added with that.
     for (alias, stored_name) in shared_parameters(model) {
         if let Some(parameter) = parameters.get(stored_name) {
             shards.add_flat(&mut assembler, &model_path(alias), parameter, &|group| {
@@ -96,6 +104,7 @@ pub(crate) fn open(location: &Location, options: OpenOptions) -> Result<Assemble
             })?;
         }
     }
+    shards.models.add_untrained(&mut assembler)?;
     Ok(assembler.finish(None))
 }
 
@@ -154,7 +163,10 @@ impl Shards {
             check_ranks(directory, &model_files, world_size, MODEL_END)?;
         }
         Ok(Shards {
-            model_files: model_files.into_values().collect(),
+            models: ModelFiles {
+                files: model_files.into_values().collect(),
+                are_cut: groups_key == ZERO_3_GROUPS,
+            },
             optimizer_files: optimizer_files.into_values().collect(),
             groups_key,
         })
@@ -162,7 +174,7 @@ impl Shards {
 
     /// Returns `true` for ZeRO 3, which cuts each parameter over the ranks.
     fn is_zero3(&self) -> bool {
-        self.groups_key == ZERO_3_GROUPS
+        self.models.are_cut
     }
 
     /// Returns the key of the flat tensor of a group.
@@ -459,66 +471,8 @@ impl Shards {
         format!("{ROOT}.{container}")
     }
 
-    /// Adds parameters that are not trained, also under the names of those that share their
-    /// elements. ZeRO 3 cuts them too.
-    fn add_frozen(&self, assembler: &mut Assembler) -> Result<(), FileError> {
-        let model = &self.model_files[0];
-        let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
-        for (alias, stored_name) in shared_parameters(model) {
-            aliases.entry(stored_name).or_default().push(alias);
-        }
-        for (name, shape) in shapes_below(model, "frozen_param_shapes")? {
-            let key = format!("frozen_param_fragments.{name}");
-            let sharing_names = aliases.get(name.as_str()).into_iter().flatten().copied();
-            for path in std::iter::once(name.as_str())
-                .chain(sharing_names)
-                .map(model_path)
-            {
-                if self.is_zero3() {
-                    self.add_frozen_parts(assembler, &path, &key, &shape)?;
-                    continue;
-                }
-                let Some((_, leaf)) = model.found.get(&key) else {
-                    return Err(model.malformed(format!("it has no `{name}`")));
-                };
-                add_leaf(assembler, model, &path, leaf)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds a parameter that is not trained from the equal parts into which ZeRO 3 has cut it, one
-    /// for each rank.
-    fn add_frozen_parts(
-        &self,
-        assembler: &mut Assembler,
-        path: &KeyPath,
-        key: &str,
-        shape: &[usize],
-    ) -> Result<(), FileError> {
-        let numel: usize = shape.iter().product();
-        let part_length = numel.div_ceil(self.model_files.len());
-        for (rank, file) in self.model_files.iter().enumerate() {
-            let range = (rank * part_length).min(numel)..((rank + 1) * part_length).min(numel);
-            let tensor = file
-                .tensor(key)
-                .ok_or_else(|| file.malformed(format!("it has no `{key}`")))?;
-            let pieces = file.pieces(tensor, 0, shape, range)?;
-            assembler.add_tensor(path, &file.name, tensor.dtype, shape, pieces)?;
-        }
-        Ok(())
-    }
-
     /// Adds the values of the first rank's optimizer that are not about how parameters lie.
     fn add_values(&self, assembler: &mut Assembler) -> Result<(), FileError> {
-        const LAYOUT_KEYS: [&str; 6] = [
-            "param_slice_mappings",
-            "group_paddings",
-            "param_alignment_paddings",
-            "partition_count",
-            "zero_stage",
-            "ds_zero_partition_groups",
-        ];
         let file = &self.optimizer_files[0];
         let state_key = self.state_key();
         for (key, (path, leaf)) in &file.found {
@@ -546,7 +500,7 @@ impl Shards {
 }
 
 /// The key of the flat parameters under ZeRO 3.
-const ZERO_3_GROUPS: &str = "fp32_flat_groups";
+pub(super) const ZERO_3_GROUPS: &str = "fp32_flat_groups";
 
 /// The largest number of elements to which DeepSpeed aligns a rank's part.
 const ALIGNMENT: usize = 128;
@@ -566,7 +520,7 @@ fn check_is_sharded<'f>(models: impl Iterator<Item = &'f FlatFile>) -> Result<()
 }
 
 /// Checks that there is a file of each rank; `name_end` is the end of their names.
-fn check_ranks(
+pub(super) fn check_ranks(
     directory: &CheckedDirectory,
     files: &BTreeMap<Option<usize>, FlatFile>,
     world_size: usize,

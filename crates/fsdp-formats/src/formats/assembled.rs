@@ -160,6 +160,14 @@ impl Assembler {
         &self.checkpoint.directory
     }
 
+    /// Returns `true` if there is a tensor or a value at this path.
+    pub(crate) fn has(&self, path: &KeyPath) -> bool {
+        self.checkpoint
+            .metadata
+            .entries
+            .contains_key(&path.flat_key())
+    }
+
     /// Adds pieces of a tensor. A box that exists already is another copy, which is compared before
     /// the tensor is converted.
     ///

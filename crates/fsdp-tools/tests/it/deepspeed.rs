@@ -6,6 +6,7 @@ use fsdp_formats::internals::encode_value;
 use fsdp_layout::with_causes;
 use fsdp_layout::{DType, PlainTensor, PlainValue, TensorBox};
 use fsdp_tools::convert::{Rename, View};
+use fsdp_tools::verify::{Level, VerifyOptions, verify};
 use tempfile::TempDir;
 
 use crate::foreign::{assert_converts, copy, differences, fixture, opened, refused};
@@ -14,8 +15,8 @@ fn deepspeed(name: &str) -> Box<dyn Checkpoint> {
     opened(&fixture("deepspeed").join(name))
 }
 
-/// Lists how the parameters, buffers and moments differ from those that were cut.
-fn differences_from_whole(checkpoint: &dyn Checkpoint) -> Vec<String> {
+/// Returns a checkpoint without anything but its model and moments.
+fn model_and_moments(checkpoint: &dyn Checkpoint) -> View<'_> {
     let of_tensors = |key: &str| {
         let is_moment = key.starts_with("optim.state.") && !key.ends_with(".step");
         if key.starts_with("model.") || is_moment {
@@ -24,10 +25,110 @@ fn differences_from_whole(checkpoint: &dyn Checkpoint) -> Vec<String> {
             Rename::Drop
         }
     };
-    differences(
-        &View::new(checkpoint, of_tensors, None).unwrap(),
-        &*deepspeed("whole.pt"),
-    )
+    View::new(checkpoint, of_tensors, None).unwrap()
+}
+
+/// Lists how the parameters, buffers and moments differ from those that were cut.
+fn differences_from_whole(checkpoint: &dyn Checkpoint) -> Vec<String> {
+    differences(&model_and_moments(checkpoint), &*deepspeed("whole.pt"))
+}
+
+/// Opens a checkpoint that DeepSpeed itself has written.
+fn deepspeed_run(name: &str) -> Box<dyn Checkpoint> {
+    opened(&fixture("deepspeed_run").join(name))
+}
+
+/// The key of a parameter that has a gradient, and that no optimizer has.
+const ALONE: &str = "model.alone";
+
+#[test]
+fn all_of_a_model_is_read_from_what_deepspeed_has_written() {
+    for (name, whole) in [
+        ("zero1", "zero1.pt"),
+        ("zero2", "zero2.pt"),
+        ("zero3", "zero3.pt"),
+        ("universal1", "zero1.pt"),
+        ("universal3", "zero3.pt"),
+    ] {
+        let checkpoint = deepspeed_run(name);
+        let mut found = differences(&model_and_moments(&*checkpoint), &*deepspeed_run(whole));
+        // ZeRO 3 leaves it empty, so it is in no file.
+        if whole == "zero3.pt" {
+            found.retain(|line| !line.starts_with(ALONE));
+            let opaque = checkpoint.read_value(ALONE).unwrap_err();
+            assert!(
+                with_causes(&opaque).contains("has left empty"),
+                "{name}: {}",
+                with_causes(&opaque)
+            );
+        }
+        assert_eq!(found, [""; 0], "{name}");
+        let report = verify(&*checkpoint, Level::Deep, VerifyOptions::default()).unwrap();
+        assert!(report.is_ok(), "{name}: {:?}", report.problems);
+    }
+    for name in ["zero1", "zero2", "universal1"] {
+        assert_converts(&model_and_moments(&*deepspeed_run(name)));
+    }
+}
+
+#[test]
+fn the_other_names_of_a_parameter_have_its_fp32_elements() {
+    // `ds_to_universal.py` stores a copy of the 16-bit ones for each other name.
+    for name in ["zero1", "universal1", "universal3"] {
+        let checkpoint = deepspeed_run(name);
+        let read = |key: &str| {
+            let mut elements = vec![0; 7 * 4 * 4];
+            let whole = TensorBox::whole(&[7, 4]);
+            checkpoint.read_box(key, &whole, &mut elements).unwrap();
+            elements
+        };
+        assert_eq!(
+            read("model.head.weight"),
+            read("model.embed.weight"),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn one_rank_s_flat_tensors_are_no_part_of_a_universal_checkpoint() {
+    for name in ["universal1", "universal3"] {
+        let checkpoint = deepspeed_run(name);
+        let metadata = checkpoint.metadata();
+        for (key, tensor) in metadata.tensors() {
+            let is_moment = key.starts_with("optim.state.");
+            assert!(key.starts_with("model.") || is_moment, "{name}: {key}");
+            assert!(!tensor.shape.contains(&24), "{name}: {key}");
+        }
+        let rate = checkpoint.read_value("optim.param_groups.0.lr").unwrap();
+        assert_eq!(rate, PlainValue::Float(0.01));
+    }
+}
+
+#[test]
+fn a_missing_directory_of_a_trained_parameter_is_named() {
+    let parent = TempDir::new().unwrap();
+    for name in ["universal1", "universal3"] {
+        let path = parent.path().join(name);
+        copy(&fixture("deepspeed_run").join(name), &path);
+        std::fs::remove_dir_all(path.join("zero/middle.bias")).unwrap();
+        match refused(&path) {
+            FileError::MissingFiles { files, .. } => {
+                assert_eq!(files, ["zero/middle.bias/fp32.pt"]);
+            }
+            other => panic!("{name}: {other}"),
+        }
+        // The copy of a buffer is not needed.
+        copy(&fixture("deepspeed_run").join(name), &path);
+        let _ = std::fs::remove_dir_all(path.join("zero/seen"));
+        assert!(opened(&path).metadata().tensor("model.seen").is_some());
+    }
+    let path = parent.path().join("universal3");
+    std::fs::remove_file(path.join("zero_pp_rank_0_mp_rank_00_model_states.pt")).unwrap();
+    assert!(matches!(
+        refused(&path),
+        FileError::MissingFiles { files, .. } if files == ["zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    ));
 }
 
 #[test]
